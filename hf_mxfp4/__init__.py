@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hf-mxfp4: reinforcement-learning post-training of language models in MXFP4.
+
+Importing the package registers the quantization method `mxfp4_rl` with transformers. Everything else is imported when
+it is first used, so that trl, triton and matplotlib cost nothing until then.
+"""
+
+import importlib
+
+from .config import MXFP4RLConfig
+from .quantizer import MXFP4RLQuantizer
+
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "ErrorDecomposition": "numerics",
+    "MXFP4GRPOConfig": "rl",
+    "MXFP4GRPOTrainer": "rl",
+    "MXFP4Linear": "layers",
+    "MXFP4Tensor": "numerics",
+    "QuantScheme": "numerics",
+    "ScaleRule": "numerics",
+    "cached_weights": "layers",
+    "decompose": "numerics",
+    "fake_quantize": "numerics",
+    "quantize": "numerics",
+}
+
+__all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__", *_LAZY]
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+
+
+def __dir__():
+    return sorted(__all__)

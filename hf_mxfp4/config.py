@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MXFP4RLConfig`: one frozen, validated description of how a model is quantized."""
+
+import difflib
+from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .numerics import QuantScheme, ScaleRule
+from .numerics.scheme import MACRO_BLOCKS, check_alpha, one_of
+
+
+QUANT_METHOD = "mxfp4_rl"
+#: Version of the meaning of the fields, written to `config.json`; a newer one is refused instead of misread.
+FORMAT_VERSION = 1
+
+MODES = ("qat",)
+PRESETS = ("w4a16", "w4a4")
+MACRO_SEARCHES = ("static", "dynamic", "hybrid")
+OPERANDS = ("both", "weights", "activations")
+BACKENDS = ("auto", "eager", "triton")
+
+
+def unknown_key_message(owner: str, key: str, known: list[str]) -> str:
+    """`"<owner> has no option 'key'"`, with the closest known names when there are any."""
+    close = difflib.get_close_matches(key, known, n=2)
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else f"; options are {', '.join(known)}"
+    return f"{owner} has no option {key!r}{hint}"
+
+
+@dataclass(repr=False, kw_only=True, unsafe_hash=True)
+class MXFP4RLConfig(QuantizationConfigMixin):
+    """How a model is quantized: pass it to `from_pretrained(quantization_config=...)`; it is saved in `config.json`.
+
+    The default is the dense recipe of arXiv 2605.20402: both operands of every linear layer of the decoder in MXFP4
+    with the ceiling scale rule, macro-block scaling at 128 (searched for weights, static for activations) and outlier
+    fallback at 0.5 on both operands.
+
+    Raises:
+        TypeError: an option that does not exist (with the nearest names).
+        ValueError: a value outside its supported set.
+    """
+
+    quant_method: str = field(default=QUANT_METHOD, init=False)
+    format_version: int = field(
+        default=FORMAT_VERSION,
+        metadata={"help": "Version of this description. Leave it alone; checkpoints of a newer version are refused."},
+    )
+    mode: str = field(
+        default="qat",
+        metadata={"help": "'qat': full-precision master weights are trained through their quantized values."},
+    )
+    preset: str = field(
+        default="w4a4",
+        metadata={
+            "help": "Which operands of a linear layer are MXFP4: 'w4a16' the weight, 'w4a4' weight and activation. "
+            "The backward pass uses the same quantized operands; output gradients stay in full precision."
+        },
+    )
+    scale_rule: str = field(
+        default=ScaleRule.RCEIL.value,
+        metadata={"help": "How block scales are chosen: 'rceil' (never clips), 'floor' (OCP), 'even' or 'mse'."},
+    )
+    macro_block: int | str | None = field(
+        default=128,
+        metadata={"help": "Elements per macro-block factor: 32, 64, 128, 256 or 'row'; none switches it off."},
+    )
+    macro_search: str = field(
+        default="hybrid",
+        metadata={
+            "help": "How macro factors are found: 'static' (from the largest magnitude), 'dynamic' (best of 16 by "
+            "squared error) or 'hybrid' (dynamic for weights, static for activations)."
+        },
+    )
+    outlier_fallback: float | None = field(
+        default=0.5,
+        metadata={"help": "Weight in (0, 1] of the quantized residual that is added back; none switches it off."},
+    )
+    outlier_fallback_operands: str = field(
+        default="both",
+        metadata={"help": "Operands that get outlier fallback: 'both', 'weights' or 'activations'."},
+    )
+    modules_to_not_convert: list[str] | tuple[str, ...] | None = field(
+        default=None,
+        metadata={
+            "help": "Modules to leave in full precision, besides the head, routers and embeddings, which always are. "
+            "Each is one or more whole dotted name parts ('layers.0', 'mlp.down_proj') or "
+            "'re:<regex on the full name>'."
+        },
+    )
+    backend: str = field(
+        default="auto",
+        metadata={"help": "Where quantization runs: 'auto' (Triton on GPUs where it applies), 'eager' or 'triton'."},
+    )
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        known = [f.name for f in fields(cls) if f.init]
+        for key in kwargs:
+            if key not in known:
+                raise TypeError(unknown_key_message(cls.__name__, key, known))
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        if not isinstance(self.format_version, int) or self.format_version != FORMAT_VERSION:
+            raise ValueError(
+                f"format_version={self.format_version!r}: this hf_mxfp4 reads version {FORMAT_VERSION}; "
+                "install a newer hf_mxfp4 to load this checkpoint"
+            )
+        one_of("mode", self.mode, MODES)
+        one_of("preset", self.preset, PRESETS)
+        one_of("scale_rule", self.scale_rule, tuple(rule.value for rule in ScaleRule))
+        object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule).value)
+        if isinstance(self.macro_block, str) and self.macro_block.isdigit():
+            object.__setattr__(self, "macro_block", int(self.macro_block))
+        one_of("macro_block", self.macro_block, (None, *MACRO_BLOCKS))
+        one_of("macro_search", self.macro_search, MACRO_SEARCHES)
+        one_of("outlier_fallback_operands", self.outlier_fallback_operands, OPERANDS)
+        one_of("backend", self.backend, BACKENDS)
+        check_alpha(self.outlier_fallback)
+        if self.preset == "w4a16" and self.outlier_fallback_operands == "activations":
+            raise ValueError(
+                "outlier_fallback_operands='activations' has no effect under preset='w4a16', "
+                "which quantizes no activations; use 'weights', or preset='w4a4'"
+            )
+        object.__setattr__(self, "modules_to_not_convert", _as_names(self.modules_to_not_convert))
+        object.__setattr__(self, "_frozen", True)
+
+    # dataclass(frozen=True) cannot extend the mixin, which is a dataclass and not frozen.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_frozen"):
+            raise FrozenInstanceError(f"{type(self).__name__} is frozen; build a new one to change {name!r}")
+        super().__setattr__(name, value)
+
+    @property
+    def weight_scheme(self) -> QuantScheme:
+        """How weights are quantized, along their input dimension."""
+        return self._scheme("weights", "dynamic" if self.macro_search == "hybrid" else self.macro_search)
+
+    @property
+    def activation_scheme(self) -> QuantScheme | None:
+        """How layer inputs are quantized, along their last axis; `None` when they are not."""
+        if self.preset == "w4a16":
+            return None
+        return self._scheme("activations", "static" if self.macro_search == "hybrid" else self.macro_search)
+
+    def _scheme(self, operand: str, macro_search: str) -> QuantScheme:
+        fallback = self.outlier_fallback if self.outlier_fallback_operands in ("both", operand) else None
+        search = macro_search if self.macro_block is not None else "static"
+        return QuantScheme(ScaleRule(self.scale_rule), self.macro_block, search, fallback)
+
+    def describe(self) -> str:
+        """One line: preset and what is done to each operand."""
+        activation = self.activation_scheme
+        return f"{self.preset} [weights {self.weight_scheme}, activations {activation or 'full precision'}]"
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
+        """Build from the dictionary form of `config.json`. Keyword arguments replace entries of the dictionary.
+
+        Raises as the constructor does; also `ValueError` when the dictionary is another method's.
+        """
+        options = dict(config_dict)
+        method = options.pop("quant_method", QUANT_METHOD)
+        if method != QUANT_METHOD:
+            raise ValueError(f"this is a {method!r} quantization config; MXFP4RLConfig reads {QUANT_METHOD!r} only")
+        names = {f.name for f in fields(cls) if f.init}
+        options.update({key: value for key, value in kwargs.items() if key in names})
+        config = cls(**options)
+        unused = {key: value for key, value in kwargs.items() if key not in names}
+        return (config, unused) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-clean dictionary that [`from_dict`] reads back to an equal config."""
+        options = asdict(self)
+        names = options["modules_to_not_convert"]
+        options["modules_to_not_convert"] = None if names is None else list(names)
+        return options
+
+    def __iter__(self):
+        yield from self.to_dict().items()
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{key}={value!r}" for key, value in self.to_dict().items() if key != "quant_method")
+        return f"{type(self).__name__}({options})"
+
+
+def _as_names(names: Any) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"modules_to_not_convert={names!r} must be a list of module names")
+    return tuple(names)

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that compute on MXFP4 operands."""
+
+from .linear import MXFP4Linear
+from .weight_cache import cached_weights
+
+
+__all__ = ["MXFP4Linear", "cached_weights"]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized weights kept between uses of a layer, for as long as the master weight has not changed.
+
+Generation runs a layer many times on one weight. A stale copy would be a silent error, so outside of [`cached_weights`]
+a kept value is used only in a single-process job, and only when the weight's identity, its autograd version and a
+checksum of its bits all agree: writes through ``.data`` change the bits without changing the version, and sharded
+engines refill a parameter's storage behind both.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+_frozen_depth = 0
+_filled: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def cached_weights() -> Iterator[None]:
+    """Within this context every quantized layer quantizes its weight once and trusts that nobody changes it.
+
+    For rollouts and evaluation. It also makes caching available in distributed jobs, where the copies are dropped at
+    the end of the context.
+    """
+    global _frozen_depth
+    if _frozen_depth == 0:
+        _forget_all()
+    _frozen_depth += 1
+    try:
+        yield
+    finally:
+        _frozen_depth -= 1
+        if _frozen_depth == 0 and _distributed():
+            _forget_all()
+
+
+class WeightCache:
+    """The last quantized value of one weight."""
+
+    def __init__(self):
+        self._key: tuple | None = None
+        self._value: torch.Tensor | None = None
+
+    def get(self, weight: torch.Tensor, dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The kept value for this weight and dtype, or a fresh one from ``compute``."""
+        frozen = _frozen_depth > 0
+        if not frozen and _distributed():
+            return compute()
+        key = (weight.shape, weight.device, weight.dtype, dtype)
+        if not frozen:
+            key = (*key, weight.data_ptr(), weight._version, _checksum(weight))
+        if self._value is None or self._key != key:
+            self._value, self._key = compute(), key
+            _filled.add(self)
+        return self._value
+
+    def clear(self) -> None:
+        """Forget the kept value and free its memory."""
+        self._key = self._value = None
+
+    def __deepcopy__(self, memo: dict) -> "WeightCache":
+        return WeightCache()
+
+    def __reduce__(self):
+        return WeightCache, ()
+
+
+def _checksum(weight: torch.Tensor) -> int:
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[weight.element_size()]
+    return int(weight.detach().view(bits).sum(dtype=torch.int64))
+
+
+def _distributed() -> bool:
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _forget_all() -> None:
+    for cache in list(_filled):
+        cache.clear()
+    _filled.clear()

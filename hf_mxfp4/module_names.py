@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which linear layers of a model are quantized, decided by whole name parts and never by substrings."""
+
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+
+#: Linear layers that always keep full precision: heads and routers.
+ALWAYS_SKIPPED = (
+    "lm_head",
+    "embed_out",
+    "score",
+    "classifier",
+    "qa_outputs",
+    "mlp.gate",
+    "shared_expert_gate",
+    "block_sparse_moe.gate",
+    "router",
+)
+
+
+def name_matches(name: str, pattern: str) -> bool:
+    """Whether ``pattern`` is a run of whole parts of the dotted ``name``, or ``re:<regex>`` matching all of it.
+
+    ``"layers.2"`` matches ``"model.layers.2.mlp.up_proj"``, not ``"model.layers.20.mlp.up_proj"``.
+    """
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return f".{pattern}." in f".{name}."
+
+
+def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Linear], list[str]]:
+    """The linear layers of ``model`` to quantize, by name, and the names of those to leave alone.
+
+    Only exact `nn.Linear` modules count: subclasses already are something else. The output head is found through the
+    model as well as by name.
+
+    Raises `ValueError` for a skip pattern that matches no module, which would be a silent misspelling.
+    """
+    extra_skips = tuple(extra_skips)
+    prefix = getattr(model, "base_model_prefix", "")
+
+    def matches(name: str, pattern: str) -> bool:
+        # A base model's names lack the prefix that its head model's names have.
+        return name_matches(name, pattern) or bool(prefix) and name_matches(f"{prefix}.{name}", pattern)
+
+    modules = dict(model.named_modules())
+    for pattern in extra_skips:
+        if pattern not in ALWAYS_SKIPPED and not any(matches(name, pattern) for name in modules):
+            raise ValueError(
+                f"modules_to_not_convert has {pattern!r}, which matches no module of {type(model).__name__}; "
+                "give whole dotted name parts such as 'layers.0' or 'mlp.down_proj', or 're:<regex on the full name>'"
+            )
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    quantized, skipped = {}, []
+    for name, module in modules.items():
+        if type(module) is not nn.Linear:
+            continue
+        if module is head or any(matches(name, pattern) for pattern in (*ALWAYS_SKIPPED, *extra_skips)):
+            skipped.append(name)
+        else:
+            quantized[name] = module
+    return quantized, skipped
+
+
+def fused_experts(model: nn.Module, extra_skips: Iterable[str] = ()) -> list[str]:
+    """Names of modules that hold the weights of many experts in 3-D parameters, which no linear layer represents."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+        and not any(name_matches(name, pattern) for pattern in extra_skips)
+    ]

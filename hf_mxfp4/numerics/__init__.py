@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numeric contract of MXFP4 quantization in pure torch: no modules, no transformers."""
+
+from .decompose import ErrorDecomposition, decompose, decompose_scheme
+from .grid import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
+from .quantize import MXFP4Tensor, apply_scheme, dequantize, fake_quantize, quantize
+from .scales import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
+from .scheme import QuantScheme
+
+
+__all__ = [
+    "BLOCK_SIZE",
+    "E2M1_MAGNITUDES",
+    "E2M1_MAX",
+    "ErrorDecomposition",
+    "MXFP4Tensor",
+    "QuantScheme",
+    "ScaleRule",
+    "apply_scheme",
+    "decode_e2m1",
+    "decode_e8m0",
+    "decompose",
+    "decompose_scheme",
+    "dequantize",
+    "encode_e2m1",
+    "fake_quantize",
+    "pack_codes",
+    "quantize",
+    "scale_from_amax",
+    "unpack_codes",
+]

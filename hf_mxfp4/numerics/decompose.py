@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact three-way decomposition of an MXFP4 error (arXiv 2605.20402, section 3)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .grid import round_nearest
+from .quantize import apply_scheme, check_input
+from .scales import BLOCK_SIZE, ScaleRule
+from .scheme import QuantScheme
+
+
+@dataclass(frozen=True)
+class ErrorDecomposition:
+    """``scale_bias + deadzone + grid == Q(x) - x``, bit for bit, element by element (float64, the shape of ``x``).
+
+    Attributes:
+        scale_bias: error of using the quantizer's own scales instead of ``amax / 6``, outside the deadzone.
+        deadzone: error on the elements below a quarter step, ``|x| < amax / 24`` of their block.
+        grid: error of the grid at the ideal scale ``amax / 6``, outside the deadzone.
+        deadzone_fraction: share of elements in the deadzone.
+        zero_fraction: share of elements that the quantizer sends to zero, zeros of ``x`` not counted.
+        energy: sum of ``x**2``.
+    """
+
+    scale_bias: torch.Tensor
+    deadzone: torch.Tensor
+    grid: torch.Tensor
+    deadzone_fraction: float
+    zero_fraction: float
+    energy: float
+
+    @property
+    def total(self) -> torch.Tensor:
+        """``Q(x) - x``."""
+        return self.scale_bias + self.deadzone + self.grid
+
+    @property
+    def energy_ratio(self) -> dict[str, float]:
+        """Energy of each component over that of the whole error. The three need not sum to 1: scale bias and grid
+        error are correlated. All NaN when there is no error."""
+        whole = _energy(self.total)
+        parts = {"scale_bias": self.scale_bias, "deadzone": self.deadzone, "grid": self.grid}
+        return {name: _energy(part) / whole if whole else math.nan for name, part in parts.items()}
+
+    @property
+    def relative_mse(self) -> float:
+        """``|Q(x) - x|**2 / |x|**2``; NaN for an all-zero ``x``."""
+        return _energy(self.total) / self.energy if self.energy else math.nan
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise ratio in decibels; infinite when there is no error."""
+        relative = self.relative_mse
+        return math.inf if relative == 0 else -10.0 * math.log10(relative)
+
+    @property
+    def cosine_scale_grid(self) -> float:
+        """Cosine of the angle between scale bias and grid error; NaN when one of them is zero."""
+        norms = math.sqrt(_energy(self.scale_bias) * _energy(self.grid))
+        return float((self.scale_bias * self.grid).sum()) / norms if norms else math.nan
+
+
+def decompose(
+    x: torch.Tensor,
+    *,
+    scale_rule: ScaleRule | str = ScaleRule.RCEIL,
+    macro_block: int | str | None = None,
+    macro_search: str = "static",
+    outlier_fallback: float | None = None,
+    rounding: str = "nearest",
+    axis: int = -1,
+    generator: torch.Generator | None = None,
+) -> ErrorDecomposition:
+    """Split the error of quantizing ``x`` into scale bias, deadzone truncation and grid noise.
+
+    With ``s* = amax / 6`` per block, ``Q*`` the grid at that scale and ``D = {|x| < amax / 24}``: the deadzone part is
+    ``Q - x`` on D, the grid part ``Q* - x`` off D and the scale part ``Q - Q*`` off D. For the plain ``rceil`` rule
+    this is the definition of arXiv 2605.20402 (there Q and Q* are both zero on D); the sum is exact for every scheme.
+
+    Arguments as in [`fake_quantize`]. Raises `ValueError` when ``x`` holds NaN or infinity, for which no error exists.
+    """
+    scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding)
+    return decompose_scheme(x, scheme, axis=axis, generator=generator)
+
+
+def decompose_scheme(
+    x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1, generator: torch.Generator | None = None
+) -> ErrorDecomposition:
+    """[`decompose`] with its options given as a [`QuantScheme`]."""
+    axis = check_input(x, axis)
+    x = x.detach().float()
+    if not torch.isfinite(x).all():
+        raise ValueError("cannot decompose the error of a tensor that holds NaN or infinity")
+    quantized = apply_scheme(x, scheme, axis=axis, generator=generator)
+    ideal, deadzone = _ideal_quantization(x.movedim(axis, -1))
+    ideal, deadzone = ideal.movedim(-1, axis), deadzone.movedim(-1, axis)
+
+    error = quantized.double() - x.double()
+    zero = torch.zeros((), dtype=torch.float64, device=x.device)
+    # Off the deadzone all terms are float32 numbers of similar size, so the float64 differences are exact.
+    grid_error = torch.where(deadzone, zero, ideal.double() - x.double())
+    return ErrorDecomposition(
+        scale_bias=torch.where(deadzone, zero, error - grid_error),
+        deadzone=torch.where(deadzone, error, zero),
+        grid=grid_error,
+        deadzone_fraction=deadzone.double().mean().item() if x.numel() else math.nan,
+        zero_fraction=((quantized == 0) & (x != 0)).double().mean().item() if x.numel() else math.nan,
+        energy=_energy(x.double()),
+    )
+
+
+def _ideal_quantization(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``Q*`` rounded to float32, and the deadzone mask, of float32 rows ``[..., K]``."""
+    length = rows.shape[-1]
+    padded = torch.nn.functional.pad(rows, (0, -length % BLOCK_SIZE))
+    blocks = padded.double().view(*padded.shape[:-1], padded.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
+    amax = blocks.abs().amax(dim=-1, keepdim=True)
+    ratio = torch.where(amax > 0, blocks * 6.0 / amax.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    # 6 x / amax is rounded to float32 before the grid: a tie can fall to the other side only where the two neighbours
+    # are equally near to within a rounding error.
+    ideal = (round_nearest(ratio.float()).double() * (amax / 6.0)).float()
+    deadzone = blocks.abs() * 24.0 < amax
+    return ideal.flatten(-2)[..., :length], deadzone.flatten(-2)[..., :length]
+
+
+def _energy(x: torch.Tensor) -> float:
+    return float(x.square().sum())

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The E2M1 element format: rounding onto its grid, 4-bit codes, and two codes per byte.
+
+OCP Microscaling Formats (MX) v1.0, section 5.3.3: 1 sign, 2 exponent and 1 mantissa bit, bias 1, one subnormal
+magnitude (0.5), no infinity and no NaN. A code is ``sign << 3 | exponent << 1 | mantissa``.
+"""
+
+import torch
+
+
+#: The eight magnitudes, indexed by the three low bits of a code.
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+
+_SIGN_BIT = 8
+# 1.5 * 2**23 pushes the units digit of a float32 into the last mantissa bit: adding and subtracting it rounds to an
+# integer, ties to even.
+_ROUND_MAGIC = 1.5 * 2.0**23
+_EXPONENT_FIELD = 0x7F800000
+_ONE_BITS = 0x3F800000
+
+
+def _round_anchor(y: torch.Tensor) -> torch.Tensor:
+    """``2**max(floor(log2|y|), 0)``, the start of the binade of ``y``: twice the grid step there."""
+    bits = y.view(torch.int32) & _EXPONENT_FIELD
+    return bits.clamp_(min=_ONE_BITS).view(torch.float32)
+
+
+def round_nearest(y: torch.Tensor) -> torch.Tensor:
+    """Round float32 values onto the E2M1 grid, to nearest, ties to the even code. Values beyond 6 saturate.
+
+    ``y`` is consumed: its storage holds the result.
+    """
+    y = y.clamp_(-E2M1_MAX, E2M1_MAX)
+    anchor = _round_anchor(y).mul_(0.5 * _ROUND_MAGIC)
+    return y.add_(anchor).sub_(anchor)
+
+
+def round_stochastic(y: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Round float32 values to one of the two neighbouring grid points, each with the probability that makes the
+    expectation equal to ``y`` (for ``|y| <= 6``; beyond, values saturate). ``y`` is consumed."""
+    y = y.clamp_(-E2M1_MAX, E2M1_MAX)
+    step = _round_anchor(y).mul_(0.5)
+    noise = torch.rand(y.shape, dtype=torch.float32, device=y.device, generator=generator)
+    magnitude = y.abs().div_(step).add_(noise).floor_().mul_(step).clamp_(max=E2M1_MAX)
+    return torch.copysign(magnitude, y)
+
+
+def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Codes (uint8, 0..15) of float32 values that lie on the grid; see [`round_nearest`] for values that do not.
+
+    Zeros of either sign become code 0.
+    """
+    bits = values.view(torch.int32)
+    # Exponent and first mantissa bit; 0.5 is 252, 1 is 254, 6 is 259.
+    top = (bits >> 22) & 0x1FF
+    magnitude = (top - 252).clamp_(min=0) + (top == 252)
+    sign = (bits < 0) & (magnitude > 0)
+    return (magnitude + sign * _SIGN_BIT).to(torch.uint8)
+
+
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """Float32 values of 4-bit codes (any integer dtype, 0..15). Code 8 is -0.0."""
+    table = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], dtype=torch.float32, device=codes.device)
+    return table[codes.long()]
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes per byte along the last axis, even index in the low nibble: uint8 ``[..., K]`` to ``[..., ceil(K/2)]``.
+    The last high nibble is 0 when ``K`` is odd."""
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_codes(packed: torch.Tensor, length: int) -> torch.Tensor:
+    """The first ``length`` codes of packed bytes: uint8 ``[..., ceil(length/2)]`` to ``[..., length]``."""
+    if packed.shape[-1] != (length + 1) // 2:
+        raise ValueError(
+            f"{packed.shape[-1]} packed bytes cannot hold {length} 4-bit codes; expected {(length + 1) // 2} bytes"
+        )
+    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1)
+    return codes.flatten(-2)[..., :length]

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Macro-block scaling (MBS): one factor ``f = 1 + m8 / 256`` per macro block, applied before and undone after the
+ordinary quantization (arXiv 2603.08713; used for RL in arXiv 2605.20402).
+
+The factor and both of its uses stay in float32: bfloat16 has one mantissa bit too few to hold it.
+"""
+
+import torch
+
+
+#: Factors tried by the dynamic search: ``1 + j / 16``.
+DYNAMIC_CANDIDATES = 16
+_TOO_LARGE_TO_SCALE = 2.0**127
+
+
+def static_macro(amax: torch.Tensor) -> torch.Tensor:
+    """``m8`` (int32, 0..255): the top eight mantissa bits of ``6 / amax``, truncated, never rounded up.
+
+    ``f * amax`` then sits just below ``6 * 2**k``, the top of the grid. Zero, non-finite and the largest maxima (2**127
+    and more, where ``f * amax`` would leave float32) get 0, that is ``f = 1``.
+    """
+    bits = (6.0 / amax).view(torch.int32)
+    unusable = ~(amax < _TOO_LARGE_TO_SCALE)
+    return ((bits >> 15) & 0xFF).masked_fill_(unusable, 0)
+
+
+def dynamic_macro(candidate: int, amax: torch.Tensor) -> torch.Tensor:
+    """``m8`` of candidate ``0..15`` of the dynamic search for every macro block, 0 where [`static_macro`] is too."""
+    unusable = ~(amax < _TOO_LARGE_TO_SCALE)
+    return torch.full(amax.shape, 16 * candidate, dtype=torch.int32, device=amax.device).masked_fill_(unusable, 0)
+
+
+def macro_factor(m8: torch.Tensor) -> torch.Tensor:
+    """Float32 factors ``1 + m8 / 256`` of macro bytes (any integer dtype, 0..255); exact."""
+    return m8.to(torch.float32).mul_(1.0 / 256.0).add_(1.0)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model small enough to post-train on a CPU: tokenizers, a Qwen2 and the supervised warm-up that RL starts from.
+
+RL on verifiable rewards cannot start from random weights, because no rollout is ever rewarded. The warm-up teaches
+part of the task, and is short enough to leave room for RL to improve.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
+
+PAD, EOS = "<pad>", "<eos>"
+# Plain text: the tokenizers below never read special tokens from text, so the template cannot use any.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+_IGNORED = -100
+_LR_WARMUP_STEPS = 10
+_LOSS_WINDOW = 20
+
+
+def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # the text "<eos>" is five characters, not the end: every text round-trips
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token per character of `alphabet`: ids 0 = pad, 1 = eos, then the characters in order. Pads left.
+
+    ``decode(encode(text)) == text`` for every text over the alphabet. There is no unknown token: encoding another
+    character raises (the backend's ``Exception``: "Missing [UNK] token"), so a wrong alphabet cannot pass unnoticed.
+
+    Raises:
+        ValueError: `alphabet` is empty or repeats a character.
+    """
+    if not alphabet or len(set(alphabet)) != len(alphabet):
+        raise ValueError(f"the alphabet must be distinct characters, at least one; got {alphabet!r}")
+    vocab = {token: index for index, token in enumerate([PAD, EOS, *alphabet])}
+    backend = Tokenizer(models.WordLevel(vocab))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return _wrap(backend)
+
+
+def build_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte: ids 0 = pad, 1 = eos, byte b = b + 2 (258 in all). Pads left, any text round-trips.
+
+    Its chat template writes ``role: content`` lines and the generation prompt ``assistant: ``.
+    """
+    # Byte-level BPE stands each byte for a printable character: the printable Latin-1 characters for themselves, the
+    # other 68 bytes, in order, for the characters from 256 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = {byte: chr(byte) for byte in printable}
+    symbols.update({byte: chr(256 + index) for index, byte in enumerate(others)})
+    vocab = {PAD: 0, EOS: 1, **{symbols[byte]: byte + 2 for byte in range(256)}}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _wrap(backend)
+
+
+def build_qwen2(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden_size: int = 128,
+    num_layers: int = 4,
+    intermediate_size: int = 256,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_positions: int = 512,
+    tie_word_embeddings: bool = False,
+    seed: int = 0,
+) -> Qwen2ForCausalLM:
+    """A randomly initialised Qwen2 in float32 for `tokenizer`; the defaults make 0.6M parameters.
+
+    The weights depend on the arguments only, and the global random state is left as it was.
+
+    Raises:
+        ValueError: `hidden_size` is not divisible by `num_heads`, or `num_heads` by `num_kv_heads`.
+    """
+    if hidden_size % num_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"hidden_size must be divisible by num_heads and num_heads by num_kv_heads, got {hidden_size}, "
+            f"{num_heads}, {num_kv_heads}"
+        )
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tie_word_embeddings,
+        dtype=torch.float32,
+        **special,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config).to(torch.float32)
+    for key, value in special.items():
+        setattr(model.generation_config, key, value)
+    return model
+
+
+def encode_example(tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict], completion: str) -> tuple[list, list]:
+    """The token ids of one training sequence (prompt, completion, eos), and its labels (the prompt is ignored)."""
+    if not isinstance(prompt, str):
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    context = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    target = [*tokenizer(completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return [*context, *target], [_IGNORED] * len(context) + target
+
+
+def _collate(examples: list[tuple[list, list]], pad_token_id: int, device: torch.device) -> dict[str, torch.Tensor]:
+    length = max(len(ids) for ids, _ in examples)
+    padding = [length - len(ids) for ids, _ in examples]
+    columns = {
+        "input_ids": [[*ids, *[pad_token_id] * pad] for (ids, _), pad in zip(examples, padding, strict=True)],
+        "labels": [[*labels, *[_IGNORED] * pad] for (_, labels), pad in zip(examples, padding, strict=True)],
+        "attention_mask": [[1] * (length - pad) + [0] * pad for pad in padding],
+    }
+    return {name: torch.tensor(rows, device=device) for name, rows in columns.items()}
+
+
+def supervised_warmup(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    dataset: Dataset,
+    *,
+    steps: int = 250,
+    batch_size: int = 128,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    progress: bool = True,
+    weight_decay: float = 0.01,
+    schedule: str = "cosine",
+) -> float:
+    """Trains `model` in place on the reference completions of `dataset`: AdamW, cross-entropy on completion and eos.
+
+    The learning rate rises linearly over 10 steps and then follows `schedule`. Batches are drawn epoch by epoch
+    without replacement. The global random state (Python, NumPy, torch) is set from `seed` on entry and on return, so
+    the same seed gives the same weights bit for bit on the same machine.
+
+    Args:
+        dataset: the columns ``prompt`` (str or conversation) and ``completion`` (str) of a task.
+        steps, batch_size: optimizer steps, and sequences in each of them.
+        learning_rate: the peak.
+        progress: show a bar with the loss.
+        schedule: ``"cosine"`` (to zero) or ``"constant"``.
+
+    Returns:
+        The mean loss (nats per target token) of the last 20 steps.
+
+    Raises:
+        ValueError: `steps` or `batch_size` below 1, an unknown `schedule`, an empty dataset, or a sequence longer than
+            the model's positions.
+    """
+    if steps < 1 or batch_size < 1:
+        raise ValueError(f"steps and batch_size must be at least 1, got {steps} and {batch_size}")
+    if schedule not in ("cosine", "constant"):
+        raise ValueError(f"schedule must be 'cosine' or 'constant', got {schedule!r}")
+    if len(dataset) == 0:
+        raise ValueError("cannot warm up on an empty dataset")
+    examples = [encode_example(tokenizer, row["prompt"], row["completion"]) for row in dataset]
+    longest, limit = max(len(ids) for ids, _ in examples), model.config.max_position_embeddings
+    if longest > limit:
+        raise ValueError(f"the longest sequence has {longest} tokens, the model has {limit} positions")
+
+    def factor(step: int) -> float:
+        if step < _LR_WARMUP_STEPS or schedule == "constant":
+            return min(1.0, (step + 1) / _LR_WARMUP_STEPS)
+        return 0.5 * (1 + math.cos(math.pi * (step - _LR_WARMUP_STEPS) / max(1, steps - _LR_WARMUP_STEPS)))
+
+    set_seed(seed)
+    order = torch.Generator().manual_seed(seed)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    was_training, queue, losses = model.training, [], []
+    model.train()
+    with tqdm(total=steps, desc="warm-up", disable=not progress) as bar:
+        for _ in range(steps):
+            while len(queue) < batch_size:
+                queue += torch.randperm(len(examples), generator=order).tolist()
+            chosen, queue = queue[:batch_size], queue[batch_size:]
+            batch: dict[str, Any] = _collate([examples[i] for i in chosen], tokenizer.pad_token_id, model.device)
+            loss = model(**batch, use_cache=False).loss
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.item())
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.update()
+    optimizer.zero_grad(set_to_none=True)
+    model.train(was_training)
+    set_seed(seed)
+    window = losses[-_LOSS_WINDOW:]
+    return sum(window) / len(window)
