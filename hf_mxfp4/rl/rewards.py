@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
+
 __all__ = [
     "exact_match_reward",
     "extract_flexible",

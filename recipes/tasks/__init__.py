@@ -9,6 +9,7 @@ import os
 from . import arithmetic, gsm8k
 from .base import Task
 
+
 __all__ = ["TASKS", "Task", "load_task"]
 
 TASKS = ("arithmetic", "gsm8k")

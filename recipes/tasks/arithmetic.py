@@ -9,6 +9,7 @@ from hf_mxfp4.rl.rewards import exact_match_reward, is_exact_match
 
 from .base import Task, as_prompt, choose_rows, make_dataset
 
+
 ALPHABET = "0123456789+="
 
 

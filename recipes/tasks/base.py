@@ -10,6 +10,7 @@ from typing import Any
 
 from datasets import Dataset
 
+
 COLUMNS = ("prompt", "completion", "answer")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import datasets
 
 from hf_mxfp4.rl.rewards import (
-    gsm8k_flexible_reward,
     gsm8k_gold,
     gsm8k_strict_reward,
     is_flexible_correct,
@@ -20,6 +19,7 @@ from hf_mxfp4.rl.rewards import (
 )
 
 from .base import Task, as_prompt, choose_rows, make_dataset
+
 
 DATASET_NAME, DATASET_CONFIG = "openai/gsm8k", "main"
 _INSTRUCTION = 'Reason step by step, and finish with the final answer on a line of its own as "#### <number>".'

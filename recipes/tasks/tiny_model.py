@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 
+
 PAD, EOS = "<pad>", "<eos>"
 # Plain text: the tokenizers below never read special tokens from text, so the template cannot use any.
 CHAT_TEMPLATE = (

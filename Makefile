@@ -1,0 +1,38 @@
+# make demo   a whole run on a small model on the CPU       make test   the test suite
+# Both create .venv by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+INPUTS := pyproject.toml constraints.txt
+# Workers of the test run; each computes on one thread.
+JOBS ?= 2
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/runtime
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		recipes/grpo.py --config recipes/configs/tiny_cpu.yaml $(ARGS)
+
+test: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) outputs
+
+$(VENV)/runtime: $(INPUTS)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/runtime
+	$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions that fail say so: which one, on which completion, and why."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned something that is no reward. The message names the function."""
+
+
+def guard_reward(function: Any) -> Any:
+    """Wrap a reward function so that its failures become [`RewardError`]; its name and signature stay.
+
+    Reward models and model names are returned as they are. A function may return `None` for a completion it does not
+    apply to, but not NaN or infinity.
+    """
+    if isinstance(function, (str, nn.Module)) or not callable(function):
+        return function
+    name = getattr(function, "__name__", type(function).__name__)
+    wrapped = _guard_async(function, name) if _is_async(function) else _guard_sync(function, name)
+    wrapped.__name__ = name
+    return wrapped
+
+
+def _guard_sync(function: Callable, name: str) -> Callable:
+    @functools.wraps(function)
+    def guarded(*args, **kwargs):
+        try:
+            rewards = function(*args, **kwargs)
+        except Exception as error:
+            raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
+        return _checked(rewards, name, kwargs.get("completions"))
+
+    return guarded
+
+
+def _guard_async(function: Callable, name: str) -> Callable:
+    @functools.wraps(function)
+    async def guarded(*args, **kwargs):
+        try:
+            rewards = await function(*args, **kwargs)
+        except Exception as error:
+            raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
+        return _checked(rewards, name, kwargs.get("completions"))
+
+    return guarded
+
+
+def _is_async(function: Callable) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _checked(rewards: Any, name: str, completions: list | None) -> list[float | None]:
+    try:
+        rewards = [None if reward is None else float(reward) for reward in rewards]
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"reward function {name!r} must return one number (or None) per completion, got {rewards!r:.200}"
+        ) from error
+    for index, reward in enumerate(rewards):
+        if reward is not None and not math.isfinite(reward):
+            completion = repr(completions[index])[:200] if completions and index < len(completions) else "unknown"
+            raise RewardError(f"reward function {name!r} returned {reward} for completion {index}: {completion}")
+    return rewards

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MXFP4GRPOTrainer`: TRL's GRPO for policies whose linear layers compute in MXFP4."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import pad
+
+from .._logging import get_logger
+from ..layers import MXFP4Linear, cached_weights
+from .aqn import NoiseReport, NormNoise
+from .callbacks import EntropyCallback, ErrorCallback
+from .config import MXFP4GRPOConfig
+from .reward_guard import guard_reward
+from .vllm_sync import rollout_parameters
+
+
+class MXFP4GRPOTrainer(GRPOTrainer):
+    """[`trl.GRPOTrainer`] with adaptive quantization noise in rollouts, correction of the mismatch it makes, and
+    callbacks for policy entropy and quantization error.
+
+    Takes the arguments of [`trl.GRPOTrainer`]; `args` is an [`MXFP4GRPOConfig`], and `quantization_config` an
+    `MXFP4RLConfig` when `model` is a name. A failing reward function raises `RewardError`, and whatever ends training
+    early, what was trained so far is saved as a checkpoint first.
+
+    Raises:
+        ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
+            norm for the noise, or an option would damage the master weights.
+    """
+
+    _tag_names = ["trl", "grpo", "mxfp4", "hf-mxfp4"]
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: MXFP4GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        quantization_config: Any = None,
+        **kwargs: Any,
+    ):
+        args = MXFP4GRPOConfig() if args is None else args
+        if not isinstance(args, MXFP4GRPOConfig):
+            raise TypeError(f"args must be an MXFP4GRPOConfig, got {type(args).__name__}")
+        _refuse_empty("train_dataset", train_dataset)
+        for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}).items():
+            _refuse_empty(f"eval_dataset {name}".strip(), dataset)
+        functions = reward_funcs if isinstance(reward_funcs, list) or reward_funcs is None else [reward_funcs]
+        if functions is not None:
+            functions = [guard_reward(function) for function in functions]
+        if quantization_config is None and args.beta != 0 and not isinstance(model, str):
+            # Otherwise TRL loads the reference policy in full precision beside a quantized policy.
+            quantization_config = getattr(model.config, "quantization_config", None)
+        super().__init__(
+            model,
+            functions,
+            args,
+            train_dataset,
+            eval_dataset,
+            quantization_config=quantization_config,
+            **kwargs,
+        )
+        self.n_quantized = sum(isinstance(module, MXFP4Linear) for module in self.model.modules())
+        self._check_model()
+        seed = args.seed if args.aqn_seed is None else args.aqn_seed
+        self.noise = NormNoise(self.model, seed) if args.aqn else None
+        self.entropy_callback = EntropyCallback(args.entropy_collapse, args.entropy_explosion)
+        self.add_callback(self.entropy_callback)
+        self.error_callback: ErrorCallback | None = None
+        if args.error_every and args.error_layers and self.n_quantized:
+            self.error_callback = ErrorCallback(args.error_every, args.error_layers, record=self._record)
+            self.add_callback(self.error_callback)
+        if self.use_vllm:
+            self._push_rollout_policy_to_vllm()
+        get_logger().info(
+            "MXFP4GRPOTrainer: n_quantized=%d, noise on %s norms, rollout correction %s",
+            self.n_quantized,
+            len(self.noise.norms) if self.noise else "no",
+            "on" if args.rollout_correction else "off",
+        )
+
+    # ---- rollouts -------------------------------------------------------------------------------------------------
+
+    def _generate(self, prompts: list):
+        with cached_weights(), self._rollout_noise() as sigma:
+            output = list(super()._generate(prompts))
+            if sigma > 0 and self._corrects_rollouts(output):
+                output[4] = self._score(output[0], output[1])
+        return tuple(output)
+
+    @contextlib.contextmanager
+    def _rollout_noise(self) -> Iterator[float]:
+        """Noise for one rollout; gives its standard deviation, 0 outside of training."""
+        if self.noise is None or not self.model.training:
+            yield 0.0
+            return
+        step = self.state.global_step
+        sigma = self.args.noise_schedule.sigma(step, self.state.max_steps)
+        if self.use_vllm:
+            # The noise travels with the weights; a new push is due even if they have not changed.
+            self._last_loaded_step = -1
+            yield sigma
+            self._record_noise(NoiseReport(sigma, sigma, len(self.noise.norms) if sigma else 0))
+            return
+        with self.noise.active(step, sigma):
+            yield sigma
+        self._record_noise(self.noise.last_report)
+
+    def _record_noise(self, report: NoiseReport) -> None:
+        self._record("aqn/sigma", report.sigma)
+        self._record("aqn/measured_std", report.measured_std)
+        self._record("aqn/n_modules", report.modules)
+
+    def _push_rollout_policy_to_vllm(self) -> None:
+        generation = self.vllm_generation
+        named_parameters = generation._iter_named_params
+
+        @functools.wraps(named_parameters)
+        def rollout_policy():
+            step = self.state.global_step
+            training = self.noise is not None and self.model.training
+            sigma = self.args.noise_schedule.sigma(step, self.state.max_steps) if training else 0.0
+            return rollout_parameters(named_parameters(), self.model, self.noise, step, sigma)
+
+        generation._iter_named_params = rollout_policy
+        if any(m.config.activation_scheme is not None for m in self.model.modules() if isinstance(m, MXFP4Linear)):
+            get_logger().warning(
+                "vLLM samples from the quantized weights with full-precision activations (W4A16); "
+                "vllm_importance_sampling_correction accounts for the difference"
+            )
+
+    # ---- truncated importance sampling without vLLM ---------------------------------------------------------------
+
+    def _corrects_rollouts(self, output: list) -> bool:
+        has_images = output[6] is not None
+        return self.args.rollout_correction and output[4] is None and not has_images
+
+    @torch.no_grad()
+    def _score(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of the sampled tokens under the policy as it is now, one list per completion."""
+        device = self.accelerator.device
+
+        def batch(sequences: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+            ids = [torch.tensor(sequence) for sequence in sequences]
+            masks = [torch.ones_like(sequence) for sequence in ids]
+            padding = {"padding_side": side, "pad_to_multiple_of": self.pad_to_multiple_of}
+            return (
+                pad(ids, padding_value=self._tokenizer.pad_token_id, **padding).to(device),
+                pad(masks, padding_value=0, **padding).to(device),
+            )
+
+        prompts, prompt_mask = batch(prompt_ids, "left")
+        completions, completion_mask = batch(completion_ids, "right")
+        logps = self._log_probs(prompts, prompt_mask, completions, completion_mask)
+        return [row[: len(ids)].tolist() for row, ids in zip(logps, completion_ids, strict=True)]
+
+    @torch.no_grad()
+    def _log_probs(self, prompts, prompt_mask, completions, completion_mask) -> torch.Tensor:
+        with cached_weights(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            logps, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([prompts, completions], dim=1),
+                torch.cat([prompt_mask, completion_mask], dim=1),
+                completions.size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        return logps
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        sampled = output.get("sampling_per_token_logps")
+        if sampled is None or self.use_vllm or not self.args.rollout_correction or not self.model.training:
+            return output
+        if "old_per_token_logps" not in output:
+            output["old_per_token_logps"] = self._log_probs(
+                output["prompt_ids"], output["prompt_mask"], output["completion_ids"], output["completion_mask"]
+            )
+        mask = output["completion_mask"] * output.get("tool_mask", 1)
+        difference = torch.nan_to_num(output["old_per_token_logps"] - sampled) * mask
+        ratio = difference.exp()
+        self._record_ratio(ratio, mask)
+        # GRPOTrainer multiplies the loss of a token by its advantage, and takes one per token as well as one per
+        # completion: the door for a per-token weight.
+        cap = self.args.rollout_correction_cap
+        output["advantages"] = output["advantages"].unsqueeze(1) * ratio.clamp(max=cap)
+        return output
+
+    def _record_ratio(self, ratio: torch.Tensor, mask: torch.Tensor) -> None:
+        tokens = ratio[mask.bool()]
+        tokens = tokens if tokens.numel() else torch.ones(1, device=ratio.device)
+        clipped = (tokens > self.args.rollout_correction_cap).float().mean()
+        stats = torch.stack([tokens.min(), tokens.mean(), tokens.max(), clipped])
+        stats = self.accelerator.gather(stats.unsqueeze(0))
+        self._record("sampling/importance_sampling_ratio/min", stats[:, 0].min().item())
+        self._record("sampling/importance_sampling_ratio/mean", stats[:, 1].mean().item())
+        self._record("sampling/importance_sampling_ratio/max", stats[:, 2].max().item())
+        self._record("sampling/importance_sampling_ratio/clipped", stats[:, 3].mean().item())
+
+    # ---- checks, logs, and saving when training is cut short -------------------------------------------------------
+
+    def _record(self, name: str, value: float) -> None:
+        """Add to the next training log, where values of one name are averaged."""
+        self._metrics["train"][name].append(value)
+
+    def _check_model(self) -> None:
+        if self.n_quantized == 0 and not self.args.allow_full_precision:
+            raise ValueError(
+                f"{type(self.model).__name__} has no MXFP4 layer: this run would train in full precision. Load the "
+                "model with quantization_config=MXFP4RLConfig(), or set allow_full_precision=True for a baseline"
+            )
+        casts = self.args.use_transformers_continuous_batching and (self.args.bf16 or self.args.fp16)
+        if casts and any(p.dtype == torch.float32 for p in self.model.parameters() if p.requires_grad):
+            raise ValueError(
+                "use_transformers_continuous_batching casts the model for good before generating, which would "
+                "round float32 master weights; load the model in bfloat16, or set bf16=False"
+            )
+
+    def train(self, *args: Any, **kwargs: Any):
+        """[`transformers.Trainer.train`]; an exception leaves a checkpoint of the last finished step behind."""
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException as error:
+            self._save_before_leaving(error)
+            raise
+
+    def _save_before_leaving(self, error: BaseException) -> None:
+        step = self.state.global_step
+        what = f"training stopped at step {step} by {type(error).__name__}: {error}"
+        if step == 0 or self.optimizer is None:
+            get_logger().error("%s; nothing was trained yet, so nothing was saved", what)
+        elif self.accelerator.num_processes > 1:
+            # Sharded weights are gathered by all ranks together, and the others may not be here.
+            get_logger().error("%s; not saved, since other processes may still be training", what)
+        else:
+            self._save_checkpoint(self.model, trial=None)
+            folder = f"{self._get_output_dir(trial=None)}/checkpoint-{step}"
+            get_logger().error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
+
+
+def _refuse_empty(name: str, dataset: Any) -> None:
+    if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ValueError(f"{name} is empty")

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights on their way to vLLM: what the policy computes with, not what it stores.
+
+TRL pushes raw parameters. For a trained quantized policy these are the master weights, and hooks on the policy's norms
+do not reach vLLM's; so quantized layers send ``Q(W)`` and norms send their noisy weights. Activations cannot be
+quantized on vLLM's side: its rollouts are W4A16, and TRL's importance sampling corrects the difference.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from ..layers import MXFP4Linear
+from .aqn import NormNoise
+
+
+def rollout_parameters(
+    named: Iterable[tuple[str, torch.Tensor]],
+    model: nn.Module,
+    noise: NormNoise | None = None,
+    step: int = 0,
+    sigma: float = 0.0,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The pairs of ``named`` with quantized weights in place of master weights, and noise on the norms' weights.
+
+    Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them.
+    """
+    quantized = {_plain(name): module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
+    norms = {_plain(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
+    n_quantized = n_noisy = 0
+    for name, tensor in named:
+        owner = name.removesuffix(".weight")
+        if name.endswith(".weight") and owner in quantized:
+            n_quantized += 1
+            yield name, quantized[owner].quantized_weight(tensor, tensor.dtype)
+        elif name.endswith(".weight") and owner in norms:
+            n_noisy += 1
+            noisy = tensor.float() + noise.noise(norms[owner], tensor, step, sigma)
+            yield name, noisy.to(tensor.dtype)
+        else:
+            yield name, tensor
+    if quantized and n_quantized == 0:
+        raise RuntimeError("the weights pushed to vLLM include none of the quantized layers")
+    if norms and n_noisy == 0:
+        raise RuntimeError("adaptive quantization noise reached none of the weights pushed to vLLM")
+
+
+def _plain(name: str) -> str:
+    """A module's name as vLLM knows it, without PEFT's wrappers."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO on a quantized policy, from a checkpoint to a trained, saved and reloaded one.
+
+    accelerate launch recipes/grpo.py --config recipes/configs/<name>.yaml [--option value ...]
+
+Without `--config` it runs `tiny_cpu.yaml`. Every option of the recipe, of `MXFP4RLConfig`, of `MXFP4GRPOConfig` and of
+TRL's `ModelConfig` can stand in the YAML file or on the command line, which wins.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import yaml
+from accelerate import PartialState
+from arguments import RecipeArguments, parse
+from evaluation import Evaluation, evaluate_greedy, write_completions
+from progress import TrainingBar
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl import ModelConfig, get_peft_config
+
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4.analysis import plot_training
+from tasks import Task, load_task
+from tasks.arithmetic import ALPHABET
+from tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
+
+
+console = Console()
+
+
+def main(argv: list[str]) -> dict:
+    """Run the recipe; the summary that it also writes to `summary.json` in the output folder."""
+    started = time.monotonic()
+    recipe, quantization, training, model_args = parse_or_exit(argv)
+    output = Path(training.output_dir)
+    refuse_used_folder(output, recipe, training)
+    task = load_task_or_exit(recipe)
+    training.max_completion_length = training.max_completion_length or task.max_completion_length
+    tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems")
+    tell("scheme", "full precision" if recipe.full_precision else quantization.describe())
+
+    source, base_accuracy_note = model_args.model_name_or_path, ""
+    if source is None:
+        source = str(make_base_model(recipe, training, task, output / "base"))
+        base_accuracy_note = f"made on the spot ({recipe.tiny_num_layers} layers, width {recipe.tiny_hidden_size})"
+    policy, tokenizer = load_policy(source, recipe, quantization, training, model_args)
+    training.allow_full_precision = training.allow_full_precision or recipe.full_precision
+    trainer = MXFP4GRPOTrainer(
+        policy,
+        task.reward_funcs,
+        training,
+        task.train,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
+    )
+    TrainingBar.install(trainer)
+
+    def evaluate(title: str) -> Evaluation:
+        return evaluate_greedy(
+            trainer.accelerator.unwrap_model(trainer.model),
+            tokenizer,
+            task.test,
+            task.scores,
+            max_new_tokens=training.max_completion_length,
+            batch_size=recipe.greedy_batch_size,
+            title=title,
+        )
+
+    before = evaluate("evaluating before RL")
+    trainer.train(resume_from_checkpoint=resume_choice(training))
+    after = evaluate("evaluating after RL")
+
+    saved = output / "policy"
+    trainer.save_model(str(saved))
+    trainer.accelerator.wait_for_everyone()
+    summary = {}
+    if trainer.is_world_process_zero():
+        write_completions(after, task.test, output / "completions_after.jsonl")
+        plot = plot_training(trainer.state.log_history, output / "training.png")
+        reloaded = reload_and_compare(saved, recipe, task, training, after) if not model_args.use_peft else None
+        summary = summarize(trainer, task, before, after, saved, plot, reloaded, base_accuracy_note or source)
+        summary["seconds"] = round(time.monotonic() - started, 1)
+        (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print_summary(summary)
+    trainer.accelerator.wait_for_everyone()
+    return summary
+
+
+# ---- inputs, with messages for what is missing ----------------------------------------------------------------------
+
+
+def parse_or_exit(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP4GRPOConfig, ModelConfig]:
+    """Parsed arguments; a message instead of a traceback for wrong options and for a missing GPU."""
+    try:
+        return parse(argv)
+    except FileNotFoundError as error:
+        raise SystemExit(f"error: no configuration file {error.filename}") from error
+    except yaml.YAMLError as error:
+        raise SystemExit(f"error: the configuration is not valid YAML: {error}") from error
+    except (TypeError, ValueError) as error:
+        hint = ""
+        if "gpu" in str(error).lower() and not torch.cuda.is_available():
+            hint = (
+                "\nThis configuration is made for a GPU and none was found. Run it on a GPU machine, or on the CPU "
+                "with --use_cpu true (and a model small enough for it); without --config a small model trains there."
+            )
+        raise SystemExit(f"error: {error}{hint}") from error
+
+
+def refuse_used_folder(output: Path, recipe: RecipeArguments, training: MXFP4GRPOConfig) -> None:
+    """Exit rather than mix a new run into the folder of an old one."""
+    resuming = training.resume_from_checkpoint not in (None, "", "false", "False")
+    if output.is_dir() and any(output.iterdir()) and not (recipe.overwrite or resuming):
+        raise SystemExit(
+            f"error: output_dir {output} is not empty; choose another --output_dir, continue with "
+            "--resume_from_checkpoint true, or write over it with --overwrite true"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+
+
+def resume_choice(training: MXFP4GRPOConfig) -> str | bool | None:
+    """What `Trainer.train` takes: a folder, True for the newest checkpoint, or None."""
+    choice = training.resume_from_checkpoint
+    if choice in (None, "", "false", "False"):
+        return None
+    return True if choice in ("true", "True") else choice
+
+
+def load_task_or_exit(recipe: RecipeArguments) -> Task:
+    """The task, or a message about the data that is missing or malformed."""
+    try:
+        return load_task(
+            recipe.task,
+            train_file=recipe.train_file,
+            test_file=recipe.test_file,
+            dataset_name=recipe.dataset_name,
+            dataset_config=recipe.dataset_config,
+            seed=recipe.data_seed_split,
+            n_train=recipe.n_train,
+            n_test=recipe.n_test,
+            prompt_template=recipe.prompt_template,
+            conversational=recipe.conversational,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def make_base_model(recipe: RecipeArguments, training: MXFP4GRPOConfig, task: Task, folder: Path) -> Path:
+    """Build, warm up and save a small full-precision model and its tokenizer; an existing one is reused on resume."""
+    if resume_choice(training) is not None and (folder / "config.json").is_file():
+        return folder
+    if PartialState().is_main_process:
+        tokenizer = build_char_tokenizer(ALPHABET) if task.name == "arithmetic" else build_byte_tokenizer()
+        model = build_qwen2(
+            tokenizer,
+            hidden_size=recipe.tiny_hidden_size,
+            num_layers=recipe.tiny_num_layers,
+            intermediate_size=2 * recipe.tiny_hidden_size,
+            max_positions=recipe.tiny_max_positions,
+            seed=training.seed,
+        )
+        tell("model", f"Qwen2 with {model.num_parameters() / 1e6:.2f} M parameters, made on the spot")
+        if recipe.sft_steps:
+            supervised_warmup(
+                model,
+                tokenizer,
+                task.train,
+                steps=recipe.sft_steps,
+                batch_size=recipe.sft_batch_size,
+                learning_rate=recipe.sft_learning_rate,
+                seed=training.seed,
+            )
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    PartialState().wait_for_everyone()
+    return folder
+
+
+def load_policy(
+    source: str,
+    recipe: RecipeArguments,
+    quantization: MXFP4RLConfig,
+    training: MXFP4GRPOConfig,
+    model_args: ModelConfig,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The policy under its scheme, and its tokenizer; a message when the checkpoint is missing or unsuitable."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=model_args.model_revision, padding_side="left")
+        policy = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=model_args.model_revision,
+            dtype=model_args.dtype,
+            attn_implementation=model_args.attn_implementation,
+            trust_remote_code=training.trust_remote_code,
+            quantization_config=None if recipe.full_precision else quantization,
+        )
+    except OSError as error:
+        raise SystemExit(
+            f"error: cannot load the model {source!r}: {error}\nGive --model_name_or_path a local folder, or a Hub id "
+            "while the Hub is reachable; leave it out to make a small model on the spot."
+        ) from error
+    except ValueError as error:
+        raise SystemExit(f"error: cannot load the model {source!r} under this scheme: {error}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return policy, tokenizer
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def reload_and_compare(
+    saved: Path, recipe: RecipeArguments, task: Task, training: MXFP4GRPOConfig, after: Evaluation
+) -> dict | None:
+    """Load the saved policy afresh, compare its completions with the trained one's, and print some."""
+    if recipe.reload_check == 0:
+        return None
+    count = min(recipe.reload_check, len(task.test))
+    # Whole batches of the evaluation, so that padding is the same and completions can be compared to the letter.
+    count = min(-(-count // recipe.greedy_batch_size) * recipe.greedy_batch_size, len(task.test))
+    tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(saved).to(training.device)
+    subset = task.test.select(range(count))
+    evaluation = evaluate_greedy(
+        model,
+        tokenizer,
+        subset,
+        task.scores,
+        max_new_tokens=training.max_completion_length,
+        batch_size=recipe.greedy_batch_size,
+        title="reloaded policy",
+    )
+    same = sum(a == b for a, b in zip(evaluation.completions, after.completions, strict=False))
+    for i in range(min(recipe.samples_shown, count)):
+        row = subset[i]
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        console.print(f"  {prompt!r} -> {evaluation.completions[i]!r}  (answer {row['answer']})", markup=False)
+    return {"compared": count, "identical": same}
+
+
+def summarize(
+    trainer: MXFP4GRPOTrainer,
+    task: Task,
+    before: Evaluation,
+    after: Evaluation,
+    saved: Path,
+    plot: Path,
+    reloaded: dict | None,
+    model: str,
+) -> dict:
+    """Everything the closing table shows, as JSON."""
+    history = [entry for entry in trainer.state.log_history if "entropy" in entry]
+    report = getattr(trainer.accelerator.unwrap_model(trainer.model), "quantization_report", None)
+    return {
+        "task": task.name,
+        "model": model,
+        "scheme": report.scheme if report else "full precision",
+        "seed": trainer.args.seed,
+        "steps": trainer.state.global_step,
+        "n_test": len(task.test),
+        "accuracy_before": {name: before.accuracy(name) for name in task.scores},
+        "accuracy_after": {name: after.accuracy(name) for name in task.scores},
+        "standard_error_before": {name: before.standard_error(name) for name in task.scores},
+        "standard_error_after": {name: after.standard_error(name) for name in task.scores},
+        "entropy_first": history[0]["entropy"] if history else None,
+        "entropy_last": history[-1]["entropy"] if history else None,
+        "entropy_alarms": trainer.entropy_callback.alarms,
+        "aqn_sigma_set": sorted({e["aqn/sigma"] for e in history if e.get("aqn/sigma")}, reverse=True)[:1]
+        + [history[-1].get("aqn/sigma")]
+        if history
+        else None,
+        "n_quantized": trainer.n_quantized,
+        "n_skipped": report.n_skipped if report else None,
+        "weight_sqnr_db": report.sqnr_db if report else None,
+        "bytes_on_disk": sum(file.stat().st_size for file in saved.rglob("*") if file.is_file()),
+        "saved": str(saved),
+        "plot": str(plot),
+        "reloaded": reloaded,
+    }
+
+
+def print_summary(summary: dict) -> None:
+    """The closing table."""
+    table = Table(
+        title=f"{summary['task']} · {summary['steps']} GRPO steps · seed {summary['seed']}", show_header=False
+    )
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+
+    def accuracy(when: str, name: str) -> str:
+        return f"{summary[f'accuracy_{when}'][name]:.3f} ± {summary[f'standard_error_{when}'][name]:.3f}"
+
+    table.add_row("model", Text(summary["model"]))
+    table.add_row("scheme", Text(summary["scheme"]))
+    for name in summary["accuracy_before"]:
+        gained = summary["accuracy_after"][name] - summary["accuracy_before"][name]
+        table.add_row(f"{name}, greedy, before RL", f"{accuracy('before', name)}  (n = {summary['n_test']})")
+        table.add_row(f"{name}, greedy, after RL", f"{accuracy('after', name)}  ({gained:+.3f})")
+    if summary["entropy_first"] is not None:
+        alarms = f", {len(summary['entropy_alarms'])} alarms"
+        table.add_row("entropy", f"{summary['entropy_first']:.3f} -> {summary['entropy_last']:.3f} nats{alarms}")
+    if summary["aqn_sigma_set"] and summary["aqn_sigma_set"][0]:
+        largest, last = summary["aqn_sigma_set"][0], summary["aqn_sigma_set"][-1]
+        table.add_row("AQN sigma", f"{largest:.2g} -> {last:.2g}")
+    sqnr = f", weight SQNR {summary['weight_sqnr_db']:.1f} dB" if summary["weight_sqnr_db"] is not None else ""
+    table.add_row("quantized layers", f"{summary['n_quantized']} ({summary['n_skipped']} left in full precision){sqnr}")
+    table.add_row("size on disk", f"{summary['bytes_on_disk'] / 1e6:.2f} MB (master weights)")
+    table.add_row("saved model", summary["saved"])
+    table.add_row("plot", summary["plot"])
+    if summary["reloaded"]:
+        same, compared = summary["reloaded"]["identical"], summary["reloaded"]["compared"]
+        table.add_row("after reloading", f"{same} of {compared} completions identical")
+    table.add_row("time", f"{summary['seconds']:.0f} s")
+    console.print(table)
+
+
+def tell(subject: str, message: str) -> None:
+    """Print a line once per job."""
+    if os.environ.get("RANK", "0") == "0":
+        console.print(Text.assemble((subject, "bold"), " ", message), highlight=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the interpreted kernel with the eager definition, bit for bit, for one dtype; prints a JSON report.
+
+    TRITON_INTERPRET=1 python run_interpreted.py bfloat16
+
+A process of its own, because Triton decides when it is imported whether kernels are interpreted.
+"""
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+
+import mxfp4_kernels
+import torch
+
+from hf_mxfp4 import numerics
+
+
+RULES = ("rceil", "floor", "even")
+MACROS = (None, 32, 64, 128, 256)
+ALPHAS = (None, 0.5, 0.3)
+SHAPES = ((1, 1), (3, 32), (5, 33), (7, 129), (2, 300), (0, 64), (17, 256))
+SCHEMES = [
+    {"scale_rule": rule, "macro_block": macro, "outlier_fallback": alpha}
+    for rule, macro, alpha in itertools.product(RULES, MACROS, ALPHAS)
+]
+
+
+def adversarial_rows(shape: tuple[int, int], dtype: torch.dtype, start: int, rng: torch.Generator) -> torch.Tensor:
+    """Rows that cycle, from the kind ``start`` on, through the kinds of data that break quantizers."""
+    n_rows, n_cols = shape
+    finfo = torch.finfo(dtype)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(n_cols, generator=rng, dtype=torch.float64)
+
+    def choice(values: tuple[float, ...]) -> torch.Tensor:
+        pick = torch.randint(len(values), (n_cols,), generator=rng)
+        return torch.tensor(values, dtype=torch.float64)[pick]
+
+    def exponents(low: float, high: float) -> torch.Tensor:
+        return 2.0 ** (torch.rand(n_cols, generator=rng, dtype=torch.float64) * (high - low) + low).floor()
+
+    grid_and_ties = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0)
+    lowest = -149 if dtype != torch.float16 else -24
+    kinds = (
+        lambda: normal(),
+        lambda: normal() * exponents(-12, 12),
+        lambda: choice(grid_and_ties) * choice((-1.0, 1.0)) * 2.0**-3,
+        lambda: choice((0.0, -0.0, 0.0, 3.0)),
+        lambda: choice((*(1.0,) * 60, float("nan"), float("inf"), -float("inf"))) * normal(),
+        lambda: normal() * exponents(lowest, lowest + 12),
+        lambda: choice((finfo.max, -finfo.max, finfo.max / 2, finfo.max * 0.8, 1.0)),
+        lambda: normal() * exponents(-124, 126) if dtype != torch.float16 else normal() * exponents(-24, 14),
+        lambda: torch.full((n_cols,), finfo.max, dtype=torch.float64) * torch.rand(n_cols, generator=rng).double(),
+        lambda: torch.zeros(n_cols, dtype=torch.float64),
+    )
+    rows = [kinds[(start + row) % len(kinds)]() for row in range(n_rows)]
+    return torch.stack(rows).to(dtype) if rows else torch.empty(shape, dtype=dtype)
+
+
+def cases(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, dict]]:
+    """Label, input and options."""
+    rng = torch.Generator().manual_seed(7)
+    for number, (scheme, shape) in enumerate(itertools.product(SCHEMES, SHAPES)):
+        yield f"matrix {shape}", adversarial_rows(shape, dtype, number, rng), scheme
+
+    default = {"scale_rule": "rceil", "macro_block": 128, "outlier_fallback": 0.5}
+    if dtype != torch.float32:
+        patterns = torch.randperm(2**16, generator=rng).to(torch.int32).to(torch.int16).view(dtype)
+        patterns = patterns[torch.isfinite(patterns)].clone()
+        for scheme in (default, {"scale_rule": "even", "macro_block": None, "outlier_fallback": None}):
+            yield "every finite 16-bit pattern", patterns, scheme
+            by_size = patterns[patterns.abs().float().argsort()].clone()
+            yield "every finite 16-bit pattern, sorted by magnitude", by_size, scheme
+
+    # One macro block for every factor 1 + m8 / 256, each with all float32 mantissas in play.
+    factors = 1 + torch.arange(256, dtype=torch.float64)[:, None] / 256
+    blocks = torch.rand((256, 128), generator=rng, dtype=torch.float64)
+    blocks[:, 77] = 1.0
+    for label, size in (("large", 1.0), ("too small for the fast division", 2.0**-100), ("subnormal", 2.0**-130)):
+        if dtype != torch.float16 or size == 1.0:
+            x = (blocks * 5.9999 / factors * size).to(dtype)
+            for alpha in (None, 0.7):
+                yield f"every factor, {label}", x, default | {"outlier_fallback": alpha}
+    yield "tiny alpha", adversarial_rows((20, 256), dtype, 0, rng), default | {"outlier_fallback": 1e-7}
+    # Values on the grid but for one, so small that the residual's scale is: the fast division must be refused.
+    on_grid = torch.tensor([6.0, 3.0, -1.0, 0.5] * 64, dtype=dtype)
+    lone = on_grid.clone()
+    lone[3::32] = torch.finfo(dtype).smallest_normal * 1.5
+    for alpha in (0.5, 1.0):
+        yield "lone small value", lone, default | {"outlier_fallback": alpha}
+
+    wide = adversarial_rows((19, 2500), dtype, 0, rng)
+    layouts = {
+        "several tiles each way": wide,
+        "tiles of one long row": adversarial_rows((5, 1024), dtype, 0, rng),
+        "one long row, cut": adversarial_rows((1, 4100), dtype, 0, rng),
+        "row stride": wide[:, 100:740],
+        "row stride, odd start": wide[1::2, 3:261],
+        "transposed": wide[:, :40].T,
+        "every second column": wide[:, 0:512:2],
+        "vector": wide[2],
+        "three axes": wide[:18, :384].reshape(3, 6, 384),
+        "three axes, permuted": wide[:18, :384].reshape(3, 6, 384).transpose(0, 1),
+        "expanded": wide[:1, :128].expand(9, 128),
+        "one column": wide[:, :1],
+        "no columns": wide[:, :0],
+        "a parameter": torch.nn.Parameter(wide[:2, :128].clone()),
+    }
+    for label, x in layouts.items():
+        yield label, x, default
+
+
+def compare(dtype: torch.dtype) -> dict:
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    report = {"cases": 0, "elements": 0, "nan": 0, "zeros": 0, "labels": [], "mismatches": []}
+    for label, x, options in cases(dtype):
+        before = x.detach().clone()
+        expected = numerics.fake_quantize(x, **options)
+        actual = mxfp4_kernels.fake_quantize(x, **options)
+        report["cases"] += 1
+        report["elements"] += x.numel()
+        report["nan"] += int(expected.isnan().sum())
+        report["zeros"] += int((expected == 0).sum())
+        if label not in report["labels"]:
+            report["labels"].append(label)
+        problem = None
+        if (actual.shape, actual.dtype, actual.requires_grad) != (x.shape, dtype, False):
+            problem = f"shape, dtype or requires_grad: {actual.shape}, {actual.dtype}, {actual.requires_grad}"
+        elif not actual.is_contiguous():
+            problem = "not contiguous"
+        elif not torch.equal(before.nan_to_num(), x.detach().nan_to_num()):
+            problem = "the input was changed"
+        else:
+            same = actual.view(bits) == expected.contiguous().view(bits)
+            same |= actual.isnan() & expected.isnan()
+            if not same.all():
+                where = tuple((~same).nonzero()[0].tolist())
+                values = [tensor[where].item() for tensor in (x.detach(), expected, actual)]
+                problem = f"{int((~same).sum())} differ; at {where} x, eager, kernel = {values}"
+        if problem:
+            report["mismatches"].append(f"{label} {options}: {problem}")
+    return report
+
+
+if __name__ == "__main__":
+    print(json.dumps(compare(getattr(torch, sys.argv[1]))))

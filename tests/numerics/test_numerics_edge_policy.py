@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Zeros, tiny and huge numbers, NaN and infinity, odd shapes, layouts, dtypes and bad arguments."""
+
+import math
+
+import pytest
+import torch
+
+from hf_mxfp4.numerics import QuantScheme, ScaleRule, apply_scheme, dequantize, fake_quantize, quantize
+
+
+RULES = ["rceil", "floor", "even", "mse"]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SCHEMES = {
+    "plain": {},
+    "floor": {"scale_rule": "floor"},
+    "even": {"scale_rule": "even"},
+    "mse": {"scale_rule": "mse"},
+    "of": {"outlier_fallback": 0.5},
+    "of1": {"outlier_fallback": 1.0},
+    "mbs32": {"macro_block": 32},
+    "mbs128": {"macro_block": 128},
+    "mbs-row": {"macro_block": "row"},
+    "mbs128-dynamic": {"macro_block": 128, "macro_search": "dynamic"},
+    "mse-mbs64-dynamic-of": {
+        "scale_rule": "mse",
+        "macro_block": 64,
+        "macro_search": "dynamic",
+        "outlier_fallback": 0.5,
+    },
+    "mbs128-of": {"macro_block": 128, "outlier_fallback": 0.5},
+}
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+every_rule = pytest.mark.parametrize("rule", RULES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- zeros and the two ends of the range ----
+
+
+@every_scheme
+@every_dtype
+def test_zeros(scheme, dtype):
+    x = torch.zeros(2, 70, dtype=dtype)
+    x[1] = -0.0
+    packed = quantize(x, **scheme)
+    for stored in (packed.codes, packed.scale, packed.residual_codes, packed.residual_scale, packed.macro):
+        assert stored is None or not stored.any()
+    assert torch.equal(fake_quantize(x, **scheme), x)
+
+
+@every_rule
+def test_zero_block_between_others(rule):
+    x = gaussian(1, 96)
+    x[:, 32:64] = 0
+    packed = quantize(x, scale_rule=rule, macro_block=128)
+    assert packed.scale[0, 1] == 0 and not packed.codes[0, 16:32].any()
+    assert packed.scale[0, 0] > 100 and packed.scale[0, 2] > 100
+    assert not packed.dequantize()[0, 32:64].any()
+
+
+@every_scheme
+def test_float32_subnormals_round_to_multiples_of_the_last_step(scheme):
+    """Below byte 0 the grid stays at half of 2**-127, so nothing in it is lost to a flush."""
+    x = torch.arange(-31, 32).float() * 2.0**-128
+    out = fake_quantize(x, **scheme)
+    assert out.any() and out.isfinite().all()
+    assert torch.equal(out.sign()[out != 0], x.sign()[out != 0])
+    if "macro_block" not in scheme and "outlier_fallback" not in scheme:
+        assert torch.equal((out / 2.0**-128).round() * 2.0**-128, out)
+    if scheme == {}:
+        # amax is 31 / 4 of 2**-126: scale 2**-125, steps of 2**-126.
+        assert out[-1] == 32 * 2.0**-128
+
+
+@every_scheme
+@pytest.mark.parametrize("magnitude", [2.0**-149, 2.0**-130, 2.0**-129], ids=["2**-149", "2**-130", "2**-129"])
+def test_what_is_below_half_a_step_of_byte_zero_becomes_zero(scheme, magnitude):
+    x = torch.full((40,), magnitude)
+    assert not fake_quantize(x, **scheme).any()
+    assert not quantize(x, **scheme).scale.any()
+
+
+@every_scheme
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_largest_finite_numbers_stay_finite(scheme, dtype):
+    largest = torch.finfo(dtype).max
+    factors = torch.tensor([1.0, 0.99, 0.93, 0.9, 0.88, 0.87, 0.8, 0.75, 0.7, 0.6, 0.51, 0.5, 0.4])
+    for factor in factors.tolist():
+        x = torch.linspace(-1, 1, 130, dtype=torch.float64).mul(largest * factor).to(dtype)
+        assert x.isfinite().all()
+        for out in (fake_quantize(x, **scheme), quantize(x, **scheme).dequantize()):
+            assert out.dtype == dtype and out.isfinite().all()
+            # The largest element keeps at least 3/4 of itself: clipped at 6 of 8, or at the last finite grid point.
+            assert 0.74 * float(x[-1]) <= float(out[-1]) <= min(4 / 3 * float(x[-1]), largest)
+            assert torch.equal(out, -out.flip(0))
+
+
+@every_rule
+def test_float32_max_saturates_at_the_last_grid_point(rule):
+    x = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max, 3.6 * 2.0**126, 2.0**127])
+    last = 3 * 2.0**126
+    assert fake_quantize(x, scale_rule=rule).tolist() == [last, -last, last, 2.0**127]
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("rceil", 65504), ("even", 65504), ("floor", 49152), ("mse", 65504)])
+def test_float16_max(rule, expected):
+    """The grid has 4 * 2**14 = 65536 next to 65504: the result saturates in the output dtype."""
+    x = torch.tensor([65504.0, -65504.0], dtype=torch.float16)
+    assert fake_quantize(x, scale_rule=rule).tolist() == [expected, -expected]
+    assert quantize(x, scale_rule=rule).dequantize(torch.float32).tolist()[0] in (65536.0, 49152.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", [{}, {"macro_block": 128}, {"outlier_fallback": 1.0}], ids=["plain", "mbs", "of"])
+def test_stochastic_rounding_stays_finite_too(scheme, dtype):
+    x = torch.full((8, 64), torch.finfo(dtype).max, dtype=dtype)
+    out = fake_quantize(x, rounding="stochastic", generator=torch.Generator().manual_seed(0), **scheme)
+    assert out.isfinite().all() and (out > 0.49 * float(x[0, 0])).all()
+
+
+# ---- NaN and infinity ----
+
+
+@every_scheme
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf], ids=["nan", "-nan", "inf", "-inf"])
+@pytest.mark.parametrize("position", [0, 31, 32, 77, 127, 128, 169])
+def test_one_bad_element_poisons_its_own_block_only(scheme, bad, position):
+    clean = gaussian(3, 170)
+    x = clean.clone()
+    x[1, position] = bad
+    start = position // 32 * 32
+    poisoned = torch.zeros(x.shape, dtype=torch.bool)
+    poisoned[1, start : start + 32] = True
+
+    packed = quantize(x, **scheme)
+    for out in (fake_quantize(x, **scheme), packed.dequantize(), packed.dequantize(torch.float64)):
+        assert torch.equal(out.isnan(), poisoned)
+        assert not out.isinf().any()
+    assert packed.scale[1, position // 32] == 255
+    assert int((packed.scale == 255).sum()) == 1
+    # A block has 16 bytes of codes, the last one of this row 5.
+    assert not packed.codes[1, start // 2 : start // 2 + 16].any()
+    # The other rows do not notice.
+    for row in (0, 2):
+        assert torch.equal(fake_quantize(x, **scheme)[row], fake_quantize(clean, **scheme)[row])
+
+
+@pytest.mark.parametrize("search", ["static", "dynamic"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+def test_the_healthy_blocks_of_a_poisoned_macro_block_are_quantized_without_a_factor(bad, search):
+    x = gaussian(1, 256)
+    x[0, 40] = bad
+    packed = quantize(x, macro_block=128, macro_search=search)
+    assert packed.macro[0, 0] == 0
+    healthy = torch.ones(256, dtype=torch.bool)
+    healthy[32:64] = False
+    out = packed.dequantize()
+    assert torch.equal(out[0, :128][healthy[:128]], fake_quantize(x)[0, :128][healthy[:128]])
+    assert torch.equal(out[0, 128:], fake_quantize(x[:, 128:], macro_block=128, macro_search=search)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bad_elements_in_narrow_dtypes(dtype):
+    x = gaussian(4, 64).to(dtype)
+    x[0, 3], x[2, 40] = math.nan, -math.inf
+    out = fake_quantize(x, macro_block=64, outlier_fallback=0.5)
+    assert out.isnan().view(4, 2, 32).all(-1).tolist() == [[True, False], [False, False], [False, True], [False, False]]
+    assert int(out.isnan().sum()) == 64
+
+
+def test_a_bad_element_under_stochastic_rounding():
+    x = gaussian(2, 64)
+    x[0, 40] = math.inf
+    out = fake_quantize(x, rounding="stochastic", generator=torch.Generator().manual_seed(0))
+    assert out[0, 32:].isnan().all() and int(out.isnan().sum()) == 32
+
+
+# ---- shapes ----
+
+
+@every_scheme
+@pytest.mark.parametrize("shape", [(0,), (0, 40), (3, 0), (2, 0, 5), (0, 0)], ids=str)
+@pytest.mark.parametrize("axis", [0, -1])
+def test_empty_tensors(shape, axis, scheme):
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    for out in (fake_quantize(x, axis=axis, **scheme), quantize(x, axis=axis, **scheme).dequantize()):
+        assert out.shape == x.shape and out.dtype == x.dtype
+
+
+@every_scheme
+def test_padding_never_changes_a_result(scheme):
+    for length in range(1, 71):
+        x = gaussian(2, length, seed=length)
+        padded = torch.nn.functional.pad(x, (0, 128 - length))
+        out, packed = fake_quantize(x, **scheme), quantize(x, **scheme)
+        assert torch.equal(out, fake_quantize(padded, **scheme)[:, :length]), length
+        whole = quantize(padded, **scheme)
+        n_bytes, n_blocks = -(-length // 2), -(-length // 32)
+        assert torch.equal(packed.codes, whole.codes[:, :n_bytes]), length
+        assert torch.equal(packed.scale, whole.scale[:, :n_blocks]), length
+        if packed.residual_codes is not None:
+            assert torch.equal(packed.residual_codes, whole.residual_codes[:, :n_bytes]), length
+        if packed.macro is not None:
+            assert torch.equal(packed.macro, whole.macro[:, : packed.macro.shape[1]]), length
+
+
+@every_scheme
+@pytest.mark.parametrize("length", [1, 31, 40, 100, 160])
+def test_blocks_never_straddle_rows(scheme, length):
+    x = gaussian(2, 3, length) * torch.tensor([1.0, 100.0, 0.01]).view(1, 3, 1)
+    out = fake_quantize(x, **scheme)
+    for i in range(2):
+        for j in range(3):
+            assert torch.equal(out[i, j], fake_quantize(x[i, j], **scheme))
+
+
+@every_scheme
+def test_every_axis_equals_the_moved_one(scheme):
+    x = gaussian(40, 5, 70)
+    for axis in range(3):
+        moved = x.movedim(axis, -1).contiguous()
+        expected = fake_quantize(moved, **scheme).movedim(-1, axis)
+        for same in (axis, axis - 3):
+            assert torch.equal(fake_quantize(x, axis=same, **scheme), expected)
+            assert torch.equal(quantize(x, axis=same, **scheme).dequantize(), expected)
+
+
+@every_scheme
+def test_layout_of_the_input_does_not_matter_and_the_input_is_never_written(scheme):
+    base = gaussian(96, 96)
+    views = {
+        "strided": base[:, ::2],
+        "transposed": base.t(),
+        "offset": base[1:, 3:],
+        "flipped": base.flip(1),
+        "expanded": base[:1].expand(4, 96),
+        "broadcast column": base[:, :1].expand(96, 64),
+        "whole": base,
+    }
+    before = base.clone()
+    for name, view in views.items():
+        for axis in (0, 1):
+            expected = fake_quantize(view.clone(memory_format=torch.contiguous_format), axis=axis, **scheme)
+            version = view._version
+            assert torch.equal(fake_quantize(view, axis=axis, **scheme), expected), name
+            assert torch.equal(quantize(view, axis=axis, **scheme).dequantize(), expected), name
+            assert view._version == version
+    assert torch.equal(base, before)
+
+
+def test_result_does_not_share_memory_with_the_input():
+    x = torch.ones(2, 32)
+    out = fake_quantize(x)
+    out.zero_()
+    assert x.min() == 1
+
+
+# ---- dtypes and gradients ----
+
+
+@every_scheme
+@every_dtype
+def test_shape_and_dtype_are_kept(scheme, dtype):
+    x = gaussian(2, 3, 45).to(dtype)
+    out = fake_quantize(x, **scheme)
+    assert out.shape == x.shape and out.dtype == dtype and out.device == x.device
+    assert quantize(x, **scheme).dtype == dtype
+    assert torch.equal(out, fake_quantize(x.float(), **scheme).to(dtype))
+
+
+def test_no_gradient_flows():
+    x = gaussian(2, 32).requires_grad_()
+    assert not fake_quantize(x, outlier_fallback=0.5, macro_block=32).requires_grad
+    assert not quantize(x).dequantize().requires_grad
+
+
+def test_works_inside_inference_mode_and_on_parameters():
+    weight = torch.nn.Parameter(gaussian(2, 40))
+    expected = fake_quantize(weight, macro_block=128)
+    with torch.inference_mode():
+        assert torch.equal(fake_quantize(weight, macro_block=128), expected)
+    assert torch.equal(fake_quantize(weight.detach(), macro_block=128), expected)
+
+
+def test_global_defaults_do_not_matter():
+    x = gaussian(2, 96)
+    expected = fake_quantize(x, macro_block=32, outlier_fallback=0.3, scale_rule="mse")
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(fake_quantize(x, macro_block=32, outlier_fallback=0.3, scale_rule="mse"), expected)
+        assert quantize(x).dequantize().dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_caller_s_random_state_is_left_alone():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    fake_quantize(torch.ones(4, 32), macro_block=128, macro_search="dynamic")
+    fake_quantize(torch.ones(4, 32), rounding="stochastic", generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize("function", [fake_quantize, quantize], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    ("x", "named"),
+    [
+        (torch.ones(32, dtype=torch.int32), "int32"),
+        (torch.ones(32, dtype=torch.uint8), "uint8"),
+        (torch.ones(32, dtype=torch.bool), "bool"),
+        (torch.ones(32, dtype=torch.complex64), "complex64"),
+        ([1.0, 2.0], "list"),
+        (None, "NoneType"),
+    ],
+    ids=["int32", "uint8", "bool", "complex", "list", "none"],
+)
+def test_input_that_is_not_a_floating_point_tensor(function, x, named):
+    with pytest.raises(TypeError, match=rf"floating-point tensor, got .*{named}"):
+        function(x)
+
+
+@pytest.mark.parametrize("function", [fake_quantize, quantize], ids=lambda function: function.__name__)
+def test_scalar_tensor(function):
+    with pytest.raises(ValueError, match="at least one axis, got a scalar tensor"):
+        function(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("function", [fake_quantize, quantize], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale_rule": "ceil"}, "scale_rule='ceil' is not supported.*'rceil', 'floor', 'even', 'mse'"),
+        ({"scale_rule": None}, "scale_rule=None"),
+        ({"macro_block": 100}, "macro_block=100 is not supported.*None, 32, 64, 128, 256, 'row'"),
+        ({"macro_block": 0}, "macro_block=0"),
+        ({"macro_block": True}, "macro_block=True"),
+        ({"macro_block": "column"}, "macro_block='column'"),
+        ({"macro_search": "exhaustive"}, "macro_search='exhaustive' is not supported.*'static', 'dynamic'"),
+        ({"macro_search": "hybrid"}, "macro_search='hybrid' means dynamic for weights"),
+        ({"rounding": "up"}, "rounding='up' is not supported.*'nearest', 'stochastic'"),
+        ({"outlier_fallback": 0}, r"outlier_fallback=0 must be None or a number in \(0, 1\]"),
+        ({"outlier_fallback": -0.5}, "outlier_fallback=-0.5"),
+        ({"outlier_fallback": 1.5}, "outlier_fallback=1.5"),
+        ({"outlier_fallback": math.nan}, "outlier_fallback=nan"),
+        ({"outlier_fallback": math.inf}, "outlier_fallback=inf"),
+        ({"outlier_fallback": True}, "outlier_fallback=True"),
+        ({"outlier_fallback": "0.5"}, "outlier_fallback='0.5'"),
+        ({"axis": 2}, "axis=2 is out of range for a tensor with 2 axes"),
+        ({"axis": -3}, "axis=-3 is out of range for a tensor with 2 axes"),
+    ],
+    ids=lambda value: "-".join(f"{k}-{v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_bad_options_are_named(function, options, message):
+    with pytest.raises(ValueError, match=message):
+        function(torch.ones(2, 32), **options)
+
+
+def test_scheme_is_a_value():
+    scheme = QuantScheme("even", 128, "dynamic", 0.5, "stochastic")
+    assert scheme == QuantScheme(ScaleRule.EVEN, 128, "dynamic", 0.5, "stochastic")
+    assert hash(scheme) == hash(QuantScheme(ScaleRule.EVEN, 128, "dynamic", 0.5, "stochastic"))
+    assert scheme.scale_rule is ScaleRule.EVEN
+    assert str(scheme) == "mxfp4+even+mbs128-dynamic+of0.5+stochastic"
+    assert str(QuantScheme()) == "mxfp4+rceil"
+    with pytest.raises(AttributeError):
+        scheme.macro_block = None
+
+
+@every_scheme
+def test_apply_scheme_and_the_packed_tensor_carry_the_scheme(scheme):
+    x = gaussian(2, 45)
+    described = QuantScheme(**scheme)
+    assert torch.equal(apply_scheme(x, described), fake_quantize(x, **scheme))
+    packed = quantize(x, **scheme)
+    assert packed.scheme == described
+    by_hand = dequantize(
+        packed.codes,
+        packed.scale,
+        length=45,
+        macro=packed.macro,
+        macro_block=described.macro_block,
+        residual_codes=packed.residual_codes,
+        residual_scale=packed.residual_scale,
+        outlier_fallback=described.outlier_fallback,
+    )
+    assert torch.equal(by_hand, packed.dequantize())

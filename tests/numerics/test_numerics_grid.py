@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The E2M1 codec: every code, every tie, every packed byte."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from hf_mxfp4.numerics import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
+from hf_mxfp4.numerics.grid import round_nearest
+
+
+# OCP MX v1.0, section 5.3.3: sign, two exponent bits, one mantissa bit.
+CODE_VALUES = {
+    0b0000: 0.0,
+    0b0001: 0.5,
+    0b0010: 1.0,
+    0b0011: 1.5,
+    0b0100: 2.0,
+    0b0101: 3.0,
+    0b0110: 4.0,
+    0b0111: 6.0,
+    0b1000: -0.0,
+    0b1001: -0.5,
+    0b1010: -1.0,
+    0b1011: -1.5,
+    0b1100: -2.0,
+    0b1101: -3.0,
+    0b1110: -4.0,
+    0b1111: -6.0,
+}
+
+
+def oracle_codes(values: np.ndarray) -> np.ndarray:
+    """Codes of float32 values by ml_dtypes' own cast, -0 canonicalised."""
+    codes = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0xF
+    return np.where(codes == 8, 0, codes)
+
+
+@pytest.mark.parametrize("code", range(16), ids=lambda code: f"0b{code:04b}")
+def test_decode_each_code(code):
+    value = decode_e2m1(torch.tensor([code], dtype=torch.uint8))
+    assert value.dtype == torch.float32
+    assert value.item() == CODE_VALUES[code]
+    assert torch.signbit(value).item() == (code >= 8)
+    assert value.item() == float(np.array([code], np.uint8).view(ml_dtypes.float4_e2m1fn)[0])
+
+
+def test_magnitudes_constant_is_the_lower_half_of_the_table():
+    assert tuple(CODE_VALUES[code] for code in range(8)) == E2M1_MAGNITUDES
+    assert E2M1_MAX == 6.0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+def test_decode_accepts_integer_dtypes_and_any_shape(dtype):
+    codes = torch.arange(16, dtype=dtype).view(2, 2, 4)
+    expected = torch.tensor(list(CODE_VALUES.values())).view(2, 2, 4)
+    assert torch.equal(decode_e2m1(codes), expected)
+
+
+def test_encode_inverts_decode_and_drops_the_sign_of_zero():
+    codes = encode_e2m1(torch.tensor(list(CODE_VALUES.values())))
+    assert codes.dtype == torch.uint8
+    assert codes.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 9, 10, 11, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize(
+    ("tie", "even"),
+    [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)],
+    ids=lambda value: f"{value:g}",
+)
+def test_ties_go_to_the_even_code(tie, even):
+    neighbours = sorted(E2M1_MAGNITUDES, key=lambda magnitude: abs(magnitude - tie))[:2]
+    below, above = min(neighbours), max(neighbours)
+    y = np.float32(tie)
+    inputs = [np.nextafter(y, np.float32(0)), y, np.nextafter(y, np.float32(8))]
+    for sign in (1.0, -1.0):
+        rounded = round_nearest(torch.tensor([sign * float(value) for value in inputs]))
+        assert rounded.tolist() == [sign * below, sign * even, sign * above]
+
+
+def test_rounding_matches_ml_dtypes_everywhere():
+    rng = np.random.default_rng(0)
+    sweep = np.arange(-8 * 256, 8 * 256 + 1, dtype=np.float32) / 256
+    random = (rng.choice([-1.0, 1.0], 50_000) * 2.0 ** rng.uniform(-12, 6, 50_000)).astype(np.float32)
+    values = np.concatenate(
+        [sweep, np.nextafter(sweep, np.float32(np.inf)), np.nextafter(sweep, np.float32(-np.inf)), random]
+    )
+    rounded = round_nearest(torch.from_numpy(values.copy()))
+    np.testing.assert_array_equal(rounded.numpy(), values.astype(ml_dtypes.float4_e2m1fn).astype(np.float32))
+    np.testing.assert_array_equal(encode_e2m1(rounded).numpy(), oracle_codes(values))
+
+
+@pytest.mark.parametrize("value", [6.0, 6.5, 7.0, 8.0, 1e10, 3.4028235e38, float("inf")])
+def test_rounding_saturates_at_six(value):
+    assert round_nearest(torch.tensor([value, -value])).tolist() == [6.0, -6.0]
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 2.0**-126, 0.1, 0.25])
+def test_rounding_to_zero(value):
+    assert round_nearest(torch.tensor([value, -value])).tolist() == [0.0, 0.0]
+
+
+def test_pack_puts_the_even_index_in_the_low_nibble():
+    codes = torch.tensor([[0x1, 0x2, 0xA, 0xF], [0x0, 0x8, 0x7, 0x0]], dtype=torch.uint8)
+    packed = pack_codes(codes)
+    assert packed.dtype == torch.uint8
+    assert packed.tolist() == [[0x21, 0xFA], [0x80, 0x07]]
+
+
+def test_pack_odd_length_leaves_the_last_high_nibble_zero():
+    assert pack_codes(torch.tensor([0x3, 0x4, 0xF], dtype=torch.uint8)).tolist() == [0x43, 0x0F]
+
+
+@pytest.mark.parametrize("length", range(10))
+def test_pack_unpack_round_trip(length):
+    codes = torch.randint(0, 16, (3, 2, length), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
+    packed = pack_codes(codes)
+    assert packed.shape == (3, 2, (length + 1) // 2)
+    assert torch.equal(unpack_codes(packed, length), codes)
+
+
+def test_unpack_every_byte():
+    packed = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    expected = [nibble for byte in range(256) for nibble in (byte % 16, byte // 16)]
+    assert unpack_codes(packed, 512).tolist() == expected
+    assert unpack_codes(packed, 511).tolist() == expected[:-1]
+    assert torch.equal(pack_codes(unpack_codes(packed, 512)), packed)
+
+
+@pytest.mark.parametrize("length", [0, 6, 9, 32])
+def test_unpack_refuses_a_length_that_does_not_fit(length):
+    with pytest.raises(ValueError, match=rf"4 packed bytes cannot hold {length} .* expected {(length + 1) // 2} bytes"):
+        unpack_codes(torch.zeros(2, 4, dtype=torch.uint8), length)

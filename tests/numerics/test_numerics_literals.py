@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known tensors, known codes and scales: every number here was worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hf_mxfp4.numerics import fake_quantize, quantize, unpack_codes
+
+
+RULES = ["rceil", "floor", "even", "mse"]
+
+
+def below(value: float) -> float:
+    return float(np.nextafter(np.float32(value), np.float32(0)))
+
+
+def above(value: float) -> float:
+    return float(np.nextafter(np.float32(value), np.float32(np.inf)))
+
+
+def block(*values: float) -> torch.Tensor:
+    """One block of 32: ``values``, then zeros."""
+    return torch.tensor([*values, *[0.0] * (32 - len(values))], dtype=torch.float32)
+
+
+# Block maximum -> (scale byte, code of the maximum) under rceil, floor, even, mse.
+MAXIMA = {
+    "1": (1.0, [(125, 6), (125, 6), (125, 6), (125, 6)]),
+    "3": (3.0, [(126, 7), (126, 7), (126, 7), (126, 7)]),
+    "4": (4.0, [(127, 6), (127, 6), (127, 6), (127, 6)]),
+    "5-a-tie": (5.0, [(127, 6), (127, 6), (127, 6), (127, 6)]),
+    "6": (6.0, [(127, 7), (127, 7), (127, 7), (127, 7)]),
+    "just-above-6": (above(6.0), [(128, 5), (127, 7), (127, 7), (127, 7)]),
+    "6.01": (6.01, [(128, 5), (127, 7), (127, 7), (127, 7)]),
+    "just-below-7": (below(7.0), [(128, 5), (127, 7), (127, 7), (127, 7)]),
+    # 7 is half way between 3 * 2 and 4 * 2, and as far from 6 as from 8: the mse rule keeps its first candidate.
+    "7": (7.0, [(128, 6), (127, 7), (128, 6), (127, 7)]),
+    "7.5": (7.5, [(128, 6), (127, 7), (128, 6), (128, 6)]),
+    "just-below-8": (below(8.0), [(128, 6), (127, 7), (128, 6), (128, 6)]),
+    "8": (8.0, [(128, 6), (128, 6), (128, 6), (128, 6)]),
+    "11": (11.0, [(128, 7), (128, 7), (128, 7), (128, 7)]),
+    "largest-float32": (torch.finfo(torch.float32).max, [(253, 5), (252, 7), (253, 5), (252, 7)]),
+    "largest-bfloat16": (torch.finfo(torch.bfloat16).max, [(253, 5), (252, 7), (253, 5), (252, 7)]),
+    "1.5*2**127": (1.5 * 2.0**127, [(252, 7), (252, 7), (252, 7), (252, 7)]),
+    "2**-126": (2.0**-126, [(0, 4), (0, 4), (0, 4), (0, 4)]),
+    "2**-149": (2.0**-149, [(0, 0), (0, 0), (0, 0), (0, 0)]),
+    "2**-128": (2.0**-128, [(0, 1), (0, 1), (0, 1), (0, 1)]),
+    "2**-129-a-tie": (2.0**-129, [(0, 0), (0, 0), (0, 0), (0, 0)]),
+}
+
+
+@pytest.mark.parametrize("column", range(4), ids=RULES)
+@pytest.mark.parametrize("name", MAXIMA)
+def test_scale_and_code_of_a_block_maximum(name, column):
+    amax, expected = MAXIMA[name]
+    byte, code = expected[column]
+    packed = quantize(block(amax, -amax), scale_rule=RULES[column])
+    assert packed.scale.tolist() == [byte]
+    assert unpack_codes(packed.codes, 32).tolist() == [code, code + 8 if code else 0, *[0] * 30]
+
+
+@pytest.mark.parametrize("exponent", [-120, -30, -1, 0, 1, 30, 120])
+def test_boundaries_follow_the_exponent(exponent):
+    for mantissa, rule, at, beyond in ((1.5, "rceil", (-2, 7), (-1, 5)), (1.75, "even", (-1, 6), (-1, 6))):
+        amax = math.ldexp(mantissa, exponent)
+        for value, (shift, code) in ((amax, at), (above(amax), beyond)):
+            packed = quantize(block(value), scale_rule=rule)
+            assert packed.scale.tolist() == [exponent + shift + 127]
+            assert int(packed.codes[0]) == code
+    packed = quantize(block(below(math.ldexp(1.75, exponent))), scale_rule="even")
+    assert packed.scale.tolist() == [exponent - 2 + 127] and int(packed.codes[0]) == 7
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_tie_in_one_block(rule):
+    x = block(6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -6)
+    packed = quantize(x, scale_rule=rule)
+    assert packed.scale.tolist() == [127]
+    assert packed.codes.tolist() == [0x07, 0x22, 0x44, 0x66, 0xA0, 0xCA, 0xEC, 0xFE, *[0] * 8]
+    assert fake_quantize(x, scale_rule=rule)[:16].tolist() == [6, 0, 1, 1, 2, 2, 4, 4, 0, -1, -1, -2, -2, -4, -4, -6]
+
+
+def test_mse_prefers_clipping_when_it_saves_the_small_elements():
+    # At scale 1 the quarters vanish (31 / 16 of squared error); at 1/2 only the 4 loses 1.
+    x = torch.tensor([4.0] + [0.25] * 31)
+    packed = quantize(x, scale_rule="mse")
+    assert packed.scale.tolist() == [126]
+    assert packed.codes.tolist() == [0x17] + [0x11] * 15
+    assert packed.dequantize().tolist() == [3.0] + [0.25] * 31
+
+
+def test_mse_prefers_a_coarser_scale_when_clipping_costs_more():
+    packed = quantize(torch.full((32,), 7.5), scale_rule="mse")
+    assert packed.scale.tolist() == [128]
+    assert packed.dequantize().tolist() == [8.0] * 32
+
+
+def test_two_blocks_have_their_own_scales():
+    x = torch.tensor([6.0] * 32 + [0.75] * 32 + [-0.01] * 3)
+    packed = quantize(x)
+    # -0.01 = -1.28 * 2**-7, scale 2**-9, y = -5.12 -> -6? no: 5.12 is nearer to 6 than to 4 by neither half, so 6.
+    assert packed.scale.tolist() == [127, 124, 118]
+    assert packed.codes.tolist() == [0x77] * 16 + [0x77] * 16 + [0xFF, 0x0F]
+    assert packed.dequantize()[64:].tolist() == [-6 / 512] * 3
+
+
+# amax of the macro block -> byte: the top eight mantissa bits of 6 / amax.
+MACRO_BYTES = {
+    1.0: 128,  # 6 = 1.5 * 4
+    1.5: 0,
+    3.0: 0,
+    3.5: 182,  # 1.7142857: 0.7142857 * 256 = 182.86
+    4.0: 128,
+    4.5: 85,  # 1.3333333: 85.33
+    5.0: 51,  # 1.2: 51.2
+    6.0: 0,
+    6.03125: 253,  # 0.9948187 = 1.9896373 / 2: 253.35
+    7.0: 182,
+    2.0**127: 0,
+    1.25 * 2.0**126: 51,
+    2.0**-130: 0,  # 6 / amax is infinite
+    0.0: 0,
+}
+
+
+@pytest.mark.parametrize(("amax", "byte"), MACRO_BYTES.items(), ids=lambda value: f"{value:g}")
+def test_static_macro_byte(amax, byte):
+    packed = quantize(block(amax), macro_block=128)
+    assert packed.macro.tolist() == [byte]
+
+
+def test_static_macro_values():
+    # f = 1.5: 4 and 3 become 6 and 4.5 (rounded to 4), and come back as 4 and 4 / 1.5.
+    x = block(4.0, 3.0, -1.0)
+    packed = quantize(x, macro_block=128)
+    assert packed.scale.tolist() == [127]
+    assert unpack_codes(packed.codes, 32)[:3].tolist() == [7, 6, 11]
+    expected = [4.0, float(np.float32(4) / np.float32(1.5)), -1.0]
+    assert packed.dequantize()[:3].tolist() == expected
+    assert fake_quantize(x, macro_block=128)[:3].tolist() == expected
+
+
+def test_static_macro_moves_the_maximum_below_six():
+    # f = 307 / 256, f * 5 = 5.996: one exponent lower than without truncation there would be no clipping either.
+    packed = quantize(block(5.0), macro_block=128, scale_rule="floor")
+    assert packed.scale.tolist() == [127] and int(packed.codes[0]) == 7
+    assert packed.dequantize()[0].item() == float(np.float32(6) / np.float32(307 / 256))
+
+
+@pytest.mark.parametrize(("size", "factors"), [(32, [128, 0, 51]), (64, [0, 51]), (128, [0]), ("row", [0])], ids=str)
+def test_macro_blocks_share_the_factor_of_their_maximum(size, factors):
+    x = torch.cat([block(4.0), block(6.0), block(5.0)])
+    assert quantize(x, macro_block=size).macro.tolist() == factors
+
+
+def test_dynamic_macro_finds_the_exact_factor():
+    # 4.5 * (1 + 5/16) = 5.90625 and so on: only 1 + 1/3 would be exact; 8 / 16 makes 4 exact.
+    assert quantize(block(4.0, -4.0), macro_block=32, macro_search="dynamic").macro.tolist() == [0]
+    x = torch.tensor([5.0, 2.5] * 16)  # times 1.2: on the grid; times 1.1875: 5.9375, 2.96875
+    packed = quantize(x, macro_block=32, macro_search="dynamic")
+    assert packed.macro.tolist() == [48]
+    assert packed.dequantize()[:2].tolist() == [float(np.float32(v) / np.float32(1.1875)) for v in (6, 3)]
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(None, [4.0, 0.5]), (0.5, [4.5, 0.375]), (1.0, [5.0, 0.25])], ids=str)
+def test_outlier_fallback(alpha, expected):
+    # Pass 1 at scale 1: 5 -> 4, 0.3 -> 0.5. Pass 2 at scale 1/4: 1 -> 4/4, -0.2 -> -1/4.
+    x = block(5.0, 0.3)
+    packed = quantize(x, outlier_fallback=alpha)
+    assert packed.scale.tolist() == [127] and packed.codes[0] == 0x16
+    if alpha is not None:
+        assert packed.residual_scale.tolist() == [125] and packed.residual_codes[0] == 0xA6
+    assert fake_quantize(x, outlier_fallback=alpha)[:2].tolist() == expected
+
+
+def test_outlier_fallback_shares_the_macro_factor():
+    # f = 1.5: z = 6, 4.5; pass 1 keeps 6 and makes 4; the residual 0.5 is a grid point of pass 2 at 2**-3.
+    packed = quantize(block(4.0, 3.0), macro_block=128, outlier_fallback=1.0)
+    assert packed.macro.tolist() == [128]
+    assert packed.residual_scale.tolist() == [124] and packed.residual_codes[0] == 0x60
+    assert packed.dequantize()[:2].tolist() == [4.0, 3.0]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codes and scale bytes, bit for bit, against torchao, compressed-tensors and ml_dtypes.
+
+Left out of every comparison, because the libraries themselves differ there: block maxima below 2**-124, non-finite
+blocks, and maxima of 1.75 * 2**127 or more, which saturate here instead of becoming infinite.
+"""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from hf_mxfp4.numerics import decode_e8m0, quantize, unpack_codes
+
+
+DTYPES = [torch.bfloat16, torch.float32]
+ROWS, COLUMNS = 64, 512
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gaussian() -> torch.Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=generator())
+
+
+def sixty_octaves() -> torch.Tensor:
+    exponent = torch.rand(ROWS, COLUMNS, generator=generator(1)) * 60 - 30
+    return torch.randn(ROWS, COLUMNS, generator=generator(2)) * torch.exp2(exponent)
+
+
+def heavy_tailed() -> torch.Tensor:
+    """Student-t with two degrees of freedom."""
+    chi = torch.randn(2, ROWS, COLUMNS, generator=generator(3)).square().sum(0)
+    return torch.randn(ROWS, COLUMNS, generator=generator(4)) * torch.sqrt(2 / chi)
+
+
+def sparse() -> torch.Tensor:
+    x = torch.randn(ROWS, COLUMNS, generator=generator(5))
+    return x * (torch.rand(ROWS, COLUMNS, generator=generator(6)) < 0.05)
+
+
+def ties() -> torch.Tensor:
+    """Midpoints of the grid, and the grid itself, at every scale."""
+    points = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7])
+    picked = points[torch.randint(0, len(points), (ROWS, COLUMNS), generator=generator(7))]
+    sign = torch.randint(0, 2, (ROWS, COLUMNS), generator=generator(8)) * 2 - 1
+    return picked * sign * torch.exp2(torch.arange(ROWS) - 32.0)[:, None]
+
+
+def block_maxima() -> torch.Tensor:
+    """All 128 bfloat16 mantissas as the block maximum, at exponents across the range, on a tie-rich filling."""
+    exponents = torch.tensor([*range(-124, 127, 9), -2, 0, 1, 126, 127])
+    mantissas = 1 + torch.arange(128) / 128
+    amax = (mantissas[:, None] * torch.exp2(exponents.float())).flatten()
+    amax = amax[amax < 1.75 * 2.0**127]
+    filling = torch.randint(-128, 129, (len(amax), 32), generator=generator(9)) / 128
+    filling[:, 0] = 1
+    return (filling * amax[:, None]).view(-1, 32)
+
+
+DISTRIBUTIONS = [gaussian, sixty_octaves, heavy_tailed, sparse, ties, block_maxima]
+
+
+def canonical(packed: torch.Tensor) -> torch.Tensor:
+    codes = unpack_codes(packed, 2 * packed.shape[-1])
+    return torch.where(codes == 8, 0, codes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda function: function.__name__)
+def test_data_stays_inside_the_range_that_is_compared(distribution, dtype):
+    amax = distribution().to(dtype).float().view(-1, 32).abs().amax(-1)
+    assert torch.isfinite(amax).all() and amax.max() < 1.75 * 2.0**127
+    assert amax[amax > 0].min() >= 2.0**-124
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda function: function.__name__)
+def test_torchao(distribution, rule, dtype):
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+
+    x = distribution().to(dtype)
+    scale, codes = mx_tensor.to_mx(
+        x, torch.float4_e2m1fn_x2, block_size=32, scaling_mode=ScaleCalculationMode(rule.lower())
+    )
+    ours = quantize(x, scale_rule=rule)
+    assert torch.equal(ours.scale, scale.view(torch.uint8))
+    assert torch.equal(canonical(ours.codes), canonical(codes.view(torch.uint8)))
+    assert not (unpack_codes(ours.codes, x.shape[-1]) == 8).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda function: function.__name__)
+def test_compressed_tensors_is_the_even_rule(distribution, dtype):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import MXFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(
+        num_bits=4, type="float", strategy="group", group_size=32, symmetric=True, scale_dtype=torch.uint8
+    )
+    # An all-zero block has no scale there: left out.
+    x = distribution().to(dtype).view(-1, 32)
+    x = x[(x != 0).any(-1)]
+    blocks = x.view(-1, 1, 32)
+    scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+    theirs = MXFP4PackedCompressor.compress(
+        {"weight": x, "weight_scale": scale}, QuantizationScheme(targets=["Linear"], weights=args)
+    )
+    ours = quantize(x, scale_rule="even")
+    assert torch.equal(ours.scale, theirs["weight_scale"])
+    assert torch.equal(canonical(ours.codes), canonical(theirs["weight_packed"]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", ["floor", "rceil", "even", "mse"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda function: function.__name__)
+def test_elements_are_those_of_ml_dtypes_at_our_scale(distribution, rule, dtype):
+    x = distribution().to(dtype)
+    ours = quantize(x, scale_rule=rule)
+    scale = decode_e8m0(ours.scale, torch.float64).repeat_interleave(32, dim=-1)
+    exact = (x.double() / scale).numpy()
+    codes = exact.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0xF
+    assert np.array_equal(exact.astype(np.float32)[np.abs(exact) > 1e-30], exact[np.abs(exact) > 1e-30])
+    np.testing.assert_array_equal(canonical(ours.codes).numpy(), np.where(codes == 8, 0, codes))
+
+
+def test_a_direct_e8m0_cast_is_not_a_scale_rule():
+    """Rounding amax / 6 to the nearest power of two saturates up to 9 / 6 of the grid: no rule here does that."""
+    amax = torch.tensor([6.0 * 1.49])
+    cast = (amax / 6).to(torch.float8_e8m0fnu).view(torch.uint8)
+    assert cast.tolist() == [127]
+    for rule, byte in (("rceil", 128), ("floor", 128), ("even", 128)):
+        assert quantize(amax, scale_rule=rule).scale.tolist() == [byte]
+    assert math.frexp(float(amax))[1] == 4
