@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels for MXFP4. Needs torch and triton only, and imports neither before a function is called.
 
-    from mxfp4_kernels import fake_quantize, supports
-
-    if supports(x.dtype, scale_rule="rceil", macro_block=128, macro_search="static", outlier_fallback=0.5) is None:
-        y = fake_quantize(x, macro_block=128, outlier_fallback=0.5)
+[`fake_quantize`] gives the MXFP4 values of a tensor; [`supports`] says beforehand whether it covers a dtype and scheme.
 """
 
 from __future__ import annotations
@@ -39,8 +36,8 @@ def fake_quantize(
     finite input never becomes infinite.
 
     Args:
-        x: float32, bfloat16 or float16 tensor ``[..., K]`` on a GPU; any shape with at least one axis. A matrix may have
-            any row stride; other layouts without unit stride along the last axis are copied first.
+        x: float32, bfloat16 or float16 tensor ``[..., K]`` on a GPU, with at least one axis. A matrix may have any row
+            stride; layouts without unit stride along the last axis are copied first.
         scale_rule: ``"rceil"``, ``"floor"`` or ``"even"``.
         macro_block: 32, 64, 128 or 256 elements per macro block, or `None` for no macro-block scaling.
         macro_search: ``"static"``; without macro blocks it has no effect.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused quantize-dequantize kernel: one read of a matrix, one write of its MXFP4 values.
 
-Each program owns a tile of ``ROWS x COLS`` elements, held as ``[ROWS, macro blocks, blocks, 32]`` so that block and macro
-maxima are plain reductions and the innermost axis is contiguous in memory.
+Each program owns a tile of ``ROWS x COLS`` elements, held as ``[ROWS, macro blocks, blocks, 32]``: block and macro maxima
+are plain reductions, and the innermost axis is contiguous in memory.
 
 The result is that of the definition evaluated with one correctly rounded float32 operation after the other. This asks
 three things of the compiler, and the tests look for them in the generated code:
@@ -14,8 +14,8 @@ three things of the compiler, and the tests look for them in the generated code:
 
 ``tl.fma`` is written out where a single rounding is what is wanted: see [`_round_to_grid`] and [`_divide_by_factor`].
 
-Triton's interpreter has no fused ``tl.fma`` and its conversion to bfloat16 truncates: ``INTERPRETED`` replaces the first
-by float64 arithmetic and the second by integer arithmetic with the same results.
+Triton's interpreter has no fused ``tl.fma``, and its conversion to bfloat16 truncates: ``INTERPRETED`` replaces them by
+float64 and by integer arithmetic with the same results.
 """
 
 import triton
@@ -73,8 +73,8 @@ def _round_to_grid(y):
 def _quantize_dequantize(z, amax_bits, CARRY: tl.constexpr, CLIPS: tl.constexpr):
     """One pass: the MXFP4 values of blocks ``[..., 32]``, given the float32 bits of their maxima ``[...]``.
 
-    ``CARRY`` is the scale rule: what is added to the bits of the maximum before its exponent is read. ``CLIPS``: it lets
-    magnitudes exceed 6 scales. A block with NaN or infinity becomes NaN through its scale.
+    ``CARRY`` is the scale rule: what is added to the bits of the maximum before its exponent is read. ``CLIPS`` says that
+    the rule lets magnitudes exceed 6 scales. A block with NaN or infinity becomes NaN through its scale.
     """
     # At most 253: the largest finite maximum has exponent field 254.
     byte = tl.maximum(((tl.minimum(amax_bits, _EXPONENT_FIELD) + CARRY) >> 23) - 2, 0)
@@ -129,11 +129,12 @@ def fake_quantize_kernel(
     BF16: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """``out[n_rows, n_cols]`` (contiguous) from ``x`` with unit stride along columns; one program per tile, ``col_tiles``
-    of them side by side.
+    """``out[n_rows, n_cols]`` (contiguous) from ``x`` with unit stride along columns, one program per tile.
+
+    ``col_tiles`` tiles lie side by side. ``ROWS == 1`` means that the matrix is one row.
 
     bfloat16 arrives as int16 bits (``BF16``); interpreted, it leaves as such too. ``LARGEST`` is the largest finite
-    output. ``ROWS == 1`` means that the matrix is one row.
+    output.
     """
     pid = tl.program_id(0)
     if ROWS == 1:
@@ -160,7 +161,9 @@ def fake_quantize_kernel(
     amax_bits = _max_bits(z)
     if HAS_MACRO:
         macro_bits = tl.max(amax_bits, axis=-1)
-        m8 = (tl.div_rn(6.0, macro_bits.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) >> 15) & 0xFF
+        # 6 / amax as torch evaluates `6.0 / tensor`: a reciprocal, rounded, times 6, rounded.
+        ratio = tl.div_rn(1.0, macro_bits.to(tl.float32, bitcast=True)) * 6.0
+        m8 = (ratio.to(tl.int32, bitcast=True) >> 15) & 0xFF
         m8 = tl.where(macro_bits < _TOO_LARGE_TO_SCALE_BITS, m8, 0)
         factor = tl.expand_dims(((m8 << 15) | _ONE_BITS).to(tl.float32, bitcast=True), -1)
         # Rounding is monotonic: the maximum of the products is the product of the maximum.
@@ -183,10 +186,10 @@ def fake_quantize_kernel(
         fast = alpha >= _FAST_DIVISION_ALPHA
         if LARGEST > 65504.0:
             # Only values from a maximum of 2**127 on are cut, and its factor is 1 (a smaller maximum times its static
-            # factor stays at or below 3 * 2**126): the same as clamping after the division.
+            # factor stays below 3.01 * 2**126): the same as clamping after the division.
             value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if HAS_MACRO:
-        # A nonzero value is then at least 2**-64, or a sum that is a multiple of alpha * 2**-88: enough for the fast way.
+        # A nonzero value is then at least 2**-64, or a sum that is a multiple of alpha * 2**-88: no less than 2**-108.
         fast = fast & (tl.min(tl.min(tl.min(weakest, axis=2), axis=1), axis=0) >= _FAST_DIVISION_BITS - 1)
         value = _divide_by_factor(value, factor, fast, INTERPRETED)
     if LARGEST <= 65504.0:

@@ -78,8 +78,8 @@ def test_float32_subnormals_round_to_multiples_of_the_last_step(scheme):
 
 
 @every_scheme
-@pytest.mark.parametrize("magnitude", [2.0**-149, 2.0**-130, 2.0**-129], ids=["2**-149", "2**-130", "2**-129"])
-def test_what_is_below_half_a_step_of_byte_zero_becomes_zero(scheme, magnitude):
+@pytest.mark.parametrize("magnitude", [2.0**-149, 2.0**-130], ids=["2**-149", "2**-130"])
+def test_what_is_far_below_the_step_of_byte_zero_becomes_zero(scheme, magnitude):
     x = torch.full((40,), magnitude)
     assert not fake_quantize(x, **scheme).any()
     assert not quantize(x, **scheme).scale.any()
@@ -97,7 +97,7 @@ def test_the_largest_finite_numbers_stay_finite(scheme, dtype):
             assert out.dtype == dtype and out.isfinite().all()
             # The largest element keeps at least 3/4 of itself: clipped at 6 of 8, or at the last finite grid point.
             assert 0.74 * float(x[-1]) <= float(out[-1]) <= min(4 / 3 * float(x[-1]), largest)
-            assert torch.equal(out, -out.flip(0))
+            assert torch.equal(out, -fake_quantize(-x, **scheme))
 
 
 @every_rule

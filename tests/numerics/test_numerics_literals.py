@@ -101,7 +101,7 @@ def test_mse_prefers_a_coarser_scale_when_clipping_costs_more():
 def test_two_blocks_have_their_own_scales():
     x = torch.tensor([6.0] * 32 + [0.75] * 32 + [-0.01] * 3)
     packed = quantize(x)
-    # -0.01 = -1.28 * 2**-7, scale 2**-9, y = -5.12 -> -6? no: 5.12 is nearer to 6 than to 4 by neither half, so 6.
+    # 0.01 = 1.28 * 2**-7: scale 2**-9, where it is 5.12 and goes to 6.
     assert packed.scale.tolist() == [127, 124, 118]
     assert packed.codes.tolist() == [0x77] * 16 + [0x77] * 16 + [0xFF, 0x0F]
     assert packed.dequantize()[64:].tolist() == [-6 / 512] * 3
@@ -144,7 +144,7 @@ def test_static_macro_values():
 
 
 def test_static_macro_moves_the_maximum_below_six():
-    # f = 307 / 256, f * 5 = 5.996: one exponent lower than without truncation there would be no clipping either.
+    # f = 307 / 256 and f * 5 = 5.996, which rounds to 6: even the floor rule does not clip.
     packed = quantize(block(5.0), macro_block=128, scale_rule="floor")
     assert packed.scale.tolist() == [127] and int(packed.codes[0]) == 7
     assert packed.dequantize()[0].item() == float(np.float32(6) / np.float32(307 / 256))
@@ -156,8 +156,8 @@ def test_macro_blocks_share_the_factor_of_their_maximum(size, factors):
     assert quantize(x, macro_block=size).macro.tolist() == factors
 
 
-def test_dynamic_macro_finds_the_exact_factor():
-    # 4.5 * (1 + 5/16) = 5.90625 and so on: only 1 + 1/3 would be exact; 8 / 16 makes 4 exact.
+def test_dynamic_macro_takes_the_best_sixteenth():
+    # Nothing to gain on grid points: the first factor, 1, wins the tie.
     assert quantize(block(4.0, -4.0), macro_block=32, macro_search="dynamic").macro.tolist() == [0]
     x = torch.tensor([5.0, 2.5] * 16)  # times 1.2: on the grid; times 1.1875: 5.9375, 2.96875
     packed = quantize(x, macro_block=32, macro_search="dynamic")

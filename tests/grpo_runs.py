@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO runs of a few steps on a tiny quantized policy."""
+
+from datasets import Dataset
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from tasks.tiny_model import build_char_tokenizer
+
+
+TOKENIZER = build_char_tokenizer("0123456789+=")
+
+
+def even_digits(completions, **kwargs):
+    """A reward that random completions sometimes earn, so that advantages are not all zero."""
+    return [sum(character in "02468" for character in text) / 4 for text in completions]
+
+
+def prompts(count=8):
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(count)]
+    return Dataset.from_list(rows)
+
+
+def trainer_factory(tmp_path):
+    """`build(reward=..., **options)` makes a trainer: 2 prompts x 4 generations a step, 4 steps an epoch."""
+    base = tmp_path / "base"
+
+    def build(
+        reward=even_digits, *, scheme=None, dataset=None, policy=None, peft_config=None, callbacks=None, **options
+    ):
+        if not base.exists():
+            make_model(layers=2, hidden=32, intermediate=48).save_pretrained(base)
+            TOKENIZER.save_pretrained(base)
+        if policy is None:
+            policy = AutoModelForCausalLM.from_pretrained(base, quantization_config=scheme or MXFP4RLConfig())
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 4,
+            "max_steps": 4,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "disable_tqdm": True,
+            "aqn_num_stages": 4,
+            "error_every": 2,
+            "error_layers": 2,
+            **options,
+        }
+        return MXFP4GRPOTrainer(
+            policy,
+            reward,
+            MXFP4GRPOConfig(**settings),
+            prompts() if dataset is None else dataset,
+            processing_class=TOKENIZER,
+            peft_config=peft_config,
+            callbacks=callbacks,
+        )
+
+    return build

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler makes of the kernel for GPUs that need not be there."""
+
+import re
+
+import pytest
+
+
+CUDA = ["80", "90", "100", "120"]
+HIP = ["gfx942", "gfx950"]
+#: Fused multiply-adds written out in the kernel, per element: two for each rounding to the grid.
+FMA_PER_PASS = 2
+ELEMENTS_PER_THREAD = 16
+# An arithmetic instruction that the optimizer may contract, reassociate, approximate or flush.
+FAST_MATH = re.compile(r"\bf(?:add|sub|mul|div|neg) (?:[a-z]+ )*?(?:fast|contract|reassoc|arcp|afn|nsz)\b")
+
+
+def assert_exact_arithmetic(llir: str):
+    assert re.search(r"\bfmul (?:float|<)", llir)
+    assert not FAST_MATH.search(llir)
+    assert "!fpmath" not in llir
+
+
+def assert_no_contraction_on_the_way_to_machine_code(report: dict):
+    for name, passes in (("plain", 1), ("fallback", 2)):
+        expected = passes * FMA_PER_PASS * ELEMENTS_PER_THREAD
+        assert len(re.findall(r"\bfma\.rn\.f32", report[name]["ptx"])) == expected
+        assert len(re.findall(r"\bFFMA\b", report[name]["sass"])) == expected
+
+
+@pytest.mark.parametrize("arch", CUDA)
+def test_cuda(run_script, arch):
+    report = run_script("run_compiler.py", "cuda", arch, interpret=False)
+    assert len(report) == 5
+    for name, asm in report.items():
+        assert_exact_arithmetic(asm["llir"])
+        ptx = asm["ptx"]
+        assert ".ftz" not in ptx, name
+        assert ".approx" not in ptx, name
+        assert ".local" not in ptx, name
+        assert ("div.rn.f32" in ptx) == (name not in ("plain", "fallback")), name
+        assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
+        if name != "float16 odd huge":
+            assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, name
+            assert not re.search(r"\b(ld|st)\.global\.b(16|32)\b", ptx), name
+    for name in ("plain", "fallback", "default"):
+        assert "cvt.rn.bf16x2.f32" in report[name]["ptx"]
+    # Only the final reduction over scalars goes through shared memory; tiles never do.
+    for name in ("plain", "fallback"):
+        assert "bar.sync" not in report[name]["ptx"]
+    if arch == "90":
+        assert_no_contraction_on_the_way_to_machine_code(report)
+
+
+@pytest.mark.parametrize("arch", HIP)
+def test_hip(run_script, arch):
+    report = run_script("run_compiler.py", "hip", arch, interpret=False)
+    assert len(report) == 5
+    for name, asm in report.items():
+        assert_exact_arithmetic(asm["llir"])
+        code = asm["amdgcn"]
+        # Mode 3: subnormals are read and written as they are.
+        assert re.search(r"\.amdhsa_float_denorm_mode_32 3\b", code), name
+        assert re.search(r"\.vgpr_spill_count: +0\b", code), name
+        assert re.search(r"ScratchSize: 0\b", code), name
+        assert ("v_div_fixup_f32" in code) == (name not in ("plain", "fallback")), name
+        if name != "float16 odd huge":
+            assert re.search(r"\b(global|buffer)_load_dwordx4\b", code), name
+            assert re.search(r"\b(global|buffer)_store_dwordx4\b", code), name

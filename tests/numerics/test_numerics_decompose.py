@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three-way error decomposition: exact sums, the published ratios, and the error of every scale rule."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mxfp4.numerics import QuantScheme, decompose, decompose_scheme, fake_quantize
+
+
+RULES = ["rceil", "floor", "even", "mse"]
+
+
+def gaussian_octave(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Gaussian rows, their sigma log-uniform over one octave (evenly spread, in random order): every phase between two
+    powers of two counts the same."""
+    generator = torch.Generator().manual_seed(seed)
+    sigma = torch.exp2((torch.randperm(rows, generator=generator) + 0.5) / rows)
+    return torch.randn(rows, columns, generator=generator) * sigma[:, None]
+
+
+def check_exact(x: torch.Tensor, **options) -> None:
+    seed = {"generator": torch.Generator().manual_seed(5)} if options.get("rounding") == "stochastic" else {}
+    parts = decompose(x, **options, **seed)
+    seed = {"generator": torch.Generator().manual_seed(5)} if seed else {}
+    error = fake_quantize(x.float(), **options, **seed).double() - x.double()
+    for part in (parts.scale_bias, parts.deadzone, parts.grid):
+        assert part.dtype == torch.float64 and part.shape == x.shape and part.isfinite().all()
+    assert torch.equal(parts.scale_bias + parts.deadzone + parts.grid, error)
+    assert torch.equal(parts.total, error)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.5, 1.0, 0.3], ids=lambda alpha: f"alpha-{alpha}")
+@pytest.mark.parametrize(
+    "macro",
+    [{}, {"macro_block": 128}, {"macro_block": "row"}, {"macro_block": 32, "macro_search": "dynamic"}],
+    ids=["plain", "mbs128", "mbs-row", "mbs32-dynamic"],
+)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_components_sum_to_the_error(rule, macro, alpha, rounding):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 150, generator=generator)
+    x[1] *= torch.exp2(torch.randint(-60, 60, (2, 150), generator=generator))
+    check_exact(x, scale_rule=rule, outlier_fallback=alpha, rounding=rounding, **macro)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 3),
+    columns=st.integers(1, 140),
+    centre=st.integers(-149, 127),
+    spread=st.integers(0, 250),
+    rule=st.sampled_from(RULES),
+    macro=st.sampled_from([None, 32, 128, "row"]),
+    search=st.sampled_from(["static", "dynamic"]),
+    alpha=st.sampled_from([None, 0.5, 1.0, 0.7]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+)
+def test_components_sum_to_the_error_at_any_magnitude(
+    seed, rows, columns, centre, spread, rule, macro, search, alpha, rounding
+):
+    generator = torch.Generator().manual_seed(seed)
+    exponent = centre - (torch.rand(rows, columns, generator=generator) * spread).floor()
+    mantissa = 1 + torch.rand(rows, columns, generator=generator)
+    sign = torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+    x = (sign * mantissa.double() * torch.exp2(exponent.double())).float()
+    assert x.isfinite().all()
+    options = {"macro_block": macro, "macro_search": search, "outlier_fallback": alpha, "rounding": rounding}
+    check_exact(x, scale_rule=rule, **options)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_component_by_its_definition(rule):
+    """In plain float64: the deadzone below amax / 24, the grid at the ideal scale amax / 6 beside it."""
+    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(3))
+    parts = decompose(x, scale_rule=rule)
+    blocks = x.double().view(4, 3, 32)
+    ideal_scale = blocks.abs().amax(-1, keepdim=True) / 6
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    magnitude = blocks.abs() / ideal_scale
+    nearest = grid[(magnitude.unsqueeze(-1) - grid).abs().argmin(-1)]
+    ideal = (blocks.sign() * nearest * ideal_scale).view(4, 96)
+    deadzone = (magnitude < 0.25).view(4, 96)
+    quantized = fake_quantize(x, scale_rule=rule).double()
+
+    def close(part, expected):
+        torch.testing.assert_close(part, torch.where(deadzone, 0, expected), rtol=0, atol=1e-6)
+
+    close(parts.grid, ideal - x.double())
+    close(parts.scale_bias, quantized - ideal)
+    assert torch.equal(parts.deadzone, torch.where(deadzone, quantized - x.double(), 0))
+    assert parts.deadzone_fraction == deadzone.double().mean().item()
+    assert parts.zero_fraction == (quantized == 0).double().mean().item()
+    energy = {name: float(getattr(parts, name).square().sum()) for name in ("scale_bias", "deadzone", "grid")}
+    whole = float((quantized - x.double()).square().sum())
+    assert parts.energy_ratio == pytest.approx({name: value / whole for name, value in energy.items()})
+    assert parts.relative_mse == pytest.approx(whole / float(x.double().square().sum()))
+    assert parts.sqnr_db == pytest.approx(-10 * math.log10(parts.relative_mse))
+    cosine = float((parts.scale_bias * parts.grid).sum()) / math.sqrt(energy["scale_bias"] * energy["grid"])
+    assert parts.cosine_scale_grid == pytest.approx(cosine)
+
+
+def test_the_deadzone_of_plain_rceil_is_disjoint_from_the_rest():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(4))
+    parts = decompose(x)
+    deadzone = parts.deadzone != 0
+    assert deadzone.any() and (parts.scale_bias != 0).any() and (parts.grid != 0).any()
+    assert not (deadzone & (parts.scale_bias != 0)).any()
+    assert not (deadzone & (parts.grid != 0)).any()
+    # The quantizer sends all of it to zero: the error there is -x.
+    assert torch.equal(parts.deadzone[deadzone], -x.double()[deadzone])
+    ratio = parts.energy_ratio
+    cross = 2 * parts.cosine_scale_grid * math.sqrt(ratio["scale_bias"] * ratio["grid"])
+    assert sum(ratio.values()) + cross == pytest.approx(1)
+
+
+def test_scale_bias_vanishes_when_the_scale_is_ideal():
+    """amax is 6 * 2**k in every block: rceil picks amax / 6 itself."""
+    x = torch.rand(4, 128, generator=torch.Generator().manual_seed(6)) * 2 - 1
+    x[:, ::32] = 1
+    parts = decompose(x * 6 * torch.tensor([1.0, 2.0**-30, 2.0**30, 4.0])[:, None])
+    assert not parts.scale_bias.any()
+    assert parts.grid.any() and parts.deadzone.any()
+    assert math.isnan(parts.cosine_scale_grid)
+
+
+@pytest.mark.parametrize(
+    ("options", "scale_bias", "deadzone", "grid", "cosine", "zeros"),
+    [
+        # arXiv 2605.20402 reports 1.725 / .026 / .703 / -.657 over the weights of a model.
+        ({}, 1.736, 0.020, 0.729, -0.660, 0.111),
+        ({"macro_block": 128}, 1.375, 0.023, 0.840, -0.576, 0.093),
+        ({"scale_rule": "even"}, 1.754, 0.022, 0.789, -0.663, 0.096),
+    ],
+    ids=["rceil", "rceil-mbs128", "even"],
+)
+def test_gaussian_reference_values(options, scale_bias, deadzone, grid, cosine, zeros):
+    parts = decompose(gaussian_octave(1024, 1024), **options)
+    ratio = parts.energy_ratio
+    assert ratio["scale_bias"] == pytest.approx(scale_bias, rel=0.01)
+    assert ratio["deadzone"] == pytest.approx(deadzone, abs=0.0007)  # the reference has two digits
+    assert ratio["grid"] == pytest.approx(grid, rel=0.01)
+    assert parts.cosine_scale_grid == pytest.approx(cosine, rel=0.01)
+    assert parts.deadzone_fraction == pytest.approx(0.078, rel=0.01)
+    assert parts.zero_fraction == pytest.approx(zeros, rel=0.015)
+
+
+@pytest.mark.parametrize("macro", ["plain", "static", pytest.param("dynamic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rule", "percent"),
+    [
+        ("floor", {"plain": 1.334, "static": 1.216, "dynamic": 1.030}),
+        ("rceil", {"plain": 1.364, "static": 1.184, "dynamic": 1.095}),
+        ("even", {"plain": 1.260, "static": 1.175, "dynamic": 1.009}),
+        ("mse", {"plain": 1.250, "static": 1.174, "dynamic": 1.006}),
+    ],
+    ids=RULES,
+)
+def test_gaussian_relative_error(rule, percent, macro):
+    x = gaussian_octave(1024, 1024)
+    options = {} if macro == "plain" else {"macro_block": 128, "macro_search": macro}
+    out = fake_quantize(x, scale_rule=rule, **options)
+    relative = float((out - x).double().square().sum() / x.double().square().sum())
+    assert 100 * relative == pytest.approx(percent[macro], rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "percent"), [(0.25, 0.768), (0.5, 0.342), (0.75, 0.093), (1.0, 0.019)], ids=lambda value: f"{value:g}"
+)
+def test_gaussian_relative_error_with_outlier_fallback(alpha, percent):
+    parts = decompose(gaussian_octave(512, 1024), outlier_fallback=alpha)
+    assert 100 * parts.relative_mse == pytest.approx(percent, rel=0.03)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+def test_non_finite_input_has_no_error(bad):
+    x = torch.ones(2, 64)
+    x[1, 5] = bad
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        decompose(x)
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="int64"):
+        decompose(torch.arange(4))
+    with pytest.raises(ValueError, match="scalar"):
+        decompose(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="scale_rule='ceil'"):
+        decompose(torch.ones(4), scale_rule="ceil")
+
+
+def test_zeros_and_exact_input_have_no_ratios():
+    zeros = decompose(torch.zeros(2, 40))
+    assert not zeros.total.any()
+    assert zeros.deadzone_fraction == 0 and zeros.zero_fraction == 0 and zeros.energy == 0
+    assert math.isnan(zeros.relative_mse) and math.isnan(zeros.sqnr_db)
+    exact = decompose(torch.tensor([6.0, 4.0, -0.5, 0.0]))
+    assert not exact.total.any() and exact.relative_mse == 0 and exact.sqnr_db == math.inf
+    assert all(math.isnan(value) for value in exact.energy_ratio.values()) and len(exact.energy_ratio) == 3
+    assert math.isnan(exact.cosine_scale_grid)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5)], ids=str)
+def test_empty(shape):
+    parts = decompose(torch.empty(shape))
+    assert parts.total.shape == shape
+    assert math.isnan(parts.deadzone_fraction) and math.isnan(parts.zero_fraction)
+
+
+def test_axis_and_scheme():
+    x = torch.randn(70, 6, generator=torch.Generator().manual_seed(8))
+    by_axis, moved = decompose(x, axis=0, macro_block=32), decompose(x.t().contiguous(), macro_block=32)
+    for name in ("scale_bias", "deadzone", "grid"):
+        assert torch.equal(getattr(by_axis, name), getattr(moved, name).t())
+    described = decompose_scheme(x, QuantScheme(macro_block=32), axis=0)
+    assert torch.equal(described.grid, by_axis.grid) and torch.equal(described.total, by_axis.total)
+    assert not decompose(x.requires_grad_()).total.requires_grad
+
+
+def test_padding_is_not_counted():
+    x = torch.randn(2, 33, generator=torch.Generator().manual_seed(9))
+    parts, padded = decompose(x), decompose(torch.nn.functional.pad(x, (0, 31)))
+    assert torch.equal(parts.total, padded.total[:, :33])
+    assert parts.energy_ratio == pytest.approx(padded.energy_ratio)
+    # The zeros of a block with a positive maximum lie in its deadzone: 62 more of 128 elements.
+    assert round(padded.deadzone_fraction * 128) == round(parts.deadzone_fraction * 66) + 62
+    assert padded.zero_fraction * 128 == pytest.approx(parts.zero_fraction * 66)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import make_model
+from torch import nn
+
+from hf_mxfp4.rl.aqn import NoiseSchedule, NormNoise, find_norms
+
+
+IDS = torch.arange(24).reshape(2, 12) % 32
+
+
+# ---- schedule -------------------------------------------------------------------------------------------------------
+
+
+def test_schedule_is_the_papers_staircase():
+    schedule = NoiseSchedule(1e-2, 1e-4, stages=4)
+    values = [schedule.sigma(step, 8) for step in range(8)]
+    assert values == pytest.approx([0, 0, 1e-2, 1e-2, 1e-3, 1e-3, 1e-4, 1e-4])
+
+
+def test_schedule_defaults_span_a_decade():
+    schedule = NoiseSchedule()
+    assert schedule.sigma(0, 150) == 0 and schedule.sigma(14, 150) == 0
+    assert schedule.sigma(15, 150) == 1e-2
+    assert schedule.sigma(149, 150) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [(1, [0.5, 0.5, 0.5, 0.5]), (2, [0, 0, 0.5, 0.5]), (3, [0, 0, 0.5, 0.1])],
+    ids=["one-stage-is-constant", "two-stages", "three-stages"],
+)
+def test_schedule_with_few_stages(stages, expected):
+    schedule = NoiseSchedule(0.5, 0.1, stages)
+    assert [schedule.sigma(step, 4) for step in range(4)] == pytest.approx(expected)
+
+
+@given(
+    stages=st.integers(1, 40),
+    max_steps=st.integers(1, 500),
+    start=st.floats(1e-3, 1.0),
+    ratio=st.floats(1e-3, 1.0),
+)
+@settings(max_examples=60, deadline=None)
+def test_schedule_is_finite_bounded_and_never_rises_after_its_first_noise(stages, max_steps, start, ratio):
+    schedule = NoiseSchedule(start, start * ratio, stages)
+    values = [schedule.sigma(step, max_steps) for step in range(max_steps + 5)]
+    assert all(math.isfinite(value) and 0 <= value <= start * (1 + 1e-12) for value in values)
+    noisy = [value for value in values if value > 0]
+    assert all(a >= b * (1 - 1e-12) for a, b in zip(noisy, noisy[1:], strict=False))
+    assert values[max_steps:] == [values[max_steps]] * 5
+
+
+@pytest.mark.parametrize(
+    "arguments", [(1e-3, 1e-2, 10), (1e-2, 0.0, 10), (1e-2, 1e-3, 0), (math.inf, 1e-3, 10), (math.nan, 1e-3, 10)]
+)
+def test_schedule_refuses_what_is_no_schedule(arguments):
+    with pytest.raises(ValueError):
+        NoiseSchedule(*arguments)
+
+
+# ---- which norms ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("llama", 2 * 3 + 1), ("qwen2", 2 * 3 + 1), ("qwen3", 4 * 3 + 1), ("gemma", 2 * 3 + 1)]
+)
+def test_all_rms_norms_are_found(family, expected):
+    assert len(find_norms(make_model(family, layers=3))) == expected
+
+
+def test_norm_of_another_library_is_found_by_structure():
+    class FasterRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    model = nn.ModuleDict({"a": FasterRMSNorm(), "final_norm": nn.PReLU(4), "b": nn.LayerNorm(4), "c": nn.PReLU(4)})
+    assert list(find_norms(model)) == ["a", "final_norm"]
+
+
+def test_norm_that_feeds_a_router_is_left_alone():
+    norms = find_norms(make_model("qwen3_moe", layers=2))
+    assert not any("post_attention_layernorm" in name for name in norms)
+    assert sum("input_layernorm" in name for name in norms) == 2
+    assert "model.norm" in norms
+
+
+def test_model_without_norm_is_refused():
+    with pytest.raises(ValueError, match="found no RMSNorm in Linear"):
+        NormNoise(nn.Linear(2, 2), seed=0)
+
+
+# ---- what noise does ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+def test_noise_acts_as_if_added_to_the_norm_weights(family):
+    model = make_model(family)
+    noise = NormNoise(model, seed=3)
+    shifted = copy.deepcopy(model)
+    with torch.no_grad():
+        for index, module in enumerate(find_norms(shifted).values()):
+            module.weight.add_(noise.noise(index, module.weight, 7, 0.05))
+        with noise.active(7, 0.05):
+            noisy = model(IDS).logits
+        assert torch.equal(noisy, shifted(IDS).logits)
+        assert not torch.equal(noisy, model(IDS).logits)
+
+
+def test_noise_is_reported_as_measured():
+    model = make_model(hidden=256, intermediate=64)
+    noise = NormNoise(model, seed=0)
+    with torch.no_grad(), noise.active(5, 0.02):
+        model(IDS)
+    assert noise.last_report.modules == 5
+    assert noise.last_report.measured_std == pytest.approx(0.02, rel=0.05)
+
+
+def test_bfloat16_weights_do_not_swallow_small_noise():
+    """In bfloat16 an addition of 3e-4 to a weight of 1 changes nothing; the noise is applied before that rounding."""
+    torch.manual_seed(0)
+    model = make_model(hidden=128, layers=1, dtype=torch.bfloat16)
+    norm = model.model.norm
+    with torch.no_grad():
+        norm.weight.fill_(1.0)
+    noise = NormNoise(model, seed=0)
+    index = list(noise.norms.values()).index(norm)
+    x = torch.randn(40_000, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        clean = norm(x).double()
+        with noise.active(1, 3e-4):
+            noisy = norm(x).double()
+        z = noise.noise(index, norm.weight, 1, 3e-4).double()
+        swallowed = norm.weight + z.bfloat16() == norm.weight
+        normed = x.double() * (x.double().square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    assert swallowed.float().mean() > 0.99  # what adding to the weight would give
+    # The mean change per channel follows the noise, although each output is rounded to bfloat16.
+    response = ((noisy - clean) * normed).mean(0) / normed.square().mean(0)
+    slope = (response * z).sum() / z.square().sum()
+    assert slope == pytest.approx(1.0, abs=0.15)
+
+
+def test_parameters_are_never_written_and_hooks_leave_with_an_exception():
+    model = make_model()
+    before = copy.deepcopy(model.state_dict())
+    noise = NormNoise(model, seed=0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), noise.active(3, 0.1):
+        model(IDS)
+        raise ZeroDivisionError
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all(isinstance(module.weight, nn.Parameter) for module in noise.norms.values())
+
+
+def test_exception_inside_a_noisy_norm_puts_the_parameter_back():
+    model = make_model()
+    norm = model.model.norm
+    noise = NormNoise(model, seed=0)
+    with pytest.raises(TypeError), noise.active(3, 0.1):
+        norm(torch.randn(2, 64))
+        norm.forward = lambda x, broken: None
+        norm(torch.randn(2, 64), broken=1, more=2)
+    assert isinstance(norm.weight, nn.Parameter)
+
+
+def test_noise_is_a_function_of_seed_step_and_place_alone():
+    weight = torch.ones(16)
+    first, second = NormNoise(make_model(seed=0), seed=1), NormNoise(make_model(seed=5), seed=1)
+    state = torch.get_rng_state()
+    assert torch.equal(first.noise(2, weight, 9, 0.1), second.noise(2, weight, 9, 0.1))
+    assert torch.equal(torch.get_rng_state(), state)
+    others = [first.noise(2, weight, 10, 0.1), first.noise(1, weight, 9, 0.1)]
+    others.append(NormNoise(make_model(), seed=2).noise(2, weight, 9, 0.1))
+    assert all(not torch.equal(first.noise(2, weight, 9, 0.1), other) for other in others)
+
+
+def test_spread_of_the_noise_does_not_grow_with_rollouts():
+    model = make_model(hidden=256, intermediate=64)
+    noise = NormNoise(model, seed=0)
+    measured = []
+    with torch.no_grad():
+        for step in range(10):
+            with noise.active(step, 0.01):
+                model(IDS)
+            measured.append(noise.last_report.measured_std)
+    assert max(measured) < 0.011 and min(measured) > 0.009
+
+
+def test_noise_that_reaches_no_norm_is_an_error():
+    noise = NormNoise(make_model(), seed=0)
+    with pytest.raises(RuntimeError, match="reached none of 5 norms"), noise.active(0, 0.1):
+        pass
+
+
+def test_noise_free_stage_needs_no_forward():
+    noise = NormNoise(make_model(), seed=0)
+    with noise.active(0, 0.0):
+        pass
+    assert noise.last_report.modules == 0 and noise.last_report.measured_std == 0
+
+
+def test_router_logits_are_bit_identical_for_the_same_hidden_state():
+    model = make_model("qwen3_moe", layers=1, hidden=32)
+    layer = model.model.layers[0]
+    x = torch.randn(1, 5, 32)
+    noise = NormNoise(model, seed=0)
+    seen = []
+    handle = layer.mlp.gate.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    with torch.no_grad():
+        layer.mlp(layer.post_attention_layernorm(x))
+        with noise.active(0, 0.5):
+            layer.mlp(layer.post_attention_layernorm(x))
+            layer.input_layernorm(x)
+    handle.remove()
+    assert torch.equal(seen[0], seen[1])

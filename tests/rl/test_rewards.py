@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answer extraction and rewards: literal cases, properties, and the GSM8K reference solutions."""
+
+import json
+import os
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_mxfp4.rl import rewards
+from hf_mxfp4.rl.rewards import extract_flexible, extract_strict, gsm8k_gold, normalize_number
+
+# Self-written problems in the format of GSM8K: (reference solution, gold answer).
+SOLUTIONS = [
+    ("Ada packs 6 boxes of 12 pears, 6*12=<<6*12=72>>72 pears.\n#### 72", "72"),
+    ("The shed costs $2,400 / 2 = $<<2400/2=1200>>1,200 each.\n#### 1,200", "1200"),
+    ("He has 3 - 8 = <<3-8=-5>>-5 points.\n#### -5", "-5"),
+    ("A pen costs 3 * .5 = $<<3*.5=1.50>>1.50, so 1.50 + 2 = <<1.5+2=3.5>>3.5 in all.\n#### 3.50", "3.5"),
+    ("That is 30/40*100 = <<30/40*100=75>>75% of the rows.\n#### 75%", "75"),
+    ("The farm sold 1,250 * 1,000 = <<1250*1000=1250000>>1,250,000 eggs.\n#### $1,250,000", "1250000"),
+]
+
+numbers = st.decimals(allow_nan=False, allow_infinity=False, places=4, min_value=-(10**12), max_value=10**12)
+
+
+def canonical(value: Decimal) -> str:
+    text = f"{value:f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text in ("-0", "") else text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("18", "18"),
+        ("$1,234.50", "1234.5"),
+        ("3.50", "3.5"),
+        ("3.", "3"),
+        (".5", "0.5"),
+        ("-0", "0"),
+        ("-0.00", "0"),
+        ("+7", "7"),
+        (" 007 ", "7"),
+        ("100", "100"),
+        ("-$5", "-5"),
+        ("$-5", "-5"),
+        ("\u22125", "-5"),
+        ("\uff0d5", "-5"),
+        ("50%", "50"),
+        ("1 000", "1000"),
+        ("9" * 5000, "9" * 5000),  # longer than int() parses
+        ("0.1" + "0" * 40 + "1", "0.1" + "0" * 40 + "1"),  # longer than the default decimal precision
+    ],
+)
+def test_normalize_number(text, expected):
+    assert normalize_number(text) == expected
+    assert normalize_number(expected) == expected
+
+
+@pytest.mark.parametrize("text", ["", "ten", ".", "-", "1.2.3", "--5", "1/2", "1e5", "inf", "nan", "\u0663", "5 apples"])
+def test_normalize_number_rejects(text):
+    with pytest.raises(ValueError, match="not a decimal number"):
+        normalize_number(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so\n#### 1,234", "1234"),
+        ("####18", "18"),
+        ("#### 18.", "18"),
+        ("#### $18", "18"),
+        ("#### -$5", "-5"),
+        ("#### $-5", "-5"),
+        ("#### \\$5", "5"),
+        ("#### \u22125", "-5"),
+        ("#### +5", "5"),
+        ("#### **18**", "18"),
+        ("#### _-5_", "-5"),
+        ("#### \\boxed{-7}", "-7"),
+        ("#### $\\boxed{\\$1{,}000}$", "1000"),
+        ("#### 18 dollars, not 20", "18"),
+        ("#### 12%", "12"),
+        ("#### .5", "0.5"),
+        ("#### 3\nThen 5 #### 4\n", "4"),
+        ("##### 4", "4"),
+        ("the answer is 18", None),
+        ("#### eighteen", None),
+        ("#### x = 18", None),
+        ("####\n18", None),
+        ("#### 18 #### none", None),  # only the last marker counts
+        ("#### 1,2345", None),
+        ("#### 1.2.3", None),
+        ("### 18", None),
+        ("", None),
+    ],
+)
+def test_extract_strict(text, expected):
+    assert extract_strict(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is 18.", "18"),
+        ("2 apples cost $3.50", "3.5"),
+        ("-5", "-5"),
+        ("$-5", "-5"),
+        ("-$5", "-5"),
+        ("-\\$5", "-5"),
+        ("it is \u22125.", "-5"),
+        ("x=-5", "-5"),
+        ("(-5)", "-5"),
+        ("-\u20ac1,000", "-1000"),
+        ("8-3", "3"),
+        ("pages 3\u20135", "5"),
+        ("f(2)-3", "3"),
+        ("about 1,234,567.890!", "1234567.89"),
+        ("50%.", "50"),
+        ("5% and 0.50%", "0.5"),
+        ("\\boxed{42}", "42"),
+        ("\\boxed{-1{,}000}.", "-1000"),
+        ("1\\,234", "1234"),
+        ("1,234, 5", "5"),
+        ("1, 2, 3", "3"),
+        ("12345,678", "678"),  # not a thousands separator
+        ("1,2345", "2345"),
+        ("version 1.2.3", "3"),
+        ("so x is .5", "0.5"),
+        ("-.5", "-0.5"),
+        ("that was it.5", "5"),
+        ("48/2=<<48/2=24>>24", "24"),
+        ("#### 7", "7"),
+        ("no digits", None),
+        ("", None),
+        ("\u0663", None),
+    ],
+)
+def test_extract_flexible(text, expected):
+    assert extract_flexible(text) == expected
+
+
+@given(numbers)
+def test_plain_commas_dollars_and_decimals_come_back_exactly(value):
+    gold = canonical(value)
+    sign, magnitude = ("-" if value < 0 else ""), abs(value)
+    renderings = [f"{value:f}", f"{value:,f}", f"{sign}${magnitude:,f}", f"${value:,f}", f"{sign}\\${magnitude:f}"]
+    renderings += [r.replace("-", "\u2212") for r in renderings]
+    if value >= 0:
+        renderings.append(f"+{value:,f}")
+    for number in renderings:
+        assert normalize_number(number) == normalize_number(number.replace("\\", "")) == gold
+        for frame in ("#### {}", "we get 3 + 4, so\n#### {}.", "#### **{}**\n", "#### \\boxed{{{}}}", "#### {}%"):
+            assert extract_strict(frame.format(number)) == gold
+        for frame in ("{}", "12 of them, thus {}.", "x={}", "\\boxed{{{}}}", "**{}%**", "(1,234; {})", "{} pears, I say"):
+            assert extract_flexible(frame.format(number)) == gold
+        assert rewards.is_strict_correct(f"#### {number}", number)
+        assert rewards.is_flexible_correct(f"is {number}", f"{value}000")
+
+
+@given(numbers, numbers)
+def test_rewards_are_equality_of_values(first, second):
+    text = f"The answer is\n#### {first:,f}"
+    expected = [float(first == second)]
+    assert rewards.gsm8k_strict_reward([text], [f"{second:f}"]) == expected
+    assert rewards.gsm8k_flexible_reward([text], [f"{second:f}"]) == expected
+
+
+@given(st.text())
+def test_any_text_is_safe(text):
+    for extract in (extract_strict, extract_flexible):
+        found = extract(text)
+        assert found is None or normalize_number(found) == found
+    assert (extract_flexible(text) is None) == (not any(c in "0123456789" for c in text))
+    strict = extract_strict(text + "#### 5")
+    assert strict == "5"
+
+
+@pytest.mark.parametrize("text", ["1," * 50_000, "*" * 100_000, "#" * 100_000, "1" * 100_000 + "x", "-$" * 50_000])
+def test_long_garbage_takes_linear_time(text):
+    extract_flexible(text)
+    extract_strict("####" + text)
+
+
+def test_values_that_floats_confuse_are_told_apart():
+    assert not rewards.is_strict_correct("#### 9007199254740993", "9007199254740992")
+    assert not rewards.is_flexible_correct("0.1000000000000000000001", "0.1")
+    assert not rewards.is_flexible_correct("1" + "0" * 400, "1" + "0" * 401)  # both are inf as floats
+    assert rewards.is_flexible_correct("0.30", "0.3")
+
+
+@pytest.mark.parametrize("function", [extract_strict, extract_flexible, normalize_number, gsm8k_gold])
+@pytest.mark.parametrize("value", [None, 5, 5.0, b"5", ["5"]])
+def test_wrong_types_raise(function, value):
+    with pytest.raises(TypeError, match=f"must be a str, got {type(value).__name__}"):
+        function(value)
+
+
+def test_gold_names_the_text_without_an_answer():
+    assert gsm8k_gold("#### 1,080") == "1080"
+    with pytest.raises(ValueError, match="the answer is 18"):
+        gsm8k_gold("the answer is 18")
+
+
+def test_rewards_accept_text_and_conversations_and_ignore_other_columns():
+    texts = ["I think 3.\n#### 4", "It is 4", "nothing", ""]
+    conversations = [[{"role": "assistant", "content": text}] for text in texts]
+    gold = ["4", "4.0", "4", "4"]
+    columns = {"prompts": ["p"] * 4, "completion_ids": [[1]] * 4, "trainer_state": None}
+    for completions in (texts, conversations):
+        assert rewards.gsm8k_strict_reward(completions=completions, answer=gold, **columns) == [1.0, 0.0, 0.0, 0.0]
+        assert rewards.gsm8k_flexible_reward(completions=completions, answer=gold, **columns) == [1.0, 1.0, 0.0, 0.0]
+    result = rewards.gsm8k_strict_reward(texts, gold)
+    assert all(type(value) is float for value in result)
+    assert rewards.gsm8k_strict_reward([], []) == []
+
+
+def test_exact_match():
+    texts = ["42", " 42\n", "42.0", "042", "4 2", ""]
+    assert rewards.exact_match_reward(texts, ["42"] * 6) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert rewards.exact_match_reward([[{"role": "assistant", "content": "42 "}]], ["42"]) == [1.0]
+    assert rewards.is_exact_match("a", "a") and not rewards.is_exact_match("A", "a")
+
+
+@pytest.mark.parametrize(
+    ("conversation", "reward"),
+    [
+        ([], 0.0),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], 0.0),
+        ([{"role": "assistant", "content": "#### 1"}, {"role": "assistant", "content": "#### 4"}], 1.0),
+        ([{"role": "assistant", "content": "#### 4"}, {"role": "tool", "content": "#### 1"}], 1.0),
+        ([{"role": "user", "content": "#### 4"}], 0.0),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "#### "}, {"type": "text", "text": "4"}]}], 1.0),
+    ],
+)
+def test_the_last_assistant_message_counts(conversation, reward):
+    assert rewards.gsm8k_strict_reward([conversation], ["4"]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "reward", [rewards.gsm8k_strict_reward, rewards.gsm8k_flexible_reward, rewards.exact_match_reward]
+)
+def test_misuse_of_rewards_raises(reward):
+    with pytest.raises(ValueError, match="2 completions but 1 answers"):
+        reward(["1", "2"], ["1"])
+    with pytest.raises(TypeError, match="lists with one entry per completion"):
+        reward("1", ["1"])
+    with pytest.raises(TypeError, match="lists with one entry per completion"):
+        reward(["1"], "1")
+    with pytest.raises(TypeError, match="a completion must be a str or a list"):
+        reward([None], ["1"])
+    with pytest.raises(TypeError, match="gold answer must be a str, got int"):
+        reward(["1"], [1])
+
+
+def test_a_gold_answer_that_is_not_a_number_raises_even_if_nothing_was_extracted():
+    for reward in (rewards.gsm8k_strict_reward, rewards.gsm8k_flexible_reward):
+        with pytest.raises(ValueError, match="not a decimal number: 'ten'"):
+            reward(["no number"], ["ten"])
+
+
+def check_reference_solutions(solutions: list[str], golds: list[str]) -> None:
+    """Both extractions find the gold answer, and the rewards follow it and nothing else."""
+    wrong = [str(Decimal(gold) + 1) for gold in golds]
+    assert [gsm8k_gold(solution) for solution in solutions] == golds
+    assert [extract_strict(solution) for solution in solutions] == golds
+    assert [extract_flexible(solution) for solution in solutions] == golds
+    for reward in (rewards.gsm8k_strict_reward, rewards.gsm8k_flexible_reward):
+        for completions in (solutions, [[{"role": "assistant", "content": solution}] for solution in solutions]):
+            assert reward(completions, golds) == [1.0] * len(solutions)
+            assert reward(completions, wrong) == [0.0] * len(solutions)
+
+
+def test_self_written_reference_solutions():
+    check_reference_solutions([text for text, _ in SOLUTIONS], [gold for _, gold in SOLUTIONS])
+
+
+@pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="set GSM8K_DIR to a folder with train.jsonl and test.jsonl")
+def test_gsm8k_reference_solutions():
+    solutions = []
+    for name, n_rows in (("train.jsonl", 7473), ("test.jsonl", 1319)):
+        lines = (Path(os.environ["GSM8K_DIR"]) / name).read_bytes().splitlines()
+        assert len(lines) == n_rows
+        solutions += [json.loads(line)["answer"] for line in lines]
+    # Independent of the code under test: every solution ends in "#### " and an integer with commas.
+    golds = [str(int(solution.rsplit("#### ", 1)[1].replace(",", ""))) for solution in solutions]
+    assert len(golds) == 8792
+    check_reference_solutions(solutions, golds)
+
+
+def test_the_module_needs_the_standard_library_only():
+    code = (
+        "import importlib.util, sys; before = set(sys.modules)\n"
+        f"spec = importlib.util.spec_from_file_location('rewards', {str(Path(rewards.__file__))!r})\n"
+        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "assert new <= set(sys.stdlib_module_names), new - set(sys.stdlib_module_names)\n"
+        "assert all(hasattr(module, name) for name in module.__all__)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

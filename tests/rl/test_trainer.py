@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+import copy
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from grpo_runs import trainer_factory
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, TrlParser
+
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4Linear
+from hf_mxfp4.rl import NoiseSchedule, RewardError
+
+
+@pytest.fixture
+def run(tmp_path):
+    return trainer_factory(tmp_path)
+
+
+def logged(trainer, key):
+    return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
+
+
+def snapshot(model):
+    return copy.deepcopy({name: value.detach() for name, value in model.named_parameters()})
+
+
+def assert_unchanged(model, before):
+    for name, value in model.named_parameters():
+        assert torch.equal(value, before[name]), name
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+# ---- noise over a run -----------------------------------------------------------------------------------------------
+
+
+def test_sigma_follows_the_closed_form_over_two_epochs(run):
+    trainer = run(max_steps=-1, num_train_epochs=2, aqn_num_stages=4)
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps == 8
+    schedule = NoiseSchedule(1e-2, 1e-3, 4)
+    # The value logged after a step is that of the rollout before it.
+    assert logged(trainer, "aqn/sigma") == {step + 1: schedule.sigma(step, 8) for step in range(8)}
+    noisy = [step for step, sigma in logged(trainer, "aqn/sigma").items() if sigma > 0]
+    assert noisy == [3, 4, 5, 6, 7, 8]
+    assert all(logged(trainer, "aqn/n_modules")[step] == 5 for step in noisy)
+    for step in noisy:
+        assert logged(trainer, "aqn/measured_std")[step] == pytest.approx(
+            logged(trainer, "aqn/sigma")[step], rel=0.25
+        )  # 5 norms of width 32: 160 draws
+
+
+def test_sigma_and_weights_survive_a_stop_and_a_resume(run, tmp_path):
+    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "aqn_num_stages": 4}
+    whole = run(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    first = run(output_dir=str(tmp_path / "parts"), callbacks=[StopAt(3)], **options)
+    first.train()
+    assert first.state.global_step == 3
+    second = run(output_dir=str(tmp_path / "parts"), **options)
+    second.train(resume_from_checkpoint=True)
+    assert logged(second, "aqn/sigma") == logged(whole, "aqn/sigma")
+    assert len(logged(second, "aqn/sigma")) == 8
+    assert_unchanged(second.model, snapshot(whole.model))
+
+
+def test_a_rollout_leaves_the_masters_bit_identical(run):
+    trainer = run()
+    trainer.model.train()
+    trainer.state.global_step, trainer.state.max_steps = 3, 4
+    before = snapshot(trainer.model)
+    output = trainer._generate(["1+1=", "2+2="])
+    assert output[4] is not None  # noise was on: sampled tokens have been scored
+    assert_unchanged(trainer.model, before)
+    assert not any(module._forward_hooks for module in trainer.noise.norms.values())
+
+
+def test_an_exception_inside_a_rollout_leaves_the_masters_bit_identical(run, monkeypatch):
+    trainer = run()
+    trainer.model.train()
+    trainer.state.global_step, trainer.state.max_steps = 3, 4
+    before = snapshot(trainer.model)
+    layer = trainer.model.model.layers[1].mlp
+
+    def fail(*args, **kwargs):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(layer, "forward", fail)
+    with pytest.raises(MemoryError):
+        trainer._generate(["1+1="])
+    assert_unchanged(trainer.model, before)
+    assert not any(module._forward_hooks for module in trainer.noise.norms.values())
+
+
+def test_evaluation_is_the_same_with_noise_on_and_off(run, tmp_path):
+    completions = {}
+    for aqn in (True, False):
+        trainer = run(aqn=aqn, aqn_sigma_start=5.0, aqn_sigma_end=5.0, output_dir=str(tmp_path / str(aqn)))
+        trainer.state.global_step, trainer.state.max_steps = 3, 4
+        trainer.model.eval()
+        torch.manual_seed(0)
+        completions[aqn] = trainer._generate(["1+1=", "2+2=", "3+3=", "4+4="])[1]
+        trainer.model.train()
+        torch.manual_seed(0)
+        completions[aqn, "training"] = trainer._generate(["1+1=", "2+2=", "3+3=", "4+4="])[1]
+    assert completions[True] == completions[False]
+    assert completions[True, "training"] != completions[False, "training"]
+
+
+def test_noise_that_cannot_reach_the_sampler_is_an_error(run):
+    trainer = run(aqn_num_stages=1)
+    other = make_model(layers=2, hidden=32, intermediate=48)
+    trainer.rollout_func = lambda prompts, trainer: {
+        "prompt_ids": [[2]] * len(prompts),
+        "completion_ids": [other.generate(torch.tensor([[2]]), max_new_tokens=1)[0, 1:].tolist() for _ in prompts],
+        "logprobs": [[0.0]] * len(prompts),
+    }
+    trainer.model.train()
+    with pytest.raises(RuntimeError, match="reached none of 5 norms"):
+        trainer._generate(["1+1="])
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def test_training_moves_every_master_and_logs_entropy_and_error_components(run):
+    trainer = run(max_steps=4)
+    before = snapshot(trainer.model)
+    trainer.train()
+    for name, value in trainer.model.named_parameters():
+        assert not torch.equal(value, before[name]), name
+    assert sorted(logged(trainer, "entropy")) == [1, 2, 3, 4]
+    assert sorted(logged(trainer, "error/grid")) == [1, 2, 4]  # what was measured before step 1 is in its log
+    assert sorted(logged(trainer, "entropy/slope")) == [1, 2, 3, 4]
+    history = trainer.error_callback.history
+    assert {entry["step"] for entry in history} == {0, 2, 4} and len({entry["layer"] for entry in history}) == 2
+
+
+def test_gradient_checkpointing_trains_the_same_weights(run, tmp_path):
+    weights = []
+    for checkpointing in (False, True):
+        trainer = run(gradient_checkpointing=checkpointing, output_dir=str(tmp_path / str(checkpointing)), max_steps=2)
+        trainer.train()
+        weights.append(snapshot(trainer.model))
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name], atol=1e-6), name
+
+
+def test_trained_policy_saves_and_reloads_under_its_scheme(run, tmp_path):
+    trainer = run(max_steps=2)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "policy"))
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert sum(isinstance(module, MXFP4Linear) for module in reloaded.modules()) == 14
+    ids = torch.tensor([[2, 3, 4, 5]])
+    with torch.no_grad():
+        assert torch.equal(reloaded(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_lora_trains_adapters_and_leaves_the_base_alone(run):
+    peft = pytest.importorskip("peft")
+    trainer = run(peft_config=peft.LoraConfig(target_modules="all-linear", r=2), max_steps=4)
+    assert trainer.n_quantized == 14
+    before = snapshot(trainer.model)
+    trainer.train()
+    changed = {name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed and all("lora_" in name for name in changed)
+    assert logged(trainer, "aqn/n_modules")[4] == 5
+
+
+def test_reference_policy_shares_the_scheme(run):
+    trainer = run(beta=0.1)
+    assert sum(isinstance(module, MXFP4Linear) for module in trainer.ref_model.modules()) == 14
+    trainer.train()
+    assert all(math.isfinite(value) for value in logged(trainer, "kl").values())
+    # At the first step policy and reference are one: the divergence is that of rounding.
+    assert abs(logged(trainer, "kl")[1]) < 1e-6
+
+
+def test_callback_metrics_reach_the_trackers_through_log(run):
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(set(logs))
+
+    trainer = run(callbacks=[Tracker()], max_steps=2)
+    trainer.train()
+    assert {"aqn/sigma", "aqn/measured_std", "aqn/n_modules", "entropy", "reward"} <= seen[0]
+
+
+# ---- correction of the rollout mismatch -----------------------------------------------------------------------------
+
+
+def rollout(trainer, step):
+    trainer.model.train()
+    trainer.state.global_step, trainer.state.max_steps = step, 4
+    rows = [row for row in trainer.train_dataset.select(range(2)) for _ in range(4)]
+    return trainer._generate_and_score_completions(rows)
+
+
+def test_without_noise_rollouts_need_no_correction(run):
+    output = rollout(run(), step=0)
+    assert output["advantages"].dim() == 1 and "sampling_per_token_logps" not in output
+
+
+def test_noisy_rollouts_are_weighted_by_the_truncated_ratio(run):
+    trainer = run(aqn_num_stages=1, aqn_sigma_start=0.3, aqn_sigma_end=0.3, rollout_correction_cap=1.05)
+    output = rollout(trainer, step=1)
+    tokens = output["completion_ids"]
+    ids = torch.cat([output["prompt_ids"], tokens], dim=1)
+    mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+
+    def log_probs():
+        logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, output["prompt_ids"].shape[1] - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+    with torch.no_grad():
+        clean = log_probs()
+        with trainer.noise.active(1, 0.3):
+            noisy = log_probs()
+    real = output["completion_mask"].bool()
+    assert torch.allclose(output["sampling_per_token_logps"][real], noisy[real], atol=1e-4)
+    assert torch.allclose(output["old_per_token_logps"][real], clean[real], atol=1e-4)
+    ratio = (clean - noisy).exp()
+    assert (ratio[real] > 1.05).any() and (ratio[real] < 1.0).any()
+    scalar = rollout_advantages(trainer)
+    expected = scalar.unsqueeze(1) * ratio.clamp(max=1.05)
+    assert torch.allclose(output["advantages"][real], expected[real], atol=1e-3)
+
+
+def rollout_advantages(trainer):
+    """Advantages of the last rollout, one per completion, from its own log."""
+    return torch.tensor(list(trainer._logs["advantages"]))
+
+
+def test_correction_can_be_switched_off(run):
+    output = rollout(run(aqn_num_stages=1, rollout_correction=False), step=1)
+    assert output["advantages"].dim() == 1 and "sampling_per_token_logps" not in output
+
+
+# ---- what is refused, and what is saved first -----------------------------------------------------------------------
+
+
+def test_full_precision_policy_is_refused_unless_asked_for(run):
+    with pytest.raises(ValueError, match="no MXFP4 layer: this run would train in full precision"):
+        run(policy=make_model(layers=1, hidden=32, intermediate=48))
+    trainer = run(policy=make_model(layers=1, hidden=32, intermediate=48), allow_full_precision=True, max_steps=1)
+    trainer.train()
+    assert trainer.n_quantized == 0 and trainer.error_callback is None
+
+
+def test_empty_dataset_is_refused(run):
+    with pytest.raises(ValueError, match="train_dataset is empty"):
+        run(dataset=Dataset.from_dict({"prompt": []}))
+
+
+def test_plain_grpo_config_is_refused(run, tmp_path):
+    with pytest.raises(TypeError, match="must be an MXFP4GRPOConfig, got GRPOConfig"):
+        MXFP4GRPOTrainer(make_model(), args=GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+
+
+@pytest.mark.parametrize("failure", ["raises", "nan"])
+def test_failing_reward_names_itself_and_saves_what_was_trained(run, tmp_path, failure):
+    calls = []
+
+    def judge(completions, **kwargs):
+        calls.append(1)
+        if len(calls) <= 2:
+            return [float(i % 2) for i in range(len(completions))]
+        if failure == "raises":
+            raise KeyError("answer")
+        return [math.nan] * len(completions)
+
+    trainer = run(judge, max_steps=6)
+    what = "raised KeyError" if failure == "raises" else "returned nan"
+    with pytest.raises(RewardError, match=f"reward function 'judge' {what}"):
+        trainer.train()
+    saved = tmp_path / "run" / "checkpoint-2"
+    policy = AutoModelForCausalLM.from_pretrained(saved)
+    assert_unchanged(policy, snapshot(trainer.model))
+    resumed = run(max_steps=6)
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert resumed.state.global_step == 6
+
+
+def test_failure_before_the_first_step_saves_nothing(run, tmp_path, capsys):
+    def judge(completions, **kwargs):
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError):
+        run(judge).train()
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert "nothing was trained yet" in capsys.readouterr().err
+
+
+def test_continuous_batching_that_would_round_float32_masters_is_refused(run):
+    with pytest.raises(ValueError, match="would round float32 master weights"):
+        run(use_transformers_continuous_batching=True, bf16=True)
+
+
+# ---- config ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"aqn_num_stages": 0},
+        {"aqn_sigma_start": 1e-4},
+        {"rollout_correction_cap": 0.0},
+        {"error_every": -1},
+        {"entropy_collapse": -0.1},
+    ],
+    ids=str,
+)
+def test_meaningless_options_are_refused(options, tmp_path):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("aqn_sigma_start: 2.0e-2\naqn: false\nuse_cpu: true\nbf16: false\nvllm_mode: server\n")
+    (config,) = TrlParser((MXFP4GRPOConfig,)).parse_args_and_config(
+        ["--config", str(path), "--output_dir", str(tmp_path), "--aqn_num_stages", "3", "--use_vllm", "false"]
+    )
+    assert (config.aqn_sigma_start, config.aqn, config.aqn_num_stages) == (2e-2, False, 3)
+    assert (config.vllm_mode, config.use_vllm) == ("server", False)
