@@ -25,8 +25,9 @@ BACKENDS = ("auto", "eager", "triton")
 def unknown_key_message(owner: str, key: str, known: list[str]) -> str:
     """`"<owner> has no option 'key'"`, with the closest known names when there are any."""
     close = difflib.get_close_matches(key, known, n=2)
-    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else f"; options are {', '.join(known)}"
-    return f"{owner} has no option {key!r}{hint}"
+    if close:
+        return f"{owner} has no option {key!r}; did you mean {' or '.join(map(repr, close))}?"
+    return f"{owner} has no option {key!r}" + (f"; options are {', '.join(known)}" if len(known) < 30 else "")
 
 
 @dataclass(repr=False, kw_only=True, unsafe_hash=True)

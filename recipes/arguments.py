@@ -4,9 +4,11 @@
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 
+import yaml
 from trl import ModelConfig, TrlParser
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
+from hf_mxfp4.config import unknown_key_message
 
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "tiny_cpu.yaml"
@@ -44,8 +46,12 @@ class RecipeArguments:
 
 
 def _quantization_arguments() -> type:
-    """The options of `MXFP4RLConfig` as a plain dataclass: argument parsers know no union of int and str."""
-    parser_types = {"macro_block": str | None, "modules_to_not_convert": list[str] | None}
+    """The options of `MXFP4RLConfig` as a plain dataclass, with types that an argument parser can read "none" as."""
+    parser_types = {
+        "macro_block": str | None,
+        "outlier_fallback": str | None,
+        "modules_to_not_convert": list[str] | None,
+    }
     specs = []
     for option in fields(MXFP4RLConfig):
         if option.init and option.name != "format_version":
@@ -59,16 +65,48 @@ QuantizationArguments = _quantization_arguments()
 
 def quantization_config(arguments: object) -> MXFP4RLConfig:
     """The `MXFP4RLConfig` that parsed `QuantizationArguments` describe; raises `ValueError` as it does."""
-    return MXFP4RLConfig(**{option.name: getattr(arguments, option.name) for option in fields(QuantizationArguments)})
+    options = {option.name: getattr(arguments, option.name) for option in fields(QuantizationArguments)}
+    if isinstance(options["outlier_fallback"], str):
+        options["outlier_fallback"] = float(options["outlier_fallback"])
+    return MXFP4RLConfig(**options)
+
+
+def _read_none(arguments: object) -> None:
+    """The word "none" on the command line means no value."""
+    for option in fields(arguments):
+        value = getattr(arguments, option.name)
+        if isinstance(value, str) and value.lower() in ("none", "null"):
+            setattr(arguments, option.name, None)
 
 
 def parse(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP4GRPOConfig, ModelConfig]:
     """Parse the command line and the YAML file that `--config` names; without one, `tiny_cpu.yaml`.
 
-    Raises `ValueError` for an option that does not exist or has a value outside its set.
+    Raises `ValueError` for an option that does not exist, with the nearest names, or has a value outside its set.
     """
     if not any(word == "--config" or word.startswith("--config=") for word in argv):
         argv = [*argv, "--config", str(DEFAULT_CONFIG)]
-    parser = TrlParser((RecipeArguments, QuantizationArguments, MXFP4GRPOConfig, ModelConfig))
-    recipe, quantization, training, model = parser.parse_args_and_config(argv)
+    groups = (RecipeArguments, QuantizationArguments, MXFP4GRPOConfig, ModelConfig)
+    _refuse_unknown(argv, [option.name for group in groups for option in fields(group)])
+    recipe, quantization, training, model = TrlParser(groups).parse_args_and_config(argv)
+    for arguments in (recipe, quantization, model):
+        _read_none(arguments)
     return recipe, quantization_config(quantization), training, model
+
+
+def _refuse_unknown(argv: list[str], known: list[str]) -> None:
+    """The parsers name what they do not know, but not what was meant."""
+    given = [word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    allowed = {*known, *(f"no_{name}" for name in known), "config", "help"}
+    for name in given:
+        if name not in allowed:
+            raise ValueError(unknown_key_message("the command line", name, known))
+    path = next((argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"), None)
+    path = path or next((word.split("=", 1)[1] for word in argv if word.startswith("--config=")), None)
+    with open(path, encoding="utf-8") as file:
+        options = yaml.safe_load(file) or {}
+    if not isinstance(options, dict):
+        raise ValueError(f"{path} must hold one `option: value` per line")
+    for name in options:
+        if name not in known and name != "env":
+            raise ValueError(unknown_key_message(path, name, known))

@@ -15,6 +15,7 @@ trainers call (``reward_func(prompts=..., completions=..., completion_ids=..., <
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
@@ -111,10 +112,9 @@ def extract_flexible(text: str) -> str | None:
     Raises:
         TypeError: `text` is not a str.
     """
-    last = None
-    for last in _FLEXIBLE.finditer(_prepare(_require_str(text, "the text to extract an answer from"))):
-        pass
-    return None if last is None else _canonical(last)
+    text = _prepare(_require_str(text, "the text to extract an answer from"))
+    last = deque(_FLEXIBLE.finditer(text), maxlen=1)
+    return _canonical(last[0]) if last else None
 
 
 def gsm8k_gold(answer_text: str) -> str:
@@ -165,7 +165,8 @@ def _text(completion: Any) -> str:
         return completion
     if not isinstance(completion, Sequence) or not all(isinstance(message, dict) for message in completion):
         raise TypeError(
-            f"a completion must be a str or a list of message dicts, got {type(completion).__name__}: {completion!r:.80}"
+            f"a completion must be a str or a list of message dicts, got {type(completion).__name__}: "
+            f"{completion!r:.80}"
         )
     for message in reversed(completion):
         if message.get("role", "assistant") == "assistant":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused quantize-dequantize kernel: one read of a matrix, one write of its MXFP4 values.
 
-Each program owns a tile of ``ROWS x COLS`` elements, held as ``[ROWS, macro blocks, blocks, 32]``: block and macro maxima
-are plain reductions, and the innermost axis is contiguous in memory.
+Each program owns a tile of ``ROWS x COLS`` elements, held as ``[ROWS, macro blocks, blocks, 32]``: the maxima of blocks
+and macro blocks are plain reductions, and the innermost axis is contiguous in memory.
 
 The result is that of the definition evaluated with one correctly rounded float32 operation after the other. This asks
 three things of the compiler, and the tests look for them in the generated code:
@@ -73,8 +73,8 @@ def _round_to_grid(y):
 def _quantize_dequantize(z, amax_bits, CARRY: tl.constexpr, CLIPS: tl.constexpr):
     """One pass: the MXFP4 values of blocks ``[..., 32]``, given the float32 bits of their maxima ``[...]``.
 
-    ``CARRY`` is the scale rule: what is added to the bits of the maximum before its exponent is read. ``CLIPS`` says that
-    the rule lets magnitudes exceed 6 scales. A block with NaN or infinity becomes NaN through its scale.
+    ``CARRY`` is the scale rule: what is added to the bits of the maximum before its exponent is read. ``CLIPS`` says
+    that the rule lets magnitudes exceed 6 scales. A block with NaN or infinity becomes NaN through its scale.
     """
     # At most 253: the largest finite maximum has exponent field 254.
     byte = tl.maximum(((tl.minimum(amax_bits, _EXPONENT_FIELD) + CARRY) >> 23) - 2, 0)

@@ -26,6 +26,7 @@ CHAT_TEMPLATE = (
 _IGNORED = -100
 _LR_WARMUP_STEPS = 10
 _LOSS_WINDOW = 20
+_BETAS = (0.9, 0.98)  # a shorter second moment than Adam's 0.999: the task is learnt at a more even pace across seeds
 
 
 def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
@@ -194,7 +195,7 @@ def supervised_warmup(
     set_seed(seed)
     order = torch.Generator().manual_seed(seed)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=_BETAS, weight_decay=weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     was_training, queue, losses = model.training, [], []
     model.train()

@@ -74,22 +74,27 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, dict]]:
         by_size = patterns[patterns.abs().float().argsort()].clone()
         yield "every finite 16-bit pattern, sorted", by_size, default | {"scale_rule": "even"}
 
-    # One macro block for every factor 1 + m8 / 256, each with all float32 mantissas in play.
+    # One macro block for every factor 1 + m8 / 256.
     factors = 1 + torch.arange(256, dtype=torch.float64)[:, None] / 256
     blocks = torch.rand((256, 128), generator=rng, dtype=torch.float64)
     blocks[:, 77] = 1.0
-    for label, size in (("large", 1.0), ("too small for the fast division", 2.0**-100), ("subnormal", 2.0**-130)):
-        if dtype != torch.float16 or size == 1.0:
-            x = (blocks * 5.9999 / factors * size).to(dtype)
-            for alpha in (None, 0.7):
-                yield f"every factor, {label}", x, default | {"outlier_fallback": alpha}
-    yield "tiny alpha", adversarial_rows((20, 256), dtype, 0, rng), default | {"outlier_fallback": 1e-7}
-    # Values on the grid but for one, so small that the residual's scale is: the fast division must be refused.
-    on_grid = torch.tensor([6.0, 3.0, -1.0, 0.5] * 64, dtype=dtype)
-    lone = on_grid.clone()
-    lone[3::32] = torch.finfo(dtype).smallest_normal * 1.5
-    for alpha in (0.5, 1.0):
-        yield "lone small value", lone, default | {"outlier_fallback": alpha}
+    for exponent in (0, -120, -124, -130) if dtype != torch.float16 else (0, -10):
+        x = (blocks * 5.9999 / factors * 2.0**exponent).to(dtype)
+        for alpha in (None, 0.7):
+            yield f"every factor, around 2**{exponent}", x, default | {"outlier_fallback": alpha}
+    # The cheap division is not exact below 2**-116: a minute weight, or a minute residual of an ordinary block, whose
+    # other values are on the grid (factor 1.5), must not get it.
+    for alpha in (1e-7, 1e-36):
+        yield f"alpha {alpha}", (blocks * 5.9999 / factors).to(dtype), default | {"outlier_fallback": alpha}
+    residuals = torch.tensor([4.0, -2.0, 1.0, 0.0], dtype=torch.float64).repeat(64, 32)
+    residuals[:, 3::8] = torch.rand((64, 16), generator=rng, dtype=torch.float64) * 2.0**-120
+    yield "minute residuals", residuals.to(dtype), default | {"outlier_fallback": 0.7}
+    for rule in RULES:
+        yield (
+            "full fallback of the largest numbers",
+            adversarial_rows((20, 128), dtype, 6, rng),
+            {"scale_rule": rule, "macro_block": 128, "outlier_fallback": 1.0},
+        )
 
     wide = adversarial_rows((19, 2500), dtype, 0, rng)
     layouts = {

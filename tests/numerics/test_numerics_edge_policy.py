@@ -128,7 +128,7 @@ def test_stochastic_rounding_stays_finite_too(scheme, dtype):
 
 @every_scheme
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf], ids=["nan", "-nan", "inf", "-inf"])
-@pytest.mark.parametrize("position", [0, 31, 32, 77, 127, 128, 169])
+@pytest.mark.parametrize("position", [31, 32, 127, 169])
 def test_one_bad_element_poisons_its_own_block_only(scheme, bad, position):
     clean = gaussian(3, 170)
     x = clean.clone()
@@ -145,6 +145,9 @@ def test_one_bad_element_poisons_its_own_block_only(scheme, bad, position):
     assert int((packed.scale == 255).sum()) == 1
     # A block has 16 bytes of codes, the last one of this row 5.
     assert not packed.codes[1, start // 2 : start // 2 + 16].any()
+    if packed.residual_codes is not None:
+        assert packed.residual_scale[1, position // 32] == 0
+        assert not packed.residual_codes[1, start // 2 : start // 2 + 16].any()
     # The other rows do not notice.
     for row in (0, 2):
         assert torch.equal(fake_quantize(x, **scheme)[row], fake_quantize(clean, **scheme)[row])

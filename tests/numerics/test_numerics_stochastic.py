@@ -83,6 +83,16 @@ def test_grid_points_stay_where_they_are():
     assert torch.equal(draws, points.expand(5000, -1))
 
 
+@pytest.mark.parametrize("draw", [0.0, 1 - 2.0**-24], ids=["smallest", "largest"])
+def test_the_extreme_draws_stay_on_the_grid(draw, monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(tuple(shape), draw))
+    y = torch.tensor([0.01, 0.4, 0.9, 1.1, 1.6, 2.5, 3.5, 4.5, 5.9, 6.0, 7.0])
+    below = torch.tensor([0.0, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
+    above = torch.tensor([0.5, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 6.0, 6.0, 6.0])
+    for sign in (1, -1):
+        assert torch.equal(round_stochastic(sign * y), sign * (above if draw else below))
+
+
 @pytest.mark.parametrize(
     "scheme",
     [{}, {"scale_rule": "rceil", "macro_block": 128}, {"outlier_fallback": 1.0}],

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hf_mxfp4.rl import rewards
 from hf_mxfp4.rl.rewards import extract_flexible, extract_strict, gsm8k_gold, normalize_number
 
+
 # Self-written problems in the format of GSM8K: (reference solution, gold answer).
 SOLUTIONS = [
     ("Ada packs 6 boxes of 12 pears, 6*12=<<6*12=72>>72 pears.\n#### 72", "72"),
@@ -62,7 +63,7 @@ def test_normalize_number(text, expected):
     assert normalize_number(expected) == expected
 
 
-@pytest.mark.parametrize("text", ["", "ten", ".", "-", "1.2.3", "--5", "1/2", "1e5", "inf", "nan", "\u0663", "5 apples"])
+@pytest.mark.parametrize("text", ["", "ten", ".", "-", "1.2.3", "--5", "1/2", "1e5", "inf", "nan", "\u0663", "5 pears"])
 def test_normalize_number_rejects(text):
     with pytest.raises(ValueError, match="not a decimal number"):
         normalize_number(text)
@@ -157,7 +158,7 @@ def test_plain_commas_dollars_and_decimals_come_back_exactly(value):
         assert normalize_number(number) == normalize_number(number.replace("\\", "")) == gold
         for frame in ("#### {}", "we get 3 + 4, so\n#### {}.", "#### **{}**\n", "#### \\boxed{{{}}}", "#### {}%"):
             assert extract_strict(frame.format(number)) == gold
-        for frame in ("{}", "12 of them, thus {}.", "x={}", "\\boxed{{{}}}", "**{}%**", "(1,234; {})", "{} pears, I say"):
+        for frame in ("{}", "12 of them, thus {}.", "x={}", "\\boxed{{{}}}", "**{}%**", "(1,234; {})", "{} pears, ok"):
             assert extract_flexible(frame.format(number)) == gold
         assert rewards.is_strict_correct(f"#### {number}", number)
         assert rewards.is_flexible_correct(f"is {number}", f"{value}000")

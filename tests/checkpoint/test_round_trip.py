@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and load: the scheme comes back by itself, the masters bit for bit, in this process and in a new one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig(**options))
+
+
+def tensors_in(folder) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+def count(model) -> int:
+    return sum(isinstance(module, MXFP4Linear) for module in model.modules())
+
+
+SCHEMES = {
+    "default": {},
+    "weight-only": {"preset": "w4a16"},
+    "ocp-with-skips": {
+        "scale_rule": "floor",
+        "macro_block": None,
+        "outlier_fallback": None,
+        "modules_to_not_convert": ["layers.0.mlp", "re:.*o_proj"],
+        "backend": "eager",
+    },
+}
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"], ids=["one-file", "sharded"])
+@pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
+def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoint, tmp_path):
+    source, target = checkpoint("qwen2"), tmp_path / "saved"
+    model = load(source, **options)
+    model.save_pretrained(target, max_shard_size=shard_size)
+    assert (len(list(target.glob("*.safetensors"))) > 2) == (shard_size == "20KB")
+    scheme = json.loads((target / "config.json").read_text())["quantization_config"]
+    assert scheme == MXFP4RLConfig(**options).to_dict()
+
+    again = AutoModelForCausalLM.from_pretrained(target)
+    assert again.hf_quantizer.quantization_config == MXFP4RLConfig(**options)
+    assert again.quantization_report == model.quantization_report
+    assert count(again) == count(model) == model.quantization_report.n_quantized
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    arguments = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(again.generate(IDS, **arguments), model.generate(IDS, **arguments))
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+def test_the_files_hold_the_masters_bit_for_bit(family, dtype, tie, checkpoint, tmp_path):
+    source, target = checkpoint(family, dtype=dtype, tie=tie), tmp_path / "saved"
+    load(source).save_pretrained(target)
+    original, saved = tensors_in(source), tensors_in(target)
+    assert list(saved) == list(original)
+    for name, tensor in original.items():
+        assert saved[name].dtype == dtype
+        assert torch.equal(saved[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert ("lm_head.weight" in saved) == (not tie)
+
+
+def test_only_the_scheme_is_added_to_the_config(checkpoint, tmp_path):
+    source, target = checkpoint("qwen2"), tmp_path / "saved"
+    load(source).save_pretrained(target)
+    before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in (source, target))
+    assert after.pop("quantization_config") == MXFP4RLConfig().to_dict()
+    assert after == before
+
+
+def test_saving_a_loaded_model_again_changes_nothing(checkpoint, tmp_path):
+    load(checkpoint("qwen2")).save_pretrained(tmp_path / "one")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_trained_model_round_trips(dtype, checkpoint, tmp_path):
+    source = checkpoint("qwen2", dtype=dtype)
+    model = load(source).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "trained")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    assert torch.equal(again(IDS).logits, expected)
+    assert not torch.equal(load(source)(IDS).logits, expected)
+    trained = dict(again.named_parameters())
+    assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+
+
+def test_device_map_round_trip(checkpoint, tmp_path):
+    source = checkpoint("qwen2")
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig(), device_map="cpu")
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map="cpu")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    original, saved = tensors_in(source), tensors_in(tmp_path / "saved")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in original.items())
+
+
+def test_another_scheme_for_a_saved_model_is_not_silently_ignored(checkpoint, tmp_path):
+    load(checkpoint("qwen2")).save_pretrained(tmp_path / "saved")
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        model = load(tmp_path / "saved", preset="w4a16")
+    assert model.quantization_report.scheme == MXFP4RLConfig().describe()
+
+
+def test_a_new_process_applies_and_prints_the_scheme(checkpoint, tmp_path):
+    model = load(checkpoint("qwen2"), scale_rule="even")
+    model.save_pretrained(tmp_path / "saved")
+    code = (
+        "import hf_mxfp4, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained('saved')\n"
+        "ids = torch.arange(2, 14).view(2, 6)\n"
+        "tokens = model.generate(ids, max_new_tokens=8, do_sample=False)\n"
+        "torch.save({'logits': model(ids).logits.detach(), 'tokens': tokens}, 'out.pt')\n"
+    )
+    root = Path(hf_mxfp4.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root), "HF_MXFP4_VERBOSITY": "info", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    printed = [line for line in done.stderr.splitlines() if "hf_mxfp4" in line]
+    assert printed == [f"[hf_mxfp4] Qwen2ForCausalLM: {model.quantization_report}"]
+    assert "n_quantized=14" in printed[0] and "mxfp4+even+mbs128-dynamic+of0.5" in printed[0]
+    assert "hf_mxfp4" not in done.stdout
+    out = torch.load(tmp_path / "out.pt")
+    assert torch.equal(out["logits"], model(IDS).logits)
+    assert torch.equal(out["tokens"], model.generate(IDS, max_new_tokens=8, do_sample=False))

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kept quantized weights: never stale, counted, and let go."""
+
+import contextlib
+import copy
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import make_model
+from torch import nn
+
+import hf_mxfp4.layers.linear as linear_module
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize
+from hf_mxfp4.quantizer import quantize_linears
+
+
+WEIGHT_ONLY = MXFP4RLConfig(preset="w4a16", macro_search="static")
+X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+
+
+def make_layer(seed=0, bias=True) -> MXFP4Linear:
+    torch.manual_seed(seed)
+    return MXFP4Linear(64, 48, bias, config=WEIGHT_ONLY)
+
+
+def from_scratch(layer: MXFP4Linear, x: torch.Tensor) -> torch.Tensor:
+    weight = fake_quantize(layer.weight.detach(), macro_block=128, macro_search="static", outlier_fallback=0.5)
+    return F.linear(x, weight, layer.bias)
+
+
+@pytest.fixture
+def quantizations(monkeypatch):
+    """The list of weights quantized so far (the weight-only preset quantizes nothing else)."""
+    calls, quantize = [], linear_module.fake_quantize
+
+    def counted(tensor, *args):
+        calls.append(tensor)
+        return quantize(tensor, *args)
+
+    monkeypatch.setattr(linear_module, "fake_quantize", counted)
+    return calls
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """What the layers see in a job of two processes."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+
+
+def step(layer, optimizer_class, **options):
+    optimizer = optimizer_class(layer.parameters(), lr=0.1, **options)
+    layer(X).square().sum().backward()
+    optimizer.step()
+
+
+def replace_data(layer):
+    layer.weight.data = torch.randn(48, 64)
+
+
+def replace_parameter(layer):
+    layer.weight = nn.Parameter(torch.randn(48, 64))
+
+
+def load(layer, **options):
+    layer.load_state_dict(make_layer(seed=5).state_dict(), **options)
+
+
+def refill_storage(layer):
+    """Free the weight's storage and fill a new one, as sharded engines do."""
+    values, storage = torch.randn(48, 64), layer.weight.untyped_storage()
+    size = storage.size()
+    storage.resize_(0)
+    storage.resize_(size)
+    layer.weight.data.copy_(values)
+
+
+def transfer_there_and_back(layer):
+    layer.to("meta")
+    layer.to_empty(device="cpu")
+    load(layer)
+
+
+def no_grad_write(layer):
+    with torch.no_grad():
+        layer.weight[0, 0] = 50.0
+
+
+def inference_write(layer):
+    with torch.inference_mode():
+        layer.weight[0, 0] = 50.0
+
+
+CHANGES = {
+    "sgd": lambda layer: step(layer, torch.optim.SGD),
+    "adamw": lambda layer: step(layer, torch.optim.AdamW),
+    "adamw-foreach": lambda layer: step(layer, torch.optim.AdamW, foreach=True),
+    "adamw-fused": lambda layer: step(layer, torch.optim.AdamW, fused=True),
+    "data-add": lambda layer: layer.weight.data.add_(0.1),
+    "data-mul": lambda layer: layer.weight.data.mul_(1.5),
+    "data-one-element": lambda layer: layer.weight.data[3, 7].fill_(9.0),
+    "data-copy": lambda layer: layer.weight.data.copy_(torch.randn(48, 64)),
+    "data-replaced": replace_data,
+    "parameter-replaced": replace_parameter,
+    "load-state-dict": load,
+    "load-state-dict-assign": lambda layer: load(layer, assign=True),
+    "no-grad-write": no_grad_write,
+    "inference-write": inference_write,
+    "storage-refilled": refill_storage,
+    "there-and-back": transfer_there_and_back,
+    "numpy-view": lambda layer: layer.weight.detach().numpy().__setitem__((3, 7), 9.0),
+    "vector-to-parameters": lambda layer: nn.utils.vector_to_parameters(
+        torch.randn(48 * 65), [layer.weight, layer.bias]
+    ),
+}
+
+
+@pytest.mark.parametrize("cached_before", [False, True], ids=["used-plain", "used-in-cached_weights"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_no_change_of_the_weight_goes_unseen(change, cached_before):
+    layer = make_layer()
+    with cached_weights() if cached_before else contextlib.nullcontext():
+        before = layer(X).detach()
+    for _ in range(2):
+        assert torch.equal(layer(X), before)
+    change(layer)
+    after = layer(X)
+    assert torch.equal(after, from_scratch(layer, X))
+    assert not torch.equal(after, before)
+    with cached_weights():
+        assert torch.equal(layer(X), after)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_between_two_contexts_is_seen(change):
+    layer = make_layer()
+    with cached_weights():
+        before = layer(X).detach()
+    change(layer)
+    with cached_weights():
+        after = layer(X)
+    assert torch.equal(after, from_scratch(layer, X)) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_change_of_dtype_is_seen(dtype):
+    layer = make_layer()
+    layer(X)
+    layer.to(dtype)
+    assert torch.equal(layer(X.to(dtype)), from_scratch(layer, X.to(dtype)))
+    layer.to(torch.float32)
+    assert torch.equal(layer(X), from_scratch(layer, X))
+
+
+def test_the_backward_pass_sees_the_weight_as_it_is_then():
+    layer, x = make_layer(bias=False), X.clone().requires_grad_()
+    y = layer(x)
+    layer.weight.data.mul_(3.0)
+    y.sum().backward()
+    weight = fake_quantize(layer.weight.detach(), macro_block=128, macro_search="static", outlier_fallback=0.5)
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 64))
+
+
+def test_an_unchanged_weight_is_quantized_once(quantizations):
+    layer, x = make_layer(), X.clone().requires_grad_()
+    for _ in range(3):
+        layer(x).sum().backward()
+    assert len(quantizations) == 1
+    step(layer, torch.optim.SGD)
+    layer(x).sum().backward()
+    assert len(quantizations) == 2
+
+
+def test_one_quantization_per_layer_of_a_model_that_generates(quantizations):
+    model = make_model(layers=2)
+    quantize_linears(model, WEIGHT_ONLY)
+    ids = torch.arange(2, 8)[None]
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    quantizations.clear()
+    with cached_weights():
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+        assert len(quantizations) == 14
+        model(ids, labels=ids).loss.backward()
+        assert len(quantizations) == 14
+
+
+def test_a_distributed_job_keeps_weights_inside_the_context_only(quantizations, two_processes):
+    layer, x = make_layer(), X.clone().requires_grad_()
+    for _ in range(2):
+        layer(x).sum().backward()
+    assert len(quantizations) == 4
+    with cached_weights():
+        for _ in range(3):
+            layer(x).sum().backward()
+        assert len(quantizations) == 5
+    layer(x)
+    assert len(quantizations) == 6
+
+
+def kept(layer: MXFP4Linear) -> weakref.ref:
+    """A weak reference to the copy that the layer keeps."""
+    with torch.no_grad():
+        return weakref.ref(layer.quantized_weight(layer.weight, torch.float32))
+
+
+def is_gone(reference: weakref.ref) -> bool:
+    return reference() is None
+
+
+def test_a_distributed_job_drops_the_copies_at_the_end(two_processes):
+    layer = make_layer()
+    with cached_weights():
+        copy_ = kept(layer)
+        with cached_weights():
+            assert kept(layer)() is copy_()
+        assert not is_gone(copy_)
+    assert is_gone(copy_)
+
+
+def test_a_distributed_job_drops_the_copies_after_an_exception(two_processes):
+    layer = make_layer()
+    with pytest.raises(KeyError), cached_weights():
+        copy_ = kept(layer)
+        raise KeyError
+    assert is_gone(copy_)
+
+
+def test_outside_of_the_context_a_distributed_job_keeps_nothing(two_processes):
+    assert is_gone(kept(make_layer()))
+
+
+def test_entering_drops_older_copies():
+    layers = [make_layer(), make_layer(1)]
+    copies = [kept(layer) for layer in layers]
+    assert not any(is_gone(copy_) for copy_ in copies)
+    with cached_weights():
+        assert all(is_gone(copy_) for copy_ in copies)
+
+
+def test_a_layer_that_goes_away_takes_its_copy_along():
+    layer = make_layer()
+    with cached_weights():
+        copy_ = kept(layer)
+        del layer
+        assert is_gone(copy_)
+
+
+def test_contexts_nest(quantizations):
+    layer = make_layer()
+    with cached_weights():
+        layer(X)
+        with cached_weights():
+            layer(X)
+        layer(X)
+        assert len(quantizations) == 1
+        # Still the outer context: a change is not looked for.
+        old = layer(X)
+        layer.weight.data.mul_(2.0)
+        assert torch.equal(layer(X), old)
+    assert torch.equal(layer(X), from_scratch(layer, X))
+
+
+def test_the_context_ends_with_an_exception():
+    layer = make_layer()
+    with pytest.raises(KeyError), cached_weights():
+        with contextlib.suppress(ValueError), cached_weights():
+            raise ValueError
+        before = layer(X)
+        raise KeyError
+    layer.weight.data.mul_(2.0)
+    assert torch.equal(layer(X), from_scratch(layer, X)) and not torch.equal(layer(X), before)
+
+
+def test_copies_of_a_layer_do_not_share_what_is_kept():
+    layer = make_layer()
+    with cached_weights():
+        layer(X)
+        other = copy.deepcopy(layer)
+        other.weight.data.mul_(2.0)
+        assert torch.equal(other(X), from_scratch(other, X))
+        assert torch.equal(layer(X), from_scratch(layer, X))
+
+
+def test_the_context_is_a_decorator_too(quantizations):
+    layer = make_layer()
+
+    @cached_weights()
+    def rollout():
+        return [layer(X) for _ in range(3)]
+
+    rollout()
+    rollout()
+    assert len(quantizations) == 2

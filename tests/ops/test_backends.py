@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of the backend that quantizes a tensor, and that the operation is the numeric contract's."""
+
+import pytest
+import torch
+
+from hf_mxfp4 import QuantScheme
+from hf_mxfp4 import fake_quantize as reference
+from hf_mxfp4.ops import backend_for, fake_quantize
+
+
+STATIC = QuantScheme("rceil", 128, "static", 0.5)
+DYNAMIC = QuantScheme("rceil", 128, "dynamic", 0.5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_the_cpu_is_served_by_eager(backend):
+    assert backend_for("cpu", torch.float32, STATIC, backend)[0] == "eager"
+
+
+def test_triton_on_the_cpu_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="backend='triton' cannot quantize here.*on cpu.*backend='auto'"):
+        fake_quantize(torch.ones(2, 32), STATIC, "triton")
+
+
+def test_a_gpu_is_served_by_triton_where_it_covers_the_scheme():
+    pytest.importorskip("triton")
+    assert backend_for("cuda", torch.bfloat16, STATIC, "auto") == ("triton", None)
+    assert backend_for("cuda", torch.bfloat16, STATIC, "triton") == ("triton", None)
+    assert backend_for("cuda", torch.bfloat16, STATIC, "eager")[0] == "eager"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "word"),
+    [
+        (DYNAMIC, torch.float32, "dynamic"),
+        (QuantScheme("mse"), torch.float32, "mse"),
+        (QuantScheme("rceil", "row"), torch.float32, "row"),
+        (QuantScheme("rceil", rounding="stochastic"), torch.float32, "stochastic"),
+        (STATIC, torch.float64, "float64"),
+    ],
+    ids=["dynamic", "mse", "row", "stochastic", "float64"],
+)
+def test_auto_falls_back_to_eager_and_says_why(scheme, dtype, word):
+    pytest.importorskip("triton")
+    name, reason = backend_for("cuda", dtype, scheme, "auto")
+    assert name == "eager" and word in reason
+    name, reason = backend_for("cuda", dtype, scheme, "triton")
+    assert name == "triton" and word in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", [STATIC, DYNAMIC, QuantScheme("floor")], ids=str)
+def test_the_values_are_those_of_the_numeric_contract(scheme, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 70).to(dtype)
+    expected = reference(
+        x,
+        scale_rule=scheme.scale_rule,
+        macro_block=scheme.macro_block,
+        macro_search=scheme.macro_search,
+        outlier_fallback=scheme.outlier_fallback,
+    )
+    out = fake_quantize(x, scheme)
+    assert out.dtype == dtype and torch.equal(out, expected)
+    assert not torch.equal(out, x)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from arguments import QuantizationArguments, parse
+from grpo import main, parse_or_exit
+
+from hf_mxfp4 import MXFP4RLConfig
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "recipes" / "configs"
+TINY = [
+    "--sft_steps=3",
+    "--sft_batch_size=8",
+    "--tiny_hidden_size=32",
+    "--tiny_num_layers=2",
+    "--per_device_train_batch_size=8",
+    "--num_generations=4",
+    "--max_steps=3",
+    "--logging_steps=1",
+    "--error_every=1",
+    "--aqn_num_stages=3",
+    "--reload_check=16",
+    "--greedy_batch_size=8",
+]
+
+
+def short_run(folder, *options):
+    return main([*TINY, "--n_test=16", f"--output_dir={folder}", *options])
+
+
+RELOAD = """
+import json, sys
+sys.path.insert(0, sys.argv[1] + "/recipes")
+import hf_mxfp4
+from evaluation import evaluate_greedy
+from tasks import load_task
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = sys.argv[2]
+task = load_task("arithmetic", n_test=16)
+model = AutoModelForCausalLM.from_pretrained(folder + "/policy")
+tokenizer = AutoTokenizer.from_pretrained(folder + "/policy", padding_side="left")
+result = evaluate_greedy(model, tokenizer, task.test, task.scores, max_new_tokens=4, batch_size=8)
+print(json.dumps(result.completions))
+"""
+
+
+def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
+    folder = tmp_path / "out"
+    summary = short_run(folder)
+    assert summary["n_quantized"] == 14 and summary["n_skipped"] == 1 and summary["steps"] == 3
+    assert summary["reloaded"] == {"compared": 16, "identical": 16}
+    assert summary["scheme"] == MXFP4RLConfig().describe()
+    assert summary["aqn_sigma_set"] == pytest.approx([1e-2, 1e-3])
+    assert summary["bytes_on_disk"] == sum(f.stat().st_size for f in (folder / "policy").iterdir())
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    table = capsys.readouterr().out
+    for row in ("greedy, before RL", "greedy, after RL", "entropy", "AQN sigma", "quantized layers", "size on disk"):
+        assert row in table
+
+    environment = {**os.environ, "HF_MXFP4_VERBOSITY": "info", "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [sys.executable, "-c", RELOAD, str(ROOT), str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+        timeout=300,
+    )
+    lines = (folder / "completions_after.jsonl").read_text().splitlines()
+    assert json.loads(process.stdout.splitlines()[-1]) == [json.loads(line)["completion"] for line in lines]
+    assert "n_quantized=14 n_skipped=1 (lm_head)" in process.stderr and MXFP4RLConfig().describe() in process.stderr
+
+
+def test_the_documented_command_runs_under_the_launcher(tmp_path):
+    """`accelerate launch recipes/grpo.py` with no configuration at all is the CPU default."""
+    process = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", str(ROOT / "recipes" / "grpo.py")]
+        + [*TINY, "--n_test=4", "--reload_check=0", f"--output_dir={tmp_path / 'out'}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        cwd=tmp_path,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["n_quantized"] == 14
+
+
+def test_lora_on_the_recipe(tmp_path):
+    options = ["--use_peft=true", "--lora_r=2", "--lora_target_modules", "all-linear"]
+    summary = short_run(tmp_path / "out", *options)
+    assert summary["n_quantized"] == 14 and summary["reloaded"] is None
+    assert (tmp_path / "out" / "policy" / "adapter_model.safetensors").is_file()
+
+
+def test_full_precision_baseline(tmp_path):
+    summary = short_run(tmp_path / "out", "--full_precision=true", "--aqn=false")
+    assert summary["scheme"] == "full precision" and summary["n_quantized"] == 0
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "policy" / "config.json").read_text())
+
+
+def test_an_interrupted_recipe_resumes_where_it_was(tmp_path):
+    checkpoints = ["--save_strategy=steps", "--save_steps=2"]
+    short_run(tmp_path / "out", *checkpoints)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")  # as if the run had ended between its checkpoints
+    resumed = short_run(tmp_path / "out", "--overwrite=false", "--resume_from_checkpoint=true", *checkpoints)
+    assert resumed["steps"] == 3
+    assert resumed["accuracy_before"]["exact_match"] >= 0
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_parse(path):
+    overrides = ["--use_cpu=true", "--bf16=false"]
+    recipe, quantization, training, model = parse(["--config", str(path), *overrides])
+    shipped = yaml.safe_load(path.read_text())
+    for name, value in shipped.items():
+        owners = [group for group in (recipe, quantization, training, model) if hasattr(group, name)]
+        assert owners, name
+        if name not in ("use_cpu", "bf16"):
+            assert getattr(owners[0], name) in (value, str(value)), name
+
+
+def test_every_option_of_the_scheme_is_an_argument_with_the_same_default():
+    scheme = {option.name: option.default for option in fields(MXFP4RLConfig) if option.init}
+    scheme.pop("format_version")
+    assert {option.name: option.default for option in fields(QuantizationArguments)} == scheme
+
+
+def test_the_command_line_wins_over_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("preset: w4a16\nmacro_block: 64\noutlier_fallback: null\nuse_cpu: true\nbf16: false\n")
+    _, quantization, training, _ = parse(
+        ["--config", str(path), f"--output_dir={tmp_path}", "--macro_block=row", "--aqn_seed", "7"]
+    )
+    assert quantization == MXFP4RLConfig(preset="w4a16", macro_block="row", outlier_fallback=None)
+    assert training.aqn_seed == 7
+
+
+def test_none_on_the_command_line_switches_off(tmp_path):
+    _, quantization, _, model = parse(
+        [f"--output_dir={tmp_path}", "--macro_block=none", "--outlier_fallback", "none", "--model_name_or_path=none"]
+    )
+    assert quantization.macro_block is None and quantization.outlier_fallback is None
+    assert model.model_name_or_path is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--presett=w4a4"], "no option 'presett'; did you mean 'preset'?"),
+        (["--preset=w4"], "preset='w4' is not supported; choose one of 'w4a16', 'w4a4'"),
+        (["--aqn_num_stages=0"], "aqn_num_stages=0 must be at least 1"),
+        (["--config=nowhere.yaml"], "no configuration file nowhere.yaml"),
+    ],
+    ids=["misspelt", "preset", "stages", "no-file"],
+)
+def test_wrong_options_end_with_a_message(options, message, tmp_path):
+    with pytest.raises(SystemExit, match="error: ") as caught:
+        parse_or_exit([f"--output_dir={tmp_path}", *options])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("presett: w4a4\n", "no option 'presett'; did you mean 'preset'?"),
+        ("preset: [w4a4\n", "not valid YAML"),
+        ("- preset\n", "one `option: value` per line"),
+    ],
+    ids=["misspelt", "broken", "list"],
+)
+def test_wrong_yaml_ends_with_a_message(text, message, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        parse_or_exit(["--config", str(path), f"--output_dir={tmp_path}"])
+    assert message in str(caught.value)
+
+
+def test_missing_gpu_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="made for a GPU and none was found"):
+        parse_or_exit(["--config", str(CONFIGS / "qwen2.5_3b_gsm8k.yaml"), f"--output_dir={tmp_path}"])
+
+
+def test_missing_model_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="cannot load the model '.*nowhere'"):
+        short_run(tmp_path / "out", f"--model_name_or_path={tmp_path}/nowhere")
+
+
+def test_missing_and_empty_data_are_named(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    for files, message in (
+        (["--train_file=missing.jsonl", f"--test_file={empty}"], "missing.jsonl"),
+        ([f"--train_file={empty}", f"--test_file={empty}"], "empty"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main([*TINY, "--task=gsm8k", f"--output_dir={tmp_path / 'out'}", *files])
+        assert message in str(caught.value)
+
+
+def test_a_used_folder_is_not_written_over(tmp_path):
+    (tmp_path / "precious.txt").write_text("results")
+    with pytest.raises(SystemExit, match="is not empty; choose another"):
+        main([*TINY, f"--output_dir={tmp_path}", "--overwrite=false"])
+    assert (tmp_path / "precious.txt").read_text() == "results"
+
+
+def test_a_checkpoint_of_another_quantization_method_is_refused(tmp_path, checkpoint):
+    folder = Path(checkpoint("qwen2"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    from tasks.tiny_model import build_char_tokenizer
+
+    build_char_tokenizer("0123456789+=").save_pretrained(folder)
+    with pytest.raises(SystemExit, match="FineGrainedFP8Config"):
+        short_run(tmp_path / "out", f"--model_name_or_path={folder}")
+
+
+# ---- the real GSM8K -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="GSM8K_DIR names no folder with the real GSM8K")
+def test_gsm8k_recipe_on_the_real_data(tmp_path):
+    """The configuration shipped for Qwen2.5-3B, on the CPU with a model made on the spot: training steps, all 1,319
+    test problems before and after, saved and reloaded."""
+    data = os.environ["GSM8K_DIR"]
+    summary = main(
+        [
+            "--config",
+            str(CONFIGS / "qwen2.5_3b_gsm8k.yaml"),
+            *TINY,
+            f"--train_file={data}/train.jsonl",
+            f"--test_file={data}/test.jsonl",
+            "--model_name_or_path=none",
+            "--tiny_max_positions=2048",
+            "--use_cpu=true",
+            "--bf16=false",
+            "--gradient_checkpointing=false",
+            "--gradient_accumulation_steps=1",
+            "--save_strategy=no",
+            "--max_completion_length=4",
+            "--greedy_batch_size=64",
+            "--reload_check=64",
+            f"--output_dir={tmp_path / 'out'}",
+        ]
+    )
+    assert summary["n_test"] == 1319 and summary["steps"] == 3
+    assert set(summary["accuracy_after"]) == {"strict", "flexible"}
+    assert summary["reloaded"] == {"compared": 64, "identical": 64}
+    assert len((tmp_path / "out" / "completions_after.jsonl").read_text().splitlines()) == 1319

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user reads who asked for something that cannot be done: every message names the thing and the way out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
+
+
+def with_quantization_config(folder: str, scheme: dict) -> str:
+    """``folder`` again, after an edit of its config.json."""
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": scheme}))
+    return folder
+
+
+MESSAGES = {
+    "unknown-preset": (
+        {"preset": "w4a8"},
+        ValueError,
+        "preset='w4a8' is not supported; choose one of 'w4a16', 'w4a4'",
+    ),
+    "misspelt-option": (
+        {"scale_rul": "floor"},
+        TypeError,
+        "MXFP4RLConfig has no option 'scale_rul'; did you mean 'scale_rule'?",
+    ),
+    "rule-we-do-not-have": (
+        {"scale_rule": "ceil"},
+        ValueError,
+        "scale_rule='ceil' is not supported; choose one of 'rceil', 'floor', 'even', 'mse'",
+    ),
+    "macro-block": (
+        {"macro_block": 100},
+        ValueError,
+        "macro_block=100 is not supported; choose one of None, 32, 64, 128, 256, 'row'",
+    ),
+    "alpha": ({"outlier_fallback": 2}, ValueError, "outlier_fallback=2 must be None or a number in (0, 1]"),
+    "skips-as-text": (
+        {"modules_to_not_convert": "lm_head"},
+        ValueError,
+        "modules_to_not_convert='lm_head' must be a list of module names",
+    ),
+    "newer-format": (
+        {"format_version": 2},
+        ValueError,
+        "format_version=2: this hf_mxfp4 reads version 1; install a newer hf_mxfp4 to load this checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), MESSAGES.values(), ids=MESSAGES)
+def test_the_message_is_the_same_from_python_a_dictionary_and_a_checkpoint(options, error, message, checkpoint):
+    folder, as_dict = checkpoint("qwen2", layers=1), {"quant_method": "mxfp4_rl", **options}
+    builds = [
+        lambda: MXFP4RLConfig(**options),
+        lambda: AutoModelForCausalLM.from_pretrained(folder, quantization_config=as_dict),
+        lambda: AutoModelForCausalLM.from_pretrained(with_quantization_config(folder, as_dict)),
+    ]
+    for build in builds:
+        with pytest.raises(error) as caught:
+            build()
+        assert str(caught.value) == message
+
+
+def test_a_dictionary_that_does_not_say_whose_it_is(checkpoint):
+    with pytest.raises(ValueError, match="has no `quant_method`"):
+        AutoModelForCausalLM.from_pretrained(checkpoint("qwen2", layers=1), quantization_config={"preset": "w4a16"})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "owner"),
+    [
+        ({"quant_method": "mxfp4"}, "Mxfp4Config"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "BitsAndBytesConfig"),
+        ({"quant_method": "fp8"}, "FineGrainedFP8Config"),
+    ],
+    ids=["mxfp4", "bitsandbytes", "fp8"],
+)
+def test_a_checkpoint_of_another_method_is_refused(scheme, owner, checkpoint):
+    folder = with_quantization_config(checkpoint("qwen2", layers=1), scheme)
+    with pytest.raises(ValueError, match=f"{owner}.*MXFP4RLConfig"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig())
+
+
+@pytest.mark.parametrize("preset", ["w4a4", "w4a16"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+def test_integers_are_no_input_of_a_layer(dtype, preset):
+    layer = MXFP4Linear(32, 8, config=MXFP4RLConfig(preset=preset), name="model.layers.0.mlp.up_proj")
+    with pytest.raises(TypeError) as error:
+        layer(torch.zeros(2, 32, dtype=dtype))
+    assert str(error.value) == (
+        f"MXFP4Linear model.layers.0.mlp.up_proj: input is {dtype} but the weight is torch.float32; "
+        "convert one of them, or run under torch.autocast"
+    )
+
+
+def test_an_input_of_the_wrong_size():
+    with pytest.raises(ValueError) as error:
+        MXFP4Linear(32, 8, name="model.layers.0.mlp.up_proj")(torch.zeros(2, 33))
+    assert str(error.value) == ("MXFP4Linear model.layers.0.mlp.up_proj: input (2, 33) does not end in in_features=32")
+
+
+def test_a_layer_outside_of_a_model_has_no_name_to_give():
+    with pytest.raises(ValueError, match=r"^MXFP4Linear: input \(2, 33\)"):
+        MXFP4Linear(32, 8)(torch.zeros(2, 33))
+
+
+def test_triton_asked_for_without_a_gpu():
+    layer = MXFP4Linear(32, 8, config=MXFP4RLConfig(backend="triton"))
+    with pytest.raises(
+        ValueError, match="backend='triton' cannot quantize here: the tensor is on cpu; use backend='auto'"
+    ):
+        layer(torch.zeros(2, 32))
+
+
+def test_integers_are_not_quantized():
+    with pytest.raises(TypeError, match="needs a floating-point tensor, got torch.int64"):
+        fake_quantize(torch.arange(32))

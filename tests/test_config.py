@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MXFP4RLConfig`: defaults, refusals, and the forms in which it travels."""
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import pytest
+from tiny_models import make_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4RLConfig, QuantScheme, ScaleRule
+
+
+DEFAULTS = {
+    "quant_method": "mxfp4_rl",
+    "format_version": 1,
+    "mode": "qat",
+    "preset": "w4a4",
+    "scale_rule": "rceil",
+    "macro_block": 128,
+    "macro_search": "hybrid",
+    "outlier_fallback": 0.5,
+    "outlier_fallback_operands": "both",
+    "modules_to_not_convert": None,
+    "backend": "auto",
+}
+
+CONFIGS = {
+    "default": {},
+    "weight-only": {"preset": "w4a16"},
+    "plain-ocp": {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None},
+    "row-static": {"macro_block": "row", "macro_search": "static", "scale_rule": "mse"},
+    "skips": {"modules_to_not_convert": ["layers.0", "re:.*down_proj"], "outlier_fallback_operands": "weights"},
+    "eager": {"backend": "eager", "outlier_fallback": 1, "macro_search": "dynamic", "macro_block": 32},
+}
+
+
+def all_configs():
+    return pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+
+
+def test_defaults():
+    assert MXFP4RLConfig().to_dict() == DEFAULTS
+
+
+def test_every_option_explains_itself():
+    for option in dataclasses.fields(MXFP4RLConfig):
+        assert not option.init or option.metadata["help"]
+
+
+@pytest.mark.parametrize("name", [*DEFAULTS, "something_new"])
+def test_fields_cannot_be_set(name):
+    config = MXFP4RLConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError, match=f"frozen.*{name}"):
+        setattr(config, name, DEFAULTS.get(name))
+    assert config.to_dict() == DEFAULTS
+
+
+def test_update_cannot_change_it():
+    config = MXFP4RLConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.update(preset="w4a16")
+    assert config.preset == "w4a4"
+
+
+def test_replace_builds_a_new_one():
+    config = MXFP4RLConfig(modules_to_not_convert=["layers.0"])
+    other = dataclasses.replace(config, preset="w4a16")
+    assert other == MXFP4RLConfig(modules_to_not_convert=["layers.0"], preset="w4a16")
+    assert config.preset == "w4a4"
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("scale_rul", "scale_rule"),
+        ("macroblock", "macro_block"),
+        ("outlier_falback", "outlier_fallback"),
+        ("modules_to_not_covert", "modules_to_not_convert"),
+        ("pre_set", "preset"),
+    ],
+)
+def test_misspelt_option_names_the_nearest(key, suggestion):
+    for build in (lambda: MXFP4RLConfig(**{key: None}), lambda: MXFP4RLConfig.from_dict({key: None})):
+        with pytest.raises(TypeError, match=f"^MXFP4RLConfig has no option '{key}'; did you mean .*'{suggestion}'"):
+            build()
+
+
+def test_unknown_option_without_a_near_name_lists_the_options():
+    with pytest.raises(TypeError) as error:
+        MXFP4RLConfig(zzz=1)
+    for option in DEFAULTS.keys() - {"quant_method"}:
+        assert option in str(error.value)
+
+
+def test_options_are_keywords_only():
+    with pytest.raises(TypeError):
+        MXFP4RLConfig("qat")
+
+
+INVALID = [
+    ("mode", "train"),
+    ("mode", None),
+    ("preset", "w4a8"),
+    ("preset", "W4A4"),
+    ("preset", None),
+    ("preset", ["w4a4"]),
+    ("scale_rule", "ceil"),
+    ("scale_rule", None),
+    ("macro_block", 0),
+    ("macro_block", 16),
+    ("macro_block", 512),
+    ("macro_block", -128),
+    ("macro_block", True),
+    ("macro_block", "rows"),
+    ("macro_search", "both"),
+    ("macro_search", None),
+    ("outlier_fallback", 0),
+    ("outlier_fallback", -0.5),
+    ("outlier_fallback", 1.5),
+    ("outlier_fallback", float("nan")),
+    ("outlier_fallback", float("inf")),
+    ("outlier_fallback", "0.5"),
+    ("outlier_fallback", True),
+    ("outlier_fallback_operands", "activation"),
+    ("outlier_fallback_operands", None),
+    ("modules_to_not_convert", "lm_head"),
+    ("modules_to_not_convert", ["layers.0", 3]),
+    ("modules_to_not_convert", [""]),
+    ("backend", "cuda"),
+    ("backend", None),
+    ("format_version", 2),
+    ("format_version", "1"),
+    ("format_version", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), INVALID, ids=[f"{name}={value!r}" for name, value in INVALID])
+def test_invalid_value_is_named(name, value):
+    for build in (lambda: MXFP4RLConfig(**{name: value}), lambda: MXFP4RLConfig.from_dict({name: value})):
+        with pytest.raises(ValueError) as error:
+            build()
+        assert f"{name}={value!r}" in str(error.value)
+
+
+def test_activation_fallback_without_quantized_activations_is_refused():
+    with pytest.raises(ValueError, match="outlier_fallback_operands='activations'.*preset='w4a16'"):
+        MXFP4RLConfig(preset="w4a16", outlier_fallback_operands="activations")
+
+
+def test_newer_format_is_refused():
+    with pytest.raises(ValueError, match="format_version=2.*reads version 1.*newer hf_mxfp4"):
+        MXFP4RLConfig.from_dict({**DEFAULTS, "format_version": 2})
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "bitsandbytes", "MXFP4_RL"])
+def test_the_config_of_another_method_is_refused(method):
+    with pytest.raises(ValueError, match=f"'{method}'.*'mxfp4_rl'"):
+        MXFP4RLConfig.from_dict({"quant_method": method})
+
+
+def test_enum_and_numeric_strings_are_normalised():
+    config = MXFP4RLConfig(scale_rule=ScaleRule.EVEN, macro_block="64")
+    assert config == MXFP4RLConfig(scale_rule="even", macro_block=64)
+    assert json.loads(config.to_json_string())["macro_block"] == 64
+    assert type(config.scale_rule) is str
+
+
+@all_configs()
+def test_dictionary_and_json_round_trips(options, tmp_path):
+    config = MXFP4RLConfig(**options)
+    assert MXFP4RLConfig.from_dict(config.to_dict()) == config
+    assert MXFP4RLConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert MXFP4RLConfig.from_dict(json.loads(config.to_json_string())) == config
+    assert MXFP4RLConfig.from_dict(dict(config)) == config
+    config.to_json_file(tmp_path / "scheme.json")
+    assert MXFP4RLConfig.from_dict(json.loads((tmp_path / "scheme.json").read_text())) == config
+
+
+@all_configs()
+def test_round_trip_through_a_models_config_file(options, tmp_path):
+    config = MXFP4RLConfig(**options)
+    model_config = copy.deepcopy(make_model(layers=1).config)
+    model_config.quantization_config = config
+    model_config.save_pretrained(tmp_path)
+    read = AutoConfig.from_pretrained(tmp_path).quantization_config
+    assert read == config.to_dict()
+    assert MXFP4RLConfig.from_dict(read) == config
+
+
+@all_configs()
+def test_copies_are_equal_frozen_and_hash_alike(options):
+    config = MXFP4RLConfig(**options)
+    copies = [
+        MXFP4RLConfig(**options),
+        copy.copy(config),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        eval(repr(config)),
+    ]
+    for other in copies:
+        assert other == config
+        assert hash(other) == hash(config)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            other.preset = "w4a16"
+    assert {config, *copies} == {config}
+
+
+def test_different_schemes_differ():
+    configs = [MXFP4RLConfig(**options) for options in CONFIGS.values()]
+    assert len(set(configs)) == len(CONFIGS)
+
+
+def test_the_callers_list_is_copied():
+    names = ["layers.0"]
+    config = MXFP4RLConfig(modules_to_not_convert=names)
+    names.append("layers.1")
+    assert config.modules_to_not_convert == ("layers.0",)
+    config.to_dict()["modules_to_not_convert"].append("layers.1")
+    assert config.modules_to_not_convert == ("layers.0",)
+
+
+def test_from_dict_keywords_replace_entries_and_leave_the_rest():
+    source = {"preset": "w4a16", "scale_rule": "floor"}
+    config, unused = MXFP4RLConfig.from_dict(source, return_unused_kwargs=True, preset="w4a4", trust_remote_code=True)
+    assert config == MXFP4RLConfig(preset="w4a4", scale_rule="floor")
+    assert unused == {"trust_remote_code": True}
+    assert source == {"preset": "w4a16", "scale_rule": "floor"}
+
+
+def test_dictionary_form_is_accepted_by_from_pretrained(checkpoint):
+    folder = checkpoint()
+    as_dict = {"quant_method": "mxfp4_rl", "preset": "w4a16", "macro_block": None, "outlier_fallback": None}
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=as_dict)
+    assert model.quantization_report.n_quantized == 14
+    assert model.hf_quantizer.quantization_config == MXFP4RLConfig(
+        preset="w4a16", macro_block=None, outlier_fallback=None
+    )
+
+
+# macro_search -> what it means for weights and for activations.
+SEARCHES = {"static": ("static", "static"), "dynamic": ("dynamic", "dynamic"), "hybrid": ("dynamic", "static")}
+# outlier_fallback_operands -> alpha of weights and of activations.
+FALLBACKS = {"both": (0.5, 0.5), "weights": (0.5, None), "activations": (None, 0.5)}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(
+    ("preset", "operands"),
+    [("w4a4", "both"), ("w4a4", "weights"), ("w4a4", "activations"), ("w4a16", "both"), ("w4a16", "weights")],
+)
+def test_schemes_of_the_operands(preset, operands, search):
+    config = MXFP4RLConfig(preset=preset, macro_search=search, outlier_fallback_operands=operands)
+    rule = ScaleRule.RCEIL
+    assert config.weight_scheme == QuantScheme(rule, 128, SEARCHES[search][0], FALLBACKS[operands][0], "nearest")
+    expected = QuantScheme(rule, 128, SEARCHES[search][1], FALLBACKS[operands][1], "nearest")
+    assert config.activation_scheme == (expected if preset == "w4a4" else None)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_the_search_means_nothing_without_macro_blocks(search):
+    config = MXFP4RLConfig(macro_block=None, macro_search=search, outlier_fallback=None, scale_rule="even")
+    assert config.weight_scheme == config.activation_scheme == QuantScheme(ScaleRule.EVEN, None, "static", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {},
+            "w4a4 [weights mxfp4+rceil+mbs128-dynamic+of0.5, activations mxfp4+rceil+mbs128-static+of0.5]",
+        ),
+        ({"preset": "w4a16"}, "w4a16 [weights mxfp4+rceil+mbs128-dynamic+of0.5, activations full precision]"),
+        (
+            {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None},
+            "w4a4 [weights mxfp4+floor, activations mxfp4+floor]",
+        ),
+        (
+            {"macro_block": "row", "macro_search": "static", "outlier_fallback_operands": "activations"},
+            "w4a4 [weights mxfp4+rceil+mbsrow-static, activations mxfp4+rceil+mbsrow-static+of0.5]",
+        ),
+    ],
+    ids=["default", "weight-only", "plain", "row"],
+)
+def test_describe(options, expected):
+    assert MXFP4RLConfig(**options).describe() == expected
+
+
+def test_repr_shows_every_option():
+    text = repr(MXFP4RLConfig(preset="w4a16"))
+    assert text.startswith("MXFP4RLConfig(format_version=1, mode='qat', preset='w4a16', scale_rule='rceil', ")
+    assert all(f"{option}=" in text for option in DEFAULTS if option != "quant_method")

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What importing the package does and costs, and which way its parts depend on each other."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_mxfp4
+import mxfp4_kernels
+
+
+PACKAGE = Path(hf_mxfp4.__file__).parent
+KERNELS = Path(mxfp4_kernels.__file__).parent
+
+
+def run_python(code: str) -> str:
+    path = os.pathsep.join([str(PACKAGE.parent), str(KERNELS.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_registers_the_method_and_loads_nothing_heavy():
+    # transformers imports torchao where it is installed, which loads much that is not ours: hide it.
+    out = run_python(
+        "import sys\n"
+        "sys.modules['torchao'] = None\n"
+        "import hf_mxfp4\n"
+        "print(sorted({'trl', 'mxfp4_kernels', 'matplotlib', 'peft'} & sys.modules.keys()))\n"
+        "from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs\n"
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
+        "print(configs['mxfp4_rl'] is hf_mxfp4.MXFP4RLConfig, quantizers['mxfp4_rl'] is hf_mxfp4.MXFP4RLQuantizer)\n"
+        "print(hf_mxfp4.MXFP4RLConfig().describe(), hf_mxfp4.MXFP4Linear(32, 8).out_features)\n"
+        "print(sorted({'trl', 'mxfp4_kernels', 'matplotlib', 'peft'} & sys.modules.keys()))\n"
+    )
+    description = hf_mxfp4.MXFP4RLConfig().describe()
+    assert out.splitlines() == ["[]", "True True", f"{description} 8", "[]"]
+
+
+def test_reloading_registers_again():
+    out = run_python(
+        "import importlib, sys\n"
+        "sys.modules['torchao'] = None\n"
+        "import hf_mxfp4, hf_mxfp4\n"
+        "import hf_mxfp4.config, hf_mxfp4.quantizer\n"
+        "for module in (hf_mxfp4, hf_mxfp4.quantizer, hf_mxfp4.config, hf_mxfp4.quantizer, hf_mxfp4):\n"
+        "    importlib.reload(module)\n"
+        "from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs\n"
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
+        "print(configs['mxfp4_rl'] is hf_mxfp4.MXFP4RLConfig, quantizers['mxfp4_rl'] is hf_mxfp4.MXFP4RLQuantizer)\n"
+    )
+    assert out.split() == ["True", "True"]
+
+
+def test_kernels_import_neither_triton_nor_torch():
+    out = run_python(
+        "import sys\n"
+        "import mxfp4_kernels\n"
+        "print(sorted({'triton', 'torch', 'transformers', 'hf_mxfp4'} & sys.modules.keys()))\n"
+        "print(mxfp4_kernels.supports('torch.float32', scale_rule='rceil', macro_block=128, macro_search='static',"
+        " outlier_fallback=0.5))\n"
+        "print(sorted({'triton', 'torch'} & sys.modules.keys()))\n"
+    )
+    assert out.splitlines() == ["[]", "None", "[]"]
+
+
+@pytest.mark.parametrize("name", hf_mxfp4.__all__)
+def test_every_public_name_resolves(name):
+    assert getattr(hf_mxfp4, name) is not None
+    assert name in dir(hf_mxfp4)
+
+
+@pytest.mark.parametrize("name", ["MXFP4RLConfig", "MXFP4Linear", "fake_quantize", "quantize", "decompose"])
+def test_the_names_that_users_type_are_public(name):
+    assert name in hf_mxfp4.__all__
+
+
+def test_a_name_that_does_not_exist():
+    with pytest.raises(AttributeError, match="'hf_mxfp4' has no attribute 'MXFP5Linear'"):
+        _ = hf_mxfp4.MXFP5Linear
+
+
+def imports_of(file: Path, root: Path) -> set[str]:
+    """Absolute names of all that ``file`` imports, anywhere in it; ``root`` is the folder of its top-level package."""
+    package = [root.name, *file.relative_to(root).parent.parts]
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+    return names
+
+
+def is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def files_of(folder: Path) -> list[Path]:
+    files = sorted(folder.rglob("*.py"))
+    assert files
+    return files
+
+
+def test_relative_imports_are_resolved():
+    assert "hf_mxfp4.ops.quantized_linear" in imports_of(PACKAGE / "layers" / "linear.py", PACKAGE)
+    assert "hf_mxfp4.config.MXFP4RLConfig" in imports_of(PACKAGE / "__init__.py", PACKAGE)
+    assert "mxfp4_kernels._launch" in imports_of(KERNELS / "__init__.py", KERNELS)
+
+
+def test_numerics_imports_nothing_of_ours_and_no_transformers():
+    for file in files_of(PACKAGE / "numerics"):
+        for name in imports_of(file, PACKAGE):
+            assert is_in(name, "hf_mxfp4.numerics") or not is_in(name, "hf_mxfp4"), f"{file.name} imports {name}"
+            assert not is_in(name, "mxfp4_kernels"), f"{file.name} imports {name}"
+            assert not is_in(name, "transformers") and not is_in(name, "torch.nn.Module"), f"{file.name}: {name}"
+
+
+def test_kernels_stand_alone():
+    for file in files_of(KERNELS):
+        for name in imports_of(file, KERNELS):
+            assert not is_in(name, "hf_mxfp4") and not is_in(name, "transformers"), f"{file.name} imports {name}"
+
+
+# Part -> parts of the package that it must not import: dependencies point one way.
+ABOVE = {
+    "ops": ["layers", "checkpoint", "quantizer", "config", "module_names", "rl", "analysis"],
+    "layers": ["checkpoint", "quantizer", "rl", "analysis"],
+    "checkpoint": ["layers", "quantizer", "rl", "analysis"],
+    "analysis": ["layers", "quantizer", "rl"],
+    "rl": ["quantizer"],
+}
+
+
+@pytest.mark.parametrize("part", ABOVE)
+def test_dependencies_point_one_way(part):
+    for file in files_of(PACKAGE / part):
+        for name in imports_of(file, PACKAGE):
+            assert not any(is_in(name, f"hf_mxfp4.{other}") for other in ABOVE[part]), f"{file.name} imports {name}"
+
+
+def imported_at_once(file: Path) -> set[str]:
+    """Top-level packages that importing ``file`` imports, unlike those imported inside a function."""
+    names = set()
+    nodes = list(ast.parse(file.read_text()).body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.split(".")[0])
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            nodes.extend(ast.iter_child_nodes(node))
+    return names
+
+
+@pytest.mark.parametrize("part", ["", "numerics", "ops", "layers", "checkpoint", "analysis"])
+def test_optional_packages_are_imported_on_use(part):
+    for file in (PACKAGE / part).glob("*.py"):
+        heavy = {"triton", "mxfp4_kernels", "trl", "peft", "matplotlib", "datasets", "evaluate", "vllm"}
+        assert not imported_at_once(file) & heavy, file
+
+
+def test_nothing_of_the_package_imports_recipes():
+    for file in [*files_of(PACKAGE), *files_of(KERNELS)]:
+        root = PACKAGE if PACKAGE in file.parents else KERNELS
+        assert not any(is_in(name, "recipes") or is_in(name, "tasks") for name in imports_of(file, root)), file

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading through `from_pretrained`: what is quantized, what is reported, what is refused, and the way back."""
+
+import copy
+import logging
+import math
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import make_model
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.trainer_utils import validate_quantization_for_training
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, MXFP4RLQuantizer, fake_quantize
+from hf_mxfp4.quantizer import quantize_linears
+
+
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma"]
+DEFAULT_WEIGHT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
+IDS = torch.arange(2, 14).view(2, 6)
+
+
+def load(folder, *, auto=AutoModelForCausalLM, device_map=None, **options):
+    return auto.from_pretrained(folder, quantization_config=MXFP4RLConfig(**options), device_map=device_map)
+
+
+def mxfp4_layers(model) -> dict[str, MXFP4Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
+
+
+def sqnr_db(weights, scheme) -> float:
+    signal = noise = 0.0
+    for weight in weights:
+        weight = weight.double()
+        signal += float((weight**2).sum())
+        noise += float(((fake_quantize(weight.float(), **scheme).double() - weight) ** 2).sum())
+    return 10 * math.log10(signal / noise)
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_linear_layers_of_the_decoder_are_quantized(family, tie, checkpoint):
+    folder = checkpoint(family, tie=tie, layers=3)
+    model = load(folder)
+    report = model.quantization_report
+    assert report.n_quantized == len(report.quantized) == 7 * 3
+    assert list(report.quantized) == list(mxfp4_layers(model))
+    assert report.skipped == ("lm_head",) and report.n_skipped == 1
+    assert report.scheme == MXFP4RLConfig().describe()
+    assert type(model.lm_head) is nn.Linear
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tie
+    assert all(layer.name == name and layer.config == MXFP4RLConfig() for name, layer in mxfp4_layers(model).items())
+
+    masters = load_file(f"{folder}/model.safetensors")
+    assert report.sqnr_db == pytest.approx(
+        sqnr_db([masters[f"{name}.weight"] for name in report.quantized], DEFAULT_WEIGHT), abs=1e-3
+    )
+    # Two passes of about 4 bits each.
+    assert 24 < report.sqnr_db < 28
+    assert model(IDS).logits.isfinite().all()
+
+
+def test_the_quantized_model_differs_from_the_full_precision_one_a_little(checkpoint):
+    folder = checkpoint("qwen2")
+    full = AutoModelForCausalLM.from_pretrained(folder)(IDS).logits.detach()
+    relative = [
+        float((load(folder, **options)(IDS).logits.detach() - full).norm() / full.norm())
+        for options in ({"preset": "w4a16"}, {}, {"outlier_fallback": None, "macro_block": None})
+    ]
+    assert 1e-3 < relative[0] < relative[1] < relative[2] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "low", "high"),
+    [
+        ({"outlier_fallback": None, "macro_block": None}, 16, 20),
+        ({"outlier_fallback": None}, 19, 21.5),
+        ({"outlier_fallback_operands": "activations"}, 19, 21.5),
+        ({"outlier_fallback": 1.0}, 28, 40),
+    ],
+    ids=["plain", "macro-blocks", "fallback-not-on-weights", "full-fallback"],
+)
+def test_reported_sqnr_follows_the_scheme(options, low, high, checkpoint):
+    assert low < load(checkpoint("llama"), **options).quantization_report.sqnr_db < high
+
+
+def test_sqnr_of_tall_layers_is_measured_on_some_rows(checkpoint):
+    folder = checkpoint("llama", layers=1, intermediate=1024)
+    report = load(folder).quantization_report
+    masters = load_file(f"{folder}/model.safetensors")
+    rows = [masters[f"{name}.weight"] for name in report.quantized]
+    rows = [weight[::4] if weight.shape[0] == 1024 else weight for weight in rows]
+    assert report.sqnr_db == pytest.approx(sqnr_db(rows, DEFAULT_WEIGHT), abs=1e-3)
+
+
+def test_report_in_words(checkpoint):
+    report = load(checkpoint("qwen2")).quantization_report
+    expected = re.escape(f"n_quantized=14 n_skipped=1 (lm_head) weight SQNR={report.sqnr_db:.2f} dB | w4a4 [weights")
+    assert re.match(expected, str(report))
+    many = load(checkpoint("qwen2"), modules_to_not_convert=["mlp"]).quantization_report
+    assert str(many).startswith("n_quantized=8 n_skipped=7 weight SQNR=")
+    assert many.skipped == (
+        *(f"model.layers.{i}.mlp.{n}_proj" for i in (0, 1) for n in ("gate", "up", "down")),
+        "lm_head",
+    )
+
+
+def test_loading_says_what_it_did_once(checkpoint, capfd):
+    logger = logging.getLogger("hf_mxfp4")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        model = load(checkpoint("qwen2"))
+    finally:
+        logger.setLevel(level)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "hf_mxfp4" in line]
+    assert lines == [f"[hf_mxfp4] Qwen2ForCausalLM: {model.quantization_report}"]
+
+
+# heads 2 of 20: neither width is a multiple of 32, nor are the outputs.
+@pytest.mark.parametrize("options", [{"hidden": 40, "intermediate": 72}, {"hidden": 24, "intermediate": 36}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_sizes_that_are_not_multiples_of_32(family, options, checkpoint, tmp_path):
+    folder = checkpoint(family, **options)
+    model = load(folder)
+    assert model.quantization_report.n_quantized == 14
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+    model.save_pretrained(tmp_path / "saved")
+    saved, original = load_file(tmp_path / "saved" / "model.safetensors"), load_file(f"{folder}/model.safetensors")
+    assert {name: t.shape for name, t in saved.items()} == {name: t.shape for name, t in original.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_masters_are_the_checkpoints_bit_for_bit(dtype, checkpoint):
+    folder = checkpoint("qwen2", dtype=dtype)
+    model = load(folder)
+    masters = load_file(f"{folder}/model.safetensors")
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == masters.keys()
+    for name, tensor in masters.items():
+        assert parameters[name].dtype == dtype and torch.equal(parameters[name], tensor), name
+    assert all(p.requires_grad for p in parameters.values())
+    assert model(IDS).logits.dtype == dtype
+
+
+def test_a_bfloat16_checkpoint_loads_as_float32_masters(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint("qwen2", dtype=torch.bfloat16), quantization_config=MXFP4RLConfig(), dtype=torch.float32
+    )
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model(IDS).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}], ids=str)
+def test_device_map(device_map, checkpoint):
+    folder = checkpoint("qwen2")
+    model = load(folder, device_map=device_map)
+    assert model.quantization_report == load(folder).quantization_report
+    assert torch.equal(model(IDS).logits, load(folder)(IDS).logits)
+
+
+def test_a_model_without_weights_reports_no_sqnr(checkpoint):
+    report = load(checkpoint("qwen2"), device_map={"": "meta"}).quantization_report
+    assert report.n_quantized == 14 and report.sqnr_db is None
+    assert "weight SQNR=not measured" in str(report)
+
+
+def test_a_sharded_checkpoint(checkpoint):
+    one, many = checkpoint("qwen2"), checkpoint("qwen2", shard_size="20KB")
+    expected, model = load(one), load(many)
+    assert torch.equal(model(IDS).logits, expected(IDS).logits)
+    assert model.quantization_report == expected.quantization_report
+
+
+def test_a_base_model(checkpoint):
+    folder = checkpoint("qwen2")
+    model = load(folder, auto=AutoModel, modules_to_not_convert=["model.layers.0"])
+    assert len(mxfp4_layers(model)) == model.quantization_report.n_quantized == 7
+    expected = load(folder, modules_to_not_convert=["model.layers.0"]).model
+    assert torch.equal(model(IDS).last_hidden_state, expected(IDS).last_hidden_state)
+
+
+@pytest.mark.parametrize("skips", [["layers.0", "layers.1"], ["re:.*"], ["mlp", "self_attn"]], ids=str)
+def test_nothing_left_to_quantize_is_an_error(skips, checkpoint):
+    with pytest.raises(ValueError) as error:
+        load(checkpoint("qwen2"), modules_to_not_convert=skips)
+    assert "matches no layer of Qwen2ForCausalLM: it has 15 nn.Linear, all skipped" in str(error.value)
+    assert f"modules_to_not_convert={skips}" in str(error.value)
+
+
+def test_a_model_of_other_layers_is_an_error(tmp_path):
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=32, bos_token_id=0, eos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"matches no layer of GPT2LMHeadModel: it has 1 nn.Linear.*'Conv1D': 4"):
+        load(tmp_path)
+
+
+def test_a_misspelt_skip_is_an_error(checkpoint):
+    with pytest.raises(ValueError, match="modules_to_not_convert has 'mlp.gate_pro', which matches no module of Qwen2"):
+        load(checkpoint("qwen2"), modules_to_not_convert=["mlp.gate_pro"])
+
+
+def test_fused_experts_are_refused_with_the_way_out(checkpoint):
+    with pytest.raises(ValueError) as error:
+        load(checkpoint("qwen3_moe"))
+    assert "Qwen3MoeForCausalLM keeps experts in fused 3-D weights" in str(error.value)
+    assert "model.layers.0.mlp.experts" in str(error.value)
+    assert "add 'experts' to modules_to_not_convert" in str(error.value)
+
+
+def test_fused_experts_left_in_full_precision_on_purpose(checkpoint, tmp_path):
+    folder = checkpoint("qwen3_moe")
+    model = load(folder, modules_to_not_convert=["experts"])
+    assert model.quantization_report.n_quantized == 4 * 2
+    assert all(".self_attn." in name for name in mxfp4_layers(model))
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    for name, module in plain.named_modules():
+        if name.endswith((".mlp.gate", ".mlp.experts")):
+            assert type(model.get_submodule(name)) is type(module)
+            assert all(
+                torch.equal(p, q)
+                for p, q in zip(model.get_submodule(name).parameters(), module.parameters(), strict=True)
+            )
+    model.save_pretrained(tmp_path / "saved")
+    original, saved = load_file(f"{folder}/model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
+    assert original.keys() == saved.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in original.items())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "skips", [["layers.0"], ["mlp.down_proj"], [r"re:model\.layers\.1\.self_attn\.[qk]_proj"]], ids=str
+)
+def test_user_skips_add_to_the_default_ones(skips, checkpoint):
+    model = load(checkpoint("llama", tie=True), modules_to_not_convert=skips)
+    report = model.quantization_report
+    expected = {"layers.0": 7, "mlp.down_proj": 12}.get(skips[0], 12)
+    assert report.n_quantized == expected and "lm_head" in report.skipped
+    assert type(model.lm_head) is nn.Linear
+    assert report.n_quantized + report.n_skipped == 15
+
+
+def test_it_may_be_trained_and_saved(checkpoint):
+    model = load(checkpoint("qwen2"))
+    assert isinstance(model.hf_quantizer, MXFP4RLQuantizer)
+    assert model.is_quantized and model.quantization_method == "mxfp4_rl"
+    assert model.hf_quantizer.is_trainable and model.hf_quantizer.is_qat_trainable
+    assert model.hf_quantizer.is_serializable() and not model.hf_quantizer.requires_calibration
+    validate_quantization_for_training(model)
+
+
+def test_the_scheme_given_is_the_scheme_applied(checkpoint):
+    config = MXFP4RLConfig(preset="w4a16", scale_rule="even", macro_block=None, outlier_fallback=None)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=config)
+    assert model.config.quantization_config == config
+    layer, x = model.model.layers[0].mlp.up_proj, torch.randn(3, 64)
+    assert torch.equal(layer(x), x @ fake_quantize(layer.weight.detach(), scale_rule="even").t())
+
+
+def test_generate_and_deepcopy(checkpoint):
+    model = load(checkpoint("qwen2"))
+    tokens = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    assert tokens.shape == (2, 14)
+    logits = model(tokens).logits
+    assert torch.equal(logits[:, 5:-1].argmax(-1), tokens[:, 6:])
+    other = copy.deepcopy(model)
+    assert torch.equal(other(IDS).logits, model(IDS).logits)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.zero_()
+    assert not torch.equal(other(IDS).logits, model(IDS).logits)
+
+
+def quantized_values(model) -> dict[str, torch.Tensor]:
+    return {name: fake_quantize(layer.weight.detach(), **DEFAULT_WEIGHT) for name, layer in mxfp4_layers(model).items()}
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, checkpoint, tmp_path):
+    model = load(checkpoint("qwen2", tie=tie, dtype=dtype), preset="w4a16")
+    expected, values = model(IDS).logits, quantized_values(model)
+    others = {n: p.detach().clone() for n, p in model.named_parameters() if n.removesuffix(".weight") not in values}
+    plain = model.dequantize()
+    for name, value in values.items():
+        layer = plain.get_submodule(name)
+        assert type(layer) is nn.Linear
+        assert layer.weight.dtype == dtype and torch.equal(layer.weight, value), name
+    parameters = dict(plain.named_parameters())
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in others.items())
+    assert torch.equal(plain(IDS).logits, expected)
+
+    assert not hasattr(plain.config, "quantization_config")
+    assert not plain.is_quantized and not hasattr(plain, "hf_quantizer")
+    assert not hasattr(plain, "quantization_report")
+    plain.save_pretrained(tmp_path / "plain")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert {type(m).__name__ for m in again.modules() if isinstance(m, nn.Linear)} == {"Linear"}
+    assert torch.equal(again(IDS).logits, expected)
+
+
+def test_dequantize_of_w4a4_keeps_the_weights_and_frees_the_activations(checkpoint):
+    model = load(checkpoint("qwen2"))
+    values, quantized_logits = quantized_values(model), model(IDS).logits
+    plain = model.dequantize()
+    assert all(torch.equal(plain.get_submodule(name).weight, value) for name, value in values.items())
+    assert not torch.equal(plain(IDS).logits, quantized_logits)
+
+
+def test_dequantize_twice_is_an_error(checkpoint):
+    model = load(checkpoint("qwen2"))
+    quantizer = model.hf_quantizer
+    model.dequantize()
+    with pytest.raises(ValueError):
+        model.dequantize()
+    with pytest.raises(ValueError, match="nothing to dequantize"):
+        quantizer.dequantize(model)
+
+
+def test_a_dequantized_model_can_be_quantized_again(checkpoint, tmp_path):
+    load(checkpoint("qwen2")).dequantize().save_pretrained(tmp_path / "plain")
+    model = load(tmp_path / "plain", macro_block=None)
+    assert model.quantization_report.n_quantized == 14
+
+
+def test_quantize_linears_works_on_any_model():
+    model = make_model("llama")
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    quantized, skipped = quantize_linears(model, MXFP4RLConfig())
+    assert len(quantized) == 14 and skipped == ["lm_head"]
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is p and torch.equal(p, value) for name, (p, value) in before.items())
