@@ -140,7 +140,6 @@ ABOVE = {
     "layers": ["checkpoint", "quantizer", "rl", "analysis"],
     "checkpoint": ["layers", "quantizer", "rl", "analysis"],
     "analysis": ["layers", "quantizer", "rl"],
-    "rl": ["quantizer"],
 }
 
 

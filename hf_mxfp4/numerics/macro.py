@@ -19,7 +19,8 @@ def static_macro(amax: torch.Tensor) -> torch.Tensor:
     ``f * amax`` then sits just below ``6 * 2**k``, the top of the grid. Zero, non-finite and the largest maxima (2**127
     and more, where ``f * amax`` would leave float32) get 0, that is ``f = 1``.
     """
-    bits = (6.0 / amax).view(torch.int32)
+    # Not `6.0 / amax`, which torch computes as a product with the rounded reciprocal.
+    bits = torch.full_like(amax, 6.0).div_(amax).view(torch.int32)
     unusable = ~(amax < _TOO_LARGE_TO_SCALE)
     return ((bits >> 15) & 0xFF).masked_fill_(unusable, 0)
 

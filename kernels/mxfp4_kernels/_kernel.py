@@ -161,8 +161,7 @@ def fake_quantize_kernel(
     amax_bits = _max_bits(z)
     if HAS_MACRO:
         macro_bits = tl.max(amax_bits, axis=-1)
-        # 6 / amax as torch evaluates `6.0 / tensor`: a reciprocal, rounded, times 6, rounded.
-        ratio = tl.div_rn(1.0, macro_bits.to(tl.float32, bitcast=True)) * 6.0
+        ratio = tl.div_rn(6.0, macro_bits.to(tl.float32, bitcast=True))
         m8 = (ratio.to(tl.int32, bitcast=True) >> 15) & 0xFF
         m8 = tl.where(macro_bits < _TOO_LARGE_TO_SCALE_BITS, m8, 0)
         factor = tl.expand_dims(((m8 << 15) | _ONE_BITS).to(tl.float32, bitcast=True), -1)

@@ -148,13 +148,14 @@ def supervised_warmup(
     tokenizer: PreTrainedTokenizerFast,
     dataset: Dataset,
     *,
-    steps: int = 250,
+    steps: int = 180,
     batch_size: int = 128,
-    learning_rate: float = 1e-3,
+    learning_rate: float = 5e-4,
     seed: int = 0,
     progress: bool = True,
     weight_decay: float = 0.01,
-    schedule: str = "cosine",
+    schedule: str = "constant",
+    target_loss: float | None = None,
 ) -> float:
     """Trains `model` in place on the reference completions of `dataset`: AdamW, cross-entropy on completion and eos.
 
@@ -167,7 +168,10 @@ def supervised_warmup(
         steps, batch_size: optimizer steps, and sequences in each of them.
         learning_rate: the peak.
         progress: show a bar with the loss.
-        schedule: ``"cosine"`` (to zero) or ``"constant"``.
+        schedule: ``"constant"`` or ``"cosine"`` (to zero).
+        target_loss: stop before `steps` once the mean loss of the last 20 steps is at or below this. On arithmetic the
+            accuracy rises from 0.1 to 0.8 within 100 steps, and when it starts to depends on the seed: to begin RL
+            at the same level for any seed, give a target and a larger `steps`.
 
     Returns:
         The mean loss (nats per target token) of the last 20 steps.
@@ -214,8 +218,10 @@ def supervised_warmup(
             losses.append(loss.item())
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
+            window = losses[-_LOSS_WINDOW:]
+            if target_loss is not None and len(window) == _LOSS_WINDOW and sum(window) <= target_loss * len(window):
+                break
     optimizer.zero_grad(set_to_none=True)
     model.train(was_training)
     set_seed(seed)
-    window = losses[-_LOSS_WINDOW:]
     return sum(window) / len(window)

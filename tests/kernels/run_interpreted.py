@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the interpreted kernel with the eager definition, bit for bit, for one dtype; prints a JSON report.
+"""Compares the kernel with the eager definition on the CPU, bit for bit, for one dtype; prints a JSON report.
 
-    TRITON_INTERPRET=1 python run_interpreted.py bfloat16
+    TRITON_INTERPRET=1 python run_interpreted.py bfloat16        the interpreted kernel
+    python run_interpreted.py bfloat16 cuda                      the compiled kernel, on a GPU
 
 A process of its own, because Triton decides when it is imported whether kernels are interpreted.
 """
@@ -117,13 +118,13 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, dict]]:
         yield label, x, default
 
 
-def compare(dtype: torch.dtype) -> dict:
+def compare(dtype: torch.dtype, device: str) -> dict:
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     report = {"cases": 0, "elements": 0, "nan": 0, "zeros": 0, "labels": [], "mismatches": []}
     for label, x, options in cases(dtype):
         before = x.detach().clone()
         expected = numerics.fake_quantize(x, **options)
-        actual = mxfp4_kernels.fake_quantize(x, **options)
+        actual = mxfp4_kernels.fake_quantize(x.to(device), **options).cpu()
         report["cases"] += 1
         report["elements"] += x.numel()
         report["nan"] += int(expected.isnan().sum())
@@ -150,4 +151,4 @@ def compare(dtype: torch.dtype) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compare(getattr(torch, sys.argv[1]))))
+    print(json.dumps(compare(getattr(torch, sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "cpu")))

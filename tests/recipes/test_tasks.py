@@ -414,6 +414,20 @@ def test_warmup_learns_and_shows_its_loss(capsys):
     assert CHAR_TOKENIZER.batch_decode(output[:, 2:], skip_special_tokens=True) == ["4", "55", "6"]
 
 
+def test_warmup_stops_at_a_target_loss():
+    rows = Dataset.from_dict({"prompt": ["1=", "2="], "completion": ["4", "55"], "answer": ["4", "55"]})
+    options = {"steps": 60, "batch_size": 8, "learning_rate": 5e-3, "seed": 0, "progress": False}
+    models, losses = [], []
+    for target in (None, 0.0, 0.8, 100.0):
+        models.append(small_model(CHAR_TOKENIZER))
+        losses.append(tiny_model.supervised_warmup(models[-1], CHAR_TOKENIZER, rows, target_loss=target, **options))
+    assert same(models[0], models[1]) and losses[0] == losses[1]  # never reached: all the steps
+    assert losses[0] < losses[2] <= 0.8 < losses[3]
+    twenty = small_model(CHAR_TOKENIZER)  # the soonest that there is a mean of 20
+    assert tiny_model.supervised_warmup(twenty, CHAR_TOKENIZER, rows, **{**options, "steps": 20}) == losses[3]
+    assert same(models[3], twenty)
+
+
 def test_warmup_refuses_bad_arguments():
     task = load_task("arithmetic", n_train=4, n_test=1)
     options = {"steps": 1, "batch_size": 2, "learning_rate": 1e-3, "seed": 0, "progress": False}
