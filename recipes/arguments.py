@@ -33,9 +33,9 @@ class RecipeArguments:
     tiny_hidden_size: int = field(default=128, metadata={"help": "Width of the model made on the spot."})
     tiny_num_layers: int = field(default=4, metadata={"help": "Its depth."})
     tiny_max_positions: int = field(default=512, metadata={"help": "Its longest sequence, in tokens."})
-    sft_steps: int = field(default=250, metadata={"help": "Supervised steps on the task before RL; 0: none."})
+    sft_steps: int = field(default=180, metadata={"help": "Supervised steps on the task before RL; 0: none."})
     sft_batch_size: int = field(default=128, metadata={"help": "Sequences in a supervised step."})
-    sft_learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of the supervised steps."})
+    sft_learning_rate: float = field(default=5e-4, metadata={"help": "Peak learning rate of the supervised steps."})
 
     greedy_batch_size: int = field(default=128, metadata={"help": "Prompts in a batch of the greedy evaluation."})
     reload_check: int = field(

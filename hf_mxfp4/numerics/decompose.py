@@ -16,6 +16,8 @@ from .scheme import QuantScheme
 class ErrorDecomposition:
     """``scale_bias + deadzone + grid == Q(x) - x``, bit for bit, element by element (float64, the shape of ``x``).
 
+    ``x`` and ``Q(x)`` are taken in float32: rounding the result to a narrower dtype is not quantization error.
+
     Attributes:
         scale_bias: error of using the quantizer's own scales instead of ``amax / 6``, outside the deadzone.
         deadzone: error on the elements below a quarter step, ``|x| < amax / 24`` of their block.

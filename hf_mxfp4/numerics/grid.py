@@ -42,7 +42,11 @@ def round_stochastic(y: torch.Tensor, generator: torch.Generator | None = None) 
     y = y.clamp_(-E2M1_MAX, E2M1_MAX)
     step = _round_anchor(y).mul_(0.5)
     noise = torch.rand(y.shape, dtype=torch.float32, device=y.device, generator=generator)
-    magnitude = y.abs().div_(step).add_(noise).floor_().mul_(step).clamp_(max=E2M1_MAX)
+    position = y.abs().div_(step)
+    below = position.floor()
+    share = position.sub_(below)
+    # floor(position + noise) would do, were it not for the rounding of the sum at the largest draws.
+    magnitude = below.add_(noise >= 1.0 - share).mul_(step)
     return torch.copysign(magnitude, y)
 
 

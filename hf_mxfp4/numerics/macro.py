@@ -16,8 +16,9 @@ _TOO_LARGE_TO_SCALE = 2.0**127
 def static_macro(amax: torch.Tensor) -> torch.Tensor:
     """``m8`` (int32, 0..255): the top eight mantissa bits of ``6 / amax``, truncated, never rounded up.
 
-    ``f * amax`` then sits just below ``6 * 2**k``, the top of the grid. Zero, non-finite and the largest maxima (2**127
-    and more, where ``f * amax`` would leave float32) get 0, that is ``f = 1``.
+    ``f * amax`` then sits just below ``6 * 2**k``, the top of the grid (for 7 of the 2**23 mantissas one unit in the
+    last place above, where the division rounds up; none of them is a bfloat16). Zero, non-finite and the largest maxima
+    (2**127 and more, where ``f * amax`` would leave float32) get 0, that is ``f = 1``.
     """
     # Not `6.0 / amax`, which torch computes as a product with the rounded reciprocal.
     bits = torch.full_like(amax, 6.0).div_(amax).view(torch.int32)

@@ -9,6 +9,10 @@ Definition, per block of 32 elements along ``axis`` (all steps in float32):
    (arXiv 2605.20402, "outlier fallback");
 4. the result is ``(s * q + alpha * s2 * q2) / f``.
 
+Searches (the ``mse`` rule, dynamic macro factors) compare squared errors as integers: each error is divided by the
+power of two below the block's (macro block's) largest magnitude, squared, cut to a multiple of 2**-23, and these are
+added up. The sum then does not depend on its order, so all backends and processors choose alike.
+
 Edge policy. An axis that is not a multiple of 32 is padded with zeros that no result shows. An all-zero block has
 scale byte 0 and codes 0. A block that holds NaN or infinity has scale byte 255 and codes 0, and dequantizes to NaN as a
 whole. Scale exponents saturate at bytes 0 and 254. A finite input never becomes infinite: where the nearest grid value
@@ -80,7 +84,7 @@ def fake_quantize(
     """The MXFP4 values of ``x``, in its own shape and dtype. No gradient flows; layers add the straight-through one.
 
     Args:
-        x: floating-point tensor with at least one axis; computed on as float32.
+        x: floating-point tensor with at least one axis; computed on as float32 (larger float64 values as its largest).
         scale_rule: how block scales are chosen; see [`ScaleRule`].
         macro_block: elements per macro block (32, 64, 128, 256 or ``"row"``), or `None` for no macro-block scaling.
         macro_search: ``"static"`` (factor from the macro maximum) or ``"dynamic"`` (the best of 16 by squared error).
@@ -153,16 +157,23 @@ def dequantize(
 ) -> torch.Tensor:
     """Values ``[..., length]`` of packed codes and scale bytes, laid out as in [`MXFP4Tensor`].
 
-    Computed in float32, or in float64 when that is asked for: there every one of the 16 x 256 pairs of a code and a
-    scale byte is exact. In a dtype that cannot hold a value it saturates at the largest finite one; NaN stays NaN.
+    Computed in float32, so that the result is that of [`fake_quantize`]; without macro factors and residual in float64
+    when that is asked for, where every one of the 16 x 256 pairs of a code and a scale byte is exact. In a dtype that
+    cannot hold a value it saturates at the largest finite one; NaN stays NaN.
 
     Raises `ValueError` when the shapes do not fit together.
     """
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    plain = macro is None and residual_codes is None
+    compute = torch.float64 if plain and dtype == torch.float64 else torch.float32
     n_blocks = -(-length // BLOCK_SIZE)
-    for name, tensor, size in (("scale", scale, n_blocks), ("residual_scale", residual_scale, n_blocks)):
-        if tensor is not None and tensor.shape[-1] != size:
-            raise ValueError(f"{name} has {tensor.shape[-1]} bytes along its last axis; {length} elements need {size}")
+    if macro is not None and macro_block is None:
+        raise ValueError("macro factors were given without macro_block, the number of elements that share one")
+    if residual_codes is not None and (residual_scale is None or outlier_fallback is None):
+        raise ValueError("residual_codes were given without residual_scale and outlier_fallback")
+    for name, tensor in (("scale", scale), ("residual_scale", residual_scale)):
+        if tensor is not None and tensor.shape[-1] != n_blocks:
+            size = tensor.shape[-1]
+            raise ValueError(f"{name} has {size} bytes along its last axis; {length} elements need {n_blocks}")
 
     def values(packed: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
         element = grid.decode_e2m1(grid.unpack_codes(packed, length)).to(compute)
@@ -201,7 +212,7 @@ class _Blocks:
     def __init__(self, x: torch.Tensor, scheme: QuantScheme, axis: int):
         self.scheme = scheme
         length = x.shape[axis]
-        rows = x.detach().movedim(axis, -1).to(torch.float32, copy=True)
+        rows = _as_float32(x.detach().movedim(axis, -1))
         unit = BLOCK_SIZE
         if scheme.macro_block is not None:
             row_unit = max(1, -(-length // BLOCK_SIZE)) * BLOCK_SIZE
@@ -269,7 +280,7 @@ class _Blocks:
             q, scale = _quantize_pass(z, self.amax * factor.squeeze(-1), self.scheme, None, rounding="nearest")
             error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).div_(factor).sub_(self.z)
             error.mul_(self._per_block(unit).unsqueeze(-1))
-            sse = self._by_macro(error.square_().sum(dim=-1)).sum(dim=-1)
+            sse = self._by_macro(_sum_of_squares(error)).sum(dim=-1)
             if best_error is None:
                 best_error = sse
                 best = m8
@@ -317,7 +328,7 @@ def _least_squares_scale(z: torch.Tensor, amax: torch.Tensor, first: torch.Tenso
         scale = torch.where(first == 255, first, (first + offset).clamp(0, 254))
         q = _round_to_grid(z, scale, "nearest")
         error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).sub_(z).mul_(unit)
-        sse = error.square_().sum(dim=-1)
+        sse = _sum_of_squares(error)
         if best_error is None:
             best_error = sse
         else:
@@ -325,6 +336,20 @@ def _least_squares_scale(z: torch.Tensor, amax: torch.Tensor, first: torch.Tenso
             best_error = torch.where(better, sse, best_error)
             best = torch.where(better, scale, best)
     return best
+
+
+def _sum_of_squares(error: torch.Tensor) -> torch.Tensor:
+    """Sums over the last axis, in units of 2**-23, as int64: the same in whatever order they are added. ``error`` is
+    below 2 in magnitude and is consumed."""
+    return error.square_().mul_(2.0**23).to(torch.int32).sum(dim=-1)
+
+
+def _as_float32(x: torch.Tensor) -> torch.Tensor:
+    """A float32 copy of ``x``, in which finite values stay finite."""
+    if x.dtype == torch.float64:
+        largest = torch.finfo(torch.float32).max
+        x = torch.where(x.isinf(), x, x.clamp(-largest, largest))
+    return x.to(torch.float32, copy=True)
 
 
 def _inverse_power_of_two(amax: torch.Tensor) -> torch.Tensor:
@@ -338,10 +363,8 @@ def _factor_per_element(m8: torch.Tensor, macro_block: int, length: int) -> torc
 
 
 def _saturate(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Clamp to the finite range of ``dtype``; NaN passes. ``values`` is consumed."""
-    if dtype == torch.float64:
-        return values
-    largest = torch.finfo(dtype).max
+    """Clamp to the finite range of ``dtype`` and of the computation; NaN passes. ``values`` is consumed."""
+    largest = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
     return values.clamp_(-largest, largest)
 
 

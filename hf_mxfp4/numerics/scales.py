@@ -46,7 +46,8 @@ def scale_from_amax(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
 
     A maximum of zero gives byte 0, a NaN or infinite one 255; exponents outside the range saturate at 0 and 254.
     """
-    bits = amax.view(torch.int32)
+    # Reductions may give a NaN with its sign bit set.
+    bits = amax.view(torch.int32) & 0x7FFFFFFF
     byte = (((bits + _CARRY[rule]) >> 23) - 2).clamp_(0, 254)
     return byte.masked_fill_(bits >= 0x7F800000, E8M0_NAN)
 

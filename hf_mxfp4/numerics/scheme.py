@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One validated description of how one tensor is quantized."""
 
-import math
 from dataclasses import dataclass
+from numbers import Real
 
 from .scales import ScaleRule
 
@@ -15,7 +15,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 def one_of(name: str, value: object, allowed: tuple) -> None:
     """Raise `ValueError` naming the argument and the allowed values unless ``value`` is one of them."""
-    if value not in allowed or isinstance(value, bool):
+    if not any(value == choice and isinstance(value, type(choice)) for choice in allowed) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}")
 
 
@@ -60,5 +60,5 @@ def check_alpha(alpha: float | None) -> None:
     """Raise `ValueError` unless the outlier-fallback weight is `None` or a finite number in (0, 1]."""
     if alpha is None:
         return
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha) or not 0 < alpha <= 1:
+    if isinstance(alpha, bool) or not isinstance(alpha, Real) or not 0 < alpha <= 1:
         raise ValueError(f"outlier_fallback={alpha!r} must be None or a number in (0, 1]")

@@ -395,3 +395,47 @@ def test_apply_scheme_and_the_packed_tensor_carry_the_scheme(scheme):
         outlier_fallback=described.outlier_fallback,
     )
     assert torch.equal(by_hand, packed.dequantize())
+
+
+# ---- float64 input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scheme", [{"macro_block": 32}, {"outlier_fallback": 0.3}, {"macro_block": 32, "outlier_fallback": 0.5}], ids=str
+)
+def test_float64_round_trip(scheme):
+    x = torch.randn(2, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(quantize(x, **scheme).dequantize(), fake_quantize(x, **scheme))
+
+
+def test_float64_stays_finite_within_and_beyond_float32():
+    within = torch.full((32,), 3.4e38, dtype=torch.float64)
+    beyond = torch.full((32,), 1e300, dtype=torch.float64)
+    assert fake_quantize(within, outlier_fallback=1.0).isfinite().all()
+    assert torch.equal(fake_quantize(beyond), fake_quantize(within))
+    assert fake_quantize(torch.full((32,), float("inf"), dtype=torch.float64)).isnan().all()
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [32.0, 128.0, True])
+def test_macro_block_must_be_an_integer(size):
+    with pytest.raises(ValueError, match=f"macro_block={size}"):
+        fake_quantize(torch.ones(2, 256), macro_block=size)
+
+
+@pytest.mark.parametrize("missing", ["outlier_fallback", "residual_scale", "macro_block"])
+def test_dequantize_names_what_is_missing(missing):
+    packed = quantize(torch.ones(2, 64), macro_block=32, outlier_fallback=0.5)
+    options = {
+        "macro": packed.macro,
+        "macro_block": 32,
+        "residual_codes": packed.residual_codes,
+        "residual_scale": packed.residual_scale,
+        "outlier_fallback": 0.5,
+        "length": 64,
+    }
+    del options[missing]
+    with pytest.raises(ValueError, match=missing):
+        dequantize(packed.codes, packed.scale, **options)

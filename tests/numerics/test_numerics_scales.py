@@ -116,3 +116,10 @@ def test_largest_finite_magnitude():
         following = {6: 8, 3: 4, 1.5: 2}[magnitude]
         assert math.isfinite(np.float32(math.ldexp(magnitude, byte - 127)))
         assert math.ldexp(following, byte - 127) >= 2.0**128
+
+
+@pytest.mark.parametrize("rule", list(ScaleRule), ids=lambda rule: rule.value)
+def test_scale_of_a_nan_with_its_sign_bit_set(rule):
+    for pattern in (-1, -0x400000):  # 0xFFFFFFFF, 0xFFC00000
+        amax = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
+        assert scale_from_amax(amax, rule).tolist() == [255]

@@ -133,3 +133,10 @@ def test_gain_and_error_on_gaussian_data(scheme, gain, relative_mse):
     energy = x.double().square().sum()
     assert float((out * x).sum() / energy) == pytest.approx(gain, abs=0.002)
     assert float((out - x).square().sum() / energy) == pytest.approx(relative_mse, rel=0.015)
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.5, 1 - 2.0**-24], ids=["least", "middle", "largest"])
+def test_grid_points_stay_whatever_is_drawn(monkeypatch, draw):
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(tuple(shape), draw))
+    points = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.5, -6.0])
+    assert torch.equal(round_stochastic(points.clone()), points)
