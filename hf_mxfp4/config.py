@@ -2,6 +2,8 @@
 """`MXFP4RLConfig`: one frozen, validated description of how a model is quantized."""
 
 import difflib
+import re
+from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields
 from typing import Any
 
@@ -103,16 +105,17 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return super().__new__(cls)
 
     def __post_init__(self):
-        if not isinstance(self.format_version, int) or self.format_version != FORMAT_VERSION:
+        if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
+            newer = type(self.format_version) is int and self.format_version > FORMAT_VERSION
+            advice = "; install a newer hf_mxfp4 to load this checkpoint" if newer else ""
             raise ValueError(
-                f"format_version={self.format_version!r}: this hf_mxfp4 reads version {FORMAT_VERSION}; "
-                "install a newer hf_mxfp4 to load this checkpoint"
+                f"format_version={self.format_version!r}: this hf_mxfp4 reads version {FORMAT_VERSION}{advice}"
             )
         one_of("mode", self.mode, MODES)
         one_of("preset", self.preset, PRESETS)
         one_of("scale_rule", self.scale_rule, tuple(rule.value for rule in ScaleRule))
         object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule).value)
-        if isinstance(self.macro_block, str) and self.macro_block.isdigit():
+        if isinstance(self.macro_block, str) and self.macro_block.isascii() and self.macro_block.isdigit():
             object.__setattr__(self, "macro_block", int(self.macro_block))
         one_of("macro_block", self.macro_block, (None, *MACRO_BLOCKS))
         one_of("macro_search", self.macro_search, MACRO_SEARCHES)
@@ -132,6 +135,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if self.__dict__.get("_frozen"):
             raise FrozenInstanceError(f"{type(self).__name__} is frozen; build a new one to change {name!r}")
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"{type(self).__name__} is frozen; it keeps {name!r}")
 
     @property
     def weight_scheme(self) -> QuantScheme:
@@ -166,9 +172,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if method != QUANT_METHOD:
             raise ValueError(f"this is a {method!r} quantization config; MXFP4RLConfig reads {QUANT_METHOD!r} only")
         names = {f.name for f in fields(cls) if f.init}
-        options.update({key: value for key, value in kwargs.items() if key in names})
+        unused = {key: value for key, value in kwargs.items() if key not in names} if return_unused_kwargs else {}
+        options.update({key: value for key, value in kwargs.items() if key not in unused})
         config = cls(**options)
-        unused = {key: value for key, value in kwargs.items() if key not in names}
         return (config, unused) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,6 +195,15 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 def _as_names(names: Any) -> tuple[str, ...] | None:
     if names is None:
         return None
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"modules_to_not_convert={names!r} must be a list of module names")
-    return tuple(names)
+    problem = f"modules_to_not_convert={names!r} must be a list of module names"
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ValueError(problem)
+    names = tuple(names)
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError(problem)
+    for name in names:
+        try:
+            re.compile(name[3:] if name.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"modules_to_not_convert has {name!r}, which is no regular expression: {error}") from error
+    return names

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 
-#: Linear layers that always keep full precision: heads and routers.
+#: Parts of a model that always keep full precision: heads, routers, and the towers beside a multimodal decoder.
 ALWAYS_SKIPPED = (
     "lm_head",
     "embed_out",
@@ -18,6 +18,17 @@ ALWAYS_SKIPPED = (
     "shared_expert_gate",
     "block_sparse_moe.gate",
     "router",
+    "router_gate",
+    "modality_router",
+    "vision_tower",
+    "vision_model",
+    "vision_encoder",
+    "visual",
+    "audio_tower",
+    "audio_encoder",
+    "multi_modal_projector",
+    "embed_vision",
+    "embed_audio",
 )
 
 
@@ -35,20 +46,14 @@ def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[di
     """The linear layers of ``model`` to quantize, by name, and the names of those to leave alone.
 
     Only exact `nn.Linear` modules count: subclasses already are something else. The output head is found through the
-    model as well as by name.
+    model as well as by name. A layer that stands in several places is listed under each.
 
     Raises `ValueError` for a skip pattern that matches no module, which would be a silent misspelling.
     """
     extra_skips = tuple(extra_skips)
-    prefix = getattr(model, "base_model_prefix", "")
-
-    def matches(name: str, pattern: str) -> bool:
-        # A base model's names lack the prefix that its head model's names have.
-        return name_matches(name, pattern) or bool(prefix) and name_matches(f"{prefix}.{name}", pattern)
-
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in extra_skips:
-        if pattern not in ALWAYS_SKIPPED and not any(matches(name, pattern) for name in modules):
+        if pattern not in ALWAYS_SKIPPED and not any(_matches(model, name, pattern) for name in modules):
             raise ValueError(
                 f"modules_to_not_convert has {pattern!r}, which matches no module of {type(model).__name__}; "
                 "give whole dotted name parts such as 'layers.0' or 'mlp.down_proj', or 're:<regex on the full name>'"
@@ -59,7 +64,7 @@ def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[di
     for name, module in modules.items():
         if type(module) is not nn.Linear:
             continue
-        if module is head or any(matches(name, pattern) for pattern in (*ALWAYS_SKIPPED, *extra_skips)):
+        if module is head or any(_matches(model, name, pattern) for pattern in (*ALWAYS_SKIPPED, *extra_skips)):
             skipped.append(name)
         else:
             quantized[name] = module
@@ -68,9 +73,17 @@ def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[di
 
 def fused_experts(model: nn.Module, extra_skips: Iterable[str] = ()) -> list[str]:
     """Names of modules that hold the weights of many experts in 3-D parameters, which no linear layer represents."""
+    extra_skips = tuple(extra_skips)
     return [
         name
         for name, module in model.named_modules()
-        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-        and not any(name_matches(name, pattern) for pattern in extra_skips)
+        if "expert" in f"{name.rsplit('.', 1)[-1]} {type(module).__name__}".lower()
+        and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+        and not any(_matches(model, name, pattern) for pattern in extra_skips)
     ]
+
+
+def _matches(model: nn.Module, name: str, pattern: str) -> bool:
+    """[`name_matches`], also for a base model, whose names lack the prefix that its head model's names have."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return name_matches(name, pattern) or bool(prefix) and name_matches(f"{prefix}.{name}", pattern)

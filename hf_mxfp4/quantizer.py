@@ -15,7 +15,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from ._logging import get_logger
-from .checkpoint import forward_state_dict, stop_forwarding_state_dict, take_state_dict
+from .checkpoint import forward_state_dict, take_state_dict
 from .config import QUANT_METHOD, MXFP4RLConfig
 from .layers import MXFP4Linear
 from .module_names import fused_experts, split_linears
@@ -85,16 +85,28 @@ class MXFP4RLQuantizer(HfQuantizer):
         forward_state_dict(model)
         return model
 
+    def dequantize(self, model, dtype=None):
+        """A plain model: every quantized layer becomes an `nn.Linear` that holds the quantized values.
+
+        With a ``dtype`` all floating-point parameters are converted to it; without one, none is (transformers would
+        fall back to the dtype that the model was loaded in, which may no longer be its own).
+        """
+        model = self._dequantize(model, dtype)
+        self.remove_quantization_config(model)
+        return model
+
     def _dequantize(self, model, dtype=None):
-        """A plain model: every quantized layer becomes an `nn.Linear` that holds the quantized values."""
-        count = 0
-        for name, module in list(model.named_modules()):
-            if isinstance(module, MXFP4Linear):
-                model.set_submodule(name, module.to_linear(dtype))
-                count += 1
-        if count == 0:
+        layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, MXFP4Linear)}
+        if not layers:
             raise ValueError("nothing to dequantize: the model has no MXFP4Linear layer")
-        stop_forwarding_state_dict(model)
+        plain = {id(layer): layer.to_linear(dtype) for layer in layers.values()}
+        for name, layer in layers.items():
+            model.set_submodule(name, plain[id(layer)])
+        if dtype is not None:
+            # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
         model.__dict__.pop("quantization_report", None)
         return model
 
@@ -135,9 +147,12 @@ def quantize_linears(model: nn.Module, config: MXFP4RLConfig) -> tuple[list[str]
             f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
             f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}"
         )
+    layers: dict[int, MXFP4Linear] = {}
     for name, linear in linears.items():
-        model.set_submodule(name, MXFP4Linear.from_linear(linear, config, name))
-    return list(linears), skipped
+        if id(linear) not in layers:
+            layers[id(linear)] = MXFP4Linear.from_linear(linear, config, name)
+        model.set_submodule(name, layers[id(linear)])
+    return [layer.name for layer in layers.values()], skipped
 
 
 def _weight_sqnr(model: nn.Module) -> float | None:
@@ -148,7 +163,7 @@ def _weight_sqnr(model: nn.Module) -> float | None:
         weight = module.weight.detach()
         if weight.is_meta:
             return None
-        rows = weight[:: max(1, weight.shape[0] // _SQNR_ROWS)]
+        rows = weight[:: -(-weight.shape[0] // _SQNR_ROWS)]
         error = fake_quantize(rows, module.config.weight_scheme, module.config.backend).float() - rows.float()
         signal += rows.float().square().sum().item()
         noise += error.square().sum().item()

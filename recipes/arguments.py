@@ -33,7 +33,10 @@ class RecipeArguments:
     tiny_hidden_size: int = field(default=128, metadata={"help": "Width of the model made on the spot."})
     tiny_num_layers: int = field(default=4, metadata={"help": "Its depth."})
     tiny_max_positions: int = field(default=512, metadata={"help": "Its longest sequence, in tokens."})
-    sft_steps: int = field(default=180, metadata={"help": "Supervised steps on the task before RL; 0: none."})
+    sft_steps: int = field(default=400, metadata={"help": "Supervised steps before RL, at the most; 0: none."})
+    sft_target_loss: float | None = field(
+        default=0.55, metadata={"help": "Stop the supervised steps when their mean loss over 20 steps is below this."}
+    )
     sft_batch_size: int = field(default=128, metadata={"help": "Sequences in a supervised step."})
     sft_learning_rate: float = field(default=5e-4, metadata={"help": "Peak learning rate of the supervised steps."})
 

@@ -176,7 +176,7 @@ def make_base_model(recipe: RecipeArguments, training: MXFP4GRPOConfig, task: Ta
                 batch_size=recipe.sft_batch_size,
                 learning_rate=recipe.sft_learning_rate,
                 seed=training.seed,
-                schedule="constant",
+                target_loss=recipe.sft_target_loss,
             )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

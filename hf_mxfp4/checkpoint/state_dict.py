@@ -6,32 +6,40 @@ look at it. Under FSDP2 and ZeRO-3 the caller's is the gathered one: without it,
 writes empty tensors. So the argument is set aside on the model for the quantizer to return.
 """
 
-from types import MethodType
+import functools
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Triton with it
+    from transformers import PreTrainedModel
 
 
 _SET_ASIDE = "_mxfp4_state_dict"
 
 
-def forward_state_dict(model: PreTrainedModel) -> None:
-    """Make `model.save_pretrained(state_dict=...)` reach the quantizer. Applying it twice changes nothing."""
+def forward_state_dict(model: "PreTrainedModel") -> None:
+    """Make `model.save_pretrained(state_dict=...)` reach the quantizer.
 
-    def save_pretrained(self, *args, state_dict=None, **kwargs):
+    Wraps the method of the model's class, once; models of the class that are not quantized save as ever. (On the model
+    itself it would be a reference cycle, which keeps a deleted model in memory, and be lost in copies.)
+    """
+    cls = type(model)
+    original = cls.save_pretrained
+    if getattr(original, "sets_state_dict_aside", False):
+        return
+
+    @functools.wraps(original)
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
         self.__dict__[_SET_ASIDE] = state_dict
         try:
-            return type(self).save_pretrained(self, *args, state_dict=state_dict, **kwargs)
+            return original(self, save_directory, is_main_process, state_dict, *args, **kwargs)
         finally:
             self.__dict__.pop(_SET_ASIDE, None)
 
-    model.save_pretrained = MethodType(save_pretrained, model)
+    save_pretrained.sets_state_dict_aside = True
+    cls.save_pretrained = save_pretrained
 
 
-def stop_forwarding_state_dict(model: PreTrainedModel) -> None:
-    """Undo [`forward_state_dict`]."""
-    model.__dict__.pop("save_pretrained", None)
-
-
-def take_state_dict(model: PreTrainedModel) -> dict | None:
+def take_state_dict(model: "PreTrainedModel") -> dict | None:
     """The state dict set aside by the `save_pretrained` call in progress, if it was given one."""
     return model.__dict__.get(_SET_ASIDE)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..ops import fake_quantize, quantized_linear
+from ..ops import autocast_dtype, fake_quantize, quantized_linear
 from .weight_cache import WeightCache
 
 
@@ -52,9 +52,10 @@ class MXFP4Linear(nn.Linear):
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         with torch.no_grad():
             weight = fake_quantize(self.weight, self._weight_scheme, self.config.backend)
-            linear.weight = nn.Parameter(weight.to(dtype or weight.dtype))
+            linear.weight = nn.Parameter(weight.to(dtype or weight.dtype), self.weight.requires_grad)
             if self.bias is not None:
-                linear.bias = nn.Parameter(self.bias.detach().to(dtype or self.bias.dtype, copy=True))
+                bias = self.bias.detach().to(dtype or self.bias.dtype, copy=True)
+                linear.bias = nn.Parameter(bias, self.bias.requires_grad)
         return linear.train(self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,9 +65,9 @@ class MXFP4Linear(nn.Linear):
             ValueError: the last axis of ``x`` is not ``in_features``.
             TypeError: ``x`` and the weight differ in dtype outside of autocast, or are not floating-point.
         """
-        if x.shape[-1] != self.in_features:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._label()}: input {tuple(x.shape)} does not end in in_features={self.in_features}")
-        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if not x.is_floating_point() or x.dtype != self.weight.dtype and autocast_dtype(x) is None:
             raise TypeError(
                 f"{self._label()}: input is {x.dtype} but the weight is {self.weight.dtype}; "
                 "convert one of them, or run under torch.autocast"

@@ -49,9 +49,10 @@ class WeightCache:
         frozen = _frozen_depth > 0
         if not frozen and _distributed():
             return compute()
-        key = (weight.shape, weight.device, weight.dtype, dtype)
-        if not frozen:
-            key = (*key, weight.data_ptr(), weight._version, _checksum(weight))
+        key = (id(weight), weight.shape, weight.device, weight.dtype, dtype)
+        if not frozen and not weight.is_meta:
+            version = None if weight.is_inference() else weight._version
+            key = (*key, weight.data_ptr(), version, _checksum(weight))
         if self._value is None or self._key != key:
             self._value, self._key = compute(), key
             _filled.add(self)
@@ -61,16 +62,23 @@ class WeightCache:
         """Forget the kept value and free its memory."""
         self._key = self._value = None
 
-    def __deepcopy__(self, memo: dict) -> "WeightCache":
-        return WeightCache()
-
     def __reduce__(self):
+        # A copied or unpickled layer starts with an empty cache.
         return WeightCache, ()
 
 
 def _checksum(weight: torch.Tensor) -> int:
+    """Sum of the elements' bits, each times a number that belongs to its row and column, modulo 2**64."""
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[weight.element_size()]
-    return int(weight.detach().view(bits).sum(dtype=torch.int64))
+    rows, columns = (_multipliers(size, weight.device) for size in weight.shape)
+    return int(((weight.detach().view(bits) * columns).sum(dim=1) * rows).sum())
+
+
+def _multipliers(count: int, device: torch.device) -> torch.Tensor:
+    """Scattered odd int64 numbers (the finalizer of the splitmix64 generator; products wrap around)."""
+    x = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    return (x ^ (x >> 27)) | 1
 
 
 def _distributed() -> bool:

@@ -36,16 +36,24 @@ def quantized_linear(
     Returns:
         ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
     """
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = autocast_dtype(x) or x.dtype
     return _QuantizedLinear.apply(x, weight, bias, quantize_input, quantize_weight, dtype)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast would compute a product of ``x`` in; `None` when it is off or leaves ``x`` alone (float64)."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
 
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, quantize_input, quantize_weight, dtype):
         quantized_x = quantize_input(x, dtype)
-        ctx.save_for_backward(quantized_x, weight)
+        # A frozen weight, as under LoRA, needs no input kept for its gradient.
+        ctx.save_for_backward(quantized_x if ctx.needs_input_grad[1] else None, weight)
         ctx.quantize_weight = quantize_weight
         ctx.input_dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype

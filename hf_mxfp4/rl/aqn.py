@@ -37,7 +37,8 @@ class NoiseSchedule:
     def __post_init__(self):
         if not (math.isfinite(self.start) and self.start >= self.end > 0):
             raise ValueError(
-                f"aqn_sigma_start={self.start} must be finite and at least aqn_sigma_end={self.end}, which must be positive"
+                f"aqn_sigma_start={self.start} must be finite and at least aqn_sigma_end={self.end}, "
+                "which must be positive"
             )
         if self.stages < 1:
             raise ValueError(f"aqn_num_stages={self.stages} must be at least 1")

@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 _IGNORED = -100
 _LR_WARMUP_STEPS = 10
 _LOSS_WINDOW = 20
-_BETAS = (0.9, 0.98)  # a shorter second moment than Adam's 0.999: the task is learnt at a more even pace across seeds
+_BETAS = (0.9, 0.98)  # Adam's usual 0.999 would average over more steps than the warm-up has
 
 
 def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:

@@ -135,13 +135,17 @@ def test_autocast_with_float32_masters(recipe, input_dtype):
     torch.testing.assert_close(layer.bias.grad, rows.float().sum(0), rtol=1e-2, atol=1e-2)
 
 
-def test_autocast_and_full_precision_alternate_without_mixing_up_the_kept_weight():
+@pytest.mark.parametrize("first", ["full-precision", "autocast"])
+def test_autocast_and_full_precision_alternate_without_mixing_up_the_kept_weight(first):
     layer, x = make_layer("w4a16"), torch.randn(2, 64)
     quantized = expected_operands("w4a16", x, layer.weight)[1]
-    for _ in range(2):
-        assert torch.equal(layer(x), F.linear(x, quantized, layer.bias))
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(layer(x), F.linear(x.bfloat16(), quantized.bfloat16(), layer.bias.bfloat16()))
+    for i in range(4):
+        if (i % 2 == 0) == (first == "full-precision"):
+            assert torch.equal(layer(x), F.linear(x, quantized, layer.bias))
+        else:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = layer(x)
+            assert torch.equal(y, F.linear(x.bfloat16(), quantized.bfloat16(), layer.bias.bfloat16()))
 
 
 def test_weight_without_gradient():

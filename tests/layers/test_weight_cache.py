@@ -83,6 +83,16 @@ def transfer_there_and_back(layer):
     load(layer)
 
 
+def no_grad_reorder(layer):
+    """The same numbers in other places: no checksum of a sum can tell."""
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.flip(0))
+
+
+def replace_reordered(layer):
+    layer.weight.data = layer.weight.data.flip(0)
+
+
 def no_grad_write(layer):
     with torch.no_grad():
         layer.weight[0, 0] = 50.0
@@ -107,6 +117,8 @@ CHANGES = {
     "load-state-dict": load,
     "load-state-dict-assign": lambda layer: load(layer, assign=True),
     "no-grad-write": no_grad_write,
+    "no-grad-reordered": no_grad_reorder,
+    "data-replaced-reordered": replace_reordered,
     "inference-write": inference_write,
     "storage-refilled": refill_storage,
     "there-and-back": transfer_there_and_back,

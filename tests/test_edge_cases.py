@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corners that a review of the quantizer and its layers found broken once."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
+
+import hf_mxfp4.quantizer as quantizer_module
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
+from hf_mxfp4.module_names import fused_experts, split_linears
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+
+
+def swap(layer):
+    a, b = layer.weight.data[0, 0].clone(), layer.weight.data[0, 63].clone()
+    layer.weight.data[0, 0], layer.weight.data[0, 63] = b, a
+
+
+def swap_rows(layer):
+    layer.weight.data.copy_(layer.weight.data.flip(0))
+
+
+def negate(layer):
+    layer.weight.data.neg_()
+
+
+@pytest.mark.parametrize("change", [swap, swap_rows, negate])
+def test_stale_cache(change):
+    torch.manual_seed(0)
+    layer = MXFP4Linear(64, 48, config=MXFP4RLConfig(preset="w4a16", macro_search="static"))
+    with torch.no_grad():
+        layer.weight[:, :32].abs_()
+        layer.weight[:, 32:].abs_().neg_()
+    x = torch.randn(4, 64)
+    layer(x)
+    change(layer)
+    weight = fake_quantize(layer.weight.detach(), macro_block=128, macro_search="static", outlier_fallback=0.5)
+    assert torch.equal(layer(x), F.linear(x, weight, layer.bias))
+
+
+@pytest.mark.parametrize("how", ["moved", "argument"])
+def test_dequantize_in_another_dtype(how, checkpoint):
+    folder = checkpoint("qwen2", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig(preset="w4a16"))
+    if how == "moved":
+        model = model.to(torch.float32)
+        expected = model(IDS).logits
+        assert torch.equal(model.dequantize()(IDS).logits, expected)
+    else:
+        model.dequantize(torch.float32)(IDS)
+
+
+def test_convolutions_are_not_experts(tmp_path):
+    config = Lfm2Config(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        full_attn_idxs=[1],
+        pad_token_id=0,
+    )
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MXFP4RLConfig())
+
+
+def test_expert_skips_with_head_model_names_on_a_base_model():
+    assert fused_experts(make_model("qwen3_moe").model, ["model.layers.0.mlp.experts"]) == ["layers.1.mlp.experts"]
+
+
+def test_import_leaves_triton_out():
+    code = "import sys; sys.modules['torchao'] = None; import hf_mxfp4; print('triton' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.split() == ["False"]
+
+
+@pytest.mark.parametrize("preset", ["w4a4", "w4a16"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
+def test_integers_under_autocast(dtype, preset):
+    layer = MXFP4Linear(64, 32, config=MXFP4RLConfig(preset=preset), name="mlp.up_proj")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="MXFP4Linear mlp.up_proj"):
+        layer(torch.ones(2, 64).to(dtype))
+
+
+@pytest.mark.parametrize("value", [5, 128.0, True], ids=["names-5", "block-128.0", "version-True"])
+def test_config_values(value):
+    name = {5: "modules_to_not_convert", 128.0: "macro_block", True: "format_version"}[value]
+    with pytest.raises(ValueError, match=f"{name}="):
+        MXFP4RLConfig(**{name: value})
+
+
+def test_generator_of_names_is_not_lost():
+    try:
+        names = MXFP4RLConfig(modules_to_not_convert=(n for n in ["layers.0"])).modules_to_not_convert
+    except ValueError:
+        return
+    assert names == ("layers.0",)
+
+
+def test_deleting_a_field():
+    config = MXFP4RLConfig(preset="w4a16")
+    with pytest.raises(AttributeError):
+        del config.preset
+    assert config.preset == "w4a16"
+
+
+def test_broken_regex_names_the_option():
+    with pytest.raises(ValueError, match="modules_to_not_convert"):
+        split_linears(make_model(), MXFP4RLConfig(modules_to_not_convert=["re:("]).modules_to_not_convert)
+
+
+def test_positional_state_dict(checkpoint, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
+    model.save_pretrained(tmp_path / "saved", True, model.state_dict())
+
+
+@pytest.mark.parametrize("preset", ["w4a4", "w4a16"])
+def test_meta_forward(preset):
+    layer = MXFP4Linear(64, 32, device="meta", config=MXFP4RLConfig(preset=preset))
+    assert layer(torch.zeros(2, 64, device="meta")).shape == (2, 32)
+
+
+def test_a_model_made_under_inference_mode():
+    with torch.inference_mode():
+        layer = MXFP4Linear(64, 32)
+        assert layer(torch.ones(2, 64)).shape == (2, 32)
+
+
+def test_sqnr_looks_at_256_rows_at_most(monkeypatch):
+    seen, quantize = [], quantizer_module.fake_quantize
+    monkeypatch.setattr(
+        quantizer_module, "fake_quantize", lambda rows, *a: (seen.append(len(rows)), quantize(rows, *a))[1]
+    )
+    quantizer_module._weight_sqnr(torch.nn.Sequential(MXFP4Linear(32, 511)))
+    assert seen[0] <= 256
+
+
+def test_a_frozen_weight_does_not_keep_the_input_alive():
+    layer = MXFP4Linear(64, 32)
+    layer.requires_grad_(False)
+    y = layer(torch.randn(2, 64, requires_grad=True))
+    assert (2, 64) not in [tuple(t.shape) for t in y.grad_fn.saved_tensors if t is not None]
+
+
+def test_from_dict_keyword_typo():
+    with pytest.raises(TypeError, match="scale_rule"):
+        MXFP4RLConfig.from_dict({}, scale_rul="floor")
+
+
+def test_shared_module():
+    linear = torch.nn.Linear(8, 8)
+    model = torch.nn.ModuleDict({"a": linear, "b": linear})
+    quantizer_module.quantize_linears(model, MXFP4RLConfig())
+    assert type(model["b"]) is MXFP4Linear and model["a"] is model["b"]
+
+
+def test_dequantize_keeps_frozen_weights_frozen(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
+    model.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.dequantize().parameters())
+
+
+def test_vision_towers_are_no_decoder():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    with torch.device("meta"):
+        model = Gemma3ForConditionalGeneration(Gemma3Config())
+    assert not [name for name in split_linears(model)[0] if "vision_tower" in name]
+
+
+def test_scalar_input():
+    with pytest.raises(ValueError, match="MXFP4Linear"):
+        MXFP4Linear(64, 32)(torch.tensor(1.0))
+
+
+def test_a_deleted_model_is_freed_at_once(checkpoint):
+    import gc
+    import weakref
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
+    gc.collect()
+    reference = weakref.ref(model.lm_head.weight)
+    gc.disable()
+    del model
+    gc.enable()
+    assert reference() is None
