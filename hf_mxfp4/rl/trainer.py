@@ -4,6 +4,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,8 +107,11 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         if self.use_vllm:
             # The noise travels with the weights; a new push is due even if they have not changed.
             self._last_loaded_step = -1
+            self.noise.last_report = NoiseReport(0.0, 0.0, 0) if sigma == 0 else None
             yield sigma
-            self._record_noise(NoiseReport(sigma, sigma, len(self.noise.norms) if sigma else 0))
+            if self.noise.last_report is None:
+                raise RuntimeError("adaptive quantization noise did not reach vLLM: no weights were pushed")
+            self._record_noise(self.noise.last_report)
             return
         with self.noise.active(step, sigma):
             yield sigma
@@ -239,9 +243,14 @@ class MXFP4GRPOTrainer(GRPOTrainer):
             # Sharded weights are gathered by all ranks together, and the others may not be here.
             get_logger().error("%s; not saved, since other processes may still be training", what)
         else:
-            self._save_checkpoint(self.model, trial=None)
-            folder = f"{self._get_output_dir(trial=None)}/checkpoint-{step}"
-            get_logger().error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
+            folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
+            try:
+                if not (folder / "trainer_state.json").is_file():
+                    self._save_checkpoint(self.model, trial=None)
+            except Exception as failure:
+                get_logger().error("%s; saving failed too: %s: %s", what, type(failure).__name__, failure)
+            else:
+                get_logger().error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
 
 
 def _refuse_empty(name: str, dataset: Any) -> None:

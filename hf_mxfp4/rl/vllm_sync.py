@@ -6,13 +6,14 @@ do not reach vLLM's; so quantized layers send ``Q(W)`` and norms send their nois
 quantized on vLLM's side: its rollouts are W4A16, and TRL's importance sampling corrects the difference.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from ..layers import MXFP4Linear
-from .aqn import NormNoise
+from .aqn import NoiseReport, NormNoise
 
 
 def rollout_parameters(
@@ -24,11 +25,14 @@ def rollout_parameters(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The pairs of ``named`` with quantized weights in place of master weights, and noise on the norms' weights.
 
+    What the noise changed, after rounding to the dtype that is pushed, is left in ``noise.last_report``.
+
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them.
     """
     quantized = {_plain(name): module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
     norms = {_plain(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
-    n_quantized = n_noisy = 0
+    n_quantized = n_noisy = n_elements = 0
+    energy = 0.0
     for name, tensor in named:
         owner = name.removesuffix(".weight")
         if name.endswith(".weight") and owner in quantized:
@@ -36,14 +40,19 @@ def rollout_parameters(
             yield name, quantized[owner].quantized_weight(tensor, tensor.dtype)
         elif name.endswith(".weight") and owner in norms:
             n_noisy += 1
-            noisy = tensor.float() + noise.noise(norms[owner], tensor, step, sigma)
-            yield name, noisy.to(tensor.dtype)
+            clean = tensor.detach()
+            noisy = (clean.float() + noise.noise(norms[owner], clean, step, sigma)).to(clean.dtype)
+            energy += float((noisy.double() - clean.double()).square().sum())
+            n_elements += tensor.numel()
+            yield name, noisy
         else:
             yield name, tensor
     if quantized and n_quantized == 0:
         raise RuntimeError("the weights pushed to vLLM include none of the quantized layers")
     if norms and n_noisy == 0:
         raise RuntimeError("adaptive quantization noise reached none of the weights pushed to vLLM")
+    if norms:
+        noise.last_report = NoiseReport(sigma, math.sqrt(energy / n_elements), n_noisy)
 
 
 def _plain(name: str) -> str:

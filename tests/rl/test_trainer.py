@@ -303,6 +303,22 @@ def test_failure_before_the_first_step_saves_nothing(run, tmp_path, capsys):
     assert "nothing was trained yet" in capsys.readouterr().err
 
 
+def test_a_failing_save_does_not_hide_the_cause(run, monkeypatch, capsys):
+    def judge(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 1:
+            raise KeyError("answer")
+        return [0.0] * len(completions)
+
+    def full(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    trainer = run(judge)
+    monkeypatch.setattr(trainer, "_save_checkpoint", full)
+    with pytest.raises(RewardError, match="'judge' raised KeyError"):
+        trainer.train()
+    assert "saving failed too: OSError: no space left on device" in capsys.readouterr().err
+
+
 def test_continuous_batching_that_would_round_float32_masters_is_refused(run):
     with pytest.raises(ValueError, match="would round float32 master weights"):
         run(use_transformers_continuous_batching=True, bf16=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 import torch
+from grpo_runs import trainer_factory
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -37,6 +38,19 @@ def test_noise_travels_on_norm_weights_only():
     index = list(noise.norms).index("model.norm")
     norm = model.model.norm.weight
     assert torch.equal(noisy["model.norm.weight"], norm + noise.noise(index, norm, 4, 0.1))
+    assert noise.last_report.modules == 5
+    assert noise.last_report.measured_std == pytest.approx(0.1, rel=0.1)
+
+
+def test_noise_that_bfloat16_swallows_is_measured_as_such():
+    model = make_model(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+    noise = NormNoise(model, seed=0)
+    list(rollout_parameters(model.named_parameters(), model, noise, step=4, sigma=1e-4))
+    assert noise.last_report.measured_std < 1e-5
 
 
 def test_nothing_matching_is_an_error():
@@ -65,3 +79,55 @@ def test_names_match_under_peft():
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(pushed[name], dict(base)[name])
     assert not torch.equal(pushed["model.norm.weight"], dict(base)["model.norm.weight"])
+
+
+def test_the_trainer_pushes_the_rollout_policy_and_reports_its_noise(tmp_path):
+    """Against the interface of TRL's `VLLMGeneration`: vLLM itself does not run here."""
+    trainer = trainer_factory(tmp_path)()
+    pushed = []
+
+    class Generation:
+        def _iter_named_params(self):
+            yield from trainer.model.named_parameters()
+
+        def sync_weights(self):
+            pushed.append(dict(self._iter_named_params()))
+
+        def generate(self, prompts, **kwargs):
+            return None, [[2, 1]] * len(prompts), [[[0.0], [0.0]]] * len(prompts), None
+
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Generation(), -1
+    trainer._push_rollout_policy_to_vllm()
+    trainer.model.train()
+    trainer.state.global_step, trainer.state.max_steps = 3, 4
+    trainer._generate(["1+1="])
+    trainer.model.eval()
+    trainer._last_loaded_step = -1
+    trainer._generate(["1+1="])
+    noisy, clean = (weights["model.norm.weight"] for weights in pushed)
+    assert torch.equal(clean, trainer.model.model.norm.weight) and not torch.equal(noisy, clean)
+    layer = trainer.model.model.layers[0].mlp.up_proj
+    for weights in pushed:
+        quantized = weights["model.layers.0.mlp.up_proj.weight"]
+        assert torch.equal(quantized, layer.quantized_weight(layer.weight, torch.float32))
+    assert trainer._metrics["train"]["aqn/n_modules"] == [5]
+    assert trainer._metrics["train"]["aqn/measured_std"][0] == pytest.approx(1e-3, rel=0.25)
+
+
+def test_vllm_that_pulls_no_weights_is_an_error(tmp_path):
+    trainer = trainer_factory(tmp_path)(aqn_num_stages=1)
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
+    trainer.rollout_func = lambda prompts, trainer: {
+        "prompt_ids": [[2]],
+        "completion_ids": [[3]],
+        "logprobs": [[0.0]],
+    }
+
+    class Generation:
+        def sync_weights(self):
+            pass
+
+    trainer.vllm_generation = Generation()
+    trainer.model.train()
+    with pytest.raises(RuntimeError, match="did not reach vLLM"):
+        trainer._generate(["1+1="])

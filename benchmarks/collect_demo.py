@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather the summaries of demo runs into `benchmarks/results/demo_cpu.json`.
+
+    python -m benchmarks.collect_demo outputs/*/summary.json
+
+One record per run: greedy held-out accuracy after RL (`value`) and before (`baseline`), their ratio, and the standard
+errors that follow from the number of problems.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+
+
+RESULT = Path(__file__).parent / "results" / "demo_cpu.json"
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "numpy")
+
+
+def record(summary: dict) -> dict:
+    """The benchmark record of one run's `summary.json`."""
+    (score,) = summary["accuracy_before"]
+    before, after = summary["accuracy_before"][score], summary["accuracy_after"][score]
+    return {
+        "name": f"demo_cpu_seed{summary['seed']}",
+        "shape": f"{summary['n_test']} held-out problems, {summary['steps']} GRPO steps",
+        "value": after,
+        "unit": f"greedy {score}",
+        "baseline": before,
+        "ratio": round(after / before, 4),
+        "ceiling_fraction": after,
+        "standard_error": [summary["standard_error_before"][score], summary["standard_error_after"][score]],
+        "entropy": [summary["entropy_first"], summary["entropy_last"]],
+        "scheme": summary["scheme"],
+        "seconds": summary["seconds"],
+        "hardware": f"{platform.machine()} CPU",
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "command": f'make demo ARGS="--seed {summary["seed"]}"',
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("summaries", nargs="+", type=Path)
+    records = [record(json.loads(path.read_text())) for path in parser.parse_args().summaries]
+    RESULT.write_text(json.dumps(sorted(records, key=lambda entry: entry["name"]), indent=2) + "\n")
+    for entry in records:
+        print(f"{entry['name']}: {entry['baseline']:.3f} -> {entry['value']:.3f} in {entry['seconds']:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
