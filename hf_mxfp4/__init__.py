@@ -5,8 +5,7 @@ Importing the package registers the quantization method `mxfp4_rl` with transfor
 it is first used, so that trl, triton and matplotlib cost nothing until then.
 """
 
-import importlib
-
+from ._lazy import lazy_names
 from .config import MXFP4RLConfig
 from .quantizer import MXFP4RLQuantizer
 
@@ -30,10 +29,7 @@ _LAZY = {
 __all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__", *_LAZY]
 
 
-def __getattr__(name: str):
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+__getattr__ = lazy_names(__name__, _LAZY)
 
 
 def __dir__():

@@ -4,7 +4,7 @@
 trl is imported when the trainer or its config is first used.
 """
 
-import importlib
+from .._lazy import lazy_names
 
 
 _LAZY = {
@@ -20,10 +20,7 @@ _LAZY = {
 __all__ = sorted(_LAZY)
 
 
-def __getattr__(name: str):
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+__getattr__ = lazy_names(__name__, _LAZY)
 
 
 def __dir__():

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of one tensor on their way through quantization: padding, macro factor, scales, rounding, searches.
+
+The definition that this follows is in [`hf_mxfp4.numerics.quantize`].
+"""
+
+import torch
+
+from . import grid, macro
+from .scales import (
+    BLOCK_SIZE,
+    E8M0_NAN,
+    ScaleRule,
+    decode_e8m0,
+    inverse_scale,
+    largest_finite_magnitude,
+    scale_from_amax,
+)
+from .scheme import QuantScheme
+
+
+#: Scale exponents that the `mse` rule tries, from `E - 2`; the earlier one wins a tie.
+_MSE_OFFSETS = (0, 1, -1)
+
+
+class Blocks:
+    """``x`` as float32 blocks ``[..., blocks, 32]``, padded, with its macro factor found and applied."""
+
+    def __init__(self, x: torch.Tensor, scheme: QuantScheme, axis: int):
+        self.scheme = scheme
+        length = x.shape[axis]
+        rows = _as_float32(x.detach().movedim(axis, -1))
+        unit = BLOCK_SIZE
+        if scheme.macro_block is not None:
+            row_unit = max(1, -(-length // BLOCK_SIZE)) * BLOCK_SIZE
+            unit = row_unit if scheme.macro_block == "row" else max(scheme.macro_block, BLOCK_SIZE)
+        padding = -length % unit
+        if padding:
+            rows = torch.nn.functional.pad(rows, (0, padding))
+        rows = rows.contiguous()
+        self.z = rows.view(*rows.shape[:-1], rows.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
+        self.amax = self.z.abs().amax(dim=-1)
+        self.m8: torch.Tensor | None = None
+        self.blocks_per_macro = unit // BLOCK_SIZE
+        if scheme.macro_block is not None:
+            self._apply_macro()
+
+    def quantize(self, generator: torch.Generator | None) -> tuple[tuple, tuple | None]:
+        """Grid values and scale bytes of the first pass, and of the residual pass or `None`."""
+        first = _quantize_pass(self.z, self.amax, self.scheme, generator)
+        if self.scheme.outlier_fallback is None:
+            return first, None
+        q, scale = first
+        residual = self.z - q * decode_e8m0(scale).unsqueeze(-1)
+        # Where the first pass is NaN, so is the whole result: the residual says nothing there.
+        residual.masked_fill_((scale == E8M0_NAN).unsqueeze(-1), 0.0)
+        return first, _quantize_pass(residual, residual.abs().amax(dim=-1), self.scheme, generator)
+
+    def dequantized(self, first: tuple, residual: tuple | None) -> torch.Tensor:
+        """Values ``[..., blocks, 32]`` of what [`quantize`] returned. Consumes it."""
+        q, scale = first
+        out = q.mul_(decode_e8m0(scale).unsqueeze(-1))
+        if residual is not None:
+            q2, scale2 = residual
+            out.add_(q2.mul_(decode_e8m0(scale2).unsqueeze(-1)).mul_(self.scheme.outlier_fallback))
+        if self.m8 is not None:
+            out.div_(self._per_block(macro.macro_factor(self.m8)).unsqueeze(-1))
+        return out
+
+    def _per_block(self, per_macro: torch.Tensor) -> torch.Tensor:
+        return per_macro.repeat_interleave(self.blocks_per_macro, dim=-1)
+
+    def _by_macro(self, per_block: torch.Tensor) -> torch.Tensor:
+        n_macro = per_block.shape[-1] // self.blocks_per_macro
+        return per_block.view(*per_block.shape[:-1], n_macro, self.blocks_per_macro)
+
+    def _apply_macro(self) -> None:
+        macro_amax = self._by_macro(self.amax).amax(dim=-1)
+        if self.scheme.macro_search == "static":
+            self.m8 = macro.static_macro(macro_amax)
+        else:
+            self.m8 = self._search_macro(macro_amax)
+        factor = self._per_block(macro.macro_factor(self.m8))
+        self.z.mul_(factor.unsqueeze(-1))
+        # Rounding is monotonic, so the maximum of the products is the product of the maximum.
+        self.amax = self.amax * factor
+
+    def _search_macro(self, macro_amax: torch.Tensor) -> torch.Tensor:
+        """``m8`` of the candidate with the least squared error per macro block; the smallest factor wins a tie."""
+        best_error: torch.Tensor | None = None
+        best = torch.zeros_like(macro_amax, dtype=torch.int32)
+        unit = _inverse_power_of_two(macro_amax)
+        for candidate in range(macro.DYNAMIC_CANDIDATES):
+            m8 = macro.dynamic_macro(candidate, macro_amax)
+            factor = self._per_block(macro.macro_factor(m8)).unsqueeze(-1)
+            z = self.z * factor
+            q, scale = _quantize_pass(z, self.amax * factor.squeeze(-1), self.scheme, None, rounding="nearest")
+            error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).div_(factor).sub_(self.z)
+            error.mul_(self._per_block(unit).unsqueeze(-1))
+            sse = self._by_macro(_sum_of_squares(error)).sum(dim=-1)
+            if best_error is None:
+                best_error = sse
+                best = m8
+            else:
+                better = sse < best_error
+                best_error = torch.where(better, sse, best_error)
+                best = torch.where(better, m8, best)
+        return best
+
+
+def _quantize_pass(
+    z: torch.Tensor,
+    amax: torch.Tensor,
+    scheme: QuantScheme,
+    generator: torch.Generator | None,
+    rounding: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One quantization: grid values ``[..., blocks, 32]`` (float32) and scale bytes ``[..., blocks]`` (int32)."""
+    scale = scale_from_amax(amax, scheme.scale_rule)
+    if scheme.scale_rule is ScaleRule.MSE:
+        scale = _least_squares_scale(z, amax, scale)
+    rounding = rounding or scheme.rounding
+    return _round_to_grid(z, scale, rounding, generator), scale
+
+
+def _round_to_grid(
+    z: torch.Tensor, scale: torch.Tensor, rounding: str, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    # A block with NaN or infinity has inverse scale 0: NaN * 0 and inf * 0 are NaN still, hence the masking.
+    y = z * inverse_scale(scale).unsqueeze(-1)
+    if z.device.type != "cpu" or (scale == E8M0_NAN).any():
+        y.masked_fill_((scale == E8M0_NAN).unsqueeze(-1), 0.0)
+    limit = largest_finite_magnitude(scale)
+    if limit is not None:
+        y = torch.minimum(torch.maximum(y, -limit.unsqueeze(-1)), limit.unsqueeze(-1))
+    if rounding == "stochastic":
+        return grid.round_stochastic(y, generator)
+    return grid.round_nearest(y)
+
+
+def _least_squares_scale(z: torch.Tensor, amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    unit = _inverse_power_of_two(amax).unsqueeze(-1)
+    best, best_error = first, None
+    for offset in _MSE_OFFSETS:
+        scale = torch.where(first == E8M0_NAN, first, (first + offset).clamp(0, 254))
+        q = _round_to_grid(z, scale, "nearest")
+        error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).sub_(z).mul_(unit)
+        sse = _sum_of_squares(error)
+        if best_error is None:
+            best_error = sse
+        else:
+            better = sse < best_error
+            best_error = torch.where(better, sse, best_error)
+            best = torch.where(better, scale, best)
+    return best
+
+
+def _sum_of_squares(error: torch.Tensor) -> torch.Tensor:
+    """Sums over the last axis, in units of 2**-23, as int64: the same in whatever order they are added. ``error`` is
+    below 2 in magnitude and is consumed."""
+    return error.square_().mul_(2.0**23).to(torch.int32).sum(dim=-1)
+
+
+def _as_float32(x: torch.Tensor) -> torch.Tensor:
+    """A float32 copy of ``x``, in which finite values stay finite."""
+    if x.dtype == torch.float64:
+        largest = torch.finfo(torch.float32).max
+        x = torch.where(x.isinf(), x, x.clamp(-largest, largest))
+    return x.to(torch.float32, copy=True)
+
+
+def _inverse_power_of_two(amax: torch.Tensor) -> torch.Tensor:
+    """``2**-floor(log2 amax)``, to bring errors into a range whose squares neither overflow nor vanish."""
+    exponent = (amax.view(torch.int32) >> 23) & 0xFF
+    return ((254 - exponent).clamp_(1, 254) << 23).view(torch.float32)
