@@ -14,26 +14,30 @@ from collections.abc import Callable, Iterator
 import torch
 
 
-_frozen_depth = 0
+#: Number of the outermost [`cached_weights`] context in force, 0 outside of any.
+_frozen = 0
+_contexts_entered = 0
 _filled: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
 
 
 @contextlib.contextmanager
 def cached_weights() -> Iterator[None]:
-    """Within this context every quantized layer quantizes its weight once and trusts that nobody changes it.
+    """Within this context every quantized layer quantizes its weight at most once and trusts that nobody changes it.
 
-    For rollouts and evaluation. It also makes caching available in distributed jobs, where the copies are dropped at
-    the end of the context.
+    For rollouts and evaluation. A value kept from before the context is checked at its first use. The context also
+    makes caching available in distributed jobs, where the copies are dropped at its end.
     """
-    global _frozen_depth
-    if _frozen_depth == 0:
-        _forget_all()
-    _frozen_depth += 1
+    global _frozen, _contexts_entered
+    if _frozen:
+        yield
+        return
+    _contexts_entered += 1
+    _frozen = _contexts_entered
     try:
         yield
     finally:
-        _frozen_depth -= 1
-        if _frozen_depth == 0 and _distributed():
+        _frozen = 0
+        if _distributed():
             _forget_all()
 
 
@@ -43,28 +47,39 @@ class WeightCache:
     def __init__(self):
         self._key: tuple | None = None
         self._value: torch.Tensor | None = None
+        # The context in which the value was found to be current, and the weight that it was found for.
+        self._trusted: tuple | None = None
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The kept value for this weight and dtype, or a fresh one from ``compute``."""
-        frozen = _frozen_depth > 0
-        if not frozen and _distributed():
+        distributed = _distributed()
+        if distributed and not _frozen:
             return compute()
-        key = (id(weight), weight.shape, weight.device, weight.dtype, dtype)
-        if not frozen and not weight.is_meta:
-            version = None if weight.is_inference() else weight._version
-            key = (*key, weight.data_ptr(), version, _checksum(weight))
+        identity = (_frozen, id(weight), weight.shape, weight.device, weight.dtype, dtype)
+        if _frozen and self._value is not None and self._trusted == identity:
+            return self._value
+        # A sharded engine refills a weight's storage unseen: there, nothing older than the context counts.
+        key = identity if distributed else (*identity[1:], *_state(weight))
         if self._value is None or self._key != key:
             self._value, self._key = compute(), key
             _filled.add(self)
+        self._trusted = identity
         return self._value
 
     def clear(self) -> None:
         """Forget the kept value and free its memory."""
-        self._key = self._value = None
+        self._key = self._value = self._trusted = None
 
     def __reduce__(self):
         # A copied or unpickled layer starts with an empty cache.
         return WeightCache, ()
+
+
+def _state(weight: torch.Tensor) -> tuple:
+    """What changes when the weight does."""
+    if weight.is_meta:
+        return ()
+    return weight.data_ptr(), None if weight.is_inference() else weight._version, _checksum(weight)
 
 
 def _checksum(weight: torch.Tensor) -> int:

@@ -189,9 +189,9 @@ def test_one_quantization_per_layer_of_a_model_that_generates(quantizations):
     model = make_model(layers=2)
     quantize_linears(model, WEIGHT_ONLY)
     ids = torch.arange(2, 8)[None]
-    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
-    quantizations.clear()
     with cached_weights():
+        expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+        assert len(quantizations) == 14
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
         assert len(quantizations) == 14
         model(ids, labels=ids).loss.backward()
@@ -243,12 +243,33 @@ def test_outside_of_the_context_a_distributed_job_keeps_nothing(two_processes):
     assert is_gone(kept(make_layer()))
 
 
-def test_entering_drops_older_copies():
-    layers = [make_layer(), make_layer(1)]
-    copies = [kept(layer) for layer in layers]
-    assert not any(is_gone(copy_) for copy_ in copies)
+def test_an_older_copy_serves_a_context_only_while_it_is_current(quantizations):
+    layer = make_layer()
+    layer(X)
     with cached_weights():
-        assert all(is_gone(copy_) for copy_ in copies)
+        assert torch.equal(layer(X), from_scratch(layer, X))
+        assert len(quantizations) == 1
+    layer.weight.data.mul_(2.0)
+    with cached_weights():
+        assert torch.equal(layer(X), from_scratch(layer, X))
+        assert len(quantizations) == 2
+        layer(X)
+        assert len(quantizations) == 2
+    layer(X)
+    assert len(quantizations) == 2
+
+
+def test_trust_ends_with_the_context():
+    layer = make_layer()
+    with cached_weights():
+        layer(X)
+    layer.weight.data.neg_()
+    assert torch.equal(layer(X), from_scratch(layer, X))
+    with cached_weights():
+        layer(X)
+    layer.weight.data.neg_()
+    with cached_weights():
+        assert torch.equal(layer(X), from_scratch(layer, X))
 
 
 def test_a_layer_that_goes_away_takes_its_copy_along():
@@ -303,5 +324,8 @@ def test_the_context_is_a_decorator_too(quantizations):
         return [layer(X) for _ in range(3)]
 
     rollout()
+    rollout()
+    assert len(quantizations) == 1
+    layer.weight.data.mul_(2.0)
     rollout()
     assert len(quantizations) == 2
