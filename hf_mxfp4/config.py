@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 MODES = ("qat",)
 PRESETS = ("w4a16", "w4a4")
-MACRO_SEARCHES = ("static", "dynamic", "hybrid")
+MACRO_SEARCHES = ("static", "dynamic", "hybrid", "blockwise")
 OPERANDS = ("both", "weights", "activations")
 BACKENDS = ("auto", "eager", "triton")
 
@@ -73,7 +73,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         default="hybrid",
         metadata={
             "help": "How macro factors are found: 'static' (from the largest magnitude), 'dynamic' (best of 16 by "
-            "squared error) or 'hybrid' (dynamic for weights, static for activations)."
+            "squared error), 'hybrid' (dynamic for weights, static for activations) or 'blockwise' (two mantissa "
+            "bits for each of the four block scales, by squared error)."
         },
     )
     outlier_fallback: float | None = field(
@@ -122,6 +123,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         one_of("outlier_fallback_operands", self.outlier_fallback_operands, OPERANDS)
         one_of("backend", self.backend, BACKENDS)
         check_alpha(self.outlier_fallback)
+        self._scheme("weights", "static" if self.macro_search == "hybrid" else self.macro_search)  # checks the pair
         if self.preset == "w4a16" and self.outlier_fallback_operands == "activations":
             raise ValueError(
                 "outlier_fallback_operands='activations' has no effect under preset='w4a16', "

@@ -41,6 +41,7 @@ class Blocks:
         self.z = rows.view(*rows.shape[:-1], rows.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
         self.amax = self.z.abs().amax(dim=-1)
         self.m8: torch.Tensor | None = None
+        self.multiplier: torch.Tensor | None = None
         self.blocks_per_macro = unit // BLOCK_SIZE
         if scheme.macro_block is not None:
             self._apply_macro()
@@ -63,7 +64,9 @@ class Blocks:
         if residual is not None:
             q2, scale2 = residual
             out.add_(q2.mul_(decode_e8m0(scale2).unsqueeze(-1)).mul_(self.scheme.outlier_fallback))
-        if self.m8 is not None:
+        if self.multiplier is not None:
+            out.mul_(self.multiplier.unsqueeze(-1))
+        elif self.m8 is not None:
             out.div_(self._per_block(macro.macro_factor(self.m8)).unsqueeze(-1))
         return out
 
@@ -75,6 +78,13 @@ class Blocks:
         return per_block.view(*per_block.shape[:-1], n_macro, self.blocks_per_macro)
 
     def _apply_macro(self) -> None:
+        if self.scheme.macro_search == "blockwise":
+            mantissa = self._search_mantissas()
+            self.m8 = macro.pack_mantissas(mantissa)
+            self.multiplier = macro.mantissa_factor(mantissa)
+            self.z.div_(self.multiplier.unsqueeze(-1))
+            self.amax = self.amax / self.multiplier
+            return
         macro_amax = self._by_macro(self.amax).amax(dim=-1)
         if self.scheme.macro_search == "static":
             self.m8 = macro.static_macro(macro_amax)
@@ -98,14 +108,22 @@ class Blocks:
             error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).div_(factor).sub_(self.z)
             error.mul_(self._per_block(unit).unsqueeze(-1))
             sse = self._by_macro(_sum_of_squares(error)).sum(dim=-1)
-            if best_error is None:
-                best_error = sse
-                best = m8
-            else:
-                better = sse < best_error
-                best_error = torch.where(better, sse, best_error)
-                best = torch.where(better, m8, best)
+            best, best_error = _keep_better(best, best_error, m8, sse)
         return best
+
+    def _search_mantissas(self) -> torch.Tensor:
+        """Two-bit mantissa of least squared error for every block; the smallest wins a tie, non-finite blocks get 0."""
+        best_error: torch.Tensor | None = None
+        best = torch.zeros_like(self.amax, dtype=torch.int32)
+        unit = _inverse_power_of_two(self.amax).unsqueeze(-1)
+        for candidate in range(macro.BLOCK_MANTISSAS):
+            mantissa = torch.full_like(best, candidate)
+            factor = macro.mantissa_factor(mantissa)
+            z = self.z / factor.unsqueeze(-1)
+            q, scale = _quantize_pass(z, self.amax / factor, self.scheme, None, rounding="nearest")
+            error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).mul_(factor.unsqueeze(-1)).sub_(self.z).mul_(unit)
+            best, best_error = _keep_better(best, best_error, mantissa, _sum_of_squares(error))
+        return best.masked_fill_(~self.amax.isfinite(), 0)
 
 
 def _quantize_pass(
@@ -145,14 +163,18 @@ def _least_squares_scale(z: torch.Tensor, amax: torch.Tensor, first: torch.Tenso
         scale = torch.where(first == E8M0_NAN, first, (first + offset).clamp(0, 254))
         q = _round_to_grid(z, scale, "nearest")
         error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).sub_(z).mul_(unit)
-        sse = _sum_of_squares(error)
-        if best_error is None:
-            best_error = sse
-        else:
-            better = sse < best_error
-            best_error = torch.where(better, sse, best_error)
-            best = torch.where(better, scale, best)
+        best, best_error = _keep_better(best, best_error, scale, _sum_of_squares(error))
     return best
+
+
+def _keep_better(
+    best: torch.Tensor, best_error: torch.Tensor | None, candidate: torch.Tensor, error: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The candidate where its error is less, else the best so far; the first candidate stands for itself."""
+    if best_error is None:
+        return candidate, error
+    better = error < best_error
+    return torch.where(better, candidate, best), torch.where(better, error, best_error)
 
 
 def _sum_of_squares(error: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,11 @@
 ordinary quantization (arXiv 2603.08713; used for RL in arXiv 2605.20402).
 
 The factor and both of its uses stay in float32: bfloat16 has one mantissa bit too few to hold it.
+
+The ``blockwise`` search spends the same byte otherwise: two mantissa bits for the scale of each of the four blocks, so
+that a block's scale is ``2**e * (1 + m / 4)`` with the ``m`` of least squared error. One byte per 128 elements then
+serves all four blocks and not only the one that holds the macro maximum, and products of the grid with these scales are
+exact in bfloat16.
 """
 
 import torch
@@ -10,6 +15,9 @@ import torch
 
 #: Factors tried by the dynamic search: ``1 + j / 16``.
 DYNAMIC_CANDIDATES = 16
+#: Mantissas tried per block by the blockwise search, and blocks whose mantissas share a byte.
+BLOCK_MANTISSAS = 4
+BLOCKS_PER_BYTE = 4
 _TOO_LARGE_TO_SCALE = 2.0**127
 
 
@@ -35,3 +43,21 @@ def dynamic_macro(candidate: int, amax: torch.Tensor) -> torch.Tensor:
 def macro_factor(m8: torch.Tensor) -> torch.Tensor:
     """Float32 factors ``1 + m8 / 256`` of macro bytes (any integer dtype, 0..255); exact."""
     return m8.to(torch.float32).mul_(1.0 / 256.0).add_(1.0)
+
+
+def mantissa_factor(mantissa: torch.Tensor) -> torch.Tensor:
+    """Float32 scale factors ``1 + m / 4`` of two-bit block mantissas (any integer dtype, 0..3); exact."""
+    return mantissa.to(torch.float32).mul_(0.25).add_(1.0)
+
+
+def pack_mantissas(mantissa: torch.Tensor) -> torch.Tensor:
+    """Bytes ``[..., blocks / 4]`` (int32) of block mantissas ``[..., blocks]``; block j of four has bits 2j, 2j+1."""
+    fields = mantissa.view(*mantissa.shape[:-1], mantissa.shape[-1] // BLOCKS_PER_BYTE, BLOCKS_PER_BYTE)
+    shifts = torch.arange(0, 2 * BLOCKS_PER_BYTE, 2, dtype=torch.int32, device=mantissa.device)
+    return (fields << shifts).sum(dim=-1, dtype=torch.int32)
+
+
+def unpack_mantissas(packed: torch.Tensor) -> torch.Tensor:
+    """Block mantissas ``[..., 4 * bytes]`` of what [`pack_mantissas`] packed (any integer dtype)."""
+    shifts = torch.arange(0, 2 * BLOCKS_PER_BYTE, 2, dtype=torch.int32, device=packed.device)
+    return ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 3).flatten(-2)

@@ -3,7 +3,8 @@
 
 Definition, per block of 32 elements along ``axis`` (all steps in float32):
 
-1. with macro blocks, ``z = f * x`` ([`hf_mxfp4.numerics.macro`]), otherwise ``z = x``;
+1. with macro blocks, ``z = f * x`` ([`hf_mxfp4.numerics.macro`]), otherwise ``z = x``; with blockwise mantissas
+   ``z = x / g``, ``g = 1 + m / 4``, and the result is multiplied by ``g`` where it says ``/ f``;
 2. scale ``s = 2**e`` from the largest ``|z|`` of the block ([`ScaleRule`]); ``q = round(z / s)`` on the E2M1 grid;
 3. with outlier fallback, the residual ``z - s * q`` is quantized in the same way to ``s2 * q2``
    (arXiv 2605.20402, "outlier fallback");
@@ -37,7 +38,7 @@ class MXFP4Tensor:
     Attributes:
         codes: uint8 ``[..., ceil(K/2)]``, two E2M1 codes per byte, even index in the low nibble.
         scale: uint8 ``[..., ceil(K/32)]``, E8M0.
-        macro: uint8 ``[..., ceil(K/macro_block)]`` or `None`; factor ``1 + byte/256``.
+        macro: uint8 ``[..., ceil(K/macro_block)]`` or `None`; factor ``1 + byte/256``, or four block mantissas.
         residual_codes, residual_scale: as ``codes`` and ``scale`` for the outlier-fallback pass, or `None`.
         length: K, the number of elements along the quantized axis.
         axis: position of that axis in the original tensor.
@@ -63,6 +64,7 @@ class MXFP4Tensor:
             length=self.length,
             macro=self.macro,
             macro_block=self.scheme.macro_block,
+            macro_search=self.scheme.macro_search,
             residual_codes=self.residual_codes,
             residual_scale=self.residual_scale,
             outlier_fallback=self.scheme.outlier_fallback,
@@ -88,7 +90,8 @@ def fake_quantize(
         x: floating-point tensor with at least one axis; computed on as float32 (larger float64 values as its largest).
         scale_rule: how block scales are chosen; see [`ScaleRule`].
         macro_block: elements per macro block (32, 64, 128, 256 or ``"row"``), or `None` for no macro-block scaling.
-        macro_search: ``"static"`` (factor from the macro maximum) or ``"dynamic"`` (the best of 16 by squared error).
+        macro_search: ``"static"`` (factor from the macro maximum), ``"dynamic"`` (the best of 16 by squared error) or
+            ``"blockwise"`` (no common factor: two mantissa bits for each block's scale, by squared error).
         outlier_fallback: weight ``alpha`` in (0, 1] of the quantized residual, or `None` for one pass only.
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (both passes).
         axis: the axis that blocks run along, normally the contraction axis of a matrix product.
@@ -151,6 +154,7 @@ def dequantize(
     length: int,
     macro: torch.Tensor | None = None,
     macro_block: int | str | None = None,
+    macro_search: str = "static",
     residual_codes: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
     outlier_fallback: float | None = None,
@@ -191,7 +195,10 @@ def dequantize(
                 f"macro has {macro.shape[-1]} bytes along its last axis; {length} elements in macro blocks of "
                 f"{macro_block} need {-(-length // size)}"
             )
-        out = out / _factor_per_element(macro, size, length).to(compute)
+        if macro_search == "blockwise":
+            out = out * _multiplier_per_element(macro, length)
+        else:
+            out = out / _factor_per_element(macro, size, length)
     return _saturate(out, dtype).to(dtype)
 
 
@@ -209,6 +216,11 @@ def apply_scheme(
 
 def _factor_per_element(m8: torch.Tensor, macro_block: int, length: int) -> torch.Tensor:
     return macro.macro_factor(m8).repeat_interleave(macro_block, dim=-1)[..., :length]
+
+
+def _multiplier_per_element(packed: torch.Tensor, length: int) -> torch.Tensor:
+    per_block = macro.mantissa_factor(macro.unpack_mantissas(packed))
+    return per_block.repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
 
 
 def _saturate(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from .scales import ScaleRule
 
 #: Elements per macro block that have a definition; ``"row"`` is the whole axis.
 MACRO_BLOCKS = (32, 64, 128, 256, "row")
-MACRO_SEARCHES = ("static", "dynamic")
+MACRO_SEARCHES = ("static", "dynamic", "blockwise")
 ROUNDINGS = ("nearest", "stochastic")
 
 
@@ -42,6 +42,11 @@ class QuantScheme:
                 "one tensor is either: pass 'dynamic' or 'static'"
             )
         one_of("macro_search", self.macro_search, MACRO_SEARCHES)
+        if self.macro_search == "blockwise" and self.macro_block not in (None, 128):
+            raise ValueError(
+                f"macro_search='blockwise' needs macro_block=128, whose byte holds the mantissas of four blocks; "
+                f"got macro_block={self.macro_block!r}"
+            )
         one_of("rounding", self.rounding, ROUNDINGS)
         check_alpha(self.outlier_fallback)
 
