@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
+# Options of the recipe for `make demo` (`--seed 1`), of pytest for `make test`.
+ARGS ?=
 # Workers of the test run; each computes on one thread.
 JOBS ?= 2
 
@@ -12,7 +14,7 @@ JOBS ?= 2
 
 demo: $(VENV)/runtime
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-		recipes/grpo.py --config recipes/configs/tiny_cpu.yaml $(ARGS)
+		recipes/grpo.py --config recipes/configs/tiny_cpu.yaml --overwrite true $(ARGS)
 
 test: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)

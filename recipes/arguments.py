@@ -70,7 +70,10 @@ def quantization_config(arguments: object) -> MXFP4RLConfig:
     """The `MXFP4RLConfig` that parsed `QuantizationArguments` describe; raises `ValueError` as it does."""
     options = {option.name: getattr(arguments, option.name) for option in fields(QuantizationArguments)}
     if isinstance(options["outlier_fallback"], str):
-        options["outlier_fallback"] = float(options["outlier_fallback"])
+        try:
+            options["outlier_fallback"] = float(options["outlier_fallback"])
+        except ValueError:
+            raise ValueError(f"outlier_fallback={options['outlier_fallback']!r} must be a number or none") from None
     return MXFP4RLConfig(**options)
 
 
@@ -90,22 +93,27 @@ def parse(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP4GRPOCon
     if not any(word == "--config" or word.startswith("--config=") for word in argv):
         argv = [*argv, "--config", str(DEFAULT_CONFIG)]
     groups = (RecipeArguments, QuantizationArguments, MXFP4GRPOConfig, ModelConfig)
-    _refuse_unknown(argv, [option.name for group in groups for option in fields(group)])
+    _refuse_unknown(argv, {option.name: option.default for group in groups for option in fields(group)})
     recipe, quantization, training, model = TrlParser(groups).parse_args_and_config(argv)
     for arguments in (recipe, quantization, model):
         _read_none(arguments)
+    if model.load_in_4bit or model.load_in_8bit:
+        raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
     return recipe, quantization_config(quantization), training, model
 
 
-def _refuse_unknown(argv: list[str], known: list[str]) -> None:
+def _refuse_unknown(argv: list[str], defaults: dict[str, object]) -> None:
     """The parsers name what they do not know, but not what was meant."""
-    given = [word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
-    allowed = {*known, *(f"no_{name}" for name in known), "config", "help"}
-    for name in given:
-        if name not in allowed:
+    known = list(defaults)
+    allowed = {*known, *(f"no_{name}" for name in known if defaults[name] is True), "config", "help"}
+    for word in argv:
+        name = word[2:].split("=")[0].replace("-", "_")
+        if word.startswith("--") and name not in allowed:
             raise ValueError(unknown_key_message("the command line", name, known))
-    path = next((argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"), None)
-    path = path or next((word.split("=", 1)[1] for word in argv if word.startswith("--config=")), None)
+    path = next((word.split("=", 1)[1] for word in argv if word.startswith("--config=")), None)
+    path = path or next((argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"), None)
+    if path is None:
+        raise ValueError("--config needs the name of a YAML file")
     with open(path, encoding="utf-8") as file:
         options = yaml.safe_load(file) or {}
     if not isinstance(options, dict):

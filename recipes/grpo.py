@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
@@ -33,6 +35,8 @@ from tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_q
 
 
 console = Console()
+# TRL's own default still has the old name of this option.
+warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
 
 
 def main(argv: list[str]) -> dict:
@@ -116,7 +120,9 @@ def parse_or_exit(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP
 
 def refuse_used_folder(output: Path, recipe: RecipeArguments, training: MXFP4GRPOConfig) -> None:
     """Exit rather than mix a new run into the folder of an old one."""
-    resuming = training.resume_from_checkpoint not in (None, "", "false", "False")
+    resuming = resume_choice(training) is not None
+    if resume_choice(training) is True and (not output.is_dir() or get_last_checkpoint(str(output)) is None):
+        raise SystemExit(f"error: nothing to resume: {output} holds no checkpoint (see save_strategy and save_steps)")
     if output.is_dir() and any(output.iterdir()) and not (recipe.overwrite or resuming):
         raise SystemExit(
             f"error: output_dir {output} is not empty; choose another --output_dir, continue with "
@@ -192,6 +198,8 @@ def load_policy(
     model_args: ModelConfig,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The policy under its scheme, and its tokenizer; a message when the checkpoint is missing or unsuitable."""
+    if source.startswith((".", "/", "~")) and not Path(source).is_dir():
+        raise SystemExit(f"error: cannot load the model {source!r}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=model_args.model_revision, padding_side="left")
         policy = AutoModelForCausalLM.from_pretrained(
@@ -209,6 +217,12 @@ def load_policy(
         ) from error
     except ValueError as error:
         raise SystemExit(f"error: cannot load the model {source!r} under this scheme: {error}") from error
+    carried = getattr(policy.config, "quantization_config", None)
+    if not recipe.full_precision and carried != quantization:
+        raise SystemExit(
+            f"error: {source!r} was saved under the scheme {carried.describe()}, not {quantization.describe()}; "
+            "give the same options, or remove quantization_config from its config.json"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return policy, tokenizer
@@ -258,6 +272,7 @@ def summarize(
 ) -> dict:
     """Everything the closing table shows, as JSON."""
     history = [entry for entry in trainer.state.log_history if "entropy" in entry]
+    sigmas = [entry["aqn/sigma"] for entry in history if "aqn/sigma" in entry]
     report = getattr(trainer.accelerator.unwrap_model(trainer.model), "quantization_report", None)
     return {
         "task": task.name,
@@ -273,15 +288,13 @@ def summarize(
         "entropy_first": history[0]["entropy"] if history else None,
         "entropy_last": history[-1]["entropy"] if history else None,
         "entropy_alarms": trainer.entropy_callback.alarms,
-        "aqn_sigma_set": sorted({e["aqn/sigma"] for e in history if e.get("aqn/sigma")}, reverse=True)[:1]
-        + [history[-1].get("aqn/sigma")]
-        if history
-        else None,
+        "aqn_sigma_logged": sigmas and {"largest": max(sigmas), "last": sigmas[-1]},
         "n_quantized": trainer.n_quantized,
         "n_skipped": report.n_skipped if report else None,
         "weight_sqnr_db": report.sqnr_db if report else None,
         "bytes_on_disk": sum(file.stat().st_size for file in saved.rglob("*") if file.is_file()),
         "saved": str(saved),
+        "adapter": (saved / "adapter_config.json").is_file(),
         "plot": str(plot),
         "reloaded": reloaded,
     }
@@ -307,17 +320,20 @@ def print_summary(summary: dict) -> None:
     if summary["entropy_first"] is not None:
         alarms = f", {len(summary['entropy_alarms'])} alarms"
         table.add_row("entropy", f"{summary['entropy_first']:.3f} -> {summary['entropy_last']:.3f} nats{alarms}")
-    if summary["aqn_sigma_set"] and summary["aqn_sigma_set"][0]:
-        largest, last = summary["aqn_sigma_set"][0], summary["aqn_sigma_set"][-1]
-        table.add_row("AQN sigma", f"{largest:.2g} -> {last:.2g}")
+    if summary["aqn_sigma_logged"]:
+        table.add_row("AQN sigma", "largest {largest:.2g}, last {last:.2g}".format(**summary["aqn_sigma_logged"]))
     sqnr = f", weight SQNR {summary['weight_sqnr_db']:.1f} dB" if summary["weight_sqnr_db"] is not None else ""
-    table.add_row("quantized layers", f"{summary['n_quantized']} ({summary['n_skipped']} left in full precision){sqnr}")
-    table.add_row("size on disk", f"{summary['bytes_on_disk'] / 1e6:.2f} MB (master weights)")
+    left = f" ({summary['n_skipped']} left in full precision)" if summary["n_quantized"] else ""
+    table.add_row("quantized layers", f"{summary['n_quantized']}{left}{sqnr}")
+    kind = "adapter alone" if summary["adapter"] else "master weights"
+    table.add_row("size on disk", f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})")
     table.add_row("saved model", summary["saved"])
     table.add_row("plot", summary["plot"])
     if summary["reloaded"]:
         same, compared = summary["reloaded"]["identical"], summary["reloaded"]["compared"]
         table.add_row("after reloading", f"{same} of {compared} completions identical")
+    elif summary["adapter"]:
+        table.add_row("after reloading", "not compared: load the adapter onto the base under the same scheme")
     table.add_row("time", f"{summary['seconds']:.0f} s")
     console.print(table)
 

@@ -50,9 +50,10 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         args = MXFP4GRPOConfig() if args is None else args
         if not isinstance(args, MXFP4GRPOConfig):
             raise TypeError(f"args must be an MXFP4GRPOConfig, got {type(args).__name__}")
-        _refuse_empty("train_dataset", train_dataset)
+        needs_prompt = kwargs.get("environment_factory") is None
+        _check_dataset("train_dataset", train_dataset, needs_prompt)
         for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}).items():
-            _refuse_empty(f"eval_dataset {name}".strip(), dataset)
+            _check_dataset(f"eval_dataset {name}".strip(), dataset, needs_prompt)
         functions = reward_funcs if isinstance(reward_funcs, list) or reward_funcs is None else [reward_funcs]
         if functions is not None:
             functions = [guard_reward(function) for function in functions]
@@ -74,6 +75,8 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         self.noise = NormNoise(self.model, seed) if args.aqn else None
         self.entropy_callback = EntropyCallback(args.entropy_collapse, args.entropy_explosion)
         self.add_callback(self.entropy_callback)
+        # First in line, so that what it adds to the logs reaches the trackers, which are callbacks too.
+        self.callback_handler.callbacks.insert(0, self.callback_handler.callbacks.pop())
         self.error_callback: ErrorCallback | None = None
         if args.error_every and args.error_layers and self.n_quantized:
             self.error_callback = ErrorCallback(args.error_every, args.error_layers, record=self._record)
@@ -217,7 +220,15 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         if self.n_quantized == 0 and not self.args.allow_full_precision:
             raise ValueError(
                 f"{type(self.model).__name__} has no MXFP4 layer: this run would train in full precision. Load the "
-                "model with quantization_config=MXFP4RLConfig(), or set allow_full_precision=True for a baseline"
+                "model with quantization_config=MXFP4RLConfig() (the trainer takes it too, beside a model's name), or "
+                "set allow_full_precision=True for a baseline"
+            )
+        trained = [m.weight for m in self.model.modules() if isinstance(m, MXFP4Linear) and m.weight.requires_grad]
+        if trained and trained[0].dtype in (torch.bfloat16, torch.float16):
+            get_logger().warning(
+                "the master weights are trained in %s: updates smaller than a 256th (bfloat16) of a weight are rounded "
+                "away, which at the learning rates of RL is most of them; load the model with dtype=torch.float32",
+                trained[0].dtype,
             )
         casts = self.args.use_transformers_continuous_batching and (self.args.bf16 or self.args.fp16)
         if casts and any(p.dtype == torch.float32 for p in self.model.parameters() if p.requires_grad):
@@ -253,6 +264,11 @@ class MXFP4GRPOTrainer(GRPOTrainer):
                 get_logger().error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
 
 
-def _refuse_empty(name: str, dataset: Any) -> None:
-    if dataset is not None and hasattr(dataset, "__len__") and len(dataset) == 0:
+def _check_dataset(name: str, dataset: Any, needs_prompt: bool) -> None:
+    if dataset is None:
+        return
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise ValueError(f"{name} is empty")
+    columns = getattr(dataset, "column_names", None)
+    if needs_prompt and columns is not None and "prompt" not in columns:
+        raise ValueError(f"{name} has no column 'prompt'; it has {', '.join(columns)}")

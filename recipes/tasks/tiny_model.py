@@ -17,7 +17,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 
 
-PAD, EOS = "<pad>", "<eos>"
+# The end has the name that Qwen2 tokenizers add when a vocabulary lacks it.
+PAD, EOS = "<pad>", "<|endoftext|>"
 # Plain text: the tokenizers below never read special tokens from text, so the template cannot use any.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
@@ -36,7 +37,7 @@ def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
         eos_token=EOS,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        split_special_tokens=True,  # the text "<eos>" is five characters, not the end: every text round-trips
+        split_special_tokens=True,  # the text "<pad>" is five characters, not padding: every text round-trips
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

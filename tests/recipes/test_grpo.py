@@ -59,7 +59,7 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
     assert summary["n_quantized"] == 14 and summary["n_skipped"] == 1 and summary["steps"] == 3
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
     assert summary["scheme"] == MXFP4RLConfig().describe()
-    assert summary["aqn_sigma_set"] == pytest.approx([1e-2, 1e-3])
+    assert summary["aqn_sigma_logged"] == pytest.approx({"largest": 1e-2, "last": 1e-3})
     assert summary["bytes_on_disk"] == sum(f.stat().st_size for f in (folder / "policy").iterdir())
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
@@ -164,8 +164,12 @@ def test_none_on_the_command_line_switches_off(tmp_path):
         (["--preset=w4"], "preset='w4' is not supported; choose one of 'w4a16', 'w4a4'"),
         (["--aqn_num_stages=0"], "aqn_num_stages=0 must be at least 1"),
         (["--config=nowhere.yaml"], "no configuration file nowhere.yaml"),
+        (["--config"], "--config needs the name of a YAML file"),
+        (["--no_overwrite"], "no option 'no_overwrite'; did you mean 'overwrite'"),
+        (["--outlier_fallback=abc"], "outlier_fallback='abc' must be a number or none"),
+        (["--load_in_4bit=true"], "bitsandbytes"),
     ],
-    ids=["misspelt", "preset", "stages", "no-file"],
+    ids=["misspelt", "preset", "stages", "no-file", "no-value", "negated", "number", "bitsandbytes"],
 )
 def test_wrong_options_end_with_a_message(options, message, tmp_path):
     with pytest.raises(SystemExit, match="error: ") as caught:
@@ -196,7 +200,7 @@ def test_missing_gpu_is_named(tmp_path):
 
 
 def test_missing_model_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="cannot load the model '.*nowhere'"):
+    with pytest.raises(SystemExit, match="cannot load the model '.*nowhere': there is no such folder"):
         short_run(tmp_path / "out", f"--model_name_or_path={tmp_path}/nowhere")
 
 
@@ -217,6 +221,20 @@ def test_a_used_folder_is_not_written_over(tmp_path):
     with pytest.raises(SystemExit, match="is not empty; choose another"):
         main([*TINY, f"--output_dir={tmp_path}", "--overwrite=false"])
     assert (tmp_path / "precious.txt").read_text() == "results"
+
+
+def test_nothing_to_resume_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="nothing to resume: .* holds no checkpoint"):
+        short_run(tmp_path / "out", "--resume_from_checkpoint=true")
+
+
+def test_a_saved_policy_is_not_trained_under_another_scheme(tmp_path):
+    short_run(tmp_path / "first", "--reload_check=0")
+    policy = f"--model_name_or_path={tmp_path / 'first' / 'policy'}"
+    with pytest.raises(SystemExit, match="was saved under the scheme w4a4 .*, not w4a16"):
+        short_run(tmp_path / "second", policy, "--preset=w4a16")
+    assert short_run(tmp_path / "third", policy)["n_quantized"] == 14
+    assert short_run(tmp_path / "fourth", policy, "--full_precision=true")["scheme"] == "full precision"
 
 
 def test_a_checkpoint_of_another_quantization_method_is_refused(tmp_path, checkpoint):

@@ -10,7 +10,8 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, TrlParser
 
-from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4Linear
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.quantizer import quantize_linears
 from hf_mxfp4.rl import NoiseSchedule, RewardError
 
 
@@ -195,7 +196,8 @@ def test_callback_metrics_reach_the_trackers_through_log(run):
 
     trainer = run(callbacks=[Tracker()], max_steps=2)
     trainer.train()
-    assert {"aqn/sigma", "aqn/measured_std", "aqn/n_modules", "entropy", "reward"} <= seen[0]
+    expected = {"aqn/sigma", "aqn/measured_std", "aqn/n_modules", "entropy", "entropy/slope", "entropy/alarm", "reward"}
+    assert expected <= seen[0]
 
 
 # ---- correction of the rollout mismatch -----------------------------------------------------------------------------
@@ -262,6 +264,20 @@ def test_full_precision_policy_is_refused_unless_asked_for(run):
 def test_empty_dataset_is_refused(run):
     with pytest.raises(ValueError, match="train_dataset is empty"):
         run(dataset=Dataset.from_dict({"prompt": []}))
+
+
+def test_dataset_without_prompts_is_refused(run):
+    with pytest.raises(ValueError, match="train_dataset has no column 'prompt'; it has question"):
+        run(dataset=Dataset.from_dict({"question": ["1+1="]}))
+
+
+def test_masters_that_round_updates_away_are_pointed_out(run, capsys):
+    policy = make_model(layers=1, hidden=32, intermediate=48, dtype=torch.bfloat16)
+    quantize_linears(policy, MXFP4RLConfig())
+    run(policy=policy)
+    assert "the master weights are trained in torch.bfloat16" in capsys.readouterr().err
+    run()
+    assert "master weights" not in capsys.readouterr().err
 
 
 def test_plain_grpo_config_is_refused(run, tmp_path):
