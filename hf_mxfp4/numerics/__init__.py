@@ -4,6 +4,7 @@
 from .decompose import ErrorDecomposition, decompose, decompose_scheme
 from .grid import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
 from .quantize import MXFP4Tensor, apply_scheme, dequantize, fake_quantize, quantize
+from .rotation import ROTATION_SIZES, random_signs, rotate, unrotate
 from .scales import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
 from .scheme import QuantScheme
 
@@ -14,6 +15,7 @@ __all__ = [
     "E2M1_MAX",
     "ErrorDecomposition",
     "MXFP4Tensor",
+    "ROTATION_SIZES",
     "QuantScheme",
     "ScaleRule",
     "apply_scheme",
@@ -26,6 +28,9 @@ __all__ = [
     "fake_quantize",
     "pack_codes",
     "quantize",
+    "random_signs",
+    "rotate",
     "scale_from_amax",
     "unpack_codes",
+    "unrotate",
 ]
