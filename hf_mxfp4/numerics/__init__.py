@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numeric contract of MXFP4 quantization in pure torch: no modules, no transformers."""
 
-from .decompose import ErrorDecomposition, decompose, decompose_scheme
+from .decompose import COMPONENTS, ErrorDecomposition, apply_component, decompose, decompose_scheme
 from .grid import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
 from .quantize import MXFP4Tensor, apply_scheme, dequantize, fake_quantize, quantize
 from .rotation import ROTATION_SIZES, random_signs, rotate, unrotate
@@ -11,6 +11,7 @@ from .scheme import QuantScheme
 
 __all__ = [
     "BLOCK_SIZE",
+    "COMPONENTS",
     "E2M1_MAGNITUDES",
     "E2M1_MAX",
     "ErrorDecomposition",
@@ -18,6 +19,7 @@ __all__ = [
     "ROTATION_SIZES",
     "QuantScheme",
     "ScaleRule",
+    "apply_component",
     "apply_scheme",
     "decode_e2m1",
     "decode_e8m0",

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from .blocks import Blocks
 from .grid import round_nearest
 from .quantize import apply_scheme, check_input
-from .scales import BLOCK_SIZE, ScaleRule
-from .scheme import QuantScheme
+from .scales import BLOCK_SIZE, ScaleRule, decode_e8m0
+from .scheme import QuantScheme, one_of
+
+
+#: Names of the three components, as attributes of [`ErrorDecomposition`].
+COMPONENTS = ("scale_bias", "deadzone", "grid")
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,10 @@ class ErrorDecomposition:
         deadzone_fraction: share of elements in the deadzone.
         zero_fraction: share of elements that the quantizer sends to zero, zeros of ``x`` not counted.
         energy: sum of ``x**2``.
+        gain: ``<Q(x), x> / <x, x>``, the factor by which the quantizer scales what it is given, on average; NaN for an
+            all-zero ``x``.
+        scale_ratio: per block of a non-zero maximum, the scale in use over the ideal ``amax / 6`` (float64, flat): the
+            gamma of arXiv 2605.20402. A ratio of step sizes, not a gain: the scale multiplies what it divided.
     """
 
     scale_bias: torch.Tensor
@@ -33,6 +42,13 @@ class ErrorDecomposition:
     deadzone_fraction: float
     zero_fraction: float
     energy: float
+    gain: float
+    scale_ratio: torch.Tensor
+
+    @property
+    def scale_ratio_log2(self) -> torch.Tensor:
+        """``delta = log2(gamma)`` of every block; in [0, 1) for the plain `rceil` rule."""
+        return self.scale_ratio.log2()
 
     @property
     def total(self) -> torch.Tensor:
@@ -44,8 +60,7 @@ class ErrorDecomposition:
         """Energy of each component over that of the whole error. The three need not sum to 1: scale bias and grid
         error are correlated. All NaN when there is no error."""
         whole = _energy(self.total)
-        parts = {"scale_bias": self.scale_bias, "deadzone": self.deadzone, "grid": self.grid}
-        return {name: _energy(part) / whole if whole else math.nan for name, part in parts.items()}
+        return {name: _energy(getattr(self, name)) / whole if whole else math.nan for name in COMPONENTS}
 
     @property
     def relative_mse(self) -> float:
@@ -100,6 +115,7 @@ def decompose_scheme(
     ideal, deadzone = _ideal_quantization(x.movedim(axis, -1))
     ideal, deadzone = ideal.movedim(-1, axis), deadzone.movedim(-1, axis)
 
+    energy = _energy(x.double())
     error = quantized.double() - x.double()
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
     # Off the deadzone all terms are float32 numbers of similar size, so the float64 differences are exact.
@@ -110,8 +126,32 @@ def decompose_scheme(
         grid=grid_error,
         deadzone_fraction=deadzone.double().mean().item() if x.numel() else math.nan,
         zero_fraction=((quantized == 0) & (x != 0)).double().mean().item() if x.numel() else math.nan,
-        energy=_energy(x.double()),
+        energy=energy,
+        gain=float((quantized.double() * x.double()).sum()) / energy if energy else math.nan,
+        scale_ratio=_scale_ratio(x, scheme, axis),
     )
+
+
+def apply_component(
+    x: torch.Tensor, component: str, scheme: QuantScheme, *, axis: int = -1, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """``x`` with one component of its quantization error alone, in the dtype of ``x``.
+
+    Args:
+        component: ``"scale_bias"``, ``"deadzone"`` or ``"grid"``; put it into a model to see what it breaks by itself.
+
+    Raises as [`decompose`] does; `ValueError` for another component.
+    """
+    one_of("component", component, COMPONENTS)
+    parts = decompose_scheme(x, scheme, axis=axis, generator=generator)
+    return (x.detach().float().double() + getattr(parts, component)).to(x.dtype)
+
+
+def _scale_ratio(x: torch.Tensor, scheme: QuantScheme, axis: int) -> torch.Tensor:
+    blocks = Blocks(x, scheme, axis)
+    ideal = blocks.amax.double() / 6.0  # of z, that is, of x before it is divided by the factor again
+    used = decode_e8m0(blocks.scale()).double()
+    return (used / ideal)[ideal > 0]
 
 
 def _ideal_quantization(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
