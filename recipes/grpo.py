@@ -84,11 +84,12 @@ def main(argv: list[str]) -> dict:
     saved = output / "policy"
     trainer.save_model(str(saved))
     trainer.accelerator.wait_for_everyone()
+    # All processes take part: the evaluation is shared between them.
+    reloaded = reload_and_compare(saved, recipe, task, training, after) if not model_args.use_peft else None
     summary = {}
     if trainer.is_world_process_zero():
         write_completions(after, task.test, output / "completions_after.jsonl")
         plot = plot_training(trainer.state.log_history, output / "training.png")
-        reloaded = reload_and_compare(saved, recipe, task, training, after) if not model_args.use_peft else None
         summary = summarize(trainer, task, before, after, saved, plot, reloaded, base_accuracy_note or source)
         summary["seconds"] = round(time.monotonic() - started, 1)
         (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -253,7 +254,7 @@ def reload_and_compare(
         title="reloaded policy",
     )
     same = sum(a == b for a, b in zip(evaluation.completions, after.completions, strict=False))
-    for i in range(min(recipe.samples_shown, count)):
+    for i in range(min(recipe.samples_shown, count) if PartialState().is_main_process else 0):
         row = subset[i]
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         console.print(f"  {prompt!r} -> {evaluation.completions[i]!r}  (answer {row['answer']})", markup=False)
