@@ -50,10 +50,10 @@ def main(argv: list[str]) -> dict:
     tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems")
     tell("scheme", "full precision" if recipe.full_precision else quantization.describe())
 
-    source, base_accuracy_note = model_args.model_name_or_path, ""
+    source = origin = model_args.model_name_or_path
     if source is None:
         source = str(make_base_model(recipe, training, task, output / "base"))
-        base_accuracy_note = f"made on the spot ({recipe.tiny_num_layers} layers, width {recipe.tiny_hidden_size})"
+        origin = f"made on the spot ({recipe.tiny_num_layers} layers, width {recipe.tiny_hidden_size})"
     policy, tokenizer = load_policy(source, recipe, quantization, training, model_args)
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision
     trainer = MXFP4GRPOTrainer(
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> dict:
     if trainer.is_world_process_zero():
         write_completions(after, task.test, output / "completions_after.jsonl")
         plot = plot_training(trainer.state.log_history, output / "training.png")
-        summary = summarize(trainer, task, before, after, saved, plot, reloaded, base_accuracy_note or source)
+        summary = summarize(trainer, task, before, after, saved, plot, reloaded, origin)
         summary["seconds"] = round(time.monotonic() - started, 1)
         (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print_summary(summary)

@@ -46,10 +46,6 @@ class Blocks:
         if scheme.macro_block is not None:
             self._apply_macro()
 
-    def scale(self) -> torch.Tensor:
-        """Scale bytes (int32) of the first pass, of ``z``."""
-        return _choose_scale(self.z, self.amax, self.scheme)
-
     def quantize(self, generator: torch.Generator | None) -> tuple[tuple, tuple | None]:
         """Grid values and scale bytes of the first pass, and of the residual pass or `None`."""
         first = _quantize_pass(self.z, self.amax, self.scheme, generator)
@@ -138,14 +134,11 @@ def _quantize_pass(
     rounding: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One quantization: grid values ``[..., blocks, 32]`` (float32) and scale bytes ``[..., blocks]`` (int32)."""
-    scale = _choose_scale(z, amax, scheme)
+    scale = scale_from_amax(amax, scheme.scale_rule)
+    if scheme.scale_rule is ScaleRule.MSE:
+        scale = _least_squares_scale(z, amax, scale)
     rounding = rounding or scheme.rounding
     return _round_to_grid(z, scale, rounding, generator), scale
-
-
-def _choose_scale(z: torch.Tensor, amax: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    scale = scale_from_amax(amax, scheme.scale_rule)
-    return _least_squares_scale(z, amax, scale) if scheme.scale_rule is ScaleRule.MSE else scale
 
 
 def _round_to_grid(

@@ -8,7 +8,7 @@ import torch
 
 from .blocks import Blocks
 from .grid import round_nearest
-from .quantize import apply_scheme, check_input
+from .quantize import check_input, unblock
 from .scales import BLOCK_SIZE, ScaleRule, decode_e8m0
 from .scheme import QuantScheme, one_of
 
@@ -111,7 +111,10 @@ def decompose_scheme(
     x = x.detach().float()
     if not torch.isfinite(x).all():
         raise ValueError("cannot decompose the error of a tensor that holds NaN or infinity")
-    quantized = apply_scheme(x, scheme, axis=axis, generator=generator)
+    blocks = Blocks(x, scheme, axis)
+    first, residual = blocks.quantize(generator)
+    scale_ratio = _scale_ratio(blocks, first[1])
+    quantized = unblock(blocks.dequantized(first, residual), x, axis)
     ideal, deadzone = _ideal_quantization(x.movedim(axis, -1))
     ideal, deadzone = ideal.movedim(-1, axis), deadzone.movedim(-1, axis)
 
@@ -128,7 +131,7 @@ def decompose_scheme(
         zero_fraction=((quantized == 0) & (x != 0)).double().mean().item() if x.numel() else math.nan,
         energy=energy,
         gain=float((quantized.double() * x.double()).sum()) / energy if energy else math.nan,
-        scale_ratio=_scale_ratio(x, scheme, axis),
+        scale_ratio=scale_ratio,
     )
 
 
@@ -147,11 +150,9 @@ def apply_component(
     return (x.detach().float().double() + getattr(parts, component)).to(x.dtype)
 
 
-def _scale_ratio(x: torch.Tensor, scheme: QuantScheme, axis: int) -> torch.Tensor:
-    blocks = Blocks(x, scheme, axis)
+def _scale_ratio(blocks: Blocks, scale: torch.Tensor) -> torch.Tensor:
     ideal = blocks.amax.double() / 6.0  # of z, that is, of x before it is divided by the factor again
-    used = decode_e8m0(blocks.scale()).double()
-    return (used / ideal)[ideal > 0]
+    return (decode_e8m0(scale).double() / ideal)[ideal > 0]
 
 
 def _ideal_quantization(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -209,9 +209,13 @@ def apply_scheme(
     axis = check_input(x, axis)
     with torch.no_grad():
         blocks = Blocks(x, scheme, axis)
-        out = blocks.dequantized(*blocks.quantize(generator))
-        out = out.flatten(-2)[..., : x.shape[axis]]
-        return _saturate(out, x.dtype).to(x.dtype).movedim(-1, axis)
+        return unblock(blocks.dequantized(*blocks.quantize(generator)), x, axis)
+
+
+def unblock(values: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Values ``[..., blocks, 32]`` of the blocks of ``x`` in its layout and dtype. ``values`` is consumed."""
+    rows = values.flatten(-2)[..., : x.shape[axis]]
+    return _saturate(rows, x.dtype).to(x.dtype).movedim(-1, axis)
 
 
 def _factor_per_element(m8: torch.Tensor, macro_block: int, length: int) -> torch.Tensor:

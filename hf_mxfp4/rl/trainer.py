@@ -99,14 +99,19 @@ class MXFP4GRPOTrainer(GRPOTrainer):
                 output[4] = self._score(output[0], output[1])
         return tuple(output)
 
+    def _sigma(self) -> float:
+        """Standard deviation of the noise at this step; 0 outside of training."""
+        if self.noise is None or not self.model.training:
+            return 0.0
+        return self.args.noise_schedule.sigma(self.state.global_step, self.state.max_steps)
+
     @contextlib.contextmanager
     def _rollout_noise(self) -> Iterator[float]:
         """Noise for one rollout; gives its standard deviation, 0 outside of training."""
         if self.noise is None or not self.model.training:
             yield 0.0
             return
-        step = self.state.global_step
-        sigma = self.args.noise_schedule.sigma(step, self.state.max_steps)
+        sigma = self._sigma()
         if self.use_vllm:
             # The noise travels with the weights; a new push is due even if they have not changed.
             self._last_loaded_step = -1
@@ -116,7 +121,7 @@ class MXFP4GRPOTrainer(GRPOTrainer):
                 raise RuntimeError("adaptive quantization noise did not reach vLLM: no weights were pushed")
             self._record_noise(self.noise.last_report)
             return
-        with self.noise.active(step, sigma):
+        with self.noise.active(self.state.global_step, sigma):
             yield sigma
         self._record_noise(self.noise.last_report)
 
@@ -132,9 +137,7 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         @functools.wraps(named_parameters)
         def rollout_policy():
             step = self.state.global_step
-            training = self.noise is not None and self.model.training
-            sigma = self.args.noise_schedule.sigma(step, self.state.max_steps) if training else 0.0
-            return rollout_parameters(named_parameters(), self.model, self.noise, step, sigma)
+            return rollout_parameters(named_parameters(), self.model, self.noise, step, self._sigma())
 
         generation._iter_named_params = rollout_policy
         if any(m.config.activation_scheme is not None for m in self.model.modules() if isinstance(m, MXFP4Linear)):

@@ -91,10 +91,7 @@ def _unsupported_scheme(
     scale_rule: object, macro_block: object, macro_search: object, outlier_fallback: object
 ) -> str | None:
     if scale_rule == "mse":
-        return (
-            "scale_rule='mse' is not covered by the Triton kernel: it compares float32 sums, whose last bit, and with "
-            "it the choice, depends on the order of the additions"
-        )
+        return "scale_rule='mse' is not covered by the Triton kernel, which tries no candidates"
     if scale_rule not in _SCALE_RULES:
         return f"scale_rule={scale_rule!r} is not covered by the Triton kernel; it knows {', '.join(_SCALE_RULES)}"
     if isinstance(macro_block, bool) or macro_block not in (None, *_MACRO_BLOCKS):
@@ -105,10 +102,7 @@ def _unsupported_scheme(
     if macro_search not in ("static", "dynamic"):
         return f"macro_search={macro_search!r} is not covered by the Triton kernel; it knows static"
     if macro_search == "dynamic" and macro_block is not None:
-        return (
-            "macro_search='dynamic' is not covered by the Triton kernel: it compares float32 sums, whose last bit, and "
-            "with it the choice, depends on the order of the additions"
-        )
+        return "macro_search='dynamic' is not covered by the Triton kernel, which tries no candidates"
     if outlier_fallback is None:
         return None
     is_number = isinstance(outlier_fallback, (int, float)) and not isinstance(outlier_fallback, bool)
