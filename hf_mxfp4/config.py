@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .numerics import QuantScheme, ScaleRule
-from .numerics.scheme import MACRO_BLOCKS, check_alpha, one_of
+from .numerics.scheme import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
 
 
 QUANT_METHOD = "mxfp4_rl"
@@ -21,7 +21,9 @@ MODES = ("qat",)
 PRESETS = ("w4a16", "w4a4")
 MACRO_SEARCHES = ("static", "dynamic", "hybrid", "blockwise")
 OPERANDS = ("both", "weights", "activations")
-BACKENDS = ("auto", "eager", "triton")
+#: Rows x columns of a weight that share a block scale, and the rows of it.
+WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
+BACKENDS = ("auto", "eager", "cpu", "triton")
 
 
 def unknown_key_message(owner: str, key: str, known: list[str]) -> str:
@@ -85,6 +87,21 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         default="both",
         metadata={"help": "Operands that get outlier fallback: 'both', 'weights' or 'activations'."},
     )
+    outlier_fallback_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of blocks in (0, 1) that get outlier fallback, those with the largest errors: exactly this "
+            "share of every weight, and about this share of activations, by a threshold per layer that follows it "
+            "from step to step; none: all blocks."
+        },
+    )
+    weight_block: str = field(
+        default="1x32",
+        metadata={
+            "help": "Rows x columns of a weight that share a block scale: '1x32', or '32x32', which suits the weight "
+            "and its transpose alike (bit for bit so without macro_block, or with 32)."
+        },
+    )
     modules_to_not_convert: list[str] | tuple[str, ...] | None = field(
         default=None,
         metadata={
@@ -95,7 +112,10 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     backend: str = field(
         default="auto",
-        metadata={"help": "Where quantization runs: 'auto' (Triton on GPUs where it applies), 'eager' or 'triton'."},
+        metadata={
+            "help": "Where quantization runs: 'auto' (Triton on GPUs, fused C++ on CPUs, where they apply), "
+            "'eager', 'cpu' or 'triton'."
+        },
     )
 
     def __new__(cls, *args: Any, **kwargs: Any):
@@ -123,6 +143,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         one_of("outlier_fallback_operands", self.outlier_fallback_operands, OPERANDS)
         one_of("backend", self.backend, BACKENDS)
         check_alpha(self.outlier_fallback)
+        check_fallback_rate("outlier_fallback_rate", self.outlier_fallback_rate, self.outlier_fallback)
+        one_of("weight_block", self.weight_block, tuple(WEIGHT_BLOCKS))
         self._scheme("weights", "static" if self.macro_search == "hybrid" else self.macro_search)  # checks the pair
         if self.preset == "w4a16" and self.outlier_fallback_operands == "activations":
             raise ValueError(
@@ -156,7 +178,14 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     def _scheme(self, operand: str, macro_search: str) -> QuantScheme:
         fallback = self.outlier_fallback if self.outlier_fallback_operands in ("both", operand) else None
         search = macro_search if self.macro_block is not None else "static"
-        return QuantScheme(ScaleRule(self.scale_rule), self.macro_block, search, fallback)
+        return QuantScheme(
+            ScaleRule(self.scale_rule),
+            self.macro_block,
+            search,
+            fallback,
+            block_rows=WEIGHT_BLOCKS[self.weight_block] if operand == "weights" else 1,
+            fallback_rate=None if fallback is None else self.outlier_fallback_rate,
+        )
 
     def describe(self) -> str:
         """One line: preset and what is done to each operand."""

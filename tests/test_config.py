@@ -23,6 +23,8 @@ DEFAULTS = {
     "macro_search": "hybrid",
     "outlier_fallback": 0.5,
     "outlier_fallback_operands": "both",
+    "outlier_fallback_rate": None,
+    "weight_block": "1x32",
     "modules_to_not_convert": None,
     "backend": "auto",
 }
@@ -33,6 +35,8 @@ CONFIGS = {
     "plain-ocp": {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None},
     "row-static": {"macro_block": "row", "macro_search": "static", "scale_rule": "mse"},
     "skips": {"modules_to_not_convert": ["layers.0", "re:.*down_proj"], "outlier_fallback_operands": "weights"},
+    "tiles": {"weight_block": "32x32", "macro_block": None},
+    "selective": {"outlier_fallback": 1.0, "outlier_fallback_rate": 0.1, "outlier_fallback_operands": "activations"},
     "eager": {"backend": "eager", "outlier_fallback": 1, "macro_search": "dynamic", "macro_block": 32},
 }
 
@@ -126,6 +130,15 @@ INVALID = [
     ("outlier_fallback", True),
     ("outlier_fallback_operands", "activation"),
     ("outlier_fallback_operands", None),
+    ("outlier_fallback_rate", 0),
+    ("outlier_fallback_rate", 1),
+    ("outlier_fallback_rate", -0.1),
+    ("outlier_fallback_rate", float("nan")),
+    ("outlier_fallback_rate", "0.1"),
+    ("outlier_fallback_rate", True),
+    ("weight_block", "32x1"),
+    ("weight_block", 32),
+    ("weight_block", None),
     ("modules_to_not_convert", "lm_head"),
     ("modules_to_not_convert", ["layers.0", 3]),
     ("modules_to_not_convert", [""]),
@@ -148,6 +161,11 @@ def test_invalid_value_is_named(name, value):
 def test_activation_fallback_without_quantized_activations_is_refused():
     with pytest.raises(ValueError, match="outlier_fallback_operands='activations'.*preset='w4a16'"):
         MXFP4RLConfig(preset="w4a16", outlier_fallback_operands="activations")
+
+
+def test_a_fallback_rate_without_fallback_is_refused():
+    with pytest.raises(ValueError, match="outlier_fallback_rate=0.1.*outlier_fallback=None switches off"):
+        MXFP4RLConfig(outlier_fallback=None, outlier_fallback_rate=0.1)
 
 
 def test_newer_format_is_refused():
@@ -259,6 +277,22 @@ def test_schemes_of_the_operands(preset, operands, search):
     assert config.activation_scheme == (expected if preset == "w4a4" else None)
 
 
+@pytest.mark.parametrize(
+    ("operands", "rates"), [("both", (0.1, 0.1)), ("weights", (0.1, None)), ("activations", (None, 0.1))]
+)
+def test_the_fallback_rate_goes_where_fallback_goes(operands, rates):
+    config = MXFP4RLConfig(outlier_fallback_rate=0.1, outlier_fallback_operands=operands)
+    assert (config.weight_scheme.fallback_rate, config.activation_scheme.fallback_rate) == rates
+    weight_only = MXFP4RLConfig(outlier_fallback_rate=0.1, preset="w4a16")
+    assert weight_only.weight_scheme.fallback_rate == 0.1 and weight_only.activation_scheme is None
+
+
+def test_blocks_of_32_rows_are_for_weights_alone():
+    config = MXFP4RLConfig(weight_block="32x32")
+    assert (config.weight_scheme.block_rows, config.activation_scheme.block_rows) == (32, 1)
+    assert (MXFP4RLConfig().weight_scheme.block_rows, MXFP4RLConfig().activation_scheme.block_rows) == (1, 1)
+
+
 @pytest.mark.parametrize("search", SEARCHES)
 def test_the_search_means_nothing_without_macro_blocks(search):
     config = MXFP4RLConfig(macro_block=None, macro_search=search, outlier_fallback=None, scale_rule="even")
@@ -281,8 +315,12 @@ def test_the_search_means_nothing_without_macro_blocks(search):
             {"macro_block": "row", "macro_search": "static", "outlier_fallback_operands": "activations"},
             "w4a4 [weights mxfp4+rceil+mbsrow-static, activations mxfp4+rceil+mbsrow-static+of0.5]",
         ),
+        (
+            {"weight_block": "32x32", "outlier_fallback_rate": 0.1, "macro_block": None, "scale_rule": "even"},
+            "w4a4 [weights mxfp4+even+of0.5@0.1+32x32, activations mxfp4+even+of0.5@0.1]",
+        ),
     ],
-    ids=["default", "weight-only", "plain", "row"],
+    ids=["default", "weight-only", "plain", "row", "tiles-selective"],
 )
 def test_describe(options, expected):
     assert MXFP4RLConfig(**options).describe() == expected

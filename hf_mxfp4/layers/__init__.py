@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that compute on MXFP4 operands."""
 
+from .fallback import fallback_thresholds, update_fallback_thresholds
 from .linear import MXFP4Linear
 from .weight_cache import cached_weights
 
 
-__all__ = ["MXFP4Linear", "cached_weights"]
+__all__ = ["MXFP4Linear", "cached_weights", "fallback_thresholds", "update_fallback_thresholds"]

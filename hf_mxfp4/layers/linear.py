@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
+from ..numerics import FallbackThreshold
 from ..ops import autocast_dtype, fake_quantize, quantized_linear
+from .fallback import quantize_delayed
 from .weight_cache import WeightCache
 
 
@@ -18,6 +20,8 @@ class MXFP4Linear(nn.Linear):
     Attributes:
         config: the scheme; see [`MXFP4RLConfig`].
         name: the layer's place in the model, for messages.
+        fallback_threshold: which blocks of its input get outlier fallback, where the scheme selects some; `None` where
+            it does not. Moved by [`update_fallback_thresholds`] alone.
     """
 
     def __init__(
@@ -37,6 +41,8 @@ class MXFP4Linear(nn.Linear):
         self._weight_scheme = self.config.weight_scheme
         self._activation_scheme = self.config.activation_scheme
         self._cache = WeightCache()
+        rate = None if self._activation_scheme is None else self._activation_scheme.fallback_rate
+        self.fallback_threshold = None if rate is None else FallbackThreshold(rate)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4Linear":
@@ -78,6 +84,9 @@ class MXFP4Linear(nn.Linear):
         """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""
         if self._activation_scheme is None:
             return x.to(dtype)
+        if self.fallback_threshold is not None:
+            scheme = self._activation_scheme
+            return quantize_delayed(x, scheme, self.fallback_threshold, self.config.backend).to(dtype)
         return fake_quantize(x, self._activation_scheme, self.config.backend).to(dtype)
 
     def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

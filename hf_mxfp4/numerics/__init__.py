@@ -2,8 +2,10 @@
 """The numeric contract of MXFP4 quantization in pure torch: no modules, no transformers."""
 
 from .decompose import COMPONENTS, ErrorDecomposition, apply_component, decompose, decompose_scheme
+from .fallback import FallbackThreshold
 from .grid import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
-from .quantize import MXFP4Tensor, apply_scheme, dequantize, fake_quantize, quantize
+from .packed import MXFP4Tensor, dequantize
+from .quantize import apply_scheme, apply_scheme_delayed, fake_quantize, quantize
 from .rotation import ROTATION_SIZES, random_signs, rotate, unrotate
 from .scales import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
 from .scheme import QuantScheme
@@ -15,12 +17,14 @@ __all__ = [
     "E2M1_MAGNITUDES",
     "E2M1_MAX",
     "ErrorDecomposition",
+    "FallbackThreshold",
     "MXFP4Tensor",
     "ROTATION_SIZES",
     "QuantScheme",
     "ScaleRule",
     "apply_component",
     "apply_scheme",
+    "apply_scheme_delayed",
     "decode_e2m1",
     "decode_e8m0",
     "decompose",

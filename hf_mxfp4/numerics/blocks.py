@@ -4,9 +4,14 @@
 The definition that this follows is in [`hf_mxfp4.numerics.quantize`].
 """
 
+from collections.abc import Callable
+
 import torch
 
 from . import grid, macro
+from .errors import importance_weights, inverse_power_of_two, sum_of_squares
+from .fallback import block_errors, select_share
+from .layout import from_blocks, to_blocks
 from .scales import (
     BLOCK_SIZE,
     E8M0_NAN,
@@ -24,38 +29,68 @@ _MSE_OFFSETS = (0, 1, -1)
 
 
 class Blocks:
-    """``x`` as float32 blocks ``[..., blocks, 32]``, padded, with its macro factor found and applied."""
+    """``x`` as float32 blocks ``[..., blocks, 32]``, or tiles ``[..., N/32, blocks, 1024]``: padded, with the macro
+    factor found and applied."""
 
-    def __init__(self, x: torch.Tensor, scheme: QuantScheme, axis: int):
+    def __init__(self, x: torch.Tensor, scheme: QuantScheme, axis: int, importance: torch.Tensor | None = None):
         self.scheme = scheme
-        length = x.shape[axis]
         rows = _as_float32(x.detach().movedim(axis, -1))
+        self.shape = rows.shape
+        length = self.shape[-1]
+        self.blocks_per_row = -(-length // BLOCK_SIZE)
         unit = BLOCK_SIZE
         if scheme.macro_block is not None:
-            row_unit = max(1, -(-length // BLOCK_SIZE)) * BLOCK_SIZE
+            row_unit = max(1, self.blocks_per_row) * BLOCK_SIZE
             unit = row_unit if scheme.macro_block == "row" else max(scheme.macro_block, BLOCK_SIZE)
-        padding = -length % unit
-        if padding:
-            rows = torch.nn.functional.pad(rows, (0, padding))
-        rows = rows.contiguous()
-        self.z = rows.view(*rows.shape[:-1], rows.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
+        self.z = to_blocks(rows, unit, scheme.block_rows)
+        self.weight: torch.Tensor | None = None
+        if importance is not None:
+            weight = importance_weights(importance, length, scheme).to(x.device).expand(scheme.block_rows, length)
+            self.weight = to_blocks(weight.contiguous(), unit, scheme.block_rows).squeeze(0)
         self.amax = self.z.abs().amax(dim=-1)
         self.m8: torch.Tensor | None = None
         self.multiplier: torch.Tensor | None = None
+        #: Blocks with a residual pass, where the scheme selects them, and blocks in all.
+        self.n_fallback: torch.Tensor | None = None
+        self.n_blocks = self.amax[..., : self.blocks_per_row].numel()
         self.blocks_per_macro = unit // BLOCK_SIZE
         if scheme.macro_block is not None:
             self._apply_macro()
 
-    def quantize(self, generator: torch.Generator | None) -> tuple[tuple, tuple | None]:
-        """Grid values and scale bytes of the first pass, and of the residual pass or `None`."""
-        first = _quantize_pass(self.z, self.amax, self.scheme, generator)
+    def quantize(
+        self,
+        generator: torch.Generator | None,
+        select: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> tuple[tuple, tuple | None]:
+        """Grid values and scale bytes of the first pass, and of the residual pass or `None`.
+
+        Under a ``fallback_rate``, ``select`` maps the errors of the blocks to the mask of those that get the residual
+        pass; without it they are the scheme's share of largest errors.
+        """
+        first = _quantize_pass(self.z, self.amax, self.scheme, generator, self.weight)
         if self.scheme.outlier_fallback is None:
             return first, None
         q, scale = first
         residual = self.z - q * decode_e8m0(scale).unsqueeze(-1)
         # Where the first pass is NaN, so is the whole result: the residual says nothing there.
         residual.masked_fill_((scale == E8M0_NAN).unsqueeze(-1), 0.0)
-        return first, _quantize_pass(residual, residual.abs().amax(dim=-1), self.scheme, generator)
+        if self.scheme.fallback_rate is not None:
+            self._keep_selected(residual, select)
+        return first, _quantize_pass(residual, residual.abs().amax(dim=-1), self.scheme, generator, self.weight)
+
+    def _keep_selected(self, residual: torch.Tensor, select: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        """Zero the residual of the blocks that are not selected: an all-zero block has scale byte 0 and codes 0."""
+        factor = None
+        if self.multiplier is None and self.m8 is not None:
+            factor = self._per_block(macro.macro_factor(self.m8))
+        errors = block_errors(residual, self.amax, factor, self.multiplier)[..., : self.blocks_per_row]
+        mask = select_share(errors, self.scheme.fallback_rate) if select is None else select(errors)
+        self.n_fallback = mask.sum()
+        residual[..., : self.blocks_per_row, :].masked_fill_(~mask.unsqueeze(-1), 0.0)
+
+    def rows(self, of_elements: torch.Tensor) -> torch.Tensor:
+        """What belongs to elements, ``[..., blocks, 32]`` or tiles, as rows ``[..., K]`` without the padding."""
+        return from_blocks(of_elements, self.shape, self.scheme.block_rows)
 
     def dequantized(self, first: tuple, residual: tuple | None) -> torch.Tensor:
         """Values ``[..., blocks, 32]`` of what [`quantize`] returned. Consumes it."""
@@ -99,15 +134,16 @@ class Blocks:
         """``m8`` of the candidate with the least squared error per macro block; the smallest factor wins a tie."""
         best_error: torch.Tensor | None = None
         best = torch.zeros_like(macro_amax, dtype=torch.int32)
-        unit = _inverse_power_of_two(macro_amax)
+        unit = inverse_power_of_two(macro_amax)
         for candidate in range(macro.DYNAMIC_CANDIDATES):
             m8 = macro.dynamic_macro(candidate, macro_amax)
             factor = self._per_block(macro.macro_factor(m8)).unsqueeze(-1)
             z = self.z * factor
-            q, scale = _quantize_pass(z, self.amax * factor.squeeze(-1), self.scheme, None, rounding="nearest")
+            amax = self.amax * factor.squeeze(-1)
+            q, scale = _quantize_pass(z, amax, self.scheme, None, self.weight, rounding="nearest")
             error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).div_(factor).sub_(self.z)
             error.mul_(self._per_block(unit).unsqueeze(-1))
-            sse = self._by_macro(_sum_of_squares(error)).sum(dim=-1)
+            sse = self._by_macro(sum_of_squares(error, self.weight)).sum(dim=-1)
             best, best_error = _keep_better(best, best_error, m8, sse)
         return best
 
@@ -115,14 +151,14 @@ class Blocks:
         """Two-bit mantissa of least squared error for every block; the smallest wins a tie, non-finite blocks get 0."""
         best_error: torch.Tensor | None = None
         best = torch.zeros_like(self.amax, dtype=torch.int32)
-        unit = _inverse_power_of_two(self.amax).unsqueeze(-1)
+        unit = inverse_power_of_two(self.amax).unsqueeze(-1)
         for candidate in range(macro.BLOCK_MANTISSAS):
             mantissa = torch.full_like(best, candidate)
             factor = macro.mantissa_factor(mantissa)
             z = self.z / factor.unsqueeze(-1)
-            q, scale = _quantize_pass(z, self.amax / factor, self.scheme, None, rounding="nearest")
+            q, scale = _quantize_pass(z, self.amax / factor, self.scheme, None, self.weight, rounding="nearest")
             error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).mul_(factor.unsqueeze(-1)).sub_(self.z).mul_(unit)
-            best, best_error = _keep_better(best, best_error, mantissa, _sum_of_squares(error))
+            best, best_error = _keep_better(best, best_error, mantissa, sum_of_squares(error, self.weight))
         return best.masked_fill_(~self.amax.isfinite(), 0)
 
 
@@ -131,12 +167,14 @@ def _quantize_pass(
     amax: torch.Tensor,
     scheme: QuantScheme,
     generator: torch.Generator | None,
+    weight: torch.Tensor | None,
     rounding: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One quantization: grid values ``[..., blocks, 32]`` (float32) and scale bytes ``[..., blocks]`` (int32)."""
+    """One quantization: grid values in the shape of ``z`` (float32) and scale bytes in that of ``amax`` (int32).
+    ``weight`` is that of the squared errors in searches."""
     scale = scale_from_amax(amax, scheme.scale_rule)
     if scheme.scale_rule is ScaleRule.MSE:
-        scale = _least_squares_scale(z, amax, scale)
+        scale = _least_squares_scale(z, amax, scale, weight)
     rounding = rounding or scheme.rounding
     return _round_to_grid(z, scale, rounding, generator), scale
 
@@ -156,14 +194,16 @@ def _round_to_grid(
     return grid.round_nearest(y)
 
 
-def _least_squares_scale(z: torch.Tensor, amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    unit = _inverse_power_of_two(amax).unsqueeze(-1)
+def _least_squares_scale(
+    z: torch.Tensor, amax: torch.Tensor, first: torch.Tensor, weight: torch.Tensor | None
+) -> torch.Tensor:
+    unit = inverse_power_of_two(amax).unsqueeze(-1)
     best, best_error = first, None
     for offset in _MSE_OFFSETS:
         scale = torch.where(first == E8M0_NAN, first, (first + offset).clamp(0, 254))
         q = _round_to_grid(z, scale, "nearest")
         error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).sub_(z).mul_(unit)
-        best, best_error = _keep_better(best, best_error, scale, _sum_of_squares(error))
+        best, best_error = _keep_better(best, best_error, scale, sum_of_squares(error, weight))
     return best
 
 
@@ -177,21 +217,9 @@ def _keep_better(
     return torch.where(better, candidate, best), torch.where(better, error, best_error)
 
 
-def _sum_of_squares(error: torch.Tensor) -> torch.Tensor:
-    """Sums over the last axis, in units of 2**-23, as int64: the same in whatever order they are added. ``error`` is
-    below 2 in magnitude and is consumed."""
-    return error.square_().mul_(2.0**23).to(torch.int32).sum(dim=-1)
-
-
 def _as_float32(x: torch.Tensor) -> torch.Tensor:
     """A float32 copy of ``x``, in which finite values stay finite."""
     if x.dtype == torch.float64:
         largest = torch.finfo(torch.float32).max
         x = torch.where(x.isinf(), x, x.clamp(-largest, largest))
     return x.to(torch.float32, copy=True)
-
-
-def _inverse_power_of_two(amax: torch.Tensor) -> torch.Tensor:
-    """``2**-floor(log2 amax)``, to bring errors into a range whose squares neither overflow nor vanish."""
-    exponent = (amax.view(torch.int32) >> 23) & 0xFF
-    return ((254 - exponent).clamp_(1, 254) << 23).view(torch.float32)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact three-way decomposition of an MXFP4 error (arXiv 2605.20402, section 3)."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -8,7 +9,8 @@ import torch
 
 from .blocks import Blocks
 from .grid import round_nearest
-from .quantize import check_input, unblock
+from .layout import from_blocks, to_blocks
+from .quantize import check_input, selector, unblock
 from .scales import BLOCK_SIZE, ScaleRule, decode_e8m0
 from .scheme import QuantScheme, one_of
 
@@ -34,6 +36,11 @@ class ErrorDecomposition:
             all-zero ``x``.
         scale_ratio: per block of a non-zero maximum, the scale in use over the ideal ``amax / 6`` (float64, flat): the
             gamma of arXiv 2605.20402. A ratio of step sizes, not a gain: the scale multiplies what it divided.
+        paper_orthogonality: cosine between the scale error and the deadzone error as arXiv 2605.20402 defines them:
+            ``Q - Q*`` on all elements, and ``Q* - x = -x`` on the deadzone. Exactly 0 where no element of the deadzone
+            is quantized to anything else than zero: for ``rceil`` with or without macro factors, at nearest rounding
+            and without fallback. Not for rules that clip (``floor``, ``even``, ``mse``), whose steps can be finer than
+            the ideal. NaN when one of the two is zero.
     """
 
     scale_bias: torch.Tensor
@@ -44,6 +51,7 @@ class ErrorDecomposition:
     energy: float
     gain: float
     scale_ratio: torch.Tensor
+    paper_orthogonality: float
 
     @property
     def scale_ratio_log2(self) -> torch.Tensor:
@@ -74,10 +82,17 @@ class ErrorDecomposition:
         return math.inf if relative == 0 else -10.0 * math.log10(relative)
 
     @property
+    def cosines(self) -> dict[str, float]:
+        """Cosines of the angles between the components, by pair: ``"scale_bias/deadzone"``, ``"scale_bias/grid"``,
+        ``"deadzone/grid"``; NaN when one of the two is zero. Those with the deadzone are 0 by construction, for every
+        scheme: the other two components live outside of it. [`paper_orthogonality`] is what a scheme can fail."""
+        pairs = itertools.combinations(COMPONENTS, 2)
+        return {f"{a}/{b}": _cosine(getattr(self, a), getattr(self, b)) for a, b in pairs}
+
+    @property
     def cosine_scale_grid(self) -> float:
         """Cosine of the angle between scale bias and grid error; NaN when one of them is zero."""
-        norms = math.sqrt(_energy(self.scale_bias) * _energy(self.grid))
-        return float((self.scale_bias * self.grid).sum()) / norms if norms else math.nan
+        return _cosine(self.scale_bias, self.grid)
 
 
 def decompose(
@@ -88,8 +103,11 @@ def decompose(
     macro_search: str = "static",
     outlier_fallback: float | None = None,
     rounding: str = "nearest",
+    block_rows: int = 1,
+    fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
+    fallback_threshold: float | None = None,
 ) -> ErrorDecomposition:
     """Split the error of quantizing ``x`` into scale bias, deadzone truncation and grid noise.
 
@@ -99,23 +117,29 @@ def decompose(
 
     Arguments as in [`fake_quantize`]. Raises `ValueError` when ``x`` holds NaN or infinity, for which no error exists.
     """
-    scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding)
-    return decompose_scheme(x, scheme, axis=axis, generator=generator)
+    scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
+    return decompose_scheme(x, scheme, axis=axis, generator=generator, fallback_threshold=fallback_threshold)
 
 
 def decompose_scheme(
-    x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1, generator: torch.Generator | None = None
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    *,
+    axis: int = -1,
+    generator: torch.Generator | None = None,
+    fallback_threshold: float | None = None,
 ) -> ErrorDecomposition:
     """[`decompose`] with its options given as a [`QuantScheme`]."""
-    axis = check_input(x, axis)
+    axis = check_input(x, axis, scheme.block_rows)
+    select = selector(scheme, fallback_threshold)
     x = x.detach().float()
     if not torch.isfinite(x).all():
         raise ValueError("cannot decompose the error of a tensor that holds NaN or infinity")
     blocks = Blocks(x, scheme, axis)
-    first, residual = blocks.quantize(generator)
+    first, residual = blocks.quantize(generator, select)
     scale_ratio = _scale_ratio(blocks, first[1])
-    quantized = unblock(blocks.dequantized(first, residual), x, axis)
-    ideal, deadzone = _ideal_quantization(x.movedim(axis, -1))
+    quantized = unblock(blocks, blocks.dequantized(first, residual), x.dtype, axis)
+    ideal, deadzone = _ideal_quantization(x.movedim(axis, -1), scheme.block_rows)
     ideal, deadzone = ideal.movedim(-1, axis), deadzone.movedim(-1, axis)
 
     energy = _energy(x.double())
@@ -123,8 +147,12 @@ def decompose_scheme(
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
     # Off the deadzone all terms are float32 numbers of similar size, so the float64 differences are exact.
     grid_error = torch.where(deadzone, zero, ideal.double() - x.double())
+    scale_bias = torch.where(deadzone, zero, error - grid_error)
+    # On the deadzone Q* is zero: the paper's scale error is Q there, and its deadzone error -x.
+    paper_scale = torch.where(deadzone, quantized.double(), scale_bias)
+    paper_deadzone = torch.where(deadzone, -x.double(), zero)
     return ErrorDecomposition(
-        scale_bias=torch.where(deadzone, zero, error - grid_error),
+        scale_bias=scale_bias,
         deadzone=torch.where(deadzone, error, zero),
         grid=grid_error,
         deadzone_fraction=deadzone.double().mean().item() if x.numel() else math.nan,
@@ -132,6 +160,7 @@ def decompose_scheme(
         energy=energy,
         gain=float((quantized.double() * x.double()).sum()) / energy if energy else math.nan,
         scale_ratio=scale_ratio,
+        paper_orthogonality=_cosine(paper_scale, paper_deadzone),
     )
 
 
@@ -155,19 +184,22 @@ def _scale_ratio(blocks: Blocks, scale: torch.Tensor) -> torch.Tensor:
     return (decode_e8m0(scale).double() / ideal)[ideal > 0]
 
 
-def _ideal_quantization(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _ideal_quantization(rows: torch.Tensor, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``Q*`` rounded to float32, and the deadzone mask, of float32 rows ``[..., K]``."""
-    length = rows.shape[-1]
-    padded = torch.nn.functional.pad(rows, (0, -length % BLOCK_SIZE))
-    blocks = padded.double().view(*padded.shape[:-1], padded.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
+    blocks = to_blocks(rows, BLOCK_SIZE, block_rows).double()
     amax = blocks.abs().amax(dim=-1, keepdim=True)
     ratio = torch.where(amax > 0, blocks * 6.0 / amax.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
     # 6 x / amax is rounded to float32 before the grid: a tie can fall to the other side only where the two neighbours
     # are equally near to within a rounding error.
     ideal = (round_nearest(ratio.float()).double() * (amax / 6.0)).float()
     deadzone = blocks.abs() * 24.0 < amax
-    return ideal.flatten(-2)[..., :length], deadzone.flatten(-2)[..., :length]
+    return from_blocks(ideal, rows.shape, block_rows), from_blocks(deadzone, rows.shape, block_rows)
 
 
 def _energy(x: torch.Tensor) -> float:
     return float(x.square().sum())
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    norms = math.sqrt(_energy(a) * _energy(b))
+    return float((a * b).sum()) / norms if norms else math.nan

@@ -1,76 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize, dequantize and fake-quantize: the one numeric definition that every layer, kernel and file format follows.
 
-Definition, per block of 32 elements along ``axis`` (all steps in float32):
+Definition, per block of 32 elements along ``axis``, or per tile of 32 rows of them (all steps in float32):
 
 1. with macro blocks, ``z = f * x`` ([`hf_mxfp4.numerics.macro`]), otherwise ``z = x``; with blockwise mantissas
    ``z = x / g``, ``g = 1 + m / 4``, and the result is multiplied by ``g`` where it says ``/ f``;
 2. scale ``s = 2**e`` from the largest ``|z|`` of the block ([`ScaleRule`]); ``q = round(z / s)`` on the E2M1 grid;
 3. with outlier fallback, the residual ``z - s * q`` is quantized in the same way to ``s2 * q2``
-   (arXiv 2605.20402, "outlier fallback");
+   (arXiv 2605.20402, "outlier fallback"); under a ``fallback_rate`` only in selected blocks
+   ([`hf_mxfp4.numerics.fallback`]), and ``q2 = 0`` with scale byte 0 in the others;
 4. the result is ``(s * q + alpha * s2 * q2) / f``.
 
 Searches (the ``mse`` rule, dynamic macro factors) compare squared errors as integers: each error is divided by the
 power of two below the block's (macro block's) largest magnitude, squared, cut to a multiple of 2**-23, and these are
-added up. The sum then does not depend on its order, so all backends and processors choose alike.
+added up. The sum then does not depend on its order, so all backends and processors choose alike. With ``importance``
+each square is multiplied by the weight of its element, over the largest weight, before it is cut.
 
-Edge policy. An axis that is not a multiple of 32 is padded with zeros that no result shows. An all-zero block has
-scale byte 0 and codes 0. A block that holds NaN or infinity has scale byte 255 and codes 0, and dequantizes to NaN as a
-whole. Scale exponents saturate at bytes 0 and 254. A finite input never becomes infinite: where the nearest grid value
-would not be finite in float32 (magnitudes above 3.5 * 2**126), or in the output dtype, the result is the largest finite
-one. The sign of a zero is not kept.
+Edge policy. An axis that is not a multiple of 32 (with tiles, two axes) is padded with zeros that no result shows. An
+all-zero block has scale byte 0 and codes 0. A block that holds NaN or infinity has scale byte 255 and codes 0, and
+dequantizes to NaN as a whole. Scale exponents saturate at bytes 0 and 254. A finite input never becomes infinite: where
+the nearest grid value would not be finite in float32 (magnitudes above 3.5 * 2**126), or in the output dtype, it is the
+largest finite one. The sign of a zero is not kept.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
+from numbers import Real
 
 import torch
 
-from . import grid, macro
+from . import grid
 from .blocks import Blocks
-from .scales import BLOCK_SIZE, ScaleRule, decode_e8m0
+from .fallback import FallbackThreshold, select_above
+from .layout import per_row
+from .packed import MXFP4Tensor, saturate
+from .scales import ScaleRule
 from .scheme import QuantScheme
-
-
-@dataclass(frozen=True)
-class MXFP4Tensor:
-    """A quantized tensor. Blocks run along the last axis of the stored tensors; ``axis`` says where it was.
-
-    Attributes:
-        codes: uint8 ``[..., ceil(K/2)]``, two E2M1 codes per byte, even index in the low nibble.
-        scale: uint8 ``[..., ceil(K/32)]``, E8M0.
-        macro: uint8 ``[..., ceil(K/macro_block)]`` or `None`; factor ``1 + byte/256``, or four block mantissas.
-        residual_codes, residual_scale: as ``codes`` and ``scale`` for the outlier-fallback pass, or `None`.
-        length: K, the number of elements along the quantized axis.
-        axis: position of that axis in the original tensor.
-        scheme: what was applied.
-        dtype: dtype of the original tensor.
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    macro: torch.Tensor | None
-    residual_codes: torch.Tensor | None
-    residual_scale: torch.Tensor | None
-    length: int
-    axis: int
-    scheme: QuantScheme
-    dtype: torch.dtype
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The represented values, in the original layout, as ``dtype`` (default: the original dtype)."""
-        out = dequantize(
-            self.codes,
-            self.scale,
-            length=self.length,
-            macro=self.macro,
-            macro_block=self.scheme.macro_block,
-            macro_search=self.scheme.macro_search,
-            residual_codes=self.residual_codes,
-            residual_scale=self.residual_scale,
-            outlier_fallback=self.scheme.outlier_fallback,
-            dtype=dtype or self.dtype,
-        )
-        return out.movedim(-1, self.axis)
 
 
 def fake_quantize(
@@ -81,8 +46,12 @@ def fake_quantize(
     macro_search: str = "static",
     outlier_fallback: float | None = None,
     rounding: str = "nearest",
+    block_rows: int = 1,
+    fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
+    fallback_threshold: float | None = None,
+    importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The MXFP4 values of ``x``, in its own shape and dtype. No gradient flows; layers add the straight-through one.
 
@@ -94,15 +63,29 @@ def fake_quantize(
             ``"blockwise"`` (no common factor: two mantissa bits for each block's scale, by squared error).
         outlier_fallback: weight ``alpha`` in (0, 1] of the quantized residual, or `None` for one pass only.
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (both passes).
+        block_rows: 1 for blocks of 32 elements along ``axis``; 32 for tiles of 32 x 32, over ``axis`` and the axis
+            before it once ``axis`` is moved last. One set of tiles serves a matrix and its transpose: the values are
+            the same bit for bit. Not so where several tiles share a macro factor (32 rows by ``macro_block`` elements),
+            that is with ``macro_block`` other than 32, unless ``"blockwise"``; with stochastic rounding; under
+            ``importance``; or where the share of ``fallback_rate`` ends among equal errors.
+        fallback_rate: share of the blocks, in (0, 1), that get the residual pass; `None` for all.
         axis: the axis that blocks run along, normally the contraction axis of a matrix product.
         generator: source of randomness for stochastic rounding.
+        fallback_threshold: under ``fallback_rate``, the squared error above which a block gets the residual pass, in
+            units of ``x**2``, summed over the block ([`hf_mxfp4.numerics.fallback.block_errors`]). By default the
+            ``ceil(fallback_rate * blocks)`` blocks with the largest errors get it.
+        importance: non-negative weights ``[x.shape[axis]]`` of squared errors in the searches, such as the mean square
+            of a layer's inputs; for the ``mse`` rule and the ``"dynamic"`` and ``"blockwise"`` searches.
 
     Raises:
         TypeError: ``x`` is not a floating-point tensor.
-        ValueError: an argument is outside its supported set, or ``x`` has no axes.
+        ValueError: an argument is outside its supported set or has no effect, ``x`` has no axes, or one where
+            ``block_rows`` needs two.
     """
-    scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding)
-    return apply_scheme(x, scheme, axis=axis, generator=generator)
+    scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
+    return apply_scheme(
+        x, scheme, axis=axis, generator=generator, fallback_threshold=fallback_threshold, importance=importance
+    )
 
 
 def quantize(
@@ -113,127 +96,113 @@ def quantize(
     macro_search: str = "static",
     outlier_fallback: float | None = None,
     rounding: str = "nearest",
+    block_rows: int = 1,
+    fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
+    fallback_threshold: float | None = None,
+    importance: torch.Tensor | None = None,
 ) -> MXFP4Tensor:
     """Codes and scales of ``x``: ``quantize(x, ...).dequantize()`` equals ``fake_quantize(x, ...)`` bit for bit.
 
     Arguments and errors as in [`fake_quantize`].
     """
-    scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding)
-    axis = check_input(x, axis)
+    scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
+    axis = check_input(x, axis, block_rows)
+    select = selector(scheme, fallback_threshold)
     with torch.no_grad():
-        length = x.shape[axis]
-        blocks = Blocks(x, scheme, axis)
-        (q, scale), residual = blocks.quantize(generator)
-        n_blocks = -(-length // BLOCK_SIZE)
+        blocks = Blocks(x, scheme, axis, importance)
+        (q, scale), residual = blocks.quantize(generator, select)
 
         def codes_of(values: torch.Tensor) -> torch.Tensor:
-            return grid.pack_codes(grid.encode_e2m1(values).flatten(-2)[..., :length])
+            return grid.pack_codes(blocks.rows(grid.encode_e2m1(values)))
+
+        def byte_of(values: torch.Tensor) -> torch.Tensor:
+            return per_row(values.to(torch.uint8), blocks.shape, block_rows).contiguous()
 
         def scale_of(byte: torch.Tensor) -> torch.Tensor:
-            return byte[..., :n_blocks].to(torch.uint8).contiguous()
+            return byte_of(byte[..., : blocks.blocks_per_row])
 
         return MXFP4Tensor(
             codes=codes_of(q),
             scale=scale_of(scale),
-            macro=None if blocks.m8 is None else blocks.m8.to(torch.uint8),
+            macro=None if blocks.m8 is None else byte_of(blocks.m8),
             residual_codes=None if residual is None else codes_of(residual[0]),
             residual_scale=None if residual is None else scale_of(residual[1]),
-            length=length,
+            length=x.shape[axis],
             axis=axis,
             scheme=scheme,
             dtype=x.dtype,
         )
 
 
-def dequantize(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    length: int,
-    macro: torch.Tensor | None = None,
-    macro_block: int | str | None = None,
-    macro_search: str = "static",
-    residual_codes: torch.Tensor | None = None,
-    residual_scale: torch.Tensor | None = None,
-    outlier_fallback: float | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Values ``[..., length]`` of packed codes and scale bytes, laid out as in [`MXFP4Tensor`].
-
-    Computed in float32, so that the result is that of [`fake_quantize`]; without macro factors and residual in float64
-    when that is asked for, where every one of the 16 x 256 pairs of a code and a scale byte is exact. In a dtype that
-    cannot hold a value it saturates at the largest finite one; NaN stays NaN.
-
-    Raises `ValueError` when the shapes do not fit together.
-    """
-    plain = macro is None and residual_codes is None
-    compute = torch.float64 if plain and dtype == torch.float64 else torch.float32
-    n_blocks = -(-length // BLOCK_SIZE)
-    if macro is not None and macro_block is None:
-        raise ValueError("macro factors were given without macro_block, the number of elements that share one")
-    if residual_codes is not None and (residual_scale is None or outlier_fallback is None):
-        raise ValueError("residual_codes were given without residual_scale and outlier_fallback")
-    for name, tensor in (("scale", scale), ("residual_scale", residual_scale)):
-        if tensor is not None and tensor.shape[-1] != n_blocks:
-            size = tensor.shape[-1]
-            raise ValueError(f"{name} has {size} bytes along its last axis; {length} elements need {n_blocks}")
-
-    def values(packed: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
-        element = grid.decode_e2m1(grid.unpack_codes(packed, length)).to(compute)
-        product = element * decode_e8m0(byte, compute).repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
-        return _saturate(product, compute)
-
-    out = values(codes, scale)
-    if residual_codes is not None:
-        out = out + outlier_fallback * values(residual_codes, residual_scale)
-    if macro is not None:
-        size = max(length, 1) if macro_block == "row" else macro_block
-        if macro.shape[-1] != -(-length // size):
-            raise ValueError(
-                f"macro has {macro.shape[-1]} bytes along its last axis; {length} elements in macro blocks of "
-                f"{macro_block} need {-(-length // size)}"
-            )
-        if macro_search == "blockwise":
-            out = out * _multiplier_per_element(macro, length)
-        else:
-            out = out / _factor_per_element(macro, size, length)
-    return _saturate(out, dtype).to(dtype)
-
-
 def apply_scheme(
-    x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1, generator: torch.Generator | None = None
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    *,
+    axis: int = -1,
+    generator: torch.Generator | None = None,
+    fallback_threshold: float | None = None,
+    importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[`fake_quantize`] with its options given as a [`QuantScheme`]."""
-    axis = check_input(x, axis)
+    select = selector(scheme, fallback_threshold)
+    return _quantize_dequantize(x, scheme, axis, generator, select, importance)[0]
+
+
+def apply_scheme_delayed(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    threshold: FallbackThreshold,
+    *,
+    axis: int = -1,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """[`apply_scheme`] under a ``fallback_rate`` and a threshold that the first tensor starts; counts the blocks that
+    fell back."""
+    if scheme.fallback_rate is None:
+        raise ValueError(f"{scheme} has no fallback_rate for a threshold to follow")
+    values, selected, total = _quantize_dequantize(x, scheme, axis, generator, threshold.select, None)
+    threshold.observe(selected, total)
+    return values
+
+
+def _quantize_dequantize(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    axis: int,
+    generator: torch.Generator | None,
+    select: Callable[[torch.Tensor], torch.Tensor] | None,
+    importance: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Values in the shape and dtype of ``x``, the number of blocks selected for fallback (an integer tensor; `None`
+    where the scheme selects none), and the number of blocks."""
+    axis = check_input(x, axis, scheme.block_rows)
     with torch.no_grad():
-        blocks = Blocks(x, scheme, axis)
-        return unblock(blocks.dequantized(*blocks.quantize(generator)), x, axis)
+        blocks = Blocks(x, scheme, axis, importance)
+        values = unblock(blocks, blocks.dequantized(*blocks.quantize(generator, select)), x.dtype, axis)
+    return values, blocks.n_fallback, blocks.n_blocks
 
 
-def unblock(values: torch.Tensor, x: torch.Tensor, axis: int) -> torch.Tensor:
-    """Values ``[..., blocks, 32]`` of the blocks of ``x`` in its layout and dtype. ``values`` is consumed."""
-    rows = values.flatten(-2)[..., : x.shape[axis]]
-    return _saturate(rows, x.dtype).to(x.dtype).movedim(-1, axis)
+def unblock(blocks: Blocks, values: torch.Tensor, dtype: torch.dtype, axis: int) -> torch.Tensor:
+    """Values of blocks, as ``dtype``, in the layout of the tensor that they were made of. ``values`` is consumed."""
+    return saturate(blocks.rows(values), dtype).to(dtype).movedim(-1, axis)
 
 
-def _factor_per_element(m8: torch.Tensor, macro_block: int, length: int) -> torch.Tensor:
-    return macro.macro_factor(m8).repeat_interleave(macro_block, dim=-1)[..., :length]
+def selector(scheme: QuantScheme, fallback_threshold: float | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Maps block errors to the blocks above the threshold; `None` without one. Raises `ValueError` for a threshold that
+    is negative or NaN, or that the scheme has no use for."""
+    if fallback_threshold is None:
+        return None
+    if scheme.fallback_rate is None:
+        raise ValueError(f"fallback_threshold has no effect on {scheme}: give it a fallback_rate")
+    number = isinstance(fallback_threshold, Real) and not isinstance(fallback_threshold, bool)
+    if not number or not fallback_threshold >= 0:
+        raise ValueError(f"fallback_threshold={fallback_threshold!r} must be None or a number of at least 0")
+    return partial(select_above, threshold=fallback_threshold)
 
 
-def _multiplier_per_element(packed: torch.Tensor, length: int) -> torch.Tensor:
-    per_block = macro.mantissa_factor(macro.unpack_mantissas(packed))
-    return per_block.repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
-
-
-def _saturate(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Clamp to the finite range of ``dtype`` and of the computation; NaN passes. ``values`` is consumed."""
-    largest = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
-    return values.clamp_(-largest, largest)
-
-
-def check_input(x: torch.Tensor, axis: int) -> int:
+def check_input(x: torch.Tensor, axis: int, block_rows: int = 1) -> int:
     """The axis as a non-negative number; raises `TypeError` or `ValueError` for what cannot be quantized along it."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
@@ -242,4 +211,6 @@ def check_input(x: torch.Tensor, axis: int) -> int:
         raise ValueError("MXFP4 quantization needs at least one axis, got a scalar tensor")
     if not -x.dim() <= axis < x.dim():
         raise ValueError(f"axis={axis} is out of range for a tensor with {x.dim()} axes")
+    if block_rows > 1 and x.dim() < 2:
+        raise ValueError(f"blocks of {block_rows} rows need a tensor with at least two axes, got {x.dim()}")
     return axis % x.dim()

@@ -11,6 +11,8 @@ from .scales import ScaleRule
 MACRO_BLOCKS = (32, 64, 128, 256, "row")
 MACRO_SEARCHES = ("static", "dynamic", "blockwise")
 ROUNDINGS = ("nearest", "stochastic")
+#: Rows of elements that share a block scale: a row of 32, or a tile of 32 x 32.
+BLOCK_ROWS = (1, 32)
 
 
 def one_of(name: str, value: object, allowed: tuple) -> None:
@@ -31,6 +33,8 @@ class QuantScheme:
     macro_search: str = "static"
     outlier_fallback: float | None = None
     rounding: str = "nearest"
+    block_rows: int = 1
+    fallback_rate: float | None = None
 
     def __post_init__(self):
         one_of("scale_rule", self.scale_rule, tuple(rule.value for rule in ScaleRule))
@@ -49,15 +53,25 @@ class QuantScheme:
             )
         one_of("rounding", self.rounding, ROUNDINGS)
         check_alpha(self.outlier_fallback)
+        one_of("block_rows", self.block_rows, BLOCK_ROWS)
+        check_fallback_rate("fallback_rate", self.fallback_rate, self.outlier_fallback)
+
+    @property
+    def searches(self) -> bool:
+        """Whether something is chosen by its squared error: the scale (`mse`) or the macro factor."""
+        return self.scale_rule is ScaleRule.MSE or self.macro_block is not None and self.macro_search != "static"
 
     def __str__(self) -> str:
         parts = ["mxfp4", self.scale_rule.value]
         if self.macro_block is not None:
             parts.append(f"mbs{self.macro_block}-{self.macro_search}")
         if self.outlier_fallback is not None:
-            parts.append(f"of{self.outlier_fallback:g}")
+            rate = "" if self.fallback_rate is None else f"@{self.fallback_rate:g}"
+            parts.append(f"of{self.outlier_fallback:g}{rate}")
         if self.rounding != "nearest":
             parts.append(self.rounding)
+        if self.block_rows != 1:
+            parts.append(f"{self.block_rows}x32")
         return "+".join(parts)
 
 
@@ -67,3 +81,16 @@ def check_alpha(alpha: float | None) -> None:
         return
     if isinstance(alpha, bool) or not isinstance(alpha, Real) or not 0 < alpha <= 1:
         raise ValueError(f"outlier_fallback={alpha!r} must be None or a number in (0, 1]")
+
+
+def check_fallback_rate(name: str, rate: float | None, alpha: float | None) -> None:
+    """Raise `ValueError` unless the share of blocks with outlier fallback is `None` or a number in (0, 1), and there is
+    a fallback (weight ``alpha``) to be selective about."""
+    if rate is None:
+        return
+    if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate < 1:
+        raise ValueError(f"{name}={rate!r} must be None (every block) or a number between 0 and 1")
+    if alpha is None:
+        raise ValueError(
+            f"{name}={rate!r} selects blocks for outlier fallback, which outlier_fallback=None switches off"
+        )

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from .._logging import get_logger
-from ..layers import MXFP4Linear
+from ..layers import MXFP4Linear, fallback_thresholds, update_fallback_thresholds
 from ..numerics import decompose_scheme
 
 
@@ -128,6 +128,29 @@ class ErrorCallback(TrainerCallback):
         if self.record is not None:
             for key in measured[0]:
                 self.record(key, sum(metrics[key] for metrics in measured) / len(measured))
+
+
+class FallbackCallback(TrainerCallback):
+    """Moves the thresholds of selective outlier fallback after every step, and reports the share of activation blocks
+    that fell back.
+
+    Metrics: `fallback/rate`, and `fallback/threshold_mean` (squared error of a block), means over the layers.
+
+    Args:
+        record: called with a metric's name and value, normally the trainer's log.
+
+    Raises `ValueError` when the model has no such layer.
+    """
+
+    def __init__(self, record: Callable[[str, float], None]):
+        self.record = record
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        rate = update_fallback_thresholds(model)
+        values = [threshold.value for threshold in fallback_thresholds(model) if threshold.value is not None]
+        if values:  # the layers have computed something
+            self.record("fallback/rate", rate)
+            self.record("fallback/threshold_mean", sum(values) / len(values))
 
 
 def spread_layers(model: nn.Module, count: int) -> dict[str, MXFP4Linear]:

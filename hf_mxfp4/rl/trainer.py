@@ -13,9 +13,9 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
 from .._logging import get_logger
-from ..layers import MXFP4Linear, cached_weights
+from ..layers import MXFP4Linear, cached_weights, fallback_thresholds
 from .aqn import NoiseReport, NormNoise
-from .callbacks import EntropyCallback, ErrorCallback
+from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback
 from .config import MXFP4GRPOConfig
 from .reward_guard import guard_reward
 from .vllm_sync import rollout_parameters
@@ -81,6 +81,8 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         if args.error_every and args.error_layers and self.n_quantized:
             self.error_callback = ErrorCallback(args.error_every, args.error_layers, record=self._record)
             self.add_callback(self.error_callback)
+        if fallback_thresholds(self.model):
+            self.add_callback(FallbackCallback(record=self._record))
         if self.use_vllm:
             self._push_rollout_policy_to_vllm()
         get_logger().info(

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selective outlier fallback of activations: one delayed threshold per layer, moved between steps.
+
+The threshold is plain state of a process, neither saved nor shared: after a restart, and in every process of a job, it
+starts from the first activation that the layer sees.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from ..numerics import FallbackThreshold, QuantScheme, apply_scheme_delayed
+
+
+def quantize_delayed(
+    x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold, backend: str = "auto"
+) -> torch.Tensor:
+    """Quantized values of ``x`` along the last axis, in its shape and dtype, with fallback above the threshold.
+
+    Raises `ValueError` for a backend that has no selective fallback; ``"auto"`` is the eager one.
+    """
+    if backend not in ("auto", "eager"):
+        raise ValueError(f"backend={backend!r} has no selective outlier fallback; use backend='auto'")
+    return apply_scheme_delayed(x, scheme, threshold)
+
+
+def fallback_thresholds(model: nn.Module) -> list[FallbackThreshold]:
+    """The thresholds of all layers of ``model`` that select activation blocks for outlier fallback."""
+    found = (getattr(module, "fallback_threshold", None) for module in model.modules())
+    return [threshold for threshold in found if isinstance(threshold, FallbackThreshold)]
+
+
+def update_fallback_thresholds(model: nn.Module) -> float:
+    """Move every layer's threshold by the rate measured since the last call. To be called after each optimizer step:
+    nothing else moves them, so that all forward passes of a step, recomputed ones too, quantize alike.
+
+    Returns:
+        The measured rate, averaged over the layers that computed anything; NaN when none did.
+
+    Raises `ValueError` when no layer of ``model`` selects activation blocks for outlier fallback.
+    """
+    thresholds = fallback_thresholds(model)
+    if not thresholds:
+        raise ValueError(
+            f"{type(model).__name__} has no layer with selective outlier fallback of activations; "
+            "set outlier_fallback_rate in MXFP4RLConfig"
+        )
+    rates = [rate for rate in (threshold.update() for threshold in thresholds) if not math.isnan(rate)]
+    return sum(rates) / len(rates) if rates else math.nan
