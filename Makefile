@@ -1,5 +1,6 @@
-# make demo   a whole run on a small model on the CPU       make test   the test suite
-# Both create .venv by themselves.
+# make demo       a whole run on a small model on the CPU
+# make test       the test suite                        make test-all   with the long comparisons against other libraries
+# Each creates .venv by itself.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,13 +11,16 @@ ARGS ?=
 # Workers of the test run; each computes on one thread.
 JOBS ?= 2
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-all lint format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/grpo.py --config recipes/configs/tiny_cpu.yaml --overwrite true $(ARGS)
 
 test: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not large' $(ARGS)
+
+test-all: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/dev

@@ -22,8 +22,8 @@ _LAZY = {
     "ScaleRule": "numerics",
     "cached_weights": "layers",
     "decompose": "numerics",
-    "fake_quantize": "numerics",
-    "quantize": "numerics",
+    "fake_quantize": "ops.functional",
+    "quantize": "ops.functional",
 }
 
 __all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__", *_LAZY]

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend quantizes a tensor: the eager reference, or the Triton kernels on a GPU."""
+"""Which backend quantizes a tensor: the eager reference, the Triton kernels on a GPU, or the fused C++ on the CPU."""
 
 import functools
 
 import torch
 
 from ..numerics import QuantScheme, apply_scheme
+from . import cpu
+
+
+#: The eager reference computes rows in portions of this many elements on the CPU, so that what lies between input and
+#: output stays in the processor's cache.
+_EAGER_PORTION = 1 << 17
 
 
 def fake_quantize(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> torch.Tensor:
@@ -14,11 +20,11 @@ def fake_quantize(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -
 
     Raises `ValueError` when the backend named cannot do it.
     """
-    name, reason = backend_for(x.device.type, x.dtype, scheme, backend)
+    name = choose_backend(x, scheme, backend)
+    if name == "cpu":
+        return cpu.fake_quantize(x, scheme)
     if name == "eager":
-        return apply_scheme(x, scheme)
-    if reason:
-        raise ValueError(f"backend='triton' cannot quantize here: {reason}; use backend='auto'")
+        return _eager(x, scheme)
     import mxfp4_kernels
 
     return mxfp4_kernels.fake_quantize(
@@ -30,20 +36,41 @@ def fake_quantize(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -
     )
 
 
+def choose_backend(x: torch.Tensor, scheme: QuantScheme, backend: str) -> str:
+    """The backend for this tensor. Raises `ValueError` when the one named cannot do it."""
+    if not _is_plain(x):
+        # Tracing and other stand-ins for tensors have no memory to hand to a kernel.
+        return "eager"
+    name, reason = backend_for(x.device.type, x.dtype, scheme, backend)
+    if reason and name == backend != "eager":
+        raise ValueError(f"backend={backend!r} cannot quantize here: {reason}; use backend='auto'")
+    return name
+
+
 @functools.lru_cache(maxsize=256)
 def backend_for(device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str) -> tuple[str, str | None]:
-    """The backend chosen for a tensor, and why the Triton kernels are not usable (`None` when they are)."""
+    """The backend chosen for a tensor, and why the fast one (that was named, or that belongs to the device) is not
+    usable; `None` when it is."""
     if backend == "eager":
         return "eager", "eager was asked for"
-    reason = _triton_obstacle(device_type, dtype, scheme)
-    if backend == "triton":
-        return "triton", reason
-    return ("eager" if reason else "triton"), reason
+    fast = backend if backend != "auto" else ("cpu" if device_type == "cpu" else "triton")
+    reason = (
+        _cpu_obstacle(device_type, dtype, scheme) if fast == "cpu" else _triton_obstacle(device_type, dtype, scheme)
+    )
+    return ("eager" if reason and backend == "auto" else fast), reason
+
+
+def _cpu_obstacle(device_type: str, dtype: torch.dtype, scheme: QuantScheme) -> str | None:
+    return cpu.obstacle(dtype, scheme) if device_type == "cpu" else f"the tensor is on {device_type}"
 
 
 def _triton_obstacle(device_type: str, dtype: torch.dtype, scheme: QuantScheme) -> str | None:
     if device_type not in ("cuda", "xpu"):
         return f"the tensor is on {device_type}"
+    if scheme.block_rows != 1:
+        return f"block_rows={scheme.block_rows} has no Triton kernel"
+    if scheme.fallback_rate is not None:
+        return "selective outlier fallback (fallback_rate) has no Triton kernel"
     try:
         import triton  # noqa: F401
 
@@ -58,3 +85,19 @@ def _triton_obstacle(device_type: str, dtype: torch.dtype, scheme: QuantScheme) 
         outlier_fallback=scheme.outlier_fallback,
         rounding=scheme.rounding,
     )
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+
+
+def _eager(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    whole = scheme.rounding != "nearest" or scheme.block_rows != 1 or scheme.fallback_rate is not None
+    if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or not _is_plain(x):
+        return apply_scheme(x, scheme)
+    rows = x.detach().reshape(-1, x.shape[-1])
+    out = torch.empty(rows.shape, dtype=x.dtype)
+    step = max(1, _EAGER_PORTION // x.shape[-1])
+    for start in range(0, rows.shape[0], step):
+        out[start : start + step] = apply_scheme(rows[start : start + step], scheme)
+    return out.view(x.shape)

@@ -5,17 +5,31 @@ import pytest
 import torch
 
 from hf_mxfp4 import QuantScheme
-from hf_mxfp4 import fake_quantize as reference
-from hf_mxfp4.ops import backend_for, fake_quantize
+from hf_mxfp4.numerics import fake_quantize as reference
+from hf_mxfp4.ops import backend_for, cpu, fake_quantize
 
 
 STATIC = QuantScheme("rceil", 128, "static", 0.5)
 DYNAMIC = QuantScheme("rceil", 128, "dynamic", 0.5)
 
 
-@pytest.mark.parametrize("backend", ["auto", "eager"])
-def test_the_cpu_is_served_by_eager(backend):
-    assert backend_for("cpu", torch.float32, STATIC, backend)[0] == "eager"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_cpu_is_served_by_the_fused_functions_where_there_is_a_compiler(dtype):
+    if cpu.obstacle(dtype, STATIC) is not None:
+        pytest.skip(cpu.obstacle(dtype, STATIC))
+    assert backend_for("cpu", dtype, STATIC, "auto") == ("cpu", None)
+    assert backend_for("cpu", dtype, STATIC, "cpu") == ("cpu", None)
+    assert backend_for("cpu", dtype, STATIC, "eager")[0] == "eager"
+
+
+def test_float64_on_the_cpu_runs_eagerly():
+    name, reason = backend_for("cpu", torch.float64, STATIC, "auto")
+    assert name == "eager" and "float64" in reason
+
+
+def test_the_cpu_functions_do_not_take_tensors_of_other_devices():
+    name, reason = backend_for("cuda", torch.float32, STATIC, "cpu")
+    assert name == "cpu" and reason == "the tensor is on cuda"
 
 
 def test_triton_on_the_cpu_is_refused_with_the_reason():

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of the fused CPU functions on torch tensors."""
+
+import ctypes
+import functools
+from dataclasses import dataclass, fields
+
+import torch
+
+from ... import numerics
+from ..._logging import get_logger
+from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, ScaleRule
+from .library import SchemeStruct, load
+
+
+#: Added to the bits of a block's maximum so that the exponent rounds up where the rule says; see `scale_from_amax`.
+_CARRIES = {ScaleRule.RCEIL: 0x3FFFFF, ScaleRule.FLOOR: 0, ScaleRule.EVEN: 0x200000, ScaleRule.MSE: 0}
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SEARCHES = {"static": 1, "dynamic": 2, "blockwise": 3}
+#: A thread costs about as much to start as this many elements to quantize.
+_ELEMENTS_PER_THREAD = 1 << 18
+
+
+def obstacle(dtype: torch.dtype, scheme: QuantScheme) -> str | None:
+    """Why the fused functions cannot quantize CPU tensors of this dtype under this scheme; `None` when they can."""
+    if dtype not in _TYPES:
+        return f"the fused CPU functions take float32, bfloat16 and float16, not {dtype}"
+    if scheme.rounding != "nearest":
+        return f"rounding={scheme.rounding!r} has no fused CPU function"
+    if scheme.block_rows != 1:
+        return f"block_rows={scheme.block_rows} has no fused CPU function"
+    if scheme.fallback_rate is not None:
+        return "selective outlier fallback (fallback_rate) has no fused CPU function"
+    return _library_obstacle()
+
+
+@functools.cache
+def _library_obstacle() -> str | None:
+    library, reason = load()
+    if library is None:
+        return reason
+    if not _agrees_with_the_reference():
+        get_logger().warning("the fused CPU functions were compiled wrongly here and are not used; CPU runs eagerly")
+        return "the compiled functions disagree with the reference (compiler fault?)"
+    return None
+
+
+def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a CPU tensor that [`obstacle`] does not refuse."""
+    rows = x.detach().contiguous()
+    out = torch.empty_like(rows)
+    if rows.numel():
+        _quantize_into(rows, scheme, values=out)
+    return out
+
+
+def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
+    """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that [`obstacle`] does not refuse; ``axis`` is not negative."""
+    rows = x.detach().movedim(axis, -1).contiguous()
+    length = rows.shape[-1]
+
+    def empty(size: int) -> torch.Tensor:
+        return torch.empty(*rows.shape[:-1], size, dtype=torch.uint8)
+
+    n_blocks, n_bytes = -(-length // BLOCK_SIZE), (length + 1) // 2
+    n_macro = -(-n_blocks // _macro_blocks(scheme, length))
+    fallback = scheme.outlier_fallback is not None
+    outputs = {
+        "codes": empty(n_bytes),
+        "scale": empty(n_blocks),
+        "macro": empty(n_macro) if scheme.macro_block is not None else None,
+        "residual_codes": empty(n_bytes) if fallback else None,
+        "residual_scale": empty(n_blocks) if fallback else None,
+    }
+    if rows.numel():
+        _quantize_into(rows, scheme, **outputs)
+    return MXFP4Tensor(**outputs, length=length, axis=axis, scheme=scheme, dtype=x.dtype)
+
+
+def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[`MXFP4Tensor.dequantize`] of CPU tensors; ``dtype`` is float32, bfloat16 or float16."""
+    out = torch.empty(*tensor.codes.shape[:-1], tensor.length, dtype=dtype)
+    if out.numel():
+        parts = [tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale]
+        parts = [None if part is None else part.contiguous() for part in parts]
+        load()[0].mxfp4_dequantize(*_arguments(out, tensor.scheme), *map(_address, parts))
+    return out.movedim(-1, tensor.axis)
+
+
+@dataclass(frozen=True)
+class ErrorSums:
+    """Sums over a matrix ``x`` and its quantized values ``Q``, in float32 and added up in float64; see
+    [`hf_mxfp4.numerics.decompose`] for the components and the deadzone, and statistics.cpp for the order of the fields.
+    """
+
+    energy: float
+    scale_bias: float
+    deadzone: float
+    grid: float
+    scale_dot_grid: float
+    quantized_dot: float
+    hidden_energy: float
+    hidden_quantized: float
+    hidden_dot: float
+    deadzone_count: float
+    zero_count: float
+    blocks: float
+    gamma_sum: float
+    gamma_square_sum: float
+    delta_sum: float
+    delta_square_sum: float
+    not_finite: float
+
+
+def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[int]]:
+    """Sums over the error of quantizing a CPU tensor along its last axis, that [`obstacle`] does not refuse, and the
+    histogram of ``log2(s / s*)`` over its blocks in 64 bins of [-2, 2]. Independent of the number of threads."""
+    rows = x.detach().contiguous()
+    sums = torch.zeros(len(fields(ErrorSums)), dtype=torch.float64)
+    bins = torch.zeros(64, dtype=torch.int64)
+    if rows.numel():
+        portion = max(1, _ELEMENTS_PER_THREAD // rows.shape[-1])
+        load()[0].mxfp4_statistics(*_arguments(rows, scheme), portion, sums.data_ptr(), bins.data_ptr())
+    return ErrorSums(*sums.tolist()), bins.tolist()
+
+
+def _quantize_into(rows: torch.Tensor, scheme: QuantScheme, **outputs: torch.Tensor | None) -> None:
+    names = ("values", "codes", "scale", "macro", "residual_codes", "residual_scale")
+    load()[0].mxfp4_quantize(*_arguments(rows, scheme), *(_address(outputs.get(name)) for name in names))
+
+
+def _arguments(rows: torch.Tensor, scheme: QuantScheme) -> tuple:
+    length = rows.shape[-1]
+    rule, alpha = scheme.scale_rule, scheme.outlier_fallback
+    description = SchemeStruct(
+        carry=_CARRIES[rule],
+        clips=rule.clips,
+        least_squares=rule is ScaleRule.MSE,
+        search=0 if scheme.macro_block is None else _SEARCHES[scheme.macro_search],
+        macro_blocks=_macro_blocks(scheme, length),
+        fallback=alpha is not None,
+        alpha=alpha or 0.0,
+    )
+    threads = min(torch.get_num_threads(), max(1, rows.numel() // _ELEMENTS_PER_THREAD))
+    return rows.data_ptr(), _TYPES[rows.dtype], rows.numel() // length, length, ctypes.byref(description), threads
+
+
+def _macro_blocks(scheme: QuantScheme, length: int) -> int:
+    if scheme.macro_block == "row":
+        return max(1, -(-length // BLOCK_SIZE))
+    return 1 if scheme.macro_block is None else scheme.macro_block // BLOCK_SIZE
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _agrees_with_the_reference() -> bool:
+    """A compiler that does not keep to the arithmetic as written must not go unnoticed."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 300, generator=generator) * torch.exp2(torch.arange(-40.0, 40.0, 10.0))[:, None]
+    for scheme in (QuantScheme("mse", 128, "dynamic", 0.3), QuantScheme("even", 128, "blockwise"), QuantScheme()):
+        for dtype in (torch.float32, torch.bfloat16):
+            values = x.to(dtype)
+            packed, expected = quantize(values, scheme, 1), numerics.quantize(values, **vars(scheme))
+            if not torch.equal(fake_quantize(values, scheme), numerics.apply_scheme(values, scheme)):
+                return False
+            if not torch.equal(packed.codes, expected.codes) or not torch.equal(packed.scale, expected.scale):
+                return False
+            if not torch.equal(dequantize(packed, dtype), expected.dequantize(dtype)):
+                return False
+    return True
