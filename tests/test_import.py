@@ -139,7 +139,7 @@ ABOVE = {
     "ops": ["layers", "checkpoint", "quantizer", "config", "module_names", "rl", "analysis"],
     "layers": ["checkpoint", "quantizer", "rl", "analysis"],
     "checkpoint": ["layers", "quantizer", "rl", "analysis"],
-    "analysis": ["layers", "quantizer", "rl"],
+    "analysis": ["quantizer", "rl"],
 }
 
 

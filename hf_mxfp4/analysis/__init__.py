@@ -2,6 +2,17 @@
 """Reports and plots. matplotlib is imported when a plot is drawn."""
 
 from .plots import plot_training
+from .schemes import PAPER_SCHEMES, parse_scheme
+from .statistics import ErrorStatistics, error_statistics
+from .sweep import PrecisionSweep, precision_sweep
 
 
-__all__ = ["plot_training"]
+__all__ = [
+    "PAPER_SCHEMES",
+    "ErrorStatistics",
+    "PrecisionSweep",
+    "error_statistics",
+    "parse_scheme",
+    "plot_training",
+    "precision_sweep",
+]

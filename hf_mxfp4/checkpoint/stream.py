@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the tensors of a safetensors file in slices, by plain file reads: memory use is that of one slice.
+
+Memory-mapped pages count as memory in use and are given back late; here only the slice asked for is ever held. The
+header is checked strictly before anything is read, so that a truncated or damaged file is told apart from data.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+class ShardError(ValueError):
+    """A safetensors file that cannot be read: missing, truncated or damaged. The message says which and why."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file: ``shape`` and ``dtype``, and where its bytes lie in the file."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file, in the order of their bytes.
+
+    Raises [`ShardError`] for a file that is missing, truncated, or whose header contradicts itself or the file.
+    """
+    try:
+        with open(file, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ShardError(
+                    f"{file.name} is truncated or not a safetensors file: its header would take {length} bytes, the "
+                    f"file has {size}"
+                )
+            text = stream.read(length)
+    except OSError as error:
+        raise ShardError(f"{file.name} cannot be read: {error.strerror or error}") from error
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise ShardError(f"{file.name} is damaged: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise ShardError(f"{file.name} is damaged: its header is not a JSON object")
+    start = 8 + length
+    tensors = [_entry(file, name, entry, start) for name, entry in header.items() if name != "__metadata__"]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    end = start
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise ShardError(f"{file.name} is damaged: the bytes of {tensor.name} overlap others or leave a hole")
+        end += tensor.nbytes
+    if end > size:
+        raise ShardError(f"{file.name} is truncated: its tensors end at byte {end}, the file has {size}")
+    if end < size:
+        raise ShardError(f"{file.name} is damaged: {size - end} bytes after its last tensor")
+    return tensors
+
+
+def read_rows(tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
+    """Rows ``start`` to ``stop`` of the first axis of a tensor with at least one axis.
+
+    Raises [`ShardError`] when the file ends before them or cannot be read.
+    """
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+    shape = (stop - start, *tensor.shape[1:])
+    buffer = bytearray(row_bytes * (stop - start))
+    if not buffer:
+        return torch.empty(shape, dtype=tensor.dtype)
+    try:
+        with open(tensor.file, "rb", buffering=0) as stream:
+            stream.seek(tensor.offset + start * row_bytes)
+            view, got = memoryview(buffer), 0
+            while got < len(buffer):
+                n = stream.readinto(view[got:])
+                if not n:
+                    raise ShardError(f"{tensor.file.name} ended inside {tensor.name}; was it written to meanwhile?")
+                got += n
+    except OSError as error:
+        raise ShardError(f"{tensor.file.name} cannot be read: {error.strerror or error}") from error
+    return torch.frombuffer(buffer, dtype=tensor.dtype).view(shape)
+
+
+def slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> Iterator[torch.Tensor]:
+    """A tensor with two or three axes as matrices ``[rows, columns]``, in order, each within one matrix of the tensor
+    and of at most about ``max_elements``; all but the last of a matrix have a multiple of ``multiple_of`` rows.
+
+    Matrices of a three-axis tensor that are small are not joined. Raises as [`read_rows`].
+    """
+    matrices, (rows, columns) = (tensor.shape[:-2], tensor.shape[-2:])
+    step = max(1, max_elements // max(1, columns) // multiple_of) * multiple_of
+    flat = StoredTensor(tensor.name, tensor.file, tensor.dtype, (math.prod(matrices) * rows, columns), tensor.offset)
+    for first in range(0, flat.shape[0], max(1, rows)):
+        for start in range(first, first + rows, step):
+            yield read_rows(flat, start, min(start + step, first + rows))
+
+
+def _entry(file: Path, name: str, entry: object, start: int) -> StoredTensor:
+    problem = f"{file.name} is damaged: its header's entry for {name!r}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ShardError(f"{problem} has not exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ShardError(f"{problem} has the unknown dtype {dtype!r}")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ShardError(f"{problem} has {numbers!r} where sizes belong")
+    tensor = StoredTensor(name, file, _DTYPES[dtype], tuple(shape), start + offsets[0] if offsets else -1)
+    if len(offsets) != 2 or offsets[1] - offsets[0] != tensor.nbytes:
+        raise ShardError(f"{problem} gives bytes {offsets} to {tensor.nbytes} bytes of {dtype} {shape}")
+    return tensor

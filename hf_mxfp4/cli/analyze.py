@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 analyze`: what quantization does to every weight of a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import ExcludeOption, IncludeOption, JsonOption, SchemeOption, fail, schemes_of, told_errors
+
+
+if TYPE_CHECKING:
+    from ..analysis.results import Analysis
+    from ..analysis.source import Source
+    from ..config import MXFP4RLConfig
+    from ..numerics import QuantScheme
+
+
+PROGRESS_NAME = "progress.jsonl"
+
+
+def analyze(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A checkpoint's folder, a .safetensors file, or a model on the Hugging Face Hub (its files are "
+            "downloaded to the usual cache one at a time, each analysed before the next).",
+        ),
+    ],
+    scheme: SchemeOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the reports. [default: analysis/<model name>]")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget what an earlier run left in --out.")] = False,
+    activations: Annotated[
+        bool,
+        typer.Option(
+            "--activations",
+            help="Also load the whole model into memory, run it on texts of --dataset, and analyse what enters the "
+            "layers.",
+        ),
+    ] = False,
+    dataset: Annotated[
+        Path | None, typer.Option("--dataset", help="JSON lines with the texts for --activations.")
+    ] = None,
+    text_field: Annotated[
+        str | None,
+        typer.Option("--text-field", help="Field of the texts. [default: text, prompt, question or content]"),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Texts to run.")] = 8,
+    max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens per text.")] = 512,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the MXFP4 error of every weight that would be quantized, and write a report.
+
+    Schemes default to the checkpoint's own, or, for one that has none, to plain MXFP4 and the two corrections of arXiv
+    2605.20402. An interrupted run resumes when the same command is given again.
+    """
+    if activations != (dataset is not None):
+        fail("--activations and --dataset go together")
+    wanted = schemes_of(scheme) if scheme else None
+    with told_errors("the same command resumes where it stopped"):
+        from ..analysis.activations import read_texts
+        from ..analysis.source import open_source
+        from ..analysis.weights import own_config
+
+        texts = read_texts(dataset, text_field, samples) if dataset is not None else []
+        source = open_source(model)
+        own = own_config(source)
+        folder = out or Path("analysis") / source.name.replace("/", "--")
+        analysis = _analyze_weights(source, own, wanted, include or (), exclude or (), folder, overwrite)
+        if texts:
+            _add_activations(analysis, model, own, wanted, texts, max_length)
+        _finish(analysis, source, folder, as_json)
+    if analysis.problems:
+        raise typer.Exit(1)
+
+
+def _default_schemes(own: "MXFP4RLConfig | None", kind: str) -> list["QuantScheme"]:
+    from ..analysis.schemes import PAPER_SCHEMES
+
+    if own is None:
+        return schemes_of(PAPER_SCHEMES)
+    return [own.weight_scheme if kind == "weight" else own.activation_scheme or own.weight_scheme]
+
+
+def _analyze_weights(source: "Source", own, wanted, include, exclude, folder: Path, overwrite: bool) -> "Analysis":
+    from .. import __version__
+    from ..analysis.progress import ProgressLog
+    from ..analysis.weights import analyze_weights, bytes_to_analyze, selection_for
+    from .console import ByteProgress
+
+    schemes = wanted or _default_schemes(own, "weight")
+    selection = selection_for(source, include, exclude, own)
+    with ProgressLog(
+        folder / PROGRESS_NAME, source.name, [str(s) for s in schemes], __version__, overwrite=overwrite
+    ) as log:
+        if len(log):
+            typer.echo(f"{folder / PROGRESS_NAME} holds {len(log)} tensors that are done", err=True)
+        if source.kind == "hub":
+            typer.echo(f"{len(source.shards)} files of {source.name} are downloaded one at a time", err=True)
+        with ByteProgress(bytes_to_analyze(source, selection)) as progress:
+            return analyze_weights(source, schemes, selection, progress=log, on_bytes=progress)
+
+
+def _add_activations(analysis: "Analysis", model: str, own, wanted, texts: list[str], max_length: int) -> None:
+    from ..analysis.activations import analyze_activations, load_for_activations, tokenized
+    from ..module_names import fused_experts
+
+    typer.echo(f"loading the whole model into memory to run {len(texts)} texts", err=True)
+    network, tokenizer = load_for_activations(model)
+    batches = tokenized(tokenizer, texts, max_length)
+    results, problems = analyze_activations(network, batches, wanted or _default_schemes(own, "activation"))
+    analysis.results += results
+    analysis.problems += problems
+    tokens = sum(batch.shape[-1] for batch in batches)
+    precision = "quantized as its config says" if own else f"in {str(network.dtype).removeprefix('torch.')}"
+    analysis.notes.append(f"Activations: {len(batches)} texts, {tokens} tokens, with the model {precision}.")
+    if experts := fused_experts(network):
+        analysis.notes.append(
+            f"Activations: {len(experts)} modules keep their experts in fused weights, not in linear layers; "
+            "what enters them is not among the numbers."
+        )
+
+
+def _finish(analysis: "Analysis", source: "Source", folder: Path, as_json: bool) -> None:
+    from .. import __version__
+    from ..analysis.report import build_summary, write_reports
+    from ..analysis.weights import describe_source
+    from .console import report_problems
+
+    facts = describe_source(source)
+    paths = write_reports(analysis, facts, __version__, folder)
+    if as_json:
+        typer.echo(json.dumps(build_summary(analysis, facts), indent=1, allow_nan=False))
+    else:
+        _print(analysis)
+    report_problems(analysis.problems)
+    typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
+
+
+def _print(analysis: "Analysis") -> None:
+    from ..analysis.statements import changes, orthogonality
+    from .console import out, plain_table, statistics_table
+
+    console = out()
+    for kind in analysis.kinds:
+        schemes = analysis.schemes_of(kind)
+        totals = {scheme: analysis.total(kind, scheme) for scheme in schemes}
+        count = len(analysis.of_kind(kind))
+        console.print(statistics_table(f"{analysis.model}: {count} {kind} tensors", "scheme", totals))
+        for line in [line for s, total in totals.items() for line in orthogonality(s, total)] + changes(totals):
+            console.print(line, markup=False, highlight=False)
+        for scheme in schemes:
+            console.print(statistics_table(f"{scheme}, by layer", "layer type", analysis.by_layer_type(kind, scheme)))
+            if depths := analysis.by_depth(kind, scheme):
+                console.print(statistics_table(f"{scheme}, by depth", "depth", depths))
+            worst = {result.name: result.statistics[scheme] for result in analysis.worst(kind, scheme)}
+            console.print(statistics_table(f"{scheme}, largest relative errors", "tensor", worst))
+    if analysis.skipped:
+        rows = [[reason, str(len(names)), min(names)] for reason, names in analysis.skipped.items()]
+        console.print(plain_table("left out", ["reason", "tensors", "such as"], rows))
+    if analysis.problems:
+        rows = [[problem.where, problem.reason] for problem in analysis.problems]
+        console.print(plain_table("problems", ["where", "reason"], rows))

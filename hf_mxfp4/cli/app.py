@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands put together."""
+
+from typing import Annotated
+
+import typer
+
+from . import analyze, compare, env, simulate
+
+
+app = typer.Typer(
+    name="hf-mxfp4",
+    help="Measure, before and beside training, what MXFP4 does to a model. Exit codes: 0 all well, 1 some tensors "
+    "could not be analysed, 2 wrong usage or nothing to analyse, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("analyze")(analyze.analyze)
+app.command("compare")(compare.compare)
+app.command("simulate")(simulate.simulate)
+app.command("env")(env.env)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(f"hf-mxfp4 {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="hf-mxfp4")

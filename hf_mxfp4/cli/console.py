@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is shown while and after a command works: progress on standard error, tables on standard output."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from ..analysis.columns import COLUMNS
+from ..analysis.results import Problem
+from ..analysis.statistics import ErrorStatistics
+
+
+#: Seconds between lines where there is no terminal to draw a bar on.
+LINE_SECONDS = 10.0
+#: Columns assumed where there is no terminal, so that tables in files and pipes are not cut.
+_PLAIN_WIDTH = 200
+#: Terminals narrower than this show only so many columns of statistics.
+_WIDE, _NARROW_COLUMNS = 160, 6
+
+
+class ByteProgress:
+    """Bytes done of a total: a bar with MB/s and remaining time on a terminal, a line every ten seconds elsewhere.
+
+    Call it with a number of bytes and what they belong to. Use as a context manager.
+    """
+
+    def __init__(self, total: int | None):
+        self._total = total
+        self._done = 0
+        self._started = self._said = time.monotonic()
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def __enter__(self) -> "ByteProgress":
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("reading", total=self._total)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, count: int, name: str) -> None:
+        self._done += count
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, description=name[-40:])
+        elif time.monotonic() - self._said >= LINE_SECONDS:
+            self._said = time.monotonic()
+            print(self._line(name), file=sys.stderr, flush=True)
+
+    @property
+    def rate(self) -> float:
+        """Megabytes per second so far."""
+        return self._done / 1e6 / max(1e-9, time.monotonic() - self._started)
+
+    def _line(self, name: str) -> str:
+        done = f"{self._done / 1e6:.0f} MB"
+        if not self._total:
+            return f"{done}, {self.rate:.1f} MB/s, at {name}"
+        left = max(0.0, self._total - self._done) / 1e6 / max(1e-9, self.rate)
+        share = min(1.0, self._done / self._total)
+        return f"{done} of {self._total / 1e6:.0f} MB ({share:.0%}), {self.rate:.1f} MB/s, {left:.0f} s left, at {name}"
+
+
+def out() -> Console:
+    """Standard output as it is now; as wide as a table needs where it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+
+
+def statistics_table(title: str, heading: str, rows: Mapping[Any, ErrorStatistics]) -> Table:
+    """One row of statistics per name; on a narrow terminal without the last columns."""
+    titles = list(COLUMNS)[: None if out().width >= _WIDE else _NARROW_COLUMNS]
+    return plain_table(
+        title, [heading, *titles], [[str(name), *(COLUMNS[title](s) for title in titles)] for name, s in rows.items()]
+    )
+
+
+def plain_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Text left, numbers right."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def report_problems(problems: Sequence[Problem]) -> None:
+    """Every problem on standard error, one line each."""
+    for problem in problems:
+        print(f"problem: {problem.where}: {problem.reason}", file=sys.stderr)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands share, and how their mistakes are told."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+
+if TYPE_CHECKING:
+    from ..numerics import QuantScheme
+
+
+SchemeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--scheme",
+        metavar="SCHEME",
+        help="How tensors are quantized, such as 'rceil+mbs128-static+of0.5': a scale rule (rceil, floor, even, mse), "
+        "then macro blocks (mbs128-static, -dynamic, -blockwise) and outlier fallback (of0.5) as wanted. Repeatable.",
+    ),
+]
+IncludeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        metavar="PATTERN",
+        help="Only tensors whose name has these whole dotted parts ('layers.0', 'mlp.down_proj'), or 're:<regex on "
+        "the full name>'. Repeatable.",
+    ),
+]
+ExcludeOption = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Tensors to leave out; as --include.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Say on standard error why there is no result, and leave."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
+    """The schemes that the user named, each once; leaves with a message when one cannot be read."""
+    from ..analysis.schemes import parse_scheme
+
+    try:
+        return list(dict.fromkeys(parse_scheme(text) for text in texts))
+    except ValueError as error:
+        fail(str(error))
+
+
+@contextlib.contextmanager
+def told_errors(when_interrupted: str) -> Iterator[None]:
+    """Turn what a user can mend into a message and exit code 2, and Ctrl-C into a message and 130."""
+    from ..analysis.progress import ProgressMismatch
+    from ..analysis.source import SourceError
+
+    try:
+        yield
+    except (SourceError, ProgressMismatch) as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+    except KeyboardInterrupt:
+        typer.echo(f"\ninterrupted; {when_interrupted}", err=True)
+        raise typer.Exit(130) from None

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of layer inputs, and the texts they come from."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.analysis import error_statistics, parse_scheme
+from hf_mxfp4.analysis.activations import analyze_activations, quantized_layers, read_texts, tokenized
+from hf_mxfp4.analysis.source import SourceError
+
+
+SCHEMES = [parse_scheme("rceil"), parse_scheme("rceil+mbs128-static")]
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, 32, (1, length), generator=generator) for length in (5, 9)]
+
+
+def test_inputs_of_every_layer():
+    model = make_model("qwen2")
+    results, problems = analyze_activations(model, batches(), SCHEMES)
+    assert problems == [] and len(results) == 14
+    seen = []
+    layer = model.model.layers[1].mlp.down_proj
+    handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()[0]))
+    with torch.no_grad():
+        for batch in batches():
+            model(input_ids=batch)
+    handle.remove()
+    result = next(r for r in results if r.name == "model.layers.1.mlp.down_proj")
+    assert (result.kind, result.shape, result.dtype) == ("activation", (14, 96), "float32")
+    assert result.place.layer_type == "mlp.down_proj" and result.place.depth == 1
+    for scheme in SCHEMES:
+        expected = error_statistics(torch.cat(seen), scheme)
+        found = result.statistics[str(scheme)]
+        assert found.histogram == expected.histogram and found.total == pytest.approx(expected.total, rel=1e-9)
+    assert result.sweep.energy > 0
+
+
+def test_no_hook_stays_and_outputs_are_the_same():
+    model = make_model("qwen2")
+    with torch.no_grad():
+        before = model(input_ids=batches()[0]).logits
+    analyze_activations(model, batches(), SCHEMES)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=batches()[0]).logits, before)
+
+
+def test_hooks_are_gone_after_an_error():
+    model = make_model("qwen2")
+    with pytest.raises(IndexError):
+        analyze_activations(model, [torch.tensor([[99]])], SCHEMES)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_quantized_policy(checkpoint):
+    folder = checkpoint()
+    config = MXFP4RLConfig(modules_to_not_convert=["layers.0"])
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    assert set(quantized_layers(model)) == set(model.quantization_report.quantized)
+    results, problems = analyze_activations(model, batches(), [config.activation_scheme])
+    assert len(results) == 7 and problems == []
+
+
+def test_nan_inputs_are_problems():
+    model = make_model("qwen2")
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = float("nan")
+    results, problems = analyze_activations(model, batches(), SCHEMES)
+    assert [r.place.depth for r in results] == [0] * 7
+    assert problems[0].where == "model.layers.1.self_attn.q_proj"
+    assert problems[0].reason == "14 elements of its input are NaN or infinite"
+
+
+def test_a_layer_that_no_text_reaches_is_a_problem():
+    model = make_model("qwen2")
+    model.spare = torch.nn.Linear(32, 32)
+    _, problems = analyze_activations(model, batches(), SCHEMES)
+    assert [(p.where, p.reason) for p in problems] == [("spare", "no text reached this layer")]
+
+
+def test_a_model_without_such_layers():
+    with pytest.raises(SourceError, match="Sequential has no linear layer"):
+        analyze_activations(torch.nn.Sequential(torch.nn.ReLU()), batches(), SCHEMES)
+
+
+def write(path, rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("field", ["text", "prompt", "question", "content"])
+def test_the_field_is_found(tmp_path, field):
+    path = write(tmp_path / "d.jsonl", [{"id": 1, field: "a"}, "\n", {"id": 2, field: "b"}, {"id": 3, field: "c"}])
+    assert read_texts(path, None, 8) == ["a", "b", "c"]
+    assert read_texts(path, None, 2) == ["a", "b"]
+
+
+def test_a_named_field_wins(tmp_path):
+    path = write(tmp_path / "d.jsonl", [{"text": "a", "body": "b"}])
+    assert read_texts(path, "body", 8) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "field", "message"),
+    [
+        ([], None, "has no rows"),
+        ([{"body": "x"}], None, "has none of the fields text, prompt, question, content.*it has body"),
+        ([{"text": ["x"]}], None, "has none of the fields"),
+        ([{"text": "x"}, {"prompt": "y"}], None, "row 2 of .* has no text in 'text' \\(it has prompt\\)"),
+        ([{"text": "x"}], "body", "row 1 of .* has no text in 'body'"),
+        (["{\n"], None, "row 1 of .* is not JSON"),
+        ([[1]], None, "row 1 of .* is not a JSON object"),
+    ],
+)
+def test_messages_about_datasets(tmp_path, rows, field, message):
+    with pytest.raises(SourceError, match=message):
+        read_texts(write(tmp_path / "d.jsonl", rows), field, 8)
+
+
+def test_a_missing_dataset(tmp_path):
+    with pytest.raises(SourceError, match="cannot be read"):
+        read_texts(tmp_path / "gone.jsonl", None, 8)
+
+
+def test_tokens_are_cut_and_never_empty():
+    from tasks.tiny_model import build_char_tokenizer
+
+    tokenizer = build_char_tokenizer("ab")
+    assert [ids.shape[-1] for ids in tokenized(tokenizer, ["abab", "", "a"], 3)] == [3, 1]
+    with pytest.raises(SourceError, match="no token"):
+        tokenized(tokenizer, [""], 3)
+    with pytest.raises(SourceError, match="cannot encode the texts"):
+        tokenized(tokenizer, ["xyz"], 3)

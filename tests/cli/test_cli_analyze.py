@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 analyze` as a user meets it: files, messages, exit codes, interruption and resumption."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import hf_mxfp4
+import mxfp4_kernels
+from hf_mxfp4.analysis import PAPER_SCHEMES
+from hf_mxfp4.analysis import weights as weights_module
+from hf_mxfp4.analysis.source import open_source
+from hf_mxfp4.cli import app
+from tasks.tiny_model import build_char_tokenizer
+
+
+REPORTS = ("report.json", "tensors.csv", "report.html")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
+
+
+def contents(folder):
+    return {name: Path(folder, name).read_bytes() for name in REPORTS}
+
+
+def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
+    folder = Path(checkpoint(shard_size="60KB"))
+    done = run(folder, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["schemes"] == [f"mxfp4+{text}" for text in PAPER_SCHEMES]
+    assert report["source"]["architecture"] == "Qwen2ForCausalLM" and len(report["tensors"]) == 14
+    assert len(list(csv.reader((tmp_path / "out" / "tensors.csv").open()))) == 1 + 14 * 3
+    assert f"{folder.name}: 14 weight tensors" in done.stdout
+    for text in ("self_attn.q_proj", "by depth", "largest relative errors", "left out", "exactly orthogonal"):
+        assert text in done.stdout
+    assert "report.html" in done.stderr
+
+
+def test_the_default_folder(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path(checkpoint())
+    assert run(folder, "--scheme", "rceil").exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "analysis" / folder.name).iterdir()) == sorted(
+        ["progress.jsonl", *REPORTS]
+    )
+
+
+def test_json_alone_on_standard_output(checkpoint, tmp_path):
+    done = run(checkpoint(), "--scheme", "rceil", "--scheme", "mxfp4+even", "--json", "--out", tmp_path / "out")
+    summary = json.loads(done.stdout)
+    assert summary["schemes"] == ["mxfp4+rceil", "mxfp4+even"] and "tensors" not in summary
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {key: report[key] for key in summary} == summary
+
+
+def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
+    folder = Path(checkpoint())
+    config = hf_mxfp4.MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config.to_dict()}))
+    summary = json.loads(run(folder, "--json", "--out", tmp_path / "a").stdout)
+    assert summary["schemes"] == ["mxfp4+even+mbs128-dynamic"]
+    summary = json.loads(run(folder, "--json", "--out", tmp_path / "b", "--scheme", "rceil").stdout)
+    assert summary["schemes"] == ["mxfp4+rceil"]
+
+
+def test_include_and_exclude(checkpoint, tmp_path):
+    done = run(
+        checkpoint(),
+        "--include",
+        "layers.0",
+        "--exclude",
+        "self_attn",
+        "--scheme",
+        "rceil",
+        "--json",
+        "--out",
+        tmp_path,
+    )
+    summary = json.loads(done.stdout)
+    assert list(summary["kinds"]["weight"]["by_layer_type"]["mxfp4+rceil"]) == [
+        "mlp.down_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    ]
+    assert summary["skipped"]["--exclude"]["count"] == 4 + 3  # weights and biases of layer 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scheme", "rciel"], "no scale rule 'rciel'; did you mean 'rceil'?"),
+        (["--include", "layers.9"], "matches the pattern 'layers.9'"),
+        (["--include", "norm"], "would be quantized; skipped"),
+        (["--activations"], "--activations and --dataset go together"),
+        (["--dataset", "d.jsonl"], "--activations and --dataset go together"),
+        (["--activations", "--dataset", "gone.jsonl"], "gone.jsonl cannot be read"),
+    ],
+)
+def test_wrong_usage(checkpoint, tmp_path, arguments, message):
+    done = run(checkpoint(), "--out", tmp_path / "out", *arguments)
+    assert done.exit_code == 2 and message in done.stderr and "Traceback" not in done.output
+    assert not (tmp_path / "out" / "report.json").exists()
+
+
+def test_no_such_model(tmp_path):
+    done = run(tmp_path / "gone", "--out", tmp_path)
+    assert done.exit_code == 2 and "does not exist" in done.stderr
+    assert run("--samples", "0", tmp_path).exit_code == 2
+
+
+def test_a_folder_that_cannot_be_made(checkpoint, tmp_path):
+    (tmp_path / "file").touch()
+    done = run(checkpoint(), "--scheme", "rceil", "--out", tmp_path / "file")
+    assert done.exit_code == 2 and done.stderr == f"error: File exists: {tmp_path / 'file'}\n"
+
+
+def test_quantized_checkpoint(checkpoint, tmp_path):
+    folder = Path(checkpoint())
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": {"quant_method": "fp8"}}))
+    done = run(folder, "--out", tmp_path)
+    assert done.exit_code == 2 and "(quant_method 'fp8' in its config.json)" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "header", "nan"])
+def test_what_cannot_be_read_is_named_everywhere(checkpoint, tmp_path, damage):
+    folder, out = Path(checkpoint(shard_size="60KB")), tmp_path / "out"
+    shard = open_source(str(folder)).shards[1]
+    file, where = folder / shard, shard
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "missing":
+        file.unlink()
+    elif damage == "header":
+        contents = bytearray(file.read_bytes())
+        contents[9] ^= 4
+        file.write_bytes(contents)
+    else:
+        tensors = load_file(file)
+        where = next(name for name, x in tensors.items() if x.dim() == 2 and "embed" not in name)
+        tensors[where][0, 0] = float("nan")
+        save_file(tensors, file)
+    done = run(folder, "--scheme", "rceil", "--out", out)
+    assert done.exit_code == 1
+    assert f"problem: {where}: " in done.stderr and where in done.stdout and "problems" in done.stdout
+    report = json.loads((out / "report.json").read_text())
+    assert [problem["where"] for problem in report["problems"]] == [where]
+    assert 0 < len(report["tensors"]) < 14
+    assert where in (out / "report.html").read_text()
+
+
+def test_a_rerun_gives_the_same_bytes(checkpoint, tmp_path):
+    folder = checkpoint(shard_size="60KB")
+    run(folder, "--scheme", "rceil", "--out", tmp_path)
+    first = contents(tmp_path)
+    again = run(folder, "--scheme", "rceil", "--out", tmp_path)
+    assert again.exit_code == 0 and "holds 14 tensors that are done" in again.stderr
+    assert contents(tmp_path) == first
+
+
+def test_other_settings_do_not_mix(checkpoint, tmp_path):
+    folder = Path(checkpoint())
+    run(folder, "--scheme", "rceil", "--out", tmp_path)
+    before = contents(tmp_path)
+    done = run(folder, "--scheme", "floor", "--out", tmp_path)
+    assert done.exit_code == 2 and "start over with --overwrite" in done.stderr
+    assert contents(tmp_path) == before
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    done = run(folder, "--scheme", "rceil", "--out", tmp_path)
+    assert done.exit_code == 2 and "as it was before it changed" in done.stderr
+    assert run(folder, "--scheme", "floor", "--out", tmp_path, "--overwrite").exit_code == 0
+    assert json.loads((tmp_path / "report.json").read_text())["schemes"] == ["mxfp4+floor"]
+
+
+def test_ctrl_c_and_on(checkpoint, tmp_path, monkeypatch):
+    folder = checkpoint(shard_size="60KB")
+    run(folder, "--scheme", "rceil", "--out", tmp_path / "whole")
+    count = 0
+
+    def interrupted(*arguments):
+        nonlocal count
+        count += 1
+        if count == 6:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    original = weights_module.analyze_tensor
+    monkeypatch.setattr(weights_module, "analyze_tensor", interrupted)
+    done = run(folder, "--scheme", "rceil", "--out", tmp_path / "halves")
+    assert done.exit_code == 130 and "interrupted; the same command resumes where it stopped" in done.stderr
+    assert not (tmp_path / "halves" / "report.json").exists()
+    done = run(folder, "--scheme", "rceil", "--out", tmp_path / "halves")
+    assert done.exit_code == 0 and count == 6 + 9
+    assert contents(tmp_path / "halves") == contents(tmp_path / "whole")
+
+
+def test_a_model_on_the_hub(checkpoint, tmp_path, monkeypatch):
+    folder, asked = Path(checkpoint(shard_size="60KB")), []
+
+    def download(repo, file):
+        asked.append(file)
+        return str(folder / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.chdir(tmp_path)
+    done = run("someone/model", "--scheme", "rceil")
+    assert done.exit_code == 0, done.stderr
+    shards = open_source(str(folder)).shards
+    assert asked == ["config.json", "model.safetensors.index.json", *shards]
+    assert f"{len(shards)} files of someone/model are downloaded one at a time" in done.stderr
+    report = json.loads((tmp_path / "analysis" / "someone--model" / "report.json").read_text())
+    assert (report["model"], report["source"]["kind"], len(report["tensors"])) == ("someone/model", "hub", 14)
+
+
+def analyzed_activations(folder, tmp_path):
+    build_char_tokenizer("0123456789+= ").save_pretrained(folder)
+    rows = [{"prompt": f"{i}+{i}="} for i in range(12)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(
+        *(folder, "--scheme", "rceil", "--out", tmp_path / "out", "--activations", "--dataset", tmp_path / "d.jsonl"),
+        *("--samples", 3, "--max-length", 3),
+    )
+    assert done.exit_code == 0, done.stderr
+    return done, json.loads((tmp_path / "out" / "report.json").read_text())
+
+
+def test_activations(checkpoint, tmp_path):
+    done, report = analyzed_activations(checkpoint(), tmp_path)
+    assert "loading the whole model into memory to run 3 texts" in done.stderr
+    assert report["notes"] == ["Activations: 3 texts, 9 tokens, with the model in float32."]
+    inputs = [tensor for tensor in report["tensors"] if tensor["kind"] == "activation"]
+    assert len(inputs) == 14 and inputs[0]["shape"] == [9, 96]
+    assert "14 activation tensors" in done.stdout
+    assert "Activations (inputs of the layers)" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_experts_that_cannot_be_watched_are_counted(checkpoint, tmp_path):
+    _, report = analyzed_activations(checkpoint("qwen3_moe"), tmp_path)
+    assert report["notes"][1].startswith("Activations: 2 modules keep their experts in fused weights")
+    assert report["kinds"]["activation"]["tensors"] == 2 * 4
+    assert "mlp.experts.up_proj" in report["kinds"]["weight"]["by_layer_type"]["mxfp4+rceil"]
+
+
+def test_killed_half_way(tmp_path):
+    """SIGKILL once the log has a few lines; the resumed run's files are those of a run that was never interrupted."""
+    torch.manual_seed(0)
+    model, lines = tmp_path / "model", 5
+    model.mkdir()
+    tensors = {f"layers.{i}.up_proj.weight": torch.randn(256, 512) for i in range(40)}
+    names = list(tensors)
+    for shard in range(5):
+        part = {name: tensors[name] for name in names[8 * shard : 8 * shard + 8]}
+        save_file(part, model / f"model-{shard}.safetensors")
+    weight_map = {name: f"model-{i // 8}.safetensors" for i, name in enumerate(names)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    log = tmp_path / "killed" / "progress.jsonl"
+    path = os.pathsep.join(str(Path(m.__file__).parents[1]) for m in (hf_mxfp4, mxfp4_kernels))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hf_mxfp4.cli", "analyze", str(model), "--out", str(log.parent)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not log.exists() or log.read_bytes().count(b"\n") < lines:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    finished = log.read_bytes().count(b"\n") - 1
+    assert lines - 1 <= finished < 40 and not (log.parent / "report.json").exists()
+
+    resumed = run(model, "--out", log.parent)
+    assert resumed.exit_code == 0 and f"holds {finished} tensors that are done" in resumed.stderr
+    assert run(model, "--out", tmp_path / "whole").exit_code == 0
+    assert contents(log.parent) == contents(tmp_path / "whole")
+    assert log.read_bytes() == (tmp_path / "whole" / "progress.jsonl").read_bytes()
+
+
+def test_a_copy_of_the_model_has_the_same_report(checkpoint, tmp_path):
+    folder = Path(checkpoint())
+    run(folder, "--scheme", "rceil", "--out", tmp_path / "a")
+    shutil.copytree(folder, tmp_path / "elsewhere" / folder.name)
+    run(tmp_path / "elsewhere" / folder.name, "--scheme", "rceil", "--out", tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 compare`, `simulate`, `env`, and the command itself."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig, decompose
+from hf_mxfp4.analysis.distributions import DISTRIBUTIONS, sample
+from hf_mxfp4.cli import app, console, main
+from hf_mxfp4.cli import env as env_module
+from hf_mxfp4.cli.simulate import Distribution
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"hf-mxfp4 {hf_mxfp4.__version__}\n"
+    text = run("--help").stdout
+    assert all(name in text for name in ("analyze", "compare", "simulate", "env"))
+    for name in ("analyze", "compare", "simulate", "env"):
+        assert run(name, "--help").exit_code == 0
+    assert run("analyse").exit_code == 2
+
+
+def test_the_entry_point(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hf-mxfp4", "simulate", "--elements", "1024", "--scheme", "nonsense"])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    printed = capsys.readouterr()
+    assert exit.value.code == 2 and printed.out == ""
+    assert "error: scheme 'nonsense': no scale rule 'nonsense'; known are rceil" in printed.err
+
+
+def test_two_checkpoints(checkpoint):
+    a, b = checkpoint(seed=0), checkpoint(seed=1)
+    done = run("compare", a, b, "--scheme", "even", "--json")
+    assert done.exit_code == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert (data["scheme"], len(data["tensors"]), len(data["by_layer_type"])) == ("mxfp4+even", 14, 7)
+    name = "model.layers.0.mlp.up_proj.weight"
+    x, y = (load_file(Path(folder, "model.safetensors"))[name] for folder in (a, b))
+    pair = data["tensors"][name]
+    assert pair["first_relative_mse"] == pytest.approx(decompose(x, scale_rule="even").relative_mse, rel=1e-9)
+    assert pair["second_relative_mse"] == pytest.approx(decompose(y, scale_rule="even").relative_mse, rel=1e-9)
+    assert pair["relative_difference"] == pytest.approx(float((x - y).norm() / x.norm()), rel=1e-5)
+    table = run("compare", a, b)
+    assert table.exit_code == 0 and "under mxfp4+rceil, by layer" in table.stdout and "|A-B| / |A|" in table.stdout
+
+
+def test_the_scheme_of_the_first_checkpoint(checkpoint):
+    a, b = Path(checkpoint(seed=0)), checkpoint(seed=1)
+    written = json.loads((a / "config.json").read_text())
+    config = MXFP4RLConfig(scale_rule="floor", macro_block=None, outlier_fallback=None)
+    (a / "config.json").write_text(json.dumps({**written, "quantization_config": config.to_dict()}))
+    assert json.loads(run("compare", a, b, "--json").stdout)["scheme"] == "mxfp4+floor"
+
+
+def test_two_schemes(checkpoint):
+    folder = Path(checkpoint())
+    done = run("compare", folder, "--scheme", "rceil", "--scheme", "rceil+of0.5", "--json")
+    data = json.loads(done.stdout)
+    assert (data["first"], data["second"]) == (f"{folder.name}, mxfp4+rceil", f"{folder.name}, mxfp4+rceil+of0.5")
+    assert data["scheme"] is None and "relative_difference" not in data["total"]
+    assert data["total"]["mse_ratio"] == pytest.approx(0.25, abs=0.02)
+    assert data["total"]["sqnr_gain_db"] == pytest.approx(6.0, abs=0.4)
+    table = run("compare", folder, "--scheme", "rceil", "--scheme", "even", "--include", "mlp").stdout
+    assert "mlp.up_proj" in table and "self_attn" not in table and "|A-B|" not in table
+
+
+def test_names_that_one_side_lacks_are_listed(checkpoint, tmp_path):
+    a = Path(checkpoint())
+    b = tmp_path / "b"
+    b.mkdir()
+    tensors = load_file(a / "model.safetensors")
+    x = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.ones(2, 32)
+    save_file({**tensors, "model.layers.2.mlp.up_proj.weight": x}, b / "model.safetensors")
+    done = run("compare", a, b)
+    assert done.exit_code == 1
+    assert "only in A: model.layers.1.mlp.up_proj.weight" in done.stdout
+    assert "only in B: model.layers.2.mlp.up_proj.weight" in done.stdout
+    assert "problem: model.layers.1.mlp.down_proj.weight: shapes differ: [64, 96] and [2, 32]" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "exactly two different schemes"),
+        (["--scheme", "rceil"], "exactly two different schemes"),
+        (["--scheme", "rceil", "--scheme", "mxfp4+rceil"], "exactly two different schemes"),
+        (["{model}", "--scheme", "rceil", "--scheme", "even"], "--scheme once at most"),
+        (["gone/gone/gone"], "does not exist"),
+    ],
+)
+def test_wrong_comparisons(checkpoint, arguments, message):
+    folder = checkpoint()
+    done = run("compare", folder, *[argument.format(model=folder) for argument in arguments])
+    assert done.exit_code == 2 and message in done.stderr
+
+
+def test_simulation_is_the_decomposition():
+    done = run("simulate", "--distribution", "student-t", "--df", 5, "--elements", 30000, "--seed", 7, "--json")
+    data = json.loads(done.stdout)
+    assert (data["distribution"], data["elements"], data["seed"], data["df"]) == ("student-t", 30720, 7, 5.0)
+    expected = decompose(sample("student-t", 30000, 7, 5.0), macro_block=128)
+    found = data["schemes"]["mxfp4+rceil+mbs128-static"]
+    assert found["relative_mse"] == pytest.approx(expected.relative_mse, rel=1e-9)
+    assert found["cosine_scale_grid"] == pytest.approx(expected.cosine_scale_grid, rel=1e-9)
+    assert found["zero_fraction"] == pytest.approx(expected.zero_fraction)
+
+
+def test_simulation_on_screen():
+    table = run("simulate", "--elements", 4096, "--scheme", "even").stdout
+    assert "gaussian, 4,096 elements, seed 0" in table and "mxfp4+even" in table and "SQNR dB" in table
+    done = run("simulate", "--distribution", "student-t", "--df", 2)
+    assert done.exit_code == 2 and "more than 2 degrees of freedom" in done.stderr
+    assert run("simulate", "--distribution", "cauchy").exit_code == 2
+
+
+def test_every_distribution_can_be_named():
+    assert [distribution.value for distribution in Distribution] == list(DISTRIBUTIONS)
+
+
+def test_environment():
+    data = json.loads(run("env", "--json").stdout)
+    assert data["versions"]["hf-mxfp4"] == hf_mxfp4.__version__ and data["versions"]["torch"] == torch.__version__
+    assert set(env_module.PACKAGES) < set(data["versions"])
+    assert data["cpu"]["cores"] == os.cpu_count()
+    cpu = [row for row in data["quantization"] if row["device"] == "cpu"]
+    assert len(cpu) == 9 and {row["backend"] for row in cpu} <= {"cpu", "eager"}
+    assert data["triton_kernels"]["rceil"] is None and "tries no candidates" in data["triton_kernels"]["mse"]
+    assert "No FP4 or FP8 instruction is used" in data["products"]
+
+
+def test_environment_on_screen(monkeypatch):
+    gpu = {"type": "cuda", "name": "A GPU", "capability": "compute capability 9.0"}
+    monkeypatch.setattr(env_module, "_gpus", lambda torch: [gpu])
+    text = run("env").stdout
+    assert "A GPU, compute capability 9.0" in text and "GPU 0" in text
+    assert text.count("cuda") == 9 and "covered by the Triton kernels" in text
+
+
+def test_lines_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    with console.ByteProgress(4_000_000) as progress:
+        progress(1_000_000, "layers.0")
+        progress(1_000_000, "layers.1")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[1].startswith("2 MB of 4 MB (50%), ") and lines[1].endswith(" s left, at layers.1")
+    with console.ByteProgress(None) as progress:
+        progress(1_000_000, "layers.0")
+    assert capsys.readouterr().err.startswith("1 MB, ")
+
+
+def test_no_lines_before_their_time(capsys):
+    with console.ByteProgress(100) as progress:
+        progress(10, "layers.0")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with console.ByteProgress(2_000_000) as progress:
+        progress(1_000_000, "layers.0.up_proj")
+        progress._bar.refresh()
+    assert "layers.0.up_proj" in capsys.readouterr().err
