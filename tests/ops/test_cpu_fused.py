@@ -2,6 +2,8 @@
 """The fused C++ functions: the bits of the eager reference, over schemes, dtypes, shapes and special values."""
 
 import itertools
+import os
+import time
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hf_mxfp4 import numerics
 from hf_mxfp4.numerics import QuantScheme
 from hf_mxfp4.ops import backend_for, cpu
 from hf_mxfp4.ops.cpu import library
+from hf_mxfp4.ops.cpu.threads import in_threads
 
 
 pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU functions: {library.load()[1]}")
@@ -134,6 +137,52 @@ def test_threads_change_nothing():
     for values, packed in results[1:]:
         assert torch.equal(values, results[0][0])
         assert torch.equal(packed.codes, results[0][1].codes) and torch.equal(packed.macro, results[0][1].macro)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_starts_threads_of_its_own():
+    x = torch.randn(64, 40_000)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        expected = cpu.fake_quantize(x, QuantScheme())  # the parent's threads are there now
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(cpu.fake_quantize(x, QuantScheme()), expected) else 1)
+        deadline = time.monotonic() + 60
+        while (status := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        torch.set_num_threads(before)
+    assert status == (child, 0)
+
+
+def test_an_error_in_a_thread_reaches_the_caller():
+    before = torch.get_num_threads()
+
+    def work(first, last):
+        if first:
+            raise RuntimeError("in a thread")
+
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(RuntimeError, match="in a thread"):
+            in_threads(work, count=10, cost=2**22)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000])
+def test_the_ranges_make_up_all_rows(count):
+    before, spans = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(5)
+        in_threads(lambda first, last: spans.append((first, last)), count=count, cost=2**30)
+    finally:
+        torch.set_num_threads(before)
+    spans.sort()
+    assert spans[0][0] == 0 and spans[-1][1] == count and len(spans) == min(5, count)
+    assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])

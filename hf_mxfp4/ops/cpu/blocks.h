@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -409,17 +408,6 @@ void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& 
     if (scheme.search == kStatic) run(std::integral_constant<MacroSearch, kStatic>{});
     if (scheme.search == kDynamic) run(std::integral_constant<MacroSearch, kDynamic>{});
     if (scheme.search == kBlockwise) run(std::integral_constant<MacroSearch, kBlockwise>{});
-}
-
-// Calls work(first, last) on one range of 0..count per thread.
-template <class Work>
-void split(int64_t count, int threads, const Work& work) {
-    threads = static_cast<int>(std::min<int64_t>(threads, count));
-    std::vector<std::thread> others;
-    for (int t = 1; t < threads; ++t)
-        others.emplace_back([&work, count, threads, t] { work(count * t / threads, count * (t + 1) / threads); });
-    work(0, threads > 0 ? count / threads : 0);
-    for (std::thread& other : others) other.join();
 }
 
 }  // namespace

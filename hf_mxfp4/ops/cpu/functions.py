@@ -3,6 +3,7 @@
 
 import ctypes
 import functools
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,14 +12,16 @@ from ... import numerics
 from ..._logging import get_logger
 from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, ScaleRule
 from .library import SchemeStruct, load
+from .threads import in_threads
 
 
 #: Added to the bits of a block's maximum so that the exponent rounds up where the rule says; see `scale_from_amax`.
 _CARRIES = {ScaleRule.RCEIL: 0x3FFFFF, ScaleRule.FLOOR: 0, ScaleRule.EVEN: 0x200000, ScaleRule.MSE: 0}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SEARCHES = {"static": 1, "dynamic": 2, "blockwise": 3}
-#: A thread costs about as much to start as this many elements to quantize.
-_ELEMENTS_PER_THREAD = 1 << 18
+#: Elements of the rows whose error sums are added up before the next: the sums depend on it, not on the threads.
+_PORTION = 1 << 18
+_HISTOGRAM_BINS = 64
 
 
 def obstacle(dtype: torch.dtype, scheme: QuantScheme) -> str | None:
@@ -83,7 +86,7 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     if out.numel():
         parts = [tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale]
         parts = [None if part is None else part.contiguous() for part in parts]
-        load()[0].mxfp4_dequantize(*_arguments(out, tensor.scheme), *map(_address, parts))
+        _over_rows("mxfp4_dequantize", out, tensor.scheme, *map(_address, parts))
     return out.movedim(-1, tensor.axis)
 
 
@@ -116,33 +119,58 @@ def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[in
     """Sums over the error of quantizing a CPU tensor along its last axis, that [`obstacle`] does not refuse, and the
     histogram of ``log2(s / s*)`` over its blocks in 64 bins of [-2, 2]. Independent of the number of threads."""
     rows = x.detach().contiguous()
-    sums = torch.zeros(len(fields(ErrorSums)), dtype=torch.float64)
-    bins = torch.zeros(64, dtype=torch.int64)
-    if rows.numel():
-        portion = max(1, _ELEMENTS_PER_THREAD // rows.shape[-1])
-        load()[0].mxfp4_statistics(*_arguments(rows, scheme), portion, sums.data_ptr(), bins.data_ptr())
-    return ErrorSums(*sums.tolist()), bins.tolist()
+    if rows.numel() == 0:
+        return ErrorSums(*[0.0] * len(fields(ErrorSums))), [0] * _HISTOGRAM_BINS
+    portion = max(1, _PORTION // rows.shape[-1])
+    starts = range(0, rows.numel() // rows.shape[-1], portion)
+    sums = torch.zeros(len(starts), len(fields(ErrorSums)), dtype=torch.float64)
+    bins = torch.zeros(len(starts), _HISTOGRAM_BINS, dtype=torch.int64)
+
+    common = _common(rows, scheme)
+
+    def add_portions(first: int, last: int) -> None:
+        for index in range(first, last):
+            start, stop = starts[index], min(starts[index] + portion, starts.stop)
+            load()[0].mxfp4_statistics(*common, start, stop, sums[index].data_ptr(), bins[index].data_ptr())
+
+    in_threads(add_portions, count=len(starts), cost=4 * _cost(rows, scheme))
+    return ErrorSums(*map(math.fsum, sums.t().tolist())), bins.sum(dim=0).tolist()
 
 
 def _quantize_into(rows: torch.Tensor, scheme: QuantScheme, **outputs: torch.Tensor | None) -> None:
     names = ("values", "codes", "scale", "macro", "residual_codes", "residual_scale")
-    load()[0].mxfp4_quantize(*_arguments(rows, scheme), *(_address(outputs.get(name)) for name in names))
+    _over_rows("mxfp4_quantize", rows, scheme, *(_address(outputs.get(name)) for name in names))
 
 
-def _arguments(rows: torch.Tensor, scheme: QuantScheme) -> tuple:
-    length = rows.shape[-1]
+def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *addresses: int | None) -> None:
+    function, common = getattr(load()[0], name), _common(rows, scheme)
+    in_threads(
+        lambda first, last: function(*common, first, last, *addresses),
+        count=rows.numel() // rows.shape[-1],
+        cost=_cost(rows, scheme),
+    )
+
+
+def _cost(rows: torch.Tensor, scheme: QuantScheme) -> int:
+    """Roughly, elements of plain quantization that would take as long."""
+    passes = 2 if scheme.outlier_fallback is not None else 1
+    if scheme.macro_block is not None:
+        passes += {"static": 0, "dynamic": 12, "blockwise": 8}[scheme.macro_search]
+    return rows.numel() * passes * (3 if scheme.scale_rule is ScaleRule.MSE else 1)
+
+
+def _common(rows: torch.Tensor, scheme: QuantScheme) -> tuple:
     rule, alpha = scheme.scale_rule, scheme.outlier_fallback
     description = SchemeStruct(
         carry=_CARRIES[rule],
         clips=rule.clips,
         least_squares=rule is ScaleRule.MSE,
         search=0 if scheme.macro_block is None else _SEARCHES[scheme.macro_search],
-        macro_blocks=_macro_blocks(scheme, length),
+        macro_blocks=_macro_blocks(scheme, rows.shape[-1]),
         fallback=alpha is not None,
         alpha=alpha or 0.0,
     )
-    threads = min(torch.get_num_threads(), max(1, rows.numel() // _ELEMENTS_PER_THREAD))
-    return rows.data_ptr(), _TYPES[rows.dtype], rows.numel() // length, length, ctypes.byref(description), threads
+    return rows.data_ptr(), _TYPES[rows.dtype], rows.shape[-1], ctypes.byref(description)
 
 
 def _macro_blocks(scheme: QuantScheme, length: int) -> int:

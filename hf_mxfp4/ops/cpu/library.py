@@ -19,7 +19,7 @@ from ..._logging import get_logger
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("blocks.h", "quantize.cpp", "statistics.cpp"))
 #: Folder of the compiled libraries, instead of the user's cache folder.
 CACHE_VARIABLE = "HF_MXFP4_CACHE"
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 # The results must be those of the arithmetic as written; the last two drop only error flags that nobody reads.
 _EXACT = ("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math")
 #: Options for this processor, the first that the compiler accepts.
@@ -42,12 +42,12 @@ class SchemeStruct(ctypes.Structure):
 
 
 _POINTER = ctypes.c_void_p
-# Matrix, its type, rows and length, then scheme and threads.
-_COMMON = (_POINTER, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(SchemeStruct), ctypes.c_int)
+# Matrix, its type and length, the scheme, and the range of rows.
+_COMMON = (_POINTER, ctypes.c_int, ctypes.c_int64, ctypes.POINTER(SchemeStruct), ctypes.c_int64, ctypes.c_int64)
 _SIGNATURES = {
     "mxfp4_quantize": (*_COMMON, *[_POINTER] * 6),
     "mxfp4_dequantize": (*_COMMON, *[_POINTER] * 5),
-    "mxfp4_statistics": (*_COMMON, ctypes.c_int64, _POINTER, _POINTER),
+    "mxfp4_statistics": (*_COMMON, _POINTER, _POINTER),
 }
 
 

@@ -19,7 +19,10 @@ inline void store_codes(uint8_t* p, int64_t count, const Block& q) {
     Words pairs;  // two codes in each, the even one in the low half
     std::memcpy(&pairs, codes, sizeof pairs);
     const Bytes packed = __builtin_convertvector(__builtin_convertvector(pairs | (pairs >> 12), Halves), Bytes);
-    std::memcpy(p, &packed, count >= kBlock ? sizeof packed : static_cast<size_t>((count + 1) / 2));
+    if (count >= kBlock)
+        std::memcpy(p, &packed, sizeof packed);
+    else
+        std::memcpy(p, &packed, static_cast<size_t>((count + 1) / 2));
 }
 
 struct StoreValues {
@@ -68,7 +71,10 @@ inline Floats decode(Halves codes) {
 
 inline Block decode_block(const uint8_t* p, int64_t count) {
     Bytes packed = {};
-    std::memcpy(&packed, p, count >= kBlock ? sizeof packed : static_cast<size_t>((count + 1) / 2));
+    if (count >= kBlock)
+        std::memcpy(&packed, p, sizeof packed);
+    else
+        std::memcpy(&packed, p, static_cast<size_t>((count + 1) / 2));
     const Words bytes = __builtin_convertvector(__builtin_convertvector(packed, Halves), Words);
     const Words pairs = (bytes | (bytes << 12)) & 0x000F000F;
     Halves codes[2];
@@ -104,27 +110,24 @@ void dequantize_rows(const Matrix& x, int64_t first, int64_t last, const Scheme&
 
 }  // namespace
 
-// Either `values`, or the packed tensors.
-extern "C" void mxfp4_quantize(const char* input, int type, int64_t rows, int64_t length, const Scheme* scheme,
-                               int threads, char* values, uint8_t* codes, uint8_t* scale, uint8_t* macro,
+// Rows `first` to `last` of the matrix. Either `values`, or the packed tensors.
+extern "C" void mxfp4_quantize(const char* input, int type, int64_t length, const Scheme* scheme, int64_t first,
+                               int64_t last, char* values, uint8_t* codes, uint8_t* scale, uint8_t* macro,
                                uint8_t* residual_codes, uint8_t* residual_scale) {
     const Matrix x{input, static_cast<Type>(type), length};
     const Packed packed{codes, scale, macro, residual_codes, residual_scale};
-    split(rows, threads, [&](int64_t first, int64_t last) {
-        if (values != nullptr) {
-            StoreValues sink{x, values};
-            for_each_block(x, first, last, *scheme, sink);
-        } else {
-            StorePacked sink{x, *scheme, packed};
-            for_each_block(x, first, last, *scheme, sink);
-        }
-    });
+    if (values != nullptr) {
+        StoreValues sink{x, values};
+        for_each_block(x, first, last, *scheme, sink);
+    } else {
+        StorePacked sink{x, *scheme, packed};
+        for_each_block(x, first, last, *scheme, sink);
+    }
 }
 
-extern "C" void mxfp4_dequantize(char* values, int type, int64_t rows, int64_t length, const Scheme* scheme,
-                                 int threads, uint8_t* codes, uint8_t* scale, uint8_t* macro, uint8_t* residual_codes,
+extern "C" void mxfp4_dequantize(char* values, int type, int64_t length, const Scheme* scheme, int64_t first,
+                                 int64_t last, uint8_t* codes, uint8_t* scale, uint8_t* macro, uint8_t* residual_codes,
                                  uint8_t* residual_scale) {
     const Matrix x{nullptr, static_cast<Type>(type), length};
-    const Packed packed{codes, scale, macro, residual_codes, residual_scale};
-    split(rows, threads, [&](int64_t first, int64_t last) { dequantize_rows(x, first, last, *scheme, packed, values); });
+    dequantize_rows(x, first, last, *scheme, Packed{codes, scale, macro, residual_codes, residual_scale}, values);
 }

@@ -122,19 +122,11 @@ struct AddUp {
 
 }  // namespace
 
-// Adds to `sums` and `bins`, whose layout functions.py knows.
-extern "C" void mxfp4_statistics(const char* input, int type, int64_t rows, int64_t length, const Scheme* scheme,
-                                 int threads, int64_t rows_per_portion, double* sums, int64_t* bins) {
-    const Matrix x{input, static_cast<Type>(type), length};
-    const int64_t portions = (rows + rows_per_portion - 1) / rows_per_portion;
-    std::vector<AddUp> results(static_cast<size_t>(portions), AddUp{length});
-    split(portions, threads, [&](int64_t first, int64_t last) {
-        for (int64_t p = first; p < last; ++p)
-            for_each_block(x, p * rows_per_portion, std::min(rows, (p + 1) * rows_per_portion), *scheme, results[p]);
-    });
-    // In the order of the rows, whatever the number of threads.
-    for (const AddUp& result : results) {
-        for (int i = 0; i < kSums; ++i) sums[i] += result.sums[i];
-        for (int i = 0; i < kBins; ++i) bins[i] += result.bins[i];
-    }
+// Rows `first` to `last` of the matrix. Adds to `sums` and `bins`, whose layout functions.py knows.
+extern "C" void mxfp4_statistics(const char* input, int type, int64_t length, const Scheme* scheme, int64_t first,
+                                 int64_t last, double* sums, int64_t* bins) {
+    AddUp sink{length};
+    for_each_block(Matrix{input, static_cast<Type>(type), length}, first, last, *scheme, sink);
+    for (int i = 0; i < kSums; ++i) sums[i] += sink.sums[i];
+    for (int i = 0; i < kBins; ++i) bins[i] += sink.bins[i];
 }
