@@ -17,12 +17,15 @@ _LAZY = {
     "MXFP4GRPOConfig": "rl",
     "MXFP4GRPOTrainer": "rl",
     "MXFP4Linear": "layers",
+    "MXFP4PackedLinear": "layers",
     "MXFP4Tensor": "numerics",
     "QuantScheme": "numerics",
     "ScaleRule": "numerics",
     "cached_weights": "layers",
     "decompose": "numerics",
     "fake_quantize": "ops.functional",
+    "merge_adapters": "adapters",
+    "pack": "packing",
     "quantize": "ops.functional",
 }
 

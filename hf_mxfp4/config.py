@@ -2,9 +2,10 @@
 """`MXFP4RLConfig`: one frozen, validated description of how a model is quantized."""
 
 import difflib
+import enum
 import re
 from collections.abc import Iterable
-from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields
+from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -17,13 +18,29 @@ QUANT_METHOD = "mxfp4_rl"
 #: Version of the meaning of the fields, written to `config.json`; a newer one is refused instead of misread.
 FORMAT_VERSION = 1
 
-MODES = ("qat",)
+MODES = ("qat", "packed")
 PRESETS = ("w4a16", "w4a4")
 MACRO_SEARCHES = ("static", "dynamic", "hybrid", "blockwise")
 OPERANDS = ("both", "weights", "activations")
 #: Rows x columns of a weight that share a block scale, and the rows of it.
 WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
 BACKENDS = ("auto", "eager", "cpu", "triton")
+
+
+class _Default(enum.Enum):
+    """Stands for "what is usual in this mode" until the mode is known; a finished config holds the value itself."""
+
+    BY_MODE = "by mode"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+#: Values of the options that depend on the mode.
+MODE_DEFAULTS = {
+    "qat": {"preset": "w4a4", "outlier_fallback": 0.5},
+    "packed": {"preset": "w4a16", "outlier_fallback": None},
+}
 
 
 def unknown_key_message(owner: str, key: str, known: list[str]) -> str:
@@ -40,7 +57,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     The default is the dense recipe of arXiv 2605.20402: both operands of every linear layer of the decoder in MXFP4
     with the ceiling scale rule, macro-block scaling at 128 (searched for weights, static for activations) and outlier
-    fallback at 0.5 on both operands.
+    fallback at 0.5 on both operands. With ``mode="packed"`` it is frozen weights of 4.3125 bits as the base of
+    adapters: weights alone in MXFP4, macro-block scaling at 128, no outlier fallback.
+
+    A checkpoint that already is quantized keeps its own scheme, and transformers warns that the config passed is not
+    used. To pack what was trained with ``mode="qat"``, use [`hf_mxfp4.pack`].
 
     Raises:
         TypeError: an option that does not exist (with the nearest names).
@@ -54,13 +75,17 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     mode: str = field(
         default="qat",
-        metadata={"help": "'qat': full-precision master weights are trained through their quantized values."},
+        metadata={
+            "help": "'qat': full-precision master weights are trained through their quantized values; 'packed': "
+            "weights are stored in 4 bits and frozen, and adapters are trained on them."
+        },
     )
     preset: str = field(
-        default="w4a4",
+        default=_Default.BY_MODE,
         metadata={
-            "help": "Which operands of a linear layer are MXFP4: 'w4a16' the weight, 'w4a4' weight and activation. "
-            "The backward pass uses the same quantized operands; output gradients stay in full precision."
+            "help": "Which operands of a linear layer are MXFP4: 'w4a16' the weight (usual in mode 'packed'), 'w4a4' "
+            "weight and activation (usual in mode 'qat'). The backward pass uses the same quantized operands; output "
+            "gradients stay in full precision."
         },
     )
     scale_rule: str = field(
@@ -80,8 +105,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         },
     )
     outlier_fallback: float | None = field(
-        default=0.5,
-        metadata={"help": "Weight in (0, 1] of the quantized residual that is added back; none switches it off."},
+        default=_Default.BY_MODE,
+        metadata={
+            "help": "Weight in (0, 1] of the quantized residual that is added back; none switches it off. Usual are "
+            "0.5 in mode 'qat' and none in mode 'packed', where it doubles the memory of the weights."
+        },
     )
     outlier_fallback_operands: str = field(
         default="both",
@@ -133,6 +161,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 f"format_version={self.format_version!r}: this hf_mxfp4 reads version {FORMAT_VERSION}{advice}"
             )
         one_of("mode", self.mode, MODES)
+        for name, value in MODE_DEFAULTS[self.mode].items():
+            if getattr(self, name) is _Default.BY_MODE:
+                object.__setattr__(self, name, value)
         one_of("preset", self.preset, PRESETS)
         one_of("scale_rule", self.scale_rule, tuple(rule.value for rule in ScaleRule))
         object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule).value)
@@ -151,6 +182,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 "outlier_fallback_operands='activations' has no effect under preset='w4a16', "
                 "which quantizes no activations; use 'weights', or preset='w4a4'"
             )
+        if self.mode == "packed":
+            for name, (reason, _) in self._idle_options().items():
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no effect in mode='packed' {reason}; leave it out"
+                )
         object.__setattr__(self, "modules_to_not_convert", _as_names(self.modules_to_not_convert))
         object.__setattr__(self, "_frozen", True)
 
@@ -186,6 +222,22 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             block_rows=WEIGHT_BLOCKS[self.weight_block] if operand == "weights" else 1,
             fallback_rate=None if fallback is None else self.outlier_fallback_rate,
         )
+
+    def _idle_options(self) -> dict[str, tuple[str, Any]]:
+        """Options that would do nothing in packed mode: why, and their default."""
+        idle: dict[str, tuple[str, Any]] = {}
+        if self.outlier_fallback is None and self.outlier_fallback_operands != "both":
+            idle["outlier_fallback_operands"] = ("without outlier_fallback, which is off there by default", "both")
+        if self.macro_block is None and self.macro_search != "hybrid":
+            idle["macro_search"] = ("without macro_block", "hybrid")
+        if self.backend == "triton":
+            idle["backend"] = ("whose weights no Triton kernel reads", "auto")
+        return idle
+
+    def packed(self) -> "MXFP4RLConfig":
+        """The same scheme in mode ``"packed"``: what a model of this config becomes by [`hf_mxfp4.pack`]."""
+        defaults = {name: default for name, (_, default) in self._idle_options().items()}
+        return replace(self, mode="packed", **defaults)
 
     def describe(self) -> str:
         """One line: preset and what is done to each operand."""

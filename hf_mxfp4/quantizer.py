@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains."""
 
-import math
+import importlib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from transformers.quantizers.auto import (
@@ -15,52 +15,25 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 
 from ._logging import get_logger
-from .checkpoint import forward_state_dict, take_state_dict
+from .checkpoint import check_checkpoint, check_packed_files, make_record, take_state_dict, wrap_saving
+from .checkpoint.mapped import resolved
 from .config import QUANT_METHOD, MXFP4RLConfig
-from .layers import MXFP4Linear
+from .layers import MXFP4Linear, MXFP4PackedLinear
 from .module_names import fused_experts, split_linears
-from .ops import fake_quantize
+from .report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 
 
-#: Rows of a large weight that the load-time SQNR looks at.
-_SQNR_ROWS = 256
-
-
-@dataclass(frozen=True)
-class QuantizationReport:
-    """What was quantized when a model was loaded; `model.quantization_report`.
-
-    Attributes:
-        scheme: one line, see [`MXFP4RLConfig.describe`].
-        quantized, skipped: names of the linear layers in MXFP4 and of those left in full precision.
-        sqnr_db: signal to quantization noise ratio of the weights, energies summed over layers (at most 256 evenly
-            spaced rows of each), in decibels; `None` when the weights are not materialised.
-    """
-
-    scheme: str
-    quantized: tuple[str, ...]
-    skipped: tuple[str, ...]
-    sqnr_db: float | None
-
-    @property
-    def n_quantized(self) -> int:
-        return len(self.quantized)
-
-    @property
-    def n_skipped(self) -> int:
-        return len(self.skipped)
-
-    def __str__(self) -> str:
-        sqnr = "not measured" if self.sqnr_db is None else f"{self.sqnr_db:.2f} dB"
-        left = f" ({', '.join(self.skipped)})" if 0 < self.n_skipped <= 4 else ""
-        return f"n_quantized={self.n_quantized} n_skipped={self.n_skipped}{left} weight SQNR={sqnr} | {self.scheme}"
+MakeLayer = Callable[[nn.Linear, MXFP4RLConfig, str], nn.Linear]
 
 
 class MXFP4RLQuantizer(HfQuantizer):
-    """Swaps the linear layers of a decoder for [`MXFP4Linear`] as the model is loaded.
+    """Swaps the linear layers of a decoder for [`MXFP4Linear`] or [`MXFP4PackedLinear`] as the model is loaded.
 
-    Master weights keep their names and dtypes, so any checkpoint of the architecture loads, sharded or not, and what
-    `save_pretrained` writes is that checkpoint again plus the scheme in `config.json`.
+    Mode ``"qat"``: master weights keep their names and dtypes, so any checkpoint of the architecture loads, sharded or
+    not, and what `save_pretrained` writes is that checkpoint again plus the scheme in `config.json`.
+
+    Mode ``"packed"``: the weights of a full-precision checkpoint are packed one by one as they are read; a checkpoint
+    of packed weights is checked against the scheme in its `config.json` and loaded as it is.
     """
 
     requires_calibration = False
@@ -68,21 +41,82 @@ class MXFP4RLQuantizer(HfQuantizer):
     def __init__(self, quantization_config: MXFP4RLConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
         self._swapped: tuple[list[str], list[str]] = ([], [])
+        self._loads = True
+        #: The error of packing a full-precision checkpoint, and the files that it is read from.
+        self.error_energy = ErrorEnergy()
+        self.source_files: frozenset[str] = frozenset()
+        #: What the files of a quantized checkpoint say of themselves.
+        self.record: dict = {}
 
-    def _process_model_before_weight_loading(self, model, **kwargs):
-        self._swapped = quantize_linears(model, self.quantization_config)
+    @property
+    def _packed(self) -> bool:
+        return self.quantization_config.mode == "packed"
+
+    @property
+    def _packs_on_load(self) -> bool:
+        return self._packed and not self.pre_quantized
+
+    def validate_environment(self, *args, device_map=None, **kwargs):
+        if self._packed and isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                "device_map puts packed weights on disk, from where they cannot be used; they take about a quarter of "
+                "their size in bfloat16, so that 'cpu' may do"
+            )
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
+        make = MXFP4PackedLinear.placeholder if self._packs_on_load else None
+        self._swapped = quantize_linears(model, self.quantization_config, make)
+        layers = _packed_layers(model)
+        for layer in layers.values():
+            # transformers would draw random numbers for a tensor that is missing, and fail on uint8.
+            layer._is_hf_initialized = True
+        if self.pre_quantized and checkpoint_files:
+            self.record = check_checkpoint(checkpoint_files, model, self.quantization_config)
+        if self._packs_on_load:
+            self.source_files = resolved(checkpoint_files or ())
+        elif self._packed and checkpoint_files:
+            shapes = {name: layer.shapes() for name, layer in layers.items()}
+            check_packed_files(checkpoint_files, shapes, getattr(model, "base_model_prefix", ""))
         return model
 
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        """Exactly the full-precision placeholders of a checkpoint that is packed as it is read."""
+        layer, _, name = param_name.rpartition(".")
+        return self._packs_on_load and name == "weight" and isinstance(model.get_submodule(layer), MXFP4PackedLinear)
+
+    def param_element_size(self, model, param_name: str, param) -> float:
+        """Bytes per element, for `device_map="auto"`: two codes share a byte; the scales are counted by themselves."""
+        return 0.5 if self.param_needs_quantization(model, param_name) else param.element_size()
+
+    def get_quantize_ops(self):
+        from .packing import PackOnLoad
+
+        return PackOnLoad(self)
+
+    def attach(self, model, quantized: Sequence[str], skipped: Sequence[str], energy: ErrorEnergy) -> None:
+        """Make this the quantizer of a model whose layers were swapped by hand, so that it saves and reports as if it
+        had been loaded so."""
+        self._swapped, self._loads, self.error_energy = (list(quantized), list(skipped)), False, energy
+        model.hf_quantizer, model.is_quantized, model.quantization_method = self, True, QUANT_METHOD
+        self.postprocess_model(model)
+
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if self._packed and self._loads:
+            _check_loaded(model, whole=self.pre_quantized)
         quantized, skipped = self._swapped
+        n_weights, packed_bytes = count_weights(model)
         model.quantization_report = QuantizationReport(
             scheme=self.quantization_config.describe(),
             quantized=tuple(quantized),
             skipped=tuple(skipped),
-            sqnr_db=_weight_sqnr(model),
+            sqnr_db=self.error_energy.sqnr_db if self._packed else master_sqnr(model),
+            n_weights=n_weights,
+            packed_bytes=packed_bytes,
         )
         get_logger().info("%s: %s", type(model).__name__, model.quantization_report)
-        forward_state_dict(model)
+        wrap_saving(model)
+        # From here on PEFT's tables know what LoRA on a quantized layer is.
+        importlib.import_module(".adapters", __package__)
         return model
 
     def dequantize(self, model, dtype=None):
@@ -96,11 +130,14 @@ class MXFP4RLQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model, dtype=None):
-        layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, MXFP4Linear)}
+        kinds = (MXFP4Linear, MXFP4PackedLinear)
+        layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, kinds)}
         if not layers:
-            raise ValueError("nothing to dequantize: the model has no MXFP4Linear layer")
-        plain = {id(layer): layer.to_linear(dtype) for layer in layers.values()}
+            raise ValueError("nothing to dequantize: the model has no MXFP4 layer")
+        plain: dict[int, nn.Linear] = {}
         for name, layer in layers.items():
+            if id(layer) not in plain:
+                plain[id(layer)] = layer.to_linear(dtype)
             model.set_submodule(name, plain[id(layer)])
         if dtype is not None:
             # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.
@@ -111,7 +148,12 @@ class MXFP4RLQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model):
-        return take_state_dict(model), {}
+        return take_state_dict(model), make_record(self.quantization_config, self.recorded_sqnr_db)
+
+    @property
+    def recorded_sqnr_db(self) -> float | None:
+        """SQNR of packed weights in decibels, measured when they were packed, now or before they were saved."""
+        return self.error_energy.sqnr_db if self.record == {} else self.record["weight_sqnr_db"]
 
     def is_serializable(self) -> bool:
         return True
@@ -122,11 +164,46 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        return True
+        # Packed weights are frozen: transformers then asks for adapters.
+        return not self._packed
 
 
-def quantize_linears(model: nn.Module, config: MXFP4RLConfig) -> tuple[list[str], list[str]]:
+def quantize_linears(
+    model: nn.Module, config: MXFP4RLConfig, make_layer: MakeLayer | None = None
+) -> tuple[list[str], list[str]]:
     """Swap the linear layers of ``model`` in place; the names of the quantized and of the skipped ones.
+
+    ``make_layer`` builds a layer from a linear one, the config and its name; by default `from_linear` of the layer
+    class of the config's mode.
+
+    Raises `ValueError` when nothing matched, or when the model keeps its experts outside of linear layers.
+    """
+    if make_layer is None:
+        make_layer = (MXFP4PackedLinear if config.mode == "packed" else MXFP4Linear).from_linear
+    linears, skipped = find_linears(model, config)
+    return swap_linears(model, linears, config, make_layer), skipped
+
+
+def swap_linears(
+    model: nn.Module, linears: dict[str, nn.Linear], config: MXFP4RLConfig, make_layer: MakeLayer
+) -> list[str]:
+    """Replace layers of ``model`` by what ``make_layer`` builds from them; the names of the new ones, each layer once.
+
+    ``linears`` is emptied on the way, so that what a replaced layer held can be freed before the next one is built.
+    """
+    names = []
+    while linears:
+        name, linear = next(iter(linears.items()))
+        layer = make_layer(linear, config, name)
+        for place in [place for place, other in linears.items() if other is linear]:
+            model.set_submodule(place, layer)
+            del linears[place]
+        names.append(name)
+    return names
+
+
+def find_linears(model: nn.Module, config: MXFP4RLConfig) -> tuple[dict[str, nn.Linear], list[str]]:
+    """The linear layers that ``config`` quantizes, by name, and the names of those that it skips.
 
     Raises `ValueError` when nothing matched, or when the model keeps its experts outside of linear layers.
     """
@@ -136,8 +213,8 @@ def quantize_linears(model: nn.Module, config: MXFP4RLConfig) -> tuple[list[str]
     if experts:
         raise ValueError(
             f"{type(model).__name__} keeps experts in fused 3-D weights ({experts[0]} and {len(experts) - 1} more), "
-            "which mode='qat' does not quantize; to train with full-precision experts on purpose, add 'experts' to "
-            "modules_to_not_convert"
+            f"which mode={config.mode!r} does not quantize; to leave the experts in full precision on purpose, add "
+            "'experts' to modules_to_not_convert"
         )
     if not linears:
         kinds = Counter(
@@ -147,29 +224,32 @@ def quantize_linears(model: nn.Module, config: MXFP4RLConfig) -> tuple[list[str]
             f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
             f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}"
         )
-    layers: dict[int, MXFP4Linear] = {}
-    for name, linear in linears.items():
-        if id(linear) not in layers:
-            layers[id(linear)] = MXFP4Linear.from_linear(linear, config, name)
-        model.set_submodule(name, layers[id(linear)])
-    return [layer.name for layer in layers.values()], skipped
+    return linears, skipped
 
 
-def _weight_sqnr(model: nn.Module) -> float | None:
-    signal = noise = 0.0
-    for module in model.modules():
-        if not isinstance(module, MXFP4Linear):
+def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, MXFP4PackedLinear)}
+
+
+def _check_loaded(model: nn.Module, whole: bool) -> None:
+    """transformers only warns of tensors that no file has, and fills in random numbers.
+
+    Raises `ValueError` for the first one missing in a packed layer or, with ``whole``, anywhere but in a head that the
+    checkpoint was saved without.
+    """
+    layers = _packed_layers(model)
+    same_class = type(model).__name__ in (model.config.architectures or ())
+    prefix = getattr(model, "base_model_prefix", "")
+    for name, parameter in model.named_parameters():
+        layer = name.rpartition(".")[0]
+        new_head = not same_class and hasattr(model, prefix) and not name.startswith(f"{prefix}.")
+        if layer not in layers and (new_head or not whole):
             continue
-        weight = module.weight.detach()
-        if weight.is_meta:
-            return None
-        rows = weight[:: -(-weight.shape[0] // _SQNR_ROWS)]
-        error = fake_quantize(rows, module.config.weight_scheme, module.config.backend).float() - rows.float()
-        signal += rows.float().square().sum().item()
-        noise += error.square().sum().item()
-    if noise == 0:
-        return math.inf if signal else None
-    return 10.0 * math.log10(signal / noise) if signal else None
+        # Offloaded parameters are meta tensors here, and left to the check of the files.
+        if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
+            raise ValueError(f"{name} is in no file of the checkpoint")
+    for layer in layers.values():
+        layer.check()
 
 
 # A reloaded module registers again; transformers refuses duplicates.

@@ -37,6 +37,9 @@ CONFIGS = {
     "skips": {"modules_to_not_convert": ["layers.0", "re:.*down_proj"], "outlier_fallback_operands": "weights"},
     "tiles": {"weight_block": "32x32", "macro_block": None},
     "selective": {"outlier_fallback": 1.0, "outlier_fallback_rate": 0.1, "outlier_fallback_operands": "activations"},
+    "packed": {"mode": "packed"},
+    "packed-w4a4": {"mode": "packed", "preset": "w4a4", "outlier_fallback": 0.25, "outlier_fallback_rate": 0.5},
+    "packed-plain": {"mode": "packed", "macro_block": None, "modules_to_not_convert": ["layers.1"]},
     "eager": {"backend": "eager", "outlier_fallback": 1, "macro_search": "dynamic", "macro_block": 32},
 }
 
@@ -47,6 +50,82 @@ def all_configs():
 
 def test_defaults():
     assert MXFP4RLConfig().to_dict() == DEFAULTS
+
+
+def test_defaults_of_packed_mode():
+    expected = {**DEFAULTS, "mode": "packed", "preset": "w4a16", "outlier_fallback": None}
+    assert MXFP4RLConfig(mode="packed").to_dict() == expected
+    assert MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5).to_dict() == {**DEFAULTS, "mode": "packed"}
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_none_switches_outlier_fallback_off_in_every_mode(mode):
+    assert MXFP4RLConfig(mode=mode, outlier_fallback=None).outlier_fallback is None
+    assert MXFP4RLConfig.from_dict({"mode": mode, "outlier_fallback": None}).outlier_fallback is None
+
+
+def test_a_config_file_of_the_first_version_keeps_its_meaning():
+    """Files written before there was a second mode, with and without the options that came later."""
+    old = {
+        "quant_method": "mxfp4_rl",
+        "format_version": 1,
+        "mode": "qat",
+        "preset": "w4a4",
+        "scale_rule": "rceil",
+        "macro_block": 128,
+        "macro_search": "hybrid",
+        "outlier_fallback": 0.5,
+        "modules_to_not_convert": None,
+    }
+    assert MXFP4RLConfig.from_dict(old) == MXFP4RLConfig()
+    assert MXFP4RLConfig.from_dict({"quant_method": "mxfp4_rl"}) == MXFP4RLConfig()
+    assert MXFP4RLConfig.from_dict({**old, "preset": "w4a16", "outlier_fallback": None}) == MXFP4RLConfig(
+        preset="w4a16", outlier_fallback=None
+    )
+
+
+IDLE = [
+    ({"outlier_fallback_operands": "weights"}, "outlier_fallback_operands='weights'"),
+    ({"outlier_fallback_operands": "activations", "preset": "w4a4"}, "outlier_fallback_operands='activations'"),
+    ({"macro_block": None, "macro_search": "dynamic"}, "macro_search='dynamic'"),
+    ({"backend": "triton"}, "backend='triton'"),
+]
+
+
+@pytest.mark.parametrize(("options", "named"), IDLE, ids=[named for _, named in IDLE])
+def test_options_without_effect_in_packed_mode_are_refused(options, named):
+    with pytest.raises(ValueError, match=f"{named} has no effect in mode='packed' .*; leave it out"):
+        MXFP4RLConfig(mode="packed", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"preset": "w4a4", "outlier_fallback": 0.5}),
+        ({"preset": "w4a16", "outlier_fallback": None}, {}),
+        ({"outlier_fallback": None, "outlier_fallback_operands": "weights"}, {"preset": "w4a4"}),
+        (
+            {"macro_block": None, "macro_search": "static", "outlier_fallback": 1.0, "backend": "triton"},
+            {"preset": "w4a4", "outlier_fallback": 1.0, "macro_block": None},
+        ),
+        (
+            {"outlier_fallback_operands": "weights", "modules_to_not_convert": ["layers.0"]},
+            {
+                "preset": "w4a4",
+                "outlier_fallback": 0.5,
+                "outlier_fallback_operands": "weights",
+                "modules_to_not_convert": ["layers.0"],
+            },
+        ),
+    ],
+    ids=["default", "weight-only", "idle-operands", "idle-search-and-backend", "kept"],
+)
+def test_the_packed_twin_of_a_trainable_config(options, expected):
+    config = MXFP4RLConfig(**options)
+    twin = config.packed()
+    assert twin == MXFP4RLConfig(mode="packed", **expected)
+    assert (twin.weight_scheme, twin.activation_scheme) == (config.weight_scheme, config.activation_scheme)
+    assert twin.packed() == twin
 
 
 def test_every_option_explains_itself():

@@ -11,6 +11,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 import hf_mxfp4.quantizer as quantizer_module
+import hf_mxfp4.report as report_module
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
 from hf_mxfp4.module_names import fused_experts, split_linears
 
@@ -135,11 +136,11 @@ def test_a_model_made_under_inference_mode():
 
 
 def test_sqnr_looks_at_256_rows_at_most(monkeypatch):
-    seen, quantize = [], quantizer_module.fake_quantize
+    seen, quantize = [], report_module.fake_quantize
     monkeypatch.setattr(
-        quantizer_module, "fake_quantize", lambda rows, *a: (seen.append(len(rows)), quantize(rows, *a))[1]
+        report_module, "fake_quantize", lambda rows, *a: (seen.append(len(rows)), quantize(rows, *a))[1]
     )
-    quantizer_module._weight_sqnr(torch.nn.Sequential(MXFP4Linear(32, 511)))
+    report_module.master_sqnr(torch.nn.Sequential(MXFP4Linear(32, 511)))
     assert seen[0] <= 256
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.trainer_utils import validate_quantization_for_training
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, MXFP4RLQuantizer, fake_quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, MXFP4RLQuantizer, fake_quantize
 from hf_mxfp4.quantizer import quantize_linears
 
 
@@ -253,6 +253,35 @@ def test_it_may_be_trained_and_saved(checkpoint):
     assert model.hf_quantizer.is_trainable and model.hf_quantizer.is_qat_trainable
     assert model.hf_quantizer.is_serializable() and not model.hf_quantizer.requires_calibration
     validate_quantization_for_training(model)
+
+
+def test_exactly_the_weights_of_packed_layers_are_packed_as_they_are_read(checkpoint):
+    model = load(checkpoint("qwen2"), mode="packed", modules_to_not_convert=["layers.1"])
+    names = [name for name, _ in model.named_parameters()]
+    on_the_fly = MXFP4RLQuantizer(MXFP4RLConfig(mode="packed"), pre_quantized=False)
+    expected = [f"{name}.weight" for name in model.quantization_report.quantized]
+    assert [name for name in names if on_the_fly.param_needs_quantization(model, name)] == expected
+    for quantizer in (
+        MXFP4RLQuantizer(MXFP4RLConfig(mode="packed"), pre_quantized=True),
+        MXFP4RLQuantizer(MXFP4RLConfig(), pre_quantized=False),
+    ):
+        assert not any(quantizer.param_needs_quantization(model, name) for name in names)
+    parameters, sizes = dict(model.named_parameters()), {}
+    for name in names:
+        sizes[name] = on_the_fly.param_element_size(model, name, parameters[name])
+    layer = "model.layers.0.self_attn.q_proj"
+    assert [sizes[f"{layer}.{part}"] for part in ("weight", "weight_scale", "weight_macro", "bias")] == [0.5, 1, 1, 4]
+    assert sizes["model.layers.1.self_attn.q_proj.weight"] == sizes["model.norm.weight"] == 4
+
+
+def test_quantize_linears_packs_under_a_packed_config():
+    model = make_model("llama")
+    weight = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    quantized, skipped = quantize_linears(model, MXFP4RLConfig(mode="packed"))
+    assert len(quantized) == 14 and skipped == ["lm_head"] and not mxfp4_layers(model)
+    layer = model.model.layers[0].mlp.up_proj
+    assert isinstance(layer, MXFP4PackedLinear) and layer.name == "model.layers.0.mlp.up_proj"
+    assert torch.equal(layer.dequantized_weight(), fake_quantize(weight, macro_block=128, macro_search="dynamic"))
 
 
 def test_the_scheme_given_is_the_scheme_applied(checkpoint):

@@ -3,7 +3,14 @@
 
 from .fallback import fallback_thresholds, update_fallback_thresholds
 from .linear import MXFP4Linear
+from .packed_linear import MXFP4PackedLinear
 from .weight_cache import cached_weights
 
 
-__all__ = ["MXFP4Linear", "cached_weights", "fallback_thresholds", "update_fallback_thresholds"]
+__all__ = [
+    "MXFP4Linear",
+    "MXFP4PackedLinear",
+    "cached_weights",
+    "fallback_thresholds",
+    "update_fallback_thresholds",
+]

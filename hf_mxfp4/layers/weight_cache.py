@@ -25,7 +25,8 @@ def cached_weights() -> Iterator[None]:
     """Within this context every quantized layer quantizes its weight at most once and trusts that nobody changes it.
 
     For rollouts and evaluation. A value kept from before the context is checked at its first use. The context also
-    makes caching available in distributed jobs, where the copies are dropped at its end.
+    makes caching available in distributed jobs, where the copies are dropped at its end, and for packed weights, whose
+    dequantized copies are dropped at its end everywhere.
     """
     global _frozen, _contexts_entered
     if _frozen:
@@ -37,14 +38,18 @@ def cached_weights() -> Iterator[None]:
         yield
     finally:
         _frozen = 0
-        if _distributed():
-            _forget_all()
+        _forget(all_of_them=_distributed())
 
 
 class WeightCache:
-    """The last quantized value of one weight."""
+    """The last quantized value of one weight.
 
-    def __init__(self):
+    Args:
+        only_in_context: keep it within [`cached_weights`] alone: for a value larger than what it is computed from.
+    """
+
+    def __init__(self, only_in_context: bool = False):
+        self.only_in_context = only_in_context
         self._key: tuple | None = None
         self._value: torch.Tensor | None = None
         # The context in which the value was found to be current, and the weight that it was found for.
@@ -53,13 +58,13 @@ class WeightCache:
     def get(self, weight: torch.Tensor, dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The kept value for this weight and dtype, or a fresh one from ``compute``."""
         distributed = _distributed()
-        if distributed and not _frozen:
+        if not _frozen and (distributed or self.only_in_context):
             return compute()
         identity = (_frozen, id(weight), weight.shape, weight.device, weight.dtype, dtype)
         if _frozen and self._value is not None and self._trusted == identity:
             return self._value
         # A sharded engine refills a weight's storage unseen: there, nothing older than the context counts.
-        key = identity if distributed else (*identity[1:], *_state(weight))
+        key = identity if distributed or self.only_in_context else (*identity[1:], *_state(weight))
         if self._value is None or self._key != key:
             self._value, self._key = compute(), key
             _filled.add(self)
@@ -72,7 +77,7 @@ class WeightCache:
 
     def __reduce__(self):
         # A copied or unpickled layer starts with an empty cache.
-        return WeightCache, ()
+        return WeightCache, (self.only_in_context,)
 
 
 def _state(weight: torch.Tensor) -> tuple:
@@ -101,7 +106,8 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _forget_all() -> None:
+def _forget(all_of_them: bool) -> None:
     for cache in list(_filled):
-        cache.clear()
-    _filled.clear()
+        if all_of_them or cache.only_in_context:
+            cache.clear()
+            _filled.discard(cache)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed weights: their tensors, how they are made and read back, and the linear layer on them.
 
-A weight ``[N, K]`` is kept as codes and scale bytes, in memory as on disk; products run on its dequantized values, which
-exist only while a product needs them.
+A weight ``[N, K]`` is kept as codes and scale bytes, in memory as on disk; products run on its dequantized values,
+which exist only while a product needs them.
 """
 
 from collections.abc import Callable, Mapping

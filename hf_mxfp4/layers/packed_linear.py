@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen linear layer: a weight kept as packed 4-bit tensors, the base that adapters are trained on."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..config import MXFP4RLConfig
+from ..numerics import FallbackThreshold, MXFP4Tensor
+from ..ops.linear import autocast_dtype
+from ..ops.packed import (
+    PACKED_FIELDS,
+    PackedWeight,
+    dequantize,
+    packed_linear,
+    packed_shapes,
+    packed_tensor,
+    quantize_weight,
+)
+from .linear import MXFP4Linear
+from .weight_cache import WeightCache
+
+
+class MXFP4PackedLinear(nn.Linear):
+    """`nn.Linear` that computes ``Q(x) Q(W)^T + b`` from a packed, frozen ``Q(W)``; gradients flow to ``x`` and ``b``.
+
+    Parameters (the first three on every row of the weight, without padding; those that the scheme has not are `None`):
+        weight: uint8 ``[out_features, ceil(in_features / 2)]``, two codes per byte.
+        weight_scale: uint8 ``[out_features, ceil(in_features / 32)]``.
+        weight_macro: uint8 ``[out_features, ceil(in_features / macro_block)]``, with macro blocks.
+        weight_residual, weight_residual_scale: as ``weight`` and ``weight_scale``, with outlier fallback of weights.
+        bias: floating-point ``[out_features]`` or `None`.
+
+    Attributes:
+        in_features, out_features: of the linear layer that it stands for.
+        config: the scheme; see [`MXFP4RLConfig`].
+        name: the layer's place in the model, for messages.
+        compute_dtype: of the linear layer that it stands for; follows ``.to(dtype)``. PEFT makes adapters in it.
+        fallback_threshold: as in [`MXFP4Linear`].
+
+    A new layer holds zeros. Raises `ValueError` unless ``config`` is one of mode ``"packed"``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: MXFP4RLConfig | None = None,
+        name: str = "",
+    ):
+        nn.Module.__init__(self)  # nn.Linear's would make and initialise a full-precision weight
+        self.config = MXFP4RLConfig(mode="packed") if config is None else config
+        if self.config.mode != "packed":
+            raise ValueError(f"{type(self).__name__} needs a config of mode='packed', not {self.config.mode!r}")
+        self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.compute_dtype = dtype or torch.get_default_dtype()
+        self._weight_scheme = self.config.weight_scheme
+        self._activation_scheme = self.config.activation_scheme
+        self._cache = WeightCache(only_in_context=True)
+        rate = None if self._activation_scheme is None else self._activation_scheme.fallback_rate
+        self.fallback_threshold = None if rate is None else FallbackThreshold(rate)
+        shapes = packed_shapes(out_features, in_features, self._weight_scheme)
+        for tensor in PACKED_FIELDS:
+            self.register_parameter(tensor, None)
+            if tensor in shapes:
+                self._set(tensor, torch.zeros(shapes[tensor], dtype=torch.uint8, device=device))
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(out_features, dtype=self.compute_dtype, device=device))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedLinear":
+        """The packed twin of a plain or trainable quantized layer: its weight quantized, its very bias. A twin of the
+        same activation scheme also takes over the fallback threshold of an [`MXFP4Linear`].
+
+        Raises `TypeError` for a layer whose weight is not floating-point.
+        """
+        if not linear.weight.is_floating_point():
+            raise TypeError(
+                f"{type(linear).__name__} {name} has a weight of {linear.weight.dtype}; nothing to quantize"
+            )
+        layer = cls._around(linear, config, name)
+        for tensor, value in quantize_weight(linear.weight, layer._weight_scheme, config.backend).items():
+            layer._set(tensor, value)
+        threshold = getattr(linear, "fallback_threshold", None)
+        if threshold is not None and layer.fallback_threshold is not None:
+            if linear.config.activation_scheme == config.activation_scheme:
+                layer.fallback_threshold = threshold
+        return layer
+
+    @classmethod
+    def from_quantized(
+        cls, tensor: MXFP4Tensor, bias: torch.Tensor | None, config: MXFP4RLConfig, name: str = ""
+    ) -> "MXFP4PackedLinear":
+        """A layer on an already quantized weight ``[N, K]``, sharing the tensors given.
+
+        Raises `ValueError` for a tensor that was not quantized as ``config`` says, along its last axis.
+        """
+        if tensor.scheme != config.weight_scheme or tensor.axis != tensor.codes.dim() - 1:
+            raise ValueError(
+                f"the weight was quantized as {tensor.scheme} along axis {tensor.axis}; the config asks for "
+                f"{config.weight_scheme} along the last axis"
+            )
+        layer = cls(tensor.length, tensor.codes.shape[0], False, "meta", tensor.dtype, config=config, name=name)
+        for parameter, field in PACKED_FIELDS.items():
+            layer._set(parameter, getattr(tensor, field))
+        layer.check()
+        if bias is not None:
+            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        return layer
+
+    @classmethod
+    def placeholder(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedLinear":
+        """A layer of meta tensors around the very bias of a meta ``linear``, for a checkpoint to be loaded into. Its
+        weight is the full-precision one, to be replaced by packed tensors as it arrives."""
+        layer = cls._around(linear, config, name)
+        layer.weight = nn.Parameter(linear.weight, requires_grad=False)
+        return layer
+
+    @classmethod
+    def _around(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str) -> "MXFP4PackedLinear":
+        features = linear.in_features, linear.out_features
+        layer = cls(*features, False, "meta", linear.weight.dtype, config=config, name=name)
+        layer.bias = linear.bias
+        return layer.train(linear.training)
+
+    def _set(self, name: str, value: torch.Tensor | None) -> None:
+        setattr(self, name, None if value is None else nn.Parameter(value, requires_grad=False))
+
+    def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """A plain layer whose weight holds the dequantized values (in ``dtype``, default `compute_dtype`)."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        with torch.no_grad():
+            linear.weight = nn.Parameter(self.dequantized_weight(dtype))
+            if self.bias is not None:
+                bias = self.bias.detach().to(dtype or self.bias.dtype, copy=True)
+                linear.bias = nn.Parameter(bias, self.bias.requires_grad)
+        return linear.train(self.training)
+
+    def quantized_tensor(self) -> MXFP4Tensor:
+        """The weight as a [`MXFP4Tensor`] that shares its memory."""
+        return self._tensor(self.packed_weight())
+
+    def packed_weight(self) -> PackedWeight:
+        """The packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
+        return tuple(getattr(self, name) for name in PACKED_FIELDS)
+
+    def dequantized_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``Q(W)`` ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`."""
+        return dequantize(self.quantized_tensor(), dtype or self.compute_dtype, self.config.backend)
+
+    def _tensor(self, packed: PackedWeight) -> MXFP4Tensor:
+        named = dict(zip(PACKED_FIELDS, packed, strict=True))
+        return packed_tensor(named, self.in_features, self._weight_scheme, self.compute_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x`` or that of autocast.
+
+        Raises:
+            ValueError: the last axis of ``x`` is not ``in_features``.
+            TypeError: ``x`` is not floating-point, or differs from the bias in dtype outside of autocast; or the weight
+                was replaced by something that is not packed.
+        """
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"{self._label()}: input {tuple(x.shape)} does not end in in_features={self.in_features}")
+        needed = x.dtype if self.bias is None else self.bias.dtype
+        if not x.is_floating_point() or x.dtype != needed and autocast_dtype(x) is None:
+            raise TypeError(
+                f"{self._label()}: input is {x.dtype} but the layer's dtype is {needed}; "
+                "convert one of them, or run under torch.autocast"
+            )
+        if self.weight.dtype != torch.uint8:
+            raise TypeError(
+                f"{self._label()}: its weight was replaced by one of {self.weight.dtype}, which is not packed; build a "
+                "layer of new weights with MXFP4PackedLinear.from_linear"
+            )
+        return packed_linear(x, self.packed_weight(), self.bias, self.quantized_input, self._dequantized)
+
+    # One definition of the operand for both layers: a packed model must repeat the trainable one's bits.
+    quantized_input: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = MXFP4Linear.quantized_input
+
+    def _dequantized(self, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+        def compute() -> torch.Tensor:
+            return dequantize(self._tensor(packed), dtype, self.config.backend)
+
+        return self._cache.get(packed[0], dtype, compute)
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the packed tensors under the scheme, by name."""
+        return packed_shapes(self.out_features, self.in_features, self._weight_scheme)
+
+    def check(self) -> None:
+        """Raise `ValueError` unless every packed tensor is there, uint8, and of the shape that the scheme says."""
+        shapes = self.shapes()
+        for name in PACKED_FIELDS:
+            tensor, shape = getattr(self, name), shapes.get(name)
+            found = None if tensor is None else tuple(tensor.shape)
+            if found != shape or tensor is not None and tensor.dtype != torch.uint8:
+                what = "is missing" if found is None else f"is {tensor.dtype} {list(found)}"
+                expected = f"uint8 {list(shape)}" if shape else f"no such tensor for {self._weight_scheme}"
+                raise ValueError(f"{self.name or type(self).__name__}.{name} {what}; expected {expected}")
+
+    def reset_parameters(self) -> None:
+        raise TypeError(f"{self._label()} is packed and frozen; it has no random initialisation")
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        for name in PACKED_FIELDS:
+            value = state_dict.get(prefix + name)
+            # Copying would round floats to whole numbers without a word.
+            if value is not None and value.dtype != torch.uint8:
+                errors.append(f"{prefix}{name} is {value.dtype}, but the packed layer needs the uint8 tensor")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.config.describe()}"
+
+    def _label(self) -> str:
+        return f"{type(self).__name__} {self.name}".rstrip()

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed checkpoints that do not fit their config: an error that names file and tensor, never a wrong model."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import check_packed_files
+from hf_mxfp4.checkpoint.mapped import release_mapped, resolved
+
+
+LAYER = "model.layers.0.mlp.up_proj"  # [96, 64]
+SHAPES = {"a.b": {"weight": (4, 32), "weight_scale": (4, 2)}}
+PACKED = MXFP4RLConfig(mode="packed")
+
+
+@pytest.fixture
+def saved(checkpoint, tmp_path):
+    """A packed checkpoint in one file, and its tensors."""
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint("qwen2", dtype=torch.bfloat16), quantization_config=MXFP4RLConfig(mode="packed")
+    )
+    model.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved", load_file(tmp_path / "saved" / "model.safetensors")
+
+
+def rewritten(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    target = folder.with_name("damaged")
+    shutil.copytree(folder, target)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def refusal(folder, **options) -> str:
+    with pytest.raises(ValueError) as error:
+        AutoModelForCausalLM.from_pretrained(folder, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_macro"])
+def test_a_missing_tensor(name, saved):
+    folder, tensors = saved
+    del tensors[f"{LAYER}.{name}"]
+    assert f"{LAYER}.{name}" in refusal(rewritten(folder, tensors))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.self_attn.q_proj.bias", "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"],
+)
+def test_a_missing_full_precision_tensor(name, saved):
+    folder, tensors = saved
+    del tensors[name]
+    assert name in refusal(rewritten(folder, tensors))
+
+
+def test_a_missing_layer(saved):
+    folder, tensors = saved
+    assert f"{LAYER}.weight" in refusal(
+        rewritten(folder, {name: t for name, t in tensors.items() if not name.startswith(LAYER)})
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64], ids=str)
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_macro"])
+def test_another_dtype(name, dtype, saved):
+    folder, tensors = saved
+    tensors[f"{LAYER}.{name}"] = tensors[f"{LAYER}.{name}"].to(dtype)
+    message = refusal(rewritten(folder, tensors))
+    assert "model.safetensors" in message and f"{LAYER}.{name}" in message and str(dtype).split(".")[1] in message
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("weight", lambda t: t[:, :-1]),
+        ("weight", lambda t: t[:-1]),
+        ("weight", lambda t: t.t()),
+        ("weight_scale", lambda t: t[:, :1]),
+        ("weight_scale", lambda t: t.flatten()),
+        ("weight_macro", lambda t: t.repeat(1, 2)),
+    ],
+)
+def test_another_shape(name, change, saved):
+    folder, tensors = saved
+    tensors[f"{LAYER}.{name}"] = change(tensors[f"{LAYER}.{name}"]).contiguous()
+    message = refusal(rewritten(folder, tensors))
+    assert "model.safetensors" in message and f"{LAYER}.{name}" in message
+
+
+def test_residuals_against_the_scheme(saved):
+    folder, tensors = saved
+    extra = {**tensors, f"{LAYER}.weight_residual": tensors[f"{LAYER}.weight"].clone()}
+    message = refusal(rewritten(folder, extra))
+    assert "model.safetensors" in message and f"{LAYER}.weight_residual" in message
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["outlier_fallback"] = 0.5
+    (folder / "config.json").write_text(json.dumps(config))
+    assert re.search(r"model\.layers\.0\.\w+\.\w+\.weight_residual", refusal(folder))
+
+
+@pytest.mark.parametrize("name", ["model.layers.7.mlp.up_proj.weight_scale", "lm_head.weight_scale"])
+def test_packed_tensors_of_no_packed_layer(name, saved):
+    folder, tensors = saved
+    tensors[name] = tensors[f"{LAYER}.weight_scale"].clone()
+    message = refusal(rewritten(folder, tensors))
+    assert "model.safetensors" in message and name in message
+
+
+def test_full_precision_weights_under_a_packed_config(checkpoint, tmp_path):
+    source = checkpoint("qwen2", dtype=torch.bfloat16)
+    trainable = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig())
+    trainable.save_pretrained(tmp_path / "qat")
+    config = AutoConfig.from_pretrained(tmp_path / "qat")
+    config.quantization_config = PACKED.to_dict()
+    message = refusal(tmp_path / "qat", config=config)
+    assert "model.safetensors: model.layers.0" in message and "bfloat16" in message and "hf_mxfp4.pack" in message
+
+
+def test_packed_weights_without_their_config(saved):
+    folder, _ = saved
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    for options in ({}, {"quantization_config": PACKED}):
+        with pytest.raises((RuntimeError, ValueError)):
+            AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def test_a_source_without_a_weight_or_with_one_of_another_shape(checkpoint, tmp_path):
+    source = Path(checkpoint("qwen2"))
+    tensors = load_file(source / "model.safetensors")
+    weight = tensors.pop(f"{LAYER}.weight")
+    folder = rewritten(source, tensors)
+    assert f"{LAYER}.weight is in no file of the checkpoint" in refusal(folder, quantization_config=PACKED)
+    save_file({**tensors, f"{LAYER}.weight": weight[:, :32].contiguous()}, folder / "model.safetensors")
+    with pytest.raises(RuntimeError, match="issues during automatic conversion"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=PACKED)
+
+
+def files_with(tmp_path, *contents: dict[str, torch.Tensor]) -> list[str]:
+    names = [str(tmp_path / f"part{i}.safetensors") for i in range(len(contents))]
+    for name, tensors in zip(names, contents, strict=True):
+        save_file(tensors, name)
+    return names
+
+
+def codes(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", ["a.b", "model.a.b"])
+@pytest.mark.parametrize("prefix", ["", "model"])
+def test_names_of_base_models_and_of_models_with_heads(prefix, name, tmp_path):
+    files = files_with(tmp_path, {f"{name}.weight": codes(4, 32)}, {f"{name}.weight_scale": codes(4, 2)})
+    check_packed_files(files, SHAPES, prefix)
+    check_packed_files(files, {"model.a.b": SHAPES["a.b"]}, prefix)
+
+
+def test_a_name_in_two_files(tmp_path):
+    part = {"a.b.weight": codes(4, 32)}
+    files = files_with(tmp_path, {**part, "a.b.weight_scale": codes(4, 2)}, part)
+    with pytest.raises(ValueError, match=r"a.b.weight is both in part0.safetensors and in part1.safetensors"):
+        check_packed_files(files, SHAPES)
+
+
+def test_pickles_are_refused(tmp_path):
+    torch.save({"a.b.weight": codes(4, 32)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pytorch_model.bin is not a safetensors file"):
+        check_packed_files([str(tmp_path / "pytorch_model.bin")], SHAPES)
+
+
+def test_a_truncated_file(tmp_path):
+    (file,) = files_with(tmp_path, {"a.b.weight": codes(4, 32), "a.b.weight_scale": codes(4, 2)})
+    check_packed_files([file], SHAPES)
+    contents = Path(file).read_bytes()
+    for size in (0, 7, 20, len(contents) - 1):
+        Path(file).write_bytes(contents[:size])
+        with pytest.raises(ValueError, match=r"part0.safetensors is truncated"):
+            check_packed_files([file], SHAPES)
+
+
+def test_released_pages_are_read_again(tmp_path):
+    from safetensors import safe_open
+
+    expected = {"x": torch.arange(100_000, dtype=torch.int32), "y": torch.arange(50_000, dtype=torch.int32)}
+    save_file(expected, tmp_path / "x.safetensors")
+    link = tmp_path / "link.safetensors"
+    link.symlink_to(tmp_path / "x.safetensors")
+    with safe_open(link, "pt") as file:
+        views = {name: file.get_slice(name)[...] for name in expected}
+    assert int(views["x"].sum()) == int(expected["x"].sum())
+    assert release_mapped(views["x"], frozenset()) == release_mapped(views["x"], resolved([tmp_path / "other"])) == 0
+    assert 390_000 < release_mapped(views["x"], resolved([link])) <= 400_000
+    assert all(torch.equal(views[name], expected[name]) for name in expected)
+
+
+def test_memory_of_other_tensors_is_not_released(tmp_path):
+    save_file({"x": torch.ones(100_000)}, tmp_path / "x.safetensors")
+    files = resolved([tmp_path / "x.safetensors"])
+    own, view = torch.ones(100_000), load_file(tmp_path / "x.safetensors")["x"]
+    assert release_mapped(own, files) == 0 and bool((own == 1).all())
+    assert release_mapped(torch.ones(4), files) == release_mapped(torch.empty(0), files) == 0
+    assert release_mapped(view.view(100, 1000).t(), files) == 0
+    assert release_mapped(torch.empty(100_000, device="meta"), files) == 0

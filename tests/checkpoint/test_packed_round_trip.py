@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed models: made from full-precision checkpoints and trained models, saved, loaded, and made plain again."""
+
+import gc
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny_models import make_model
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.trainer_utils import validate_quantization_for_training
+
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack, quantize
+from hf_mxfp4.quantizer import quantize_linears
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+PACKED = ("weight", "weight_scale", "weight_macro", "weight_residual", "weight_residual_scale")
+# Of mode "qat"; the packed twin of each is what `pack` makes of it.
+SCHEMES = {
+    "default": {},
+    "weight-only": {"preset": "w4a16", "outlier_fallback": None},
+    "plain": {"preset": "w4a16", "outlier_fallback": None, "macro_block": None},
+    "fallback-weights": {"outlier_fallback_operands": "weights"},
+    "activations-only-fallback": {"outlier_fallback_operands": "activations"},
+    "selective": {"outlier_fallback_rate": 0.2},
+    "tiles": {"weight_block": "32x32"},
+    "blockwise": {"macro_search": "blockwise", "outlier_fallback": None},
+    "mse-row": {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None},
+    "idle-options": {"macro_block": None, "macro_search": "static", "outlier_fallback": None},
+    "skips": {"modules_to_not_convert": ["layers.0.mlp", "re:.*o_proj"]},
+}
+
+
+def load(folder, *, device_map=None, dtype="auto", **options):
+    config = MXFP4RLConfig(mode="packed", **options)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map=device_map, dtype=dtype)
+
+
+def layers_of(model, kind=MXFP4PackedLinear) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def tensors_in(folder) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+def metadata_of(folder) -> dict[str, str]:
+    with safe_open(Path(folder) / "model.safetensors", "pt") as file:
+        return file.metadata()
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"], ids=["one-file", "sharded"])
+def test_bfloat16_to_packed_to_disk_and_back(family, tie, shard_size, checkpoint, tmp_path):
+    source = checkpoint(family, tie=tie, dtype=torch.bfloat16, shard_size=shard_size)
+    model, saved = load(source), tmp_path / "saved"
+    expected = logits(model)
+    model.save_pretrained(saved, max_shard_size="10KB" if shard_size == "20KB" else "5GB")
+    assert (len(list(saved.glob("*.safetensors"))) > 2) == (shard_size == "20KB")
+    again = AutoModelForCausalLM.from_pretrained(saved)
+    assert torch.equal(logits(again), expected) and again.dtype == torch.bfloat16
+    assert again.hf_quantizer.quantization_config == MXFP4RLConfig(mode="packed")
+    assert len(layers_of(again)) == 14 and type(again.lm_head) is nn.Linear
+    assert (again.lm_head.weight is again.get_input_embeddings().weight) == tie
+    with cached_weights():
+        arguments = {"max_new_tokens": 6, "do_sample": False}
+        assert torch.equal(again.generate(IDS, **arguments), model.generate(IDS, **arguments))
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}], ids=str)
+def test_device_maps(device_map, checkpoint, tmp_path):
+    source = checkpoint("qwen2", dtype=torch.bfloat16, shard_size="20KB")
+    expected = logits(load(source))
+    model = load(source, device_map=device_map)
+    assert torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map=device_map)
+    assert torch.equal(logits(again), expected)
+
+
+def test_meta_and_disk(checkpoint, tmp_path):
+    source = checkpoint("qwen2")
+    for options in ({}, {"weight_block": "32x32"}):
+        report = load(source, device_map={"": "meta"}, **options).quantization_report
+        assert report.n_quantized == 14 and report.sqnr_db is None
+    load(source).save_pretrained(tmp_path / "saved")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map={"": "meta"})
+    assert all(p.is_meta for p in model.parameters())
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    for folder, options in ((source, {"quantization_config": MXFP4RLConfig(mode="packed")}), (tmp_path / "saved", {})):
+        with pytest.raises(ValueError, match="device_map puts packed weights on disk"):
+            AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"outlier_fallback": 0.5}, {"macro_block": None}], ids=str)
+def test_the_files_hold_exactly_the_packed_tensors(options, checkpoint, tmp_path):
+    source = checkpoint("qwen2", dtype=torch.bfloat16, hidden=128, intermediate=288)
+    model = load(source, **options)
+    model.save_pretrained(tmp_path / "saved")
+    stored, original = tensors_in(tmp_path / "saved"), tensors_in(source)
+    expected, scheme = set(original), model.hf_quantizer.quantization_config.weight_scheme
+    for name, layer in layers_of(model).items():
+        tensor = quantize(original[f"{name}.weight"], **vars(scheme))
+        parts = (tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale)
+        for field, part in zip(PACKED, parts, strict=True):
+            if part is not None:
+                expected.add(f"{name}.{field}")
+                assert stored[f"{name}.{field}"].dtype == torch.uint8
+                assert torch.equal(stored[f"{name}.{field}"], part), (name, field)
+        assert (f"{name}.bias" in stored) == (layer.bias is not None)
+    assert set(stored) == expected
+    for name, tensor in original.items():
+        if name.removesuffix(".weight") not in layers_of(model):
+            assert stored[name].dtype == torch.bfloat16 and torch.equal(stored[name], tensor), name
+    assert metadata_of(tmp_path / "saved")["format"] == "pt"
+
+
+def test_only_the_scheme_is_added_to_the_config(checkpoint, tmp_path):
+    source = checkpoint("qwen2")
+    load(source).save_pretrained(tmp_path / "saved")
+    before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in (source, tmp_path / "saved"))
+    assert after.pop("quantization_config") == MXFP4RLConfig(mode="packed").to_dict()
+    assert after == before
+
+
+def test_saving_a_loaded_model_again_changes_nothing(checkpoint, tmp_path):
+    load(checkpoint("qwen2", dtype=torch.bfloat16)).save_pretrained(tmp_path / "one")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
+    one, two = (tensors_in(tmp_path / folder) for folder in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(two[name], tensor) for name, tensor in one.items())
+    # Not the files' bytes: safetensors writes the entries of its metadata in any order.
+    assert metadata_of(tmp_path / "one") == metadata_of(tmp_path / "two")
+    assert (tmp_path / "one" / "config.json").read_bytes() == (tmp_path / "two" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"), [({"macro_block": None}, 4.25), ({}, 4.3125), ({"outlier_fallback": 0.5}, 8.5625)], ids=str
+)
+def test_memory_and_counts(options, bits, checkpoint):
+    source = checkpoint("llama", hidden=128, intermediate=256, dtype=torch.bfloat16)
+    full = AutoModelForCausalLM.from_pretrained(source)
+    model = load(source, **options)
+    report = model.quantization_report
+    n_weights = sum(layer.in_features * layer.out_features for layer in layers_of(model).values())
+    assert report.n_weights == n_weights and report.bits_per_weight == bits
+    assert report.packed_bytes == n_weights * bits / 8
+    assert full.get_memory_footprint() - model.get_memory_footprint() == 2 * n_weights - report.packed_bytes
+    assert full.num_parameters() - model.num_parameters() == n_weights - report.packed_bytes
+    assert f"packed {bits} bits/weight w4a16" in str(report)
+
+
+def test_report_of_packing_and_of_packed(checkpoint, tmp_path):
+    source = checkpoint("qwen2")
+    model = load(source)
+    trainable = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=MXFP4RLConfig(preset="w4a16", outlier_fallback=None)
+    )
+    report, other = model.quantization_report, trainable.quantization_report
+    assert report.sqnr_db == pytest.approx(other.sqnr_db, abs=1e-4)
+    assert (report.quantized, report.skipped, report.scheme) == (other.quantized, other.skipped, other.scheme)
+    assert other.bits_per_weight is None and other.n_weights == report.n_weights
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").quantization_report
+    assert loaded.sqnr_db is None and loaded.quantized == report.quantized
+    assert "SQNR=not measured (the originals of packed weights are gone)" in str(loaded)
+
+
+def test_the_dtype_asked_for(checkpoint, tmp_path):
+    source = checkpoint("qwen2", dtype=torch.bfloat16)
+    model = load(source, dtype=torch.float32)
+    assert logits(model).dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.uint8}
+    bfloat16 = load(source)
+    for name, layer in layers_of(model).items():
+        # The same bfloat16 values were quantized, so the same bytes came out.
+        assert torch.equal(layer.weight, bfloat16.get_submodule(name).weight)
+        assert layer.compute_dtype == torch.float32
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert torch.equal(logits(again), logits(bfloat16))
+    assert layers_of(again).popitem()[1].compute_dtype == torch.bfloat16
+
+
+def test_a_base_model_and_a_new_head(checkpoint, tmp_path):
+    model = load(checkpoint("qwen2"))
+    model.save_pretrained(tmp_path / "saved")
+    base = AutoModel.from_pretrained(tmp_path / "saved")
+    expected = model.model(IDS).last_hidden_state
+    assert len(layers_of(base)) == 14 and torch.equal(base(IDS).last_hidden_state, expected)
+    base.save_pretrained(tmp_path / "base")
+    assert torch.equal(AutoModel.from_pretrained(tmp_path / "base")(IDS).last_hidden_state, expected)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", num_labels=3)
+    assert torch.equal(classifier.model(IDS).last_hidden_state, expected)
+    assert classifier.quantization_report.skipped == ("score",)
+
+
+def test_attention_of_a_mixture_of_experts(checkpoint, tmp_path):
+    source = checkpoint("qwen3_moe", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="fused 3-D weights .* which mode='packed' does not quantize"):
+        load(source)
+    model = load(source, modules_to_not_convert=["experts"])
+    assert len(layers_of(model)) == 8
+    model.save_pretrained(tmp_path / "saved", max_shard_size="30KB")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model))
+    stored, original = tensors_in(tmp_path / "saved"), tensors_in(source)
+    assert {n for n in stored if "experts" in n} == {n for n in original if "experts" in n}
+
+
+def test_nothing_to_pack_is_an_error(checkpoint):
+    with pytest.raises(ValueError, match="matches no layer of Qwen2ForCausalLM"):
+        load(checkpoint("qwen2"), modules_to_not_convert=["layers"])
+
+
+def test_dictionary_form_is_accepted(checkpoint):
+    options = {"quant_method": "mxfp4_rl", "mode": "packed", "macro_block": None}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=options)
+    assert model.hf_quantizer.quantization_config == MXFP4RLConfig(mode="packed", macro_block=None)
+
+
+def test_training_needs_adapters(checkpoint):
+    model = load(checkpoint("qwen2"))
+    assert model.hf_quantizer.is_trainable and not model.hf_quantizer.is_qat_trainable
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        validate_quantization_for_training(model)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
+    validate_quantization_for_training(adapted)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
+def test_dequantize(dtype, checkpoint, tmp_path):
+    model = load(checkpoint("qwen2", tie=True, dtype=torch.bfloat16))
+    expected = logits(model)
+    weights = {name: layer.dequantized_weight(dtype) for name, layer in layers_of(model).items()}
+    plain = model.dequantize(dtype) if dtype else model.dequantize()
+    assert not layers_of(plain) and all(torch.equal(plain.get_submodule(n).weight, w) for n, w in weights.items())
+    assert {p.dtype for p in plain.parameters()} == {dtype or torch.bfloat16}
+    assert not hasattr(plain, "quantization_report") and not hasattr(plain.config, "quantization_config")
+    if dtype is None:
+        assert torch.equal(logits(plain), expected)
+    plain.save_pretrained(tmp_path / "plain")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert torch.equal(logits(again), logits(plain)) and not layers_of(again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
+def test_pack_repeats_the_trained_models_bits(options, dtype, checkpoint, tmp_path):
+    source = checkpoint("qwen2", dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig(**options))
+    expected, names, before = logits(model), list(layers_of(model, MXFP4Linear)), model.quantization_report
+    assert pack(model) is model
+    assert list(layers_of(model)) == names and not layers_of(model, MXFP4Linear)
+    assert torch.equal(logits(model), expected)
+    report = model.quantization_report
+    assert (report.quantized, report.skipped, report.scheme) == (before.quantized, before.skipped, before.scheme)
+    assert report.bits_per_weight >= 4.25 and report.sqnr_db > 15
+    config = MXFP4RLConfig(**options).packed()
+    assert model.config.quantization_config == model.hf_quantizer.quantization_config == config
+    assert model.is_quantized and not model.hf_quantizer.is_qat_trainable
+    model.save_pretrained(tmp_path / "packed", max_shard_size="20KB")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert again.hf_quantizer.quantization_config == config
+    if "outlier_fallback_rate" not in options:  # its threshold is state of the run
+        assert torch.equal(logits(again), expected)
+
+
+def test_selective_fallback_has_the_same_threshold_from_the_first_input(checkpoint, tmp_path):
+    config = MXFP4RLConfig(outlier_fallback_rate=0.2)
+    source = checkpoint("qwen2")
+    expected = logits(AutoModelForCausalLM.from_pretrained(source, quantization_config=config))
+    pack(AutoModelForCausalLM.from_pretrained(source, quantization_config=config)).save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")), expected)
+
+
+def test_a_trained_and_saved_model_is_packed(checkpoint, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig()).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(tmp_path / "trained")
+    loaded = pack(AutoModelForCausalLM.from_pretrained(tmp_path / "trained"))
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_pack_of_a_plain_model_equals_packing_while_loading(checkpoint):
+    source = checkpoint("llama", tie=True, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(source)
+    with pytest.raises(ValueError, match=r"no MXFP4Linear layer to pack; pass config=MXFP4RLConfig\(mode='packed'\)"):
+        pack(plain)
+    config = MXFP4RLConfig(mode="packed", preset="w4a4")
+    expected = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+    assert torch.equal(logits(pack(plain, config)), logits(expected))
+    assert plain.quantization_report == expected.quantization_report
+
+
+def test_pack_under_another_scheme_keeps_the_choice_of_layers(checkpoint):
+    source, skips = checkpoint("qwen2"), ["layers.0"]
+    options = {"quantization_config": MXFP4RLConfig(modules_to_not_convert=skips)}
+    model = AutoModelForCausalLM.from_pretrained(source, **options)
+    pack(model, MXFP4RLConfig(mode="packed", scale_rule="even"))
+    expected = load(source, scale_rule="even", modules_to_not_convert=skips)
+    assert torch.equal(logits(model), logits(expected))
+    assert model.hf_quantizer.quantization_config == expected.hf_quantizer.quantization_config
+    model = AutoModelForCausalLM.from_pretrained(source, **options)
+    with pytest.raises(ValueError, match=r"trained with modules_to_not_convert=\('layers.0',\), the config says"):
+        pack(model, MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.1"]))
+
+
+def test_what_cannot_be_packed():
+    config = MXFP4RLConfig(mode="packed")
+    with pytest.raises(TypeError, match="pack takes a transformers model, not Linear"):
+        pack(nn.Linear(2, 2), config)
+    with pytest.raises(ValueError, match="pack needs a config of mode='packed', not 'qat'"):
+        pack(make_model(), MXFP4RLConfig())
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM is packed already"):
+        pack(pack(make_model(), config))
+    with pytest.raises(ValueError, match="matches no layer"):
+        pack(make_model(), MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers"]))
+    with pytest.raises(ValueError, match="q_proj.weight is not here in full .* on meta"):
+        pack(make_model().to("meta"), config)
+    model = make_model()
+    quantize_linears(model, MXFP4RLConfig())
+    for adapted in (get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])), model):
+        with pytest.raises(ValueError, match="has adapters; merge them into it first"):
+            pack(adapted)
+
+
+def test_masters_are_freed_layer_by_layer(monkeypatch):
+    model = make_model(layers=3)
+    quantize_linears(model, MXFP4RLConfig())
+    masters = [weakref.ref(layer.weight) for layer in layers_of(model, MXFP4Linear).values()]
+    alive, original = [], MXFP4PackedLinear.from_linear.__func__
+
+    def spy(cls, *args):
+        alive.append(sum(master() is not None for master in masters))
+        return original(cls, *args)
+
+    monkeypatch.setattr(MXFP4PackedLinear, "from_linear", classmethod(spy))
+    pack(model)
+    gc.collect()
+    # One more than those to come: the layer replaced last is still at hand.
+    assert len(alive) == 21 and all(count <= 22 - i for i, count in enumerate(alive))
+    assert not any(master() is not None for master in masters)
+
+
+def test_a_layer_that_stands_in_two_places_is_packed_once(tmp_path):
+    model = make_model("llama")
+    model.model.layers[1].mlp.up_proj = model.model.layers[0].mlp.up_proj
+    quantize_linears(model, MXFP4RLConfig())
+    pack(model)
+    assert model.model.layers[1].mlp.up_proj is model.model.layers[0].mlp.up_proj
+    assert model.quantization_report.n_quantized == 13
+
+
+def test_a_config_for_a_trainable_checkpoint_is_not_silently_ignored(checkpoint, tmp_path):
+    source = checkpoint("qwen2", dtype=torch.bfloat16)
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig()).save_pretrained(tmp_path / "qat")
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        assert not layers_of(load(tmp_path / "qat"))
+    # The way to load its masters as any full-precision checkpoint:
+    config = AutoConfig.from_pretrained(tmp_path / "qat")
+    del config.quantization_config
+    packed = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "qat", config=config, quantization_config=MXFP4RLConfig(mode="packed")
+    )
+    assert torch.equal(logits(packed), logits(load(source)))

@@ -1,0 +1,521 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packed layer: its tensors, the bits it computes, its gradients, and what may be done to it as a module."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from hf_mxfp4 import (
+    MXFP4Linear,
+    MXFP4PackedLinear,
+    MXFP4RLConfig,
+    cached_weights,
+    fake_quantize,
+    numerics,
+    quantize,
+)
+from hf_mxfp4.layers import fallback_thresholds, packed_linear, update_fallback_thresholds
+from hf_mxfp4.ops.packed import packed_shapes
+from hf_mxfp4.quantizer import quantize_linears
+
+
+SCHEMES = {
+    "default": {},
+    "plain": {"macro_block": None},
+    "w4a4": {"preset": "w4a4"},
+    "fallback": {"preset": "w4a4", "outlier_fallback": 0.5},
+    "fallback-weights": {"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_operands": "weights"},
+    "selective": {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.2},
+    "tiles": {"weight_block": "32x32", "scale_rule": "even"},
+    "blockwise": {"macro_search": "blockwise"},
+    "mse-row": {"scale_rule": "mse", "macro_block": "row"},
+    "macro-32-static": {"macro_block": 32, "macro_search": "static"},
+    "eager": {"backend": "eager", "preset": "w4a4"},
+}
+SIZES = [(32, 64), (40, 72), (33, 300), (5, 31), (1, 1)]
+
+
+def all_schemes():
+    return pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
+
+
+def packed_config(**options) -> MXFP4RLConfig:
+    return MXFP4RLConfig(mode="packed", **options)
+
+
+def linear(n=40, k=72, bias=True, dtype=torch.float32, seed=0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(k, n, bias, dtype=dtype)
+
+
+def packed(n=40, k=72, bias=True, dtype=torch.float32, **options) -> MXFP4PackedLinear:
+    return MXFP4PackedLinear.from_linear(linear(n, k, bias, dtype), packed_config(**options), "a.layer")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"macro_block": None}, {"weight": (40, 36), "weight_scale": (40, 3)}),
+        ({}, {"weight": (40, 36), "weight_scale": (40, 3), "weight_macro": (40, 1)}),
+        ({"macro_block": 64}, {"weight": (40, 36), "weight_scale": (40, 3), "weight_macro": (40, 2)}),
+        ({"macro_block": "row"}, {"weight": (40, 36), "weight_scale": (40, 3), "weight_macro": (40, 1)}),
+        (
+            {"outlier_fallback": 0.5},
+            {
+                "weight": (40, 36),
+                "weight_scale": (40, 3),
+                "weight_macro": (40, 1),
+                "weight_residual": (40, 36),
+                "weight_residual_scale": (40, 3),
+            },
+        ),
+    ],
+    ids=["plain", "macro", "macro-64", "row", "fallback"],
+)
+def test_the_parameters_are_those_of_the_format(options, expected):
+    layer = packed(k=72, **options)
+    found = {name: tuple(p.shape) for name, p in layer.named_parameters() if name != "bias"}
+    assert found == expected == layer.shapes()
+    assert all(p.dtype == torch.uint8 and not p.requires_grad for n, p in layer.named_parameters() if n != "bias")
+    assert layer.bias.dtype == torch.float32 and layer.bias.requires_grad
+    assert not list(layer.buffers()) and list(layer.state_dict()) == [*expected, "bias"]
+    assert (layer.in_features, layer.out_features) == (72, 40) and isinstance(layer, nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({"macro_block": None}, 4.25),
+        ({}, 4.3125),
+        ({"macro_search": "blockwise"}, 4.3125),
+        ({"macro_block": 32}, 4.5),
+        ({"macro_block": None, "outlier_fallback": 0.5}, 8.5),
+        ({"outlier_fallback": 0.5}, 8.5625),
+        ({"weight_block": "32x32", "macro_block": None}, 4.25),
+    ],
+    ids=str,
+)
+def test_bits_per_weight(options, bits):
+    layer = packed(32, 256, False, **options)
+    assert sum(p.numel() * p.element_size() for p in layer.parameters()) * 8 / (32 * 256) == bits
+
+
+def test_an_odd_number_of_columns():
+    assert packed_shapes(3, 33, numerics.QuantScheme(macro_block=32)) == {
+        "weight": (3, 17),
+        "weight_scale": (3, 2),
+        "weight_macro": (3, 2),
+    }
+
+
+def test_stored_bytes_are_those_of_quantize():
+    source = linear()
+    layer = MXFP4PackedLinear.from_linear(source, packed_config(outlier_fallback=0.5))
+    expected = quantize(source.weight.detach(), macro_block=128, macro_search="dynamic", outlier_fallback=0.5)
+    assert torch.equal(layer.weight, expected.codes) and torch.equal(layer.weight_scale, expected.scale)
+    assert torch.equal(layer.weight_macro, expected.macro)
+    assert torch.equal(layer.weight_residual, expected.residual_codes)
+    assert torch.equal(layer.weight_residual_scale, expected.residual_scale)
+    assert layer.bias is source.bias
+
+
+def test_literal_bytes():
+    source = nn.Linear(4, 1, bias=False)
+    with torch.no_grad():
+        source.weight.copy_(torch.tensor([[0.5, 1.0, -6.0, 3.0]]))
+    layer = MXFP4PackedLinear.from_linear(source, packed_config(macro_block=None))
+    assert layer.weight.tolist() == [[0x21, 0x5F]] and layer.weight_scale.tolist() == [[127]]
+    assert layer(torch.eye(4)).flatten().tolist() == [0.5, 1.0, -6.0, 3.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@all_schemes()
+def test_same_bits_as_the_trainable_layer(options, size, dtype):
+    n, k = size
+    if options.get("outlier_fallback_rate") and n * k < 32:
+        n, k = 2, 64
+    config = MXFP4RLConfig(**{"preset": "w4a16", "outlier_fallback": None, **options})
+    trainable = MXFP4Linear(k, n, dtype=dtype, config=config)
+    layer = MXFP4PackedLinear.from_linear(trainable, config.packed())
+    assert layer.config == packed_config(**options)
+    x = torch.randn(2, 3, k).to(dtype).requires_grad_()
+    other = x.detach().clone().requires_grad_()
+    expected, found = trainable(x), layer(other)
+    assert found.dtype == dtype and torch.equal(found, expected)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    found.backward(grad)
+    assert torch.equal(other.grad, x.grad)
+    assert all(p.grad is None for n, p in layer.named_parameters() if n != "bias")
+    assert torch.equal(layer.bias.grad, trainable.bias.grad)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_gradient_is_that_of_a_linear_on_the_dequantized_weight(bias):
+    layer = packed(bias=bias)
+    plain = layer.to_linear()
+    x = torch.randn(7, 72, requires_grad=True)
+    other = x.detach().clone().requires_grad_()
+    expected, found = plain(x), layer(other)
+    assert torch.equal(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(other.grad, x.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_the_input_of_w4a4_is_quantized_and_its_gradient_passes_straight_through():
+    layer = packed(preset="w4a4", macro_search="static")
+    x = torch.randn(4, 72, requires_grad=True)
+    scheme = {"macro_block": 128}
+    expected = F.linear(fake_quantize(x.detach(), **scheme), layer.dequantized_weight(), layer.bias)
+    y = layer(x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, layer.dequantized_weight().sum(0).expand(4, -1))
+
+
+@all_schemes()
+def test_dequantized_weight_against_the_eager_reference(options):
+    source = linear(64, 160)
+    layer = MXFP4PackedLinear.from_linear(source, packed_config(**options))
+    expected = numerics.quantize(source.weight.detach(), **vars(layer.config.weight_scheme)).dequantize()
+    assert torch.equal(layer.dequantized_weight(), expected)
+    tensor = layer.quantized_tensor()
+    assert tensor.codes.data_ptr() == layer.weight.data_ptr() and tensor.length == 160
+    assert torch.equal(numerics.MXFP4Tensor.dequantize(tensor, torch.float32), expected)
+    assert torch.equal(layer.dequantized_weight(torch.bfloat16), expected.bfloat16())
+
+
+def test_a_weight_that_is_quantized_in_portions(monkeypatch):
+    from hf_mxfp4.ops import packed as module
+
+    source = linear(100, 64)
+    whole = MXFP4PackedLinear.from_linear(source, packed_config(weight_block="32x32"))
+    monkeypatch.setattr(module, "_EAGER_PORTION", 32 * 64)
+    parts = MXFP4PackedLinear.from_linear(source, packed_config(weight_block="32x32"))
+    assert all(torch.equal(a, b) for a, b in zip(whole.packed_weight()[:3], parts.packed_weight()[:3], strict=True))
+    # Selective fallback ranks blocks over the whole weight, and must not be cut.
+    options = {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.1}
+    layer = MXFP4PackedLinear.from_linear(source, packed_config(**options))
+    expected = quantize(source.weight.detach(), **vars(layer.config.weight_scheme))
+    assert torch.equal(layer.weight_residual, expected.residual_codes)
+
+
+def test_from_quantized_shares_the_tensors():
+    source = linear()
+    config = packed_config(outlier_fallback=0.5)
+    tensor = quantize(source.weight.detach(), **vars(config.weight_scheme))
+    layer = MXFP4PackedLinear.from_quantized(tensor, source.bias, config, "x")
+    assert layer.weight.data_ptr() == tensor.codes.data_ptr() and layer.bias is source.bias
+    x = torch.randn(3, 72)
+    assert torch.equal(layer(x), MXFP4PackedLinear.from_linear(source, config)(x))
+
+
+def test_from_quantized_refuses_another_scheme_or_axis():
+    weight = linear(64, 64).weight.detach()
+    with pytest.raises(ValueError, match=r"quantized as mxfp4\+floor along axis 1; the config asks for mxfp4\+rceil"):
+        MXFP4PackedLinear.from_quantized(quantize(weight, scale_rule="floor"), None, packed_config(macro_block=None))
+    with pytest.raises(ValueError, match="along axis 0"):
+        MXFP4PackedLinear.from_quantized(quantize(weight, axis=0), None, packed_config(macro_block=None))
+
+
+def test_to_linear_holds_the_dequantized_values():
+    layer = packed(dtype=torch.bfloat16).eval()
+    plain = layer.to_linear()
+    assert type(plain) is nn.Linear and not plain.training and plain.weight.dtype == torch.bfloat16
+    assert torch.equal(plain.weight, layer.dequantized_weight()) and torch.equal(plain.bias, layer.bias)
+    assert plain.bias.data_ptr() != layer.bias.data_ptr() and plain.weight.requires_grad
+    assert layer.to_linear(torch.float32).bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_new_layer_holds_zeros(device):
+    layer = MXFP4PackedLinear(64, 32, device=device, dtype=torch.bfloat16)
+    assert layer.config == packed_config() and layer.bias.dtype == torch.bfloat16
+    y = layer(torch.ones(2, 64, dtype=torch.bfloat16, device=device))
+    assert y.shape == (2, 32) and (device == "meta" or not y.any())
+
+
+def test_a_trainable_config_is_refused():
+    with pytest.raises(ValueError, match="needs a config of mode='packed', not 'qat'"):
+        MXFP4PackedLinear(64, 32, config=MXFP4RLConfig())
+
+
+def test_a_packed_layer_cannot_be_packed_again():
+    with pytest.raises(TypeError, match="torch.uint8; nothing to quantize"):
+        MXFP4PackedLinear.from_linear(packed(), packed_config())
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 71), (2, 36)], ids=str)
+def test_an_input_of_another_width_is_refused(shape):
+    with pytest.raises(ValueError, match=r"MXFP4PackedLinear a.layer: input .* does not end in in_features=72"):
+        packed()(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.uint8], ids=str)
+def test_an_input_of_another_dtype_is_refused(dtype):
+    with pytest.raises(TypeError, match=f"a.layer: input is {dtype} but the layer's dtype is torch.float32"):
+        packed()(torch.zeros(2, 72, dtype=dtype))
+
+
+def test_without_bias_the_product_is_in_the_inputs_dtype():
+    layer = packed(bias=False)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        x = torch.randn(3, 72).to(dtype)
+        assert torch.equal(layer(x), x @ layer.dequantized_weight(dtype).t())
+    with pytest.raises(TypeError, match="input is torch.int64"):
+        layer(torch.zeros(2, 72, dtype=torch.int64))
+
+
+def test_a_weight_replaced_by_floats_is_refused():
+    layer = packed()
+    layer.weight = nn.Parameter(torch.zeros(40, 72))
+    with pytest.raises(TypeError, match="a.layer: its weight was replaced by one of torch.float32, which"):
+        layer(torch.zeros(2, 72))
+    layer = packed()
+    layer.weight_scale = None
+    with pytest.raises(ValueError, match=r"a.layer.weight_scale is missing; expected uint8 \[40, 3\]"):
+        layer.check()
+
+
+def test_loading_floats_into_packed_tensors_is_refused():
+    layer, state = packed(), packed().state_dict()
+    for name in ("weight", "weight_scale", "weight_macro"):
+        for value in (state[name].float(), state[name].to(torch.int8)):
+            with pytest.raises(RuntimeError, match=f"{name} is {value.dtype}, but the packed layer needs the uint8"):
+                layer.load_state_dict({**state, name: value})
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        layer.load_state_dict({**state, "weight": state["weight"][:, :5]})
+
+
+def test_state_dict_round_trips_through_pickle():
+    layer = packed(outlier_fallback=0.5)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other = MXFP4PackedLinear(72, 40, config=layer.config)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    x = torch.randn(3, 72)
+    assert torch.equal(other(x), layer(x))
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
+
+
+def test_copies_are_independent():
+    layer = packed()
+    other = copy.deepcopy(layer)
+    x = torch.randn(3, 72)
+    with cached_weights():
+        expected = layer(x)
+        assert torch.equal(other(x), expected)
+    other.weight.zero_()
+    assert torch.equal(layer(x), expected) and not torch.equal(other(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("convert", "dtype"),
+    [
+        (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+        (lambda m: m.half(), torch.float16),
+        (lambda m: m.float(), torch.float32),
+        (lambda m: m.double(), torch.float64),
+        (lambda m: m.to("cpu", torch.float16), torch.float16),
+        (lambda m: m.to("cpu"), torch.bfloat16),
+    ],
+    ids=["to", "half", "float", "double", "device-and-dtype", "device"],
+)
+def test_conversions_leave_packed_tensors_alone(convert, dtype):
+    layer = packed(dtype=torch.bfloat16)
+    before = {name: p.clone() for name, p in layer.state_dict().items() if name != "bias"}
+    convert(nn.Sequential(layer))
+    for name, value in before.items():
+        assert getattr(layer, name).dtype == torch.uint8 and torch.equal(getattr(layer, name), value)
+    assert layer.bias.dtype == layer.compute_dtype == layer.to_linear().weight.dtype == dtype
+    x = torch.randn(2, 72).to(dtype)
+    assert layer(x).dtype == dtype
+
+
+def test_to_meta_and_back_to_empty():
+    layer = packed().to("meta")
+    assert layer.weight.is_meta and layer.weight.dtype == torch.uint8
+    layer.to_empty(device="cpu")
+    layer.check()
+
+
+def test_it_cannot_be_initialised_or_trained():
+    layer = packed()
+    with pytest.raises(TypeError, match="packed and frozen"):
+        layer.reset_parameters()
+    with pytest.raises(RuntimeError):
+        layer.requires_grad_(True)
+
+
+def test_autocast_runs_the_product_in_its_dtype():
+    layer = packed()
+    x = torch.randn(3, 72, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    expected = F.linear(x.bfloat16(), layer.dequantized_weight(torch.bfloat16), layer.bias.bfloat16())
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.float32 and layer.bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):
+    layer, x = packed(), torch.randn(3, 72)
+    expected = layer(x)
+    with mode():
+        y = layer(x)
+        with cached_weights():
+            assert torch.equal(layer(x), expected)
+    assert torch.equal(y, expected) and not y.requires_grad
+    assert layer(x).requires_grad
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    layer, x = packed(preset="w4a4"), torch.randn(3, 72, requires_grad=True)
+    layer(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    checkpointed(layer, x, use_reentrant=reentrant).square().sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_only_packed_tensors_are_kept_for_the_backward_pass():
+    layer = packed(outlier_fallback=0.5)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        y = layer(torch.randn(3, 72, requires_grad=True))
+    assert [t.data_ptr() for t in kept] == [p.data_ptr() for p in layer.packed_weight()]
+    y = layer(torch.randn(3, 72, requires_grad=True))
+    layer.weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_no_dequantized_copy_outlives_the_product(monkeypatch):
+    made = []
+    original = packed_linear.dequantize
+
+    def spy(*args):
+        value = original(*args)
+        made.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(packed_linear, "dequantize", spy)
+    layer = packed()
+    y = layer(torch.randn(3, 72, requires_grad=True))
+    gc.collect()
+    assert len(made) == 1 and made[0]() is None
+    y.sum().backward()
+    gc.collect()
+    assert len(made) == 2 and made[1]() is None
+
+
+def test_generation_dequantizes_once_and_frees_at_the_end(monkeypatch):
+    made = []
+    original = packed_linear.dequantize
+
+    def spy(*args):
+        value = original(*args)
+        made.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(packed_linear, "dequantize", spy)
+    layer, x = packed(), torch.randn(3, 72)
+    with torch.no_grad():
+        expected = layer(x)
+        with cached_weights():
+            for _ in range(3):
+                assert torch.equal(layer(x), expected)
+        gc.collect()
+        assert len(made) == 2 and made[1]() is None
+        layer.weight.zero_()
+        with cached_weights():
+            assert not torch.equal(layer(x), expected)
+
+
+def test_a_nested_context_keeps_the_copy_until_the_outer_one_ends():
+    layer, x = packed(), torch.randn(3, 72)
+    with torch.no_grad(), cached_weights():
+        layer(x)
+        with cached_weights():
+            layer(x)
+        assert layer._cache._value is not None
+    assert layer._cache._value is None
+
+
+def test_selective_fallback_continues_with_the_trainable_layers_threshold():
+    config = MXFP4RLConfig(outlier_fallback_rate=0.2)
+    trainable = MXFP4Linear(64, 32, config=config)
+    for _ in range(3):
+        trainable(torch.randn(16, 64))
+        update_fallback_thresholds(trainable)
+    layer = MXFP4PackedLinear.from_linear(trainable, config.packed())
+    assert fallback_thresholds(layer) == [trainable.fallback_threshold]
+    x = torch.randn(5, 64)
+    assert torch.equal(layer(x), trainable(x))
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "eager"])
+def test_backends_agree(backend):
+    layer, expected = packed(backend=backend), packed()
+    x = torch.randn(3, 72)
+    assert torch.equal(layer(x), expected(x))
+
+
+def test_a_backend_that_cannot_is_named():
+    with pytest.raises(ValueError, match="backend='cpu' cannot quantize here.*float64"):
+        packed(bias=False, backend="cpu")(torch.zeros(2, 72, dtype=torch.float64))
+
+
+def test_nan_blocks_stay_nan():
+    source = linear(2, 64, bias=False)
+    with torch.no_grad():
+        source.weight[0, 3] = float("nan")
+    layer = MXFP4PackedLinear.from_linear(source, packed_config(macro_block=None))
+    weight = layer.dequantized_weight()
+    assert weight[0, :32].isnan().all() and weight[0, 32:].isfinite().all() and weight[1].isfinite().all()
+
+
+def test_it_says_what_it_is():
+    text = repr(packed(outlier_fallback=0.5))
+    assert text == (
+        "MXFP4PackedLinear(in_features=72, out_features=40, bias=True, "
+        "w4a16 [weights mxfp4+rceil+mbs128-dynamic+of0.5, activations full precision])"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peft_finds_the_layers_and_trains_adapters_alone(dtype):
+    model = make_model(dtype=dtype)
+    quantize_linears(model, packed_config())
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+    assert sum(isinstance(m, MXFP4PackedLinear) for m in model.modules()) == 14
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ids = torch.arange(2, 14).view(2, 6)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == ("lora_" not in name), name
+        assert parameter.requires_grad == ("lora_" in name)
