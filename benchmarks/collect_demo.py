@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather the summaries of demo runs into `benchmarks/results/demo_cpu.json`.
+"""Gather the summaries of demo runs into `benchmarks/results/demo_cpu.json`, and those of runs that trained LoRA
+adapters on packed weights into `lora_cpu.json`.
 
     python -m benchmarks.collect_demo outputs/*/summary.json
 
@@ -15,16 +16,18 @@ import platform
 from pathlib import Path
 
 
-RESULT = Path(__file__).parent / "results" / "demo_cpu.json"
+RESULTS = Path(__file__).parent / "results"
+LORA_COMMAND = "accelerate launch recipes/grpo.py --config recipes/configs/tiny_cpu_lora.yaml"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "numpy")
 
 
 def record(summary: dict) -> dict:
     """The benchmark record of one run's `summary.json`."""
     (score,) = summary["accuracy_before"]
+    adapters = summary.get("adapter", False)
     before, after = summary["accuracy_before"][score], summary["accuracy_after"][score]
     return {
-        "name": f"demo_cpu_seed{summary['seed']}",
+        "name": f"{'lora' if adapters else 'demo'}_cpu_seed{summary['seed']}",
         "shape": f"{summary['n_test']} held-out problems, {summary['steps']} GRPO steps",
         "value": after,
         "unit": f"greedy {score}",
@@ -37,7 +40,9 @@ def record(summary: dict) -> dict:
         "seconds": summary["seconds"],
         "hardware": f"{platform.machine()} CPU",
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "command": f'make demo ARGS="--seed {summary["seed"]}"',
+        "command": f"{LORA_COMMAND} --seed {summary['seed']}"
+        if adapters
+        else f'make demo ARGS="--seed {summary["seed"]}"',
         "date": datetime.date.today().isoformat(),
     }
 
@@ -46,7 +51,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("summaries", nargs="+", type=Path)
     records = [record(json.loads(path.read_text())) for path in parser.parse_args().summaries]
-    RESULT.write_text(json.dumps(sorted(records, key=lambda entry: entry["name"]), indent=2) + "\n")
+    for kind in ("demo_cpu", "lora_cpu"):
+        found = sorted((r for r in records if r["name"].startswith(kind)), key=lambda entry: entry["name"])
+        if found:
+            (RESULTS / f"{kind}.json").write_text(json.dumps(found, indent=2) + "\n")
     for entry in records:
         print(f"{entry['name']}: {entry['baseline']:.3f} -> {entry['value']:.3f} in {entry['seconds']:.0f} s")
 

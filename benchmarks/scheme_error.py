@@ -22,13 +22,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_mxfp4
 from hf_mxfp4.analysis.statistics import ErrorStatistics, error_statistics
 from hf_mxfp4.module_names import split_linears
 from hf_mxfp4.numerics import QuantScheme
-from tasks import load_task
+from tasks import Task, load_task
 from tasks.arithmetic import ALPHABET
 from tasks.tiny_model import build_char_tokenizer, build_qwen2, encode_example, supervised_warmup
 
@@ -82,12 +82,18 @@ def samples() -> dict[str, torch.Tensor]:
     }
 
 
-def trained_layers() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Weight ``[N, K]``, second moments ``[K]`` of its input on some texts, and its input ``[tokens, K]`` on others."""
+def trained_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Task]:
+    """The demo's model after supervised training, in full precision."""
     tokenizer, task = build_char_tokenizer(ALPHABET), load_task("arithmetic")
     model = build_qwen2(tokenizer, seed=0)
     supervised_warmup(model, tokenizer, task.train, steps=600, target_loss=0.2, seed=0, progress=False)
-    seen, unseen = (inputs(model.eval(), tokenizer, rows) for rows in (task.train.select(range(400)), task.test))
+    return model.eval(), tokenizer, task
+
+
+def trained_layers() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Weight ``[N, K]``, second moments ``[K]`` of its input on some texts, and its input ``[tokens, K]`` on others."""
+    model, tokenizer, task = trained_model()
+    seen, unseen = (inputs(model, tokenizer, rows) for rows in (task.train.select(range(400)), task.test))
     linears, _ = split_linears(model)
     return [
         (linear.weight.detach(), seen[name].square().mean(dim=0), unseen[name][:2000])

@@ -99,7 +99,20 @@ def parse(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP4GRPOCon
         _read_none(arguments)
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
-    return recipe, quantization_config(quantization), training, model
+    scheme = quantization_config(quantization)
+    if scheme.mode == "packed" and not recipe.full_precision:
+        _check_packed(model)
+    return recipe, scheme, training, model
+
+
+def _check_packed(model: ModelConfig) -> None:
+    """Said before a model is made or loaded, which takes time."""
+    if not model.use_peft:
+        raise ValueError(
+            "mode='packed' freezes the weights; train adapters on them with --use_peft true, or use mode='qat'"
+        )
+    if model.use_dora:
+        raise ValueError("use_dora needs full-precision weights, which mode='packed' does not keep; use mode='qat'")
 
 
 def _refuse_unknown(argv: list[str], defaults: dict[str, object]) -> None:

@@ -12,13 +12,16 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import yaml
 from accelerate import PartialState
 from arguments import RecipeArguments, parse
+from checksum import frozen_checksum
 from evaluation import Evaluation, evaluate_greedy, write_completions
+from peft import PeftModel
 from progress import TrainingBar
 from rich.console import Console
 from rich.table import Table
@@ -77,20 +80,33 @@ def main(argv: list[str]) -> dict:
             title=title,
         )
 
+    def checksum() -> str | None:
+        return frozen_checksum(trainer.accelerator.unwrap_model(trainer.model)) if model_args.use_peft else None
+
+    base_before = checksum()
     before = evaluate("evaluating before RL")
     trainer.train(resume_from_checkpoint=resume_choice(training))
     after = evaluate("evaluating after RL")
+    base_after = checksum()
 
     saved = output / "policy"
     trainer.save_model(str(saved))
     trainer.accelerator.wait_for_everyone()
+
+    def load_saved() -> PreTrainedModel:
+        if not model_args.use_peft:
+            return AutoModelForCausalLM.from_pretrained(saved)
+        base, _ = load_policy(source, recipe, quantization, training, model_args)
+        return PeftModel.from_pretrained(base, saved)
+
     # All processes take part: the evaluation is shared between them.
-    reloaded = reload_and_compare(saved, recipe, task, training, after) if not model_args.use_peft else None
+    reloaded = reload_and_compare(saved, load_saved, recipe, task, training, after)
     summary = {}
     if trainer.is_world_process_zero():
         write_completions(after, task.test, output / "completions_after.jsonl")
         plot = plot_training(trainer.state.log_history, output / "training.png")
         summary = summarize(trainer, task, before, after, saved, plot, reloaded, origin)
+        summary["base_checksum"] = base_before and {"before": base_before, "after": base_after}
         summary["seconds"] = round(time.monotonic() - started, 1)
         (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print_summary(summary)
@@ -233,7 +249,12 @@ def load_policy(
 
 
 def reload_and_compare(
-    saved: Path, recipe: RecipeArguments, task: Task, training: MXFP4GRPOConfig, after: Evaluation
+    saved: Path,
+    load_saved: Callable[[], PreTrainedModel],
+    recipe: RecipeArguments,
+    task: Task,
+    training: MXFP4GRPOConfig,
+    after: Evaluation,
 ) -> dict | None:
     """Load the saved policy afresh, compare its completions with the trained one's, and print some."""
     if recipe.reload_check == 0:
@@ -242,7 +263,7 @@ def reload_and_compare(
     # Whole batches of the evaluation, so that padding is the same and completions can be compared to the letter.
     count = min(-(-count // recipe.greedy_batch_size) * recipe.greedy_batch_size, len(task.test))
     tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(saved).to(training.device)
+    model = load_saved().to(training.device)
     subset = task.test.select(range(count))
     evaluation = evaluate_greedy(
         model,
@@ -327,6 +348,10 @@ def print_summary(summary: dict) -> None:
     left = f" ({summary['n_skipped']} left in full precision)" if summary["n_quantized"] else ""
     table.add_row("quantized layers", f"{summary['n_quantized']}{left}{sqnr}")
     kind = "adapter alone" if summary["adapter"] else "master weights"
+    if summary["base_checksum"]:
+        before, after = summary["base_checksum"]["before"], summary["base_checksum"]["after"]
+        verdict = "bit-identical after training" if before == after else f"CHANGED to {after[:12]}"
+        table.add_row("frozen base", f"sha256 {before[:12]}, {verdict}")
     table.add_row("size on disk", f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})")
     table.add_row("saved model", summary["saved"])
     table.add_row("plot", summary["plot"])
@@ -334,7 +359,7 @@ def print_summary(summary: dict) -> None:
         same, compared = summary["reloaded"]["identical"], summary["reloaded"]["compared"]
         table.add_row("after reloading", f"{same} of {compared} completions identical")
     elif summary["adapter"]:
-        table.add_row("after reloading", "not compared: load the adapter onto the base under the same scheme")
+        table.add_row("after reloading", "not compared (reload_check is 0)")
     table.add_row("time", f"{summary['seconds']:.0f} s")
     console.print(table)
 

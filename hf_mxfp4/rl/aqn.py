@@ -61,26 +61,33 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
 
     Found by structure, whichever library defines the class: a leaf with one parameter, a 1-D ``weight``, and "norm" in
     the name of its class or of its place. In a decoder layer with a router, of the layer's own norms only
-    ``input_layernorm`` is taken: the others feed the router, whose choices noise would scramble.
+    ``input_layernorm`` is taken: the others feed the router, whose choices noise would scramble. Of a norm that PEFT
+    trains a copy of (``modules_to_save``), the copy is taken.
     """
-    routed_layers = {
-        name.removesuffix(f".{router}")
+    routed = {
+        plain_name(name).removesuffix(f".{router}")
         for name, _ in model.named_modules()
         for router in _ROUTER_NAMES
-        if name.endswith(f".{router}")
+        if plain_name(name).endswith(f".{router}")
     }
     norms = {}
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or any(module.children()):
             continue
-        place = name.rsplit(".", 1)[-1]
+        layer, _, place = plain_name(name).rpartition(".")
         if "norm" not in type(module).__name__.lower() and "norm" not in place.lower():
             continue
-        if name.rpartition(".")[0] in routed_layers and not name_matches(name, "input_layernorm"):
+        if name.endswith(".original_module") or layer in routed and not name_matches(name, "input_layernorm"):
             continue
         norms[name] = module
     return norms
+
+
+def plain_name(name: str) -> str:
+    """A module's name without the wrappers that PEFT puts around models, layers and modules to save."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer", "").removesuffix(".original_module")
+    return name.split(".modules_to_save.")[0]
 
 
 @dataclass(frozen=True)

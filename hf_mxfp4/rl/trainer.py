@@ -13,12 +13,16 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
 from .._logging import get_logger
-from ..layers import MXFP4Linear, cached_weights, fallback_thresholds
+from ..adapters import is_packed_with_adapters, policy_parameters
+from ..layers import MXFP4Linear, MXFP4PackedLinear, cached_weights, fallback_thresholds
 from .aqn import NoiseReport, NormNoise
 from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback
 from .config import MXFP4GRPOConfig
 from .reward_guard import guard_reward
 from .vllm_sync import rollout_parameters
+
+
+_MXFP4_LAYERS = (MXFP4Linear, MXFP4PackedLinear)
 
 
 class MXFP4GRPOTrainer(GRPOTrainer):
@@ -69,7 +73,7 @@ class MXFP4GRPOTrainer(GRPOTrainer):
             quantization_config=quantization_config,
             **kwargs,
         )
-        self.n_quantized = sum(isinstance(module, MXFP4Linear) for module in self.model.modules())
+        self.n_quantized = sum(isinstance(module, _MXFP4_LAYERS) for module in self.model.modules())
         self._check_model()
         seed = args.seed if args.aqn_seed is None else args.aqn_seed
         self.noise = NormNoise(self.model, seed) if args.aqn else None
@@ -78,7 +82,9 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         # First in line, so that what it adds to the logs reaches the trackers, which are callbacks too.
         self.callback_handler.callbacks.insert(0, self.callback_handler.callbacks.pop())
         self.error_callback: ErrorCallback | None = None
-        if args.error_every and args.error_layers and self.n_quantized:
+        # Packed weights are frozen, and the weights that their error would be measured against are gone.
+        trainable = any(isinstance(module, MXFP4Linear) for module in self.model.modules())
+        if args.error_every and args.error_layers and trainable:
             self.error_callback = ErrorCallback(args.error_every, args.error_layers, record=self._record)
             self.add_callback(self.error_callback)
         if fallback_thresholds(self.model):
@@ -138,11 +144,15 @@ class MXFP4GRPOTrainer(GRPOTrainer):
 
         @functools.wraps(named_parameters)
         def rollout_policy():
-            step = self.state.global_step
-            return rollout_parameters(named_parameters(), self.model, self.noise, step, self._sigma())
+            # TRL would merge the adapters, which for packed layers means to quantize their sum with the weight; the
+            # policy that trains adds them to the quantized weight.
+            packed = is_packed_with_adapters(self.model)
+            named = policy_parameters(self.model) if packed else named_parameters()
+            return rollout_parameters(named, self.model, self.noise, self.state.global_step, self._sigma())
 
         generation._iter_named_params = rollout_policy
-        if any(m.config.activation_scheme is not None for m in self.model.modules() if isinstance(m, MXFP4Linear)):
+        layers = [module for module in self.model.modules() if isinstance(module, _MXFP4_LAYERS)]
+        if any(layer.config.activation_scheme is not None for layer in layers):
             get_logger().warning(
                 "vLLM samples from the quantized weights with full-precision activations (W4A16); "
                 "vllm_importance_sampling_correction accounts for the difference"

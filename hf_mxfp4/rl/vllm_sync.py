@@ -2,8 +2,9 @@
 """Weights on their way to vLLM: what the policy computes with, not what it stores.
 
 TRL pushes raw parameters. For a trained quantized policy these are the master weights, and hooks on the policy's norms
-do not reach vLLM's; so quantized layers send ``Q(W)`` and norms send their noisy weights. Activations cannot be
-quantized on vLLM's side: its rollouts are W4A16, and TRL's importance sampling corrects the difference.
+do not reach vLLM's; so quantized layers send ``Q(W)`` and norms send their noisy weights. A packed policy with adapters
+is sent as [`policy_parameters`] gives it: ``Q(W) + delta``. Activations cannot be quantized on vLLM's side, whose
+rollouts are W4A16; TRL's importance sampling corrects the difference.
 """
 
 import math
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from ..layers import MXFP4Linear
-from .aqn import NoiseReport, NormNoise
+from .aqn import NoiseReport, NormNoise, plain_name
 
 
 def rollout_parameters(
@@ -29,8 +30,10 @@ def rollout_parameters(
 
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them.
     """
-    quantized = {_plain(name): module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
-    norms = {_plain(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
+    quantized = {plain_name(name): module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
+    norms = (
+        {plain_name(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
+    )
     n_quantized = n_noisy = n_elements = 0
     energy = 0.0
     for name, tensor in named:
@@ -53,8 +56,3 @@ def rollout_parameters(
         raise RuntimeError("adaptive quantization noise reached none of the weights pushed to vLLM")
     if norms:
         noise.last_report = NoiseReport(sigma, math.sqrt(energy / n_elements), n_noisy)
-
-
-def _plain(name: str) -> str:
-    """A module's name as vLLM knows it, without PEFT's wrappers."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "")

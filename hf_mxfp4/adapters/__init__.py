@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEFT adapters on quantized models: LoRA on packed layers, merging, and the base's scheme in the adapter's files.
+
+Importing this package imports PEFT and makes its LoRA know packed layers. Loading a quantized model does so.
+"""
+
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
+
+from .base_scheme import MXFP4LoraConfig
+from .lora_layer import MXFP4LoraLinear
+from .lora_model import MXFP4LoraModel, merge_adapters
+from .merge_report import MergeReport
+from .rollout import is_packed_with_adapters, policy_parameters
+
+
+# PEFT's own tables of what stands for "LORA": both classes behave as PEFT's wherever no quantized layer is concerned.
+PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MXFP4LoraConfig
+PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
+
+__all__ = [
+    "MXFP4LoraConfig",
+    "MXFP4LoraLinear",
+    "MXFP4LoraModel",
+    "MergeReport",
+    "is_packed_with_adapters",
+    "merge_adapters",
+    "policy_parameters",
+]

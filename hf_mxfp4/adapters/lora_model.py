@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA on a model with packed layers: what is attached, what is refused, and how all of it is merged."""
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraModel
+from torch import nn
+
+from .._logging import get_logger
+from ..layers import MXFP4PackedLinear
+from .base_scheme import record_base
+from .lora_layer import MXFP4LoraLinear
+from .merge_report import MergeReport
+
+
+#: Initial values of adapters that are made without looking at the base weight.
+_INITS = (True, False, "gaussian")
+#: Below this SQNR of the adapters' change, a merge into packed weights is pointed out: at 4 to 5 dB the policies of
+#: `recipes/configs/tiny_cpu_lora.yaml` lose half of what training gained (accuracy 0.80 to 0.64, from 0.50).
+_LOSSY_DB = 10.0
+#: Options of `LoraConfig` that change what an adapter computes; PEFT marks them in newer versions.
+_VARIANTS = ("use_dora", "use_qalora")
+
+
+class MXFP4LoraModel(LoraModel):
+    """[`peft.LoraModel`], which it is in all respects for models without quantized layers.
+
+    Packed layers get [`MXFP4LoraLinear`]. What would need their full-precision weights, or would train nothing without
+    a word, is refused with a `ValueError` before the model is touched. The adapter's config records the base's scheme.
+
+    Attributes:
+        merge_report: what the last merge into packed layers cost; on the model itself after `merge_and_unload`.
+    """
+
+    merge_report: MergeReport | None = None
+
+    def _check_new_adapter_config(self, config: LoraConfig) -> None:
+        super()._check_new_adapter_config(config)
+        packed = _packed_layers(self.model)
+        if packed:
+            _check_computation(config)
+            _check_targets(config, packed)
+            # The way that PEFT documents for layers of its users (developer guide, custom models).
+            config._register_custom_module({MXFP4PackedLinear: MXFP4LoraLinear})
+        names = [name for name, other in self.peft_config.items() if other is config]
+        record_base(config, self.model, names[0] if names else "")
+
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """[`peft.LoraModel.merge_adapter`]; packed layers are packed again, and the cost is logged and kept in
+        `merge_report`."""
+        super().merge_adapter(*args, **kwargs)
+        self._report(_lora_layers(self.model))
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """[`peft.LoraModel.merge_and_unload`]; a packed model stays packed, and `merge_report` on it says what packing
+        the sums again cost."""
+        layers = _lora_layers(self.model)
+        model = super().merge_and_unload(*args, **kwargs)
+        self._report(layers)
+        if self.merge_report is not None:
+            model.merge_report = self.merge_report
+        return model
+
+    def _report(self, layers: dict[str, MXFP4LoraLinear]) -> None:
+        errors = {name: layer.merge_error for name, layer in layers.items() if layer.merge_error is not None}
+        self.merge_report = MergeReport(errors) if errors else None
+        if self.merge_report is None:
+            return
+        get_logger().info("%s", self.merge_report)
+        lost = self.merge_report.total.update_sqnr_db
+        if lost < _LOSSY_DB:
+            get_logger().warning(
+                "packing the merged weights kept the adapters' change at an SQNR of only %.1f dB: part of what was "
+                "trained is lost. Keep the adapter beside its base, or merge into bfloat16 with "
+                "hf_mxfp4.merge_adapters(model, into='bf16')",
+                lost,
+            )
+
+
+def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
+    """Merge the active LoRA adapters of a packed model into its weights; the model without adapters.
+
+    Args:
+        model: a packed model with LoRA adapters.
+        into: ``"packed"``: weights are packed again under their scheme, as `model.merge_and_unload()` does, and the
+            signal to noise ratio that this cost is logged per layer and kept in `merge_report`. ``"bf16"``: a plain
+            bfloat16 model; each sum is rounded once, but for what was not quantized before.
+
+    Raises:
+        TypeError: ``model`` is no PEFT model with LoRA.
+        ValueError: another ``into``, or a base that is not packed.
+    """
+    if into not in ("packed", "bf16"):
+        raise ValueError(f"into={into!r} is not supported; choose one of 'packed', 'bf16'")
+    if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
+        raise TypeError(f"merge_adapters takes a PeftModel with LoRA adapters, not {type(model).__name__}")
+    layers = _lora_layers(model)
+    if not layers:
+        raise ValueError(
+            "no adapter of this model is on a packed layer; use model.merge_and_unload(), which sums in full precision"
+        )
+    if into == "packed":
+        return model.merge_and_unload()
+    for layer in layers.values():
+        layer.unload_dtype = torch.bfloat16
+        layer.merge_error = None
+    plain = model.merge_and_unload()
+    quantizer = plain.hf_quantizer
+    if any(isinstance(module, MXFP4PackedLinear) for module in plain.modules()):
+        return quantizer.dequantize(plain, torch.bfloat16)
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    plain.__dict__.pop("quantization_report", None)
+    quantizer.remove_quantization_config(plain)
+    return plain
+
+
+def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear]:
+    """Packed layers by the names that they have without adapters."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MXFP4PackedLinear)}
+    return {name.removesuffix(".base_layer"): layer for name, layer in layers.items()}
+
+
+def _lora_layers(model: nn.Module) -> dict[str, MXFP4LoraLinear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, MXFP4LoraLinear)}
+
+
+def _check_computation(config: LoraConfig) -> None:
+    advice = (
+        "is not supported on packed layers, whose full-precision weights are gone; use plain LoRA, or load the base "
+        "with MXFP4RLConfig(mode='qat') or in full precision"
+    )
+    init = config.init_lora_weights
+    if init not in _INITS:
+        raise ValueError(f"init_lora_weights={init!r} {advice} (packed layers: {', '.join(map(repr, _INITS))})")
+    marked = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")}
+    for name in sorted(marked.union(_VARIANTS)):
+        if getattr(config, name, None):
+            raise ValueError(f"{name}={getattr(config, name)!r} {advice}")
+
+
+def _check_targets(config: LoraConfig, packed: dict[str, MXFP4PackedLinear]) -> None:
+    """Refuse what PEFT would wrap around the stored bytes instead of the weight."""
+    advice = (
+        "whose weight is stored in 4 bits and frozen; name the layer in target_modules for LoRA, or keep it in full "
+        "precision with MXFP4RLConfig(modules_to_not_convert=[...])"
+    )
+    stored = [f"{name}.{own}" for name, layer in packed.items() for own, _ in layer.named_parameters()]
+    for target in config.target_parameters or ():
+        hit = next((name for name in stored if f".{name}".endswith(f".{target}")), None)
+        if hit is not None:
+            raise ValueError(f"target_parameters has {target!r}, which is {hit} of a packed layer, {advice}")
+    # PEFT compares the ends of modules' names.
+    places = {name[: end.start()] for name in packed for end in re.finditer(r"\.|$", name)}
+    tokens = config.trainable_token_indices
+    options = {
+        "modules_to_save": config.modules_to_save or (),
+        "trainable_token_indices": tokens if isinstance(tokens, dict) else (),
+    }
+    for option, targets in options.items():
+        for target in targets:
+            hit = min((place for place in places if place.endswith(target)), default=None)
+            if hit is not None:
+                what = "is" if hit in packed else "contains"
+                raise ValueError(f"{option} has {target!r}: {hit} {what} a packed layer, {advice}")

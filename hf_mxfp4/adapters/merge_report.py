@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What merging adapters into packed weights cost."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MergeError:
+    """Energies (sums of squares) of one merged weight: of the sum ``W + delta``, of ``delta``, and of the error that
+    packing the sum made."""
+
+    signal: float
+    update: float
+    noise: float
+
+    @classmethod
+    def of(cls, total: torch.Tensor, update: torch.Tensor, packed: torch.Tensor) -> "MergeError":
+        """From the float32 sum, the adapters' part of it, and the values that were packed."""
+        parts = (total, update, packed - total)
+        return cls(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts))
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise ratio of the merged weight, in decibels."""
+        return _decibels(self.signal, self.noise)
+
+    @property
+    def update_sqnr_db(self) -> float:
+        """The same for what the adapters add: below 0, more was lost in packing than they had changed."""
+        return _decibels(self.update, self.noise)
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """The errors of merging, by the layers' names; `model.merge_report` after `merge_and_unload`."""
+
+    layers: dict[str, MergeError]
+
+    @property
+    def total(self) -> MergeError:
+        """Energies summed over the layers."""
+        errors = self.layers.values()
+        return MergeError(*(sum(getattr(e, part) for e in errors) for part in ("signal", "update", "noise")))
+
+    def __str__(self) -> str:
+        lines = [f"merged into {len(self.layers)} packed layers: {_line(self.total)}"]
+        return "\n".join([*lines, *(f"  {name}: {_line(error)}" for name, error in self.layers.items())])
+
+
+def _line(error: MergeError) -> str:
+    return f"SQNR {error.sqnr_db:.2f} dB, of the adapters' change {error.update_sqnr_db:.2f} dB"
+
+
+def _decibels(signal: float, noise: float) -> float:
+    """Infinite without noise; NaN where there is nothing, or where weights are not finite."""
+    if not (math.isfinite(signal) and math.isfinite(noise)) or signal == noise == 0:
+        return math.nan
+    if noise == 0:
+        return math.inf
+    return 10.0 * math.log10(signal / noise) if signal > 0 else -math.inf

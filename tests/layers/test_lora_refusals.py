@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PEFT would accept on packed layers and compute wrongly, or not train, is refused before the model is touched."""
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from torch import nn
+
+import hf_mxfp4.adapters
+from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
+from hf_mxfp4.quantizer import quantize_linears
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+
+
+def model_of(mode="packed", **options):
+    assert hf_mxfp4.adapters.MXFP4LoraModel  # registered by its import; loading a model does it too
+    model = make_model(**options)
+    quantize_linears(model, MXFP4RLConfig(mode=mode, preset="w4a16"))
+    return model
+
+
+def attach(model, **options):
+    return get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **options}))
+
+
+def refused(message, **options):
+    model = model_of()
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises(ValueError, match=message) as caught:
+        attach(model, **options)
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert not any(p.requires_grad for m in model.modules() if isinstance(m, MXFP4PackedLinear) for p in [m.weight])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "orthogonal", "mica", "eva"])
+def test_initial_values_made_from_the_base_weight(init):
+    text = refused(f"init_lora_weights='{init}' is not supported on packed layers", init_lora_weights=init)
+    assert "mode='qat'" in text and "True, False, 'gaussian'" in text
+
+
+@pytest.mark.parametrize("init", ["corda", "loftq", "lora_ga"])
+def test_initial_values_that_need_more_than_a_word(init):
+    class Config(LoraConfig):
+        pass  # these inits need options and packages of their own, which is not the point here
+
+    model = model_of()
+    config = Config(r=4, target_modules=["q_proj"])
+    config.init_lora_weights = init
+    with pytest.raises(ValueError, match=f"init_lora_weights='{init}' is not supported on packed layers"):
+        get_peft_model(model, config)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("use_dora", True), ("alora_invocation_tokens", [1]), ("kasa_config", {}), ("velora_config", {})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_variants_of_lora(option, value):
+    from peft.tuners.lora.config import KasaConfig, VeloraConfig
+
+    value = {"kasa_config": KasaConfig(), "velora_config": VeloraConfig()}.get(option, value)
+    refused(f"{option}=.* is not supported on packed layers, .*use plain LoRA", **{option: value})
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian"])
+def test_other_initial_values_work(init):
+    model = attach(model_of(), init_lora_weights=init)
+    assert all(p.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["mlp.down_proj.weight", "weight_scale", "model.layers.0.mlp.gate_proj.weight_macro"],
+    ids=["weight", "scales", "full-name"],
+)
+def test_stored_bytes_as_target_parameters(target):
+    text = refused("target_parameters has", target_parameters=[target])
+    assert target in text and "of a packed layer" in text and "modules_to_not_convert" in text
+
+
+@pytest.mark.parametrize(
+    ("target", "place"),
+    [
+        ("down_proj", "model.layers.0.mlp.down_proj is a packed layer"),
+        ("proj", "is a packed layer"),
+        ("model.layers.1.self_attn.o_proj", "model.layers.1.self_attn.o_proj is a packed layer"),
+        ("mlp", "model.layers.0.mlp contains a packed layer"),
+        ("layers.1", "model.layers.1 contains a packed layer"),
+    ],
+    ids=["kind", "ending", "full-name", "parent", "decoder-layer"],
+)
+def test_packed_layers_as_modules_to_save(target, place):
+    assert place in refused("modules_to_save has", modules_to_save=[target])
+
+
+def test_tokens_of_a_packed_layer():
+    text = refused("trainable_token_indices has 'k_proj'", trainable_token_indices={"k_proj": [1]})
+    assert "model.layers.0.self_attn.k_proj is a packed layer" in text
+
+
+def test_a_second_adapter_is_refused_too():
+    model = attach(model_of())
+    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["up_proj"]}):
+        with pytest.raises(ValueError, match="packed layer"):
+            model.add_adapter("second", LoraConfig(target_modules=["q_proj"], **options))
+
+
+def test_modules_and_parameters_that_are_not_packed_are_no_concern():
+    model = attach(
+        model_of(),
+        modules_to_save=["lm_head", "norm"],
+        trainable_token_indices={"embed_tokens": [3]},
+    )
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert any("lm_head.modules_to_save" in name for name in trained)
+    assert any("trainable_tokens_delta" in name for name in trained)
+
+
+def test_a_layer_kept_in_full_precision_can_be_trained_in_full():
+    model = make_model()
+    quantize_linears(model, MXFP4RLConfig(mode="packed", modules_to_not_convert=["down_proj"]))
+    model = attach(model, modules_to_save=["down_proj"])
+    assert sum("down_proj.modules_to_save" in name for name, p in model.named_parameters() if p.requires_grad) == 2
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}], ids=["dora", "pissa"])
+@pytest.mark.parametrize("mode", ["qat", "plain"])
+def test_trainable_and_plain_models_keep_all_that_peft_offers(mode, options):
+    model = make_model() if mode == "plain" else model_of("qat")
+    model = attach(model, **options)
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_plain_models_get_pefts_own_layers():
+    model = attach(make_model())
+    assert {type(m) for m in model.modules() if hasattr(m, "lora_A")} == {peft.tuners.lora.Linear}
+    assert isinstance(model.base_model, peft.LoraModel)
+    assert not hasattr(model.peft_config["default"], "base_quantization")
+    assert type(model.get_output_embeddings()) is nn.Linear

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe with LoRA on a packed base, from a model made on the spot to the adapter loaded onto a fresh base."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from arguments import parse
+from checksum import frozen_checksum
+from grpo import main
+from test_grpo import TINY
+from test_grpo_two_processes import launch
+from tiny_models import make_model
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.quantizer import quantize_linears
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "recipes" / "configs"
+PACKED = MXFP4RLConfig(mode="packed")
+
+
+def short_run(folder, *options):
+    config = ["--config", str(CONFIGS / "tiny_cpu_lora.yaml"), "--lora_r=2", "--n_test=16"]
+    return main([*config, *TINY, f"--output_dir={folder}", *options])
+
+
+def test_the_whole_recipe_on_a_packed_base(tmp_path, capsys):
+    folder = tmp_path / "out"
+    summary = short_run(folder)
+    assert summary["n_quantized"] == 14 and summary["n_skipped"] == 1 and summary["steps"] == 3
+    assert summary["scheme"] == PACKED.describe() and summary["adapter"]
+    assert summary["reloaded"] == {"compared": 16, "identical": 16}
+    assert summary["base_checksum"]["before"] == summary["base_checksum"]["after"]
+    assert summary["aqn_sigma_logged"] == pytest.approx({"largest": 1e-2, "last": 1e-3})
+    assert json.loads((folder / "summary.json").read_text()) == summary
+
+    # The start is a full-precision checkpoint; what was trained is an adapter that knows the scheme of its base.
+    assert "quantization_config" not in json.loads((folder / "base" / "config.json").read_text())
+    adapter = json.loads((folder / "policy" / "adapter_config.json").read_text())
+    assert MXFP4RLConfig.from_dict(adapter["base_quantization"]) == PACKED
+    assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (2, 32, 0.0)
+    table = capsys.readouterr().out
+    for text in ("frozen base", "bit-identical", "16 of 16 completions identical", "adapter alone"):
+        assert text in table
+
+
+RELOAD = """
+import json, sys
+sys.path.insert(0, sys.argv[1] + "/recipes")
+import hf_mxfp4
+from evaluation import evaluate_greedy
+from peft import PeftModel
+from tasks import load_task
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = sys.argv[2]
+task = load_task("arithmetic", n_test=16)
+config = hf_mxfp4.MXFP4RLConfig(mode="packed")
+base = AutoModelForCausalLM.from_pretrained(folder + "/base", quantization_config=config)
+model = PeftModel.from_pretrained(base, folder + "/policy")
+tokenizer = AutoTokenizer.from_pretrained(folder + "/policy", padding_side="left")
+result = evaluate_greedy(model, tokenizer, task.test, task.scores, max_new_tokens=4, batch_size=8)
+print(json.dumps(result.completions))
+"""
+
+
+def test_the_adapter_in_a_new_process(tmp_path):
+    short_run(tmp_path / "out", "--reload_check=0")
+    arguments = [sys.executable, "-c", RELOAD, str(ROOT), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = (tmp_path / "out" / "completions_after.jsonl").read_text().splitlines()
+    assert json.loads(done.stdout.splitlines()[-1]) == [json.loads(line)["completion"] for line in lines]
+    assert "made for a base quantized" not in done.stderr
+
+
+def test_a_packed_checkpoint_as_the_start(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    short_run(tmp_path / "first", "--reload_check=0")
+    base = tmp_path / "first" / "base"
+    AutoModelForCausalLM.from_pretrained(base, quantization_config=PACKED).save_pretrained(tmp_path / "packed")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "packed")
+    start = f"--model_name_or_path={tmp_path / 'packed'}"
+    summary = short_run(tmp_path / "second", start)
+    assert summary["n_quantized"] == 14 and summary["reloaded"]["identical"] == 16
+    with pytest.raises(SystemExit, match="was saved under the scheme w4a16 .*, not w4a4"):
+        short_run(tmp_path / "third", start, "--preset=w4a4")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--use_peft=false", "error: mode='packed' freezes the weights; .* --use_peft true, or use mode='qat'"),
+        ("--use_dora=true", "error: use_dora needs full-precision weights"),
+    ],
+)
+def test_what_cannot_train_on_packed_weights_ends_before_anything_is_made(option, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        short_run(tmp_path / "out", option)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_recipe_in_full_precision(tmp_path):
+    summary = short_run(tmp_path / "out", "--full_precision=true", "--aqn=false")
+    assert summary["scheme"] == "full precision" and summary["n_quantized"] == 0 and summary["adapter"]
+    assert summary["reloaded"] == {"compared": 16, "identical": 16}
+
+
+def test_two_processes(tmp_path):
+    summary = launch(tmp_path / "out", 2, "--config", str(CONFIGS / "tiny_cpu_lora.yaml"), "--lora_r=2")
+    assert summary["n_quantized"] == 14 and summary["steps"] == 3
+    assert summary["reloaded"] == {"compared": 13, "identical": 13}
+    assert summary["base_checksum"]["before"] == summary["base_checksum"]["after"]
+
+
+@pytest.mark.parametrize("name", ["tiny_cpu_lora", "qwen2.5_7b_lora"])
+def test_the_shipped_configurations_are_packed_with_lora(name):
+    arguments = ["--config", str(CONFIGS / f"{name}.yaml"), "--use_cpu=true", "--bf16=false"]
+    _, quantization, training, model = parse(arguments)
+    assert quantization == PACKED and training.aqn
+    assert model.use_peft and model.lora_target_modules == "all-linear" and model.lora_r == 16
+
+
+def test_two_recipes_of_one_task_differ_only_where_they_should():
+    options = {}
+    for name in ("tiny_cpu", "tiny_cpu_lora"):
+        recipe, quantization, training, model = parse(["--config", str(CONFIGS / f"{name}.yaml")])
+        options[name] = {**vars(recipe), **training.to_dict(), **vars(model), **quantization.to_dict()}
+    first, second = options["tiny_cpu"], options["tiny_cpu_lora"]
+    different = {key for key in first if first[key] != second[key]}
+    assert different <= {
+        *("mode", "preset", "outlier_fallback", "output_dir", "logging_dir", "run_name", "learning_rate"),
+        *("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "error_every"),
+    }
+
+
+def test_the_checksum_sees_every_frozen_bit_and_nothing_else():
+    model = make_model()
+    quantize_linears(model, PACKED)
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    before = frozen_checksum(model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+        assert frozen_checksum(model) == before
+        scale = model.model.layers[1].mlp.down_proj.weight_scale
+        scale[0, 0] ^= 1
+        assert frozen_checksum(model) != before
+        scale[0, 0] ^= 1
+        assert frozen_checksum(model) == before
+        model.model.norm.weight[0] = -model.model.norm.weight[0]
+        assert frozen_checksum(model) != before

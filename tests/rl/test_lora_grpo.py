@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO with LoRA on a packed policy: what trains, where the noise goes, what a sampler is given."""
+
+import pytest
+import torch
+from grpo_runs import trainer_factory
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+
+from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, cached_weights
+from hf_mxfp4.adapters import is_packed_with_adapters, policy_parameters
+from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.rl.aqn import NormNoise, find_norms
+from hf_mxfp4.rl.vllm_sync import rollout_parameters
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+PACKED = MXFP4RLConfig(mode="packed")
+
+
+def lora(**options):
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options}
+    return LoraConfig(task_type="CAUSAL_LM", **settings)
+
+
+@pytest.fixture
+def build(tmp_path):
+    factory = trainer_factory(tmp_path)
+
+    def build(scheme=PACKED, peft_config=None, **options):
+        return factory(scheme=scheme, peft_config=peft_config or lora(), **options)
+
+    return build
+
+
+def packed_policy(scheme=PACKED, family="qwen2", dtype=torch.float32, tie=False, **options):
+    model = make_model(family, dtype=dtype, tie=tie)
+    quantize_linears(model, scheme)
+    torch.manual_seed(0)
+    return get_peft_model(model, lora(init_lora_weights=False, **options))
+
+
+def stored(model, adapters=False):
+    return {n: p.detach().clone() for n, p in model.named_parameters() if ("lora_" in n) == adapters}
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_adapters_train_and_the_base_keeps_every_bit(build, checkpointing):
+    trainer = build(gradient_checkpointing=checkpointing)
+    assert trainer.n_quantized == 14 and trainer.error_callback is None
+    base, adapters = stored(trainer.model), stored(trainer.model, adapters=True)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert all(torch.equal(value, base[name]) for name, value in stored(trainer.model).items())
+    moved = [
+        name for name, value in stored(trainer.model, adapters=True).items() if not torch.equal(value, adapters[name])
+    ]
+    assert len(moved) == 28
+    history = [entry for entry in trainer.state.log_history if "entropy" in entry]
+    assert all(entry["grad_norm"] > 0 for entry in history)
+
+
+def test_quantized_activations_under_the_adapters(build):
+    trainer = build(MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5))
+    base = stored(trainer.model)
+    trainer.train()
+    assert all(torch.equal(value, base[name]) for name, value in stored(trainer.model).items())
+
+
+def test_a_reference_policy_is_the_packed_base(build):
+    trainer = build(beta=0.1)
+    assert trainer.ref_model is None
+    trainer.train()
+    assert all("kl" in entry for entry in trainer.state.log_history if "entropy" in entry)
+
+
+def test_a_packed_policy_without_adapters_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        trainer_factory(tmp_path)(scheme=PACKED)
+
+
+def test_a_checkpoint_of_adapters_resumes(build, tmp_path):
+    whole = build(save_strategy="steps", save_steps=2)
+    whole.train()
+    again = build(save_strategy="no")
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert again.state.global_step == 4
+    for name, value in stored(again.model, adapters=True).items():
+        torch.testing.assert_close(value, stored(whole.model, adapters=True)[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- noise ----------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_on_each_norm_of_the_base_once_and_leaves_it_alone(build):
+    trainer = build(aqn_num_stages=2)
+    names = list(trainer.noise.norms)
+    assert len(names) == 5 and all("lora_" not in name for name in names)
+    norms = {name: m.weight.detach().clone() for name, m in trainer.noise.norms.items()}
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "aqn/sigma" in entry]
+    assert [entry["aqn/sigma"] for entry in history] == [0.0, 0.0, 1e-2, 1e-2]
+    assert [entry["aqn/n_modules"] for entry in history] == [0, 0, 5, 5]
+    for entry in history[2:]:
+        assert entry["aqn/measured_std"] == pytest.approx(1e-2, rel=0.2)
+    assert all(torch.equal(m.weight, norms[name]) for name, m in trainer.noise.norms.items())
+
+
+def test_noise_under_adapters_is_the_noise_without_them():
+    plain = make_model()
+    quantize_linears(plain, PACKED)
+    with NormNoise(plain, seed=3).active(2, 0.1), torch.no_grad():
+        expected = plain(IDS).logits
+    adapted = get_peft_model(plain, lora())  # a new adapter adds nothing
+    noise = NormNoise(adapted, seed=3)
+    with noise.active(2, 0.1), torch.no_grad():
+        assert torch.equal(adapted(IDS).logits, expected)
+    assert noise.last_report.modules == 5
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma"])
+def test_the_same_norms_with_and_without_adapters(family):
+    plain = find_norms(make_model(family))
+    adapted = find_norms(packed_policy(family=family))
+    assert [name.removeprefix("base_model.model.") for name in adapted] == list(plain)
+
+
+def test_trained_norms_keep_their_updates_and_none_of_the_noise(build):
+    trainer = build(
+        peft_config=lora(modules_to_save=["norm"]), aqn_num_stages=1, aqn_sigma_start=0.5, aqn_sigma_end=0.5
+    )
+    before = {name: m.weight.detach().clone() for name, m in trainer.noise.norms.items()}
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "aqn/n_modules" in entry)
+    assert entry["aqn/n_modules"] == 5 and entry["aqn/measured_std"] == pytest.approx(0.5, rel=0.2)
+    for name, module in trainer.noise.norms.items():
+        change = (module.weight.detach() - before[name]).abs().max()
+        assert 0 < change < 0.02, name  # four steps of Adam at 1e-3
+
+
+def test_trained_norms_get_noise_once():
+    model = packed_policy(modules_to_save=["input_layernorm", "norm"])
+    noise = NormNoise(model, seed=0)
+    # "norm" is the end of every norm's name: PEFT makes copies of all five.
+    assert len(noise.norms) == 5 and all("modules_to_save.default" in name for name in noise.norms)
+    with torch.no_grad(), noise.active(1, 0.1):
+        model(IDS)
+    assert noise.last_report.modules == 5
+    pushed = dict(rollout_parameters(policy_parameters(model), model, noise, 1, 0.1))
+    clean = dict(policy_parameters(model))
+    assert [name for name in clean if not torch.equal(clean[name], pushed[name])] == [
+        f"model.layers.{i}.{kind}.weight" for i in range(2) for kind in ("input_layernorm", "post_attention_layernorm")
+    ] + ["model.norm.weight"]
+    assert noise.last_report.modules == 5
+
+
+def test_norms_that_feed_a_router_get_no_noise_under_wrappers_either():
+    model = make_model("qwen3_moe")
+    plain = list(find_norms(model))
+    quantize_linears(model, MXFP4RLConfig(mode="packed", modules_to_not_convert=["experts"]))
+    config = lora(target_modules=["q_proj"], modules_to_save=["post_attention_layernorm", "input_layernorm"])
+    model = get_peft_model(model, config)
+    assert not any("post_attention_layernorm" in name for name in find_norms(model))
+    assert len(find_norms(model)) == len(plain)
+
+
+def test_no_noise_in_evaluation(build):
+    trainer = build(aqn_num_stages=1, aqn_sigma_start=1.0, aqn_sigma_end=1.0)
+    trainer.model.eval()
+    trainer._generate(["1+1="])
+    assert "aqn/sigma" not in trainer._metrics["train"]
+
+
+# ---- rollouts and training see one policy ---------------------------------------------------------------------------
+
+
+def test_rollout_and_training_log_probabilities_agree_to_the_bit():
+    model = packed_policy().train()
+    expected = model(IDS).logits
+    with torch.no_grad(), cached_weights():
+        first, second = model(IDS).logits, model(IDS).logits
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+
+
+def test_scores_of_a_clean_rollout_are_the_training_log_probabilities(build):
+    trainer = build(peft_config=lora(init_lora_weights=False), aqn=False)
+    prompts, completions = [[3, 4], [5, 6, 7]], [[8, 9, 1], [10, 1]]
+    scores = trainer._score(prompts, completions)
+    for prompt, completion, row in zip(prompts, completions, scores, strict=True):
+        logits = trainer.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / trainer.temperature).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(row), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_mismatch_that_noise_makes_is_corrected(build):
+    trainer = build(aqn_num_stages=1, aqn_sigma_start=0.1, aqn_sigma_end=0.1)
+    trainer.train()
+    ratios = [
+        entry["sampling/importance_sampling_ratio/mean"] for entry in trainer.state.log_history if "entropy" in entry
+    ]
+    assert len(ratios) == 4 and all(0.5 < ratio < 2 and ratio != 1 for ratio in ratios)
+
+
+# ---- what vLLM is given ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_pushed_tensors_are_the_policy_under_its_original_names(family, tie):
+    model = packed_policy(family=family, tie=tie)
+    pushed = dict(policy_parameters(model))
+    plain = make_model(family, tie=tie)
+    assert {n: (p.shape, p.dtype) for n, p in plain.named_parameters()} == {
+        n: (p.shape, p.dtype) for n, p in pushed.items()
+    }
+    plain.load_state_dict(pushed, strict=not tie)
+    torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_pushed_tensors_under_other_states_of_the_adapters():
+    model = packed_policy(target_modules=["q_proj", "up_proj"])
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    base = layer.base_layer.dequantized_weight()
+    before = stored(model)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(dict(policy_parameters(model))[name], base)
+    with model.disable_adapter():
+        assert torch.equal(dict(policy_parameters(model))[name], base)
+    untouched = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(
+        dict(policy_parameters(model))[untouched],
+        model.base_model.model.model.layers[0].mlp.down_proj.dequantized_weight(),
+    )
+    assert all(torch.equal(value, before[key]) for key, value in stored(model).items()) and not layer.merged
+    model.merge_adapter()
+    assert torch.equal(dict(policy_parameters(model))[name], layer.base_layer.dequantized_weight())
+
+
+def test_a_bfloat16_policy_is_pushed_in_bfloat16():
+    model = packed_policy(dtype=torch.bfloat16)
+    assert {tensor.dtype for _, tensor in policy_parameters(model)} == {torch.bfloat16}
+
+
+def test_adapter_biases_are_pushed():
+    model = packed_policy(lora_bias=True, target_modules=["q_proj"])
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.lora_B["default"].bias.fill_(1.0)
+    pushed = dict(policy_parameters(model))["model.layers.0.self_attn.q_proj.bias"]
+    torch.testing.assert_close(pushed, layer.base_layer.bias + layer.scaling["default"])
+
+
+def test_what_cannot_be_pushed_is_named():
+    model = packed_policy(target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="lm_head has an adapter but is no packed layer"):
+        list(policy_parameters(model))
+    model = packed_policy()
+    norm = model.base_model.model.model.norm
+    norm.weight = torch.nn.Parameter(torch.empty(0))
+    with pytest.raises(RuntimeError, match="model.norm.weight is sharded"):
+        list(policy_parameters(model))
+
+
+def test_the_trainer_pushes_the_packed_policy_without_merging(build):
+    """Against the interface of TRL's `VLLMGeneration`: vLLM itself does not run here."""
+    trainer = build(peft_config=lora(init_lora_weights=False))
+    assert is_packed_with_adapters(trainer.model)
+    pushed = []
+
+    class Generation:
+        def _iter_named_params(self):
+            raise AssertionError("TRL's own walk merges the adapters")
+
+        def sync_weights(self):
+            pushed.append(dict(self._iter_named_params()))
+
+        def generate(self, prompts, **kwargs):
+            return None, [[2, 1]] * len(prompts), [[[0.0], [0.0]]] * len(prompts), None
+
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Generation(), -1
+    trainer._push_rollout_policy_to_vllm()
+    trainer.model.train()
+    before = stored(trainer.model)
+    trainer.state.global_step, trainer.state.max_steps = 3, 4
+    trainer._generate(["1+1="])
+    trainer.model.eval()
+    trainer._last_loaded_step = -1
+    trainer._generate(["1+1="])
+    noisy, clean = pushed
+    expected = dict(policy_parameters(trainer.model))
+    assert clean.keys() == noisy.keys() == expected.keys()
+    assert all(torch.equal(clean[name], expected[name]) for name in expected)
+    changed = [name for name in clean if not torch.equal(clean[name], noisy[name])]
+    assert len(changed) == 5 and all("norm" in name for name in changed)
+    assert trainer._metrics["train"]["aqn/n_modules"] == [5]
+    assert all(torch.equal(value, before[name]) for name, value in stored(trainer.model).items())
+    assert not any(p.dtype == torch.uint8 for p in clean.values())
+    assert sum(isinstance(m, MXFP4PackedLinear) for m in trainer.model.modules()) == 14
