@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, compare, env, simulate
+from . import analyze, compare, env, export, pack, simulate
 
 
 app = typer.Typer(
     name="hf-mxfp4",
-    help="Measure, before and beside training, what MXFP4 does to a model. Exit codes: 0 all well, 1 some tensors "
-    "could not be analysed, 2 wrong usage or nothing to analyse, 130 interrupted.",
+    help="Measure, before and beside training, what MXFP4 does to a model, and convert checkpoints. Exit codes: 0 all "
+    "well, 1 some tensors could not be analysed, 2 wrong usage or nothing to analyse or convert, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -19,6 +19,9 @@ app = typer.Typer(
 app.command("analyze")(analyze.analyze)
 app.command("compare")(compare.compare)
 app.command("simulate")(simulate.simulate)
+app.command("pack")(pack.pack)
+app.command("export")(export.export)
+app.command("import")(export.import_)
 app.command("env")(env.env)
 
 

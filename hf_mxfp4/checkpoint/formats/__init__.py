@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint formats of other engines, by name."""
+
+from .base import Format, LayerShape, PackedFormat, RenamedFormat
+from .bf16 import BF16Format
+from .compressed_tensors import CompressedTensorsFormat
+from .quark import QuarkFormat
+
+
+#: A new format is one more module and one more line here.
+FORMATS: dict[str, Format] = {
+    format.name: format for format in (CompressedTensorsFormat(), QuarkFormat(), BF16Format())
+}
+
+__all__ = ["FORMATS", "Format", "LayerShape", "PackedFormat", "RenamedFormat"]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""compressed-tensors `mxfp4-pack-quantized`: transformers with the compressed-tensors package, vLLM (W4A16), SGLang.
+
+compressed-tensors dequantizes to bfloat16. Its own activation quantization is plain MXFP4 by the rule `even`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...config import MXFP4RLConfig
+from ..folder import CheckpointError
+from .base import Imported, RenamedFormat, expect
+
+
+FORMAT = "mxfp4-pack-quantized"
+_ELEMENTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+#: transformers (5.23) drops full-precision experts as it loads them, unless a group of 8-bit floats names experts; then
+#: it takes them as they are. This one applies to no layer, as all experts are in `ignore`.
+_EXPERTS_GROUP = {
+    "targets": [r"re:.*\.experts\.\d+\.\w+$"],
+    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+    "input_activations": None,
+    "output_activations": None,
+    "format": "float-quantized",
+}
+
+
+class CompressedTensorsFormat(RenamedFormat):
+    name = "compressed-tensors"
+    names = {"weight": "weight_packed", "weight_scale": "weight_scale"}
+    foreign = {
+        "weight_global_scale": "a global scale (NVFP4)",
+        "weight_zero_point": "zero points (asymmetric quantization)",
+        "weight_g_idx": "an order of columns (actorder)",
+        "weight_shape": "integer packing",
+        "input_scale": "static activation quantization",
+        "input_global_scale": "static activation quantization",
+        "output_scale": "output quantization",
+        "k_scale": "key cache quantization",
+        "v_scale": "value cache quantization",
+    }
+
+    def quantization_config(self, config: MXFP4RLConfig, ignored: Sequence[str]) -> dict[str, Any]:
+        weights = {**_ELEMENTS, "dynamic": False, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        groups = {"group_0": {**group, "format": FORMAT}}
+        if any(_EXPERT.search(name) for name in ignored):
+            groups["group_1"] = _EXPERTS_GROUP
+        return {
+            "quant_method": "compressed-tensors",
+            "format": FORMAT,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(ignored),
+        }
+
+    def notes(self, config: MXFP4RLConfig) -> list[str]:
+        if config.activation_scheme is None:
+            return []
+        return [
+            f"Activations were quantized ({config.activation_scheme}); the exported model computes them in full "
+            "precision (W4A16). Format quark keeps W4A4, in plain MXFP4."
+        ]
+
+    def read_config(self, options: Mapping[str, Any]) -> Imported:
+        where = "quantization_config"
+        groups = options.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise CheckpointError(f"{where} has no config_groups")
+        groups = {name: group for name, group in groups.items() if group != _EXPERTS_GROUP}
+        for name, group in groups.items():
+            if not isinstance(group, Mapping):
+                raise CheckpointError(f"{where}.config_groups.{name} is {group!r}; only a full scheme can be imported")
+            stored = group.get("format") or options.get("format")
+            if stored != FORMAT:
+                raise CheckpointError(f"{where} has the format {stored!r}; only {FORMAT!r} can be imported")
+        expect(where, options, {"kv_cache_scheme": None, "quantization_status": (None, "compressed", "frozen")})
+        for key in ("transform_config", "sparsity_config", "moe_sparsity_config"):
+            if options.get(key) and options[key] != {"format": "dense"}:
+                raise CheckpointError(f"{where} has a {key}, which this package has no equal of")
+        presets = {self._preset(f"{where}.config_groups.{name}", group) for name, group in groups.items()}
+        if len(presets) > 1:
+            raise CheckpointError(f"{where} quantizes the activations of some groups only; a config here is for all")
+        config = MXFP4RLConfig(mode="packed", preset=presets.pop(), scale_rule="even", macro_block=None)
+        return Imported(
+            config, ["The scales are taken as they are; scale_rule='even' is compressed-tensors' own rule."]
+        )
+
+    def _preset(self, where: str, group: Mapping[str, Any]) -> str:
+        expect(f"{where}.weights", group.get("weights"), {**_ELEMENTS, "dynamic": (False, None), "actorder": None})
+        expect(where, group, {"output_activations": None})
+        if group.get("input_activations") is None:
+            return "w4a16"
+        expect(f"{where}.input_activations", group["input_activations"], {**_ELEMENTS, "dynamic": True})
+        return "w4a4"

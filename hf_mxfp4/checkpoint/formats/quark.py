@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AMD Quark: vLLM, SGLang (W4A4 where there are FP4 units, emulated elsewhere, or W4A16).
+
+The `quantization_config` has the fields of AMD's published MXFP4 checkpoints. Activations are quantized as they come,
+in plain MXFP4.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...config import MXFP4RLConfig
+from ...numerics import QuantScheme, ScaleRule
+from ..folder import CheckpointError
+from .base import Imported, RenamedFormat, expect
+
+
+_TENSOR = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+_TENSOR_DETAILS = {
+    "ch_axis": -1,
+    "symmetric": None,
+    "round_method": "half_even",
+    "scale_type": "float",
+    "mx_element_dtype": None,
+    "observer_cls": "PerBlockMXObserver",
+    "is_scale_quant": False,
+}
+#: Rules of ours that Quark has a `scale_calculation_mode` for.
+_MODES = {ScaleRule.EVEN: "even", ScaleRule.FLOOR: "floor"}
+
+
+class QuarkFormat(RenamedFormat):
+    name = "quark"
+    names = {"weight": "weight", "weight_scale": "weight_scale"}
+    foreign = {
+        "weight_scale_2": "a second scale (NVFP4)",
+        "weight_zero_point": "zero points (asymmetric quantization)",
+        "input_scale": "static activation quantization",
+        "output_scale": "output quantization",
+        "bias_scale": "bias quantization",
+        "k_scale": "key cache quantization",
+        "v_scale": "value cache quantization",
+    }
+
+    def quantization_config(self, config: MXFP4RLConfig, ignored: Sequence[str]) -> dict[str, Any]:
+        tensor = {**_TENSOR, **_TENSOR_DETAILS, "scale_calculation_mode": _mode(config)}
+        activations = None if config.activation_scheme is None else {**tensor, "is_dynamic": True}
+        return {
+            "quant_method": "quark",
+            "quant_mode": "eager_mode",
+            "algo_config": None,
+            "exclude": list(ignored),
+            "global_quant_config": {
+                "weight": {**tensor, "is_dynamic": False},
+                "input_tensors": activations,
+                "output_tensors": None,
+                "bias": None,
+                "target_device": None,
+            },
+            "layer_quant_config": {},
+            "layer_type_quant_config": {},
+            "kv_cache_quant_config": {},
+            "export": {
+                "kv_cache_group": [],
+                "min_kv_scale": 0.0,
+                "pack_method": "reorder",
+                "weight_format": "real_quantized",
+                "weight_merge_groups": None,
+            },
+        }
+
+    def notes(self, config: MXFP4RLConfig) -> list[str]:
+        scheme, kept = config.activation_scheme, QuantScheme(ScaleRule(_mode(config)))
+        if scheme is None or scheme == kept:
+            return []
+        return [f"Activations were quantized as {scheme}; the exported model quantizes them as {kept}."]
+
+    def read_config(self, options: Mapping[str, Any]) -> Imported:
+        where = "quantization_config"
+        expect(f"{where}.export", options.get("export"), {"weight_format": (None, "real_quantized")})
+        for key in ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config"):
+            if options.get(key):
+                raise CheckpointError(f"{where} has a {key}; only one scheme for all layers can be imported")
+        if "rotation" in str(options.get("algo_config")).lower():
+            raise CheckpointError(f"{where} has a rotation in algo_config, which this package has no equal of")
+        scheme = options.get("global_quant_config")
+        expect(f"{where}.global_quant_config", scheme, {"output_tensors": None, "bias": None})
+        weight, activations = scheme.get("weight"), scheme.get("input_tensors")
+        expect(f"{where}.global_quant_config.weight", weight, {**_TENSOR, "is_dynamic": (False, None)})
+        rule = weight.get("scale_calculation_mode") or "even"
+        if activations is not None:
+            modes = (None, *_MODES.values())
+            inputs = f"{where}.global_quant_config.input_tensors"
+            expect(inputs, activations, {**_TENSOR, "is_dynamic": True, "scale_calculation_mode": modes})
+            rule = activations.get("scale_calculation_mode") or "even"
+        rule = rule if rule in _MODES.values() else "even"
+        preset = "w4a16" if activations is None else "w4a4"
+        config = MXFP4RLConfig(mode="packed", preset=preset, scale_rule=rule, macro_block=None)
+        return Imported(config)
+
+
+def _mode(config: MXFP4RLConfig) -> str:
+    return _MODES.get(ScaleRule(config.scale_rule), "even")

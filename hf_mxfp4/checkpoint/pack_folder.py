@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a full-precision checkpoint to a packed one without loading the model."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from ..config import MXFP4RLConfig
+from ..ops.packed import dequantize, packed_tensor
+from ..report import ErrorEnergy, add_packed
+from .conversion import LayerWriter, OnBytes, convert, packed_specs
+from .costs import ConversionReport, LayerCost
+from .folder import open_checkpoint
+from .sources import MasterSource
+from .validate import make_record
+from .writer import MAX_SHARD_SIZE, ShardWriter
+
+
+#: Rows of a weight that are compared with their packed values at a time.
+_ROWS = 1024
+#: No number is longer in JSON.
+_WIDEST_FLOAT = -sys.float_info.max
+
+
+def pack_checkpoint(
+    source_dir: str | os.PathLike,
+    out_dir: str | os.PathLike,
+    config: MXFP4RLConfig | None = None,
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    on_bytes: OnBytes = lambda count, name: None,
+) -> ConversionReport:
+    """Write the packed checkpoint that `hf_mxfp4.pack(model).save_pretrained` would, one weight in memory at a time.
+
+    Args:
+        source_dir: a checkpoint trained with ``mode="qat"``, or a plain one.
+        out_dir: new or empty folder; with ``overwrite`` also a checkpoint, which is replaced.
+        config: of mode ``"packed"``, for a plain checkpoint; a QAT one is packed under its own scheme.
+
+    Returns:
+        The SQNR of every packed weight against the full-precision one.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, is packed already, or has no scheme and got none, or both.
+        FolderError: ``out_dir`` cannot be written.
+        ShardError: a file is missing or damaged.
+    """
+    folder = open_checkpoint(source_dir)
+    source = MasterSource(folder, config)
+    energy = ErrorEnergy()
+    return convert(
+        source,
+        out_dir,
+        {layer: _PackedLayer(source, layer, energy) for layer in source.shapes},
+        {**folder.config, "quantization_config": source.config.to_dict()},
+        ConversionReport(Path(out_dir), "mxfp4_rl", source.config.describe()),
+        overwrite=overwrite,
+        max_shard_size=max_shard_size,
+        on_bytes=on_bytes,
+        metadata=make_record(source.config, _WIDEST_FLOAT),
+        final_metadata=lambda: make_record(source.config, energy.sqnr_db),
+    )
+
+
+class _PackedLayer(LayerWriter):
+    def __init__(self, source: MasterSource, layer: str, energy: ErrorEnergy):
+        self._source, self._layer, self._energy = source, layer, energy
+        self.specs = packed_specs(layer, source.shapes[layer], source.config)
+
+    def write(self, writer: ShardWriter) -> LayerCost:
+        master = self._source.master(self._layer)
+        packed = self._source.pack(master)
+        for field, tensor in packed.items():
+            writer.write(f"{self._layer}.{field}", tensor)
+        add_packed(self._energy, master, packed, self._source.config)
+        cost = LayerCost(self._layer, "packed")
+        for start in range(0, master.shape[0], _ROWS):
+            rows = master[start : start + _ROWS]
+            some = {field: tensor[start : start + _ROWS] for field, tensor in packed.items()}
+            values = packed_tensor(some, master.shape[1], self._source.config.weight_scheme, torch.float32)
+            cost.add(rows, dequantize(values, torch.float32))
+        return cost

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write safetensors shards tensor by tensor, in any order: memory use is that of one tensor.
+
+The files are those that `save_pretrained` writes for the same tensors: same split into shards, same order within them,
+same header, but for the order of the metadata, which safetensors leaves to chance.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from .stream import StoredTensor, read_rows
+
+
+INDEX = "model.safetensors.index.json"
+#: As `save_pretrained` has it.
+MAX_SHARD_SIZE = "50GB"
+_COPY_BYTES = 1 << 24
+#: Names of the dtypes, in the order in which safetensors stores those of a file; the tensors of each by name.
+_DTYPE_NAMES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ORDER = list(_DTYPE_NAMES)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor to be written will be."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class ShardWriter:
+    """The safetensors files of one checkpoint in ``folder``. Use as a context manager; an index is written at its end.
+
+    Args:
+        specs: every tensor that will be written; their order decides which go together in a shard.
+        max_shard_size: as `save_pretrained` takes it.
+        metadata: for the header of every file. May be replaced before the context ends by something no longer, if it
+            depends on what is written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        specs: Mapping[str, TensorSpec],
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        metadata: Mapping[str, str] | None = None,
+    ):
+        split = split_state_dict_into_shards_factory(
+            dict(specs),
+            get_storage_size=lambda spec: spec.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        self._folder, self._specs = folder, specs
+        self.metadata = dict(metadata or {})
+        self._shards = {file: names for file, names in split.filename_to_tensors.items() if names}
+        self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        self._files: dict[str, BinaryIO] = {}
+        self._headers: dict[str, bytes] = {}
+        self._places: dict[str, tuple[BinaryIO, int]] = {}
+        self._missing = set(specs)
+
+    def __enter__(self) -> "ShardWriter":
+        for file, names in self._shards.items():
+            stream = open(self._folder / file, "xb")
+            self._files[file] = stream
+            header, offsets = self._header(names)
+            stream.write(header)
+            self._headers[file] = header
+            self._places.update({name: (stream, len(header) + offset) for name, offset in offsets.items()})
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises `ValueError` for a tensor that is not the one announced, or that was written already."""
+        shape = self._specs[name].shape if name in self._specs else ()
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has the shape {list(tensor.shape)}, but {list(shape)} was announced")
+        self.write_parts(name, [tensor])
+
+    def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> None:
+        """Write a tensor that comes in consecutive pieces. Raises as [`write`], also for too few or many elements."""
+        if name not in self._missing:
+            raise ValueError(f"{name} was {'written already' if name in self._specs else 'not announced'}")
+        self._missing.remove(name)
+        spec, (stream, offset) = self._specs[name], self._places[name]
+        stream.seek(offset)
+        written = 0
+        for part in parts:
+            data = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+            written += data.numel()
+            if part.dtype != spec.dtype:
+                raise ValueError(f"{name} is {part.dtype}, but {spec.dtype} was announced")
+            if written > spec.nbytes:
+                break
+            for start in range(0, data.numel(), _COPY_BYTES):
+                stream.write(data[start : start + _COPY_BYTES].numpy().data)
+        if written != spec.nbytes:
+            raise ValueError(f"{name} came as {written} bytes or more, but {spec.nbytes} were announced")
+
+    def copy(self, name: str, source: StoredTensor) -> None:
+        """Copy the bytes of a stored tensor, in portions. Raises as [`write_parts`], and `ShardError`."""
+        raw = StoredTensor(source.name, source.file, torch.uint8, (source.nbytes,), source.offset)
+        starts = range(0, source.nbytes, _COPY_BYTES)
+        dtype = source.dtype
+        parts = (read_rows(raw, start, min(start + _COPY_BYTES, source.nbytes)).view(dtype) for start in starts)
+        self.write_parts(name, parts)
+
+    def __exit__(self, kind, *exception) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            for stream in self._files.values():
+                stream.close()
+
+    def _finish(self) -> None:
+        if self._missing:
+            raise ValueError(f"{len(self._missing)} announced tensors were not written, such as {min(self._missing)}")
+        if len(self._shards) > 1:
+            text = json.dumps(self._index, indent=2, sort_keys=True) + "\n"
+            (self._folder / INDEX).write_text(text, encoding="utf-8")
+        for file, old in self._headers.items():
+            header, _ = self._header(self._shards[file], len(old))
+            if header != old:
+                self._files[file].seek(0)
+                self._files[file].write(header)
+
+    def _header(self, names: Iterable[str], size: int = 0) -> tuple[bytes, dict[str, int]]:
+        """The bytes before the data of a file, at least ``size``, and where in the data each tensor starts."""
+        return _header({name: self._specs[name] for name in names}, self.metadata, size)
+
+
+def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], size: int) -> tuple[bytes, dict[str, int]]:
+    entries: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}
+    offsets, end = {}, 0
+    for name in sorted(specs, key=lambda name: (_ORDER.index(specs[name].dtype), name.encode())):
+        spec = specs[name]
+        offsets[name], end = end, end + spec.nbytes
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offsets[name], end],
+        }
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * max(-len(text) % 8, size - 8 - len(text))
+    if size and len(text) + 8 != size:
+        raise ValueError(f"the header grew to {len(text) + 8} bytes; {size} were reserved for it")
+    return len(text).to_bytes(8, "little") + text, offsets

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 export` and `hf-mxfp4 import`: to and from the formats of other engines."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .conversions import OutArgument, OverwriteOption, bytes_in, show, told_conversion_errors
+from .options import JsonOption
+
+
+class FormatName(str, Enum):
+    """The names in [`hf_mxfp4.checkpoint.formats`]."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"
+    QUARK = "quark"
+    BF16 = "bf16"
+
+
+class OnMismatch(str, Enum):
+    """What [`hf_mxfp4.checkpoint.export`] takes."""
+
+    REFUSE = "refuse"
+    REQUANTIZE = "requantize"
+    DEQUANTIZE = "dequantize"
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a packed checkpoint, or of one trained with mode='qat'.")
+    ],
+    out: OutArgument,
+    format: Annotated[
+        FormatName,
+        typer.Option("--format", help="compressed-tensors: vLLM, transformers (W4A16); quark: vLLM (W4A4); bf16: all."),
+    ],
+    on_mismatch: Annotated[
+        OnMismatch,
+        typer.Option(
+            "--on-mismatch",
+            help="Layers that the format cannot hold (macro factors, outlier fallback): refuse, requantize to plain "
+            "MXFP4, or dequantize to bfloat16.",
+        ),
+    ] = OnMismatch.REFUSE,
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint in another engine's format, and say what it cost, layer by layer."""
+    with told_conversion_errors():
+        from ..checkpoint.exporting import export as export_checkpoint
+        from .console import ByteProgress
+
+        with ByteProgress(bytes_in(source)) as progress:
+            report = export_checkpoint(
+                source, out, format.value, on_mismatch.value, overwrite=overwrite, on_bytes=progress
+            )
+    show(report, as_json)
+
+
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Folder of an MXFP4 checkpoint of compressed-tensors or AMD Quark."),
+    ],
+    out: OutArgument,
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn another engine's MXFP4 checkpoint into a packed one, bit for bit."""
+    with told_conversion_errors():
+        from ..checkpoint.importing import import_checkpoint
+        from .console import ByteProgress
+
+        with ByteProgress(bytes_in(source)) as progress:
+            report = import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
+    show(report, as_json)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of export and import share: folders to start from, and what is in them."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tiny_models import make_model
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import pack_checkpoint
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def tensors_in(folder) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+def config_in(folder) -> dict:
+    return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+
+
+def header_and_data(file) -> tuple[str, bytes]:
+    """The header with its metadata in a fixed order and without padding, and the bytes of the tensors."""
+    content = Path(file).read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    metadata = header.pop("__metadata__")
+    return json.dumps([sorted(metadata.items()), list(header.items())]), content[8 + size :]
+
+
+def decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Plain MXFP4 bytes in float64, straight from the format's definition."""
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    return E2M1[nibbles.long()] * torch.exp2(scale.double() - 127).repeat_interleave(32, dim=-1)
+
+
+def save_plain(folder, family="qwen2", **options) -> Path:
+    make_model(family, **{"dtype": torch.bfloat16, **options}).save_pretrained(folder)
+    return Path(folder)
+
+
+def save_packed(folder, family="qwen2", config: dict | None = None, **options) -> Path:
+    """A packed checkpoint of a small model, by default in plain MXFP4."""
+    plain = save_plain(Path(folder).with_name(f"{Path(folder).name}-plain"), family, **options)
+    scheme = {"macro_block": None, "scale_rule": "even", **(config or {})}
+    pack_checkpoint(plain, folder, MXFP4RLConfig(mode="packed", **scheme))
+    return Path(folder)

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the exporters write: names, bytes and configs, against the formats' own descriptions."""
+
+import json
+
+import pytest
+import torch
+from export_files import config_in, decode, save_packed, save_plain, tensors_in
+from transformers import AutoModelForCausalLM
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import export
+from hf_mxfp4.checkpoint.atomic import FolderError
+from hf_mxfp4.checkpoint.folder import CheckpointError
+from hf_mxfp4.checkpoint.formats import FORMATS
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+#: As in AMD's published MXFP4 checkpoints.
+QUARK_TENSOR = {
+    "ch_axis": -1,
+    "dtype": "fp4",
+    "group_size": 32,
+    "is_scale_quant": False,
+    "mx_element_dtype": None,
+    "observer_cls": "PerBlockMXObserver",
+    "qscheme": "per_group",
+    "round_method": "half_even",
+    "scale_calculation_mode": "even",
+    "scale_format": "e8m0",
+    "scale_type": "float",
+    "symmetric": None,
+}
+
+
+def test_the_formats():
+    assert list(FORMATS) == ["compressed-tensors", "quark", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("format", "weight"), [("compressed-tensors", "weight_packed"), ("quark", "weight")], ids=["ct", "quark"]
+)
+@pytest.mark.parametrize("block", ["1x32", "32x32"])
+def test_plain_mxfp4_is_renamed_and_nothing_else(format, weight, block, tmp_path):
+    source = save_packed(tmp_path / "packed", config={"weight_block": block})
+    report = export(source, tmp_path / "out", format)
+    before, after = tensors_in(source), tensors_in(tmp_path / "out")
+    quantized = {name.removesuffix("_scale") for name in before if name.endswith(".weight_scale")}
+    assert len(quantized) == 14
+    renamed = {(f"{n.removesuffix('weight')}{weight}" if n in quantized else n): t for n, t in before.items()}
+    assert after.keys() == renamed.keys()
+    for name, tensor in renamed.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+    assert after[f"{Q_PROJ}.{weight}"].shape == (64, 32) and after[f"{Q_PROJ}.weight_scale"].shape == (64, 2)
+    assert after[f"{Q_PROJ}.bias"].dtype == torch.bfloat16
+    assert report.counts() == {"kept": 14} and not report.changed and report.total_sqnr_db == float("inf")
+
+
+def test_the_config_of_compressed_tensors(tmp_path):
+    source = save_packed(tmp_path / "packed")
+    export(source, tmp_path / "out", "compressed-tensors")
+    written = config_in(tmp_path / "out")
+    assert written.pop("quantization_config") == {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "format": "mxfp4-pack-quantized",
+                "weights": {
+                    "num_bits": 4,
+                    "type": "float",
+                    "strategy": "group",
+                    "group_size": 32,
+                    "symmetric": True,
+                    "dynamic": False,
+                    "scale_dtype": "torch.uint8",
+                    "zp_dtype": "torch.uint8",
+                },
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head"],
+    }
+    original = config_in(source)
+    del original["quantization_config"]
+    assert written == original
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_the_config_of_quark(preset, tmp_path):
+    export(save_packed(tmp_path / "packed", config={"preset": preset}), tmp_path / "out", "quark")
+    written = config_in(tmp_path / "out")["quantization_config"]
+    assert written["quant_method"] == "quark" and written["exclude"] == ["lm_head"]
+    assert written["export"] == {
+        "kv_cache_group": [],
+        "min_kv_scale": 0.0,
+        "pack_method": "reorder",
+        "weight_format": "real_quantized",
+        "weight_merge_groups": None,
+    }
+    scheme = written["global_quant_config"]
+    assert scheme["weight"] == {**QUARK_TENSOR, "is_dynamic": False}
+    assert scheme["input_tensors"] == ({**QUARK_TENSOR, "is_dynamic": True} if preset == "w4a4" else None)
+    assert scheme["output_tensors"] is None and scheme["bias"] is None
+    assert not any(written[key] for key in ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config"))
+
+
+@pytest.mark.parametrize(
+    ("format", "config", "notes"),
+    [
+        ("compressed-tensors", {"preset": "w4a4"}, ["W4A16"]),
+        ("quark", {"preset": "w4a4"}, []),
+        ("quark", {"preset": "w4a4", "scale_rule": "floor"}, []),
+        ("quark", {"preset": "w4a4", "scale_rule": "rceil"}, ["mxfp4+rceil; the exported model quantizes them as"]),
+        ("bf16", {"preset": "w4a4"}, ["full precision"]),
+        ("bf16", {}, []),
+    ],
+)
+def test_what_happens_to_activations_is_told(format, config, notes, tmp_path):
+    report = export(save_packed(tmp_path / "packed", config=config), tmp_path / "out", format)
+    assert len(report.notes) == len(notes)
+    assert all(words in note for words, note in zip(notes, report.notes, strict=True))
+
+
+def test_exactly_what_is_not_quantized_is_ignored(tmp_path):
+    skips = ["experts", "layers.1.self_attn.o_proj"]
+    source = save_packed(tmp_path / "packed", "qwen3_moe", config={"modules_to_not_convert": skips})
+    for format, key in (("compressed-tensors", "ignore"), ("quark", "exclude")):
+        export(source, tmp_path / format, format)
+        experts = [
+            f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
+            for layer in range(2)
+            for expert in range(4)
+            for projection in ("gate", "up", "down")
+        ]
+        routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+        expected = {"lm_head", "model.layers.1.self_attn.o_proj", *experts, *routers}
+        ignored = config_in(tmp_path / format)["quantization_config"][key]
+        assert set(ignored) == expected and len(ignored) == len(expected)
+
+
+@pytest.mark.parametrize("config", [{}, {"macro_block": 128}, {"macro_block": 128, "outlier_fallback": 0.5}], ids=str)
+def test_bf16_is_the_plain_model_with_the_dequantized_values(config, tmp_path):
+    source = save_packed(tmp_path / "packed", "llama", config=config)
+    report = export(source, tmp_path / "out", "bf16")
+    assert "quantization_config" not in config_in(tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert plain.dtype == torch.bfloat16 and type(plain.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    expected = AutoModelForCausalLM.from_pretrained(source).dequantize()
+    for (name, ours), theirs in zip(plain.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert torch.equal(plain(IDS).logits, expected(IDS).logits)
+    # The static factors divide, so that their values are rounded to bfloat16; plain ones are exact in it.
+    assert len(report.changed) == (14 if config else 0)
+    assert report.total_sqnr_db == float("inf") if not config else 45 < report.total_sqnr_db < 65
+
+
+def test_float32_becomes_bfloat16_and_says_so(tmp_path):
+    source = save_packed(tmp_path / "packed", dtype=torch.float32)
+    report = export(source, tmp_path / "out", "quark")
+    assert report.notes == [
+        "All other tensors are converted from torch.float32 to bfloat16, what other engines compute in."
+    ]
+    before, after = tensors_in(source), tensors_in(tmp_path / "out")
+    for name, tensor in before.items():
+        expected = tensor if tensor.dtype == torch.uint8 else tensor.to(torch.bfloat16)
+        assert after[name].dtype == expected.dtype and torch.equal(after[name], expected), name
+    assert config_in(source)["dtype"] == "float32" and config_in(tmp_path / "out")["dtype"] == "bfloat16"
+
+
+MISFITS = {
+    "mbs": ({"macro_block": 128}, "macro-block factors (mbs128-dynamic)"),
+    "blockwise": ({"macro_block": 128, "macro_search": "blockwise"}, "macro-block factors (mbs128-blockwise)"),
+    "of": ({"outlier_fallback": 0.5}, "the outlier-fallback residual (of0.5)"),
+    "selective": ({"outlier_fallback": 0.5, "outlier_fallback_rate": 0.25}, "the outlier-fallback residual (of0.5)"),
+    "both": (
+        {"macro_block": "row", "outlier_fallback": 0.25},
+        "macro-block factors (mbsrow-dynamic) and the outlier-fallback residual (of0.25)",
+    ),
+}
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "quark"])
+@pytest.mark.parametrize(("config", "parts"), MISFITS.values(), ids=MISFITS)
+def test_what_has_no_place_is_refused_with_both_choices(config, parts, format, tmp_path):
+    source = save_packed(tmp_path / "packed", layers=1, config=config)
+    with pytest.raises(CheckpointError) as refusal:
+        export(source, tmp_path / "out", format)
+    for words in (format, "7 of 7 layers", parts, "on_mismatch='requantize'", "'dequantize'"):
+        assert words in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("config", [config for config, _ in MISFITS.values()], ids=MISFITS)
+def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(config, tmp_path):
+    source = save_packed(tmp_path / "packed", layers=1, config={"scale_rule": "rceil", **config})
+    report = export(source, tmp_path / "out", "quark", "requantize")
+    after = tensors_in(tmp_path / "out")
+    signal = noise = 0.0
+    for name, layer in AutoModelForCausalLM.from_pretrained(source).named_modules():
+        if not hasattr(layer, "dequantized_weight"):
+            continue
+        values = layer.dequantized_weight(torch.float32)
+        expected = hf_mxfp4.quantize(values, scale_rule="rceil")
+        assert torch.equal(after[f"{name}.weight"], expected.codes)
+        assert torch.equal(after[f"{name}.weight_scale"], expected.scale)
+        error = (decode(expected.codes, expected.scale) - values.double()).square().sum().item()
+        energy = values.double().square().sum().item()
+        cost = next(cost for cost in report.layers if cost.name == name)
+        assert cost.action == "requantized" and cost.noise == pytest.approx(error) and error > 0
+        assert cost.sqnr_db == pytest.approx(10 * torch.log10(torch.tensor(energy / error)).item(), abs=1e-3)
+        signal, noise = signal + energy, noise + error
+    assert report.total_sqnr_db == pytest.approx(10 * torch.log10(torch.tensor(signal / noise)).item(), abs=1e-3)
+    assert 10 < report.total_sqnr_db < 40
+
+
+def test_a_large_layer_is_requantized_in_portions_like_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_mxfp4.checkpoint.exporting._PORTION", 64 * 32)
+    config = {"macro_block": 128, "weight_block": "32x32"}
+    source = save_packed(tmp_path / "packed", layers=1, config=config)
+    export(source, tmp_path / "out", "quark", "requantize")
+    layer = AutoModelForCausalLM.from_pretrained(source).model.layers[0].mlp.gate_proj
+    expected = hf_mxfp4.quantize(layer.dequantized_weight(torch.float32), scale_rule="even", block_rows=32)
+    assert layer.out_features == 96  # three portions
+    assert torch.equal(tensors_in(tmp_path / "out")["model.layers.0.mlp.gate_proj.weight"], expected.codes)
+
+
+def test_dequantizing_every_layer_leaves_a_plain_checkpoint(tmp_path):
+    source = save_packed(tmp_path / "packed", config={"macro_block": 128})
+    report = export(source, tmp_path / "out", "compressed-tensors", "dequantize")
+    export(source, tmp_path / "bf16", "bf16")
+    assert report.counts() == {"dequantized": 14} and "plain checkpoint" in report.notes[-1]
+    assert config_in(tmp_path / "out") == config_in(tmp_path / "bf16")
+    ours, plain = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "bf16")
+    assert ours.keys() == plain.keys() and all(torch.equal(ours[name], plain[name]) for name in ours)
+
+
+@pytest.mark.parametrize("choice", ["requantize", "dequantize"])
+def test_layers_of_odd_length_are_dequantized_and_ignored(choice, tmp_path):
+    source = save_packed(tmp_path / "packed", layers=1, intermediate=80)
+    with pytest.raises(CheckpointError, match=r"1 of 7 layers.*mlp.down_proj, in_features=80 is not a multiple of 32"):
+        export(source, tmp_path / "out", "compressed-tensors")
+    report = export(source, tmp_path / "out", "compressed-tensors", choice)
+    assert report.counts() == {"kept": 6, "dequantized": 1}
+    (odd,) = [cost for cost in report.layers if cost.action == "dequantized"]
+    assert (odd.name, odd.sqnr_db) == ("model.layers.0.mlp.down_proj", float("inf"))
+    assert odd.reason == "in_features=80 is not a multiple of 32"
+    assert config_in(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head", odd.name]
+    layer = AutoModelForCausalLM.from_pretrained(source).get_submodule(odd.name)
+    weight = tensors_in(tmp_path / "out")[f"{odd.name}.weight"]
+    assert weight.dtype == torch.bfloat16 and torch.equal(weight, layer.dequantized_weight(torch.bfloat16))
+
+
+def test_a_qat_checkpoint_is_packed_on_the_way(tmp_path):
+    config = MXFP4RLConfig(macro_block=None, outlier_fallback=None, preset="w4a16")
+    plain = save_plain(tmp_path / "plain", "qwen3")
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config)
+    model.save_pretrained(tmp_path / "qat")
+    hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed")
+    for source in ("qat", "packed"):
+        export(tmp_path / source, tmp_path / f"from-{source}", "compressed-tensors")
+    one, other = tensors_in(tmp_path / "from-qat"), tensors_in(tmp_path / "from-packed")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert config_in(tmp_path / "from-qat") == config_in(tmp_path / "from-packed")
+
+
+def test_shards_side_files_and_report(tmp_path):
+    source = save_packed(tmp_path / "packed", config={"macro_block": 128})
+    for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
+        (source / name).write_text(name, encoding="utf-8")
+    for name in ("optimizer.pt", "training_args.bin", "README.md"):
+        (source / name).write_text(name, encoding="utf-8")
+    seen = []
+    report = export(
+        source,
+        tmp_path / "out",
+        "quark",
+        "requantize",
+        max_shard_size="20KB",
+        on_bytes=lambda count, name: seen.append(count),
+    )
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    shards = {name for name in files if name.endswith(".safetensors")}
+    assert len(shards) > 2
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == shards
+    assert set(index["weight_map"]) == set(tensors_in(tmp_path / "out"))
+    side = {"tokenizer.json", "merges.txt", "chat_template.jinja", "generation_config.json"}
+    assert files - shards == side | {"config.json", "model.safetensors.index.json", "export_report.json"}
+    assert (tmp_path / "out" / "merges.txt").read_text() == "merges.txt"
+    assert json.loads((tmp_path / "out" / "export_report.json").read_text()) == json.loads(json.dumps(report.to_dict()))
+    assert sum(seen) == sum(tensor.nbytes for tensor in tensors_in(source).values())
+
+
+def test_one_file_or_many_hold_the_same(tmp_path):
+    source = save_packed(tmp_path / "packed")
+    export(source, tmp_path / "one", "quark")
+    export(source, tmp_path / "many", "quark", max_shard_size="20KB")
+    one, many = tensors_in(tmp_path / "one"), tensors_in(tmp_path / "many")
+    assert one.keys() == many.keys() and all(torch.equal(one[name], many[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("gptq",), "'compressed-tensors', 'quark', 'bf16'"), (("quark", "ask"), "'refuse', 'requantize', 'dequantize'")],
+)
+def test_unknown_choices(arguments, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        export(tmp_path, tmp_path / "out", *arguments)
+
+
+def test_what_cannot_be_exported_says_why(tmp_path):
+    plain = save_plain(tmp_path / "plain", layers=1)
+    with pytest.raises(CheckpointError, match="has no scheme"):
+        export(plain, tmp_path / "out", "quark")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        export(tmp_path / "nowhere", tmp_path / "out", "quark")
+    packed = save_packed(tmp_path / "packed", layers=1)
+    with pytest.raises(FolderError, match="must be folders apart"):
+        export(packed, packed / "out", "quark")
+    export(packed, tmp_path / "quark", "quark")
+    with pytest.raises(CheckpointError, match="is quantized by 'quark'; import it first"):
+        export(tmp_path / "quark", tmp_path / "out", "bf16")
+    (packed / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="only safetensors checkpoints are read"):
+        export(packed, tmp_path / "out", "bf16")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing a folder without loading the model: the same files as packing the model and saving it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from export_files import config_in, header_and_data, save_packed, save_plain, tensors_in
+from safetensors.torch import save_file
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig, quantizer
+from hf_mxfp4.checkpoint import pack_checkpoint
+from hf_mxfp4.checkpoint.folder import CheckpointError
+from hf_mxfp4.checkpoint.sources import find_linears
+
+
+SCHEMES = {
+    "default": {},
+    "w4a4-floor-plain": {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None},
+    "blockwise-w4a16": {"macro_search": "blockwise", "preset": "w4a16", "outlier_fallback": None},
+    "selective": {"outlier_fallback_rate": 0.25},
+    "32x32-row": {"weight_block": "32x32", "macro_block": "row"},
+    "skips": {"modules_to_not_convert": ["layers.1.mlp", "re:.*k_proj"]},
+}
+
+
+def same_files(one, other):
+    assert config_in(one) == config_in(other)
+    files, others = (sorted(folder.glob("*.safetensors*")) for folder in (one, other))
+    assert [file.name for file in files] == [file.name for file in others]
+    for file, twin in zip(files, others, strict=True):
+        if file.suffix == ".json":
+            indices = [json.loads(index.read_text()) for index in (file, twin)]
+            assert indices[0]["weight_map"] == indices[1]["weight_map"]
+            assert indices[0]["metadata"]["total_size"] == indices[1]["metadata"]["total_size"]
+        else:
+            (header, data), (other_header, other_data) = header_and_data(file), header_and_data(twin)
+            assert header == other_header
+            assert (data == other_data) is True, file.name  # without printing the bytes
+
+
+@pytest.mark.parametrize("shard_size", ["50GB", "30KB"], ids=["one-file", "sharded"])
+@pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
+def test_a_qat_folder_packs_like_its_model(options, shard_size, tmp_path):
+    dtype = torch.float32 if shard_size == "30KB" else torch.bfloat16
+    plain = save_plain(tmp_path / "plain", tie=True, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig(**options))
+    model.save_pretrained(tmp_path / "qat", max_shard_size=shard_size)
+    hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed", max_shard_size=shard_size)
+    report = pack_checkpoint(tmp_path / "qat", tmp_path / "out", max_shard_size=shard_size)
+    same_files(tmp_path / "packed", tmp_path / "out")
+    assert report.counts() == {"packed": model.quantization_report.n_quantized}
+    # The model's report looks at some rows of large layers; here it sees all of them.
+    assert report.total_sqnr_db == pytest.approx(model.quantization_report.sqnr_db, abs=0.05)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+def test_a_plain_folder_packs_like_its_model(family, tmp_path):
+    config = MXFP4RLConfig(mode="packed", scale_rule="mse")
+    plain = save_plain(tmp_path / "plain", family)
+    hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config).save_pretrained(tmp_path / "packed")
+    pack_checkpoint(plain, tmp_path / "out", config)
+    same_files(tmp_path / "packed", tmp_path / "out")
+
+
+def test_attention_of_a_mixture_of_experts(tmp_path):
+    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["experts"])
+    plain = save_plain(tmp_path / "plain", "qwen3_moe")
+    hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config).save_pretrained(tmp_path / "packed")
+    pack_checkpoint(plain, tmp_path / "out", config)
+    same_files(tmp_path / "packed", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="add 'experts' to modules_to_not_convert"):
+        pack_checkpoint(plain, tmp_path / "other", MXFP4RLConfig(mode="packed"))
+
+
+def test_what_cannot_be_packed_says_why(tmp_path):
+    plain = save_plain(tmp_path / "plain", layers=1)
+    config = MXFP4RLConfig(mode="packed")
+    with pytest.raises(CheckpointError, match="has no scheme; give one"):
+        pack_checkpoint(plain, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is packed already"):
+        pack_checkpoint(save_packed(tmp_path / "packed", layers=1), tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig()).save_pretrained(tmp_path / "qat")
+    with pytest.raises(CheckpointError, match="a scheme of its own"):
+        pack_checkpoint(tmp_path / "qat", tmp_path / "out", config)
+    with pytest.raises(CheckpointError, match="'nonsense', which matches no module"):
+        pack_checkpoint(plain, tmp_path / "out", MXFP4RLConfig(mode="packed", modules_to_not_convert=["nonsense"]))
+    tensors = tensors_in(plain)
+    for name, words in (("model.layers.0.mlp.up_proj.weight", "has no model.layers.0.mlp.up_proj.weight"),):
+        missing = {key: tensor for key, tensor in tensors.items() if key != name}
+        save_file(missing, plain / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=words):
+            pack_checkpoint(plain, tmp_path / "out", config)
+        save_file({**tensors, name: torch.zeros(3, 4)}, plain / "model.safetensors", {"format": "pt"})
+        with pytest.raises(
+            CheckpointError, match=r"is torch.float32 \[3, 4\]; the model needs floating-point \[96, 64\]"
+        ):
+            pack_checkpoint(plain, tmp_path / "out", config)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("skips", [None, ["experts"], ["layers.1", "experts"], ["layers"], ["nonsense"]], ids=str)
+def test_the_layers_are_those_of_the_quantizer(family, skips):
+    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=skips)
+    model = make_model(family)
+    try:
+        expected, _ = quantizer.find_linears(model, config)
+    except ValueError:
+        with pytest.raises(CheckpointError):
+            find_linears(model, config)
+    else:
+        assert find_linears(model, config) == expected
+
+
+MEMORY = """
+import resource, sys, torch, transformers
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
+config = MXFP4RLConfig(mode="packed", macro_block=None, scale_rule="even")
+pack_checkpoint("small", "small-packed", config); export("small-packed", "small-ct", "compressed-tensors")
+import_checkpoint("small-ct", "small-back"); export("small-packed", "small-bf16", "bf16")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+pack_checkpoint("large", "packed", config)
+export("packed", "ct", "compressed-tensors")
+import_checkpoint("ct", "back")
+export("packed", "bf16", "bf16")
+print("grew", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes there")
+def test_memory_is_that_of_one_layer(tmp_path):
+    save_plain(tmp_path / "small")
+    save_plain(tmp_path / "large", "llama", layers=48, hidden=512, intermediate=1024, vocab_size=8192)
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size
+    assert size > 200e6
+    root = Path(hf_mxfp4.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    grew = int(done.stdout.split()[-1])
+    # The largest layer is 1 MB; the eager steps on it and buffers of 16 MB are what is left.
+    assert grew < 60e6, grew
+    packed = (tmp_path / "packed" / "model.safetensors").stat().st_size
+    assert (tmp_path / "back" / "model.safetensors").stat().st_size == pytest.approx(packed, abs=64)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 pack`, `export` and `import`: what they print, what they write, how they fail."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.cli import app
+
+
+@pytest.fixture
+def run():
+    def invoke(*arguments, code=0):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == code, result.output
+        return result
+
+    return invoke
+
+
+@pytest.fixture
+def plain(tmp_path):
+    make_model("llama", layers=1, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def scheme_in(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def test_pack_export_import(run, plain, tmp_path):
+    packed, out, back = (tmp_path / name for name in ("packed", "out", "back"))
+    result = run("pack", plain, packed, "--scale-rule", "even", "--macro-block", "none", "--skip", "mlp.up_proj")
+    assert "6 layers (6 packed), SQNR 1" in result.stdout and "model.layers.0.self_attn.q_proj" in result.stdout
+    expected = MXFP4RLConfig(mode="packed", scale_rule="even", macro_block=None, modules_to_not_convert=["mlp.up_proj"])
+    assert scheme_in(packed) == expected.to_dict()
+    result = run("export", packed, out, "--format", "compressed-tensors")
+    assert "6 layers (6 kept), SQNR exact" in result.stdout and "q_proj" not in result.stdout
+    assert scheme_in(out)["ignore"] == ["lm_head", "model.layers.0.mlp.up_proj"]
+    result = run("import", out, back, "--json")
+    report = json.loads(result.stdout)
+    assert report["actions"] == {"kept": 6} and report["sqnr_db"] is None and report["format"] == "mxfp4_rl"
+    ids = torch.arange(2, 14).view(2, 6)
+    one, other = (AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (packed, back))
+    assert torch.equal(one, other)
+
+
+def test_pack_takes_the_options_of_the_scheme(run, plain, tmp_path):
+    options = ["--preset", "w4a4", "--macro-search", "static", "--macro-block", "64"]
+    options += ["--outlier-fallback", "0.25", "--weight-block", "32x32"]
+    run("pack", plain, tmp_path / "packed", *options, "--json")
+    expected = MXFP4RLConfig(
+        mode="packed",
+        preset="w4a4",
+        macro_search="static",
+        macro_block=64,
+        outlier_fallback=0.25,
+        weight_block="32x32",
+    )
+    assert scheme_in(tmp_path / "packed") == expected.to_dict()
+
+
+def test_a_qat_checkpoint_keeps_its_scheme(run, plain, tmp_path):
+    config = MXFP4RLConfig(scale_rule="floor")
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(tmp_path / "qat")
+    run("pack", tmp_path / "qat", tmp_path / "packed")
+    assert scheme_in(tmp_path / "packed") == config.packed().to_dict()
+    result = run("pack", tmp_path / "qat", tmp_path / "other", "--scale-rule", "even", code=2)
+    assert "was trained under a scheme of its own" in result.stderr
+
+
+def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(run, plain, tmp_path):
+    run("pack", plain, tmp_path / "packed")
+    result = run("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", code=2)
+    assert "error: format 'quark' cannot hold 7 of 7 layers" in result.stderr and "requantize" in result.stderr
+    assert not (tmp_path / "out").exists() and result.stdout == ""
+    arguments = ("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", "--on-mismatch")
+    result = run(*arguments, "requantize")
+    assert "requantized" in result.stdout and "7 layers (7 requantized), SQNR " in result.stdout
+    report = json.loads((tmp_path / "out" / "export_report.json").read_text())
+    assert report["actions"] == {"requantized": 7} and 10 < report["sqnr_db"] < 40
+    assert all(f"{layer['name']} " in result.stdout for layer in report["layers"])
+    assert "is not empty" in run(*arguments, "dequantize", code=2).stderr
+    result = run(*arguments, "dequantize", "--overwrite")
+    assert "7 dequantized" in result.stdout and "plain checkpoint" in result.stdout
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["export", "nowhere", "out", "--format", "bf16"], "nowhere is not a folder"),
+        (["import", "plain", "out"], "is not quantized; what can be imported"),
+        (["export", "plain", "out", "--format", "bf16"], "has no scheme"),
+        (["export", "plain", "out", "--format", "gguf"], "'gguf'"),
+        (["pack", "plain", "out", "--macro-block", "48"], "macro_block=48 is not supported"),
+        (["pack", "plain", "out", "--skip", "nonsense"], "'nonsense', which matches no module"),
+        (["pack", "plain", "plain"], "must be folders apart"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_mistakes_are_told_and_nothing_is_written(arguments, words, run, plain, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments, code=2)
+    assert words in result.stderr and "Traceback" not in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain"]
