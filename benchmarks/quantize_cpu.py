@@ -189,6 +189,7 @@ def measure(runs: dict[str, Run], x: torch.Tensor, rounds: int) -> dict[str, lis
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
+            time.sleep(0.02)  # OpenMP's threads go on turning for a while after the contender before
             started = time.perf_counter()
             run(x)
             times[name].append(time.perf_counter() - started)

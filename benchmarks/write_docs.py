@@ -19,7 +19,7 @@ from statistics import fmean
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
-DOCUMENTS = ("README.md", "docs/error-analysis.md")
+DOCUMENTS = ("README.md", "docs/error-analysis.md", "docs/checkpoints.md")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 DISTRIBUTIONS = ("Gaussian", "Laplace", "Student-t(4)")
@@ -248,9 +248,9 @@ def readme_schemes() -> str:
     )
 
 
-def demo() -> str:
+def demo(name: str = "demo_cpu") -> str:
     rows = []
-    for r in records("demo_cpu"):
+    for r in records(name):
         before, after = r["standard_error"]
         rows.append(
             [r["name"][-1], f"{r['baseline']:.3f} ± {before:.3f}", f"{r['value']:.3f} ± {after:.3f}"]
@@ -259,10 +259,42 @@ def demo() -> str:
     return table(["seed", "before RL", "after RL", "gain"], rows)
 
 
+def lora() -> str:
+    return demo("lora_cpu")
+
+
+def merge_cost() -> str:
+    rows = [
+        [r["name"], f"{r['value']:.3f}", " ".join(f"{accuracy:.3f}" for accuracy in r["by_run"])]
+        + [" ".join("" if sqnr is None else f"{sqnr:.1f}" for sqnr in r["change_sqnr_db"])]
+        for r in records("merge_cost")
+    ]
+    return table(["adapters", "accuracy", "by run", "SQNR of their change, dB"], rows)
+
+
+def packed_loading() -> str:
+    found = {tuple(r["name"].split(" / ")): r for r in records("packed_loading")}
+    rows = []
+    for scheme in dict.fromkeys(scheme for _, scheme in found):
+        peak, disk = found["peak memory of the process", scheme], found["size on disk", scheme]
+        sizes = [peak["peak"], peak["before"], peak["footprint"]]
+        rows.append(
+            [scheme, *(f"{size / 1e9:.2f}" for size in sizes), f"{peak['seconds']:.1f}", f"{disk['value']:.4f}"]
+        )
+    columns = ["scheme", "peak resident memory, GB", "before loading, GB", "model, GB", "seconds"]
+    return table([*columns, "bits per quantized weight on disk"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (schemes, weighted, mantissas, alphas, components, statements, rollouts, gradients, quantize_cpu)
-} | {"readme_schemes": readme_schemes, "demo": demo}
+} | {
+    "readme_schemes": readme_schemes,
+    "demo": demo,
+    "lora": lora,
+    "merge_cost": merge_cost,
+    "packed_loading": packed_loading,
+}
 
 
 def filled(text: str) -> str:

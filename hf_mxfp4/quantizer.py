@@ -101,7 +101,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        if self._packed and self._loads:
+        if self._loads and (self._packed or self.pre_quantized):
             _check_loaded(model, whole=self.pre_quantized)
         quantized, skipped = self._swapped
         n_weights, packed_bytes = count_weights(model)

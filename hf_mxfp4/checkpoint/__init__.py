@@ -1,7 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a quantized model looks like on disk."""
 
-from .state_dict import forward_state_dict, take_state_dict
+from .._lazy import lazy_names
+from .packing import check_packed_files
+from .saving import wrap_saving
+from .state_dict import take_state_dict
+from .validate import check_checkpoint, make_record
 
 
-__all__ = ["forward_state_dict", "take_state_dict"]
+#: Conversions of whole checkpoints; imported on use, because nothing needs them to load or train a model.
+_LAZY = {
+    "add_evaluation": "model_card",
+    "atomic_folder": "atomic",
+    "export": "exporting",
+    "import_checkpoint": "importing",
+    "pack_checkpoint": "pack_folder",
+}
+
+__all__ = ["check_checkpoint", "check_packed_files", "make_record", "take_state_dict", "wrap_saving", *_LAZY]
+
+
+__getattr__ = lazy_names(__name__, _LAZY)

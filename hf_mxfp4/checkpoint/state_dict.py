@@ -6,7 +6,8 @@ look at it. Under FSDP2 and ZeRO-3 the caller's is the gathered one: without it,
 writes empty tensors. So the argument is set aside on the model for the quantizer to return.
 """
 
-import functools
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 
@@ -17,27 +18,14 @@ if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Trit
 _SET_ASIDE = "_mxfp4_state_dict"
 
 
-def forward_state_dict(model: "PreTrainedModel") -> None:
-    """Make `model.save_pretrained(state_dict=...)` reach the quantizer.
-
-    Wraps the method of the model's class, once; models of the class that are not quantized save as ever. (On the model
-    itself it would be a reference cycle, which keeps a deleted model in memory, and be lost in copies.)
-    """
-    cls = type(model)
-    original = cls.save_pretrained
-    if getattr(original, "sets_state_dict_aside", False):
-        return
-
-    @functools.wraps(original)
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
-        self.__dict__[_SET_ASIDE] = state_dict
-        try:
-            return original(self, save_directory, is_main_process, state_dict, *args, **kwargs)
-        finally:
-            self.__dict__.pop(_SET_ASIDE, None)
-
-    save_pretrained.sets_state_dict_aside = True
-    cls.save_pretrained = save_pretrained
+@contextlib.contextmanager
+def set_aside(model: "PreTrainedModel", state_dict: dict | None) -> Iterator[None]:
+    """Make [`take_state_dict`] give ``state_dict`` while the context lasts."""
+    model.__dict__[_SET_ASIDE] = state_dict
+    try:
+        yield
+    finally:
+        model.__dict__.pop(_SET_ASIDE, None)
 
 
 def take_state_dict(model: "PreTrainedModel") -> dict | None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import forward_state_dict, take_state_dict
+from hf_mxfp4.checkpoint import take_state_dict, wrap_saving
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_nothing_is_left_on_the_model_after_an_exception(model, tmp_path):
 
 
 def test_forwarding_twice_changes_nothing(model, tmp_path):
-    forward_state_dict(model)
+    wrap_saving(model)
     given = shifted(model)
     model.save_pretrained(tmp_path, state_dict=dict(given))
     assert_written(tmp_path, given)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of a generated model card, in Markdown."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from ..config import MXFP4RLConfig
+from ..numerics import decompose_scheme
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+#: Stands for the repository or folder until its name is known.
+HERE = "<this repository or folder>"
+_NO_EVALUATION = "No evaluation came with these weights: nothing is claimed about their quality on any task."
+_EVALUATION = re.compile(r"(?<=## Evaluation\n\n).*?(?=\n\n## |\Z)", re.DOTALL)
+#: Rows of a weight that the error is measured on, evenly spaced: enough for two digits, and cheap at every checkpoint.
+_ROWS = 64
+
+
+def card_text(model: "PreTrainedModel", state_dict: Mapping[str, torch.Tensor] | None = None) -> str:
+    """Everything below the metadata."""
+    config: MXFP4RLConfig = model.hf_quantizer.quantization_config
+    packed = config.mode == "packed"
+    kind = "packed 4-bit weights" if packed else "full-precision master weights, quantized as the model computes"
+    return "\n\n".join(
+        [
+            f"# {type(model).__name__} in MXFP4",
+            f"Linear layers in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.",
+            _loading(model, packed),
+            _scheme(model, config),
+            _errors(model, state_dict, packed),
+            f"## Evaluation\n\n{_NO_EVALUATION}",
+            _unmeasured(),
+        ]
+    )
+
+
+def evaluation_section(summary: Mapping[str, Any]) -> str:
+    """The text of the section on evaluation, from a `summary.json` of `recipes/grpo.py`."""
+
+    def accuracy(when: str, name: str) -> str:
+        return f"{summary[f'accuracy_{when}'][name]:.3f} ± {summary[f'standard_error_{when}'][name]:.3f}"
+
+    rows = [f"| {n} | {accuracy('before', n)} | {accuracy('after', n)} |" for n in summary["accuracy_after"]]
+    return "\n".join(
+        [
+            f"Greedy accuracy on {summary['n_test']} held-out problems of `{summary['task']}` (± the standard error of "
+            f"so many problems), before and after {summary['steps']} steps of GRPO, seed {summary['seed']}, both under "
+            f"the scheme {summary['scheme']}. One run: it says nothing about other seeds.",
+            "",
+            "| score | before RL | after RL |",
+            "|---|---|---|",
+            *rows,
+        ]
+    )
+
+
+def replace_evaluation(body: str, section: str) -> str:
+    return _EVALUATION.sub(lambda _: section, body, count=1)
+
+
+def _loading(model: "PreTrainedModel", packed: bool) -> str:
+    auto = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"
+    without = (
+        "Without it the files cannot be loaded."
+        if packed
+        else "Without it transformers warns and loads the master weights in full precision."
+    )
+    return (
+        "## How to load\n\n```python\nimport hf_mxfp4  # registers the quantization method mxfp4_rl\n"
+        f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("{HERE}")\n```\n\n'
+        f"`pip install hf-mxfp4` comes first; the import applies the scheme below. {without}"
+    )
+
+
+def _scheme(model: "PreTrainedModel", config: MXFP4RLConfig) -> str:
+    report = model.quantization_report
+    operands = "weights and activations" if config.activation_scheme is not None else "weights alone"
+    rows = {
+        "mode": f"`{config.mode}`",
+        "preset": f"`{config.preset}`: {operands} in MXFP4",
+        "weights": f"`{config.weight_scheme}`",
+        "activations": f"`{config.activation_scheme}`" if config.activation_scheme is not None else "full precision",
+        "rows x columns per weight scale": config.weight_block,
+    }
+    rows["quantized layers"] = str(report.n_quantized)
+    left = f" ({', '.join(report.skipped)})" if 0 < report.n_skipped <= 4 else ""
+    rows["linear layers left alone"] = f"{report.n_skipped}{left}"
+    if report.bits_per_weight is not None:
+        rows["bits per quantized weight"] = f"{report.bits_per_weight:.4g}"
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"## Scheme\n\n| | |\n|---|---|\n{table}"
+
+
+def _errors(model: "PreTrainedModel", state_dict: Mapping[str, torch.Tensor] | None, packed: bool) -> str:
+    title = "## Quantization error of the weights\n\n"
+    if packed:
+        sqnr = model.hf_quantizer.recorded_sqnr_db
+        if sqnr is None:
+            return title + "Not measured: the weights before packing were not at hand."
+        return title + (
+            f"Signal to quantization noise ratio {_number(sqnr)} dB, measured when the weights were packed, against "
+            "what was packed (evenly spaced rows of every layer). The components of the error were not recorded."
+        )
+    sums = weight_errors(model, state_dict)
+    if isinstance(sums, str):
+        return title + f"Not measured: {sums}."
+    ratio = {part: sums[part] / sums["error"] for part in ("scale_bias", "deadzone", "grid")}
+    cosine = sums["scale_dot_grid"] / (math.sqrt(sums["scale_bias"] * sums["grid"]) or math.nan)
+    rows = {
+        "signal to quantization noise ratio": f"{_number(10 * math.log10(sums['weight'] / sums['error']))} dB",
+        "relative squared error": f"{100 * sums['error'] / sums['weight']:.3f} %",
+        "scale bias, energy over that of the error": f"{ratio['scale_bias']:.3f}",
+        "deadzone truncation, likewise": f"{ratio['deadzone']:.3f}",
+        "grid noise, likewise": f"{ratio['grid']:.3f}",
+        "cosine of scale bias and grid noise": f"{cosine:.3f}",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        f"{title}Measured on these master weights, on at most {_ROWS} evenly spaced rows of every quantized layer.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n"
+        "Scale bias and grid noise are not orthogonal, so each can exceed 1 "
+        "([arXiv 2605.20402](https://arxiv.org/abs/2605.20402) defines the components)."
+    )
+
+
+def _unmeasured() -> str:
+    import hf_mxfp4
+
+    return (
+        "## Not measured\n\nThe error of quantized activations on real data, speed, memory in use, and how the model "
+        "behaves in other engines. Biases, licence terms and intended uses are those of the base model; nothing about "
+        f"them was checked.\n\nWritten by hf_mxfp4 {hf_mxfp4.__version__} with transformers {transformers.__version__}."
+    )
+
+
+def weight_errors(
+    model: "PreTrainedModel", state_dict: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, float] | str:
+    """Energies of the master weights of all quantized layers, of their error and of its components, and the dot product
+    of scale bias and grid noise, all on sampled rows; or why there are none, in words."""
+    sums = dict.fromkeys(("weight", "error", "scale_bias", "deadzone", "grid", "scale_dot_grid"), 0.0)
+    for name in model.quantization_report.quantized:
+        layer = model.get_submodule(name)
+        layer = getattr(layer, "base_layer", layer)  # below an adapter
+        weight = (state_dict or {}).get(f"{name}.weight", layer.weight).detach()
+        complete = weight.shape == (layer.out_features, layer.in_features)
+        if type(weight) is not torch.Tensor or weight.is_meta or not complete:
+            return "the weights were spread over several devices when they were saved"
+        scheme = layer.config.weight_scheme
+        rows = _sample(weight, scheme.block_rows)
+        if not rows.isfinite().all():
+            return f"{name}.weight holds NaN or infinity"
+        parts = decompose_scheme(rows, scheme)
+        named = {
+            "weight": rows.double(),
+            "error": parts.scale_bias + parts.deadzone + parts.grid,
+            "scale_bias": parts.scale_bias,
+            "deadzone": parts.deadzone,
+            "grid": parts.grid,
+        }
+        for part, values in named.items():
+            sums[part] += values.square().sum().item()
+        sums["scale_dot_grid"] += (parts.scale_bias * parts.grid).sum().item()
+    if not sums["error"]:
+        return (
+            "all weights are zero" if not sums["weight"] else "the weights lie on the grid already; there is no error"
+        )
+    return sums
+
+
+def _sample(weight: torch.Tensor, band: int) -> torch.Tensor:
+    """At most 64 rows, as evenly spaced bands of ``band`` rows that share block scales."""
+    starts = range(0, weight.shape[0], band * math.ceil(weight.shape[0] / _ROWS))
+    return weight[:: starts.step] if band == 1 else torch.cat([weight[start : start + band] for start in starts])
+
+
+def _number(decibels: float) -> str:
+    return "∞" if math.isinf(decibels) else f"{decibels:.2f}"

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put a new checkpoint in the place of an old one, file by file, so that a killed process leaves one of them loadable.
+
+The folder may hold more than the checkpoint (tokenizer, optimizer state, subfolders), and others may be writing there,
+so it is not replaced as a whole. What decides which checkpoint is loaded is one name: `model.safetensors` where it
+exists, else the index of shards. All that a name refers to is in place before the name is.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+CONFIG = "config.json"
+_STAGING = ".saving-"
+_SHARD = re.compile(r"(?P<stem>.*?)(?P<tag>-b)?(?P<count>-\d{5}-of-\d{5})\.safetensors")
+
+
+@contextmanager
+def staged(folder: str | os.PathLike, variant: str | None = None) -> Iterator[Path]:
+    """A new folder inside ``folder`` to save a checkpoint into; its files move up when the context ends well.
+
+    Killed at any moment before the last file has moved, ``folder`` still holds the old checkpoint, or already the new
+    one; what a killed process leaves in ``.saving-*`` and in shards that no index names is removed by the next save. If
+    `config.json` changes as well, it moves right after the weights.
+
+    After an exception ``folder`` is what it was. Raises `OSError` when it cannot be written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / f"{_STAGING}{secrets.token_hex(4)}"
+    staging.mkdir()
+    try:
+        yield staging
+        _move_in(staging, folder, variant)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    for left in folder.glob(f"{_STAGING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def weight_names(variant: str | None) -> tuple[str, str]:
+    """Names of the file of all weights and of the index of shards, as transformers has them."""
+    infix = "" if variant is None else f".{variant}"
+    return f"model{infix}.safetensors", f"model.safetensors.index{infix}.json"
+
+
+def checkpoint_files(folder: Path, variant: str | None = None) -> list[str]:
+    """Names of the files in ``folder`` that `save_pretrained` writes: weights, configuration, adapters, custom code."""
+    single, index = weight_names(variant)
+    weights = {single} if (folder / single).is_file() else {index, *shards_of(folder / index)}
+    patterns = (CONFIG, "generation_config.json", "adapter_config.json", "adapter_model*.safetensors", "*.py")
+    others = {path.name for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(name for name in weights | others if (folder / name).is_file())
+
+
+def is_shard(name: str, single: str) -> bool:
+    """Whether ``name`` is one of the files that the weights of the file ``single`` are split into."""
+    match = _SHARD.fullmatch(name)
+    return match is not None and match["stem"] == single.removesuffix(".safetensors")
+
+
+def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
+    single, index = weight_names(variant)
+    old_shards = shards_of(folder / index)
+    if (staging / index).is_file():
+        _rename_shards(staging, index, old_shards)
+    new_shards = shards_of(staging / index)
+    files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
+    decisive = [Path(name) for name in (single, index, CONFIG)]
+    for file in files:
+        _sync(staging / file)
+    for file in files:
+        if file not in decisive:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staging / file, folder / file)
+    if Path(single) in files:
+        os.replace(staging / single, folder / single)
+    elif Path(index) in files:
+        os.replace(staging / index, folder / index)
+        (folder / single).unlink(missing_ok=True)
+    if Path(CONFIG) in files:
+        os.replace(staging / CONFIG, folder / CONFIG)
+    _sync(folder)
+    if Path(single) in files:
+        (folder / index).unlink(missing_ok=True)
+    if Path(single) in files or Path(index) in files:
+        for path in folder.iterdir():
+            if is_shard(path.name, single) and path.name not in new_shards:
+                path.unlink()
+
+
+def _rename_shards(staging: Path, index: str, taken: set[str]) -> None:
+    """Give the new shards names that the old index does not use; there are two sets of names, and it uses one."""
+    shards = shards_of(staging / index)
+    if not shards & taken:
+        return
+    renamed = {name: _SHARD.sub(r"\g<stem>-b\g<count>.safetensors", name) for name in shards}
+    content = json.loads((staging / index).read_text(encoding="utf-8"))
+    content["weight_map"] = {tensor: renamed[name] for tensor, name in content["weight_map"].items()}
+    for name, new in renamed.items():
+        os.replace(staging / name, staging / new)
+    (staging / index).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def shards_of(index: Path) -> set[str]:
+    """Files that an index names; none for one that is missing or unreadable, which nothing can be loaded through."""
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+def _sync(path: Path) -> None:
+    """Have what was written reach the disk, so that after a power cut a name does not stand for an empty file."""
+    if os.name == "nt":  # opening a folder, or a file only to flush it, is an error there
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

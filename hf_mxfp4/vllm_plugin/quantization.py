@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's view of `quant_method: mxfp4_rl`, through its documented interface for methods that it does not know.
+
+Packed weights are read under their own names and dequantized once, after loading; products are vLLM's own on the
+dequantized weights. So the numbers are those of the packed model, and the memory is that of a 16-bit one. To have vLLM
+compute on 4 bits, export the checkpoint to a format that it has kernels for.
+"""
+
+import json
+import math
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from ..config import QUANT_METHOD, MXFP4RLConfig
+from ..module_names import ALWAYS_SKIPPED, name_matches
+from ..numerics import BLOCK_SIZE
+from ..ops.packed import dequantize, packed_shapes, packed_tensor
+from .activations import quantize_input
+
+
+class MXFP4RLVLLMConfig(QuantizationConfig):
+    """The scheme of a packed checkpoint, as vLLM asks for it.
+
+    Raises `ValueError` for checkpoints of master weights, and for schemes whose activations vLLM cannot quantize.
+    """
+
+    def __init__(self, scheme: MXFP4RLConfig):
+        super().__init__()
+        if scheme.mode != "packed":
+            raise ValueError(
+                f"this checkpoint has mode={scheme.mode!r}: full-precision master weights. vLLM needs them packed: "
+                "hf_mxfp4.pack(model), then save_pretrained, and load that folder"
+            )
+        if scheme.activation_scheme is not None and scheme.activation_scheme.fallback_rate is not None:
+            raise ValueError(
+                f"outlier_fallback_rate={scheme.outlier_fallback_rate} selects blocks of activations by a threshold "
+                "that is learned while a model trains and is not part of a checkpoint; pack with preset='w4a16' for "
+                "vLLM"
+            )
+        self.scheme = scheme
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.scheme.describe()})"
+
+    @classmethod
+    def get_name(cls) -> str:
+        return QUANT_METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 70  # ordinary products; vLLM itself decides what a GPU can do
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # the scheme stands in config.json
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "MXFP4RLVLLMConfig":
+        return cls(MXFP4RLConfig.from_dict(config))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
+        if not isinstance(layer, LinearBase):
+            return None
+        return UnquantizedLinearMethod() if self._skips(prefix) else MXFP4RLLinearMethod(self.scheme, prefix)
+
+    def _skips(self, prefix: str) -> bool:
+        """Whether the layers that vLLM has joined under ``prefix`` are in full precision; they must agree."""
+        parent, _, last = prefix.rpartition(".")
+        names = [f"{parent}.{part}".lstrip(".") for part in self.packed_modules_mapping.get(last, [last])]
+        patterns = (*ALWAYS_SKIPPED, *(self.scheme.modules_to_not_convert or ()))
+        skipped = {name: any(name_matches(name, pattern) for pattern in patterns) for name in names}
+        if len(set(skipped.values())) > 1:
+            raise ValueError(
+                f"vLLM joins {', '.join(names)} into one layer, but modules_to_not_convert="
+                f"{list(self.scheme.modules_to_not_convert or ())} skips only some of them"
+            )
+        return all(skipped.values())
+
+
+class MXFP4RLLinearMethod(LinearMethodBase):
+    """Loads packed tensors, then computes ``Q(x) Q(W)^T + b`` on the dequantized weight."""
+
+    def __init__(self, scheme: MXFP4RLConfig, name: str = ""):
+        self.scheme, self.name = scheme, name
+        self._json = json.dumps(scheme.to_dict())
+        self._plain = UnquantizedLinearMethod()
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """uint8 parameters of the shapes on disk; of a layer that is split by columns, the share of this process.
+
+        Raises `ValueError` when a share would cut a block or macro block.
+        """
+        weights = self.scheme.weight_scheme
+        if input_size_per_partition != input_size:
+            macro_block = weights.macro_block or BLOCK_SIZE
+            unit = input_size if macro_block == "row" else math.lcm(BLOCK_SIZE, macro_block)
+            if input_size_per_partition % unit:
+                raise ValueError(
+                    f"{self.name}: tensor parallelism gives each process {input_size_per_partition} of {input_size} "
+                    f"columns, which cuts blocks of {unit}; choose a smaller tensor_parallel_size"
+                )
+        shapes = packed_shapes(sum(output_partition_sizes), input_size_per_partition, weights)
+        for name, shape in shapes.items():
+            parameter = ModelWeightParameter(
+                data=torch.empty(shape, dtype=torch.uint8),
+                input_dim=1,
+                output_dim=0,
+                weight_loader=extra_weight_attrs["weight_loader"],
+            )
+            layer.register_parameter(name, parameter)
+        layer.mxfp4_columns, layer.mxfp4_dtype = input_size_per_partition, params_dtype
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        weights = self.scheme.weight_scheme
+        names = packed_shapes(1, layer.mxfp4_columns, weights)
+        packed = {name: getattr(layer, name).data for name in names}
+        tensor = packed_tensor(packed, layer.mxfp4_columns, weights, layer.mxfp4_dtype)
+        weight = dequantize(tensor, layer.mxfp4_dtype, self.scheme.backend)
+        for name in names:
+            delattr(layer, name)
+        layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
+        self._plain.process_weights_after_loading(layer)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.scheme.activation_scheme is not None:
+            x = quantize_input(x, self._json)
+        return self._plain.apply(layer, x, bias)
+
+
+def register_method() -> None:
+    register_quantization_config(QUANT_METHOD)(MXFP4RLVLLMConfig)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pushes to, or pulls from, the Hub that the environment names; prints what happened as JSON.
+
+    python run_hub_client.py push FOLDER
+    python run_hub_client.py pull FOLDER REPOSITORY...
+
+A process of its own, because the client reads its settings when it is imported.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_mxfp4
+
+
+IDS = torch.arange(12)[None]
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def failure(action, *args, **options) -> str:
+    try:
+        action(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def push(folder: Path) -> dict:
+    from tiny_models import make_model
+
+    time.sleep = lambda seconds: None  # between the client's attempts
+    results: dict = {}
+    make_model("qwen2", tie=True).save_pretrained(folder / "base")
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=hf_mxfp4.MXFP4RLConfig())
+
+    results["wrong token"] = failure(model.push_to_hub, "org/denied", token="hf_wrong")
+    results["wrong token, saving"] = failure(
+        model.save_pretrained, folder / "kept", push_to_hub=True, repo_id="org/denied", token="hf_wrong"
+    )
+
+    results["broken"] = failure(model.push_to_hub, "org/broken")  # the server has been told to cut these uploads
+    results["retried"] = failure(model.push_to_hub, "org/broken")
+
+    model.push_to_hub("org/qat", commit_message="first", tags="extra")
+    model.push_to_hub("org/qat", revision="dev")
+    torch.save(logits(model), folder / "qat.pt")
+    again = AutoModelForCausalLM.from_pretrained("org/qat")
+    again.save_pretrained(folder / "again")
+
+    packed = hf_mxfp4.pack(model)
+    torch.save(logits(packed), folder / "packed.pt")
+    packed.push_to_hub("org/packed", max_shard_size="20KB")
+    packed.push_to_hub("org/single", max_shard_size="20KB")
+    packed.push_to_hub("org/single")
+    packed.push_to_hub("org/sharded")
+    packed.push_to_hub("org/sharded", max_shard_size="20KB")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "notes.txt").write_text("not part of the model")
+    packed.save_pretrained(folder / "mine", push_to_hub=True, repo_id="org/mine")
+    packed.push_to_hub("org/carded")
+    return results
+
+
+def pull(folder: Path, *repositories: str) -> dict:
+    torch.load = None  # nothing may be unpickled
+    pulled = {name: AutoModelForCausalLM.from_pretrained(name) for name in repositories}
+    return {
+        name: {"logits": logits(model).tolist(), "mode": model.config.quantization_config.mode}
+        for name, model in pulled.items()
+    }
+
+
+if __name__ == "__main__":
+    action, folder, *rest = sys.argv[1:]
+    print(json.dumps({"push": push, "pull": pull}[action](Path(folder), *rest)))

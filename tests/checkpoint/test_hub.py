@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Push and pull over HTTP: the real client against a local server that speaks the Hub's API."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import HubServer, Repo
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+import hf_mxfp4
+
+
+CLIENT = Path(__file__).with_name("run_hub_client.py")
+WRITTEN_CARD = "---\nlicense: mit\ntags: [mine]\n---\n# Written by hand\n"
+
+
+def run_client(hub: HubServer, action: str, folder: Path, *names: str) -> dict:
+    environment = os.environ | hub.environment(str(folder / f"cache-{action}"))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-W", "ignore", str(CLIENT), action, str(folder), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory):
+    """The server after everything was pushed, the folder of the client, and what it reported."""
+    folder = tmp_path_factory.mktemp("hub")
+    with HubServer() as hub:
+        hub.repos["org/carded"] = Repo()
+        hub.repos["org/carded"].commit("main", {"README.md": WRITTEN_CARD.encode(), "data.bin": b"1"})
+        hub.broken_uploads = 6  # as often as the client tries one file
+        yield hub, folder, run_client(hub, "push", folder)
+
+
+@pytest.fixture(scope="module")
+def pulled(pushed):
+    hub, folder, _ = pushed
+    names = [f"org/{name}" for name in ("qat", "packed", "single", "sharded", "broken", "carded", "mine")]
+    return run_client(hub, "pull", folder, *names)
+
+
+def card(hub: HubServer, name: str, branch: str = "main") -> ModelCard:
+    return ModelCard(hub.repos[name].files(branch)["README.md"].decode())
+
+
+@pytest.mark.parametrize("name", ["qat", "packed", "single", "sharded", "broken", "carded", "mine"])
+def test_pulled_models_repeat_the_logits_of_the_pushed_ones(pushed, pulled, name):
+    mode = "qat" if name in ("qat", "broken") else "packed"
+    result = pulled[f"org/{name}"]
+    assert result["mode"] == mode
+    assert torch.equal(torch.tensor(result["logits"]), torch.load(pushed[1] / f"{mode}.pt", weights_only=True))
+
+
+def test_packed_logits_are_those_of_the_trained_model(pulled):
+    assert pulled["org/qat"]["logits"] == pulled["org/packed"]["logits"]
+
+
+def test_what_is_pushed_is_the_model_and_its_card(pushed):
+    hub = pushed[0]
+    assert set(hub.repos["org/qat"].files()) == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors"
+    }  # fmt: skip
+    files = set(hub.repos["org/packed"].files())
+    assert "model.safetensors.index.json" in files and "model.safetensors" not in files
+    assert sum(name.endswith(".safetensors") for name in files) > 2
+    assert hashlib.sha256(hub.repos["org/qat"].files()["model.safetensors"]).hexdigest() in hub.objects
+
+
+def test_the_card_is_ours_and_not_the_empty_one_of_transformers(pushed):
+    qat, packed = card(pushed[0], "org/qat"), card(pushed[0], "org/packed")
+    for ours, mode in ((qat, "qat"), (packed, "packed")):
+        assert "More Information Needed" not in ours.text
+        assert {"mxfp4", "mxfp4_rl", mode} <= set(ours.data.tags)
+        assert ours.data.library_name == "transformers"
+    assert "extra" in qat.data.tags and "extra" not in packed.data.tags
+    assert 'from_pretrained("org/qat")' in qat.text and 'from_pretrained("org/packed")' in packed.text
+
+
+def test_a_policy_that_was_pulled_names_its_source(pushed):
+    assert ModelCard.load(pushed[1] / "again" / "README.md").data.base_model == "org/qat"
+
+
+def test_a_card_that_somebody_wrote_stays(pushed):
+    kept = card(pushed[0], "org/carded")
+    assert "# Written by hand" in kept.text and kept.data.license == "mit" and "mine" in kept.data.tags
+    assert pushed[0].repos["org/carded"].files()["data.bin"] == b"1"
+
+
+def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(pushed):
+    single, sharded = (set(pushed[0].repos[f"org/{name}"].files()) for name in ("single", "sharded"))
+    assert {name for name in single if "safetensors" in name} == {"model.safetensors"}
+    assert "model.safetensors" not in sharded and "model.safetensors.index.json" in sharded
+
+
+def test_files_that_lie_beside_the_model_are_not_uploaded(pushed):
+    assert "notes.txt" not in pushed[0].repos["org/mine"].files()
+    assert (pushed[1] / "mine" / "notes.txt").read_text() == "not part of the model"
+
+
+def test_a_branch_is_made_and_pushed_to(pushed):
+    repo = pushed[0].repos["org/qat"]
+    assert repo.branches["dev"] != repo.branches["main"]
+    assert repo.files("dev")["model.safetensors"] == repo.files()["model.safetensors"]
+
+
+def test_an_upload_that_breaks_off_fails_and_succeeds_when_repeated(pushed):
+    hub, _, results = pushed
+    assert "model.safetensors" in results["broken"] and results["retried"] == ""
+    assert hub.broken_uploads == 0
+    commits = hub.repos["org/broken"].commits
+    assert len(commits) == 2  # the empty one, and the one that succeeded: nothing was committed by halves
+
+
+def test_one_broken_upload_is_repeated_by_the_client(pushed):
+    hub = pushed[0]
+    attempts = [request for request in hub.requests if request.startswith("PUT ")]
+    assert len(attempts) > len(set(attempts))
+
+
+@pytest.mark.parametrize("how", ["wrong token", "wrong token, saving"])
+def test_a_wrong_token_is_named_and_costs_nothing(pushed, how):
+    hub, folder, results = pushed
+    assert "401" in results[how] and "Invalid username or password" in results[how]
+    assert "org/denied" not in hub.repos
+    kept = AutoModelForCausalLM.from_pretrained(folder / "kept")
+    assert kept.config.quantization_config == hf_mxfp4.MXFP4RLConfig()
+    assert kept.quantization_report.n_quantized == 14

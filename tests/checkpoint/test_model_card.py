@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated model card: what it says, that the numbers are right, and whose text it leaves alone."""
+
+import json
+import math
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from tiny_models import make_model
+from transformers import AutoModel, AutoModelForCausalLM
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig, decompose
+from hf_mxfp4.checkpoint import add_evaluation
+from hf_mxfp4.checkpoint.model_card import choose_card, is_generated, make_card, save_card
+
+
+SUMMARY = {
+    "task": "arithmetic",
+    "model": "made on the spot",
+    "scheme": "w4a4 [...]",
+    "seed": 7,
+    "steps": 200,
+    "n_test": 500,
+    "accuracy_before": {"exact": 0.428},
+    "accuracy_after": {"exact": 0.696},
+    "standard_error_before": {"exact": 0.0221},
+    "standard_error_after": {"exact": 0.0206},
+    "saved": "outputs/run/policy",
+}
+EMPTY = (
+    "---\nlibrary_name: transformers\ntags: []\n---\n# Model Card for Model ID\n"
+    "This is the model card of a 🤗 transformers model that has been pushed on the Hub. [More Information Needed]\n"
+)
+
+
+@pytest.fixture
+def model(checkpoint):
+    return AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
+
+
+def numbers(text: str) -> dict[str, str]:
+    """Rows of two columns of the tables in a card."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def test_metadata(model):
+    data = make_card(model).data
+    assert data.library_name == "transformers" and data.pipeline_tag == "text-generation"
+    assert data.tags == ["mxfp4", "mxfp4_rl", "hf-mxfp4", "qat"]
+    assert data.base_model is None and data.eval_results is None
+    packed = make_card(hf_mxfp4.pack(model)).data
+    assert packed.tags[-1] == "packed" and packed.get("base_model_relation") is None
+
+
+@pytest.mark.parametrize("relation, pack", [(None, False), ("quantized", True)])
+def test_the_base_model_is_named_when_it_came_from_the_hub(model, relation, pack):
+    model.config._name_or_path = "Qwen/Qwen2.5-3B"
+    data = make_card(hf_mxfp4.pack(model) if pack else model).data
+    assert data.base_model == "Qwen/Qwen2.5-3B" and data.get("base_model_relation") == relation
+
+
+def test_the_base_model_is_handed_on_through_folders(model, tmp_path):
+    model.config._name_or_path = "Qwen/Qwen2.5-3B"
+    model.save_pretrained(tmp_path / "first")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    again.save_pretrained(tmp_path / "second")
+    assert ModelCard.load(tmp_path / "second" / "README.md").data.base_model == "Qwen/Qwen2.5-3B"
+
+
+@pytest.mark.parametrize("name", ["", "relative/path/of/three", "/absolute/path", "gpt2", "org/name/"])
+def test_a_name_that_is_no_repository_is_not_given(model, name):
+    model.config._name_or_path = name
+    assert make_card(model).data.base_model is None
+
+
+def test_scheme_and_loading(model):
+    text = make_card(model).text
+    rows = numbers(text)
+    assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a4`: weights and activations in MXFP4"
+    assert rows["weights"] == "`mxfp4+rceil+mbs128-dynamic+of0.5`"
+    assert rows["activations"] == "`mxfp4+rceil+mbs128-static+of0.5`"
+    assert rows["quantized layers"] == "14" and rows["linear layers left alone"] == "1 (lm_head)"
+    assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text
+
+
+def test_a_base_model_is_loaded_as_one(checkpoint):
+    model = AutoModel.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig(preset="w4a16"))
+    card = make_card(model)
+    assert card.data.pipeline_tag is None and "import AutoModel\n" in card.text
+    assert numbers(card.text)["activations"] == "full precision"
+
+
+@pytest.mark.parametrize("options", [{}, {"macro_block": None, "outlier_fallback": None}, {"weight_block": "32x32"}])
+def test_errors_are_those_of_the_weights(checkpoint, options):
+    config = MXFP4RLConfig(**options)
+    source = checkpoint("llama", hidden=64, intermediate=64)  # no more than 64 rows: all of them are measured
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+    energy = error = 0.0
+    parts = dict.fromkeys(("scale_bias", "deadzone", "grid"), 0.0)
+    for layer in model.modules():
+        if isinstance(layer, hf_mxfp4.MXFP4Linear):
+            scheme = config.weight_scheme
+            weight = layer.weight.detach()
+            found = decompose(weight, **vars(scheme))
+            quantized = hf_mxfp4.fake_quantize(weight, **vars(scheme))
+            energy += weight.double().square().sum().item()
+            error += (quantized - weight).double().square().sum().item()
+            for part in parts:
+                parts[part] += getattr(found, part).double().square().sum().item()
+    rows = numbers(make_card(model).text)
+    assert float(rows["signal to quantization noise ratio"].split()[0]) == pytest.approx(
+        -10 * math.log10(error / energy), abs=0.006
+    )
+    assert float(rows["relative squared error"].split()[0]) == pytest.approx(100 * error / energy, abs=6e-4)
+    assert float(rows["scale bias, energy over that of the error"]) == pytest.approx(
+        parts["scale_bias"] / error, abs=6e-4
+    )
+    assert float(rows["deadzone truncation, likewise"]) == pytest.approx(parts["deadzone"] / error, abs=6e-4)
+    assert float(rows["grid noise, likewise"]) == pytest.approx(parts["grid"] / error, abs=6e-4)
+
+
+def test_large_weights_are_sampled(tmp_path):
+    make_model("llama", hidden=64, intermediate=320, layers=1).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=MXFP4RLConfig())
+    before = make_card(model).text
+    weight = model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight[1] *= 1000.0  # every fifth row is looked at, from the first
+    assert make_card(model).text == before
+    with torch.no_grad():
+        weight[5] *= 1000.0
+    assert make_card(model).text != before
+
+
+def test_the_weights_measured_are_those_that_are_saved(model, tmp_path):
+    given = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=given)
+    assert "Not measured: all weights are zero." in (tmp_path / "README.md").read_text()
+
+
+def test_what_cannot_be_measured_is_said(model):
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
+    assert "Not measured: model.layers.1.mlp.up_proj.weight holds NaN or infinity." in make_card(model).text
+
+
+def test_sharded_weights_are_not_measured(model):
+    empty = {name: torch.empty(0) for name in model.state_dict()}
+    assert "spread over several devices" in make_card(model, state_dict=empty).text
+
+
+def test_packed_models_keep_the_ratio_measured_when_they_were_packed(model, tmp_path):
+    packed = hf_mxfp4.pack(model)
+    expected = f"{packed.quantization_report.sqnr_db:.2f} dB, measured when the weights were packed"
+    assert expected in make_card(packed).text
+    packed.save_pretrained(tmp_path / "first")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    assert expected in make_card(again).text
+    again.save_pretrained(tmp_path / "second")
+    assert expected in (tmp_path / "second" / "README.md").read_text()
+    rows = numbers(make_card(again).text)
+    assert rows["bits per quantized weight"] == f"{packed.quantization_report.bits_per_weight:.4g}"
+
+
+def test_nothing_is_claimed_without_an_evaluation(model):
+    text = make_card(model).text
+    assert "No evaluation came with these weights" in text and "## Not measured" in text
+
+
+def test_an_evaluation_goes_into_text_and_metadata(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    add_evaluation(tmp_path, tmp_path / "summary.json")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "| exact | 0.428 ± 0.022 | 0.696 ± 0.021 |" in card.text
+    assert "500 held-out problems of `arithmetic`" in card.text and "seed 7" in card.text
+    assert "No evaluation came" not in card.text and "## Not measured" in card.text
+    (result,) = card.data.eval_results
+    assert (result.dataset_name, result.metric_type, result.metric_value) == ("arithmetic", "accuracy", 0.696)
+    assert card.data.model_name == "policy"
+    assert is_generated(str(card))
+    add_evaluation(tmp_path, {**SUMMARY, "accuracy_after": {"exact": 0.5}})
+    again = ModelCard.load(tmp_path / "README.md")
+    assert "0.500" in again.text and "0.696" not in again.text and len(again.data.eval_results) == 1
+
+
+def test_saving_renews_a_generated_card_and_forgets_the_old_evaluation(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    first = (tmp_path / "README.md").read_text()
+    add_evaluation(tmp_path, SUMMARY)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.3)
+    model.save_pretrained(tmp_path)
+    renewed = (tmp_path / "README.md").read_text()
+    assert "No evaluation came" in renewed and renewed != first
+
+
+@pytest.mark.parametrize("edit", ["written by hand", "edited"])
+def test_a_card_that_somebody_wrote_is_not_touched(model, tmp_path, edit):
+    text = "# Mine\n"
+    if edit == "edited":
+        model.save_pretrained(tmp_path)
+        text = (tmp_path / "README.md").read_text().replace("## Scheme", "My own words.\n\n## Scheme")
+    (tmp_path / "README.md").write_text(text)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == text
+    with pytest.raises(ValueError, match="written or edited by somebody"):
+        add_evaluation(tmp_path, SUMMARY)
+
+
+def test_new_metadata_is_no_edit(model, tmp_path):
+    save_card(model, tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    card.data.tags.append("more")
+    assert is_generated(str(card)) and not is_generated(str(card) + "\nmore\n") and not is_generated(EMPTY)
+
+
+def test_no_card_to_add_to(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        add_evaluation(tmp_path, SUMMARY)
+
+
+class TestChoice:
+    """Which card is uploaded."""
+
+    def test_none_on_the_hub(self, model, tmp_path):
+        save_card(model, tmp_path)
+        card = choose_card(None, tmp_path, ["extra"], "org/name")
+        assert 'from_pretrained("org/name")' in card.text and "extra" in card.data.tags and is_generated(str(card))
+
+    def test_the_empty_one_of_transformers(self, model, tmp_path):
+        save_card(model, tmp_path)
+        assert "More Information" not in choose_card(EMPTY, tmp_path, [], "org/name").text
+
+    def test_an_older_one_of_ours(self, model, tmp_path):
+        save_card(model, tmp_path)
+        old = str(choose_card(None, tmp_path, [], "org/name"))
+        save_card(hf_mxfp4.pack(model), tmp_path)
+        assert numbers(choose_card(old, tmp_path, [], "org/name").text)["mode"] == "`packed`"
+
+    def test_one_that_somebody_wrote(self, model, tmp_path):
+        save_card(model, tmp_path)
+        card = choose_card("---\ntags: [a]\n---\n# Mine\n", tmp_path, ["b"], "org/name")
+        assert card.text.strip() == "# Mine" and card.data.tags == ["a", "b"]
+
+    def test_a_local_one_that_somebody_wrote(self, tmp_path):
+        (tmp_path / "README.md").write_text("---\ntags: [a]\n---\n# Mine\n")
+        assert choose_card(EMPTY, tmp_path, [], "org/name").text.strip() == "# Mine"
+
+    def test_none_at_all(self, tmp_path):
+        assert choose_card(None, tmp_path, [], "org/name").data.tags == ["mxfp4", "mxfp4_rl", "hf-mxfp4"]
+
+    def test_a_repository_is_not_its_own_base(self, model, tmp_path):
+        model.config._name_or_path = "org/name"
+        save_card(hf_mxfp4.pack(model), tmp_path)
+        card = choose_card(None, tmp_path, [], "org/name")
+        assert card.data.base_model is None and "base_model" not in card.data.to_yaml()
+        assert choose_card(None, tmp_path, [], "org/other").data.base_model == "org/name"
