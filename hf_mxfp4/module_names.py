@@ -2,6 +2,7 @@
 """Which linear layers of a model are quantized, decided by whole name parts and never by substrings."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from torch import nn
@@ -69,6 +70,32 @@ def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[di
         else:
             quantized[name] = module
     return quantized, skipped
+
+
+def find_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Linear], list[str]]:
+    """[`split_linears`] of a model that can be quantized.
+
+    Raises `ValueError` also when nothing is left to quantize, and when the model keeps experts outside of linear layers
+    that are not skipped.
+    """
+    extra_skips = tuple(extra_skips)
+    linears, skipped = split_linears(model, extra_skips)
+    experts = fused_experts(model, extra_skips)
+    if experts:
+        raise ValueError(
+            f"{type(model).__name__} keeps experts in fused 3-D weights ({experts[0]} and {len(experts) - 1} more), "
+            "which are not quantized yet; to leave the experts in full precision on purpose, add 'experts' to "
+            "modules_to_not_convert"
+        )
+    if not linears:
+        kinds = Counter(
+            type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None
+        )
+        raise ValueError(
+            f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
+            f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}"
+        )
+    return linears, skipped
 
 
 def fused_experts(model: nn.Module, extra_skips: Iterable[str] = ()) -> list[str]:

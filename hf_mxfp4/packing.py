@@ -11,8 +11,9 @@ from transformers.core_model_loading import ConversionOps
 from .checkpoint.mapped import release_mapped
 from .config import MXFP4RLConfig
 from .layers import MXFP4Linear, MXFP4PackedLinear
+from .module_names import find_linears
 from .ops.packed import quantize_weight
-from .quantizer import MXFP4RLQuantizer, find_linears, swap_linears
+from .quantizer import MXFP4RLQuantizer, swap_linears
 from .report import ErrorEnergy, add_packed
 
 
@@ -99,7 +100,7 @@ def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreT
         return layer
 
     if trained is None:
-        linears, skipped = find_linears(model, config)
+        linears, skipped = find_linears(model, config.modules_to_not_convert or ())
     else:
         modules = dict(model.named_modules(remove_duplicate=False))
         linears = {name: module for name, module in modules.items() if isinstance(module, MXFP4Linear)}

@@ -2,7 +2,6 @@
 """`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains."""
 
 import importlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -19,7 +18,7 @@ from .checkpoint import check_checkpoint, check_packed_files, make_record, take_
 from .checkpoint.mapped import resolved
 from .config import QUANT_METHOD, MXFP4RLConfig
 from .layers import MXFP4Linear, MXFP4PackedLinear
-from .module_names import fused_experts, split_linears
+from .module_names import find_linears
 from .report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 
 
@@ -180,7 +179,7 @@ def quantize_linears(
     """
     if make_layer is None:
         make_layer = (MXFP4PackedLinear if config.mode == "packed" else MXFP4Linear).from_linear
-    linears, skipped = find_linears(model, config)
+    linears, skipped = find_linears(model, config.modules_to_not_convert or ())
     return swap_linears(model, linears, config, make_layer), skipped
 
 
@@ -200,31 +199,6 @@ def swap_linears(
             del linears[place]
         names.append(name)
     return names
-
-
-def find_linears(model: nn.Module, config: MXFP4RLConfig) -> tuple[dict[str, nn.Linear], list[str]]:
-    """The linear layers that ``config`` quantizes, by name, and the names of those that it skips.
-
-    Raises `ValueError` when nothing matched, or when the model keeps its experts outside of linear layers.
-    """
-    extra_skips = config.modules_to_not_convert or ()
-    linears, skipped = split_linears(model, extra_skips)
-    experts = fused_experts(model, extra_skips)
-    if experts:
-        raise ValueError(
-            f"{type(model).__name__} keeps experts in fused 3-D weights ({experts[0]} and {len(experts) - 1} more), "
-            f"which mode={config.mode!r} does not quantize; to leave the experts in full precision on purpose, add "
-            "'experts' to modules_to_not_convert"
-        )
-    if not linears:
-        kinds = Counter(
-            type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None
-        )
-        raise ValueError(
-            f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
-            f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}"
-        )
-    return linears, skipped
 
 
 def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear]:

@@ -32,6 +32,7 @@ from trl import ModelConfig, get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.analysis import plot_training
+from hf_mxfp4.checkpoint import add_evaluation
 from tasks import Task, load_task
 from tasks.arithmetic import ALPHABET
 from tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
@@ -108,6 +109,9 @@ def main(argv: list[str]) -> dict:
         summary = summarize(trainer, task, before, after, saved, plot, reloaded, origin)
         summary["base_checksum"] = base_before and {"before": base_before, "after": base_after}
         summary["seconds"] = round(time.monotonic() - started, 1)
+        if not model_args.use_peft and not recipe.full_precision:
+            add_evaluation(saved, summary)
+        summary["bytes_on_disk"] = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
         (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print_summary(summary)
     trainer.accelerator.wait_for_everyone()
@@ -314,7 +318,6 @@ def summarize(
         "n_quantized": trainer.n_quantized,
         "n_skipped": report.n_skipped if report else None,
         "weight_sqnr_db": report.sqnr_db if report else None,
-        "bytes_on_disk": sum(file.stat().st_size for file in saved.rglob("*") if file.is_file()),
         "saved": str(saved),
         "adapter": (saved / "adapter_config.json").is_file(),
         "plot": str(plot),

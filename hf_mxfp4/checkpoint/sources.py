@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..module_names import fused_experts, split_linears
+from ..module_names import find_linears, fused_experts
 from ..ops.packed import PACKED_FIELDS, packed_shapes, quantize_weight
 from .folder import CheckpointError, CheckpointFolder
 from .formats import LayerShape, RenamedFormat
@@ -32,7 +32,7 @@ class LayerSource(ABC):
     def __init__(self, folder: CheckpointFolder, config: MXFP4RLConfig, model: nn.Module | None = None):
         self.folder, self.config = folder, config
         self.model = folder.empty_model() if model is None else model
-        linears = find_linears(self.model, config)
+        linears = _linears(self.model, config)
         self.shapes: dict[str, LayerShape] = {}
         seen: set[int] = set()
         for name, linear in linears.items():
@@ -171,21 +171,11 @@ class ForeignSource(LayerSource):
         return {field: read_whole(tensor) for field, tensor in self.stored(layer).items()}
 
 
-def find_linears(model: nn.Module, config: MXFP4RLConfig) -> dict[str, nn.Linear]:
-    """The linear layers that the quantizer would quantize, by name. Raises [`CheckpointError`] when it would refuse."""
-    skips = config.modules_to_not_convert or ()
+def _linears(model: nn.Module, config: MXFP4RLConfig) -> dict[str, nn.Linear]:
     try:
-        linears, _ = split_linears(model, skips)
+        return find_linears(model, config.modules_to_not_convert or ())[0]
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    if experts := fused_experts(model, skips):
-        raise CheckpointError(
-            f"{type(model).__name__} keeps experts in fused 3-D weights ({experts[0]} and {len(experts) - 1} more), "
-            "which are not packed; to leave them in full precision on purpose, add 'experts' to modules_to_not_convert"
-        )
-    if not linears:
-        raise CheckpointError(f"{type(model).__name__} has no linear layer to quantize, with {list(skips)} left alone")
-    return linears
 
 
 def own_config(folder: CheckpointFolder) -> MXFP4RLConfig | None:
@@ -236,7 +226,7 @@ def _find(folder: CheckpointFolder, name: str) -> StoredTensor:
 def _skipping(config: MXFP4RLConfig, model: nn.Module, layers: set[str]) -> MXFP4RLConfig:
     """``config`` for exactly the linear layers named ``layers``, as far as a config can say so."""
     experts = fused_experts(model)
-    linears = find_linears(model, _with_skips(config, experts))
+    linears = _linears(model, _with_skips(config, experts))
     return _with_skips(config, [*(name for name in linears if name not in layers), *experts])
 
 

@@ -11,14 +11,12 @@ import pytest
 import torch
 from export_files import config_in, header_and_data, save_packed, save_plain, tensors_in
 from safetensors.torch import save_file
-from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4RLConfig, quantizer
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import pack_checkpoint
 from hf_mxfp4.checkpoint.folder import CheckpointError
-from hf_mxfp4.checkpoint.sources import find_linears
 
 
 SCHEMES = {
@@ -104,20 +102,6 @@ def test_what_cannot_be_packed_says_why(tmp_path):
         ):
             pack_checkpoint(plain, tmp_path / "out", config)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
-@pytest.mark.parametrize("skips", [None, ["experts"], ["layers.1", "experts"], ["layers"], ["nonsense"]], ids=str)
-def test_the_layers_are_those_of_the_quantizer(family, skips):
-    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=skips)
-    model = make_model(family)
-    try:
-        expected, _ = quantizer.find_linears(model, config)
-    except ValueError:
-        with pytest.raises(CheckpointError):
-            find_linears(model, config)
-    else:
-        assert find_linears(model, config) == expected
 
 
 MEMORY = """

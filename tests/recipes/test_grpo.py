@@ -60,6 +60,7 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
     assert summary["scheme"] == MXFP4RLConfig().describe()
     assert summary["aqn_sigma_logged"] == pytest.approx({"largest": 1e-2, "last": 1e-3})
+    assert "exact_match" in (folder / "policy" / "README.md").read_text()  # the model card has the evaluation
     assert summary["bytes_on_disk"] == sum(f.stat().st_size for f in (folder / "policy").iterdir())
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
