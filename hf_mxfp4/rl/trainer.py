@@ -14,9 +14,9 @@ from trl.trainer.utils import pad
 
 from .._logging import get_logger
 from ..adapters import is_packed_with_adapters, policy_parameters
-from ..layers import MXFP4Linear, MXFP4PackedLinear, cached_weights, fallback_thresholds
+from ..layers import MXFP4Linear, MXFP4PackedLinear, cached_weights, fallback_thresholds, random_layers
 from .aqn import NoiseReport, NormNoise
-from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback
+from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
 from .config import MXFP4GRPOConfig
 from .reward_guard import guard_reward
 from .vllm_sync import rollout_parameters
@@ -89,6 +89,8 @@ class MXFP4GRPOTrainer(GRPOTrainer):
             self.add_callback(self.error_callback)
         if fallback_thresholds(self.model):
             self.add_callback(FallbackCallback(record=self._record))
+        if random_layers(self.model):
+            self.add_callback(QuantizationStepCallback())
         if self.use_vllm:
             self._push_rollout_policy_to_vllm()
         get_logger().info(
