@@ -9,8 +9,18 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .gemm_options import apply_options, apply_overrides, overrides_as_dicts, read_gemm, read_overrides
-from .numerics import GEMM_OPERANDS, PLAIN, LinearScheme, QuantScheme, ScaleRule
+from .gemm_options import (
+    apply_options,
+    apply_overrides,
+    check_products,
+    describe,
+    each_overridden,
+    overrides_as_dicts,
+    packing_obstacle,
+    read_gemm,
+    read_overrides,
+)
+from .numerics import GEMM_OPERANDS, LinearScheme, QuantScheme, ScaleRule
 from .numerics.scheme import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
 from .presets import FORWARD_PRESETS, OPTION_DEFAULTS, PRESET_DEFAULTS, PRESETS, preset_gemms
 from .suggestions import unknown_key_message
@@ -260,14 +270,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     @property
     def packing_obstacle(self) -> str | None:
         """Why stored 4-bit weights cannot stand for the forward product; `None` where they can."""
-        fprop = self.gemms().fprop
-        if not isinstance(fprop.right, QuantScheme):
-            return "its fprop leaves weights in full precision"
-        if fprop.rotation is not None:
-            return (
-                f"its fprop rotates both operands ({fprop.rotation}), and nothing rotates the inputs of packed layers"
-            )
-        return "its fprop rounds stochastically, anew in every step" if fprop.is_random else None
+        return packing_obstacle(self.gemms().fprop)
 
     def _check_gemms(self) -> None:
         for gemm in GEMM_OPERANDS:
@@ -285,24 +288,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                     )
             if self.packing_obstacle:
                 raise ValueError(f"mode='packed' cannot use this config: {self.packing_obstacle}")
-        kinds = {"the config": self.gemms()}
-        kinds.update({f"layer_overrides for {p!r}": self._overridden(p) for p, _ in self.layer_overrides or ()})
-        for owner, scheme in kinds.items():
-            for gemm in GEMM_OPERANDS:
-                product = getattr(scheme, gemm)
-                if product.rotation is not None and not product.quantizes:
-                    raise ValueError(
-                        f"{owner}: rotation={product.rotation} of {gemm} has no effect, since neither operand is "
-                        "quantized in it; leave it out"
-                    )
-                rounds = any(getattr(o, "rounding", "nearest") != "nearest" for o in (product.left, product.right))
-                if rounds and self.backend not in ("auto", "eager"):
-                    raise ValueError(f"backend={self.backend!r} does not round stochastically; use backend='auto'")
-
-    def _overridden(self, pattern: str) -> LinearScheme:
-        """The products of a layer that this entry of ``layer_overrides`` alone matches."""
-        entries = tuple(entry for entry in self.layer_overrides if entry[0] == pattern)
-        return apply_overrides(self.gemms(), tuple(("re:.*", options) for _, options in entries), ("",))
+        schemes = {"this config": self.gemms(), **each_overridden(self.gemms(), self.layer_overrides)}
+        for owner, scheme in schemes.items():
+            check_products(owner, scheme, self.backend)
+        if seed and not any(scheme.is_random for scheme in schemes.values()):
+            raise ValueError(f"stochastic_seed={seed} has no effect, since nothing is random here; leave it out")
 
     def _scheme(self, operand: str, macro_search: str) -> QuantScheme:
         fallback = self.outlier_fallback if self.outlier_fallback_operands in ("both", operand) else None
@@ -342,14 +332,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     def describe(self) -> str:
         """One line: preset and what is done to each operand."""
-        scheme = self.gemms()
-        rotation = f", rotation {scheme.fprop.rotation}" if scheme.fprop.rotation else ""
-        parts = [f"{self.preset} [weights {scheme.fprop.right}, activations {scheme.fprop.left}{rotation}]"]
-        if not scheme.dgrad == scheme.wgrad == PLAIN:
-            parts += [f"{gemm} [{scheme.describe(gemm)}]" for gemm in ("dgrad", "wgrad")]
-        for pattern, options in self.layer_overrides or ():
-            parts.append(f"{pattern}: " + " ".join(f"{gemm} {dict(given)}" for gemm, given in options))
-        return ", ".join(parts)
+        return describe(self.preset, self.gemms(), self.layer_overrides)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):

@@ -13,10 +13,12 @@ from .numerics import (
     FP8,
     FULL,
     GEMM_OPERANDS,
+    PLAIN,
     REUSE,
     GemmScheme,
     LinearScheme,
     OperandScheme,
+    QuantScheme,
     parse_rotation,
     parse_scheme,
 )
@@ -97,7 +99,8 @@ def parse_operand(gemm: str, operand: str, text: str) -> OperandScheme:
 
 
 def apply_options(gemm: str, scheme: GemmScheme, options: GemmOptions | None) -> GemmScheme:
-    """``scheme`` with the options of one product in place."""
+    """``scheme`` with the options of one product in place. Its rotation goes where they leave nothing to quantize, and
+    do not ask for one themselves."""
     if options is None:
         return scheme
     given = dict(options)
@@ -105,8 +108,9 @@ def apply_options(gemm: str, scheme: GemmScheme, options: GemmOptions | None) ->
         parse_operand(gemm, name, given[name]) if name in given else default
         for name, default in zip(GEMM_OPERANDS[gemm], (scheme.left, scheme.right), strict=True)
     )
-    rotation = parse_rotation(given["rotation"]) if "rotation" in given else scheme.rotation
-    return GemmScheme(left, right, rotation)
+    if "rotation" in given:
+        return GemmScheme(left, right, parse_rotation(given["rotation"]))
+    return GemmScheme(left, right, scheme.rotation if GemmScheme(left, right).quantizes else None)
 
 
 def read_overrides(entries: Any) -> tuple[LayerOverride, ...] | None:
@@ -146,7 +150,9 @@ def _read_override(owner: str, entry: Any) -> LayerOverride:
     return pattern, options
 
 
-def apply_overrides(scheme: LinearScheme, overrides: tuple[LayerOverride, ...] | None, names: tuple[str, ...]):
+def apply_overrides(
+    scheme: LinearScheme, overrides: tuple[LayerOverride, ...] | None, names: tuple[str, ...]
+) -> LinearScheme:
     """``scheme`` with the options of every entry that matches one of a layer's ``names``, the last one first."""
     backward = {gemm: getattr(scheme, gemm) for gemm in _BACKWARD}
     for pattern, options in overrides or ():
@@ -159,3 +165,45 @@ def apply_overrides(scheme: LinearScheme, overrides: tuple[LayerOverride, ...] |
 def overrides_as_dicts(overrides: tuple[LayerOverride, ...]) -> list[dict]:
     """The inverse of [`read_overrides`]."""
     return [{"modules": p, **{gemm: dict(given) for gemm, given in options}} for p, options in overrides]
+
+
+def each_overridden(scheme: LinearScheme, overrides: tuple[LayerOverride, ...] | None) -> dict[str, LinearScheme]:
+    """For each entry, the products of a layer that no other matches, by what messages call it."""
+    return {
+        f"layer_overrides for {pattern!r}": apply_overrides(scheme, (("re:.*", options),), ("",))
+        for pattern, options in overrides or ()
+    }
+
+
+def check_products(owner: str, scheme: LinearScheme, backend: str) -> None:
+    """Raise `ValueError` for a rotation that would do nothing, or a backend that does not round stochastically."""
+    for gemm in GEMM_OPERANDS:
+        product: GemmScheme = getattr(scheme, gemm)
+        if product.rotation is not None and not product.quantizes:
+            raise ValueError(
+                f"{owner}: rotation={product.rotation} of {gemm} has no effect, since neither operand is quantized in "
+                "it; leave it out"
+            )
+        if product.rounds_stochastically and backend not in ("auto", "eager"):
+            raise ValueError(f"{owner}: backend={backend!r} does not round stochastically; use backend='auto'")
+
+
+def packing_obstacle(fprop: GemmScheme) -> str | None:
+    """Why stored 4-bit weights cannot stand for this forward product; `None` where they can."""
+    if not isinstance(fprop.right, QuantScheme):
+        return "its fprop leaves weights in full precision"
+    if fprop.rotation is not None:
+        return f"its fprop rotates both operands ({fprop.rotation}), and nothing rotates the inputs of packed layers"
+    return "its fprop rounds stochastically, anew in every step" if fprop.is_random else None
+
+
+def describe(preset: str, scheme: LinearScheme, overrides: tuple[LayerOverride, ...] | None) -> str:
+    """One line that names every operand with a scheme of its own; backward products only where they have one."""
+    fprop = scheme.fprop
+    rotation = f", rotation {fprop.rotation}" if fprop.rotation else ""
+    parts = [f"{preset} [weights {fprop.right}, activations {fprop.left}{rotation}]"]
+    if not scheme.dgrad == scheme.wgrad == PLAIN:
+        parts += [f"{gemm} [{scheme.describe(gemm)}]" for gemm in _BACKWARD]
+    for pattern, options in overrides or ():
+        parts.append(f"{pattern}: " + " ".join(f"{gemm} {dict(given)}" for gemm, given in options))
+    return ", ".join(parts)

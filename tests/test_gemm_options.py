@@ -55,6 +55,13 @@ def test_operands_that_are_not_named_keep_the_presets():
     assert off.gemms().wgrad == GemmScheme(FLOOR, FLOOR)
 
 
+def test_a_rotation_goes_with_the_quantization_that_it_is_for():
+    off = {"grad": "full", "x": "reuse"}
+    config = MXFP4RLConfig(preset="paper_b", layer_overrides=[{"modules": "layers.0", "wgrad": off}])
+    assert config.gemms("layers.0").wgrad == PLAIN and config.gemms("layers.1").wgrad == EXPECTED["paper_b"][2]
+    assert MXFP4RLConfig(preset="paper_b", wgrad=off).gemms().wgrad == PLAIN
+
+
 def test_fprop_is_what_the_schemes_of_weights_and_activations_follow():
     config = MXFP4RLConfig(fprop={"x": "full", "weight": "floor+32x32"})
     assert config.activation_scheme is None and config.weight_scheme == TILES
@@ -83,6 +90,7 @@ REFUSED = [
     ({"dgrad": {"grad": "rceil+stochastic"}, "backend": "cpu"}, "backend='cpu' does not round stochastically"),
     ({"stochastic_seed": -1}, "stochastic_seed=-1"),
     ({"stochastic_seed": True}, "stochastic_seed=True"),
+    ({"stochastic_seed": 1, "preset": "w4a4g4"}, "stochastic_seed=1 has no effect, since nothing is random"),
     ({"layer_overrides": []}, r"layer_overrides=\[\] must be a list"),
     ({"layer_overrides": {"modules": "layers.0"}}, "must be a list"),
     ({"layer_overrides": [{"modules": "layers.0"}]}, "changes nothing of 'layers.0'"),
@@ -111,7 +119,7 @@ OPTIONS = {
     "w4a4g8": {"preset": "w4a4g8"},
     "paper_b": {"preset": "paper_b"},
     "gemms": {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "fp8", "x": "full", "rotation": "random-32"}},
-    "fprop": {"fprop": {"x": "floor", "rotation": "deterministic-128"}, "stochastic_seed": 3},
+    "fprop": {"fprop": {"x": "floor+stochastic", "rotation": "deterministic-128"}, "stochastic_seed": 3},
     "layers": {
         "preset": "w4a4g4",
         "layer_overrides": [

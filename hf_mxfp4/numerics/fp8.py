@@ -6,10 +6,6 @@ import torch
 from .packed import saturate
 
 
-#: Largest finite E4M3 value, 1.75 * 2**8 (OCP 8-bit floating point, table 2; the format has no infinity).
-E4M3_MAX = 448.0
-
-
 def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
     """The E4M3 values of ``x`` in its own shape and dtype, rounded to nearest (ties to even); no gradient flows.
 
@@ -32,6 +28,7 @@ def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
         values = values.float()
         amax = values.abs().amax(dim=-1, keepdim=True)
         bits = amax.view(torch.int32)
+        # The largest finite E4M3 value is 448 = 1.75 * 2**8 (OCP 8-bit floating point; it has no infinity).
         exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
         scale = (exponent.clamp(min=1) << 23).view(torch.float32)
         quantized = (values / scale).to(torch.float8_e4m3fn).float() * scale

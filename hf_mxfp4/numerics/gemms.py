@@ -84,9 +84,13 @@ class GemmScheme:
     @property
     def is_random(self) -> bool:
         """Whether random numbers are drawn."""
+        return self.rounds_stochastically or self.rotation is not None and self.rotation.random
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether an operand is rounded so."""
         operands = (self.left, self.right)
-        rounds = any(isinstance(operand, QuantScheme) and operand.rounding != "nearest" for operand in operands)
-        return rounds or self.rotation is not None and self.rotation.random
+        return any(isinstance(operand, QuantScheme) and operand.rounding != "nearest" for operand in operands)
 
 
 #: Output gradients in full precision times what the forward product used.
@@ -105,9 +109,6 @@ class LinearScheme:
     def is_random(self) -> bool:
         """Whether any product draws random numbers."""
         return self.fprop.is_random or self.dgrad.is_random or self.wgrad.is_random
-
-    def __str__(self) -> str:
-        return " ".join(f"{name} [{self.describe(name)}]" for name in GEMM_OPERANDS)
 
     def describe(self, gemm: str) -> str:
         """The operands of one product, and its rotation."""
