@@ -3,17 +3,23 @@
 
 import dataclasses
 import json
+import math
 import pickle
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.analysis.injection import inject_component
+from hf_mxfp4.checkpoint.folder import CheckpointError
+from hf_mxfp4.checkpoint.pack_folder import pack_checkpoint
 from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, QuantScheme, Rotation, ScaleRule
 from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.rl.vllm_sync import rollout_parameters
 
 
 WEIGHT = QuantScheme(ScaleRule.RCEIL, 128, "dynamic", 0.5)
@@ -230,6 +236,58 @@ def test_a_checkpoint_keeps_its_overrides_also_for_the_base_model(tmp_path, chec
             assert loaded.get_submodule(f"{prefix}layers.{i}.mlp.up_proj").gemms.dgrad.left is expected
     card = (tmp_path / "README.md").read_text()
     assert "backward of `re:model" in card
+
+
+ROTATED = {"fprop": {"rotation": "deterministic-16"}, "macro_block": None, "outlier_fallback": None}
+
+
+def test_a_forward_product_that_weights_cannot_express_is_not_packed_or_pushed(tmp_path, checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=MXFP4RLConfig(**ROTATED))
+    model.save_pretrained(tmp_path / "rotated")
+    card = (tmp_path / "rotated" / "README.md").read_text()
+    assert "| rotation of the forward product | `deterministic-16` |" in card
+    with pytest.raises(CheckpointError, match="its fprop rotates both operands"):
+        pack_checkpoint(tmp_path / "rotated", tmp_path / "packed")
+    with pytest.raises(ValueError, match="vLLM cannot sample from .*: its fprop rotates"):
+        list(rollout_parameters(model.named_parameters(), model))
+    with pytest.raises(ValueError, match="cannot be packed: its fprop rotates"):
+        hf_mxfp4.pack(model)
+    with pytest.raises(ValueError, match="no error of their own to inject: its fprop rotates"):
+        with inject_component(model, "grid", MXFP4RLConfig(**ROTATED)):
+            pass
+
+
+def test_the_reported_error_is_that_of_what_is_computed(checkpoint):
+    reports = []
+    for options in (ROTATED, {"fprop": {"weight": "full"}}, {"preset": "w4a4g4"}, {}):
+        config = MXFP4RLConfig(**options)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
+        layers = [m for m in model.modules() if isinstance(m, MXFP4Linear)]
+        signal = sum(float(m.weight.detach().double().square().sum()) for m in layers)
+        noise = sum(float((m.to_linear().weight - m.weight).detach().double().square().sum()) for m in layers)
+        expected = math.inf if noise == 0 else 10 * math.log10(signal / noise)
+        assert model.quantization_report.sqnr_db == pytest.approx(expected, rel=1e-4)
+        reports.append(model.quantization_report.sqnr_db)
+    assert reports[1] == math.inf and reports[2] == reports[3]
+
+
+def test_a_packed_policy_computes_the_forward_product_of_the_trained_one(checkpoint):
+    ids = torch.arange(2, 26).view(2, 12)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=MXFP4RLConfig(preset="paper_b"))
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.equal(hf_mxfp4.pack(model)(ids).logits, expected)
+
+
+def test_adapters_on_quantized_backward_products(checkpoint):
+    config = MXFP4RLConfig(preset="w4a4g4", outlier_fallback_rate=0.2)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    ids = torch.arange(2, 26).view(2, 12)
+    model(ids, labels=ids).loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert all((grad is not None) == ("lora_" in name) for name, grad in grads.items())
+    assert all(grad.isfinite().all() and grad.any() for grad in grads.values() if grad is not None)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------

@@ -83,10 +83,13 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         self.callback_handler.callbacks.insert(0, self.callback_handler.callbacks.pop())
         self.error_callback: ErrorCallback | None = None
         # Packed weights are frozen, and the weights that their error would be measured against are gone.
-        trainable = any(isinstance(module, MXFP4Linear) for module in self.model.modules())
-        if args.error_every and args.error_layers and trainable:
-            self.error_callback = ErrorCallback(args.error_every, args.error_layers, record=self._record)
-            self.add_callback(self.error_callback)
+        trainable = next((module for module in self.model.modules() if isinstance(module, MXFP4Linear)), None)
+        if args.error_every and args.error_layers and trainable is not None:
+            if trainable.config.packing_obstacle:
+                get_logger().warning("no error components are measured: %s", trainable.config.packing_obstacle)
+            else:
+                self.error_callback = ErrorCallback(args.error_every, args.error_layers, record=self._record)
+                self.add_callback(self.error_callback)
         if fallback_thresholds(self.model):
             self.add_callback(FallbackCallback(record=self._record))
         if random_layers(self.model):

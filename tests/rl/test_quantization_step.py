@@ -51,3 +51,12 @@ def test_a_run_repeats_itself(tmp_path, checkpointing):
 def test_a_run_without_random_numbers_has_no_callback(tmp_path):
     trainer = trainer_factory(tmp_path)(scheme=MXFP4RLConfig(preset="w4a4g4"))
     assert not any(isinstance(c, QuantizationStepCallback) for c in trainer.callback_handler.callbacks)
+
+
+def test_error_components_are_not_claimed_for_a_rotated_forward_product(tmp_path):
+    build = trainer_factory(tmp_path)
+    assert build(scheme=RANDOM, error_every=1).error_callback is not None
+    rotated = MXFP4RLConfig(fprop={"rotation": "deterministic-16"})
+    trainer = build(scheme=rotated, error_every=1, max_steps=1)
+    assert trainer.error_callback is None
+    trainer.train()
