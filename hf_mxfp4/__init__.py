@@ -27,6 +27,7 @@ _LAZY = {
     "merge_adapters": "adapters",
     "pack": "packing",
     "quantize": "ops.functional",
+    "set_quantization_step": "layers",
 }
 
 __all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__", *_LAZY]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MXFP4RLConfig`: one frozen, validated description of how a model is quantized."""
 
-import difflib
 import enum
 import re
 from collections.abc import Iterable
@@ -10,8 +9,21 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .numerics import QuantScheme, ScaleRule
+from .gemm_options import (
+    apply_options,
+    apply_overrides,
+    check_products,
+    describe,
+    each_overridden,
+    overrides_as_dicts,
+    packing_obstacle,
+    read_gemm,
+    read_overrides,
+)
+from .numerics import GEMM_OPERANDS, LinearScheme, QuantScheme, ScaleRule
 from .numerics.scheme import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
+from .presets import FORWARD_PRESETS, OPTION_DEFAULTS, PRESET_DEFAULTS, PRESETS, preset_gemms
+from .suggestions import unknown_key_message
 
 
 QUANT_METHOD = "mxfp4_rl"
@@ -19,7 +31,6 @@ QUANT_METHOD = "mxfp4_rl"
 FORMAT_VERSION = 1
 
 MODES = ("qat", "packed")
-PRESETS = ("w4a16", "w4a4")
 MACRO_SEARCHES = ("static", "dynamic", "hybrid", "blockwise")
 OPERANDS = ("both", "weights", "activations")
 #: Rows x columns of a weight that share a block scale, and the rows of it.
@@ -28,9 +39,10 @@ BACKENDS = ("auto", "eager", "cpu", "triton")
 
 
 class _Default(enum.Enum):
-    """Stands for "what is usual in this mode" until the mode is known; a finished config holds the value itself."""
+    """Stands for "what is usual there" until mode and preset are known; a finished config holds the value itself."""
 
     BY_MODE = "by mode"
+    BY_PRESET = "by preset"
 
     def __str__(self) -> str:
         return self.value
@@ -41,14 +53,6 @@ MODE_DEFAULTS = {
     "qat": {"preset": "w4a4", "outlier_fallback": 0.5},
     "packed": {"preset": "w4a16", "outlier_fallback": None},
 }
-
-
-def unknown_key_message(owner: str, key: str, known: list[str]) -> str:
-    """`"<owner> has no option 'key'"`, with the closest known names when there are any."""
-    close = difflib.get_close_matches(key, known, n=2)
-    if close:
-        return f"{owner} has no option {key!r}; did you mean {' or '.join(map(repr, close))}?"
-    return f"{owner} has no option {key!r}" + (f"; options are {', '.join(known)}" if len(known) < 30 else "")
 
 
 @dataclass(repr=False, kw_only=True, unsafe_hash=True)
@@ -84,20 +88,22 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         default=_Default.BY_MODE,
         metadata={
             "help": "Which operands of a linear layer are MXFP4: 'w4a16' the weight (usual in mode 'packed'), 'w4a4' "
-            "weight and activation (usual in mode 'qat'). The backward pass uses the same quantized operands; output "
-            "gradients stay in full precision."
+            "weight and activation (usual in mode 'qat'); the backward pass uses the same quantized operands, and "
+            "output gradients stay in full precision. 'w4a4g8': these in FP8 besides. 'w4a4g4': all six operands of "
+            "the three products. 'paper_a', 'paper_b': 'w4a4' and 'w4a4g4' with the options of arXiv 2605.20402 and "
+            "2605.09825."
         },
     )
     scale_rule: str = field(
-        default=ScaleRule.RCEIL.value,
+        default=_Default.BY_PRESET,
         metadata={"help": "How block scales are chosen: 'rceil' (never clips), 'floor' (OCP), 'even' or 'mse'."},
     )
     macro_block: int | str | None = field(
-        default=128,
+        default=_Default.BY_PRESET,
         metadata={"help": "Elements per macro-block factor: 32, 64, 128, 256 or 'row'; none switches it off."},
     )
     macro_search: str = field(
-        default="hybrid",
+        default=_Default.BY_PRESET,
         metadata={
             "help": "How macro factors are found: 'static' (from the largest magnitude), 'dynamic' (best of 16 by "
             "squared error), 'hybrid' (dynamic for weights, static for activations) or 'blockwise' (two mantissa "
@@ -124,11 +130,43 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         },
     )
     weight_block: str = field(
-        default="1x32",
+        default=_Default.BY_PRESET,
         metadata={
             "help": "Rows x columns of a weight that share a block scale: '1x32', or '32x32', which suits the weight "
             "and its transpose alike (bit for bit so without macro_block, or with 32)."
         },
+    )
+    fprop: dict[str, str] | None = field(
+        default=None,
+        metadata={
+            "help": "What differs from the preset in the forward product, a mapping with some of x, weight (each "
+            "'full' or a scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32') and rotation ('none', "
+            "'deterministic-16', 'random-32', ... 128)."
+        },
+    )
+    dgrad: dict[str, str] | None = field(
+        default=None,
+        metadata={
+            "help": "The same for the gradient of the input: grad ('full', 'fp8' or a scheme), weight ('full', "
+            "'reuse' for fprop's values, or a scheme) and rotation."
+        },
+    )
+    wgrad: dict[str, str] | None = field(
+        default=None,
+        metadata={
+            "help": "The same for the gradient of the weight: grad ('full', 'fp8' or a scheme), x ('full', 'reuse' "
+            "for fprop's values, or a scheme) and rotation."
+        },
+    )
+    layer_overrides: list[dict[str, Any]] | None = field(
+        default=None,
+        metadata={
+            "help": "Backward options of single layers, a list of mappings with modules (a name or pattern as in "
+            "modules_to_not_convert) and dgrad or wgrad; of several that match, the last one counts."
+        },
+    )
+    stochastic_seed: int = field(
+        default=0, metadata={"help": "Seed of stochastic rounding and of the signs of random rotations."}
     )
     modules_to_not_convert: list[str] | tuple[str, ...] | None = field(
         default=None,
@@ -161,10 +199,13 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 f"format_version={self.format_version!r}: this hf_mxfp4 reads version {FORMAT_VERSION}{advice}"
             )
         one_of("mode", self.mode, MODES)
-        for name, value in MODE_DEFAULTS[self.mode].items():
-            if getattr(self, name) is _Default.BY_MODE:
+        if self.preset is _Default.BY_MODE:
+            object.__setattr__(self, "preset", MODE_DEFAULTS[self.mode]["preset"])
+        one_of("preset", self.preset, PRESETS if self.mode == "qat" else FORWARD_PRESETS)
+        usual = {**MODE_DEFAULTS[self.mode], **OPTION_DEFAULTS, **PRESET_DEFAULTS.get(self.preset, {})}
+        for name, value in usual.items():
+            if isinstance(getattr(self, name), _Default):
                 object.__setattr__(self, name, value)
-        one_of("preset", self.preset, PRESETS)
         one_of("scale_rule", self.scale_rule, tuple(rule.value for rule in ScaleRule))
         object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule).value)
         if isinstance(self.macro_block, str) and self.macro_block.isascii() and self.macro_block.isdigit():
@@ -182,6 +223,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 "outlier_fallback_operands='activations' has no effect under preset='w4a16', "
                 "which quantizes no activations; use 'weights', or preset='w4a4'"
             )
+        self._check_gemms()
         if self.mode == "packed":
             for name, (reason, _) in self._idle_options().items():
                 raise ValueError(
@@ -201,15 +243,56 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     @property
     def weight_scheme(self) -> QuantScheme:
-        """How weights are quantized, along their input dimension."""
-        return self._scheme("weights", "dynamic" if self.macro_search == "hybrid" else self.macro_search)
+        """How weights are quantized, along their input dimension.
+
+        Raises `ValueError` when ``fprop`` leaves them in full precision.
+        """
+        scheme = self.gemms().fprop.right
+        if not isinstance(scheme, QuantScheme):
+            raise ValueError(f"fprop={dict(self.fprop)} leaves weights in full precision; there is no scheme of theirs")
+        return scheme
 
     @property
     def activation_scheme(self) -> QuantScheme | None:
         """How layer inputs are quantized, along their last axis; `None` when they are not."""
-        if self.preset == "w4a16":
-            return None
-        return self._scheme("activations", "static" if self.macro_search == "hybrid" else self.macro_search)
+        scheme = self.gemms().fprop.left
+        return scheme if isinstance(scheme, QuantScheme) else None
+
+    def gemms(self, *names: str) -> LinearScheme:
+        """How the three products of a layer are computed: of one that goes by ``names``, or that no override names."""
+        hybrid = self.macro_search == "hybrid"
+        weights = self._scheme("weights", "dynamic" if hybrid else self.macro_search)
+        activations = self._scheme("activations", "static" if hybrid else self.macro_search)
+        preset = preset_gemms(self.preset, weights, activations)
+        changed = {gemm: apply_options(gemm, getattr(preset, gemm), getattr(self, gemm)) for gemm in GEMM_OPERANDS}
+        return apply_overrides(LinearScheme(**changed), self.layer_overrides, names)
+
+    @property
+    def packing_obstacle(self) -> str | None:
+        """Why stored 4-bit weights cannot stand for the forward product; `None` where they can."""
+        return packing_obstacle(self.gemms().fprop)
+
+    def _check_gemms(self) -> None:
+        for gemm in GEMM_OPERANDS:
+            object.__setattr__(self, gemm, read_gemm(gemm, getattr(self, gemm), gemm))
+        object.__setattr__(self, "layer_overrides", read_overrides(self.layer_overrides))
+        seed = self.stochastic_seed
+        if type(seed) is not int or seed < 0:
+            raise ValueError(f"stochastic_seed={seed!r} must be a whole number of at least 0")
+        if self.mode == "packed":
+            for name in ("dgrad", "wgrad", "layer_overrides"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} has no effect in mode='packed': weights are frozen there, and the gradient of the "
+                        "input is a product with the stored weight; leave it out"
+                    )
+            if self.packing_obstacle:
+                raise ValueError(f"mode='packed' cannot use this config: {self.packing_obstacle}")
+        schemes = {"this config": self.gemms(), **each_overridden(self.gemms(), self.layer_overrides)}
+        for owner, scheme in schemes.items():
+            check_products(owner, scheme, self.backend)
+        if seed and not any(scheme.is_random for scheme in schemes.values()):
+            raise ValueError(f"stochastic_seed={seed} has no effect, since nothing is random here; leave it out")
 
     def _scheme(self, operand: str, macro_search: str) -> QuantScheme:
         fallback = self.outlier_fallback if self.outlier_fallback_operands in ("both", operand) else None
@@ -235,14 +318,21 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return idle
 
     def packed(self) -> "MXFP4RLConfig":
-        """The same scheme in mode ``"packed"``: what a model of this config becomes by [`hf_mxfp4.pack`]."""
+        """The same scheme in mode ``"packed"``: what a model of this config becomes by [`hf_mxfp4.pack`]. Of the three
+        products the forward one is left.
+
+        Raises `ValueError` when packed weights cannot stand for it.
+        """
+        if self.packing_obstacle:
+            raise ValueError(f"this config cannot be packed: {self.packing_obstacle}")
         defaults = {name: default for name, (_, default) in self._idle_options().items()}
-        return replace(self, mode="packed", **defaults)
+        preset = self.preset if self.preset in FORWARD_PRESETS else "w4a4"
+        backward = {"dgrad": None, "wgrad": None, "layer_overrides": None, "stochastic_seed": 0}
+        return replace(self, mode="packed", preset=preset, **backward, **defaults)
 
     def describe(self) -> str:
         """One line: preset and what is done to each operand."""
-        activation = self.activation_scheme
-        return f"{self.preset} [weights {self.weight_scheme}, activations {activation or 'full precision'}]"
+        return describe(self.preset, self.gemms(), self.layer_overrides)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
@@ -265,6 +355,13 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         options = asdict(self)
         names = options["modules_to_not_convert"]
         options["modules_to_not_convert"] = None if names is None else list(names)
+        for gemm in GEMM_OPERANDS:
+            options[gemm] = options[gemm] and dict(options[gemm])
+        options["layer_overrides"] = options["layer_overrides"] and overrides_as_dicts(self.layer_overrides)
+        # Written where they say something, so that other files stay readable by versions without them.
+        for name in (*GEMM_OPERANDS, "layer_overrides", "stochastic_seed"):
+            if not options[name]:
+                del options[name]
         return options
 
     def __iter__(self):

@@ -110,7 +110,13 @@ def fused_experts(model: nn.Module, extra_skips: Iterable[str] = ()) -> list[str
     ]
 
 
-def _matches(model: nn.Module, name: str, pattern: str) -> bool:
-    """[`name_matches`], also for a base model, whose names lack the prefix that its head model's names have."""
+def full_names(model: nn.Module, name: str) -> tuple[str, ...]:
+    """The names that a module of ``model`` goes by: its own, and for a base model also the one that it has in a model
+    with a head, whose names have a prefix more."""
     prefix = getattr(model, "base_model_prefix", "")
-    return name_matches(name, pattern) or bool(prefix) and name_matches(f"{prefix}.{name}", pattern)
+    return (name, f"{prefix}.{name}") if prefix else (name,)
+
+
+def _matches(model: nn.Module, name: str, pattern: str) -> bool:
+    """[`name_matches`] for any of the module's names."""
+    return any(name_matches(full, pattern) for full in full_names(model, name))

@@ -18,7 +18,7 @@ from .checkpoint import check_checkpoint, check_packed_files, make_record, take_
 from .checkpoint.mapped import resolved
 from .config import QUANT_METHOD, MXFP4RLConfig
 from .layers import MXFP4Linear, MXFP4PackedLinear
-from .module_names import find_linears
+from .module_names import find_linears, full_names, name_matches
 from .report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 
 
@@ -175,12 +175,29 @@ def quantize_linears(
     ``make_layer`` builds a layer from a linear one, the config and its name; by default `from_linear` of the layer
     class of the config's mode.
 
-    Raises `ValueError` when nothing matched, or when the model keeps its experts outside of linear layers.
+    Raises `ValueError` when nothing matched, an entry of the config's ``layer_overrides`` matched no quantized layer,
+    or the model keeps its experts outside of linear layers.
     """
     if make_layer is None:
         make_layer = (MXFP4PackedLinear if config.mode == "packed" else MXFP4Linear).from_linear
     linears, skipped = find_linears(model, config.modules_to_not_convert or ())
-    return swap_linears(model, linears, config, make_layer), skipped
+    places = list(linears)
+    check_overrides(model, config, places)
+    quantized = swap_linears(model, linears, config, make_layer)
+    if config.layer_overrides:
+        for place in places:
+            model.get_submodule(place).set_gemms(config.gemms(*full_names(model, place)))
+    return quantized, skipped
+
+
+def check_overrides(model: nn.Module, config: MXFP4RLConfig, names: Sequence[str]) -> None:
+    """Raise `ValueError` for an entry of ``layer_overrides`` that matches none of the quantized layers ``names``."""
+    for pattern, _ in config.layer_overrides or ():
+        if not any(name_matches(full, pattern) for name in names for full in full_names(model, name)):
+            raise ValueError(
+                f"layer_overrides has {pattern!r}, which matches no quantized layer of {type(model).__name__}; give "
+                "whole dotted name parts such as 'layers.0' or 'mlp.down_proj', or 're:<regex on the full name>'"
+            )
 
 
 def swap_linears(

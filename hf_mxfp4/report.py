@@ -97,7 +97,10 @@ def master_sqnr(model: nn.Module) -> float | None:
         if weight.is_meta:
             return None
         rows = weight[sampled_rows(weight.shape[0])]
-        energy.add(rows, fake_quantize(rows, module.config.weight_scheme, module.config.backend))
+        if module.config.packing_obstacle:  # rotated, random or in full precision: the layer knows
+            energy.add(rows, module.effective_weight(rows))
+        else:
+            energy.add(rows, fake_quantize(rows, module.config.weight_scheme, module.config.backend))
     return energy.sqnr_db
 
 

@@ -48,12 +48,18 @@ class RecipeArguments:
     overwrite: bool = field(default=False, metadata={"help": "Write into an output folder that is not empty."})
 
 
+#: Options of `MXFP4RLConfig` that are mappings or lists of them: nested in a YAML file, as YAML or JSON on the command
+#: line.
+_YAML_OPTIONS = ("fprop", "dgrad", "wgrad", "layer_overrides")
+
+
 def _quantization_arguments() -> type:
     """The options of `MXFP4RLConfig` as a plain dataclass, with types that an argument parser can read "none" as."""
     parser_types = {
         "macro_block": str | None,
         "outlier_fallback": str | None,
         "modules_to_not_convert": list[str] | None,
+        **dict.fromkeys(_YAML_OPTIONS, str | None),
     }
     specs = []
     for option in fields(MXFP4RLConfig):
@@ -74,6 +80,12 @@ def quantization_config(arguments: object) -> MXFP4RLConfig:
             options["outlier_fallback"] = float(options["outlier_fallback"])
         except ValueError:
             raise ValueError(f"outlier_fallback={options['outlier_fallback']!r} must be a number or none") from None
+    for name in _YAML_OPTIONS:
+        if isinstance(options[name], str):
+            try:
+                options[name] = yaml.safe_load(options[name])
+            except yaml.YAMLError as error:
+                raise ValueError(f"{name}={options[name]!r} is neither YAML nor JSON: {error}") from None
     return MXFP4RLConfig(**options)
 
 

@@ -79,7 +79,7 @@ def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | N
 
 def _values(scheme: MXFP4RLConfig) -> tuple:
     """What a scheme's values depend on: a packed model and a trainable one of the same scheme compute alike."""
-    return scheme.weight_scheme, scheme.activation_scheme, frozenset(scheme.modules_to_not_convert or ())
+    return scheme.gemms().fprop, frozenset(scheme.modules_to_not_convert or ())
 
 
 def _describe(scheme: MXFP4RLConfig) -> str:

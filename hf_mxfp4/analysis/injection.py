@@ -82,8 +82,9 @@ def inject_component(
     The layers are those that [`MXFP4RLConfig`] would quantize, or the [`MXFP4Linear`] layers of a model that has some;
     these stop quantizing for as long as the context lasts, so ``"none"`` gives a quantized model's full precision.
     Gradients pass straight through, and the backward products run on the operands of the forward ones, as in
-    [`hf_mxfp4.ops.quantized_linear`]. ``"all"`` gives the bits of the quantized model, forward and backward (but not
-    those of selective outlier fallback, whose threshold follows activations over steps: here each call selects anew).
+    [`hf_mxfp4.ops.quantized_linear`], whatever a config says of them. Under w4a4 and w4a16 ``"all"`` gives the bits of
+    the quantized model, forward and backward (but not those of selective outlier fallback, whose threshold follows
+    activations over steps: here each call selects anew).
     Substitutes of weights are kept until the weight changes, at the cost of one more copy of the weights. Adapters on
     a plain model are linear layers like others: name them in ``modules_to_not_convert``.
 
@@ -98,7 +99,8 @@ def inject_component(
 
     Raises:
         ValueError: no layer matches, a pattern matches no module, a weight is not materialised, the model keeps experts
-            in fused weights, a config does not quantize an operand asked for, or the scheme rounds stochastically.
+            in fused weights, a config does not quantize an operand asked for or rotates its forward product, or the
+            scheme rounds stochastically.
     """
     one_of("component", component, INJECTABLE)
     one_of("operands", operands, OPERANDS)
@@ -165,6 +167,8 @@ def _schemes(scheme: QuantScheme | MXFP4RLConfig, operands: str) -> tuple[QuantS
     """The schemes of weights and of activations, `None` for an operand left alone."""
     weights = activations = scheme
     if isinstance(scheme, MXFP4RLConfig):
+        if scheme.packing_obstacle:
+            raise ValueError(f"its operands have no error of their own to inject: {scheme.packing_obstacle}")
         weights, activations = scheme.weight_scheme, scheme.activation_scheme
         if activations is None and operands != "weights":
             raise ValueError(f"operands={operands!r}: preset={scheme.preset!r} quantizes no activations")

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ..config import MXFP4RLConfig
-from ..numerics import decompose_scheme
+from ..numerics import PLAIN, OperandScheme, QuantScheme, decompose_scheme
 
 
 if TYPE_CHECKING:
@@ -81,16 +81,32 @@ def _loading(model: "PreTrainedModel", packed: bool) -> str:
     )
 
 
+def _operand(scheme: OperandScheme) -> str:
+    return f"`{scheme}`" if isinstance(scheme, QuantScheme) else str(scheme)
+
+
 def _scheme(model: "PreTrainedModel", config: MXFP4RLConfig) -> str:
     report = model.quantization_report
-    operands = "weights and activations" if config.activation_scheme is not None else "weights alone"
+    scheme = config.gemms()
+    operands = {
+        "w4a16": "weights alone",
+        "w4a4g4": "all operands of the three products",
+        "paper_b": "all operands of the three products",
+    }.get(config.preset, "weights and activations")
     rows = {
         "mode": f"`{config.mode}`",
         "preset": f"`{config.preset}`: {operands} in MXFP4",
-        "weights": f"`{config.weight_scheme}`",
-        "activations": f"`{config.activation_scheme}`" if config.activation_scheme is not None else "full precision",
+        "weights": _operand(scheme.fprop.right),
+        "activations": _operand(scheme.fprop.left),
         "rows x columns per weight scale": config.weight_block,
     }
+    if scheme.fprop.rotation is not None:
+        rows["rotation of the forward product"] = f"`{scheme.fprop.rotation}`"
+    for gemm, product in (("dgrad", scheme.dgrad), ("wgrad", scheme.wgrad)):
+        if product != PLAIN:
+            rows[f"backward product {gemm}"] = scheme.describe(gemm)
+    for pattern, options in config.layer_overrides or ():
+        rows[f"backward of `{pattern}`"] = "; ".join(f"{gemm} {dict(given)}" for gemm, given in options)
     rows["quantized layers"] = str(report.n_quantized)
     left = f" ({', '.join(report.skipped)})" if 0 < report.n_skipped <= 4 else ""
     rows["linear layers left alone"] = f"{report.n_skipped}{left}"
@@ -155,6 +171,8 @@ def weight_errors(
         complete = weight.shape == (layer.out_features, layer.in_features)
         if type(weight) is not torch.Tensor or weight.is_meta or not complete:
             return "the weights were spread over several devices when they were saved"
+        if layer.config.packing_obstacle:
+            return layer.config.packing_obstacle
         scheme = layer.config.weight_scheme
         rows = _sample(weight, scheme.block_rows)
         if not rows.isfinite().all():

@@ -104,6 +104,8 @@ class MasterSource(LayerSource):
             raise CheckpointError(f"{folder.path} was trained under a scheme of its own ({own.describe()}); give none")
         if own is None and config is None:
             raise CheckpointError(f"{folder.path} has no scheme; give one, or name a QAT or packed checkpoint")
+        if own is not None and own.packing_obstacle:
+            raise CheckpointError(f"{folder.path} was trained under {own.describe()}; {own.packing_obstacle}")
         super().__init__(folder, config or own.packed())
         if own is not None:
             check_folder(folder, self.model, own)

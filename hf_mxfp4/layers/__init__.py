@@ -4,6 +4,7 @@
 from .fallback import fallback_thresholds, update_fallback_thresholds
 from .linear import MXFP4Linear
 from .packed_linear import MXFP4PackedLinear
+from .step import random_layers, set_quantization_step
 from .weight_cache import cached_weights
 
 
@@ -12,5 +13,7 @@ __all__ = [
     "MXFP4PackedLinear",
     "cached_weights",
     "fallback_thresholds",
+    "random_layers",
+    "set_quantization_step",
     "update_fallback_thresholds",
 ]

@@ -5,21 +5,33 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..numerics import FallbackThreshold
-from ..ops import autocast_dtype, fake_quantize, quantized_linear
+from ..numerics import PLAIN, FallbackThreshold, LinearScheme, QuantScheme
+from ..ops import (
+    BackwardProducts,
+    Draws,
+    autocast_dtype,
+    fake_quantize,
+    quantize_operand,
+    quantized_linear,
+    rotate_back,
+    rotate_operand,
+)
 from .fallback import quantize_delayed
 from .weight_cache import WeightCache
 
 
 class MXFP4Linear(nn.Linear):
-    """`nn.Linear` that computes ``Q(x) Q(W)^T + b`` and trains the master weight ``W`` straight through.
+    """`nn.Linear` that computes ``Q(x) Q(W)^T + b`` and trains the master weight ``W`` straight through, its gradients
+    by quantized products too where the scheme says so.
 
     The parameters are those of the linear layer it stands for (same names, shapes and dtypes), so optimizers,
     DDP, FSDP2, ZeRO, PEFT and checkpoints see an ordinary layer. Nothing ever writes them but the optimizer.
 
     Attributes:
         config: the scheme; see [`MXFP4RLConfig`].
-        name: the layer's place in the model, for messages.
+        name: the layer's place in the model, for messages, the options of single layers, and random numbers.
+        gemms: what the scheme means for the three products of this layer; see [`set_gemms`].
+        draws: the layer's random numbers; see [`set_quantization_step`].
         fallback_threshold: which blocks of its input get outlier fallback, where the scheme selects some; `None` where
             it does not. Moved by [`update_fallback_thresholds`] alone.
     """
@@ -38,11 +50,28 @@ class MXFP4Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.config = config or MXFP4RLConfig()
         self.name = name
-        self._weight_scheme = self.config.weight_scheme
-        self._activation_scheme = self.config.activation_scheme
+        self.draws = Draws(self.config.stochastic_seed, name)
+        self.set_gemms(self.config.gemms(name))
         self._cache = WeightCache()
         rate = None if self._activation_scheme is None else self._activation_scheme.fallback_rate
         self.fallback_threshold = None if rate is None else FallbackThreshold(rate)
+
+    def set_gemms(self, gemms: LinearScheme) -> None:
+        """Compute the three products as ``gemms`` says, whose forward one must be the config's."""
+        if gemms.fprop != self.config.gemms(self.name).fprop:
+            raise ValueError(f"{self._label()}: single layers can differ from the config in dgrad and wgrad alone")
+        self.gemms = gemms
+        left, right = gemms.fprop.left, gemms.fprop.right
+        self._activation_scheme = left if isinstance(left, QuantScheme) else None
+        self._weight_scheme = right if isinstance(right, QuantScheme) else None
+        plain = gemms.dgrad == gemms.wgrad == PLAIN and gemms.fprop.rotation is None and not gemms.is_random
+        self._products = None if plain else BackwardProducts(gemms, self.draws, self.config.backend)
+
+    def set_step(self, step: int) -> None:
+        """Draw the random numbers of optimizer step ``step`` from now on."""
+        self.draws.set_step(step)
+        if self.gemms.fprop.is_random:
+            self._cache.clear()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4Linear":
@@ -57,7 +86,7 @@ class MXFP4Linear(nn.Linear):
         """A plain layer whose weight holds the quantized values (in ``dtype``, default the master's)."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         with torch.no_grad():
-            weight = fake_quantize(self.weight, self._weight_scheme, self.config.backend)
+            weight = self.effective_weight(self.weight)
             linear.weight = nn.Parameter(weight.to(dtype or weight.dtype), self.weight.requires_grad)
             if self.bias is not None:
                 bias = self.bias.detach().to(dtype or self.bias.dtype, copy=True)
@@ -78,7 +107,14 @@ class MXFP4Linear(nn.Linear):
                 f"{self._label()}: input is {x.dtype} but the weight is {self.weight.dtype}; "
                 "convert one of them, or run under torch.autocast"
             )
-        return quantized_linear(x, self.weight, self.bias, self.quantized_input, self.quantized_weight)
+        return quantized_linear(x, self.weight, self.bias, self._forward_input, self.quantized_weight, self._products)
+
+    def _forward_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        fprop, scheme = self.gemms.fprop, self._activation_scheme
+        x = rotate_operand(x, fprop.rotation, "fprop", self.draws)
+        if scheme is not None and scheme.rounding == "stochastic":
+            return quantize_operand(x, scheme, "fprop", "x", self.draws).to(dtype)
+        return self.quantized_input(x, dtype)
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""
@@ -90,13 +126,25 @@ class MXFP4Linear(nn.Linear):
         return fake_quantize(x, self._activation_scheme, self.config.backend).to(dtype)
 
     def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``Q(W)`` in ``dtype``, kept until the weight changes."""
+        """The weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight where
+        the scheme rotates. Kept until the weight changes."""
+        if self._weight_scheme is None and self.gemms.fprop.rotation is None:
+            return weight.detach().to(dtype)
+        return self._cache.get(weight, dtype, lambda: self._weight_operand(weight).to(dtype))
 
-        def compute() -> torch.Tensor:
-            with torch.no_grad():
-                return fake_quantize(weight.detach(), self._weight_scheme, self.config.backend).to(dtype)
+    def effective_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """The values ``[n, K]`` that the forward product takes for rows of a weight, rotated back, in its dtype."""
+        values = rotate_back(
+            self._weight_operand(weight), self.gemms.fprop.rotation, "fprop", weight.shape[-1], self.draws
+        )
+        return values.to(weight.dtype)
 
-        return self._cache.get(weight, dtype, compute)
+    @torch.no_grad()
+    def _weight_operand(self, weight: torch.Tensor) -> torch.Tensor:
+        rotated = rotate_operand(weight.detach(), self.gemms.fprop.rotation, "fprop", self.draws)
+        if self._weight_scheme is None or self._weight_scheme.rounding != "nearest":
+            return quantize_operand(rotated, self.gemms.fprop.right, "fprop", "weight", self.draws)
+        return fake_quantize(rotated, self._weight_scheme, self.config.backend)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.config.describe()}"

@@ -3,12 +3,26 @@
 
 from .decompose import COMPONENTS, ErrorDecomposition, apply_component, decompose, decompose_scheme
 from .fallback import FallbackThreshold
+from .fp8 import fake_quantize_e4m3
+from .gemms import (
+    FP8,
+    FULL,
+    GEMM_OPERANDS,
+    PLAIN,
+    REUSE,
+    GemmScheme,
+    LinearScheme,
+    OperandScheme,
+    Rotation,
+    parse_rotation,
+)
 from .grid import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
 from .packed import MXFP4Tensor, dequantize
 from .quantize import apply_scheme, apply_scheme_delayed, fake_quantize, quantize
 from .rotation import ROTATION_SIZES, random_signs, rotate, unrotate
 from .scales import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
 from .scheme import QuantScheme
+from .scheme_text import parse_scheme
 
 
 __all__ = [
@@ -17,10 +31,19 @@ __all__ = [
     "E2M1_MAGNITUDES",
     "E2M1_MAX",
     "ErrorDecomposition",
+    "FP8",
+    "FULL",
     "FallbackThreshold",
+    "GEMM_OPERANDS",
+    "GemmScheme",
+    "LinearScheme",
     "MXFP4Tensor",
-    "ROTATION_SIZES",
+    "OperandScheme",
+    "PLAIN",
     "QuantScheme",
+    "REUSE",
+    "ROTATION_SIZES",
+    "Rotation",
     "ScaleRule",
     "apply_component",
     "apply_scheme",
@@ -32,7 +55,10 @@ __all__ = [
     "dequantize",
     "encode_e2m1",
     "fake_quantize",
+    "fake_quantize_e4m3",
     "pack_codes",
+    "parse_rotation",
+    "parse_scheme",
     "quantize",
     "random_signs",
     "rotate",

@@ -2,7 +2,19 @@
 """Differentiable operations on MXFP4 operands, and the choice of the backend that computes them."""
 
 from .backends import backend_for, fake_quantize
+from .draws import Draws
+from .gemms import BackwardProducts, quantize_operand, rotate_back, rotate_operand
 from .linear import autocast_dtype, quantized_linear
 
 
-__all__ = ["autocast_dtype", "backend_for", "fake_quantize", "quantized_linear"]
+__all__ = [
+    "BackwardProducts",
+    "Draws",
+    "autocast_dtype",
+    "backend_for",
+    "fake_quantize",
+    "quantize_operand",
+    "quantized_linear",
+    "rotate_back",
+    "rotate_operand",
+]

@@ -3,17 +3,15 @@
 
 Forward ``y = Q(x) Q(W)^T + b``. The quantizers are passed over by the gradient (straight-through estimator), and the
 backward products run on the operands of the forward one: ``dx = g Q(W)``, ``dW = g^T Q(x)``, ``db = sum g``
-(arXiv 2605.20402, section 2: forward operands in MXFP4, output gradients in full precision).
+(arXiv 2605.20402, section 2: forward operands in MXFP4, output gradients in full precision), unless
+[`BackwardProducts`] say otherwise.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-
-Quantizer = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+from .gemms import BackwardProducts, Quantizer
 
 
 def quantized_linear(
@@ -22,6 +20,7 @@ def quantized_linear(
     bias: torch.Tensor | None,
     quantize_input: Quantizer,
     quantize_weight: Quantizer,
+    products: BackwardProducts | None = None,
 ) -> torch.Tensor:
     """``Q(x) Q(W)^T + b`` with straight-through gradients.
 
@@ -31,13 +30,15 @@ def quantized_linear(
         bias: ``[N]`` or `None`.
         quantize_input, quantize_weight: map an operand and the dtype of the product to the operand's quantized values
             in that dtype. The weight's is called again in the backward pass, on the weight as it is then: a sharded
-            engine may have freed what the forward pass saw.
+            engine may have freed what the forward pass saw. Both may return more than K columns, of a rotation that
+            ``products`` knows.
+        products: how gradients are computed; by default from the operands above and the output gradient as it is.
 
     Returns:
         ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
     """
     dtype = autocast_dtype(x) or x.dtype
-    return _QuantizedLinear.apply(x, weight, bias, quantize_input, quantize_weight, dtype)
+    return _QuantizedLinear.apply(x, weight, bias, quantize_input, quantize_weight, products, dtype)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -50,11 +51,14 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, quantize_input, quantize_weight, dtype):
+    def forward(ctx, x, weight, bias, quantize_input, quantize_weight, products, dtype):
         quantized_x = quantize_input(x, dtype)
+        kept = x if products is not None and products.keeps_input else quantized_x
         # A frozen weight, as under LoRA, needs no input kept for its gradient.
-        ctx.save_for_backward(quantized_x if ctx.needs_input_grad[1] else None, weight)
+        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
         ctx.quantize_weight = quantize_weight
+        ctx.products = products
+        ctx.step = None if products is None else products.draws.step
         ctx.input_dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(dtype)
@@ -63,13 +67,30 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        quantized_x, weight = ctx.saved_tensors
+        kept, weight = ctx.saved_tensors
+        products = ctx.products
+        if products is not None and products.draws.step != ctx.step:
+            raise RuntimeError(
+                f"the quantization step of {products.draws.layer or 'a layer'} went from {ctx.step} to "
+                f"{products.draws.step} between its forward and its backward pass; set it before the forward pass"
+            )
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ ctx.quantize_weight(weight, grad.dtype)).to(ctx.input_dtype)
+            if products is None:
+                grad_x = grad @ ctx.quantize_weight(weight, grad.dtype)
+            else:
+                grad_x = products.grad_x(grad, weight, ctx.quantize_weight)
+            grad_x = grad_x.to(ctx.input_dtype)
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
-            grad_weight = (rows.t() @ quantized_x.reshape(-1, quantized_x.shape[-1])).to(weight.dtype)
+            kept = kept.reshape(-1, kept.shape[-1])
+            if products is None:
+                grad_weight = rows.t() @ kept
+            else:
+                grad_weight = products.grad_weight(rows, kept, weight.shape[-1])
+            grad_weight = grad_weight.to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(dim=0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        if products is not None:
+            products.draws.n_backward += 1
+        return grad_x, grad_weight, grad_bias, None, None, None, None

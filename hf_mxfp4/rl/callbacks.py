@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from .._logging import get_logger
-from ..layers import MXFP4Linear, fallback_thresholds, update_fallback_thresholds
+from ..layers import MXFP4Linear, fallback_thresholds, set_quantization_step, update_fallback_thresholds
 from ..numerics import decompose_scheme
 
 
@@ -151,6 +151,16 @@ class FallbackCallback(TrainerCallback):
         if values:  # the layers have computed something
             self.record("fallback/rate", rate)
             self.record("fallback/threshold_mean", sum(values) / len(values))
+
+
+class QuantizationStepCallback(TrainerCallback):
+    """Tells the layers that draw random numbers which step they are in, so that a resumed run repeats them.
+
+    Raises `ValueError` at the first step of a model without such a layer.
+    """
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        set_quantization_step(model, state.global_step)
 
 
 def spread_layers(model: nn.Module, count: int) -> dict[str, MXFP4Linear]:

@@ -14,9 +14,9 @@ from trl.trainer.utils import pad
 
 from .._logging import get_logger
 from ..adapters import is_packed_with_adapters, policy_parameters
-from ..layers import MXFP4Linear, MXFP4PackedLinear, cached_weights, fallback_thresholds
+from ..layers import MXFP4Linear, MXFP4PackedLinear, cached_weights, fallback_thresholds, random_layers
 from .aqn import NoiseReport, NormNoise
-from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback
+from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
 from .config import MXFP4GRPOConfig
 from .reward_guard import guard_reward
 from .vllm_sync import rollout_parameters
@@ -83,12 +83,17 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         self.callback_handler.callbacks.insert(0, self.callback_handler.callbacks.pop())
         self.error_callback: ErrorCallback | None = None
         # Packed weights are frozen, and the weights that their error would be measured against are gone.
-        trainable = any(isinstance(module, MXFP4Linear) for module in self.model.modules())
-        if args.error_every and args.error_layers and trainable:
-            self.error_callback = ErrorCallback(args.error_every, args.error_layers, record=self._record)
-            self.add_callback(self.error_callback)
+        trainable = next((module for module in self.model.modules() if isinstance(module, MXFP4Linear)), None)
+        if args.error_every and args.error_layers and trainable is not None:
+            if trainable.config.packing_obstacle:
+                get_logger().warning("no error components are measured: %s", trainable.config.packing_obstacle)
+            else:
+                self.error_callback = ErrorCallback(args.error_every, args.error_layers, record=self._record)
+                self.add_callback(self.error_callback)
         if fallback_thresholds(self.model):
             self.add_callback(FallbackCallback(record=self._record))
+        if random_layers(self.model):
+            self.add_callback(QuantizationStepCallback())
         if self.use_vllm:
             self._push_rollout_policy_to_vllm()
         get_logger().info(

@@ -28,12 +28,16 @@ def rollout_parameters(
 
     What the noise changed, after rounding to the dtype that is pushed, is left in ``noise.last_report``.
 
+    Raises `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands.
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them.
     """
     quantized = {plain_name(name): module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
     norms = (
         {plain_name(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
     )
+    for name, layer in quantized.items():
+        if layer.config.packing_obstacle:
+            raise ValueError(f"vLLM cannot sample from {name}: {layer.config.packing_obstacle}; set use_vllm=False")
     n_quantized = n_noisy = n_elements = 0
     energy = 0.0
     for name, tensor in named:

@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three products of `MXFP4Linear` under every choice for their six operands, against the same equations in float64
+written here in another way: explicit rotation matrices, explicit padding, products by einsum."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
+from hf_mxfp4.ops import draws as draws_module
+
+
+OPERANDS = [
+    ("fprop", "x"),
+    ("fprop", "weight"),
+    ("dgrad", "grad"),
+    ("dgrad", "weight"),
+    ("wgrad", "grad"),
+    ("wgrad", "x"),
+]
+ROTATIONS = ["none", "deterministic-16", "random-32"]
+#: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
+M, N, K = 43, 37, 50
+PLAIN = {"macro_block": None, "outlier_fallback": None}
+
+
+def options_for(quantized: set, rotation: str, rounding: str) -> dict:
+    """Config options that quantize exactly these operands; products without any keep their axes."""
+    text = "rceil" if rounding == "nearest" else "rceil+stochastic"
+    options = {}
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        mine = {name: text if (gemm, name) in quantized else "full" for g, name in OPERANDS if g == gemm}
+        if set(mine.values()) != {"full"}:
+            mine["rotation"] = rotation
+        options[gemm] = mine
+    return options
+
+
+def make_layer(bias=True, seed=0, in_features=K, out_features=N, **options) -> MXFP4Linear:
+    torch.manual_seed(seed)
+    config = MXFP4RLConfig(**{**PLAIN, **options})
+    return MXFP4Linear(in_features, out_features, bias, config=config, name="layers.3.mlp.up_proj")
+
+
+def hadamard(size: int) -> torch.Tensor:
+    """``H[i, j] = (-1) ** popcount(i & j) / sqrt(size)``."""
+    signs = [[(-1) ** bin(i & j).count("1") for j in range(size)] for i in range(size)]
+    return torch.tensor(signs, dtype=torch.float64) / math.sqrt(size)
+
+
+def rotation_matrix(rotation: str, length: int, signs: torch.Tensor | None) -> torch.Tensor:
+    """``[length, padded length]``: what an operand is multiplied by, padding included."""
+    if rotation == "none":
+        return torch.eye(length, dtype=torch.float64)
+    size = int(rotation.split("-")[1])
+    padded = math.ceil(length / size) * size
+    matrix = torch.block_diag(*[hadamard(size)] * (padded // size))
+    if signs is not None:
+        matrix = torch.diag(signs.double()) @ matrix
+    return matrix[:length]
+
+
+class Oracle:
+    """One pass of a layer in float64, with the layer's own random numbers drawn again by their keys."""
+
+    def __init__(self, layer: MXFP4Linear, options: dict, backward: int = 0):
+        self.options, self.draws = options, copy.deepcopy(layer.draws)
+        self.draws.n_backward = backward
+
+    def operand(self, gemm: str, name: str, values: torch.Tensor, text: str | None = None) -> torch.Tensor:
+        """``values [rows, contraction]`` after rotation and quantization."""
+        rotation = self.options[gemm].get("rotation", "none")
+        signs = None
+        if rotation.startswith("random"):
+            size = int(rotation.split("-")[1])
+            signs = self.draws.signs(gemm, math.ceil(values.shape[1] / size) * size, "cpu")
+        rotated = values.double() @ rotation_matrix(rotation, values.shape[1], signs)
+        if rotation != "none":
+            # The very rotated values decide on which side of a rounding boundary they fall.
+            kernel = numerics.rotate(
+                F.pad(values.float(), (0, rotated.shape[1] - values.shape[1])),
+                size := int(rotation.split("-")[1]),
+                signs=signs,
+            )
+            torch.testing.assert_close(kernel.double(), rotated, rtol=0, atol=2e-6 * size * float(values.abs().max()))
+            rotated = kernel
+        text = text or self.options[gemm][name]
+        if text in ("full", "reuse"):
+            return rotated.double()
+        generator = self.draws.generator(gemm, name, "cpu") if "stochastic" in text else None
+        rounding = "stochastic" if "stochastic" in text else "nearest"
+        return numerics.fake_quantize(rotated.float(), rounding=rounding, generator=generator).double()
+
+    def forward(self, x, weight, bias):
+        left, right = self.operand("fprop", "x", x), self.operand("fprop", "weight", weight)
+        return torch.einsum("mk,nk->mn", left, right) + bias.double()
+
+    def grad_x(self, grad, weight):
+        return torch.einsum(
+            "mn,kn->mk", self.operand("dgrad", "grad", grad), self.operand("dgrad", "weight", weight.t().contiguous())
+        )
+
+    def grad_weight(self, grad, x):
+        return torch.einsum(
+            "nm,km->nk", self.operand("wgrad", "grad", grad.t().contiguous()),
+            self.operand("wgrad", "x", x.t().contiguous()),
+        )  # fmt: skip
+
+
+COMBINATIONS = [set(c) for r in range(7) for c in itertools.combinations(OPERANDS, r)]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_every_combination_of_operands(rotation, rounding):
+    assert len(COMBINATIONS) == 64
+    torch.manual_seed(1)
+    batch, grad = torch.randn(M, K), torch.randn(M, N)
+    seen = set()
+    for quantized in COMBINATIONS:
+        options = options_for(quantized, rotation, rounding)
+        layer = make_layer(**options)
+        layer.set_step(5)
+        oracle = Oracle(layer, options)
+        x = batch.clone().requires_grad_()
+        y = layer(x)
+        y.backward(grad)
+        weight = layer.weight.detach()
+        expected = (oracle.forward(batch, weight, layer.bias.detach()), oracle.grad_x(grad, weight))
+        expected = (*expected, oracle.grad_weight(grad, batch))
+        for actual, reference in zip((y.detach(), x.grad, layer.weight.grad), expected, strict=True):
+            torch.testing.assert_close(actual.double(), reference, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(layer.bias.grad, grad.sum(0))
+        seen.add(tuple(round(float(t.sum()), 4) for t in expected))
+    assert len(seen) == 64  # every choice shows in a value
+
+
+@pytest.mark.parametrize("rotation", ["deterministic-16", "random-32", "deterministic-64", "random-128"])
+def test_rotations_cancel_without_quantization(rotation):
+    layer = make_layer(fprop={"x": "full", "weight": "full"}, dgrad={"weight": "full"}, wgrad={"x": "full"})
+    spec = numerics.parse_rotation(rotation)
+    full = numerics.GemmScheme(numerics.FULL, numerics.FULL, spec)
+    scheme = numerics.LinearScheme(full, full, full)
+    layer.config = type("Config", (), {"gemms": lambda self, *names: scheme, "backend": "auto"})()
+    layer.set_gemms(scheme)
+    x = torch.randn(M, K, requires_grad=True)
+    grad = torch.randn(M, N)
+    y = layer(x)
+    y.backward(grad)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(y, F.linear(x, layer.weight, layer.bias), **close)
+    torch.testing.assert_close(x.grad, grad @ layer.weight, **close)
+    torch.testing.assert_close(layer.weight.grad, grad.t() @ x, **close)
+
+
+def test_all_off_is_a_plain_linear_layer_to_the_last_bit():
+    options = options_for(set(), "none", "nearest")
+    layer = make_layer(**options)
+    plain = torch.nn.Linear(K, N)
+    plain.load_state_dict(layer.state_dict())
+    x, other = (torch.randn(3, 5, K).requires_grad_() for _ in range(2))
+    other.data.copy_(x.data)
+    for model, leaf in ((layer, x), (plain, other)):
+        model(leaf).square().sum().backward()
+    assert torch.equal(layer(x), plain(x))
+    torch.testing.assert_close(x.grad, other.grad)
+    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
+    double = make_layer(in_features=6, out_features=4, **options).double()
+    assert torch.autograd.gradcheck(double, torch.randn(3, 6, dtype=torch.float64, requires_grad=True))
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4", "paper_a"])
+def test_reuse_in_so_many_words_is_the_preset(preset):
+    x, grad = torch.randn(M, K), torch.randn(M, N)
+    results = []
+    for options in ({}, {"dgrad": {"grad": "full", "weight": "reuse"}, "wgrad": {"x": "reuse", "rotation": "none"}}):
+        torch.manual_seed(0)
+        layer = MXFP4Linear(K, N, config=MXFP4RLConfig(preset=preset, **options))
+        leaf = x.clone().requires_grad_()
+        layer(leaf).backward(grad)
+        results.append((leaf.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("rotation", ["deterministic-16", "random-32"])
+def test_reused_operands_are_those_of_a_rotated_forward_rotated_back(rotation):
+    layer = make_layer(fprop={"rotation": rotation})
+    options = {"fprop": {"x": "rceil", "weight": "rceil", "rotation": rotation}}
+    oracle = Oracle(layer, options)
+    x, grad = torch.randn(M, K), torch.randn(M, N)
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(grad)
+    weight = layer.weight.detach()
+    size = int(rotation.split("-")[1])
+    signs = oracle.draws.signs("fprop", math.ceil(K / size) * size, "cpu") if rotation.startswith("random") else None
+    back = rotation_matrix(rotation, K, signs).t()
+    effective_w = oracle.operand("fprop", "weight", weight) @ back
+    effective_x = oracle.operand("fprop", "x", x) @ back
+    close = {"rtol": 1e-5, "atol": 2e-5}
+    torch.testing.assert_close(y.double(), oracle.forward(x, weight, layer.bias.detach()), **close)
+    torch.testing.assert_close(leaf.grad.double(), grad.double() @ effective_w, **close)
+    torch.testing.assert_close(layer.weight.grad.double(), grad.double().t() @ effective_x, **close)
+    torch.testing.assert_close(layer.to_linear().weight.double(), effective_w, **close)
+
+
+def test_fp8_output_gradients_are_quantized_along_each_contraction():
+    layer = make_layer(preset="w4a4g8")
+    x, grad = torch.randn(M, K), torch.randn(M, N) * torch.logspace(-6, 3, M).unsqueeze(1)
+    leaf = x.clone().requires_grad_()
+    layer(leaf).backward(grad)
+    weight = numerics.fake_quantize(layer.weight.detach()).double()
+    by_token, by_output = numerics.fake_quantize_e4m3(grad), numerics.fake_quantize_e4m3(grad.t())
+    assert not torch.equal(by_token, grad) and not torch.equal(by_token, by_output.t())
+    close = {"rtol": 1e-5, "atol": 2e-4}
+    torch.testing.assert_close(leaf.grad.double(), by_token.double() @ weight, **close)
+    torch.testing.assert_close(
+        layer.weight.grad.double(), by_output.double() @ numerics.fake_quantize(x).double(), **close
+    )
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------
+
+RANDOM = {
+    "preset": "w4a4g4",
+    "fprop": {"x": "rceil+stochastic", "weight": "rceil+stochastic", "rotation": "random-16"},
+    "dgrad": {"grad": "rceil+stochastic", "weight": "rceil+stochastic"},
+    "wgrad": {"grad": "rceil+stochastic", "x": "rceil+stochastic", "rotation": "random-32"},
+}
+
+
+def one_pass(layer, x, grad):
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(grad)
+    return y.detach(), leaf.grad, layer.weight.grad.clone()
+
+
+def same(first, second) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+
+
+def test_draws_are_a_function_of_seed_rank_step_layer_and_operand(monkeypatch):
+    layer, x, grad = make_layer(**RANDOM), torch.randn(M, K), torch.randn(M, N)
+    layer.set_step(3)
+    first = one_pass(layer, x, grad)
+    assert same(one_pass(layer, x, grad), first) == [True, False, False]  # the next micro-batch of the step
+    layer.set_step(3)
+    assert same(one_pass(layer, x, grad), first) == [True, True, True]
+    layer.set_step(4)
+    assert same(one_pass(layer, x, grad), first) == [False, False, False]
+
+    for change in ({"stochastic_seed": 1}, {"name": "layers.4.mlp.up_proj"}):
+        options = {**PLAIN, **RANDOM, **{k: v for k, v in change.items() if k != "name"}}
+        other = MXFP4Linear(K, N, config=MXFP4RLConfig(**options), name=change.get("name", layer.name))
+        other.load_state_dict(layer.state_dict())
+        other.set_step(3)
+        assert same(one_pass(other, x, grad), first) == [False, False, False]
+
+    monkeypatch.setattr(draws_module, "_rank", lambda: 1)
+    layer.set_step(3)
+    weight = layer.quantized_weight(layer.weight, torch.float32)
+    assert same(one_pass(layer, x, grad), first) == [False, False, False]
+    monkeypatch.undo()
+    layer.set_step(3)
+    assert torch.equal(layer.quantized_weight(layer.weight, torch.float32), weight)  # one policy on all ranks
+
+
+def test_operands_draw_independently():
+    layer = make_layer(**RANDOM)
+    names = [("fprop", "x"), ("fprop", "weight"), *OPERANDS[2:]]
+    noise = {name: torch.rand(64, generator=layer.draws.generator(*name, "cpu")) for name in names}
+    assert len({tuple(values.tolist()) for values in noise.values()}) == 6
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_draws_the_same(reentrant):
+    x, grad = torch.randn(M, K), torch.randn(M, K)
+    results = []
+    for recompute in (False, True):
+        layers = [make_layer(out_features=K, seed=i, **RANDOM) for i in range(2)]
+        for i, layer in enumerate(layers):
+            layer.draws.layer = f"layers.{i}"
+        leaf = x.clone().requires_grad_()
+        for _ in range(2):  # two micro-batches
+            h = leaf
+            for layer in layers:
+                h = torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=reentrant) if recompute else layer(h)
+            h.backward(grad)
+        results.append([leaf.grad, *(layer.weight.grad for layer in layers)])
+    assert same(*results) == [True] * 3
+
+
+def test_a_step_set_between_forward_and_backward_is_an_error():
+    layer = make_layer(**RANDOM)
+    y = layer(torch.randn(3, K))
+    layer.set_step(1)
+    with pytest.raises(
+        RuntimeError, match="layers.3.mlp.up_proj went from 0 to 1 between its forward and its backward"
+    ):
+        y.sum().backward()
+
+
+def test_random_numbers_of_others_are_not_touched():
+    layer = make_layer(**RANDOM)
+    x, grad = torch.randn(M, K), torch.randn(M, N)
+    state = torch.get_rng_state()
+    one_pass(layer, x, grad)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("options", "index"),
+    [
+        ({"fprop": {"x": "rceil+stochastic", "weight": "rceil+stochastic"}}, 0),
+        ({"dgrad": {"grad": "rceil+stochastic", "weight": "rceil+stochastic"}}, 1),
+        ({"wgrad": {"grad": "rceil+stochastic", "x": "rceil+stochastic"}}, 2),
+        ({"wgrad": {"grad": "rceil+stochastic", "x": "rceil+stochastic", "rotation": "random-16"}}, 2),
+        ({"wgrad": {"grad": "rceil+stochastic", "x": "full", "rotation": "deterministic-16"}}, 2),
+    ],
+    ids=["fprop", "dgrad", "wgrad", "wgrad-random", "wgrad-one"],
+)
+def test_stochastic_products_are_unbiased(options, index):
+    """Also where both operands are stochastic, which holds only if they are drawn independently."""
+    layer = make_layer(False, **{**options_for(set(), "none", "nearest"), **options})
+    x, grad = torch.randn(M, K), torch.randn(M, N)
+    weight = layer.weight.detach().double()
+    exact = (x.double() @ weight.t(), grad.double() @ weight, grad.double().t() @ x.double())[index]
+    n, total, squares = 300, 0.0, 0.0
+    for step in range(n):
+        layer.set_step(step)
+        error = one_pass(layer, x, grad)[index].double() - exact
+        total, squares = total + error, squares + error.square()
+    variance = squares / n - (total / n).square()
+    z = total / n / (variance / n).sqrt()
+    assert variance.min() > 0
+    # Under the hypothesis z is about normal: its mean square over the output is near 1, and its largest value small.
+    assert 0.8 < float(z.square().mean()) < 1.2
+    assert float(z.abs().max()) < 5.5
+
+
+# ---- other inputs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_a", "paper_b"])
+@pytest.mark.parametrize("shape", [(0, K), (2, 0, K), (K,), (1, K), (2, 3, K)], ids=str)
+def test_shapes_down_to_no_tokens(preset, shape):
+    torch.manual_seed(0)
+    layer = MXFP4Linear(K, N, config=MXFP4RLConfig(preset=preset))
+    x = torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    y.backward(torch.ones_like(y))
+    assert y.shape == (*shape[:-1], N) and x.grad.shape == shape and layer.weight.grad.shape == (N, K)
+    if x.numel() == 0:
+        assert not layer.weight.grad.any()
+    else:
+        assert layer.weight.grad.isfinite().all() and layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_b"])
+def test_tokens_without_gradient_at_the_end_change_nothing(preset):
+    """Padding of a batch: the token axis is padded with zeros anyway."""
+    torch.manual_seed(0)
+    layer = MXFP4Linear(K, N, config=MXFP4RLConfig(preset=preset))
+    x, grad = torch.randn(33, K), torch.randn(33, N)
+    results = []
+    for extra in (0, 31):
+        layer.zero_grad()
+        leaf = F.pad(x, (0, 0, 0, extra)).requires_grad_()
+        layer(leaf).backward(F.pad(grad, (0, 0, 0, extra)))
+        results.append((layer.weight.grad.clone(), leaf.grad[:33], layer.bias.grad.clone()))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_b"])
+@pytest.mark.parametrize("setting", ["bfloat16", "autocast"])
+def test_bfloat16_and_autocast_follow_float32(preset, setting):
+    torch.manual_seed(0)
+    layer = MXFP4Linear(64, 48, config=MXFP4RLConfig(preset=preset))
+    x, grad = torch.randn(40, 64).bfloat16(), torch.randn(40, 48).bfloat16()
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.bfloat16())
+    reference = one_pass(layer, x.float(), grad.float())
+    if setting == "bfloat16":
+        actual = one_pass(layer.bfloat16(), x, grad)
+        assert actual[2].dtype == torch.bfloat16
+    else:
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            leaf = x.float().requires_grad_()
+            y = layer(leaf)
+        y.backward(grad)
+        actual = (y.detach(), leaf.grad, layer.weight.grad)
+        assert (y.dtype, leaf.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    for value, expected in zip(actual, reference, strict=True):
+        assert (value.float() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_backward_quantizes_the_weight_as_it_is_then():
+    """A sharded engine refills the weight's storage between the passes."""
+    layer = make_layer(preset="w4a4g4")
+    x, grad = torch.randn(M, K, requires_grad=True), torch.randn(M, N)
+    y = layer(x)
+    other = torch.randn(N, K)
+    layer.weight.data = other
+    y.backward(grad)
+    expected = numerics.fake_quantize(grad).double() @ numerics.fake_quantize(other, axis=0).double()
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_serve_the_weight_and_its_transpose():
+    layer = make_layer(preset="w4a4g4", weight_block="32x32", in_features=64, out_features=96)
+    grad = torch.randn(8, 96)
+    x = torch.randn(8, 64, requires_grad=True)
+    layer(x).backward(grad)
+    forward_weight = layer.quantized_weight(layer.weight, torch.float32)
+    expected = numerics.fake_quantize(grad).double() @ forward_weight.double()
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_weight_keeps_no_input():
+    layer = make_layer(preset="w4a4g4")
+    layer.weight.requires_grad_(False)
+    x = torch.randn(M, K, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None and x.grad.isfinite().all()
+
+
+def test_copies_draw_from_their_own_state():
+    layer = make_layer(**RANDOM)
+    other = copy.deepcopy(layer)
+    other.set_step(7)
+    assert layer.draws.step == 0 and other._products.draws is other.draws

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fprop`, `dgrad`, `wgrad`, `layer_overrides` and the presets of `MXFP4RLConfig`."""
+
+import dataclasses
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from transformers import AutoModel, AutoModelForCausalLM
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.analysis.injection import inject_component
+from hf_mxfp4.checkpoint.folder import CheckpointError
+from hf_mxfp4.checkpoint.pack_folder import pack_checkpoint
+from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, QuantScheme, Rotation, ScaleRule
+from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.rl.vllm_sync import rollout_parameters
+
+
+WEIGHT = QuantScheme(ScaleRule.RCEIL, 128, "dynamic", 0.5)
+INPUT = QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)
+FLOOR = QuantScheme(ScaleRule.FLOOR)
+TILES = QuantScheme(ScaleRule.FLOOR, block_rows=32)
+
+#: Preset -> fprop, dgrad, wgrad.
+EXPECTED = {
+    "w4a16": (GemmScheme(FULL, WEIGHT), PLAIN, PLAIN),
+    "w4a4": (GemmScheme(INPUT, WEIGHT), PLAIN, PLAIN),
+    "w4a4g8": (GemmScheme(INPUT, WEIGHT), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
+    "w4a4g4": (GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, INPUT)),
+    "paper_a": (GemmScheme(INPUT, INPUT), PLAIN, PLAIN),
+    "paper_b": (GemmScheme(FLOOR, TILES), GemmScheme(FLOOR, TILES), GemmScheme(FLOOR, FLOOR, Rotation(16))),
+}
+
+
+@pytest.mark.parametrize("preset", EXPECTED)
+def test_presets(preset):
+    scheme = MXFP4RLConfig(preset=preset).gemms()
+    assert (scheme.fprop, scheme.dgrad, scheme.wgrad) == EXPECTED[preset]
+
+
+def test_options_of_a_preset_can_be_given():
+    config = MXFP4RLConfig(preset="paper_b", scale_rule="even", macro_block=64, weight_block="1x32")
+    assert config.gemms().dgrad == GemmScheme(
+        QuantScheme(ScaleRule.EVEN, 64, "static"), QuantScheme(ScaleRule.EVEN, 64, "dynamic")
+    )
+    assert MXFP4RLConfig(preset="paper_a", outlier_fallback=None).outlier_fallback is None
+
+
+def test_operands_that_are_not_named_keep_the_presets():
+    config = MXFP4RLConfig(preset="w4a4g4", wgrad={"x": "even+mbs64+stochastic", "rotation": "random-64"})
+    x = QuantScheme(ScaleRule.EVEN, 64, "static", rounding="stochastic")
+    assert config.gemms().wgrad == GemmScheme(INPUT, x, Rotation(64, random=True))
+    assert (config.gemms().fprop, config.gemms().dgrad) == EXPECTED["w4a4g4"][:2]
+    off = MXFP4RLConfig(preset="paper_b", wgrad={"rotation": "none"})
+    assert off.gemms().wgrad == GemmScheme(FLOOR, FLOOR)
+
+
+def test_a_rotation_goes_with_the_quantization_that_it_is_for():
+    off = {"grad": "full", "x": "reuse"}
+    config = MXFP4RLConfig(preset="paper_b", layer_overrides=[{"modules": "layers.0", "wgrad": off}])
+    assert config.gemms("layers.0").wgrad == PLAIN and config.gemms("layers.1").wgrad == EXPECTED["paper_b"][2]
+    assert MXFP4RLConfig(preset="paper_b", wgrad=off).gemms().wgrad == PLAIN
+
+
+def test_fprop_is_what_the_schemes_of_weights_and_activations_follow():
+    config = MXFP4RLConfig(fprop={"x": "full", "weight": "floor+32x32"})
+    assert config.activation_scheme is None and config.weight_scheme == TILES
+    assert config.packed().weight_scheme == TILES and config.packed().activation_scheme is None
+    with pytest.raises(ValueError, match="leaves weights in full precision"):
+        _ = MXFP4RLConfig(fprop={"weight": "full"}).weight_scheme
+
+
+REFUSED = [
+    ({"wgrad": {"grda": "full"}}, "wgrad has no option 'grda'; did you mean 'grad'?"),
+    ({"wgrad": {"weight": "full"}}, "wgrad has no option 'weight'"),
+    ({"fprop": {"rotatoin": "none"}}, "fprop has no option 'rotatoin'; did you mean 'rotation'?"),
+    ({"dgrad": {"grad": "rciel"}}, "dgrad, grad: scheme 'rciel': no scale rule 'rciel'; did you mean 'rceil'?"),
+    ({"dgrad": {"grad": "rceil+stochastc"}}, "did you mean 'stochastic'?"),
+    ({"dgrad": {"grad": None}}, "dgrad has grad=None, which must be text"),
+    ({"dgrad": {"grad": "rceil+32x32"}}, "tiles of 32x32 are for weights"),
+    ({"dgrad": {"weight": "fp8"}}, "'fp8' is for output gradients"),
+    ({"dgrad": {"grad": "reuse"}}, "'reuse' is for the weight of dgrad and the x of wgrad"),
+    ({"fprop": {"x": "reuse"}}, "'reuse' is for the weight of dgrad and the x of wgrad"),
+    ({"wgrad": {"rotation": "deterministic-48"}}, "rotation='deterministic-48' is not supported"),
+    ({"wgrad": {"rotation": "random"}}, "rotation='random' is not supported"),
+    ({"wgrad": {"rotation": "random-16"}}, "rotation=random-16 of wgrad has no effect"),
+    ({"wgrad": {}}, "wgrad={} must be a mapping"),
+    ({"wgrad": "rceil"}, "wgrad='rceil' must be a mapping"),
+    ({"fprop": {"x": "rceil+of0.5@0.1+stochastic"}}, "selective outlier fallback of activations rounds to nearest"),
+    ({"dgrad": {"grad": "rceil+stochastic"}, "backend": "cpu"}, "backend='cpu' does not round stochastically"),
+    ({"stochastic_seed": -1}, "stochastic_seed=-1"),
+    ({"stochastic_seed": True}, "stochastic_seed=True"),
+    ({"stochastic_seed": 1, "preset": "w4a4g4"}, "stochastic_seed=1 has no effect, since nothing is random"),
+    ({"layer_overrides": []}, r"layer_overrides=\[\] must be a list"),
+    ({"layer_overrides": {"modules": "layers.0"}}, "must be a list"),
+    ({"layer_overrides": [{"modules": "layers.0"}]}, "changes nothing of 'layers.0'"),
+    ({"layer_overrides": [{"dgrad": {"grad": "full"}}]}, "needs 'modules'"),
+    ({"layer_overrides": [{"modules": "re:(", "dgrad": {"grad": "full"}}]}, "no regular expression"),
+    ({"layer_overrides": [{"modules": "layers.0", "fprop": {"x": "full"}}]}, "share one forward scheme"),
+    ({"layer_overrides": [{"modles": "layers.0"}]}, "no option 'modles'; did you mean 'modules'?"),
+    ({"layer_overrides": [{"modules": "layers.0", "dgrad": {"gard": "full"}}]}, r"layer_overrides\[0\] dgrad has no"),
+    ({"layer_overrides": [{"modules": "layers.0", "wgrad": {"rotation": "random-16"}}]}, "for 'layers.0': rotation"),
+    ({"mode": "packed", "dgrad": {"grad": "fp8"}}, "dgrad has no effect in mode='packed': weights are frozen"),
+    ({"mode": "packed", "wgrad": {"grad": "fp8"}}, "wgrad has no effect in mode='packed'"),
+    ({"mode": "packed", "preset": "w4a4g4"}, "preset='w4a4g4' is not supported; choose one of 'w4a16', 'w4a4'$"),
+    ({"mode": "packed", "fprop": {"rotation": "random-16"}}, "nothing rotates the inputs of packed layers"),
+    ({"mode": "packed", "fprop": {"weight": "rceil+stochastic"}}, "rounds stochastically"),
+    ({"mode": "packed", "fprop": {"weight": "full"}}, "leaves weights in full precision"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[str(options) for options, _ in REFUSED])
+def test_refused_with_the_reason(options, message):
+    with pytest.raises(ValueError, match=message):
+        MXFP4RLConfig(**options)
+
+
+OPTIONS = {
+    "w4a4g8": {"preset": "w4a4g8"},
+    "paper_b": {"preset": "paper_b"},
+    "gemms": {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "fp8", "x": "full", "rotation": "random-32"}},
+    "fprop": {"fprop": {"x": "floor+stochastic", "rotation": "deterministic-128"}, "stochastic_seed": 3},
+    "layers": {
+        "preset": "w4a4g4",
+        "layer_overrides": [
+            {"modules": "layers.0", "dgrad": {"grad": "full"}, "wgrad": {"grad": "full", "x": "reuse"}},
+            {"modules": "re:.*down_proj", "dgrad": {"rotation": "random-16"}},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_forms_in_which_it_travels(options):
+    config = MXFP4RLConfig(**options)
+    copies = [
+        MXFP4RLConfig.from_dict(json.loads(json.dumps(config.to_dict()))),
+        pickle.loads(pickle.dumps(config)),
+        eval(repr(config)),
+        dataclasses.replace(config),
+    ]
+    for other in copies:
+        assert other == config and hash(other) == hash(config) and other.gemms("layers.0") == config.gemms("layers.0")
+    for name in ("fprop", "dgrad", "wgrad", "layer_overrides", "stochastic_seed"):
+        assert config.to_dict().get(name) == options.get(name)
+    assert config != MXFP4RLConfig()
+
+
+def test_the_packed_twin_keeps_the_forward_product_alone():
+    for preset in ("w4a4g8", "w4a4g4", "paper_a", "paper_b"):
+        config = MXFP4RLConfig(preset=preset)
+        twin = config.packed()
+        assert twin.preset == "w4a4" and twin.gemms().fprop == config.gemms().fprop and twin.gemms().wgrad == PLAIN
+    layers = MXFP4RLConfig(**OPTIONS["layers"])
+    assert layers.packed() == MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5)
+    with pytest.raises(ValueError, match="cannot be packed: its fprop rotates both operands"):
+        MXFP4RLConfig(**OPTIONS["fprop"]).packed()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            OPTIONS["paper_b"],
+            "paper_b [weights mxfp4+floor+32x32, activations mxfp4+floor], dgrad [grad mxfp4+floor, weight "
+            "mxfp4+floor+32x32], wgrad [grad mxfp4+floor, x mxfp4+floor, rotation deterministic-16]",
+        ),
+        (
+            {**OPTIONS["gemms"], "preset": "w4a16", "macro_block": None, "outlier_fallback": None},
+            "w4a16 [weights mxfp4+rceil, activations full precision], dgrad [grad mxfp4+rceil+stochastic, weight as in "
+            "fprop], wgrad [grad fp8, x full precision, rotation random-32]",
+        ),
+        (
+            {
+                "macro_block": None,
+                "outlier_fallback": None,
+                "layer_overrides": [OPTIONS["layers"]["layer_overrides"][0]],
+            },
+            "w4a4 [weights mxfp4+rceil, activations mxfp4+rceil], layers.0: dgrad {'grad': 'full'} wgrad "
+            "{'grad': 'full', 'x': 'reuse'}",
+        ),
+    ],
+    ids=["paper_b", "gemms", "layers"],
+)
+def test_describe_names_every_quantized_operand(options, expected):
+    assert MXFP4RLConfig(**options).describe() == expected
+
+
+# ---- single layers -------------------------------------------------------------------------------------------------
+
+
+def test_layer_overrides_reach_exactly_their_layers():
+    config = MXFP4RLConfig(**OPTIONS["layers"])
+    model = make_model(layers=2)
+    quantize_linears(model, config)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MXFP4Linear)}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        first, down = ".layers.0." in name, name.endswith("down_proj")
+        grad, rotation = FULL if first else INPUT, Rotation(16, random=True) if down else None
+        assert layer.gemms.dgrad == GemmScheme(grad, WEIGHT, rotation), name
+        assert layer.gemms.wgrad == (PLAIN if first else GemmScheme(INPUT, INPUT)), name
+        assert layer.gemms == config.gemms(name)
+
+
+def test_the_last_entry_counts():
+    entries = [{"modules": m, "dgrad": {"grad": g}} for m, g in (("layers.1", "full"), ("mlp", "fp8"))]
+    config = MXFP4RLConfig(layer_overrides=entries)
+    names = ["model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj", "model.layers.10.self_attn.q_proj"]
+    assert [config.gemms(name).dgrad.left for name in names] == [FP8, FULL, FULL]
+    assert config.gemms("layers.10.mlp.up_proj").dgrad.left is FP8
+
+
+@pytest.mark.parametrize("pattern", ["layers.9", "layer.0", "lm_head", "re:layers", "input_layernorm"])
+def test_an_entry_that_matches_no_quantized_layer_is_an_error(pattern):
+    config = MXFP4RLConfig(layer_overrides=[{"modules": pattern, "dgrad": {"grad": "fp8"}}])
+    with pytest.raises(ValueError, match=f"layer_overrides has '{pattern}', which matches no quantized layer"):
+        quantize_linears(make_model(), config)
+
+
+def test_a_checkpoint_keeps_its_overrides_also_for_the_base_model(tmp_path, checkpoint):
+    entries = [{"modules": r"re:model\.layers\.1\..*", "dgrad": {"grad": "fp8"}}]
+    config = MXFP4RLConfig(layer_overrides=entries)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
+    model.save_pretrained(tmp_path)
+    assert model.quantization_report.scheme == config.describe() and "fp8" in config.describe()
+    for auto, prefix in ((AutoModelForCausalLM, "model."), (AutoModel, "")):
+        loaded = auto.from_pretrained(tmp_path)
+        for i, expected in enumerate((FULL, FP8)):
+            assert loaded.get_submodule(f"{prefix}layers.{i}.mlp.up_proj").gemms.dgrad.left is expected
+    card = (tmp_path / "README.md").read_text()
+    assert "backward of `re:model" in card
+
+
+ROTATED = {"fprop": {"rotation": "deterministic-16"}, "macro_block": None, "outlier_fallback": None}
+
+
+def test_a_forward_product_that_weights_cannot_express_is_not_packed_or_pushed(tmp_path, checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=MXFP4RLConfig(**ROTATED))
+    model.save_pretrained(tmp_path / "rotated")
+    card = (tmp_path / "rotated" / "README.md").read_text()
+    assert "| rotation of the forward product | `deterministic-16` |" in card
+    with pytest.raises(CheckpointError, match="its fprop rotates both operands"):
+        pack_checkpoint(tmp_path / "rotated", tmp_path / "packed")
+    with pytest.raises(ValueError, match="vLLM cannot sample from .*: its fprop rotates"):
+        list(rollout_parameters(model.named_parameters(), model))
+    with pytest.raises(ValueError, match="cannot be packed: its fprop rotates"):
+        hf_mxfp4.pack(model)
+    with pytest.raises(ValueError, match="no error of their own to inject: its fprop rotates"):
+        with inject_component(model, "grid", MXFP4RLConfig(**ROTATED)):
+            pass
+
+
+def test_the_reported_error_is_that_of_what_is_computed(checkpoint):
+    reports = []
+    for options in (ROTATED, {"fprop": {"weight": "full"}}, {"preset": "w4a4g4"}, {}):
+        config = MXFP4RLConfig(**options)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
+        layers = [m for m in model.modules() if isinstance(m, MXFP4Linear)]
+        signal = sum(float(m.weight.detach().double().square().sum()) for m in layers)
+        noise = sum(float((m.to_linear().weight - m.weight).detach().double().square().sum()) for m in layers)
+        expected = math.inf if noise == 0 else 10 * math.log10(signal / noise)
+        assert model.quantization_report.sqnr_db == pytest.approx(expected, rel=1e-4)
+        reports.append(model.quantization_report.sqnr_db)
+    assert reports[1] == math.inf and reports[2] == reports[3]
+
+
+def test_a_packed_policy_computes_the_forward_product_of_the_trained_one(checkpoint):
+    ids = torch.arange(2, 26).view(2, 12)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=MXFP4RLConfig(preset="paper_b"))
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.equal(hf_mxfp4.pack(model)(ids).logits, expected)
+
+
+def test_adapters_on_quantized_backward_products(checkpoint):
+    config = MXFP4RLConfig(preset="w4a4g4", outlier_fallback_rate=0.2)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    ids = torch.arange(2, 26).view(2, 12)
+    model(ids, labels=ids).loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert all((grad is not None) == ("lora_" in name) for name, grad in grads.items())
+    assert all(grad.isfinite().all() and grad.any() for grad in grads.values() if grad is not None)
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+STOCHASTIC = {
+    "preset": "w4a4g4",
+    "dgrad": {"grad": "rceil+mbs128+stochastic"},
+    "wgrad": {"grad": "rceil+mbs128+stochastic", "rotation": "random-32"},
+}
+TRAINED = {preset: {"preset": preset} for preset in EXPECTED} | {"stochastic": STOCHASTIC}
+
+
+def losses(options: dict | None, steps: int = 40) -> list[float]:
+    model = make_model("llama", layers=2).train()
+    if options is not None:
+        quantize_linears(model, MXFP4RLConfig(**options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids = torch.randint(2, 32, (8, 24), generator=torch.Generator().manual_seed(0))
+    values = []
+    for step in range(steps):
+        if options is STOCHASTIC:
+            assert hf_mxfp4.set_quantization_step(model, step) == 14
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    return values
+
+
+@pytest.fixture(scope="module")
+def full_precision() -> list[float]:
+    return losses(None)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_tiny_model_trains(name, full_precision):
+    values = losses(TRAINED[name])
+    assert full_precision[-1] < 0.6 * full_precision[0]
+    fall = (values[0] - values[-1]) / (full_precision[0] - full_precision[-1])
+    assert 0.8 < fall < 1.2, (values[-1], full_precision[-1])
+
+
+def test_a_step_without_random_layers_is_an_error():
+    model = make_model()
+    quantize_linears(model, MXFP4RLConfig(preset="w4a4g4"))
+    with pytest.raises(ValueError, match="has no layer that draws random numbers"):
+        hf_mxfp4.set_quantization_step(model, 1)
