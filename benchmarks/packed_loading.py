@@ -12,7 +12,6 @@ import datetime
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import save_file
+
+from .hardware import hardware
 
 
 RESULT = Path(__file__).with_name("results") / "packed_loading.json"
@@ -193,16 +194,6 @@ def main() -> None:
                 records.append({**record, "ratio": reference / value, **common})
     if options.out != "-":
         Path(options.out).write_text(json.dumps(records, indent=2) + "\n")
-
-
-def hardware() -> str:
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{model}, {os.cpu_count()} logical cores, {torch.get_num_threads()} threads"
 
 
 if __name__ == "__main__":

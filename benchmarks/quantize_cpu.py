@@ -18,8 +18,6 @@ import argparse
 import datetime
 import importlib.metadata
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +28,8 @@ import torch
 import hf_mxfp4
 from hf_mxfp4.numerics import QuantScheme
 from hf_mxfp4.ops import backend_for
+
+from .hardware import hardware
 
 
 RESULT = Path(__file__).parent / "results" / "quantize_cpu.json"
@@ -245,16 +245,6 @@ def main() -> None:
         for contender, cells in rows.items():
             print(f"| {contender} | " + " | ".join(cells) + " |")
     options.out.write_text(json.dumps(records, indent=2) + "\n")
-
-
-def hardware() -> str:
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{model}, {os.cpu_count()} logical cores, {torch.get_num_threads()} threads"
 
 
 if __name__ == "__main__":
