@@ -81,15 +81,8 @@ def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreT
 
     def make(linear: nn.Linear, config: MXFP4RLConfig, name: str) -> MXFP4PackedLinear:
         weight = linear.weight
-        if (
-            type(weight.data) is not torch.Tensor
-            or weight.is_meta
-            or weight.shape
-            != (
-                linear.out_features,
-                linear.in_features,
-            )
-        ):
+        whole = weight.shape == (linear.out_features, linear.in_features)
+        if type(weight.data) is not torch.Tensor or weight.is_meta or not whole:
             raise ValueError(
                 f"{name}.weight is not here in full ({type(weight.data).__name__} {list(weight.shape)} on "
                 f"{weight.device}); gather or load the model's weights, then pack"

@@ -72,13 +72,7 @@ def quantize(
         raise ValueError(f"backend={backend!r} has no quantize to codes and scales here; use backend='auto'")
     tensor = numerics.quantize(
         x,
-        scale_rule=scale_rule,
-        macro_block=macro_block,
-        macro_search=macro_search,
-        outlier_fallback=outlier_fallback,
-        rounding=rounding,
-        block_rows=block_rows,
-        fallback_rate=fallback_rate,
+        **vars(scheme),
         axis=axis,
         generator=generator,
         fallback_threshold=fallback_threshold,
