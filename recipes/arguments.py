@@ -9,6 +9,7 @@ from trl import ModelConfig, TrlParser
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.config import unknown_key_message
+from tasks.tiny_model import TINY_MODELS
 
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "tiny_cpu.yaml"
@@ -30,6 +31,9 @@ class RecipeArguments:
     prompt_template: str | None = field(default=None, metadata={"help": "Prompt text with the field {question}."})
 
     full_precision: bool = field(default=False, metadata={"help": "Do not quantize: the baseline of this recipe."})
+    tiny_architecture: str = field(
+        default="qwen2", metadata={"help": "Model made on the spot: 'qwen2', or 'qwen3_moe' (8 experts, 2 a token)."}
+    )
     tiny_hidden_size: int = field(default=128, metadata={"help": "Width of the model made on the spot."})
     tiny_num_layers: int = field(default=4, metadata={"help": "Its depth."})
     tiny_max_positions: int = field(default=512, metadata={"help": "Its longest sequence, in tokens."})
@@ -111,6 +115,8 @@ def parse(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP4GRPOCon
         _read_none(arguments)
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
+    if recipe.tiny_architecture not in TINY_MODELS:
+        raise ValueError(f"tiny_architecture={recipe.tiny_architecture!r} must be one of {', '.join(TINY_MODELS)}")
     scheme = quantization_config(quantization)
     if scheme.mode == "packed" and not recipe.full_precision:
         _check_packed(model)

@@ -35,7 +35,7 @@ from hf_mxfp4.analysis import plot_training
 from hf_mxfp4.checkpoint import add_evaluation
 from tasks import Task, load_task
 from tasks.arithmetic import ALPHABET
-from tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
+from tasks.tiny_model import TINY_MODELS, build_byte_tokenizer, build_char_tokenizer, supervised_warmup
 
 
 console = Console()
@@ -57,7 +57,10 @@ def main(argv: list[str]) -> dict:
     source = origin = model_args.model_name_or_path
     if source is None:
         source = str(make_base_model(recipe, training, task, output / "base"))
-        origin = f"made on the spot ({recipe.tiny_num_layers} layers, width {recipe.tiny_hidden_size})"
+        origin = (
+            f"{recipe.tiny_architecture} made on the spot ({recipe.tiny_num_layers} layers, width "
+            f"{recipe.tiny_hidden_size})"
+        )
     policy, tokenizer = load_policy(source, recipe, quantization, training, model_args)
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision
     trainer = MXFP4GRPOTrainer(
@@ -185,7 +188,7 @@ def make_base_model(recipe: RecipeArguments, training: MXFP4GRPOConfig, task: Ta
         return folder
     if PartialState().is_main_process:
         tokenizer = build_char_tokenizer(ALPHABET) if task.name == "arithmetic" else build_byte_tokenizer()
-        model = build_qwen2(
+        model = TINY_MODELS[recipe.tiny_architecture](
             tokenizer,
             hidden_size=recipe.tiny_hidden_size,
             num_layers=recipe.tiny_num_layers,
@@ -193,7 +196,7 @@ def make_base_model(recipe: RecipeArguments, training: MXFP4GRPOConfig, task: Ta
             max_positions=recipe.tiny_max_positions,
             seed=training.seed,
         )
-        tell("model", f"Qwen2 with {model.num_parameters() / 1e6:.2f} M parameters, made on the spot")
+        tell("model", f"{model.config.model_type} with {model.num_parameters() / 1e6:.2f} M parameters, made on the spot")
         if recipe.sft_steps:
             supervised_warmup(
                 model,

@@ -2,6 +2,7 @@
 """Reports and plots. matplotlib is imported when a plot is drawn."""
 
 from .plots import plot_training
+from .routers import RouterStatistics, router_agreement, router_statistics
 from .schemes import PAPER_SCHEMES, parse_scheme
 from .statistics import ErrorStatistics, error_statistics
 from .sweep import PrecisionSweep, precision_sweep
@@ -11,8 +12,11 @@ __all__ = [
     "PAPER_SCHEMES",
     "ErrorStatistics",
     "PrecisionSweep",
+    "RouterStatistics",
     "error_statistics",
     "parse_scheme",
     "plot_training",
     "precision_sweep",
+    "router_agreement",
+    "router_statistics",
 ]

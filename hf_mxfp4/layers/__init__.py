@@ -2,6 +2,7 @@
 """Layers that compute on MXFP4 operands."""
 
 from .fallback import fallback_thresholds, update_fallback_thresholds
+from .full_precision import full_precision
 from .linear import MXFP4Linear
 from .packed_linear import MXFP4PackedLinear
 from .step import random_layers, set_quantization_step
@@ -13,6 +14,7 @@ __all__ = [
     "MXFP4PackedLinear",
     "cached_weights",
     "fallback_thresholds",
+    "full_precision",
     "random_layers",
     "set_quantization_step",
     "update_fallback_thresholds",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model small enough to post-train on a CPU: tokenizers, a Qwen2 and the supervised warm-up that RL starts from.
+"""A model small enough to post-train on a CPU: tokenizers, a Qwen2 or a Qwen3 mixture of experts, and the supervised
+warm-up that RL starts from.
 
 RL on verifiable rewards cannot start from random weights, because no rollout is ever rewarded. The warm-up teaches
 part of the task, and is short enough to leave room for RL to improve.
@@ -14,7 +15,16 @@ import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    set_seed,
+)
 
 
 # The end has the name that Qwen2 tokenizers add when a vocabulary lacks it.
@@ -98,14 +108,11 @@ def build_qwen2(
     Raises:
         ValueError: `hidden_size` is not divisible by `num_heads`, or `num_heads` by `num_kv_heads`.
     """
-    if hidden_size % num_heads or num_heads % num_kv_heads:
-        raise ValueError(
-            f"hidden_size must be divisible by num_heads and num_heads by num_kv_heads, got {hidden_size}, "
-            f"{num_heads}, {num_kv_heads}"
-        )
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
+    return _build(
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        tokenizer,
+        seed,
         hidden_size=hidden_size,
         num_hidden_layers=num_layers,
         intermediate_size=intermediate_size,
@@ -113,15 +120,79 @@ def build_qwen2(
         num_key_value_heads=num_kv_heads,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tie_word_embeddings,
-        dtype=torch.float32,
-        **special,
     )
+
+
+def build_qwen3_moe(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden_size: int = 128,
+    num_layers: int = 4,
+    intermediate_size: int = 256,
+    num_experts: int = 8,
+    experts_per_token: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_positions: int = 512,
+    seed: int = 0,
+) -> Qwen3MoeForCausalLM:
+    """A randomly initialised Qwen3 mixture of experts in float32 for `tokenizer`, an expert layer in every block.
+
+    The defaults make 1.0M parameters, of which a token uses 0.4M. `intermediate_size` is what a dense layer would have; each expert
+    has a quarter of it. As of [`build_qwen2`], the weights depend on the arguments only.
+
+    Raises:
+        ValueError: as [`build_qwen2`], `intermediate_size` is not divisible by 4, or `experts_per_token` is not between 1 and `num_experts`.
+    """
+    if not 1 <= experts_per_token <= num_experts:
+        raise ValueError(f"experts_per_token must be between 1 and num_experts={num_experts}, got {experts_per_token}")
+    if intermediate_size % 4:
+        raise ValueError(f"intermediate_size must be divisible by 4, got {intermediate_size}")
+    return _build(
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        tokenizer,
+        seed,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        intermediate_size=intermediate_size,  # of layers without experts: there are none
+        moe_intermediate_size=intermediate_size // 4,
+        num_experts=num_experts,
+        num_experts_per_tok=experts_per_token,
+        norm_topk_prob=True,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=False,
+    )
+
+
+def _build(
+    config_class: type[PreTrainedConfig],
+    model_class: type[PreTrainedModel],
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    **options: Any,
+) -> Any:
+    """A model in float32 with random weights of its own seed, the global random state left as it was."""
+    hidden, heads, kv_heads = (options[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if hidden % heads or heads % kv_heads:
+        raise ValueError(
+            f"hidden_size must be divisible by num_heads and num_heads by num_kv_heads, got {hidden}, {heads}, {kv_heads}"
+        )
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = config_class(vocab_size=len(tokenizer), dtype=torch.float32, **options, **special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).to(torch.float32)
+        model = model_class(config).to(torch.float32)
     for key, value in special.items():
         setattr(model.generation_config, key, value)
     return model
+
+
+#: Models that a recipe can make on the spot.
+TINY_MODELS = {"qwen2": build_qwen2, "qwen3_moe": build_qwen3_moe}
 
 
 def encode_example(tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict], completion: str) -> tuple[list, list]:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized policy computed in full precision, to see what quantization changes."""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from .linear import MXFP4Linear
+from .packed_linear import MXFP4PackedLinear
+
+
+@contextlib.contextmanager
+def full_precision(model: nn.Module) -> Iterator[int]:
+    """Within this context the quantized layers of ``model`` compute as the plain layers that they stand for, on their
+    master weights; afterwards, even after an exception, they quantize again. Gives the number of layers switched.
+
+    Nothing is copied or written. The pass belongs to no rollout and no gradient: call it under `torch.no_grad`.
+
+    Raises `ValueError` when ``model`` has packed layers, whose full-precision weights are gone, or no quantized layer.
+    """
+    modules = list(model.modules())
+    if any(isinstance(module, MXFP4PackedLinear) for module in modules):
+        raise ValueError(
+            f"{type(model).__name__} has packed layers, whose weights exist in 4 bits only: it cannot be computed in "
+            "full precision; a policy with mode='qat' can"
+        )
+    layers = [module for module in modules if isinstance(module, MXFP4Linear)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no quantized layer: it is in full precision as it is")
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_plain(layer))
+        yield len(layers)
+
+
+@contextlib.contextmanager
+def _plain(layer: MXFP4Linear) -> Iterator[None]:
+    own = layer.__dict__.get("forward")
+    # The forward pass of the class behind ours.
+    layer.forward = super(MXFP4Linear, layer).forward
+    try:
+        yield
+    finally:
+        del layer.forward
+        if own is not None:
+            layer.forward = own

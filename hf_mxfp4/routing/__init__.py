@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers of mixture-of-experts models: where they are, what they choose, and choosing again as recorded."""
+
+from .agreement import choice_agreement
+from .find import find_routers
+from .record import ChoiceRecorder, recorded_choices
+from .replay import ReplayReport, RouterReplayError, replayed_choices
+
+
+__all__ = [
+    "ChoiceRecorder",
+    "ReplayReport",
+    "RouterReplayError",
+    "choice_agreement",
+    "find_routers",
+    "recorded_choices",
+    "replayed_choices",
+]
