@@ -16,6 +16,7 @@ _LAZY = {
     "NormNoise": "aqn",
     "QuantizationStepCallback": "callbacks",
     "RewardError": "reward_guard",
+    "RouterCallback": "router_callback",
 }
 
 __all__ = sorted(_LAZY)

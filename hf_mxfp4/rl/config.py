@@ -50,6 +50,19 @@ class MXFP4GRPOConfig(GRPOConfig):
         default=50, metadata={"help": "Steps between decompositions of the weights' quantization error; 0: never."}
     )
     error_layers: int = field(default=4, metadata={"help": "Number of layers decomposed, spread over the depth."})
+    router_every: int = field(
+        default=0,
+        metadata={
+            "help": "Mixture of experts: steps between measurements of the routing, against full precision and of the "
+            "experts' load, on the last training batch; 0: never."
+        },
+    )
+    router_replay: bool = field(
+        default=False,
+        metadata={
+            "help": "Mixture of experts: train with the experts that were chosen in the rollout (R3, arXiv 2510.11370)."
+        },
+    )
     allow_full_precision: bool = field(
         default=False,
         metadata={"help": "Train a model without any MXFP4 layer, for a baseline. Otherwise such a model is refused."},
@@ -60,10 +73,24 @@ class MXFP4GRPOConfig(GRPOConfig):
         self.noise_schedule  # noqa: B018
         if not self.rollout_correction_cap > 0 or not math.isfinite(self.rollout_correction_cap):
             raise ValueError(f"rollout_correction_cap={self.rollout_correction_cap} must be a positive number")
-        for name in ("entropy_collapse", "entropy_explosion", "error_every", "error_layers"):
+        for name in ("entropy_collapse", "entropy_explosion", "error_every", "error_layers", "router_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.router_replay:
+            self._check_router_replay()
         super().__post_init__()
+
+    def _check_router_replay(self) -> None:
+        """Rollouts that the routers of the policy's own modules do not take part in cannot be recorded."""
+        if self.use_vllm:
+            raise ValueError(
+                "router_replay=True needs the experts that were chosen in the rollout, which vLLM does not return; use "
+                "use_vllm=False, or router_replay=False with vllm_importance_sampling_correction=True"
+            )
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "router_replay=True records generation by `generate`; set use_transformers_continuous_batching=False"
+            )
 
     @property
     def noise_schedule(self) -> NoiseSchedule:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
@@ -19,13 +18,15 @@ from .aqn import NoiseReport, NormNoise
 from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
 from .config import MXFP4GRPOConfig
 from .reward_guard import guard_reward
+from .rollout_routing import BATCH_KEY
+from .router_training import RouterTraining
 from .vllm_sync import rollout_parameters
 
 
 _MXFP4_LAYERS = (MXFP4Linear, MXFP4PackedLinear)
 
 
-class MXFP4GRPOTrainer(GRPOTrainer):
+class MXFP4GRPOTrainer(RouterTraining):
     """[`trl.GRPOTrainer`] with adaptive quantization noise in rollouts, correction of the mismatch it makes, and
     callbacks for policy entropy and quantization error.
 
@@ -94,6 +95,7 @@ class MXFP4GRPOTrainer(GRPOTrainer):
             self.add_callback(FallbackCallback(record=self._record))
         if random_layers(self.model):
             self.add_callback(QuantizationStepCallback())
+        self._watch_routers()
         if self.use_vllm:
             self._push_rollout_policy_to_vllm()
         get_logger().info(
@@ -107,7 +109,10 @@ class MXFP4GRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list):
         with cached_weights(), self._rollout_noise() as sigma:
-            output = list(super()._generate(prompts))
+            with self.routing.recording() if self._replays else contextlib.nullcontext():
+                output = list(super()._generate(prompts))
+            if self._replays:
+                self.routing.keep(output[0], output[1])
             if sigma > 0 and self._corrects_rollouts(output):
                 output[4] = self._score(output[0], output[1])
         return tuple(output)
@@ -190,7 +195,12 @@ class MXFP4GRPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _log_probs(self, prompts, prompt_mask, completions, completion_mask) -> torch.Tensor:
-        with cached_weights(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        """Log-probabilities of the last rollout, routed as it was under router replay."""
+        with (
+            cached_weights(),
+            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+            self.routing.scoring(prompt_mask, completion_mask) if self._replays else contextlib.nullcontext(),
+        ):
             logps, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.cat([prompts, completions], dim=1),
@@ -202,13 +212,18 @@ class MXFP4GRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
+        if self._replays:
+            output[BATCH_KEY] = self.routing.padded(output["prompt_mask"], output["completion_ids"])
         sampled = output.get("sampling_per_token_logps")
-        if sampled is None or self.use_vllm or not self.args.rollout_correction or not self.model.training:
-            return output
-        if "old_per_token_logps" not in output:
+        corrects = sampled is not None and not self.use_vllm and self.args.rollout_correction and self.model.training
+        # What TRL itself computed, if anything, is under free routing.
+        scored = "old_per_token_logps" in output
+        if scored and self._replays or not scored and corrects:
             output["old_per_token_logps"] = self._log_probs(
                 output["prompt_ids"], output["prompt_mask"], output["completion_ids"], output["completion_mask"]
             )
+        if not corrects:
+            return output
         mask = output["completion_mask"] * output.get("tool_mask", 1)
         difference = torch.nan_to_num(output["old_per_token_logps"] - sampled) * mask
         ratio = difference.exp()
