@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from ..module_names import name_matches
+from ..routing import present_routers
 
 
-#: Submodules whose presence makes a decoder layer a mixture of experts.
+#: Where models whose routers are plain linear layers (those of other repositories) keep them.
 _ROUTER_NAMES = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "feed_forward.router", "feed_forward.gate")
 
 
@@ -64,24 +65,39 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
     ``input_layernorm`` is taken: the others feed the router, whose choices noise would scramble. Of a norm that PEFT
     trains a copy of (``modules_to_save``), the copy is taken.
     """
-    routed = {
-        plain_name(name).removesuffix(f".{router}")
-        for name, _ in model.named_modules()
-        for router in _ROUTER_NAMES
-        if plain_name(name).endswith(f".{router}")
-    }
     norms = {}
+    routers = {plain_name(name) for name in present_routers(model)}
     for name, module in model.named_modules():
+        if plain_name(name).endswith(tuple(f".{router}" for router in _ROUTER_NAMES)):
+            routers.add(plain_name(name))
         parameters = dict(module.named_parameters(recurse=False))
         if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or any(module.children()):
             continue
-        layer, _, place = plain_name(name).rpartition(".")
+        place = plain_name(name).rpartition(".")[2]
         if "norm" not in type(module).__name__.lower() and "norm" not in place.lower():
             continue
-        if name.endswith(".original_module") or layer in routed and not name_matches(name, "input_layernorm"):
-            continue
-        norms[name] = module
-    return norms
+        if not name.endswith(".original_module"):
+            norms[name] = module
+    owners = {_owner(name) for name in norms}
+    routed = {_nearest(router, owners) for router in routers}
+    return {
+        name: module
+        for name, module in norms.items()
+        if (_owner(name) not in routed or name_matches(name, "input_layernorm"))
+        and not any(name_matches(plain_name(name), router) for router in routers)
+    }
+
+
+def _owner(name: str) -> str:
+    """The module that a norm is a part of."""
+    return plain_name(name).rpartition(".")[0]
+
+
+def _nearest(router: str, owners: set[str]) -> str | None:
+    """The decoder layer of a router: of the modules around it, the nearest that owns norms."""
+    around = router.split(".")[:-1]
+    prefixes = (".".join(around[:count]) for count in range(len(around), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in owners), None)
 
 
 def plain_name(name: str) -> str:

@@ -2,7 +2,7 @@
 """Routers of mixture-of-experts models: where they are, what they choose, and choosing again as recorded."""
 
 from .agreement import choice_agreement
-from .find import find_routers
+from .find import find_routers, present_routers
 from .record import ChoiceRecorder, recorded_choices
 from .replay import ReplayReport, RouterReplayError, replayed_choices
 
@@ -13,6 +13,7 @@ __all__ = [
     "RouterReplayError",
     "choice_agreement",
     "find_routers",
+    "present_routers",
     "recorded_choices",
     "replayed_choices",
 ]
