@@ -196,7 +196,8 @@ def make_base_model(recipe: RecipeArguments, training: MXFP4GRPOConfig, task: Ta
             max_positions=recipe.tiny_max_positions,
             seed=training.seed,
         )
-        tell("model", f"{model.config.model_type} with {model.num_parameters() / 1e6:.2f} M parameters, made on the spot")
+        size = f"{model.num_parameters() / 1e6:.2f} M parameters"
+        tell("model", f"{recipe.tiny_architecture} with {size}, made on the spot")
         if recipe.sft_steps:
             supervised_warmup(
                 model,

@@ -86,7 +86,7 @@ class RolloutRouting:
 
 
 def routed_tokens(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
-    """Bool ``[B, P + C]``: the tokens that generation fed to the model: all but padding and the last of each completion.
+    """Bool ``[B, P + C]``, the tokens that generation fed to the model: all but padding and each completion's last.
 
     The last token's routing has no part in any log-probability: that of completion token t is read at position t - 1.
     """

@@ -3,9 +3,10 @@
 
 In transformers 5 (checked in 5.17 and 5.23) a router is a module of its own that takes the hidden states and returns
 ``(logits [T, E], weights [T, k], indices [T, k])`` for the T tokens of a batch (GraniteMoE of 5.17 in the reverse
-order), and chooses by `torch.topk`. The weights are what its architecture makes of the chosen logits: Qwen2-MoE, Qwen3-MoE and OLMoE take the softmax over all experts, which
-`norm_topk_prob` renormalises over the chosen; Mixtral always renormalises; gpt-oss and GraniteMoE take the softmax of
-the chosen; DeepSeek-V3 takes sigmoids, chooses by them plus a bias within the best groups, renormalises and scales.
+order), and chooses by `torch.topk`. The weights are what its architecture makes of the chosen logits: Qwen2-MoE,
+Qwen3-MoE and OLMoE take the softmax over all experts, which `norm_topk_prob` renormalises over the chosen; Mixtral
+always renormalises; gpt-oss and GraniteMoE take the softmax of the chosen; DeepSeek-V3 takes sigmoids, chooses by them
+plus a bias within the best groups, renormalises and scales.
 """
 
 from typing import Any
@@ -29,8 +30,8 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
 def present_routers(model: nn.Module) -> dict[str, nn.Module]:
     """The routers of ``model`` by name, none for a dense model.
 
-    Found by structure (a 2-D ``weight`` of its own with one row for each of ``num_experts``, and ``top_k``), and by what
-    a transformers model says about the origin of its router logits.
+    Found by structure (a 2-D ``weight`` of its own with one row for each of ``num_experts``, and ``top_k``), and by
+    what a transformers model says about the origin of its router logits.
     """
     declared = tuple({kind for module in model.modules() for kind in _declared_routers(module)})
     return {

@@ -12,7 +12,7 @@ from .find import choices_of
 
 @contextlib.contextmanager
 def recorded_choices(routers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Within the context, every forward pass of a router appends its expert indices ``[T, k]`` to the list of its name."""
+    """Within the context, every forward pass of a router appends its expert indices ``[T, k]`` to its list."""
     choices: dict[str, list[torch.Tensor]] = {name: [] for name in routers}
 
     def hook(name: str):

@@ -138,11 +138,12 @@ def build_qwen3_moe(
 ) -> Qwen3MoeForCausalLM:
     """A randomly initialised Qwen3 mixture of experts in float32 for `tokenizer`, an expert layer in every block.
 
-    The defaults make 1.0M parameters, of which a token uses 0.4M. `intermediate_size` is what a dense layer would have; each expert
-    has a quarter of it. As of [`build_qwen2`], the weights depend on the arguments only.
+    `intermediate_size` is what a dense layer would have; each expert has a quarter of it. The defaults make 1.0M
+    parameters, of which a token uses 0.4M. As of [`build_qwen2`], the weights depend on the arguments only.
 
     Raises:
-        ValueError: as [`build_qwen2`], `intermediate_size` is not divisible by 4, or `experts_per_token` is not between 1 and `num_experts`.
+        ValueError: as [`build_qwen2`], `intermediate_size` is not divisible by 4, or `experts_per_token` is not between
+            1 and `num_experts`.
     """
     if not 1 <= experts_per_token <= num_experts:
         raise ValueError(f"experts_per_token must be between 1 and num_experts={num_experts}, got {experts_per_token}")
@@ -179,7 +180,8 @@ def _build(
     hidden, heads, kv_heads = (options[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if hidden % heads or heads % kv_heads:
         raise ValueError(
-            f"hidden_size must be divisible by num_heads and num_heads by num_kv_heads, got {hidden}, {heads}, {kv_heads}"
+            f"hidden_size must be divisible by num_heads and num_heads by num_kv_heads, got {hidden}, {heads}, "
+            f"{kv_heads}"
         )
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = config_class(vocab_size=len(tokenizer), dtype=torch.float32, **options, **special)
