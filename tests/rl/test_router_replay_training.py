@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Router replay in `MXFP4GRPOTrainer`: what is trained on was routed in the rollout."""
+
+import pytest
+import torch
+from grpo_runs import TOKENIZER, prompts, trainer_factory
+from moe_models import make_moe
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
+from hf_mxfp4.rl.rollout_routing import BATCH_KEY, RolloutRouting, routed_tokens
+from hf_mxfp4.routing import RouterReplayError, find_routers, recorded_choices
+
+
+#: Experts are skipped until they can be quantized; nothing here depends on it.
+SCHEME = MXFP4RLConfig(modules_to_not_convert=["experts"])
+
+
+@pytest.fixture
+def build(tmp_path):
+    factory = trainer_factory(tmp_path)
+
+    def make(family="qwen3_moe", scheme=SCHEME, **options):
+        folder = tmp_path / family
+        if not folder.exists():
+            make_moe(family).save_pretrained(folder)
+            TOKENIZER.save_pretrained(folder)
+        policy = AutoModelForCausalLM.from_pretrained(folder, quantization_config=scheme)
+        return factory(policy=policy, **{"router_replay": True, "max_steps": 3, "error_every": 0, **options})
+
+    return make
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def watch(trainer, method):
+    """Calls of a method that computes log-probabilities: what each routed ``[B, L, layers, k]``, and its arguments."""
+    calls, original = [], getattr(trainer, method)
+
+    def watched(*args, **kwargs):
+        with recorded_choices(find_routers(trainer.model)) as choices:
+            result = original(*args, **kwargs)
+        layers = [torch.cat(passes) for passes in choices.values()]
+        calls.append((torch.stack(layers, dim=1), args))
+        return result
+
+    setattr(trainer, method, watched)
+    return calls
+
+
+OPTIONS = {
+    "plain": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "reused": {"num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 4},
+    "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "clean": {"aqn": False, "num_iterations": 2},
+    "masked": {"mask_truncated_completions": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_training_routes_as_the_rollout_did(build, name):
+    trainer = build(learning_rate=1e-2, **OPTIONS[name])
+    calls = watch(trainer, "_compute_loss")
+    trainer.train()
+    assert len(calls) == 3 * (2 if name == "accumulated" else 1)
+    covered = 0
+    for routed, (_, inputs) in calls:
+        recorded = inputs[BATCH_KEY].long()
+        routed, known = routed.view_as(recorded), recorded >= 0
+        assert torch.equal(routed[known], recorded[known])
+        assert not (routed_tokens(inputs["prompt_mask"], inputs["completion_mask"]) & ~known.flatten(2).all(-1)).any()
+        covered += int(known[..., 0, 0].sum())
+    assert covered > 60
+    assert logged(trainer, "router_replay/coverage") == [1.0] * 3
+    changed = logged(trainer, "router_replay/changed")
+    assert all(0 <= value < 1 for value in changed)
+    if name in ("reused", "clean"):  # the first step on a rollout changes the routers, the next one sees it
+        assert changed[0] == 0 and changed[1] > 0.02
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_an_unchanged_policy_would_have_routed_as_it_did(build, family):
+    """Rows stay with their recordings through shuffling, splitting and reuse: at rate 0 replay changes nothing."""
+    trainer = build(family, learning_rate=0.0, aqn=False, **OPTIONS["reused"], dataset=uneven_prompts(), max_steps=4)
+    trainer.train()
+    assert logged(trainer, "router_replay/changed") == [0.0] * 4
+
+
+def uneven_prompts():
+    """Prompts of several lengths, so that there is padding on the left."""
+    dataset = prompts(8)
+    texts = ["1=", "1+2=", "12+34=", "9=", "77+1+2=", "5+5=", "3=", "4+44="]
+    return dataset.remove_columns("prompt").add_column("prompt", texts)
+
+
+def test_old_log_probabilities_are_those_of_the_recorded_routing(build):
+    trainer = build(learning_rate=1e-2, **OPTIONS["reused"], aqn_num_stages=1, max_steps=2)
+    calls = watch(trainer, "_log_probs")
+    batches, keep = [], trainer.routing.padded
+    trainer.routing.padded = lambda *args: batches.append(keep(*args)) or batches[-1]
+    trainer.train()
+    assert len(calls) == 2  # of the sampling policy, with noise, and of the one that trains
+    for routed, _ in calls:
+        recorded = batches[0].long()
+        known = recorded >= 0
+        assert torch.equal(routed.view_as(recorded)[known], recorded[known])
+
+
+def test_off_by_default(build):
+    default = MXFP4GRPOConfig.__dataclass_fields__["router_replay"].default
+    trainer = build(router_replay=default)
+    assert trainer.routing is None
+    seen, compute_loss = [], trainer._compute_loss
+
+    def look(model, inputs):
+        seen.append(set(inputs))
+        assert not any(router.__dict__.get("forward") for router in find_routers(trainer.model).values())
+        return compute_loss(model, inputs)
+
+    trainer._compute_loss = look
+    trainer.train()
+    assert len(seen) == 3 and not any(BATCH_KEY in keys for keys in seen)
+    assert not any("router" in name for entry in trainer.state.log_history for name in entry)
+
+
+def test_where_routing_does_not_change_training_is_bit_identical_to_without(build):
+    """On-policy and without noise the replayed choices are those that would have been made."""
+    weights = []
+    for replay in (False, True):
+        trainer = build(router_replay=replay, aqn=False)
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+    assert logged(trainer, "router_replay/changed") == [0.0] * 3
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_routers_are_trained_through_replay(build):
+    trainer = build(router_aux_loss_coef=0.0)
+    before = {name: router.weight.detach().clone() for name, router in find_routers(trainer.model).items()}
+    trainer.train()
+    for name, router in find_routers(trainer.model).items():
+        assert not torch.equal(router.weight, before[name]), name
+        assert "forward" not in router.__dict__
+
+
+def test_evaluation_does_not_replay(build):
+    trainer = build()
+    trainer.train()
+    metrics = trainer.evaluate(prompts(4))
+    assert metrics["eval_reward"] >= 0
+    assert not any("router_replay" in name for name in metrics)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_without_a_recording_is_an_error(build):
+    trainer = build()
+    padded = trainer.routing.padded
+
+    def holes(*args):
+        batch = padded(*args)
+        batch[0, 3] = -1  # the last token of a prompt
+        return batch
+
+    trainer.routing.padded = holes
+    with pytest.raises(RouterReplayError, match=r"covers \d+ of \d+ tokens \(9\d.\d%\): in 1 of 8 sequences"):
+        trainer.train()
+
+
+def test_a_batch_without_a_recording_is_an_error(build):
+    trainer = build()
+    prepare = trainer._prepare_inputs
+    trainer._prepare_inputs = lambda batch: {k: v for k, v in prepare(batch).items() if k != BATCH_KEY}
+    with pytest.raises(RouterReplayError, match=r"covers 0 of \d+ tokens: the training batch has no recording"):
+        trainer.train()
+
+
+def test_what_cannot_be_recorded_is_refused(build):
+    options = {"router_replay": True, "use_cpu": True, "bf16": False}
+    with pytest.raises(ValueError, match="vLLM does not return"):
+        MXFP4GRPOConfig(use_vllm=True, **options)
+    with pytest.raises(ValueError, match="use_transformers_continuous_batching=False"):
+        MXFP4GRPOConfig(use_transformers_continuous_batching=True, **options)
+    with pytest.raises(ValueError, match="router_every=-1 must not be negative"):
+        MXFP4GRPOConfig(router_every=-1, use_cpu=True, bf16=False)
+
+
+def test_a_dense_policy_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM has no router"):
+        trainer_factory(tmp_path)(router_replay=True)
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM has no router"):
+        trainer_factory(tmp_path)(router_every=1)
+
+
+def test_a_recording_of_another_batch_is_refused():
+    routing = RolloutRouting(make_moe())
+    with pytest.raises(RouterReplayError, match="recordings of 0 sequences for a batch of 2"):
+        routing.padded(torch.ones(2, 3), torch.ones(2, 4))
+
+
+def test_which_tokens_are_routed_in_generation():
+    prompt = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])
+    completion = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])  # the last one masked as truncated
+    expected = [[0, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0]]
+    assert routed_tokens(prompt, completion).int().tolist() == expected
