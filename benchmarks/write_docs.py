@@ -19,7 +19,7 @@ from statistics import fmean
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
-DOCUMENTS = ("README.md", "docs/error-analysis.md", "docs/checkpoints.md")
+DOCUMENTS = ("README.md", "docs/error-analysis.md", "docs/checkpoints.md", "docs/moe.md")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 DISTRIBUTIONS = ("Gaussian", "Laplace", "Student-t(4)")
@@ -263,6 +263,12 @@ def lora() -> str:
     return demo("lora_cpu")
 
 
+def moe() -> str:
+    lines = demo("moe_cpu").splitlines()
+    agreements = ["router agreement", "---", *(f"{r['router_agreement']:.3f}" for r in records("moe_cpu"))]
+    return "".join(f"{line} {value} |\n" for line, value in zip(lines, agreements, strict=True))
+
+
 def merge_cost() -> str:
     rows = [
         [r["name"], f"{r['value']:.3f}", " ".join(f"{accuracy:.3f}" for accuracy in r["by_run"])]
@@ -292,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "readme_schemes": readme_schemes,
     "demo": demo,
     "lora": lora,
+    "moe": moe,
     "merge_cost": merge_cost,
     "packed_loading": packed_loading,
 }
