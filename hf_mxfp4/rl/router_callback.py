@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from .._logging import get_logger
 from ..analysis import router_statistics
-from ..layers import MXFP4Linear, MXFP4PackedLinear
+from ..layers import full_precision
 from ..routing import find_routers
 
 
@@ -50,15 +50,12 @@ class RouterCallback(TrainerCallback):
         self.every, self.batch, self.record = every, batch, record
         self.history: list[dict] = []
         count = len(find_routers(model))
-        kinds = {type(module) for module in model.modules()}
-        self.compares = MXFP4PackedLinear not in kinds and MXFP4Linear in kinds
-        if not self.compares:
-            get_logger().warning(
-                "router agreement is not measured: %s; the load of the experts is",
-                "packed layers have no full-precision weights to compare with"
-                if MXFP4PackedLinear in kinds
-                else "no layer is quantized",
-            )
+        try:
+            with full_precision(model):
+                self.compares = True
+        except ValueError as reason:
+            self.compares = False
+            get_logger().warning("the load of the experts is measured, router agreement is not: %s", reason)
         get_logger().info("router telemetry: %d routers every %d steps", count, every)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):

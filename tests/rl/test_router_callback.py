@@ -85,11 +85,11 @@ def test_off_by_default(build, tmp_path):
 @pytest.mark.parametrize(
     ("scheme", "options", "reason"),
     [
-        (None, {"allow_full_precision": True}, "no layer is quantized"),
+        (None, {"allow_full_precision": True}, "has no quantized layer"),
         (
             MXFP4RLConfig(mode="packed", **SKIP),
             {"peft_config": LoraConfig(target_modules=["q_proj"], r=2)},
-            "packed layers have no full-precision weights",
+            "has packed layers, whose weights exist in 4 bits only",
         ),
     ],
     ids=["full precision", "packed"],
@@ -97,7 +97,7 @@ def test_off_by_default(build, tmp_path):
 def test_without_something_to_compare_with_the_load_is_measured(build, caplog, scheme, options, reason):
     with caplog.at_level(logging.WARNING, logger="hf_mxfp4"):
         trainer = build(scheme, router_every=3, **options)
-    assert f"router agreement is not measured: {reason}" in caplog.text
+    assert f"router agreement is not: Qwen3MoeForCausalLM {reason}" in caplog.text
     trainer.train()
     assert set(metrics_of(trainer)[3]) == LOADS
     assert all(row["agreement"] is None for row in trainer.router_callback.history)

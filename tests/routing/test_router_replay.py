@@ -114,7 +114,8 @@ def test_tokens_without_a_recording_route_freely():
     model = make_moe()
     routers, wanted, free = find_routers(model), other_choices(model), free_choices(model)
     wanted[:, 3:] = -1
-    with torch.no_grad(), recorded_choices(routers) as choices, replayed_choices(routers, wanted, wanted[..., 0, 0] >= 0):
+    required = wanted[..., 0, 0] >= 0
+    with torch.no_grad(), recorded_choices(routers) as choices, replayed_choices(routers, wanted, required):
         model(tokens())
     first = choices["model.layers.0.mlp.gate"][0].view(3, 7, 2)  # whose input does not depend on choices
     assert torch.equal(first[:, :3], wanted[:, :3, 0]) and torch.equal(first[:, 3:], free[:, 3:, 0])
