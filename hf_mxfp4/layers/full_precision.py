@@ -6,14 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from .linear import MXFP4Linear
 from .packed_linear import MXFP4PackedLinear
-
-
-#: Kinds of layers with master weights; the next class behind one computes with them as they are.
-_TRAINABLE = (MXFP4Linear,)
-#: Kinds of layers without.
-_PACKED = (MXFP4PackedLinear,)
 
 
 @contextlib.contextmanager
@@ -26,12 +19,12 @@ def full_precision(model: nn.Module) -> Iterator[int]:
     Raises `ValueError` when ``model`` has packed layers, whose full-precision weights are gone, or no quantized layer.
     """
     modules = list(model.modules())
-    if any(isinstance(module, _PACKED) for module in modules):
+    if any(isinstance(module, MXFP4PackedLinear) for module in modules):
         raise ValueError(
             f"{type(model).__name__} has packed layers, whose weights exist in 4 bits only: it cannot be computed in "
             "full precision; a policy with mode='qat' can"
         )
-    layers = [module for module in modules if isinstance(module, _TRAINABLE)]
+    layers = [module for module in modules if hasattr(module, "full_precision_forward")]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no quantized layer: it is in full precision as it is")
     with contextlib.ExitStack() as stack:
@@ -43,8 +36,7 @@ def full_precision(model: nn.Module) -> Iterator[int]:
 @contextlib.contextmanager
 def _plain(layer: nn.Module) -> Iterator[None]:
     own = layer.__dict__.get("forward")
-    kind = next(kind for kind in _TRAINABLE if isinstance(layer, kind))
-    layer.forward = super(kind, layer).forward
+    layer.forward = layer.full_precision_forward
     try:
         yield
     finally:

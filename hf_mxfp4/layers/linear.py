@@ -109,6 +109,10 @@ class MXFP4Linear(nn.Linear):
             )
         return quantized_linear(x, self.weight, self.bias, self._forward_input, self.quantized_weight, self._products)
 
+    def full_precision_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the plain layer computes on the master weight; see [`full_precision`]."""
+        return super().forward(x)
+
     def _forward_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         fprop, scheme = self.gemms.fprop, self._activation_scheme
         x = rotate_operand(x, fprop.rotation, "fprop", self.draws)

@@ -97,7 +97,7 @@ def test_off_by_default(build, tmp_path):
 def test_without_something_to_compare_with_the_load_is_measured(build, caplog, scheme, options, reason):
     with caplog.at_level(logging.WARNING, logger="hf_mxfp4"):
         trainer = build(scheme, router_every=3, **options)
-    assert f"router agreement is not: Qwen3MoeForCausalLM {reason}" in caplog.text
+    assert "router agreement is not: " in caplog.text and reason in caplog.text
     trainer.train()
     assert set(metrics_of(trainer)[3]) == LOADS
     assert all(row["agreement"] is None for row in trainer.router_callback.history)
