@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "ErrorDecomposition": "numerics",
+    "MXFP4Experts": "layers",
     "MXFP4GRPOConfig": "rl",
     "MXFP4GRPOTrainer": "rl",
     "MXFP4Linear": "layers",

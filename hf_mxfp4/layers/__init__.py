@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that compute on MXFP4 operands."""
 
+from .experts import MXFP4Experts
 from .fallback import fallback_thresholds, update_fallback_thresholds
 from .linear import MXFP4Linear
 from .packed_linear import MXFP4PackedLinear
@@ -9,6 +10,7 @@ from .weight_cache import cached_weights
 
 
 __all__ = [
+    "MXFP4Experts",
     "MXFP4Linear",
     "MXFP4PackedLinear",
     "cached_weights",
