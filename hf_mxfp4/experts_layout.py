@@ -17,6 +17,14 @@ def projections(experts: nn.Module) -> tuple[str, str]:
     return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
 
 
+def matrix_names(name: str, experts: nn.Module) -> list[str]:
+    """A name for each linear map in experts called ``name``, as they are counted and reported: ``<name>.3.down_proj``
+    is one of expert 3."""
+    names = projections(experts)
+    count = getattr(experts, names[0]).shape[0]
+    return [f"{name}.{expert}.{projection}" for expert in range(count) for projection in names]
+
+
 def weight_size(experts: nn.Module, projection: str) -> tuple[int, int, int]:
     """``(experts, N, K)`` of a full-precision weight, which maps ``K`` features to ``N``."""
     count, rows, columns = getattr(experts, projection).shape
