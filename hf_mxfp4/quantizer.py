@@ -2,7 +2,7 @@
 """`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 from transformers.quantizers.auto import (
@@ -21,11 +21,13 @@ from .experts_layout import projections
 from .layers import (
     PACKED,
     QUANTIZED,
+    Matrix,
     MXFP4Experts,
     MXFP4Linear,
     MXFP4PackedExperts,
     MXFP4PackedLinear,
     matrix_names,
+    trainable_matrices,
 )
 from .module_names import find_layers, full_names, name_matches
 from .report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
@@ -136,6 +138,10 @@ class MXFP4RLQuantizer(HfQuantizer):
         # From here on PEFT's tables know what LoRA on a quantized layer is.
         importlib.import_module(".adapters", __package__)
         return model
+
+    def matrices(self, model) -> Iterator[Matrix]:
+        """The master weights of the model's quantized layers, one by one."""
+        return trainable_matrices(model)
 
     def dequantize(self, model, dtype=None):
         """A plain model: every quantized layer becomes an `nn.Linear`, or experts of the model's own class, that holds

@@ -10,7 +10,6 @@ import torch
 import transformers
 
 from ..config import MXFP4RLConfig
-from ..layers import trainable_matrices
 from ..numerics import PLAIN, OperandScheme, QuantScheme, decompose_scheme
 
 
@@ -165,7 +164,7 @@ def weight_errors(
     """Energies of the master weights of all quantized layers, of their error and of its components, and the dot product
     of scale bias and grid noise, all on sampled rows; or why there are none, in words."""
     sums = dict.fromkeys(("weight", "error", "scale_bias", "deadzone", "grid", "scale_dot_grid"), 0.0)
-    for matrix in trainable_matrices(model):
+    for matrix in model.hf_quantizer.matrices(model):
         name = matrix.full_name.replace(".base_layer.", ".")  # below an adapter
         value = (state_dict or {}).get(name, getattr(matrix.layer, matrix.parameter)).detach()
         if type(value) is not torch.Tensor or value.is_meta or value.dim() != (2 if matrix.expert is None else 3):
