@@ -11,6 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
+from hf_mxfp4.checkpoint import export
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 
@@ -291,6 +292,20 @@ def test_a_checkpoint_of_another_size_is_refused_while_it_is_packed(checkpoint, 
     with pytest.raises(RuntimeError, match="conversion of the weights"):
         load(source, mode="packed")
     assert "down_proj is [4, 96, 32] in the checkpoint, the model needs [4, 96, 64]" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_kernels_that_would_pass_the_experts_by_are_refused(mode, checkpoint):
+    config = MXFP4RLConfig(mode=mode)
+    with pytest.raises(ValueError, match="use_kernels=True lets transformers replace whole layers of experts"):
+        AutoModelForCausalLM.from_pretrained(checkpoint("gpt_oss"), quantization_config=config, use_kernels=True)
+
+
+def test_files_of_packed_experts_are_not_exported(checkpoint, tmp_path):
+    load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match="experts in fused 3-D weights .* which cannot be converted file by file"):
+        export(tmp_path / "saved", tmp_path / "out", "bf16")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_model_card_tells_of_experts(checkpoint, tmp_path):
