@@ -14,9 +14,11 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "ErrorDecomposition": "numerics",
+    "MXFP4Experts": "layers",
     "MXFP4GRPOConfig": "rl",
     "MXFP4GRPOTrainer": "rl",
     "MXFP4Linear": "layers",
+    "MXFP4PackedExperts": "layers",
     "MXFP4PackedLinear": "layers",
     "MXFP4Tensor": "numerics",
     "QuantScheme": "numerics",

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from .experts_layout import matrix_names, obstacle
+
 
 #: Parts of a model that always keep full precision: heads, routers, and the towers beside a multimodal decoder.
 ALWAYS_SKIPPED = (
@@ -72,8 +74,39 @@ def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[di
     return quantized, skipped
 
 
+def find_layers(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Module], list[str]]:
+    """The linear layers and the fused experts of ``model`` to quantize, by name, and the names of the linear maps to
+    leave alone.
+
+    Raises `ValueError` as [`split_linears`] does, when nothing is left to quantize, and for fused experts of a layout
+    that is not known here and that are not skipped.
+    """
+    extra_skips = tuple(extra_skips)
+    linears, skipped = split_linears(model, extra_skips)
+    chosen = set(fused_experts(model, (*ALWAYS_SKIPPED, *extra_skips)))
+    layers: dict[str, nn.Module] = {}
+    experts = set(fused_experts(model))
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in linears:
+            layers[name] = module
+        elif name in chosen:
+            problem = obstacle(module)
+            if problem:
+                raise ValueError(
+                    f"{type(model).__name__} keeps experts in fused 3-D weights that cannot be quantized ({name}: "
+                    f"{problem}); to leave the experts in full precision on purpose, add 'experts' to "
+                    "modules_to_not_convert"
+                )
+            layers[name] = module
+        elif name in experts:
+            skipped += [name] if obstacle(module) else matrix_names(name, module)
+    if not layers:
+        raise _nothing_left(model, skipped, extra_skips)
+    return layers, skipped
+
+
 def find_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Linear], list[str]]:
-    """[`split_linears`] of a model that can be quantized.
+    """[`split_linears`] where fused experts cannot be quantized: of the files of a checkpoint.
 
     Raises `ValueError` also when nothing is left to quantize, and when the model keeps experts outside of linear layers
     that are not skipped.
@@ -84,18 +117,20 @@ def find_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dic
     if experts:
         raise ValueError(
             f"{type(model).__name__} keeps experts in fused 3-D weights ({experts[0]} and {len(experts) - 1} more), "
-            "which are not quantized yet; to leave the experts in full precision on purpose, add 'experts' to "
-            "modules_to_not_convert"
+            "which cannot be converted file by file; load the model and use hf_mxfp4.pack or model.dequantize(), or, "
+            "to leave the experts in full precision on purpose, add 'experts' to modules_to_not_convert"
         )
     if not linears:
-        kinds = Counter(
-            type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None
-        )
-        raise ValueError(
-            f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
-            f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}"
-        )
+        raise _nothing_left(model, skipped, extra_skips)
     return linears, skipped
+
+
+def _nothing_left(model: nn.Module, skipped: list[str], extra_skips: tuple[str, ...]) -> ValueError:
+    kinds = Counter(type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
+    return ValueError(
+        f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
+        f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}"
+    )
 
 
 def fused_experts(model: nn.Module, extra_skips: Iterable[str] = ()) -> list[str]:

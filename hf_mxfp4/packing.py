@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from .checkpoint.mapped import release_mapped
+from .checkpoint.mapped import release_files, release_mapped
 from .config import MXFP4RLConfig
-from .layers import MXFP4Linear, MXFP4PackedLinear
-from .module_names import find_linears
+from .experts_layout import matrix_names, obstacle, projections
+from .layers import PACKED, TRAINABLE, MXFP4PackedExperts, MXFP4PackedLinear
+from .module_names import find_layers, fused_experts
 from .ops.packed import quantize_weight
-from .quantizer import MXFP4RLQuantizer, swap_linears
-from .report import ErrorEnergy, add_packed
+from .quantizer import MXFP4RLQuantizer, from_plain, swap_layers
+from .report import ErrorEnergy, add_packed, add_packed_experts
 
 
 if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Triton with it
@@ -34,18 +35,23 @@ class PackOnLoad(ConversionOps):
         """
         (value,) = input_dict.values()
         weight = value[0] if isinstance(value, list) else value
-        name = full_layer_name.removesuffix(".weight")
-        layer = model.get_submodule(name)
-        if tuple(weight.shape) != (layer.out_features, layer.in_features):
+        owner, _, own = full_layer_name.rpartition(".")
+        layer = model.get_submodule(owner)
+        needed = getattr(layer, own).shape  # the placeholder's
+        if weight.shape != needed:
             raise ValueError(
-                f"{full_layer_name} is {list(weight.shape)} in the checkpoint, the model needs "
-                f"{[layer.out_features, layer.in_features]}"
+                f"{full_layer_name} is {list(weight.shape)} in the checkpoint, the model needs {list(needed)}"
             )
-        config = self.quantizer.quantization_config
-        packed = quantize_weight(weight, config.weight_scheme, config.backend)
-        add_packed(self.quantizer.error_energy, weight, packed, config)
-        release_mapped(weight, self.quantizer.source_files)
-        return {f"{name}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}
+        config, energy = self.quantizer.quantization_config, self.quantizer.error_energy
+        if isinstance(layer, MXFP4PackedExperts):
+            packed = layer.pack_weight(own, weight)
+            add_packed_experts(energy, layer, own, weight, packed)
+            release_files(self.quantizer.source_files)  # the weight is a copy of the experts' own
+        else:
+            packed = quantize_weight(weight, config.weight_scheme, config.backend)
+            add_packed(energy, weight, packed, config)
+            release_mapped(weight, self.quantizer.source_files)
+        return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}
 
 
 def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreTrainedModel":
@@ -70,38 +76,55 @@ def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreT
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise TypeError(f"pack takes a transformers model, not {type(model).__name__}; unwrap it first")
     modules = list(model.modules())
-    if any(isinstance(module, MXFP4PackedLinear) for module in modules):
+    if any(isinstance(module, PACKED) for module in modules):
         raise ValueError(f"{type(model).__name__} is packed already")
     if any(isinstance(getattr(module, "base_layer", None), nn.Module) for module in modules):
         raise ValueError(f"{type(model).__name__} has adapters; merge them into it first (merge_and_unload)")
-    trained = next((module.config for module in modules if isinstance(module, MXFP4Linear)), None)
+    trained = next((module.config for module in modules if isinstance(module, TRAINABLE)), None)
     del modules
     config = _packed_config(type(model).__name__, trained, config)
     energy = ErrorEnergy()
 
-    def make(linear: nn.Linear, config: MXFP4RLConfig, name: str) -> MXFP4PackedLinear:
-        weight = linear.weight
-        whole = weight.shape == (linear.out_features, linear.in_features)
-        if type(weight.data) is not torch.Tensor or weight.is_meta or not whole:
-            raise ValueError(
-                f"{name}.weight is not here in full ({type(weight.data).__name__} {list(weight.shape)} on "
-                f"{weight.device}); gather or load the model's weights, then pack"
-            )
-        layer = MXFP4PackedLinear.from_linear(linear, config, name)
-        packed = {name: tensor for name, tensor in layer.named_parameters() if name != "bias"}
-        add_packed(energy, weight.detach(), packed, config)
-        return layer
+    def make(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
+        _check_whole(name, layer)
+        packed = from_plain(layer, config, name)
+        if isinstance(packed, MXFP4PackedLinear):
+            tensors = {name: tensor for name, tensor in packed.named_parameters() if name != "bias"}
+            add_packed(energy, layer.weight.detach(), tensors, config)
+        else:
+            for projection in packed.projections:
+                tensors = {name: getattr(packed, name) for name in packed.shapes()}
+                add_packed_experts(energy, packed, projection, getattr(layer, projection).detach(), tensors)
+        return packed
 
     if trained is None:
-        linears, skipped = find_linears(model, config.modules_to_not_convert or ())
+        layers, skipped = find_layers(model, config.modules_to_not_convert or ())
     else:
         modules = dict(model.named_modules(remove_duplicate=False))
-        linears = {name: module for name, module in modules.items() if isinstance(module, MXFP4Linear)}
+        layers = {name: module for name, module in modules.items() if isinstance(module, TRAINABLE)}
         skipped = [name for name, module in modules.items() if type(module) is nn.Linear]
+        for name in fused_experts(model):
+            if name not in layers:
+                skipped += [name] if obstacle(modules[name]) else matrix_names(name, modules[name])
         del modules
-    quantized = swap_linears(model, linears, config, make)
+    quantized = swap_layers(model, layers, config, make)
     MXFP4RLQuantizer(config, pre_quantized=True).attach(model, quantized, skipped, energy)
     return model
+
+
+def _check_whole(name: str, layer: nn.Module) -> None:
+    if isinstance(layer, nn.Linear):
+        sizes = {"weight": (layer.out_features, layer.in_features)}
+    else:
+        sizes = dict.fromkeys(projections(layer))
+    for own, size in sizes.items():
+        weight = getattr(layer, own)
+        whole = weight.dim() == 3 if size is None else weight.shape == size
+        if type(weight.data) is not torch.Tensor or weight.is_meta or not whole:
+            raise ValueError(
+                f"{name}.{own} is not here in full ({type(weight.data).__name__} {list(weight.shape)} on "
+                f"{weight.device}); gather or load the model's weights, then pack"
+            )
 
 
 def _packed_config(model: str, trained: MXFP4RLConfig | None, config: MXFP4RLConfig | None) -> MXFP4RLConfig:

@@ -2,7 +2,7 @@
 """`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 from transformers.quantizers.auto import (
@@ -17,16 +17,29 @@ from ._logging import get_logger
 from .checkpoint import check_checkpoint, check_packed_files, make_record, take_state_dict, wrap_saving
 from .checkpoint.mapped import resolved
 from .config import QUANT_METHOD, MXFP4RLConfig
-from .layers import MXFP4Linear, MXFP4PackedLinear
-from .module_names import find_linears, full_names, name_matches
+from .experts_layout import projections
+from .layers import (
+    PACKED,
+    QUANTIZED,
+    Matrix,
+    MXFP4Experts,
+    MXFP4Linear,
+    MXFP4PackedExperts,
+    MXFP4PackedLinear,
+    matrix_names,
+    trainable_matrices,
+)
+from .layers.experts_base import ExpertsBase
+from .module_names import find_layers, full_names, name_matches
 from .report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 
 
-MakeLayer = Callable[[nn.Linear, MXFP4RLConfig, str], nn.Linear]
+MakeLayer = Callable[[nn.Module, MXFP4RLConfig, str], nn.Module]
 
 
 class MXFP4RLQuantizer(HfQuantizer):
-    """Swaps the linear layers of a decoder for [`MXFP4Linear`] or [`MXFP4PackedLinear`] as the model is loaded.
+    """Swaps the linear layers of a decoder for [`MXFP4Linear`] or [`MXFP4PackedLinear`] as the model is loaded, and
+    experts in fused weights for [`MXFP4Experts`] or [`MXFP4PackedExperts`].
 
     Mode ``"qat"``: master weights keep their names and dtypes, so any checkpoint of the architecture loads, sharded or
     not, and what `save_pretrained` writes is that checkpoint again plus the scheme in `config.json`.
@@ -63,8 +76,13 @@ class MXFP4RLQuantizer(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
-        make = MXFP4PackedLinear.placeholder if self._packs_on_load else None
+        make = _placeholder if self._packs_on_load else None
         self._swapped = quantize_linears(model, self.quantization_config, make)
+        if kwargs.get("use_kernels") and any(isinstance(module, ExpertsBase) for module in model.modules()):
+            raise ValueError(
+                "use_kernels=True lets transformers replace whole layers of experts by kernels that compute in full "
+                "precision; load the model without it, or add 'experts' to modules_to_not_convert"
+            )
         layers = _packed_layers(model)
         for layer in layers.values():
             # transformers would draw random numbers for a tensor that is missing, and fail on uint8.
@@ -80,8 +98,13 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         """Exactly the full-precision placeholders of a checkpoint that is packed as it is read."""
-        layer, _, name = param_name.rpartition(".")
-        return self._packs_on_load and name == "weight" and isinstance(model.get_submodule(layer), MXFP4PackedLinear)
+        owner, _, name = param_name.rpartition(".")
+        if not self._packs_on_load:
+            return False
+        layer = model.get_submodule(owner)
+        if isinstance(layer, MXFP4PackedExperts):
+            return name in layer.projections
+        return name == "weight" and isinstance(layer, MXFP4PackedLinear)
 
     def param_element_size(self, model, param_name: str, param) -> float:
         """Bytes per element, for `device_map="auto"`: two codes share a byte; the scales are counted by themselves."""
@@ -113,13 +136,22 @@ class MXFP4RLQuantizer(HfQuantizer):
             packed_bytes=packed_bytes,
         )
         get_logger().info("%s: %s", type(model).__name__, model.quantization_report)
+        if any(isinstance(module, MXFP4PackedExperts) for module in model.modules()):
+            # transformers would split the experts' weights by name as it saves, and not their scales; so the files have
+            # the names that the model has.
+            model._weight_conversions = []
         wrap_saving(model)
         # From here on PEFT's tables know what LoRA on a quantized layer is.
         importlib.import_module(".adapters", __package__)
         return model
 
+    def matrices(self, model) -> Iterator[Matrix]:
+        """The master weights of the model's quantized layers, one by one."""
+        return trainable_matrices(model)
+
     def dequantize(self, model, dtype=None):
-        """A plain model: every quantized layer becomes an `nn.Linear` that holds the quantized values.
+        """A plain model: every quantized layer becomes an `nn.Linear`, or experts of the model's own class, that holds
+        the quantized values.
 
         With a ``dtype`` all floating-point parameters are converted to it; without one, none is (transformers would
         fall back to the dtype that the model was loaded in, which may no longer be its own).
@@ -129,14 +161,16 @@ class MXFP4RLQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model, dtype=None):
-        kinds = (MXFP4Linear, MXFP4PackedLinear)
-        layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, kinds)}
+        layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QUANTIZED)}
         if not layers:
             raise ValueError("nothing to dequantize: the model has no MXFP4 layer")
-        plain: dict[int, nn.Linear] = {}
+        if any(isinstance(layer, MXFP4PackedExperts) for layer in layers.values()):
+            model.__dict__.pop("_weight_conversions", None)
+        plain: dict[int, nn.Module] = {}
         for name, layer in layers.items():
             if id(layer) not in plain:
-                plain[id(layer)] = layer.to_linear(dtype)
+                to_plain = layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts
+                plain[id(layer)] = to_plain(dtype)
             model.set_submodule(name, plain[id(layer)])
         if dtype is not None:
             # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.
@@ -170,24 +204,41 @@ class MXFP4RLQuantizer(HfQuantizer):
 def quantize_linears(
     model: nn.Module, config: MXFP4RLConfig, make_layer: MakeLayer | None = None
 ) -> tuple[list[str], list[str]]:
-    """Swap the linear layers of ``model`` in place; the names of the quantized and of the skipped ones.
+    """Swap the linear layers and the experts of ``model`` in place; the names of the quantized linear maps and of those
+    left alone.
 
-    ``make_layer`` builds a layer from a linear one, the config and its name; by default `from_linear` of the layer
-    class of the config's mode.
+    ``make_layer`` builds a layer from a plain one, the config and its name; by default the layer class of the config's
+    mode does.
 
     Raises `ValueError` when nothing matched, an entry of the config's ``layer_overrides`` matched no quantized layer,
-    or the model keeps its experts outside of linear layers.
+    or the model keeps experts in a way that is not known.
     """
-    if make_layer is None:
-        make_layer = (MXFP4PackedLinear if config.mode == "packed" else MXFP4Linear).from_linear
-    linears, skipped = find_linears(model, config.modules_to_not_convert or ())
-    places = list(linears)
-    check_overrides(model, config, places)
-    quantized = swap_linears(model, linears, config, make_layer)
+    layers, skipped = find_layers(model, config.modules_to_not_convert or ())
+    # Overrides name linear layers, and projections of experts.
+    names = {
+        place: {place: ()} if isinstance(layer, nn.Linear) else {f"{place}.{p}": (p,) for p in projections(layer)}
+        for place, layer in layers.items()
+    }
+    check_overrides(model, config, [name for own in names.values() for name in own])
+    quantized = swap_layers(model, layers, config, make_layer or from_plain)
     if config.layer_overrides:
-        for place in places:
-            model.get_submodule(place).set_gemms(config.gemms(*full_names(model, place)))
+        for place, own in names.items():
+            for name, projection in own.items():
+                model.get_submodule(place).set_gemms(config.gemms(*full_names(model, name)), *projection)
     return quantized, skipped
+
+
+def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
+    """The quantized layer of the config's mode for a linear layer or for experts, plain ones or trainable ones."""
+    packed = config.mode == "packed"
+    if isinstance(layer, nn.Linear):
+        return (MXFP4PackedLinear if packed else MXFP4Linear).from_linear(layer, config, name)
+    return (MXFP4PackedExperts if packed else MXFP4Experts).from_experts(layer, config, name)
+
+
+def _placeholder(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
+    """The packed layer that a full-precision checkpoint is loaded into."""
+    return (MXFP4PackedLinear if isinstance(layer, nn.Linear) else MXFP4PackedExperts).placeholder(layer, config, name)
 
 
 def check_overrides(model: nn.Module, config: MXFP4RLConfig, names: Sequence[str]) -> None:
@@ -200,26 +251,28 @@ def check_overrides(model: nn.Module, config: MXFP4RLConfig, names: Sequence[str
             )
 
 
-def swap_linears(
-    model: nn.Module, linears: dict[str, nn.Linear], config: MXFP4RLConfig, make_layer: MakeLayer
+def swap_layers(
+    model: nn.Module, layers: dict[str, nn.Module], config: MXFP4RLConfig, make_layer: MakeLayer
 ) -> list[str]:
-    """Replace layers of ``model`` by what ``make_layer`` builds from them; the names of the new ones, each layer once.
+    """Replace layers of ``model`` by what ``make_layer`` builds from them; the names of their linear maps, each layer
+    once.
 
-    ``linears`` is emptied on the way, so that what a replaced layer held can be freed before the next one is built.
+    ``layers`` is emptied on the way, so that what a replaced layer held can be freed before the next one is built.
     """
     names = []
-    while linears:
-        name, linear = next(iter(linears.items()))
-        layer = make_layer(linear, config, name)
-        for place in [place for place, other in linears.items() if other is linear]:
-            model.set_submodule(place, layer)
-            del linears[place]
-        names.append(name)
+    while layers:
+        name, old = next(iter(layers.items()))
+        new = make_layer(old, config, name)
+        for place in [place for place, other in layers.items() if other is old]:
+            model.set_submodule(place, new)
+            del layers[place]
+        names += matrix_names(name, new)
+        del old, new
     return names
 
 
-def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, MXFP4PackedLinear)}
+def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4PackedExperts]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, PACKED)}
 
 
 def _check_loaded(model: nn.Module, whole: bool) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from .config import MXFP4RLConfig
-from .layers import MXFP4Linear, MXFP4PackedLinear
+from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 from .ops import fake_quantize
-from .ops.packed import dequantize, packed_tensor
+from .ops.packed import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor
 
 
 #: Rows of a large weight that the load-time SQNR looks at.
@@ -23,10 +23,12 @@ class QuantizationReport:
 
     Attributes:
         scheme: one line, see [`MXFP4RLConfig.describe`].
-        quantized, skipped: names of the linear layers in MXFP4 and of those left in full precision.
+        quantized, skipped: names of the linear layers in MXFP4 and of those left in full precision. Of experts in
+            fused weights each has one for each of its projections (``...mlp.experts.3.down_proj``).
         sqnr_db: signal to quantization noise ratio of the weights, energies summed over layers (at most 256 evenly
-            spaced rows of each), in decibels; `None` when the weights are not materialised, and for a checkpoint that
-            stores packed weights, whose originals are gone.
+            spaced rows of each linear layer, about as many of all experts of one layer together), in decibels; `None`
+            when the weights are not materialised, and for a checkpoint that stores packed weights, whose originals are
+            gone.
         n_weights: elements of the quantized weights, each layer once. In packed models transformers'
             `num_parameters()` counts stored bytes in their place.
         packed_bytes: what those weights take in packed tensors; `None` when they are not packed.
@@ -82,47 +84,69 @@ class ErrorEnergy:
         return 10.0 * math.log10(self._signal / self._noise) if self._signal else None
 
 
-def sampled_rows(rows: int) -> slice:
-    """At most 256 evenly spaced rows."""
-    return slice(None, None, -(-rows // _SQNR_ROWS))
+def sampled_rows(rows: int, siblings: int = 1) -> slice:
+    """Evenly spaced rows of one of ``siblings`` matrices, so many that all give about 256, and each gives one."""
+    return slice(None, None, -(-rows * siblings // _SQNR_ROWS))
 
 
 def master_sqnr(model: nn.Module) -> float | None:
-    """SQNR of the weights of all [`MXFP4Linear`] layers; `None` when they are not materialised."""
+    """SQNR of the weights of all trainable quantized layers; `None` when they are not materialised."""
     energy = ErrorEnergy()
-    for module in model.modules():
-        if not isinstance(module, MXFP4Linear):
-            continue
-        weight = module.weight.detach()
+    for matrix in trainable_matrices(model):
+        weight, config = matrix.weight(), matrix.layer.config
         if weight.is_meta:
             return None
-        rows = weight[sampled_rows(weight.shape[0])]
-        if module.config.packing_obstacle:  # rotated, random or in full precision: the layer knows
-            energy.add(rows, module.effective_weight(rows))
+        rows = weight[sampled_rows(weight.shape[0], matrix.siblings)]
+        if config.packing_obstacle:  # rotated, random or in full precision: the layer knows
+            energy.add(rows, matrix.effective_rows(rows))
         else:
-            energy.add(rows, fake_quantize(rows, module.config.weight_scheme, module.config.backend))
+            energy.add(rows, fake_quantize(rows, config.weight_scheme, config.backend))
     return energy.sqnr_db
 
 
 def add_packed(
-    energy: ErrorEnergy, original: torch.Tensor, packed: dict[str, torch.Tensor], config: MXFP4RLConfig
+    energy: ErrorEnergy,
+    original: torch.Tensor,
+    packed: dict[str, torch.Tensor],
+    config: MXFP4RLConfig,
+    siblings: int = 1,
 ) -> None:
-    """Count the error of a weight and the tensors that it was packed into; nothing for meta tensors."""
+    """Count the error of a weight, one of ``siblings``, and the tensors that it was packed into; nothing for meta
+    tensors."""
     if original.is_meta:
         return
-    rows = sampled_rows(original.shape[0])
+    rows = sampled_rows(original.shape[0], siblings)
     some = {name: tensor[rows] for name, tensor in packed.items()}
     tensor = packed_tensor(some, original.shape[1], config.weight_scheme, original.dtype)
     energy.add(original[rows], dequantize(tensor, original.dtype, config.backend))
 
 
+def add_packed_experts(
+    energy: ErrorEnergy,
+    layer: MXFP4PackedExperts,
+    projection: str,
+    original: torch.Tensor,
+    packed: dict[str, torch.Tensor],
+) -> None:
+    """[`add_packed`] of every expert of a projection: ``original`` laid out as the model has it, ``packed`` the tensors
+    of ``layer`` by their names there."""
+    for expert, rows in enumerate(original.transpose(1, 2) if layer.is_transposed else original):
+        names = {field: f"{projection}{suffix}" for field, suffix in zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True)}
+        parts = {field: packed[name][expert] for field, name in names.items() if name in packed}
+        add_packed(energy, rows, parts, layer.config, siblings=layer.n_experts)
+
+
 def count_weights(model: nn.Module) -> tuple[int, int | None]:
     """Elements of all quantized weights, and the bytes that they are packed in (`None` when they are not packed)."""
-    n_weights, n_bytes, packed = 0, 0, False
+    n_weights, tensors = 0, []
     for module in model.modules():
         if isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
             n_weights += module.in_features * module.out_features
+        elif isinstance(module, (MXFP4Experts, MXFP4PackedExperts)):
+            n_weights += sum(math.prod(module.weight_size(projection)) for projection in module.projections)
         if isinstance(module, MXFP4PackedLinear):
-            packed = True
-            n_bytes += sum(tensor.numel() for tensor in module.packed_weight() if tensor is not None)
-    return n_weights, n_bytes if packed else None
+            tensors += module.packed_weight()
+        elif isinstance(module, MXFP4PackedExperts):
+            tensors += [tensor for projection in module.projections for tensor in module.packed_weight(projection)]
+    packed = [tensor.numel() for tensor in tensors if tensor is not None]
+    return n_weights, sum(packed) if packed else None

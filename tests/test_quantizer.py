@@ -205,11 +205,13 @@ def test_a_misspelt_skip_is_an_error(checkpoint):
         load(checkpoint("qwen2"), modules_to_not_convert=["mlp.gate_pro"])
 
 
-def test_fused_experts_are_refused_with_the_way_out(checkpoint):
+def test_experts_of_another_layout_are_refused_with_the_way_out():
+    model = make_model("qwen3_moe")
+    del model.model.layers[1].mlp.experts.is_transposed
     with pytest.raises(ValueError) as error:
-        load(checkpoint("qwen3_moe"))
-    assert "Qwen3MoeForCausalLM keeps experts in fused 3-D weights" in str(error.value)
-    assert "model.layers.0.mlp.experts" in str(error.value)
+        quantize_linears(model, MXFP4RLConfig())
+    assert "Qwen3MoeForCausalLM keeps experts in fused 3-D weights that cannot be quantized" in str(error.value)
+    assert "(model.layers.1.mlp.experts: Qwen3MoeExperts is not made by" in str(error.value)
     assert "add 'experts' to modules_to_not_convert" in str(error.value)
 
 
@@ -217,6 +219,7 @@ def test_fused_experts_left_in_full_precision_on_purpose(checkpoint, tmp_path):
     folder = checkpoint("qwen3_moe")
     model = load(folder, modules_to_not_convert=["experts"])
     assert model.quantization_report.n_quantized == 4 * 2
+    assert model.quantization_report.n_skipped == 1 + 2 * 4 * 2  # the head, and two projections of each expert
     assert all(".self_attn." in name for name in mxfp4_layers(model))
     plain = AutoModelForCausalLM.from_pretrained(folder)
     for name, module in plain.named_modules():

@@ -5,10 +5,16 @@ import torch
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -22,6 +28,23 @@ _FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "gemma": (GemmaConfig, GemmaForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+}
+
+#: Options that only mixtures of experts know; Mixtral and gpt-oss have `intermediate_size` per expert.
+_EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -45,8 +68,7 @@ def make_model(
         "bos_token_id": None,
         **extra,
     }
-    if family == "qwen3_moe":
-        options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **options}
+    options = {**_EXPERTS.get(family, {}), **options}
     torch.manual_seed(seed)
     model = model_class(config_class(**options)).to(dtype)
     for parameter in model.parameters():

@@ -11,7 +11,7 @@ from peft.tuners.lora import LoraModel
 from torch import nn
 
 from .._logging import get_logger
-from ..layers import MXFP4PackedLinear
+from ..layers import PACKED, MXFP4PackedExperts, MXFP4PackedLinear
 from .base_scheme import record_base
 from .lora_layer import MXFP4LoraLinear
 from .merge_report import MergeReport
@@ -110,7 +110,7 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
         layer.merge_error = None
     plain = model.merge_and_unload()
     quantizer = plain.hf_quantizer
-    if any(isinstance(module, MXFP4PackedLinear) for module in plain.modules()):
+    if any(isinstance(module, PACKED) for module in plain.modules()):
         return quantizer.dequantize(plain, torch.bfloat16)
     for parameter in plain.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -119,9 +119,9 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
     return plain
 
 
-def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear]:
+def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4PackedExperts]:
     """Packed layers by the names that they have without adapters."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, MXFP4PackedLinear)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, PACKED)}
     return {name.removesuffix(".base_layer"): layer for name, layer in layers.items()}
 
 
@@ -143,7 +143,7 @@ def _check_computation(config: LoraConfig) -> None:
             raise ValueError(f"{name}={getattr(config, name)!r} {advice}")
 
 
-def _check_targets(config: LoraConfig, packed: dict[str, MXFP4PackedLinear]) -> None:
+def _check_targets(config: LoraConfig, packed: dict[str, MXFP4PackedLinear | MXFP4PackedExperts]) -> None:
     """Refuse what PEFT would wrap around the stored bytes instead of the weight."""
     advice = (
         "whose weight is stored in 4 bits and frozen; name the layer in target_modules for LoRA, or keep it in full "

@@ -8,13 +8,13 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ..layers import MXFP4PackedLinear
+from ..layers import PACKED, MXFP4PackedExperts, MXFP4PackedLinear
 from .lora_layer import MXFP4LoraLinear
 
 
 def is_packed_with_adapters(model: nn.Module) -> bool:
     """Whether ``model`` is a PEFT model on packed layers."""
-    return isinstance(model, PeftModel) and any(isinstance(m, MXFP4PackedLinear) for m in model.modules())
+    return isinstance(model, PeftModel) and any(isinstance(m, PACKED) for m in model.modules())
 
 
 @torch.no_grad()
@@ -48,6 +48,12 @@ def policy_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{name}.weight", module.dequantized_weight()
             if module.bias is not None:
                 yield f"{name}.bias", module.bias.data
+        elif isinstance(module, MXFP4PackedExperts):
+            _check_whole(name, module)
+            for projection in module.projections:
+                yield f"{name}.{projection}", module.dequantized_weight(projection)
+                if module.bias_of(projection) is not None:
+                    yield f"{name}.{projection}_bias", module.bias_of(projection).data
         else:
             _check_whole(name, module)
             for own, parameter in module.named_parameters(name, recurse=False):

@@ -61,7 +61,9 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers that are or would be quantized, by name."""
     report = getattr(model, "quantization_report", None)
     if report is not None:
-        return {name: model.get_submodule(name) for name in report.quantized}
+        modules = dict(model.named_modules())
+        # Experts are not modules of their own.
+        return {name: modules[name] for name in report.quantized if name in modules}
     return dict(split_linears(model)[0])
 
 

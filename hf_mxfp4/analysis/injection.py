@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..config import OPERANDS, MXFP4RLConfig
-from ..layers import MXFP4Linear
+from ..layers import MXFP4Experts, MXFP4Linear
 from ..layers.weight_cache import WeightCache
 from ..module_names import fused_experts, name_matches, split_linears
 from ..numerics import COMPONENTS, QuantScheme, apply_component
@@ -139,18 +139,20 @@ def injectable_linears(model: nn.Module, modules_to_not_convert: Iterable[str] =
     plain, skipped = split_linears(model, skips)
     prefix = getattr(model, "base_model_prefix", "")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
+    experts = fused_experts(model, skips)
+    if layers:  # of a quantized model, plain experts were left alone on purpose
+        experts = [name for name in experts if isinstance(model.get_submodule(name), MXFP4Experts)]
+    if experts:
+        raise ValueError(
+            f"{type(model).__name__} keeps experts in fused 3-D weights ({experts[0]} and {len(experts) - 1} "
+            "more), where no error can be injected; to leave them alone on purpose, add 'experts' to "
+            "modules_to_not_convert"
+        )
     if layers:  # a quantized model says itself which layers are
         names = [n for n in layers if any(name_matches(full, p) for full in (n, f"{prefix}.{n}") for p in skips)]
         layers = {name: layer for name, layer in layers.items() if name not in names}
         skipped = [*skipped, *names]
     else:
-        experts = fused_experts(model, skips)
-        if experts:
-            raise ValueError(
-                f"{type(model).__name__} keeps experts in fused 3-D weights ({experts[0]} and {len(experts) - 1} "
-                "more), where no error can be injected; to leave them alone on purpose, add 'experts' to "
-                "modules_to_not_convert"
-            )
         layers = {name: module for name, module in model.named_modules() if name in plain}
     if not layers:
         raise ValueError(

@@ -164,19 +164,17 @@ def weight_errors(
     """Energies of the master weights of all quantized layers, of their error and of its components, and the dot product
     of scale bias and grid noise, all on sampled rows; or why there are none, in words."""
     sums = dict.fromkeys(("weight", "error", "scale_bias", "deadzone", "grid", "scale_dot_grid"), 0.0)
-    for name in model.quantization_report.quantized:
-        layer = model.get_submodule(name)
-        layer = getattr(layer, "base_layer", layer)  # below an adapter
-        weight = (state_dict or {}).get(f"{name}.weight", layer.weight).detach()
-        complete = weight.shape == (layer.out_features, layer.in_features)
-        if type(weight) is not torch.Tensor or weight.is_meta or not complete:
+    for matrix in model.hf_quantizer.matrices(model):
+        name = matrix.full_name.replace(".base_layer.", ".")  # below an adapter
+        value = (state_dict or {}).get(name, getattr(matrix.layer, matrix.parameter)).detach()
+        if type(value) is not torch.Tensor or value.is_meta or value.dim() != (2 if matrix.expert is None else 3):
             return "the weights were spread over several devices when they were saved"
-        if layer.config.packing_obstacle:
-            return layer.config.packing_obstacle
-        scheme = layer.config.weight_scheme
-        rows = _sample(weight, scheme.block_rows)
+        if matrix.layer.config.packing_obstacle:
+            return matrix.layer.config.packing_obstacle
+        scheme = matrix.layer.config.weight_scheme
+        rows = _sample(matrix.of(value), scheme.block_rows, matrix.siblings)
         if not rows.isfinite().all():
-            return f"{name}.weight holds NaN or infinity"
+            return f"{name} holds NaN or infinity"
         parts = decompose_scheme(rows, scheme)
         named = {
             "weight": rows.double(),
@@ -195,9 +193,10 @@ def weight_errors(
     return sums
 
 
-def _sample(weight: torch.Tensor, band: int) -> torch.Tensor:
-    """At most 64 rows, as evenly spaced bands of ``band`` rows that share block scales."""
-    starts = range(0, weight.shape[0], band * math.ceil(weight.shape[0] / _ROWS))
+def _sample(weight: torch.Tensor, band: int, siblings: int = 1) -> torch.Tensor:
+    """At most 64 rows, of one of ``siblings`` as many less but at least one, as evenly spaced bands of ``band`` rows
+    that share block scales."""
+    starts = range(0, weight.shape[0], band * math.ceil(weight.shape[0] * siblings / _ROWS))
     return weight[:: starts.step] if band == 1 else torch.cat([weight[start : start + band] for start in starts])
 
 

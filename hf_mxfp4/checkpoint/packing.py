@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from ..ops.packed import PACKED_FIELDS
+from ..ops.packed import PACKED_SUFFIXES
 from .stream import ShardError, StoredTensor, read_header
 
 
-Shapes = Mapping[str, tuple[int, int]]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_packed_files(files: Sequence[str], layers: Mapping[str, Shapes], base_model_prefix: str = "") -> None:
@@ -24,23 +24,27 @@ def check_packed_files(files: Sequence[str], layers: Mapping[str, Shapes], base_
 
     Args:
         files: all safetensors files of the checkpoint.
-        layers: names of the packed layers -> shapes of their uint8 tensors; see [`packed_shapes`].
+        layers: names of the packed layers -> shapes of their uint8 tensors; see [`packed_shapes`]. Experts have those
+            of several weights.
         base_model_prefix: what the names in the files may have more, or less, than those of the layers.
     """
     stored = _tensors(files)
-    unclaimed = {name for name in stored if _is_packed_name(name)}
-    owners = {layer: _name_in_files(layer, base_model_prefix, stored) for layer in layers}
+    bases = {base for shapes in layers.values() for base in _weights(shapes)}
+    extra = tuple(f".{base}{suffix}" for base in bases for suffix in PACKED_SUFFIXES if suffix)
+    unclaimed = {name for name in stored if name.endswith(extra)}
+    owners = {layer: _name_in_files(layer, shapes, base_model_prefix, stored) for layer, shapes in layers.items()}
     if not any(owners.values()):
         # Names that transformers converts while loading: the check after loading has to do.
         return
     for layer, shapes in layers.items():
         owner = owners[layer]
         if owner is None:
-            raise ValueError(f"{layer}.weight is in no file of the checkpoint")
-        for name in PACKED_FIELDS:
-            full = f"{owner}.{name}"
-            _check(stored.get(full), full, shapes.get(name))
-            unclaimed.discard(full)
+            raise ValueError(f"{layer}.{_weights(shapes)[0]} is in no file of the checkpoint")
+        for base in _weights(shapes):
+            for suffix in PACKED_SUFFIXES:
+                full = f"{owner}.{base}{suffix}"
+                _check(stored.get(full), full, shapes.get(f"{base}{suffix}"), is_weight=not suffix)
+                unclaimed.discard(full)
     if unclaimed:
         tensor = stored[min(unclaimed)]
         raise ValueError(
@@ -61,17 +65,18 @@ def _tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
     return found
 
 
-def _is_packed_name(name: str) -> bool:
-    return any(name.endswith(f".{field}") for field in PACKED_FIELDS if field != "weight")
+def _weights(shapes: Shapes) -> list[str]:
+    """The names of the weights that a layer's tensors make up."""
+    return [name for name in shapes if not name.endswith(PACKED_SUFFIXES[1:])]
 
 
-def _name_in_files(layer: str, prefix: str, stored: Mapping[str, StoredTensor]) -> str | None:
+def _name_in_files(layer: str, shapes: Shapes, prefix: str, stored: Mapping[str, StoredTensor]) -> str | None:
     """What a layer is called in the files, which may be those of a base model or of a model with a head."""
     names = (layer, f"{prefix}.{layer}", layer.removeprefix(f"{prefix}.")) if prefix else (layer,)
-    return next((name for name in names if any(f"{name}.{field}" in stored for field in PACKED_FIELDS)), None)
+    return next((name for name in names if any(f"{name}.{own}" in stored for own in shapes)), None)
 
 
-def _check(tensor: StoredTensor | None, name: str, shape: tuple[int, int] | None) -> None:
+def _check(tensor: StoredTensor | None, name: str, shape: tuple[int, ...] | None, is_weight: bool) -> None:
     if shape is None:
         if tensor is not None:
             raise ValueError(f"{tensor.file.name}: {name} is not part of the scheme that config.json describes")
@@ -81,7 +86,7 @@ def _check(tensor: StoredTensor | None, name: str, shape: tuple[int, int] | None
     if tensor.dtype == torch.uint8 and tensor.shape == tuple(shape):
         return
     advice = ""
-    if name.endswith(".weight") and tensor.dtype.is_floating_point:
+    if is_weight and tensor.dtype.is_floating_point:
         advice = "; these weights are not packed: load them with the config they were saved with, then hf_mxfp4.pack"
     raise ValueError(
         f"{tensor.file.name}: {name} is {tensor.dtype} {list(tensor.shape)}; the scheme in config.json needs "

@@ -1,21 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that compute on MXFP4 operands."""
 
+from .experts import MXFP4Experts
 from .fallback import fallback_thresholds, update_fallback_thresholds
 from .full_precision import full_precision
 from .linear import MXFP4Linear
+from .matrices import PACKED, QUANTIZED, TRAINABLE, Matrix, matrix_names, trainable_matrices
+from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear
 from .step import random_layers, set_quantization_step
 from .weight_cache import cached_weights
 
 
 __all__ = [
+    "MXFP4Experts",
     "MXFP4Linear",
+    "MXFP4PackedExperts",
     "MXFP4PackedLinear",
+    "Matrix",
+    "PACKED",
+    "QUANTIZED",
+    "TRAINABLE",
     "cached_weights",
     "fallback_thresholds",
     "full_precision",
+    "matrix_names",
     "random_layers",
     "set_quantization_step",
+    "trainable_matrices",
     "update_fallback_thresholds",
 ]

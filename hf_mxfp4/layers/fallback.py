@@ -27,7 +27,10 @@ def quantize_delayed(
 
 def fallback_thresholds(model: nn.Module) -> list[FallbackThreshold]:
     """The thresholds of all layers of ``model`` that select activation blocks for outlier fallback."""
-    found = (getattr(module, "fallback_threshold", None) for module in model.modules())
+    found = []
+    for module in model.modules():
+        own = getattr(module, "fallback_threshold", None)
+        found += [own, *getattr(module, "fallback_thresholds", {}).values()]
     return [threshold for threshold in found if isinstance(threshold, FallbackThreshold)]
 
 

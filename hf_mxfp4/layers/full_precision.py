@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from .packed_linear import MXFP4PackedLinear
+from .matrices import PACKED
 
 
 @contextlib.contextmanager
@@ -19,7 +19,7 @@ def full_precision(model: nn.Module) -> Iterator[int]:
     Raises `ValueError` when ``model`` has packed layers, whose full-precision weights are gone, or no quantized layer.
     """
     modules = list(model.modules())
-    if any(isinstance(module, MXFP4PackedLinear) for module in modules):
+    if any(isinstance(module, PACKED) for module in modules):
         raise ValueError(
             f"{type(model).__name__} has packed layers, whose weights exist in 4 bits only: it cannot be computed in "
             "full precision; a policy with mode='qat' can"

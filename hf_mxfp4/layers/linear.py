@@ -6,17 +6,8 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..numerics import PLAIN, FallbackThreshold, LinearScheme, QuantScheme
-from ..ops import (
-    BackwardProducts,
-    Draws,
-    autocast_dtype,
-    fake_quantize,
-    quantize_operand,
-    quantized_linear,
-    rotate_back,
-    rotate_operand,
-)
-from .fallback import quantize_delayed
+from ..ops import BackwardProducts, Draws, autocast_dtype, quantized_linear, rotate_back
+from .operands import input_operand, nearest_input, weight_operand
 from .weight_cache import WeightCache
 
 
@@ -67,6 +58,11 @@ class MXFP4Linear(nn.Linear):
         plain = gemms.dgrad == gemms.wgrad == PLAIN and gemms.fprop.rotation is None and not gemms.is_random
         self._products = None if plain else BackwardProducts(gemms, self.draws, self.config.backend)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the layer draws random numbers."""
+        return self.gemms.is_random
+
     def set_step(self, step: int) -> None:
         """Draw the random numbers of optimizer step ``step`` from now on."""
         self.draws.set_step(step)
@@ -114,20 +110,11 @@ class MXFP4Linear(nn.Linear):
         return super().forward(x)
 
     def _forward_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        fprop, scheme = self.gemms.fprop, self._activation_scheme
-        x = rotate_operand(x, fprop.rotation, "fprop", self.draws)
-        if scheme is not None and scheme.rounding == "stochastic":
-            return quantize_operand(x, scheme, "fprop", "x", self.draws).to(dtype)
-        return self.quantized_input(x, dtype)
+        return input_operand(x, dtype, self.gemms.fprop, self.draws, self.fallback_threshold, self.config.backend)
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""
-        if self._activation_scheme is None:
-            return x.to(dtype)
-        if self.fallback_threshold is not None:
-            scheme = self._activation_scheme
-            return quantize_delayed(x, scheme, self.fallback_threshold, self.config.backend).to(dtype)
-        return fake_quantize(x, self._activation_scheme, self.config.backend).to(dtype)
+        return nearest_input(x, dtype, self._activation_scheme, self.fallback_threshold, self.config.backend)
 
     def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight where
@@ -143,12 +130,8 @@ class MXFP4Linear(nn.Linear):
         )
         return values.to(weight.dtype)
 
-    @torch.no_grad()
     def _weight_operand(self, weight: torch.Tensor) -> torch.Tensor:
-        rotated = rotate_operand(weight.detach(), self.gemms.fprop.rotation, "fprop", self.draws)
-        if self._weight_scheme is None or self._weight_scheme.rounding != "nearest":
-            return quantize_operand(rotated, self.gemms.fprop.right, "fprop", "weight", self.draws)
-        return fake_quantize(rotated, self._weight_scheme, self.config.backend)
+        return weight_operand(weight, self.gemms.fprop, self.draws, self.config.backend)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.config.describe()}"

@@ -12,6 +12,7 @@ from ..ops.linear import autocast_dtype
 from ..ops.packed import (
     PACKED_FIELDS,
     PackedWeight,
+    check_packed,
     dequantize,
     packed_linear,
     packed_shapes,
@@ -196,14 +197,8 @@ class MXFP4PackedLinear(nn.Linear):
 
     def check(self) -> None:
         """Raise `ValueError` unless every packed tensor is there, uint8, and of the shape that the scheme says."""
-        shapes = self.shapes()
-        for name in PACKED_FIELDS:
-            tensor, shape = getattr(self, name), shapes.get(name)
-            found = None if tensor is None else tuple(tensor.shape)
-            if found != shape or tensor is not None and tensor.dtype != torch.uint8:
-                what = "is missing" if found is None else f"is {tensor.dtype} {list(found)}"
-                expected = f"uint8 {list(shape)}" if shape else f"no such tensor for {self._weight_scheme}"
-                raise ValueError(f"{self.name or type(self).__name__}.{name} {what}; expected {expected}")
+        tensors = {name: getattr(self, name) for name in PACKED_FIELDS}
+        check_packed(self.name or type(self).__name__, tensors, self.shapes(), self._weight_scheme)
 
     def reset_parameters(self) -> None:
         raise TypeError(f"{self._label()} is packed and frozen; it has no random initialisation")

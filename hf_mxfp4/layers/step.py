@@ -3,12 +3,13 @@
 
 from torch import nn
 
+from .experts import MXFP4Experts
 from .linear import MXFP4Linear
 
 
-def random_layers(model: nn.Module) -> list[MXFP4Linear]:
+def random_layers(model: nn.Module) -> list[MXFP4Linear | MXFP4Experts]:
     """The layers of ``model`` that round stochastically or rotate with random signs."""
-    return [m for m in model.modules() if isinstance(m, MXFP4Linear) and m.gemms.is_random]
+    return [m for m in model.modules() if isinstance(m, (MXFP4Linear, MXFP4Experts)) and m.is_random]
 
 
 def set_quantization_step(model: nn.Module, step: int) -> int:

@@ -88,10 +88,15 @@ def _state(weight: torch.Tensor) -> tuple:
 
 
 def _checksum(weight: torch.Tensor) -> int:
-    """Sum of the elements' bits, each times a number that belongs to its row and column, modulo 2**64."""
+    """Sum of the elements' bits, each times numbers that belong to its place along each axis, modulo 2**64."""
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[weight.element_size()]
-    rows, columns = (_multipliers(size, weight.device) for size in weight.shape)
-    return int(((weight.detach().view(bits) * columns).sum(dim=1) * rows).sum())
+    *outer, rows, columns = (_multipliers(size, weight.device) for size in weight.shape)
+    matrices = weight.detach().view(bits).reshape(-1, *weight.shape[-2:]) if outer else (weight.detach().view(bits),)
+    # One matrix at a time: int64 products take several times the memory of the weight.
+    sums = torch.stack([((matrix * columns).sum(dim=1) * rows).sum() for matrix in matrices])
+    for numbers in outer:
+        sums = (sums.view(len(numbers), -1) * numbers[:, None]).sum(dim=0)
+    return int(sums.sum())
 
 
 def _multipliers(count: int, device: torch.device) -> torch.Tensor:

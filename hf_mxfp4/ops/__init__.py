@@ -3,6 +3,7 @@
 
 from .backends import backend_for, fake_quantize
 from .draws import Draws
+from .experts import Groups, group_by_expert, grouped_linear, packed_grouped_linear
 from .gemms import BackwardProducts, quantize_operand, rotate_back, rotate_operand
 from .linear import autocast_dtype, quantized_linear
 
@@ -10,9 +11,13 @@ from .linear import autocast_dtype, quantized_linear
 __all__ = [
     "BackwardProducts",
     "Draws",
+    "Groups",
     "autocast_dtype",
     "backend_for",
     "fake_quantize",
+    "group_by_expert",
+    "grouped_linear",
+    "packed_grouped_linear",
     "quantize_operand",
     "quantized_linear",
     "rotate_back",

@@ -91,10 +91,15 @@ class BackwardProducts:
         """Whether Wgrad needs the layer's input itself and not what the forward product used of it."""
         return self.scheme.wgrad.right is not REUSE
 
+    @property
+    def reuses_weight(self) -> bool:
+        """Whether Dgrad needs what the forward product used of the weight."""
+        return self.scheme.dgrad.right is REUSE
+
     def grad_x(self, grad: torch.Tensor, weight: torch.Tensor, quantize_weight: Quantizer) -> torch.Tensor:
         """``[..., K]`` from ``grad [..., N]`` and the master weight ``[N, K]`` as it is now."""
         right = weight
-        if self.scheme.dgrad.right is REUSE:
+        if self.reuses_weight:
             right = self._reused(quantize_weight(weight, grad.dtype), weight.shape[-1])
         return self._product("dgrad", grad, right.t())
 

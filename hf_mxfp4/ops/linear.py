@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from .draws import Draws
 from .gemms import BackwardProducts, Quantizer
 
 
@@ -49,6 +50,15 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
 
 
+def check_step(draws: Draws, step: int) -> None:
+    """Raise `RuntimeError` unless ``draws`` is still at the ``step`` of the forward pass."""
+    if draws.step != step:
+        raise RuntimeError(
+            f"the quantization step of {draws.layer or 'a layer'} went from {step} to {draws.step} between its forward "
+            "and its backward pass; set it before the forward pass"
+        )
+
+
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, quantize_input, quantize_weight, products, dtype):
@@ -69,11 +79,8 @@ class _QuantizedLinear(torch.autograd.Function):
     def backward(ctx, grad):
         kept, weight = ctx.saved_tensors
         products = ctx.products
-        if products is not None and products.draws.step != ctx.step:
-            raise RuntimeError(
-                f"the quantization step of {products.draws.layer or 'a layer'} went from {ctx.step} to "
-                f"{products.draws.step} between its forward and its backward pass; set it before the forward pass"
-            )
+        if products is not None:
+            check_step(products.draws, ctx.step)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             if products is None:

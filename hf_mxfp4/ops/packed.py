@@ -26,6 +26,9 @@ PACKED_FIELDS = {
     "weight_residual_scale": "residual_scale",
 }
 
+#: What those names have after that of the weight.
+PACKED_SUFFIXES = tuple(name.removeprefix("weight") for name in PACKED_FIELDS)
+
 #: Weights that no fused function covers are quantized in portions of about this many elements, to bound what lies
 #: between input and output.
 _EAGER_PORTION = 1 << 22
@@ -43,6 +46,19 @@ def packed_shapes(out_features: int, in_features: int, scheme: QuantScheme) -> d
         columns["weight_residual"] = columns["weight"]
         columns["weight_residual_scale"] = columns["weight_scale"]
     return {name: (out_features, n) for name, n in columns.items()}
+
+
+def check_packed(
+    owner: str, tensors: Mapping[str, torch.Tensor | None], shapes: Mapping[str, tuple[int, ...]], scheme: QuantScheme
+) -> None:
+    """Raise `ValueError` unless every tensor of ``shapes``, and no other, is there, uint8, and of its shape."""
+    for name, tensor in tensors.items():
+        shape = shapes.get(name)
+        found = None if tensor is None else tuple(tensor.shape)
+        if found != shape or tensor is not None and tensor.dtype != torch.uint8:
+            what = "is missing" if found is None else f"is {tensor.dtype} {list(found)}"
+            expected = f"uint8 {list(shape)}" if shape else f"no such tensor for {scheme}"
+            raise ValueError(f"{owner}.{name} {what}; expected {expected}")
 
 
 @torch.no_grad()

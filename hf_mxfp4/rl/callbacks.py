@@ -8,7 +8,13 @@ from torch import nn
 from transformers import TrainerCallback
 
 from .._logging import get_logger
-from ..layers import MXFP4Linear, fallback_thresholds, set_quantization_step, update_fallback_thresholds
+from ..layers import (
+    Matrix,
+    fallback_thresholds,
+    set_quantization_step,
+    trainable_matrices,
+    update_fallback_thresholds,
+)
 from ..numerics import decompose_scheme
 
 
@@ -100,7 +106,7 @@ class ErrorCallback(TrainerCallback):
         self.layers = layers
         self.record = record
         self.history: list[dict] = []
-        self._chosen: dict[str, MXFP4Linear] = {}
+        self._chosen: dict[str, Matrix] = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._chosen = spread_layers(model, self.layers)
@@ -114,13 +120,13 @@ class ErrorCallback(TrainerCallback):
 
     def _measure(self, step: int) -> None:
         measured = []
-        for name, layer in self._chosen.items():
-            weight = layer.weight.detach()
+        for name, matrix in self._chosen.items():
+            weight = getattr(matrix.layer, matrix.parameter).detach()
             weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
             if weight.numel() == 0:
                 get_logger().warning("error components not measured: %s is sharded away", name)
                 return
-            parts = decompose_scheme(weight, layer.config.weight_scheme)
+            parts = decompose_scheme(matrix.of(weight), matrix.layer.config.weight_scheme)
             metrics = {f"error/{part}": value for part, value in parts.energy_ratio.items()}
             metrics["error/sqnr_db"] = parts.sqnr_db
             measured.append(metrics)
@@ -163,9 +169,10 @@ class QuantizationStepCallback(TrainerCallback):
         set_quantization_step(model, state.global_step)
 
 
-def spread_layers(model: nn.Module, count: int) -> dict[str, MXFP4Linear]:
-    """At most ``count`` quantized layers, evenly spread from the first to the last."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, MXFP4Linear)]
+def spread_layers(model: nn.Module, count: int) -> dict[str, Matrix]:
+    """The weights of at most ``count`` quantized layers, evenly spread from the first to the last; each projection of
+    each expert counts as a layer."""
+    found = [(matrix.name, matrix) for matrix in trainable_matrices(model)]
     count = min(count, len(found))
     if count <= 1:
         return dict(found[:count])

@@ -13,7 +13,7 @@ from trl.trainer.utils import pad
 
 from .._logging import get_logger
 from ..adapters import is_packed_with_adapters, policy_parameters
-from ..layers import MXFP4Linear, MXFP4PackedLinear, cached_weights, fallback_thresholds, random_layers
+from ..layers import QUANTIZED, TRAINABLE, cached_weights, fallback_thresholds, matrix_names, random_layers
 from .aqn import NoiseReport, NormNoise
 from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
 from .config import MXFP4GRPOConfig
@@ -21,9 +21,6 @@ from .reward_guard import guard_reward
 from .rollout_routing import BATCH_KEY
 from .router_training import RouterTraining
 from .vllm_sync import rollout_parameters
-
-
-_MXFP4_LAYERS = (MXFP4Linear, MXFP4PackedLinear)
 
 
 class MXFP4GRPOTrainer(RouterTraining):
@@ -74,7 +71,8 @@ class MXFP4GRPOTrainer(RouterTraining):
             quantization_config=quantization_config,
             **kwargs,
         )
-        self.n_quantized = sum(isinstance(module, _MXFP4_LAYERS) for module in self.model.modules())
+        quantized = [module for module in self.model.modules() if isinstance(module, QUANTIZED)]
+        self.n_quantized = sum(len(matrix_names("", module)) for module in quantized)
         self._check_model()
         seed = args.seed if args.aqn_seed is None else args.aqn_seed
         self.noise = NormNoise(self.model, seed) if args.aqn else None
@@ -84,7 +82,7 @@ class MXFP4GRPOTrainer(RouterTraining):
         self.callback_handler.callbacks.insert(0, self.callback_handler.callbacks.pop())
         self.error_callback: ErrorCallback | None = None
         # Packed weights are frozen, and the weights that their error would be measured against are gone.
-        trainable = next((module for module in self.model.modules() if isinstance(module, MXFP4Linear)), None)
+        trainable = next((module for module in self.model.modules() if isinstance(module, TRAINABLE)), None)
         if args.error_every and args.error_layers and trainable is not None:
             if trainable.config.packing_obstacle:
                 get_logger().warning("no error components are measured: %s", trainable.config.packing_obstacle)
@@ -161,7 +159,7 @@ class MXFP4GRPOTrainer(RouterTraining):
             return rollout_parameters(named, self.model, self.noise, self.state.global_step, self._sigma())
 
         generation._iter_named_params = rollout_policy
-        layers = [module for module in self.model.modules() if isinstance(module, _MXFP4_LAYERS)]
+        layers = [module for module in self.model.modules() if isinstance(module, QUANTIZED)]
         if any(layer.config.activation_scheme is not None for layer in layers):
             get_logger().warning(
                 "vLLM samples from the quantized weights with full-precision activations (W4A16); "
@@ -258,7 +256,8 @@ class MXFP4GRPOTrainer(RouterTraining):
                 "model with quantization_config=MXFP4RLConfig() (the trainer takes it too, beside a model's name), or "
                 "set allow_full_precision=True for a baseline"
             )
-        trained = [m.weight for m in self.model.modules() if isinstance(m, MXFP4Linear) and m.weight.requires_grad]
+        layers = [module for module in self.model.modules() if isinstance(module, TRAINABLE)]
+        trained = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
         if trained and trained[0].dtype in (torch.bfloat16, torch.float16):
             get_logger().warning(
                 "the master weights are trained in %s: updates smaller than a 256th (bfloat16) of a weight are rounded "

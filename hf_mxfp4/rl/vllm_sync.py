@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from ..layers import MXFP4Linear
+from ..layers import trainable_matrices
 from .aqn import NoiseReport, NormNoise, plain_name
 
 
@@ -31,20 +31,22 @@ def rollout_parameters(
     Raises `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands.
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them.
     """
-    quantized = {plain_name(name): module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
+    quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
     norms = (
         {plain_name(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
     )
-    for name, layer in quantized.items():
-        if layer.config.packing_obstacle:
-            raise ValueError(f"vLLM cannot sample from {name}: {layer.config.packing_obstacle}; set use_vllm=False")
+    for name, matrix in quantized.items():
+        obstacle = matrix.layer.config.packing_obstacle
+        if obstacle:
+            owner = name.removesuffix(".weight")
+            raise ValueError(f"vLLM cannot sample from {owner}: {obstacle}; set use_vllm=False")
     n_quantized = n_noisy = n_elements = 0
     energy = 0.0
     for name, tensor in named:
         owner = name.removesuffix(".weight")
-        if name.endswith(".weight") and owner in quantized:
+        if name in quantized:
             n_quantized += 1
-            yield name, quantized[owner].quantized_weight(tensor, tensor.dtype)
+            yield name, quantized[name].layer_values(tensor)
         elif name.endswith(".weight") and owner in norms:
             n_noisy += 1
             clean = tensor.detach()

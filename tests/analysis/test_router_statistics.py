@@ -15,7 +15,7 @@ from hf_mxfp4.quantizer import quantize_linears
 from hf_mxfp4.routing import find_routers, recorded_choices
 
 
-SCHEME = MXFP4RLConfig(outlier_fallback=None, macro_block=None, modules_to_not_convert=["experts"])
+SCHEME = MXFP4RLConfig(outlier_fallback=None, macro_block=None)
 
 
 def quantized(family="qwen3_moe"):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tiny_models import make_model
 from torch import nn
 
-import hf_mxfp4.layers.linear as linear_module
+import hf_mxfp4.layers.operands as operands_module
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize
 from hf_mxfp4.quantizer import quantize_linears
 
@@ -33,13 +33,13 @@ def from_scratch(layer: MXFP4Linear, x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def quantizations(monkeypatch):
     """The list of weights quantized so far (the weight-only preset quantizes nothing else)."""
-    calls, quantize = [], linear_module.fake_quantize
+    calls, quantize = [], operands_module.fake_quantize
 
     def counted(tensor, *args):
         calls.append(tensor)
         return quantize(tensor, *args)
 
-    monkeypatch.setattr(linear_module, "fake_quantize", counted)
+    monkeypatch.setattr(operands_module, "fake_quantize", counted)
     return calls
 
 

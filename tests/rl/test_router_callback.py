@@ -16,8 +16,6 @@ from hf_mxfp4.analysis import router_statistics
 from hf_mxfp4.rl.router_callback import ROUTER_FILE
 
 
-#: Experts are skipped until they can be quantized; nothing here depends on it.
-SKIP = {"modules_to_not_convert": ["experts"]}
 LOADS = {"router/load_entropy", "router/load_max_over_mean", "router/dead_experts"}
 AGREEMENTS = {"router/agreement", "router/agreement_min_layer"}
 
@@ -45,7 +43,7 @@ def metrics_of(trainer):
 
 
 def test_routers_are_measured_every_few_steps_and_after_the_last(build, tmp_path):
-    trainer = build(MXFP4RLConfig(outlier_fallback=None, **SKIP), router_every=2)
+    trainer = build(MXFP4RLConfig(outlier_fallback=None), router_every=2)
     trainer.train()
     metrics = metrics_of(trainer)
     assert [set(metrics[step]) for step in (1, 2, 3)] == [set(), LOADS | AGREEMENTS, LOADS | AGREEMENTS]
@@ -69,14 +67,14 @@ def test_routers_are_measured_every_few_steps_and_after_the_last(build, tmp_path
 def test_measuring_does_not_change_training(build, scheme):
     weights = []
     for every in (0, 1):
-        trainer = build(MXFP4RLConfig(**scheme, **SKIP), router_every=every)
+        trainer = build(MXFP4RLConfig(**scheme), router_every=every)
         trainer.train()
         weights.append(trainer.model.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_off_by_default(build, tmp_path):
-    trainer = build(MXFP4RLConfig(**SKIP))
+    trainer = build(MXFP4RLConfig())
     trainer.train()
     assert trainer.router_callback is None and not (tmp_path / "run" / ROUTER_FILE).exists()
     assert not any(metrics_of(trainer).values())
@@ -87,7 +85,7 @@ def test_off_by_default(build, tmp_path):
     [
         (None, {"allow_full_precision": True}, "has no quantized layer"),
         (
-            MXFP4RLConfig(mode="packed", **SKIP),
+            MXFP4RLConfig(mode="packed"),
             {"peft_config": LoraConfig(target_modules=["q_proj"], r=2)},
             "has packed layers, whose weights exist in 4 bits only",
         ),

@@ -12,8 +12,7 @@ from hf_mxfp4.rl.rollout_routing import BATCH_KEY, RolloutRouting, routed_tokens
 from hf_mxfp4.routing import RouterReplayError, find_routers, recorded_choices
 
 
-#: Experts are skipped until they can be quantized; nothing here depends on it.
-SCHEME = MXFP4RLConfig(modules_to_not_convert=["experts"])
+SCHEME = MXFP4RLConfig()
 
 
 @pytest.fixture

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainable experts of a mixture: full-precision master weights in one 3-D parameter, MXFP4 operands."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..config import MXFP4RLConfig
+from ..experts_layout import weight_size
+from ..numerics import PLAIN, LinearScheme, QuantScheme
+from ..ops import BackwardProducts, Draws, Groups, grouped_linear, rotate_back
+from ..ops.backends import choose_backend
+from .experts_base import ExpertsBase
+from .operands import input_operand, weight_operand
+from .weight_cache import WeightCache
+
+
+class MXFP4Experts(ExpertsBase):
+    """Experts that compute as an [`MXFP4Linear`] for each projection of each expert would.
+
+    Every expert's weight is quantized on its own, in blocks along the contraction axis whatever axis that is in the
+    master weight. The parameters are those of the transformers module (same names, shapes and dtypes), so conversion
+    of checkpoints, optimizers, DDP, FSDP2, ZeRO and PEFT's ``target_parameters`` see the experts that they know;
+    nothing ever writes them but the optimizer. Made by [`from_experts`] alone.
+
+    Attributes, besides those of the experts and of [`ExpertsBase`]:
+        gemms: by projection, what the scheme means for the three products; see [`set_gemms`].
+        draws: by projection, the random numbers of each expert; see [`set_quantization_step`].
+    """
+
+    @classmethod
+    def from_experts(cls, experts: nn.Module, config: MXFP4RLConfig, name: str = "") -> "MXFP4Experts":
+        """Quantized experts around the very parameters of ``experts``.
+
+        Raises `ValueError` for a module that is not laid out as transformers' experts are.
+        """
+        layer = cls._around(experts, config, name)
+        # As the draws of a linear layer have the name that the layer would have.
+        layer.draws = {
+            projection: tuple(
+                Draws(config.stochastic_seed, f"{name}.{expert}.{projection}") for expert in range(layer.n_experts)
+            )
+            for projection in layer.projections
+        }
+        layer._caches = {projection: WeightCache() for projection in layer.projections}
+        layer.gemms, layer._products = {}, {}
+        for projection in layer.projections:
+            layer.set_gemms(config.gemms(f"{name}.{projection}"), projection)
+        schemes = {projection: gemms.fprop.left for projection, gemms in layer.gemms.items()}
+        layer._start_thresholds({p: getattr(scheme, "fallback_rate", None) for p, scheme in schemes.items()})
+        return layer
+
+    def _own_attributes(self) -> tuple[str, ...]:
+        return (*super()._own_attributes(), "gemms", "draws", "_caches", "_products")
+
+    def set_gemms(self, gemms: LinearScheme, projection: str) -> None:
+        """Compute the three products of a projection as ``gemms`` says, whose forward one must be the config's."""
+        if gemms.fprop != self.config.gemms(self.name).fprop:
+            raise ValueError(f"{self._label()}: single layers can differ from the config in dgrad and wgrad alone")
+        self.gemms[projection] = gemms
+        plain = gemms.dgrad == gemms.wgrad == PLAIN and gemms.fprop.rotation is None and not gemms.is_random
+        self._products[projection] = (
+            None
+            if plain
+            else tuple(BackwardProducts(gemms, draws, self.config.backend) for draws in self.draws[projection])
+        )
+
+    def full_precision_forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What the plain experts compute on the master weights; see [`full_precision`]."""
+        ours = {name: self.__dict__[name] for name in self.plain_attributes}
+        self.__dict__.update(self.plain_attributes)
+        try:
+            return super(ExpertsBase, self).forward(hidden_states, top_k_index, top_k_weights)
+        finally:
+            self.__dict__.update(ours)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the experts draw random numbers."""
+        return any(gemms.is_random for gemms in self.gemms.values())
+
+    def set_step(self, step: int) -> None:
+        """Draw the random numbers of optimizer step ``step`` from now on."""
+        for projection, gemms in self.gemms.items():
+            for draws in self.draws[projection]:
+                draws.set_step(step)
+            if gemms.fprop.is_random:
+                self._caches[projection].clear()
+
+    def to_experts(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """Plain experts whose weights hold the quantized values (in ``dtype``, default the master's)."""
+        plain = self._to_plain()
+        for name, parameter in self.named_parameters(recurse=False):
+            value = self.effective_weight(name, parameter) if name in self.projections else parameter.detach()
+            value = value.to(dtype or parameter.dtype, copy=name not in self.projections)
+            setattr(plain, name, nn.Parameter(value, parameter.requires_grad))
+        return plain
+
+    def weight_size(self, projection: str) -> tuple[int, int, int]:
+        return weight_size(self, projection)
+
+    def _input_dtype(self) -> torch.dtype:
+        return getattr(self, self.projections[0]).dtype
+
+    def _project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        return grouped_linear(
+            x,
+            getattr(self, projection),
+            self.bias_of(projection),
+            groups,
+            partial(self._input, projection, groups),
+            partial(self.quantized_weight, projection),
+            self._products[projection],
+            self.is_transposed,
+        )
+
+    def _input(self, projection: str, groups: Groups, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``Q(x)`` of all rows; where random numbers are drawn, those of each expert are."""
+        fprop, draws = self.gemms[projection].fprop, self.draws[projection]
+        options = self.fallback_thresholds.get(projection), self.config.backend
+        if not fprop.is_random:
+            return input_operand(x, dtype, fprop, draws[0], *options)
+        parts = [input_operand(x[rows], dtype, fprop, draws[expert], *options) for expert, rows in groups]
+        return torch.cat(parts) if parts else input_operand(x, dtype, fprop, draws[0], *options)
+
+    def quantized_weight(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The weight as the forward product takes it: ``Q(W)`` ``[experts, N, K]`` in ``dtype``, of the rotated and
+        padded weight where the scheme rotates. Kept until the weight changes."""
+        fprop = self.gemms[projection].fprop
+        if not isinstance(fprop.right, QuantScheme) and fprop.rotation is None:
+            return self.rows_first(weight.detach()).to(dtype)
+        return self._caches[projection].get(weight, dtype, lambda: self._weight_operand(projection, weight, dtype))
+
+    def rows_first(self, weight: torch.Tensor) -> torch.Tensor:
+        """A master weight as ``[experts, N, K]``, the same memory."""
+        return weight.transpose(1, 2) if self.is_transposed else weight
+
+    @torch.no_grad()
+    def _weight_operand(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        fprop, backend = self.gemms[projection].fprop, self.config.backend
+        weight, draws = self.rows_first(weight.detach()), self.draws[projection]
+        scheme = fprop.right
+        by_row = isinstance(scheme, QuantScheme) and scheme.block_rows == 1 and scheme.fallback_rate is None
+        if by_row and fprop.rotation is None and choose_backend(weight, scheme, backend) != "eager":
+            return weight_operand(weight, fprop, draws[0], backend).to(dtype)
+        out = None
+        for expert, own in enumerate(draws):  # the eager functions take several times the memory of their input
+            values = weight_operand(weight[expert], fprop, own, backend)
+            out = values.new_empty(len(draws), *values.shape, dtype=dtype) if out is None else out
+            out[expert] = values
+        return out
+
+    @torch.no_grad()
+    def effective_rows(self, projection: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """The values ``[n, K]`` that the forward product takes for rows of an expert's weight, rotated back, in its
+        dtype."""
+        fprop, draws = self.gemms[projection].fprop, self.draws[projection][expert]
+        values = weight_operand(rows, fprop, draws, self.config.backend)
+        return rotate_back(values, fprop.rotation, "fprop", rows.shape[-1], draws).to(rows.dtype)
+
+    @torch.no_grad()
+    def effective_weight(self, projection: str, weight: torch.Tensor) -> torch.Tensor:
+        """The values that the forward product takes for a master weight, in its shape and dtype."""
+        out = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        for expert, rows in enumerate(self.rows_first(weight.detach())):
+            self.rows_first(out)[expert] = self.effective_rows(projection, expert, rows)
+        return out

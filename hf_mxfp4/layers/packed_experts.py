@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen experts of a mixture: weights kept as packed 4-bit tensors, contraction axis last."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..config import MXFP4RLConfig
+from ..experts_layout import weight_size
+from ..numerics import MXFP4Tensor
+from ..ops import Groups, packed_grouped_linear
+from ..ops.packed import (
+    PACKED_FIELDS,
+    PACKED_SUFFIXES,
+    PackedWeight,
+    check_packed,
+    dequantize,
+    packed_shapes,
+    packed_tensor,
+    quantize_weight,
+)
+from .experts_base import ExpertsBase
+from .operands import nearest_input
+
+
+class MXFP4PackedExperts(ExpertsBase):
+    """Experts that compute as an [`MXFP4PackedLinear`] for each projection of each expert would.
+
+    Parameters, for each projection (those that the scheme has not are `None`), whatever the layout of the
+    full-precision weight that ``[experts, N, K]`` stands for:
+        <projection>: uint8 ``[experts, N, ceil(K / 2)]``, two codes per byte.
+        <projection>_scale: uint8 ``[experts, N, ceil(K / 32)]``.
+        <projection>_macro: uint8 ``[experts, N, ceil(K / macro_block)]``, with macro blocks.
+        <projection>_residual, <projection>_residual_scale: as the first two, with outlier fallback of weights.
+        <projection>_bias: floating-point ``[experts, N]``, where the model has it.
+
+    Dequantized weights exist of one expert at a time. They are not kept within [`cached_weights`] either: experts are
+    nearly all of a model, and packed to save that memory. Made by [`from_experts`] and [`placeholder`] alone.
+
+    Attributes, besides those of the experts and of [`ExpertsBase`]:
+        compute_dtype: of the experts that it stands for; follows ``.to(dtype)``.
+    """
+
+    @classmethod
+    def from_experts(cls, experts: nn.Module, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedExperts":
+        """The packed twin of plain or trainable quantized experts: their weights quantized, their very biases. A twin
+        of the same activation scheme also takes over the fallback thresholds of [`MXFP4Experts`].
+
+        Raises:
+            ValueError: ``config`` is not one of mode ``"packed"``, or ``experts`` are not laid out as transformers'.
+            TypeError: the weights are not floating-point.
+        """
+        layer = cls.placeholder(experts, config, name)
+        for projection in layer.projections:
+            weight = getattr(experts, projection)
+            if not weight.is_floating_point():
+                raise TypeError(f"{name}.{projection} is of {weight.dtype}; nothing to quantize")
+            for tensor, value in layer.pack_weight(projection, weight.detach()).items():
+                layer._set(tensor, value)
+        trained = getattr(experts, "fallback_thresholds", {})
+        if trained and experts.config.activation_scheme == config.activation_scheme:
+            layer.fallback_thresholds = trained
+        return layer
+
+    @classmethod
+    def placeholder(cls, experts: nn.Module, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedExperts":
+        """Experts for a checkpoint to be loaded into, whose weights are the full-precision ones of ``experts``, to be
+        replaced by packed tensors as they arrive."""
+        if config.mode != "packed":
+            raise ValueError(f"{cls.__name__} needs a config of mode='packed', not {config.mode!r}")
+        plain = experts._to_plain() if isinstance(experts, ExpertsBase) else experts
+        layer = cls._around(plain, config, name)
+        layer.sizes = {projection: weight_size(plain, projection) for projection in layer.projections}
+        layer.compute_dtype = getattr(plain, layer.projections[0]).dtype
+        shapes = layer.shapes()
+        for projection in layer.projections:
+            setattr(layer, projection, nn.Parameter(getattr(plain, projection), requires_grad=False))
+            for tensor in (f"{projection}{suffix}" for suffix in PACKED_SUFFIXES[1:]):
+                layer.register_parameter(tensor, None)
+                if tensor in shapes:
+                    layer._set(tensor, torch.empty(shapes[tensor], dtype=torch.uint8, device="meta"))
+        scheme = config.activation_scheme
+        layer._start_thresholds(dict.fromkeys(layer.projections, None if scheme is None else scheme.fallback_rate))
+        return layer
+
+    def _own_attributes(self) -> tuple[str, ...]:
+        return (*super()._own_attributes(), "sizes", "compute_dtype")
+
+    def _set(self, name: str, value: torch.Tensor) -> None:
+        setattr(self, name, nn.Parameter(value, requires_grad=False))
+
+    def pack_weight(self, projection: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The packed tensors, by their names here, of a full-precision weight in the layout of the model, one expert
+        after the other; without memory for a meta tensor."""
+        packed: dict[str, torch.Tensor] = {}
+        for expert, rows in enumerate(weight.transpose(1, 2) if self.is_transposed else weight):
+            parts = quantize_weight(rows, self.config.weight_scheme, self.config.backend)
+            for field, value in parts.items():
+                name = self._tensor_name(projection, field)
+                if expert == 0:
+                    packed[name] = value.new_empty(self.n_experts, *value.shape)
+                packed[name][expert] = value
+        return packed
+
+    def to_experts(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """Plain experts whose weights hold the dequantized values (in ``dtype``, default `compute_dtype`), laid out as
+        the model has them."""
+        plain = self._to_plain()
+        for name in [name for name in plain._parameters if not name.endswith("_bias")]:
+            del plain._parameters[name]
+        for projection in self.projections:
+            setattr(plain, projection, nn.Parameter(self.dequantized_weight(projection, dtype)))
+            bias = self.bias_of(projection)
+            if bias is not None:
+                value = bias.detach().to(dtype or bias.dtype, copy=True)
+                setattr(plain, f"{projection}_bias", nn.Parameter(value, bias.requires_grad))
+        return plain
+
+    @torch.no_grad()
+    def dequantized_weight(self, projection: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``Q(W)`` of all experts in ``dtype``, default `compute_dtype`, laid out as the model has it."""
+        dtype = dtype or self.compute_dtype
+        experts, rows, columns = self.sizes[projection]
+        packed = self.packed_weight(projection)
+        shape = (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
+        out = torch.empty(shape, dtype=dtype, device=packed[0].device)
+        for expert, values in enumerate(out.transpose(1, 2) if self.is_transposed else out):
+            values.copy_(self._dequantized(projection, packed, expert, dtype))
+        return out
+
+    def packed_weight(self, projection: str) -> PackedWeight:
+        """The packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
+        return tuple(getattr(self, f"{projection}{suffix}") for suffix in PACKED_SUFFIXES)
+
+    def quantized_tensor(self, projection: str, expert: int) -> MXFP4Tensor:
+        """The weight ``[N, K]`` of one expert as a [`MXFP4Tensor`] that shares its memory."""
+        return self._tensor(projection, self.packed_weight(projection), expert)
+
+    def _tensor(self, projection: str, packed: PackedWeight, expert: int) -> MXFP4Tensor:
+        parts = [None if tensor is None else tensor[expert] for tensor in packed]
+        named = dict(zip(PACKED_FIELDS, parts, strict=True))
+        return packed_tensor(named, self.sizes[projection][2], self.config.weight_scheme, self.compute_dtype)
+
+    def _dequantized(self, projection: str, packed: PackedWeight, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        return dequantize(self._tensor(projection, packed, expert), dtype, self.config.backend)
+
+    def _project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        packed = self.packed_weight(projection)
+        if packed[0].dtype != torch.uint8:
+            raise TypeError(
+                f"{self._label()}: {projection} was replaced by a tensor of {packed[0].dtype}, which is not packed; "
+                "build new experts with MXFP4PackedExperts.from_experts"
+            )
+        return packed_grouped_linear(
+            x,
+            packed,
+            self.bias_of(projection),
+            groups,
+            partial(self._input, projection),
+            partial(self._dequantized, projection),
+        )
+
+    def _input(self, projection: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        threshold = self.fallback_thresholds.get(projection)
+        return nearest_input(x, dtype, self.config.activation_scheme, threshold, self.config.backend)
+
+    def weight_size(self, projection: str) -> tuple[int, int, int]:
+        return self.sizes[projection]
+
+    def _input_dtype(self) -> torch.dtype:
+        return self.compute_dtype
+
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Shapes of the packed tensors under the scheme, by name."""
+        return {
+            self._tensor_name(projection, field): (experts, *shape)
+            for projection, (experts, rows, columns) in self.sizes.items()
+            for field, shape in packed_shapes(rows, columns, self.config.weight_scheme).items()
+        }
+
+    @staticmethod
+    def _tensor_name(projection: str, field: str) -> str:
+        return f"{projection}{field.removeprefix('weight')}"
+
+    def check(self) -> None:
+        """Raise `ValueError` unless every packed tensor is there, uint8, and of the shape that the scheme says."""
+        names = [f"{projection}{suffix}" for projection in self.projections for suffix in PACKED_SUFFIXES]
+        tensors = {name: getattr(self, name) for name in names}
+        check_packed(self.name or type(self).__name__, tensors, self.shapes(), self.config.weight_scheme)
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        for name in self.shapes():
+            value = state_dict.get(prefix + name)
+            # Copying would round floats to whole numbers without a word.
+            if value is not None and value.dtype != torch.uint8:
+                errors.append(f"{prefix}{name} is {value.dtype}, but packed experts need the uint8 tensor")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

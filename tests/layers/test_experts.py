@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MXFP4Experts` against the equations of a mixture of experts, token by token in float64, and against one
+`MXFP4Linear` for each projection of each expert."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.hooks import ModelHook, add_hook_to_module
+from tiny_models import make_model
+from torch import nn
+
+from hf_mxfp4 import (
+    MXFP4Experts,
+    MXFP4Linear,
+    MXFP4RLConfig,
+    cached_weights,
+    fake_quantize,
+    set_quantization_step,
+)
+from hf_mxfp4.experts_layout import obstacle
+from hf_mxfp4.layers import fallback_thresholds, random_layers, update_fallback_thresholds
+from hf_mxfp4.quantizer import quantize_linears
+
+
+FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
+PLAIN = {"macro_block": None, "outlier_fallback": None}
+WEIGHT = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
+INPUT = {"macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
+OFF = {"fprop": {"x": "full", "weight": "full"}}
+SCHEMES = {
+    "w4a4": {},
+    "w4a16": {"preset": "w4a16"},
+    "w4a4g8": {"preset": "w4a4g8"},
+    "w4a4g4": {"preset": "w4a4g4"},
+    "paper_a": {"preset": "paper_a"},
+    "paper_b": {"preset": "paper_b"},
+    "tiles": {"weight_block": "32x32", **PLAIN},
+    "selective weights": {"outlier_fallback_rate": 0.2, "outlier_fallback_operands": "weights"},
+    "rotated": {"fprop": {"rotation": "deterministic-32"}, "wgrad": {"grad": "rceil", "x": "rceil"}, **PLAIN},
+    "random": {
+        "fprop": {"x": "rceil+stochastic", "weight": "rceil+stochastic", "rotation": "random-16"},
+        "dgrad": {"grad": "rceil+stochastic"},
+        "wgrad": {"grad": "rceil+stochastic", "x": "rceil", "rotation": "random-32"},
+        **PLAIN,
+    },
+}
+NAME = "model.layers.0.mlp.experts"
+
+
+def plain_experts(family="qwen3_moe", dtype=torch.float64, **options):
+    return make_model(family, layers=1, dtype=dtype, **options).model.layers[0].mlp.experts
+
+
+def routing(tokens=21, experts=4, k=2, dtype=torch.float64, unused=None, seed=0):
+    """Hidden states, experts and their weights; no token goes to expert ``unused``."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts, generator=generator)
+    if unused is not None:
+        scores[:, unused] = -1
+    states = torch.randn(tokens, 64, generator=generator, dtype=torch.float64).to(dtype)
+    return states, scores.topk(k).indices, torch.rand(tokens, k, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def quantized(family="qwen3_moe", dtype=torch.float64, **options):
+    return MXFP4Experts.from_experts(plain_experts(family, dtype), MXFP4RLConfig(**options), NAME)
+
+
+def straight_through(x, **scheme):
+    return x + (fake_quantize(x.detach(), **scheme) - x.detach())
+
+
+def gated(family, up_out):
+    """SwiGLU of each family, from its paper or model card."""
+    if family != "gpt_oss":
+        gate, up = up_out.split(up_out.shape[-1] // 2, dim=-1)
+        return gate * torch.sigmoid(gate) * up
+    gate, up = up_out.view(-1, 2).unbind(-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def reference(family, experts, states, index, weights, quantize_input=True):
+    """One token and one of its experts at a time."""
+    rows = []
+    for token in range(len(states)):
+        total = torch.zeros(states.shape[1], dtype=states.dtype)
+        for slot, expert in enumerate(index[token].tolist()):
+            x = states[token]
+            for projection in ("gate_up_proj", "down_proj"):
+                weight = getattr(experts, projection)[expert]
+                weight = straight_through(weight.T if family == "gpt_oss" else weight, **WEIGHT)
+                x = weight @ (straight_through(x, **INPUT) if quantize_input else x)
+                if family == "gpt_oss":
+                    x = x + getattr(experts, f"{projection}_bias")[expert]
+                x = gated(family, x) if projection == "gate_up_proj" else x
+            total = total + weights[token, slot] * x
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("preset", ["w4a4", "w4a16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_those_of_the_equations(family, preset):
+    layer, twin = quantized(family, preset=preset), plain_experts(family)
+    states, index, weights = routing()
+    ours = [t.clone().requires_grad_() for t in (states, weights)]
+    theirs = [t.clone().requires_grad_() for t in (states, weights)]
+    out = layer(ours[0], index, ours[1])
+    expected = reference(family, twin, theirs[0], index, theirs[1], quantize_input=preset == "w4a4")
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+    (out * probe).sum().backward()
+    (expected * probe).sum().backward()
+    for found, want in zip([*ours, *layer.parameters()], [*theirs, *twin.parameters()], strict=True):
+        torch.testing.assert_close(found.grad, want.grad, rtol=1e-8, atol=1e-8)
+        assert want.grad.abs().sum() > 0
+
+
+class Separate(nn.Module):
+    """The same experts as one `MXFP4Linear` for each projection of each."""
+
+    def __init__(self, layer, family, config):
+        super().__init__()
+        self.layers, self.family = nn.ModuleDict(), family
+        for expert in range(4):
+            for projection in ("gate_up_proj", "down_proj"):
+                weight = getattr(layer, projection).detach()[expert]
+                weight = weight.T if family == "gpt_oss" else weight
+                name = f"{NAME}.{expert}.{projection}"
+                linear = MXFP4Linear(
+                    weight.shape[1], weight.shape[0], family == "gpt_oss", dtype=weight.dtype, config=config, name=name
+                )
+                linear.weight = nn.Parameter(weight.clone())
+                if family == "gpt_oss":
+                    linear.bias = nn.Parameter(getattr(layer, f"{projection}_bias").detach()[expert].clone())
+                self.layers[f"{expert}-{projection}"] = linear
+
+    def gradient(self, projection):
+        grads = [self.layers[f"{e}-{projection}"].weight.grad for e in range(4)]
+        grads = [torch.zeros_like(self.layers[f"0-{projection}"].weight) if g is None else g for g in grads]
+        return torch.stack([g.T if self.family == "gpt_oss" else g for g in grads])
+
+    def forward(self, states, index, weights):
+        out = torch.zeros(len(states), index.shape[1], states.shape[1], dtype=states.dtype)
+        for expert in range(4):
+            token, slot = torch.where(index == expert)
+            if len(token):
+                up = self.layers[f"{expert}-gate_up_proj"](states[token])
+                x = torch.stack([gated(self.family, row) for row in up])
+                out[token, slot] = self.layers[f"{expert}-down_proj"](x) * weights[token, slot, None]
+        return out.sum(dim=1)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_each_expert_is_an_mxfp4_linear_under_every_preset(family, scheme):
+    config = MXFP4RLConfig(**SCHEMES[scheme])
+    layer = MXFP4Experts.from_experts(plain_experts(family, torch.float32), config, NAME)
+    separate = Separate(layer, family, config)
+    states, index, weights = routing(40, dtype=torch.float32, unused=2)
+    ours, theirs = states.clone().requires_grad_(), states.clone().requires_grad_()
+    out, expected = layer(ours, index, weights), separate(theirs, index, weights)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    probe = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    (out * probe).sum().backward()
+    (expected * probe).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+    for projection in ("gate_up_proj", "down_proj"):
+        grad = getattr(layer, projection).grad
+        torch.testing.assert_close(grad, separate.gradient(projection), rtol=1e-4, atol=1e-4)
+        assert grad[2].abs().sum() == 0 and grad.isfinite().all() and grad[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_quantization_they_are_the_models_own_experts(family):
+    for implementation, dtype, tolerance in (("eager", torch.float64, 1e-10), ("grouped_mm", torch.float32, 1e-5)):
+        plain, layer = plain_experts(family, dtype), quantized(family, dtype, **OFF)
+        states, index, weights = routing(dtype=dtype, unused=1)
+        plain.config._experts_implementation = implementation
+        out, expected = layer(states, index, weights), plain(states, index, weights)
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        for found, want in zip(layer.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, want.grad, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_the_very_ones_and_the_class_is_still_the_models(family):
+    plain = plain_experts(family)
+    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(), NAME)
+    assert isinstance(layer, type(plain)) and isinstance(layer, MXFP4Experts)
+    assert [(n, id(p)) for n, p in layer.named_parameters()] == [(n, id(p)) for n, p in plain.named_parameters()]
+    assert type(layer) is type(quantized(family)) and type(layer).__name__ == f"MXFP4{type(plain).__name__}"
+    assert plain.config is not layer.config and type(plain).forward is not type(layer).forward
+    shape = {"qwen3_moe": (4, 64, 64), "qwen2_moe": (4, 64, 64), "mixtral": (4, 192, 64), "gpt_oss": (4, 192, 64)}
+    assert layer.weight_size("gate_up_proj") == shape[family]
+    assert "w4a4" in repr(layer) and "gate_up_proj [4, " in repr(layer)
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "random"])
+def test_masters_are_never_written(scheme):
+    layer = quantized(dtype=torch.float32, **SCHEMES[scheme])
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    versions = {name: p._version for name, p in layer.named_parameters()}
+    states, index, weights = routing(dtype=torch.float32)
+    layer(states, index, weights).sum().backward()
+    with torch.no_grad(), cached_weights():
+        layer(states, index, weights)
+    handle = layer.act_fn.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layer(states, index, weights)
+    handle.remove()
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter, before[name]) and parameter._version == versions[name]
+
+
+def test_a_change_of_one_expert_is_seen_whatever_way_it_was_made():
+    layer = quantized(dtype=torch.float32)
+    states, _, weights = routing(dtype=torch.float32)
+    index = torch.tensor([[3, 0]]).expand(21, 2)
+    before = layer(states, index, weights)
+    assert torch.equal(layer(states, index, weights), before)
+    layer.gate_up_proj.data[3].mul_(2)
+    doubled = layer(states, index, weights)
+    assert not torch.equal(doubled, before)
+    layer.gate_up_proj.data[3].div_(2)
+    assert torch.equal(layer(states, index, weights), before)
+    # Two experts that trade places have the same elements.
+    layer.gate_up_proj.data[[1, 2]] = layer.gate_up_proj.data[[2, 1]]
+    swapped = layer(states, torch.tensor([[1, 2]]).expand(21, 2), weights)
+    fresh = copy.deepcopy(layer)
+    assert torch.equal(fresh(states, torch.tensor([[1, 2]]).expand(21, 2), weights), swapped)
+
+
+def test_weights_are_quantized_once_in_a_context(monkeypatch):
+    layer, calls = quantized(dtype=torch.float32), []
+    compute = layer._weight_operand
+    monkeypatch.setattr(layer, "_weight_operand", lambda p, *args: calls.append(p) or compute(p, *args))
+    states, index, weights = routing(dtype=torch.float32)
+    with torch.no_grad(), cached_weights():
+        for _ in range(3):
+            layer(states, index, weights)
+    assert calls == ["gate_up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_are_independent_and_equal(copied):
+    layer = quantized(dtype=torch.float32)
+    inputs = routing(dtype=torch.float32)
+    twin = copied(layer)
+    assert type(twin) is type(layer) and torch.equal(twin(*inputs), layer(*inputs))
+    with torch.no_grad():
+        twin.down_proj.zero_()
+    assert twin(*inputs).abs().sum() == 0 and layer(*inputs).abs().sum() > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_experts_of_the_quantized_values(family):
+    layer = quantized(family, preset="w4a16")
+    before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    plain = layer.to_experts()
+    inputs = routing()
+    plain.config._experts_implementation = "eager"
+    assert type(plain) is type(plain_experts(family)) and vars(plain).keys() == vars(plain_experts(family)).keys()
+    torch.testing.assert_close(plain(*inputs), layer(*inputs), rtol=1e-10, atol=1e-10)
+    axis = 1 if family == "gpt_oss" else 2
+    assert torch.equal(plain.down_proj, fake_quantize(before["down_proj"], **WEIGHT, axis=axis))
+    assert layer.to_experts(torch.bfloat16).down_proj.dtype == torch.bfloat16
+    assert all(torch.equal(p, before[name]) for name, p in layer.named_parameters())
+
+
+def test_random_numbers_belong_to_layer_and_expert_and_follow_the_step():
+    layer = quantized(dtype=torch.float32, **SCHEMES["random"])
+    inputs = routing(dtype=torch.float32)
+    with torch.no_grad():
+        first = layer(*inputs)
+        assert torch.equal(layer(*inputs), first)
+        assert set_quantization_step(nn.ModuleList([layer]), 1) == 1
+        second = layer(*inputs)
+        assert not torch.equal(second, first)
+        set_quantization_step(nn.ModuleList([layer]), 0)
+        assert torch.equal(layer(*inputs), first)
+    keys = {draws.layer for projection in layer.draws.values() for draws in projection}
+    assert len(keys) == 8 and f"{NAME}.3.down_proj" in keys
+    assert random_layers(layer) == [layer] and random_layers(quantized()) == []
+
+
+def test_thresholds_of_selective_fallback_are_one_per_projection():
+    layer = quantized(dtype=torch.float32, outlier_fallback_rate=0.1)
+    assert set(layer.fallback_thresholds) == {"gate_up_proj", "down_proj"}
+    holder = nn.ModuleList([layer])
+    assert fallback_thresholds(holder) == list(layer.fallback_thresholds.values())
+    layer(*routing(200, dtype=torch.float32))
+    assert update_fallback_thresholds(holder) == pytest.approx(0.1, abs=0.02)
+    assert all(threshold.value > 0 for threshold in fallback_thresholds(holder))
+
+
+def test_wrong_inputs_are_refused():
+    layer = quantized(dtype=torch.float32)
+    states, index, weights = routing(dtype=torch.float32)
+    with pytest.raises(ValueError, match=rf"MXFP4Qwen3MoeExperts {NAME}: input \(21, 32\) is not \[tokens, 64\]"):
+        layer(states[:, :32], index, weights)
+    with pytest.raises(TypeError, match="input is torch.bfloat16 but the layer's dtype is torch.float32"):
+        layer(states.bfloat16(), index, weights)
+    layer._is_expert_parallel = True
+    with pytest.raises(ValueError, match="without expert parallelism"):
+        layer(states, index, weights)
+
+
+def test_hooks_of_accelerate_do_not_bring_the_plain_experts_back():
+    plain = plain_experts(dtype=torch.float32)
+    add_hook_to_module(plain, ModelHook())
+    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(), NAME)
+    inputs = routing(dtype=torch.float32)
+    assert torch.equal(layer(*inputs), quantized(dtype=torch.float32)(*inputs))
+    assert not torch.equal(layer(*inputs), plain(*inputs))
+
+
+def test_autocast():
+    layer = quantized(dtype=torch.float32)
+    states, index, weights = routing(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(states, index, weights)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, layer(states, index, weights), rtol=0.1, atol=0.1)
+    out.sum().backward()
+    assert layer.down_proj.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"_is_expert_parallel": True}, "spread over processes"),
+        ({"extra": nn.Parameter(torch.zeros(2))}, "has the parameters"),
+        ({"gate_up_proj": nn.Parameter(torch.zeros(4, 64))}, "are not 3-D"),
+        ({"down_proj": nn.Parameter(torch.zeros(3, 64, 32))}, "do not fit each other"),
+        ({"down_proj": nn.Parameter(torch.zeros(4, 32, 32))}, "do not fit each other"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_other_layouts_are_refused(change, message):
+    experts = plain_experts()
+    for name, value in change.items():
+        setattr(experts, name, value)
+    assert message in obstacle(experts)
+    with pytest.raises(ValueError, match=f"layers.0.mlp.experts cannot be quantized: .*{message}"):
+        MXFP4Experts.from_experts(experts, MXFP4RLConfig(), NAME)
+
+
+def test_a_class_of_ones_own_is_refused():
+    class MyExperts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 4, 4))
+
+    assert obstacle(MyExperts()) == "MyExperts is not made by transformers' use_experts_implementation"
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.experts = MyExperts()
+    with pytest.raises(ValueError, match="cannot be quantized .experts: MyExperts is not made by.*add 'experts' to"):
+        quantize_linears(model, MXFP4RLConfig())
+    assert quantize_linears(model, MXFP4RLConfig(modules_to_not_convert=["experts"])) == (["0"], ["experts"])
+
+
+def test_experts_without_a_gate_and_with_a_norm_behind_them():
+    """Layouts that transformers describes (Nemotron-H, Muse Spark) and that no tiny model here has."""
+    experts = plain_experts()
+    experts.has_gate, experts.has_post_expert_norm, experts.post_expert_norm = False, True, nn.LayerNorm(64).double()
+    experts.up_proj = nn.Parameter(experts.gate_up_proj.detach()[:, :32].clone())
+    del experts.gate_up_proj
+    layer = MXFP4Experts.from_experts(experts, MXFP4RLConfig(**OFF), NAME)
+    assert layer.projections == ("up_proj", "down_proj")
+    states, index, weights = routing()
+    expected = torch.zeros_like(states)
+    for token in range(21):
+        for slot, expert in enumerate(index[token].tolist()):
+            x = experts.down_proj[expert] @ F.silu(experts.up_proj[expert] @ states[token])
+            expected[token] += weights[token, slot] * experts.post_expert_norm(x).detach()
+    torch.testing.assert_close(layer(states, index, weights), expected, rtol=1e-9, atol=1e-9)

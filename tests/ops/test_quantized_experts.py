@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped linear of experts, against one quantized linear for each of them."""
+
+import pytest
+import torch
+
+from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4.ops import (
+    BackwardProducts,
+    Draws,
+    Groups,
+    experts,
+    group_by_expert,
+    grouped_linear,
+    packed_grouped_linear,
+    quantized_linear,
+)
+
+
+COUNTS = (5, 0, 33, 2)
+E, N, K = 4, 48, 40
+SCHEMES = {
+    "w4a4g8": {"preset": "w4a4g8"},
+    "w4a4g4": {"preset": "w4a4g4"},
+    "paper_b": {"preset": "paper_b"},
+    "stochastic": {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "rceil+stochastic"}},
+    "random": {"wgrad": {"grad": "rceil", "x": "rceil", "rotation": "random-16"}},
+    "full": {"dgrad": {"weight": "full"}, "wgrad": {"x": "full"}},
+}
+
+
+def quantize(x, dtype):
+    return fake_quantize(x.detach(), macro_block=32).to(dtype)
+
+
+def tensors(bias=True, transposed=False, dtype=torch.float32, seed=0):
+    """Input, weight, bias and output gradient; the numbers of the weight do not depend on its layout."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, b, grad = (
+        torch.randn(*size, generator=generator).to(dtype)
+        for size in ((sum(COUNTS), K), (E, N, K), (E, N), (sum(COUNTS), N))
+    )
+    weight = weight.transpose(1, 2).contiguous() if transposed else weight
+    leaves = [t.requires_grad_() for t in (x, weight, b)]
+    return leaves[0], leaves[1], leaves[2] if bias else None, grad
+
+
+def products(scheme):
+    gemms = MXFP4RLConfig(macro_block=None, outlier_fallback=None, **SCHEMES[scheme]).gemms()
+    return [BackwardProducts(gemms, Draws(0, f"experts.{e}")) for e in range(E)]
+
+
+def run(x, weight, bias, grad, transposed=False, products=None, quantize_weight=None):
+    def rows_first(weight, dtype):
+        return quantize(weight.transpose(1, 2) if transposed else weight, dtype)
+
+    groups = Groups(COUNTS)
+    out = grouped_linear(x, weight, bias, groups, quantize, quantize_weight or rows_first, products, transposed)
+    out.backward(grad)
+    return out.detach(), [None if t is None else t.grad for t in (x, weight, bias)]
+
+
+def expected(x, weight, bias, grad, transposed=False, products=None):
+    """One linear layer for each expert."""
+    out, grads = torch.empty(len(x), N, dtype=x.dtype), [torch.zeros_like(t) for t in (x, weight, bias)]
+    start = 0
+    for e, count in enumerate(COUNTS):
+        rows = slice(start, start := start + count)
+        if not count:
+            continue
+        own = (x[rows], weight[e].t() if transposed else weight[e], bias[e])
+        own = [t.detach().clone().requires_grad_() for t in own]
+        y = quantized_linear(*own, quantize, quantize, None if products is None else products[e])
+        y.backward(grad[rows])
+        out[rows] = y.detach()
+        grads[0][rows], grads[2][e] = own[0].grad, own[2].grad
+        grads[1][e] = own[1].grad.t() if transposed else own[1].grad
+    return out, grads
+
+
+def test_rows_are_grouped_by_expert_in_their_order():
+    order, groups = group_by_expert(torch.tensor([2, 0, 2, 3, 0]), 5)
+    assert order.tolist() == [1, 4, 0, 2, 3]
+    assert groups.counts == (2, 0, 2, 1, 0)
+    assert list(groups) == [(0, slice(0, 2)), (2, slice(2, 4)), (3, slice(4, 5))]
+    assert groups.offsets(torch.device("cpu")).tolist() == [2, 2, 4, 5, 5]
+    assert groups.offsets(torch.device("cpu")).dtype == torch.int32
+    assert groups.per_row(torch.arange(5)).tolist() == [0, 0, 2, 2, 3]
+
+
+def test_no_rows():
+    order, groups = group_by_expert(torch.empty(0, dtype=torch.long), 3)
+    assert order.numel() == 0 and groups.counts == (0, 0, 0) and list(groups) == []
+    x, weight = torch.empty(0, K, requires_grad=True), torch.randn(3, N, K, requires_grad=True)
+    out = grouped_linear(x, weight, None, groups, quantize, quantize)
+    out.sum().backward()
+    assert out.shape == (0, N) and x.grad.shape == (0, K) and weight.grad.abs().sum() == 0
+
+
+def test_an_expert_that_does_not_exist():
+    with pytest.raises(ValueError, match="a token was sent to expert 4 of 4; MXFP4 experts know no expert parallelism"):
+        group_by_expert(torch.tensor([0, 4]), 4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_each_expert_is_a_quantized_linear_of_its_own(scheme, transposed):
+    mine = None if scheme is None else products(scheme)
+    out, grads = run(*tensors(transposed=transposed), transposed, mine)
+    theirs = None if scheme is None else products(scheme)
+    wanted, wanted_grads = expected(*tensors(transposed=transposed), transposed, theirs)
+    assert torch.equal(out, wanted)
+    for found, want in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+    assert grads[1][1].abs().sum() == grads[2][1].abs().sum() == 0  # the expert without rows
+    assert all(grads[1][e].abs().sum() > 0 for e in (0, 2, 3))
+    if mine is not None:
+        assert [p.draws.n_backward for p in mine] == [1, 0, 1, 1] == [p.draws.n_backward for p in theirs]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_kernel_gives_what_the_loop_gives(dtype, transposed, bias, monkeypatch):
+    loop = run(*tensors(bias, transposed, dtype), transposed)
+    used = []
+    monkeypatch.setattr(experts, "runs_grouped", lambda *operands: used.append(operands) or True)
+    kernel = run(*tensors(bias, transposed, dtype), transposed)
+    assert len(used) == 3  # forward, input gradient, weight gradient
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(kernel[0], loop[0], rtol=tolerance, atol=tolerance)
+    for found, want in zip(kernel[1], loop[1], strict=True):
+        if want is not None:
+            assert found.dtype == want.dtype and found.shape == want.shape
+            torch.testing.assert_close(found, want, rtol=tolerance, atol=10 * tolerance)
+    assert kernel[1][1][1].abs().sum() == 0
+
+
+def test_the_grouped_kernel_is_for_bfloat16_on_gpus():
+    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(2, 8, 8).bfloat16()
+    assert not experts.runs_grouped(x, weight)
+
+
+def test_the_weight_is_quantized_again_in_the_backward_pass_and_never_written():
+    x, weight, bias, grad = tensors()
+    before, version, seen = weight.detach().clone(), weight._version, []
+
+    def counted(w, dtype):
+        seen.append(w is weight or w.data_ptr() == weight.data_ptr())
+        return quantize(w, dtype)
+
+    run(x, weight, bias, grad, quantize_weight=counted)
+    assert seen == [True, True]
+    assert torch.equal(weight, before) and weight._version == version
+
+
+def test_a_frozen_weight_keeps_no_input_and_gets_no_gradient():
+    x, weight, bias, grad = tensors()
+    weight.requires_grad_(False)
+    out = grouped_linear(x, weight, bias, Groups(COUNTS), quantize, quantize)
+    assert out.grad_fn.saved_tensors[0] is None
+    out.backward(grad)
+    assert weight.grad is None and x.grad.abs().sum() > 0 and bias.grad.abs().sum() > 0
+
+
+def test_a_step_that_changes_between_the_passes_is_refused():
+    mine = products("w4a4g4")
+    x, weight, bias, grad = tensors()
+    out = grouped_linear(x, weight, bias, Groups(COUNTS), quantize, quantize, mine)
+    for product in mine:
+        product.draws.set_step(3)
+    with pytest.raises(RuntimeError, match="quantization step of experts.0 went from 0 to 3 between"):
+        out.backward(grad)
+
+
+def test_autocast_computes_in_its_dtype_and_gradients_have_the_masters():
+    x, weight, bias, grad = tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = grouped_linear(x, weight, bias, Groups(COUNTS), quantize, quantize)
+    assert out.dtype == torch.bfloat16
+    out.backward(grad.bfloat16())
+    assert {t.grad.dtype for t in (x, weight, bias)} == {torch.float32}
+    exact = run(*tensors())
+    torch.testing.assert_close(out.float(), exact[0], rtol=0.05, atol=0.3)
+    torch.testing.assert_close(weight.grad, exact[1][1], rtol=0.05, atol=0.3)
+
+
+def test_packed_weights_are_dequantized_for_experts_with_rows_alone():
+    x, weight, bias, grad = tensors()
+    values, seen = quantize(weight, torch.float32), []
+
+    def dequantize(packed, expert, dtype):
+        seen.append(expert)
+        return packed[0][expert].to(dtype)
+
+    out = packed_grouped_linear(x, (values, None, None, None, None), bias, Groups(COUNTS), quantize, dequantize)
+    assert seen == [0, 2, 3]
+    out.backward(grad)
+    assert seen == [0, 2, 3] * 2
+    wanted, grads = expected(*tensors())
+    assert torch.equal(out, wanted) and torch.equal(x.grad, grads[0]) and torch.equal(bias.grad, grads[2])
