@@ -5,10 +5,13 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..numerics import PLAIN, FallbackThreshold, LinearScheme, QuantScheme
+from ..numerics import PLAIN, FallbackThreshold, LinearScheme, MXFP4Tensor, QuantScheme
+from ..numerics import quantize as quantize_eagerly
+from ..numerics import quantize_delayed as pack_delayed
 from ..ops import (
     BackwardProducts,
     Draws,
+    SavedInput,
     autocast_dtype,
     fake_quantize,
     quantize_operand,
@@ -16,6 +19,7 @@ from ..ops import (
     rotate_back,
     rotate_operand,
 )
+from ..ops.functional import quantize
 from .fallback import quantize_delayed
 from .weight_cache import WeightCache
 
@@ -107,14 +111,28 @@ class MXFP4Linear(nn.Linear):
                 f"{self._label()}: input is {x.dtype} but the weight is {self.weight.dtype}; "
                 "convert one of them, or run under torch.autocast"
             )
-        return quantized_linear(x, self.weight, self.bias, self._forward_input, self.quantized_weight, self._products)
+        saved = SavedInput(self.config.saved_activations, self.packed_input)
+        return quantized_linear(
+            x, self.weight, self.bias, self.forward_input, self.quantized_weight, self._products, saved
+        )
 
-    def _forward_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The input as the forward product takes it, in ``dtype``: rotated and quantized as the scheme says."""
         fprop, scheme = self.gemms.fprop, self._activation_scheme
         x = rotate_operand(x, fprop.rotation, "fprop", self.draws)
         if scheme is not None and scheme.rounding == "stochastic":
             return quantize_operand(x, scheme, "fprop", "x", self.draws).to(dtype)
         return self.quantized_input(x, dtype)
+
+    def packed_input(self, x: torch.Tensor) -> MXFP4Tensor:
+        """[`forward_input`] as codes and scale bytes. Only under a scheme that quantizes activations."""
+        scheme = self._activation_scheme
+        x = rotate_operand(x.detach(), self.gemms.fprop.rotation, "fprop", self.draws)
+        if self.fallback_threshold is not None:
+            return pack_delayed(x, scheme, self.fallback_threshold)
+        if scheme.rounding == "stochastic":
+            return quantize_eagerly(x, **vars(scheme), generator=self.draws.generator("fprop", "x", x.device))
+        return quantize(x, **vars(scheme), backend=self.config.backend)
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""

@@ -5,16 +5,20 @@ from .backends import backend_for, fake_quantize
 from .draws import Draws
 from .gemms import BackwardProducts, quantize_operand, rotate_back, rotate_operand
 from .linear import autocast_dtype, quantized_linear
+from .saved import SavedInput, keep_input, restore_input
 
 
 __all__ = [
     "BackwardProducts",
     "Draws",
+    "SavedInput",
     "autocast_dtype",
     "backend_for",
     "fake_quantize",
+    "keep_input",
     "quantize_operand",
     "quantized_linear",
+    "restore_input",
     "rotate_back",
     "rotate_operand",
 ]

@@ -19,6 +19,8 @@ SCHEMES = {
     "w4a4g8": {"preset": "w4a4g8"},
     "w4a4g4": {"preset": "w4a4g4"},
     "paper_b": {"preset": "paper_b"},
+    "saved_mxfp4": {"saved_activations": "mxfp4"},
+    "saved_fp8": {"preset": "w4a4g4", "saved_activations": "fp8"},
     "stochastic": {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}},
 }
 

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer keeps of its input for the gradient of its weight, and how that comes back in the backward pass.
+
+An autograd function calls [`keep_input`] in its forward pass, puts the tensors into `save_for_backward` and the record
+into its context, and calls [`restore_input`] with both in its backward pass. Rows are tokens, in any number and order,
+so the inputs of grouped experts are kept in the same way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..numerics import MXFP4Tensor, dequantize_e4m3, quantize_e4m3
+
+
+#: The tensors of an [`MXFP4Tensor`].
+_PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
+
+SavedTensors = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class SavedInput:
+    """How one layer keeps its input.
+
+    Attributes:
+        form: one of [`hf_mxfp4.numerics.SAVED_FORMS`].
+        pack: for ``"mxfp4"``, maps the input to the codes of the forward product's operand.
+    """
+
+    form: str = "full"
+    pack: Callable[[torch.Tensor], MXFP4Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class SavedRecord:
+    """What the saved tensors are.
+
+    Attributes:
+        form: one of [`hf_mxfp4.numerics.SAVED_FORMS`].
+        dtype: that the values come back in.
+        layout: of codes, the [`MXFP4Tensor`] without its tensors.
+    """
+
+    form: str
+    dtype: torch.dtype
+    layout: MXFP4Tensor | None = None
+
+
+def keep_input(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    quantize_input: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    saved: SavedInput,
+    *,
+    needed: bool,
+    itself: bool,
+) -> tuple[torch.Tensor, SavedTensors, SavedRecord]:
+    """The operand of the forward product, and what is kept for Wgrad.
+
+    Args:
+        x: ``[..., K]``.
+        dtype: of the product.
+        quantize_input: maps ``x`` and ``dtype`` to the operand.
+        needed: whether anything is; not so for a frozen weight, as under LoRA, or without gradients.
+        itself: whether Wgrad takes ``x`` itself and not what the forward product takes of it; not with ``"mxfp4"``.
+
+    Returns:
+        The operand, the tensors to save, and the record that [`restore_input`] reads them by.
+    """
+    if not needed:
+        return quantize_input(x, dtype), (), SavedRecord("full", dtype)
+    if saved.form == "mxfp4":
+        if itself or saved.pack is None:
+            raise ValueError("saved in MXFP4 is what the forward product takes, and a function to pack it is needed")
+        packed = saved.pack(x)
+        tensors = tuple(getattr(packed, part) for part in _PARTS)
+        record = SavedRecord("mxfp4", dtype, replace(packed, **dict.fromkeys(_PARTS)))
+        return restore_input(tensors, record), tensors, record
+    values = quantize_input(x, dtype)
+    kept = x if itself else values
+    if saved.form == "fp8":
+        return values, quantize_e4m3(kept), SavedRecord("fp8", kept.dtype)
+    return values, (kept,), SavedRecord("full", kept.dtype)
+
+
+def restore_input(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:
+    """The values ``[..., K]`` that [`keep_input`] kept; of a rotated operand with the columns of its padding."""
+    if record.form == "mxfp4":
+        packed = replace(record.layout, **dict(zip(_PARTS, tensors, strict=True)))
+        # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.
+        return packed.dequantize().to(record.dtype)
+    if record.form == "fp8":
+        return dequantize_e4m3(*tensors, record.dtype)
+    return tensors[0]
