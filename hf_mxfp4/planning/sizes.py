@@ -78,11 +78,13 @@ def model_sizes(model: nn.Module) -> ModelSizes:
         largest_quantized=max(sizes, default=0),
         vocabulary=head.shape[0],
         hidden=head.shape[1],
-        widest=max(
-            (m.out_features for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not head), default=0
-        ),
+        widest=max((m.out_features for m in model.modules() if _is_inner_linear(m, head)), default=0),
         head_trained=head.requires_grad,
     )
+
+
+def _is_inner_linear(module: nn.Module, head: nn.Parameter) -> bool:
+    return isinstance(module, nn.Linear) and module.weight is not head
 
 
 def _elements(parameters: list[nn.Parameter]) -> int:

@@ -187,9 +187,13 @@ def _maker(quantization: MXFP4RLConfig) -> Callable[[nn.Linear, MXFP4RLConfig, s
 
 
 def _with_adapters(model: PreTrainedModel, rank: int) -> nn.Module:
+    import warnings
+
     from peft import LoraConfig, get_peft_model
 
     # Adapters of packed layers are made by a class that PEFT learns of here.
     from .. import adapters  # noqa: F401
 
-    return get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules="all-linear"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a property that transformers has renamed
+        return get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules="all-linear"))
