@@ -14,12 +14,12 @@ from ..ops import (
     SavedInput,
     autocast_dtype,
     fake_quantize,
+    pack_rows,
     quantize_operand,
     quantized_linear,
     rotate_back,
     rotate_operand,
 )
-from ..ops.functional import quantize
 from .fallback import quantize_delayed
 from .weight_cache import WeightCache
 
@@ -132,7 +132,7 @@ class MXFP4Linear(nn.Linear):
             return pack_delayed(x, scheme, self.fallback_threshold)
         if scheme.rounding == "stochastic":
             return quantize_eagerly(x, **vars(scheme), generator=self.draws.generator("fprop", "x", x.device))
-        return quantize(x, **vars(scheme), backend=self.config.backend)
+        return pack_rows(x, scheme, self.config.backend)
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""

@@ -5,7 +5,7 @@ from .backends import backend_for, fake_quantize
 from .draws import Draws
 from .gemms import BackwardProducts, quantize_operand, rotate_back, rotate_operand
 from .linear import autocast_dtype, quantized_linear
-from .saved import SavedInput, keep_input, restore_input
+from .saved import SavedInput, keep_input, pack_rows, restore_input
 
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "backend_for",
     "fake_quantize",
     "keep_input",
+    "pack_rows",
     "quantize_operand",
     "quantized_linear",
     "restore_input",

@@ -11,11 +11,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..numerics import MXFP4Tensor, dequantize_e4m3, quantize_e4m3
+from ..numerics import MXFP4Tensor, QuantScheme, dequantize_e4m3, quantize_e4m3
+from .functional import quantize
 
 
 #: The tensors of an [`MXFP4Tensor`].
 _PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
+
+#: Where nothing fused covers a scheme, rows are packed and read back in portions of about this many elements, to bound
+#: what lies between input and output.
+_PORTION = 1 << 22
 
 SavedTensors = tuple[torch.Tensor | None, ...]
 
@@ -85,12 +90,51 @@ def keep_input(
     return values, (kept,), SavedRecord("full", kept.dtype)
 
 
+def pack_rows(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> MXFP4Tensor:
+    """``x [..., K]`` quantized along its last axis, rows by themselves: [`hf_mxfp4.quantize`] in bounded memory.
+
+    Raises `ValueError` for a scheme under which rows are not independent, or a backend that cannot do it.
+    """
+    if scheme.rounding != "nearest" or scheme.block_rows != 1 or scheme.fallback_rate is not None:
+        raise ValueError(f"{scheme} quantizes rows that depend on each other")
+    portions = _split(x.detach())
+    if len(portions) == 1:
+        return quantize(x, **vars(scheme), backend=backend)
+    packed = [quantize(portion, **vars(scheme), backend=backend) for portion in portions]
+    parts = {}
+    for name in _PARTS:
+        found = [getattr(portion, name) for portion in packed]
+        parts[name] = None if found[0] is None else torch.cat(found).view(*x.shape[:-1], -1)
+    return replace(packed[0], **parts, axis=x.dim() - 1)
+
+
+def _unpack(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:
+    leading = tensors[0].shape[:-1]
+    rows = [None if tensor is None else tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
+    step = _rows_per_portion(record.layout.length)
+    layout, values = replace(record.layout, axis=1), []
+    for start in range(0, max(1, rows[0].shape[0]), step):
+        some = [None if tensor is None else tensor[start : start + step] for tensor in rows]
+        portion = replace(layout, **dict(zip(_PARTS, some, strict=True)))
+        # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.
+        values.append(portion.dequantize().to(record.dtype))
+    return (torch.cat(values) if len(values) > 1 else values[0]).view(*leading, record.layout.length)
+
+
+def _split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if x.dim() < 2 or x.numel() <= _PORTION:
+        return (x,)
+    return x.reshape(-1, x.shape[-1]).split(_rows_per_portion(x.shape[-1]))
+
+
+def _rows_per_portion(length: int) -> int:
+    return max(1, _PORTION // max(1, length))
+
+
 def restore_input(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:
     """The values ``[..., K]`` that [`keep_input`] kept; of a rotated operand with the columns of its padding."""
     if record.form == "mxfp4":
-        packed = replace(record.layout, **dict(zip(_PARTS, tensors, strict=True)))
-        # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.
-        return packed.dequantize().to(record.dtype)
+        return _unpack(tensors, record)
     if record.form == "fp8":
         return dequantize_e4m3(*tensors, record.dtype)
     return tensors[0]

@@ -66,6 +66,13 @@ class PlannedLinear(MXFP4Linear):
         return MXFP4Tensor(**parts, length=self._width(), axis=x.dim() - 1, scheme=scheme, dtype=x.dtype)
 
 
+class PlannedPackedLinear(MXFP4PackedLinear):
+    """[`MXFP4PackedLinear`] whose input nobody quantizes."""
+
+    def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(dtype) if self.config.activation_scheme is None else x.new_empty(x.shape, dtype=dtype)
+
+
 class PlannedExperts(nn.Module):
     """Stands for a module that holds the weights of many experts in 3-D parameters.
 
@@ -181,7 +188,7 @@ def _maker(quantization: MXFP4RLConfig) -> Callable[[nn.Linear, MXFP4RLConfig, s
 
     def packed(linear: nn.Linear, config: MXFP4RLConfig, name: str) -> nn.Linear:
         features, bias = (linear.in_features, linear.out_features), linear.bias is not None
-        return MXFP4PackedLinear(*features, bias, dtype=linear.weight.dtype, config=config, name=name)
+        return PlannedPackedLinear(*features, bias, dtype=linear.weight.dtype, config=config, name=name)
 
     return packed
 

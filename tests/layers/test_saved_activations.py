@@ -11,7 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, pack
 from hf_mxfp4.layers import set_quantization_step, update_fallback_thresholds
+from hf_mxfp4.numerics import parse_scheme
 from hf_mxfp4.ops import cpu
+from hf_mxfp4.ops import saved as saved_module
 from hf_mxfp4.quantizer import quantize_linears
 
 
@@ -131,6 +133,20 @@ def test_huge_values_saturate_alike(autocast):
     x[0, 0], x[1, 1], x[2, 2] = 3.4e38, 1e-40, 0.0
     for a, b in zip(outputs(saved, x, autocast), outputs(full, x, autocast), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("shape", [(M, K), (5, 9, K)], ids=str)
+def test_portions_of_rows_change_nothing(monkeypatch, shape, backend):
+    full, saved = pair_of_layers(backend=backend)
+    expected = outputs(full, inputs(*shape))
+    monkeypatch.setattr(saved_module, "_PORTION", 7 * K + 3)
+    assert_same(outputs(saved, inputs(*shape)), expected)
+
+
+def test_rows_that_depend_on_each_other_are_not_cut():
+    with pytest.raises(ValueError, match=r"of0.5@0.25 quantizes rows that depend on each other"):
+        saved_module.pack_rows(inputs(M, K), parse_scheme("rceil+of0.5@0.25"))
 
 
 def test_a_nan_stays_where_it_was():
