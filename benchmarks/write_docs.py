@@ -19,7 +19,13 @@ from statistics import fmean
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
-DOCUMENTS = ("README.md", "docs/error-analysis.md", "docs/checkpoints.md", "docs/moe.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/error-analysis.md",
+    "docs/checkpoints.md",
+    "docs/moe.md",
+    "docs/performance.md",
+)
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 DISTRIBUTIONS = ("Gaussian", "Laplace", "Student-t(4)")
@@ -291,6 +297,40 @@ def packed_loading() -> str:
     return table([*columns, "bits per quantized weight on disk"], rows)
 
 
+def memory_runs() -> list[tuple[str, str, dict]]:
+    """Mode, whether gradients are checkpointed, and the record."""
+    found = [(r["name"].split(" / checkpointing "), r) for r in records("memory") if "measured" in r]
+    return [(mode, checkpointing, r) for (mode, checkpointing), r in found]
+
+
+def memory() -> str:
+    parts = ("weights", "gradients", "optimizer", "saved", "peak", "process")
+    rows = [
+        [mode, checkpointing, *(f"{r['measured'][part] / 1e6:.0f}" for part in parts)]
+        for mode, checkpointing, r in memory_runs()
+    ]
+    return table(["mode", "checkpointing", *parts], rows)
+
+
+def planned() -> str:
+    def states(sizes: dict) -> float:
+        return sum(sizes[part] for part in ("weights", "gradients", "optimizer", "saved"))
+
+    rows = [
+        [mode, checkpointing]
+        + [f"{states(r['predicted']) / states(r['measured']):.3f}"]
+        + [f"{r['predicted'][part] / r['measured'][part]:.3f}" for part in ("saved", "peak")]
+        for mode, checkpointing, r in memory_runs()
+    ]
+    return table(["mode", "checkpointing", "states and saved", "saved", "peak"], rows)
+
+
+def saved_error() -> str:
+    prefix = "gradient error / "
+    found = [r for r in records("memory") if r["name"].startswith(prefix)]
+    return table(["mode", "difference"], [[r["name"].removeprefix(prefix), f"{r['value']:.4f}"] for r in found])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (schemes, weighted, mantissas, alphas, components, statements, rollouts, gradients, quantize_cpu)
@@ -301,6 +341,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe": moe,
     "merge_cost": merge_cost,
     "packed_loading": packed_loading,
+    "memory": memory,
+    "planned": planned,
+    "saved_error": saved_error,
 }
 
 

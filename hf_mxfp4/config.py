@@ -20,7 +20,7 @@ from .gemm_options import (
     read_gemm,
     read_overrides,
 )
-from .numerics import GEMM_OPERANDS, LinearScheme, QuantScheme, ScaleRule
+from .numerics import GEMM_OPERANDS, SAVED_FORMS, LinearScheme, QuantScheme, ScaleRule
 from .numerics.scheme import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
 from .presets import FORWARD_PRESETS, OPTION_DEFAULTS, PRESET_DEFAULTS, PRESETS, preset_gemms
 from .suggestions import unknown_key_message
@@ -168,6 +168,13 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     stochastic_seed: int = field(
         default=0, metadata={"help": "Seed of stochastic rounding and of the signs of random rotations."}
     )
+    saved_activations: str = field(
+        default="full",
+        metadata={
+            "help": "What layers keep of their inputs for the gradients of weights: 'full' the operand as it is; "
+            "'mxfp4' its codes (the same gradients; where wgrad reuses the quantized x); 'fp8' rounded to E4M3."
+        },
+    )
     modules_to_not_convert: list[str] | tuple[str, ...] | None = field(
         default=None,
         metadata={
@@ -223,6 +230,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 "outlier_fallback_operands='activations' has no effect under preset='w4a16', "
                 "which quantizes no activations; use 'weights', or preset='w4a4'"
             )
+        one_of("saved_activations", self.saved_activations, SAVED_FORMS)
         self._check_gemms()
         if self.mode == "packed":
             for name, (reason, _) in self._idle_options().items():
@@ -290,7 +298,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 raise ValueError(f"mode='packed' cannot use this config: {self.packing_obstacle}")
         schemes = {"this config": self.gemms(), **each_overridden(self.gemms(), self.layer_overrides)}
         for owner, scheme in schemes.items():
-            check_products(owner, scheme, self.backend)
+            check_products(owner, scheme, self.backend, self.saved_activations)
         if seed and not any(scheme.is_random for scheme in schemes.values()):
             raise ValueError(f"stochastic_seed={seed} has no effect, since nothing is random here; leave it out")
 
@@ -313,6 +321,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             idle["outlier_fallback_operands"] = ("without outlier_fallback, which is off there by default", "both")
         if self.macro_block is None and self.macro_search != "hybrid":
             idle["macro_search"] = ("without macro_block", "hybrid")
+        if self.saved_activations != "full":
+            idle["saved_activations"] = ("whose frozen weights need no input kept", "full")
         if self.backend == "triton":
             idle["backend"] = ("whose weights no Triton kernel reads", "auto")
         return idle
@@ -332,7 +342,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     def describe(self) -> str:
         """One line: preset and what is done to each operand."""
-        return describe(self.preset, self.gemms(), self.layer_overrides)
+        return describe(self.preset, self.gemms(), self.layer_overrides, self.saved_activations)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
@@ -359,8 +369,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             options[gemm] = options[gemm] and dict(options[gemm])
         options["layer_overrides"] = options["layer_overrides"] and overrides_as_dicts(self.layer_overrides)
         # Written where they say something, so that other files stay readable by versions without them.
-        for name in (*GEMM_OPERANDS, "layer_overrides", "stochastic_seed"):
-            if not options[name]:
+        for name in (*GEMM_OPERANDS, "layer_overrides", "stochastic_seed", "saved_activations"):
+            if options[name] in (None, 0, "full"):
                 del options[name]
         return options
 

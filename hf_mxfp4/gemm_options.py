@@ -175,8 +175,9 @@ def each_overridden(scheme: LinearScheme, overrides: tuple[LayerOverride, ...] |
     }
 
 
-def check_products(owner: str, scheme: LinearScheme, backend: str) -> None:
-    """Raise `ValueError` for a rotation that would do nothing, or a backend that does not round stochastically."""
+def check_products(owner: str, scheme: LinearScheme, backend: str, saved: str = "full") -> None:
+    """Raise `ValueError` for a rotation that would do nothing, a backend that does not round stochastically, or inputs
+    that cannot be saved in the form ``saved`` (one of [`hf_mxfp4.numerics.SAVED_FORMS`])."""
     for gemm in GEMM_OPERANDS:
         product: GemmScheme = getattr(scheme, gemm)
         if product.rotation is not None and not product.quantizes:
@@ -186,6 +187,22 @@ def check_products(owner: str, scheme: LinearScheme, backend: str) -> None:
             )
         if product.rounds_stochastically and backend not in ("auto", "eager"):
             raise ValueError(f"{owner}: backend={backend!r} does not round stochastically; use backend='auto'")
+    _check_saved(owner, scheme, saved, backend)
+
+
+def _check_saved(owner: str, scheme: LinearScheme, form: str, backend: str) -> None:
+    if form != "mxfp4":
+        return
+    if not isinstance(scheme.fprop.left, QuantScheme) or scheme.wgrad.right is not REUSE:
+        why = "fprop takes x unquantized" if scheme.wgrad.right is REUSE else "wgrad does not reuse the x of fprop"
+        raise ValueError(
+            f"{owner}: saved_activations='mxfp4' keeps the MXFP4 codes of the forward product's input, but {why}; use "
+            "saved_activations='fp8' (rounded), or a preset whose wgrad reuses a quantized input: w4a4, w4a4g8, paper_a"
+        )
+    if backend == "triton":
+        raise ValueError(
+            f"{owner}: backend='triton' has no kernel that writes the codes of saved_activations='mxfp4'; use 'auto'"
+        )
 
 
 def packing_obstacle(fprop: GemmScheme) -> str | None:
@@ -197,8 +214,11 @@ def packing_obstacle(fprop: GemmScheme) -> str | None:
     return "its fprop rounds stochastically, anew in every step" if fprop.is_random else None
 
 
-def describe(preset: str, scheme: LinearScheme, overrides: tuple[LayerOverride, ...] | None) -> str:
-    """One line that names every operand with a scheme of its own; backward products only where they have one."""
+def describe(
+    preset: str, scheme: LinearScheme, overrides: tuple[LayerOverride, ...] | None, saved: str = "full"
+) -> str:
+    """One line that names every operand with a scheme of its own; backward products only where they have one, and the
+    form of saved inputs where it is not the usual one."""
     fprop = scheme.fprop
     rotation = f", rotation {fprop.rotation}" if fprop.rotation else ""
     parts = [f"{preset} [weights {fprop.right}, activations {fprop.left}{rotation}]"]
@@ -206,4 +226,6 @@ def describe(preset: str, scheme: LinearScheme, overrides: tuple[LayerOverride, 
         parts += [f"{gemm} [{scheme.describe(gemm)}]" for gemm in _BACKWARD]
     for pattern, options in overrides or ():
         parts.append(f"{pattern}: " + " ".join(f"{gemm} {dict(given)}" for gemm, given in options))
+    if saved != "full":
+        parts.append(f"saved activations {saved}")
     return ", ".join(parts)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, compare, env, export, pack, simulate
+from . import analyze, compare, env, export, pack, plan, simulate
 
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("analyze")(analyze.analyze)
 app.command("compare")(compare.compare)
 app.command("simulate")(simulate.simulate)
+app.command("plan")(plan.plan)
 app.command("pack")(pack.pack)
 app.command("export")(export.export)
 app.command("import")(export.import_)

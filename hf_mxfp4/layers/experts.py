@@ -8,11 +8,11 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..experts_layout import weight_size
-from ..numerics import PLAIN, LinearScheme, QuantScheme
-from ..ops import BackwardProducts, Draws, Groups, grouped_linear, rotate_back
+from ..numerics import PLAIN, FallbackThreshold, LinearScheme, MXFP4Tensor, QuantScheme
+from ..ops import BackwardProducts, Draws, Groups, SavedInput, cat_rows, grouped_linear, rotate_back
 from ..ops.backends import choose_backend
 from .experts_base import ExpertsBase
-from .operands import input_operand, weight_operand
+from .operands import input_operand, packed_operand, weight_operand
 from .weight_cache import WeightCache
 
 
@@ -115,16 +115,33 @@ class MXFP4Experts(ExpertsBase):
             partial(self.quantized_weight, projection),
             self._products[projection],
             self.is_transposed,
+            SavedInput(self.config.saved_activations, partial(self._packed_input, projection, groups)),
         )
 
     def _input(self, projection: str, groups: Groups, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``Q(x)`` of all rows; where random numbers are drawn, those of each expert are."""
-        fprop, draws = self.gemms[projection].fprop, self.draws[projection]
-        options = self.fallback_thresholds.get(projection), self.config.backend
-        if not fprop.is_random:
-            return input_operand(x, dtype, fprop, draws[0], *options)
-        parts = [input_operand(x[rows], dtype, fprop, draws[expert], *options) for expert, rows in groups]
-        return torch.cat(parts) if parts else input_operand(x, dtype, fprop, draws[0], *options)
+        """``Q(x)`` of all rows."""
+        fprop, options = self.gemms[projection].fprop, self._input_options(projection)
+        parts = [
+            input_operand(rows, dtype, fprop, draws, *options) for rows, draws in self._draw(projection, groups, x)
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _packed_input(self, projection: str, groups: Groups, x: torch.Tensor) -> MXFP4Tensor:
+        """[`_input`] as codes and scale bytes."""
+        fprop, options = self.gemms[projection].fprop, self._input_options(projection)
+        return cat_rows(
+            [packed_operand(rows, fprop, draws, *options) for rows, draws in self._draw(projection, groups, x)]
+        )
+
+    def _input_options(self, projection: str) -> tuple[FallbackThreshold | None, str]:
+        return self.fallback_thresholds.get(projection), self.config.backend
+
+    def _draw(self, projection: str, groups: Groups, x: torch.Tensor) -> list[tuple[torch.Tensor, Draws]]:
+        """Rows that are quantized together, and their random numbers: each expert's own where some are drawn."""
+        draws = self.draws[projection]
+        if not self.gemms[projection].fprop.is_random:
+            return [(x, draws[0])]
+        return [(x[rows], draws[expert]) for expert, rows in groups] or [(x, draws[0])]
 
     def quantized_weight(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight as the forward product takes it: ``Q(W)`` ``[experts, N, K]`` in ``dtype``, of the rotated and

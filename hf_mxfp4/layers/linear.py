@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..numerics import PLAIN, FallbackThreshold, LinearScheme, QuantScheme
-from ..ops import BackwardProducts, Draws, autocast_dtype, quantized_linear, rotate_back
-from .operands import input_operand, nearest_input, weight_operand
+from ..numerics import PLAIN, FallbackThreshold, LinearScheme, MXFP4Tensor, QuantScheme
+from ..ops import BackwardProducts, Draws, SavedInput, autocast_dtype, quantized_linear, rotate_back
+from .operands import input_operand, nearest_input, packed_operand, weight_operand
 from .weight_cache import WeightCache
 
 
@@ -103,14 +103,22 @@ class MXFP4Linear(nn.Linear):
                 f"{self._label()}: input is {x.dtype} but the weight is {self.weight.dtype}; "
                 "convert one of them, or run under torch.autocast"
             )
-        return quantized_linear(x, self.weight, self.bias, self._forward_input, self.quantized_weight, self._products)
+        saved = SavedInput(self.config.saved_activations, self.packed_input)
+        return quantized_linear(
+            x, self.weight, self.bias, self.forward_input, self.quantized_weight, self._products, saved
+        )
 
     def full_precision_forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the plain layer computes on the master weight; see [`full_precision`]."""
         return super().forward(x)
 
-    def _forward_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The input as the forward product takes it, in ``dtype``: rotated and quantized as the scheme says."""
         return input_operand(x, dtype, self.gemms.fprop, self.draws, self.fallback_threshold, self.config.backend)
+
+    def packed_input(self, x: torch.Tensor) -> MXFP4Tensor:
+        """[`forward_input`] as codes and scale bytes. Only under a scheme that quantizes activations."""
+        return packed_operand(x, self.gemms.fprop, self.draws, self.fallback_threshold, self.config.backend)
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""

@@ -3,8 +3,10 @@
 
 import torch
 
-from ..numerics import FallbackThreshold, GemmScheme, QuantScheme
-from ..ops import Draws, fake_quantize, quantize_operand, rotate_operand
+from ..numerics import FallbackThreshold, GemmScheme, MXFP4Tensor, QuantScheme
+from ..numerics import quantize as quantize_eagerly
+from ..numerics import quantize_delayed as pack_delayed
+from ..ops import Draws, fake_quantize, pack_rows, quantize_operand, rotate_operand
 from .fallback import quantize_delayed
 
 
@@ -22,6 +24,22 @@ def input_operand(
     if scheme is not None and scheme.rounding == "stochastic":
         return quantize_operand(x, scheme, "fprop", "x", draws).to(dtype)
     return nearest_input(x, dtype, scheme, threshold, backend)
+
+
+def packed_operand(
+    x: torch.Tensor,
+    fprop: GemmScheme,
+    draws: Draws,
+    threshold: FallbackThreshold | None = None,
+    backend: str = "auto",
+) -> MXFP4Tensor:
+    """[`input_operand`] as codes and scale bytes. Only under a scheme that quantizes activations."""
+    x = rotate_operand(x.detach(), fprop.rotation, "fprop", draws)
+    if threshold is not None:
+        return pack_delayed(x, fprop.left, threshold)
+    if fprop.left.rounding == "stochastic":
+        return quantize_eagerly(x, **vars(fprop.left), generator=draws.generator("fprop", "x", x.device))
+    return pack_rows(x, fprop.left, backend)
 
 
 def nearest_input(

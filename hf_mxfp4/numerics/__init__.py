@@ -3,13 +3,14 @@
 
 from .decompose import COMPONENTS, ErrorDecomposition, apply_component, decompose, decompose_scheme
 from .fallback import FallbackThreshold
-from .fp8 import fake_quantize_e4m3
+from .fp8 import dequantize_e4m3, fake_quantize_e4m3, quantize_e4m3
 from .gemms import (
     FP8,
     FULL,
     GEMM_OPERANDS,
     PLAIN,
     REUSE,
+    SAVED_FORMS,
     GemmScheme,
     LinearScheme,
     OperandScheme,
@@ -18,7 +19,7 @@ from .gemms import (
 )
 from .grid import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
 from .packed import MXFP4Tensor, dequantize
-from .quantize import apply_scheme, apply_scheme_delayed, fake_quantize, quantize
+from .quantize import apply_scheme, apply_scheme_delayed, fake_quantize, quantize, quantize_delayed
 from .rotation import ROTATION_SIZES, random_signs, rotate, unrotate
 from .scales import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
 from .scheme import QuantScheme
@@ -43,6 +44,7 @@ __all__ = [
     "QuantScheme",
     "REUSE",
     "ROTATION_SIZES",
+    "SAVED_FORMS",
     "Rotation",
     "ScaleRule",
     "apply_component",
@@ -53,6 +55,7 @@ __all__ = [
     "decompose",
     "decompose_scheme",
     "dequantize",
+    "dequantize_e4m3",
     "encode_e2m1",
     "fake_quantize",
     "fake_quantize_e4m3",
@@ -60,6 +63,8 @@ __all__ = [
     "parse_rotation",
     "parse_scheme",
     "quantize",
+    "quantize_delayed",
+    "quantize_e4m3",
     "random_signs",
     "rotate",
     "scale_from_amax",

@@ -17,6 +17,12 @@ from .scheme import QuantScheme, one_of
 GEMM_OPERANDS = {"fprop": ("x", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "x")}
 
 
+#: Forms of a layer's input that is saved for the gradient of its weight. ``full``: as Wgrad takes it. ``mxfp4``: the
+#: codes and scale bytes of the forward product's operand, which give its very bits back. ``fp8``: rounded to E4M3 with
+#: one power-of-two scale per row (token).
+SAVED_FORMS = ("full", "mxfp4", "fp8")
+
+
 class Treatment(enum.Enum):
     """What else than MXFP4 an operand can be.
 

@@ -108,8 +108,31 @@ def quantize(
     Arguments and errors as in [`fake_quantize`].
     """
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
+    return _quantize(x, scheme, axis, generator, selector(scheme, fallback_threshold), importance)[0]
+
+
+def quantize_delayed(
+    x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold, *, axis: int = -1
+) -> MXFP4Tensor:
+    """[`quantize`] under a ``fallback_rate`` and a threshold that the first tensor starts; counts the blocks that fell
+    back. The values are those of [`apply_scheme_delayed`]."""
+    _check_delayed(scheme)
+    tensor, selected, total = _quantize(x, scheme, axis, None, threshold.select, None)
+    threshold.observe(selected, total)
+    return tensor
+
+
+def _quantize(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    axis: int,
+    generator: torch.Generator | None,
+    select: Callable[[torch.Tensor], torch.Tensor] | None,
+    importance: torch.Tensor | None,
+) -> tuple[MXFP4Tensor, torch.Tensor | None, int]:
+    """Codes and scales, and the counts of [`_quantize_dequantize`]."""
+    block_rows = scheme.block_rows
     axis = check_input(x, axis, block_rows)
-    select = selector(scheme, fallback_threshold)
     with torch.no_grad():
         blocks = Blocks(x, scheme, axis, importance)
         (q, scale), residual = blocks.quantize(generator, select)
@@ -123,7 +146,7 @@ def quantize(
         def scale_of(byte: torch.Tensor) -> torch.Tensor:
             return byte_of(byte[..., : blocks.blocks_per_row])
 
-        return MXFP4Tensor(
+        tensor = MXFP4Tensor(
             codes=codes_of(q),
             scale=scale_of(scale),
             macro=None if blocks.m8 is None else byte_of(blocks.m8),
@@ -134,6 +157,7 @@ def quantize(
             scheme=scheme,
             dtype=x.dtype,
         )
+    return tensor, blocks.n_fallback, blocks.n_blocks
 
 
 def apply_scheme(
@@ -160,11 +184,15 @@ def apply_scheme_delayed(
 ) -> torch.Tensor:
     """[`apply_scheme`] under a ``fallback_rate`` and a threshold that the first tensor starts; counts the blocks that
     fell back."""
-    if scheme.fallback_rate is None:
-        raise ValueError(f"{scheme} has no fallback_rate for a threshold to follow")
+    _check_delayed(scheme)
     values, selected, total = _quantize_dequantize(x, scheme, axis, generator, threshold.select, None)
     threshold.observe(selected, total)
     return values
+
+
+def _check_delayed(scheme: QuantScheme) -> None:
+    if scheme.fallback_rate is None:
+        raise ValueError(f"{scheme} has no fallback_rate for a threshold to follow")
 
 
 def _quantize_dequantize(

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from .gemms import BackwardProducts, Quantizer
 from .linear import autocast_dtype, check_step
 from .packed import PACKED_FIELDS, PackedWeight
+from .saved import SavedInput, keep_input, restore_input
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def grouped_linear(
     quantize_weight: Quantizer,
     products: Sequence[BackwardProducts] | None = None,
     transposed: bool = False,
+    saved: SavedInput | None = None,
 ) -> torch.Tensor:
     """``Q(x) Q(W_e)^T + b_e`` for the rows of each expert ``e``, with straight-through gradients.
 
@@ -84,12 +86,16 @@ def grouped_linear(
         quantize_input, quantize_weight: as in [`quantized_linear`]; the second maps all of ``weight`` to
             ``[E, N, K]``, and is called again in the backward pass.
         products: of each expert, how gradients are computed; by default from the operands of the forward pass.
+        saved: as in [`quantized_linear`].
 
     Returns:
         ``[S, N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
     """
     dtype = autocast_dtype(x) or x.dtype
-    return _GroupedLinear.apply(x, weight, bias, groups, quantize_input, quantize_weight, products, transposed, dtype)
+    # Frozen weights, as under LoRA, need no input kept for their gradient.
+    needed = weight.requires_grad and torch.is_grad_enabled()
+    options = products, transposed, dtype, saved or SavedInput(), needed
+    return _GroupedLinear.apply(x, weight, bias, groups, quantize_input, quantize_weight, *options)
 
 
 def packed_grouped_linear(
@@ -125,11 +131,12 @@ def runs_grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, groups, quantize_input, quantize_weight, products, transposed, dtype):
-        quantized_x = quantize_input(x, dtype)
-        kept = x if products is not None and products[0].keeps_input else quantized_x
-        # Frozen weights, as under LoRA, need no input kept for their gradient.
-        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
+    def forward(
+        ctx, x, weight, bias, groups, quantize_input, quantize_weight, products, transposed, dtype, saved, needed
+    ):
+        itself = products is not None and products[0].keeps_input
+        quantized_x, kept, ctx.kept_as = keep_input(x, dtype, quantize_input, saved, needed=needed, itself=itself)
+        ctx.save_for_backward(weight, *kept)
         ctx.groups, ctx.quantize_weight, ctx.products, ctx.transposed = groups, quantize_weight, products, transposed
         ctx.step = None if products is None else products[0].draws.step
         ctx.input_dtype = x.dtype
@@ -144,7 +151,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        kept, weight = ctx.saved_tensors
+        weight, *tensors = ctx.saved_tensors
         groups, products = ctx.groups, ctx.products
         if products is not None:
             check_step(products[0].draws, ctx.step)
@@ -152,12 +159,12 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = _grad_x(ctx, grad, weight).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = _grad_weight(ctx, grad, kept, weight)
+            grad_weight = _grad_weight(ctx, grad, restore_input(tuple(tensors), ctx.kept_as), weight)
         if ctx.needs_input_grad[2]:
             grad_bias = _grad_bias(grad, groups, ctx.bias_dtype)
         for expert, _ in groups if products is not None else ():
             products[expert].draws.n_backward += 1
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, *(None,) * 8
 
 
 def _grad_x(ctx, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

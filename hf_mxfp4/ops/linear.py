@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .draws import Draws
 from .gemms import BackwardProducts, Quantizer
+from .saved import SavedInput, keep_input, restore_input
 
 
 def quantized_linear(
@@ -22,6 +23,7 @@ def quantized_linear(
     quantize_input: Quantizer,
     quantize_weight: Quantizer,
     products: BackwardProducts | None = None,
+    saved: SavedInput | None = None,
 ) -> torch.Tensor:
     """``Q(x) Q(W)^T + b`` with straight-through gradients.
 
@@ -34,12 +36,17 @@ def quantized_linear(
             engine may have freed what the forward pass saw. Both may return more than K columns, of a rotation that
             ``products`` knows.
         products: how gradients are computed; by default from the operands above and the output gradient as it is.
+        saved: what is kept of ``x`` for the gradient of the weight; by default what that product takes, as it is.
 
     Returns:
         ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
     """
     dtype = autocast_dtype(x) or x.dtype
-    return _QuantizedLinear.apply(x, weight, bias, quantize_input, quantize_weight, products, dtype)
+    # A frozen weight, as under LoRA, needs no input kept for its gradient.
+    needed = weight.requires_grad and torch.is_grad_enabled()
+    return _QuantizedLinear.apply(
+        x, weight, bias, quantize_input, quantize_weight, products, dtype, saved or SavedInput(), needed
+    )
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -61,23 +68,22 @@ def check_step(draws: Draws, step: int) -> None:
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, quantize_input, quantize_weight, products, dtype):
-        quantized_x = quantize_input(x, dtype)
-        kept = x if products is not None and products.keeps_input else quantized_x
-        # A frozen weight, as under LoRA, needs no input kept for its gradient.
-        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
+    def forward(ctx, x, weight, bias, quantize_input, quantize_weight, products, dtype, saved, needed):
+        itself = products is not None and products.keeps_input
+        operand, kept, ctx.kept_as = keep_input(x, dtype, quantize_input, saved, needed=needed, itself=itself)
+        ctx.save_for_backward(weight, *kept)
         ctx.quantize_weight = quantize_weight
         ctx.products = products
         ctx.step = None if products is None else products.draws.step
         ctx.input_dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(dtype)
-        return F.linear(quantized_x, quantize_weight(weight, dtype), bias)
+        return F.linear(operand, quantize_weight(weight, dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        kept, weight = ctx.saved_tensors
+        weight, *tensors = ctx.saved_tensors
         products = ctx.products
         if products is not None:
             check_step(products.draws, ctx.step)
@@ -90,6 +96,7 @@ class _QuantizedLinear(torch.autograd.Function):
             grad_x = grad_x.to(ctx.input_dtype)
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
+            kept = restore_input(tuple(tensors), ctx.kept_as)
             kept = kept.reshape(-1, kept.shape[-1])
             if products is None:
                 grad_weight = rows.t() @ kept
@@ -100,4 +107,4 @@ class _QuantizedLinear(torch.autograd.Function):
             grad_bias = rows.sum(dim=0).to(ctx.bias_dtype)
         if products is not None:
             products.draws.n_backward += 1
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None

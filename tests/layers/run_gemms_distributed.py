@@ -21,6 +21,8 @@ SCHEMES = {
     "paper_b": {"preset": "paper_b"},
     "experts": {"preset": "w4a4"},
     "experts_paper_b": {"preset": "paper_b"},
+    "saved_mxfp4": {"saved_activations": "mxfp4"},
+    "saved_fp8": {"preset": "w4a4g4", "saved_activations": "fp8"},
     "stochastic": {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}},
 }
 

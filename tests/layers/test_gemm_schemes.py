@@ -145,7 +145,8 @@ def test_rotations_cancel_without_quantization(rotation):
     spec = numerics.parse_rotation(rotation)
     full = numerics.GemmScheme(numerics.FULL, numerics.FULL, spec)
     scheme = numerics.LinearScheme(full, full, full)
-    layer.config = type("Config", (), {"gemms": lambda self, *names: scheme, "backend": "auto"})()
+    options = {"gemms": lambda self, *names: scheme, "backend": "auto", "saved_activations": "full"}
+    layer.config = type("Config", (), options)()
     layer.set_gemms(scheme)
     x = torch.randn(M, K, requires_grad=True)
     grad = torch.randn(M, N)

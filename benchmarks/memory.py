@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a training step by mode, as measured and as `hf_mxfp4.planning` predicts it.
+
+    python -m benchmarks.memory             # 16 runs of a decoder of 24 million parameters, each in a new process
+    python -m benchmarks.memory --out -     # only printed
+
+Each run takes AdamW steps on 4 x 512 random tokens, with the loss of transformers under bfloat16 autocast: two to fill
+the optimizer's state and be timed, one whose saved tensors are counted, and one of two accumulated passes whose live
+tensors are. Gradients of the first pass are there at the peak of the second, as in most runs of RL.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.planning import LiveTensors, Planner, SavedTensors, Setup, state_bytes
+from hf_mxfp4.planning.strategies import STRATEGIES
+from hf_mxfp4.quantizer import quantize_linears
+
+from .hardware import hardware
+
+
+RESULT = Path(__file__).with_name("results") / "memory.json"
+COMMAND = "python -m benchmarks.memory"
+SEQUENCES, TOKENS, RANK = 4, 512, 16
+#: Name of a mode to the options of its config; `None` is full precision.
+MODES = {
+    "full precision": None,
+    "w4a4": {},
+    "w4a4, saved mxfp4": {"saved_activations": "mxfp4"},
+    "w4a4, saved fp8": {"saved_activations": "fp8"},
+    "w4a4 without fallback, saved mxfp4": {"saved_activations": "mxfp4", "outlier_fallback": None},
+    "w4a4g4": {"preset": "w4a4g4"},
+    "w4a4g4, saved fp8": {"preset": "w4a4g4", "saved_activations": "fp8"},
+    "packed + LoRA": {"mode": "packed"},
+}
+#: Of which the gradients are compared with those of the same mode, saved in full.
+SAVED = ("w4a4, saved mxfp4", "w4a4, saved fp8", "w4a4g4, saved fp8")
+
+
+def architecture(layers: int = 4, hidden: int = 512) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=8192,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 256),
+        tie_word_embeddings=False,
+    )
+
+
+def make_model(
+    config: Qwen2Config, options: dict | None, dtype: torch.dtype, checkpointing: bool, rank: int = RANK
+) -> torch.nn.Module:
+    """A model of a mode, of random weights of ``dtype`` (of a packed one: those that are not packed), in training."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    if options is not None:
+        quantization = MXFP4RLConfig(**options)
+        quantize_linears(model, quantization)
+        if quantization.mode == "packed":
+            from peft import LoraConfig, get_peft_model
+
+            import hf_mxfp4.adapters  # noqa: F401  PEFT learns of packed layers
+
+            model = get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules="all-linear"))
+            if checkpointing:
+                model.enable_input_require_grads()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def one_pass(model: torch.nn.Module, ids: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    with torch.autocast("cpu", compute, enabled=compute != torch.float32):
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def measure(
+    model: torch.nn.Module, ids: torch.Tensor, compute: torch.dtype, checkpointing: bool, timed: int = 2
+) -> dict[str, float | int]:
+    """Bytes of the states, of what is saved for the backward pass, and of the tensors at the peak of a step of two
+    accumulated passes; and the seconds of the last of ``timed`` steps."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+    seconds = 0.0
+    for _ in range(timed):
+        started = time.perf_counter()
+        one_pass(model, ids, compute).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - started
+    with SavedTensors(model) as saved:
+        loss = one_pass(model, ids, compute)
+    loss.backward()
+    states = state_bytes(model, optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    del loss
+    held = saved.held_checkpointed if checkpointing else saved.held
+    del saved
+    existing = [list(model.parameters()), list(model.buffers()), [list(s.values()) for s in optimizer.state.values()]]
+    with LiveTensors(existing) as live:
+        for _ in range(2):
+            one_pass(model, ids, compute).backward()
+        optimizer.step()
+    return {**states, "saved": held, "peak": live.peak, "seconds": seconds}
+
+
+def predict(
+    config: Qwen2Config, options: dict | None, dtype: torch.dtype, compute: torch.dtype, checkpointing: bool,
+    sequences: int = SEQUENCES, tokens: int = TOKENS, rank: int = RANK,
+) -> dict[str, float]:  # fmt: skip
+    """The same, as a plan has it for one GPU."""
+    quantization = None if options is None else MXFP4RLConfig(**options)
+    packed = quantization is not None and quantization.mode == "packed"
+    setup = Setup(
+        None if packed else quantization,
+        **({"packed": quantization} if packed else {}),
+        batch=sequences,
+        prompt=tokens // 2,
+        completion=tokens - tokens // 2,
+        dtype=dtype,
+        compute=compute,
+        checkpointing=checkpointing,
+        logits="full",
+        rollouts=False,
+        lora_rank=rank,
+    )
+    strategy = next(s for s in STRATEGIES if s.engine == "ddp" and s.packed == packed)
+    planner = Planner(config, setup)
+    plan = planner.plan(setup, (strategy,))[0]
+    states = {name: plan.training[name] for name in ("weights", "gradients", "optimizer")}
+    activations = planner.model(packed).activations(tokens, logits=True)
+    fixed, each = activations.checkpointed if checkpointing else activations.held
+    return {**states, "saved": fixed + sequences * each, "peak": plan.peak}
+
+
+def resident(key: str) -> int:
+    """A line of this process's status in bytes: VmRSS, or VmHWM, its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def run(mode: str, checkpointing: bool) -> dict[str, float | int]:
+    """One mode, in this process."""
+    ids = torch.randint(0, 8192, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(1))
+    before = resident("VmRSS")
+    dtype = torch.bfloat16 if MODES[mode] == {"mode": "packed"} else torch.float32
+    model = make_model(architecture(), MODES[mode], dtype, checkpointing)
+    measured = measure(model, ids, torch.bfloat16, checkpointing)
+    return {**measured, "process": resident("VmHWM") - before}
+
+
+def gradient_error(mode: str) -> float:
+    """Relative difference of the gradients of all quantized weights from those with inputs saved in full."""
+    ids = torch.randint(0, 8192, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(1))
+    difference = norm = 0.0
+    usual = {**MODES[mode], "saved_activations": "full"}
+    models = [make_model(architecture(), options, torch.float32, False) for options in (usual, MODES[mode])]
+    for model in models:
+        one_pass(model, ids, torch.float32).backward()
+    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if name.endswith("proj.weight"):
+            difference += (one.grad - other.grad).square().sum().item()
+            norm += one.grad.square().sum().item()
+    return (difference / norm) ** 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default=str(RESULT), help="file of the records; - writes none")
+    parser.add_argument("--one", nargs=2, metavar=("MODE", "CHECKPOINTING"), help="run one mode and print it")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run(options.one[0], options.one[1] == "on")))
+        return
+    common = {
+        "shape": [SEQUENCES, TOKENS],
+        "ceiling_fraction": None,
+        "hardware": hardware(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "command": COMMAND,
+        "date": datetime.date.today().isoformat(),
+    }
+    records = []
+    for checkpointing in (False, True):
+        for mode, scheme in MODES.items():
+            command = [sys.executable, "-m", "benchmarks.memory", "--one", mode, "on" if checkpointing else "off"]
+            done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=600)
+            if done.returncode:
+                raise RuntimeError(f"{mode} failed:\n{done.stderr}")
+            measured = json.loads(done.stdout.splitlines()[-1])
+            dtype = torch.bfloat16 if scheme == {"mode": "packed"} else torch.float32
+            predicted = predict(architecture(), scheme, dtype, torch.bfloat16, checkpointing)
+            record = {
+                "name": f"{mode} / checkpointing {'on' if checkpointing else 'off'}",
+                "value": measured["peak"],
+                "unit": "bytes of tensors at the peak of a step",
+                "baseline": "predicted by hf_mxfp4.planning",
+                "ratio": predicted["peak"] / measured["peak"],
+                "measured": measured,
+                "predicted": predicted,
+            }
+            records.append({**record, **common})
+            print(record["name"], measured, f"predicted {record['ratio']:.3f} of the peak")
+    for mode in SAVED:
+        error = gradient_error(mode)
+        print(f"{mode}: gradients differ by {error:.3g}")
+        record = {"name": f"gradient error / {mode}", "value": error, "unit": "relative difference"}
+        records.append({**record, "baseline": "inputs saved in full", "ratio": None, **common})
+    if options.out != "-":
+        Path(options.out).write_text(json.dumps(records, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

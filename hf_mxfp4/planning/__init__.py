@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a training run takes: predicted from the model's own code, run without memory."""
+
+from .counters import LiveTensors, SavedTensors, state_bytes, unique_bytes
+from .plan import Planner, Setup, StrategyPlan
+from .skeleton import read_config
+from .strategies import OPTIMIZERS, STRATEGIES, Strategy
+
+
+__all__ = [
+    "LiveTensors",
+    "OPTIMIZERS",
+    "Planner",
+    "STRATEGIES",
+    "SavedTensors",
+    "Setup",
+    "Strategy",
+    "StrategyPlan",
+    "read_config",
+    "state_bytes",
+    "unique_bytes",
+]

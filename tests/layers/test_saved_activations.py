@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `MXFP4Linear` keeps of its input for the backward pass: how much it is, and that gradients are the same."""
+
+import copy
+import math
+
+import pytest
+import torch
+from tiny_models import make_model
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, pack
+from hf_mxfp4.layers import set_quantization_step, update_fallback_thresholds
+from hf_mxfp4.numerics import parse_scheme
+from hf_mxfp4.ops import cpu
+from hf_mxfp4.ops import saved as saved_module
+from hf_mxfp4.quantizer import quantize_linears
+
+
+#: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
+M, N, K = 43, 37, 50
+NO_FUSED = pytest.mark.skipif(
+    cpu.obstacle(torch.float32, MXFP4RLConfig().weight_scheme) is not None, reason="no fused CPU functions here"
+)
+EXACT = {
+    "w4a4": {},
+    "w4a4 eager": {"backend": "eager"},
+    "w4a4 cpu": {"backend": "cpu"},
+    "w4a4 no fallback": {"outlier_fallback": None},
+    "w4a4 no macro": {"macro_block": None, "outlier_fallback": None},
+    "weights alone fall back": {"outlier_fallback_operands": "weights"},
+    "row macro, mse": {"macro_block": "row", "scale_rule": "mse"},
+    "block mantissas": {"scale_rule": "even", "macro_search": "blockwise"},
+    "dynamic": {"macro_search": "dynamic"},
+    "w4a4g8": {"preset": "w4a4g8"},
+    "paper_a": {"preset": "paper_a"},
+    "deterministic rotation": {"fprop": {"rotation": "deterministic-16"}},
+    "random rotation": {"fprop": {"rotation": "random-64"}},
+    "stochastic": {"fprop": {"x": "rceil+mbs128-static+stochastic"}},
+    "selective fallback": {"outlier_fallback_rate": 0.25},
+    "selective, block mantissas": {"outlier_fallback_rate": 0.1, "macro_search": "blockwise"},
+    "dgrad in MXFP4": {"dgrad": {"grad": "rceil"}},
+}
+
+
+def marked(name: str):
+    return pytest.param(name, marks=NO_FUSED) if name.endswith("cpu") else name
+
+
+def pair_of_layers(dtype=torch.float32, form="mxfp4", in_features=K, **options) -> tuple[MXFP4Linear, MXFP4Linear]:
+    """The same layer twice: inputs saved as usual, and in ``form``."""
+    torch.manual_seed(0)
+    full = MXFP4Linear(in_features, N, dtype=dtype, config=MXFP4RLConfig(**options), name="layers.0.mlp.up_proj")
+    saved = MXFP4Linear(
+        in_features, N, dtype=dtype, config=MXFP4RLConfig(saved_activations=form, **options), name=full.name
+    )
+    saved.load_state_dict(full.state_dict())
+    return full, saved
+
+
+def outputs(layer: MXFP4Linear, x: torch.Tensor, autocast: bool = False) -> list[torch.Tensor]:
+    """y, dx, dW, db."""
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
+    return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
+
+
+def kept_bytes(layer: MXFP4Linear, x: torch.Tensor) -> int:
+    """Bytes that a forward pass keeps besides the layer's parameters."""
+    kept = {}
+
+    def note(tensor):
+        if tensor.untyped_storage().data_ptr() not in {p.untyped_storage().data_ptr() for p in layer.parameters()}:
+            kept[tensor.untyped_storage().data_ptr()] = (tensor, tensor.untyped_storage().nbytes())
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        y = layer(x)
+    assert y.requires_grad == any(p.requires_grad for p in layer.parameters())
+    return sum(size for _, size in kept.values())
+
+
+def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    x[..., 3] *= 40
+    return x.to(dtype)
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.dtype == b.dtype and torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [marked(name) for name in EXACT])
+def test_codes_give_the_same_gradients_bit_for_bit(name, dtype):
+    full, saved = pair_of_layers(dtype, **EXACT[name])
+    x = inputs(M, K, dtype=dtype)
+    expected = outputs(full, x)
+    assert_same(outputs(saved, x), expected)
+    assert expected[2].abs().sum() > 0
+
+
+@pytest.mark.parametrize("shape", [(K,), (2, 5, K), (0, K), (2, 0, K)], ids=str)
+@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
+def test_any_number_of_axes_and_tokens(form, shape):
+    full, saved = pair_of_layers(form=form)
+    expected, found = outputs(full, inputs(*shape)), outputs(saved, inputs(*shape))
+    assert_same(found[:2], expected[:2])
+    assert found[2].shape == (N, K)
+    if form == "mxfp4":
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", ["w4a4", "w4a4 eager", "block mantissas", "random rotation", "selective fallback"])
+def test_the_same_under_autocast(name):
+    full, saved = pair_of_layers(**EXACT[name])
+    assert_same(outputs(saved, inputs(M, K), autocast=True), outputs(full, inputs(M, K), autocast=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_other_dtypes(dtype):
+    full, saved = pair_of_layers(dtype)
+    assert_same(outputs(saved, inputs(M, K, dtype=dtype)), outputs(full, inputs(M, K, dtype=dtype)))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_huge_values_saturate_alike(autocast):
+    full, saved = pair_of_layers(outlier_fallback=None)
+    x = inputs(M, K)
+    x[0, 0], x[1, 1], x[2, 2] = 3.4e38, 1e-40, 0.0
+    for a, b in zip(outputs(saved, x, autocast), outputs(full, x, autocast), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("shape", [(M, K), (5, 9, K)], ids=str)
+def test_portions_of_rows_change_nothing(monkeypatch, shape, backend):
+    full, saved = pair_of_layers(backend=backend)
+    expected = outputs(full, inputs(*shape))
+    monkeypatch.setattr(saved_module, "_PORTION", 7 * K + 3)
+    assert_same(outputs(saved, inputs(*shape)), expected)
+
+
+def test_rows_that_depend_on_each_other_are_not_cut():
+    with pytest.raises(ValueError, match=r"of0.5@0.25 quantizes rows that depend on each other"):
+        saved_module.pack_rows(inputs(M, K), parse_scheme("rceil+of0.5@0.25"))
+
+
+def test_a_nan_stays_where_it_was():
+    full, saved = pair_of_layers()
+    x = inputs(M, 2 * K)[:, :K]
+    x[5, 40] = math.nan
+    expected, found = outputs(full, x), outputs(saved, x)
+    assert torch.equal(found[2].isnan(), expected[2].isnan()) and not expected[2].isnan().all()
+    torch.testing.assert_close(found[2], expected[2], rtol=0, atol=0, equal_nan=True)
+
+
+def test_steps_and_repeated_passes_draw_alike():
+    full, saved = pair_of_layers(**EXACT["stochastic"])
+    seen = []
+    for step in (0, 3):
+        for layer in (full, saved):
+            set_quantization_step(layer, step)
+            layer.zero_grad()
+        expected = outputs(full, inputs(M, K))
+        assert_same(outputs(saved, inputs(M, K)), expected)
+        seen.append(expected[0])
+    assert not torch.equal(*seen)
+
+
+def test_the_share_of_selective_fallback_is_counted_alike():
+    full, saved = pair_of_layers(outlier_fallback_rate=0.25)
+    for scale in (1.0, 3.0, 0.2):
+        assert_same(outputs(saved, scale * inputs(M, K)), outputs(full, scale * inputs(M, K)))
+        assert update_fallback_thresholds(saved) == update_fallback_thresholds(full)
+        assert saved.fallback_threshold.value == full.fallback_threshold.value
+
+
+# What is kept: bits per value, by arithmetic. 256 inputs: two macro blocks, eight blocks, one fp8 scale per row.
+BITS = [
+    ("full", {}, torch.float32, 32),
+    ("full", {}, torch.bfloat16, 16),
+    ("mxfp4", {"macro_block": None, "outlier_fallback": None}, torch.float32, 4.25),
+    ("mxfp4", {"outlier_fallback": None}, torch.float32, 4.3125),
+    ("mxfp4", {}, torch.float32, 8.5625),
+    ("mxfp4", {}, torch.bfloat16, 8.5625),
+    ("mxfp4", {"outlier_fallback_operands": "weights"}, torch.bfloat16, 4.3125),
+    ("mxfp4", {"preset": "w4a4g8", "outlier_fallback": None}, torch.bfloat16, 4.3125),
+    ("fp8", {}, torch.float32, 8 + 8 / 256),
+    ("fp8", {"preset": "w4a4g4"}, torch.bfloat16, 8 + 8 / 256),
+    ("fp8", {"preset": "w4a16"}, torch.bfloat16, 8 + 8 / 256),
+    ("fp8", {"preset": "paper_b"}, torch.float32, 8 + 8 / 256),
+]
+
+
+@pytest.mark.parametrize(("form", "options", "dtype", "bits"), BITS)
+def test_bits_kept_per_value(form, options, dtype, bits):
+    _, layer = pair_of_layers(dtype, form, in_features=256, **options)
+    x = inputs(3, 7, 256, dtype=dtype)
+    assert 8 * kept_bytes(layer, x) / x.numel() == bits
+
+
+@pytest.mark.parametrize("form", ["full", "mxfp4", "fp8"])
+def test_a_frozen_weight_keeps_nothing(form):
+    _, layer = pair_of_layers(form=form)
+    layer.weight.requires_grad_(False)
+    assert kept_bytes(layer, inputs(M, K)) == 0
+
+
+def test_without_gradients_nothing_is_packed(monkeypatch):
+    _, layer = pair_of_layers()
+    expected = layer(inputs(M, K)).detach()
+    monkeypatch.setattr(layer, "packed_input", None)
+    with torch.no_grad():
+        assert torch.equal(layer(inputs(M, K)), expected)
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4", "w4a4g8", "w4a4g4", "paper_a", "paper_b"])
+def test_fp8_rounds_the_gradient_of_the_weight_alone(preset):
+    """E4M3 has 3 mantissa bits: at most 2**-4 of a value, 2.6 % root mean square, and no more in a sum of tokens with
+    independent errors. Where Wgrad quantizes again, a value near a boundary can change its code besides."""
+    full, saved = pair_of_layers(form="fp8", preset=preset)
+    x = inputs(256, K)
+    expected, found = outputs(full, x), outputs(saved, x)
+    assert_same([found[0], found[1], found[3]], [expected[0], expected[1], expected[3]])
+    error = ((found[2] - expected[2]).norm() / expected[2].norm()).item()
+    assert 0.005 < error < (0.12 if preset in ("w4a4g4", "paper_b") else 0.04)
+
+
+def test_fp8_is_exact_for_values_on_the_grid_of_e2m1():
+    """Without macro factors and fallback, block exponents of a row that lie within E4M3's range are exact."""
+    full, saved = pair_of_layers(form="fp8", macro_block=None, outlier_fallback=None)
+    assert_same(outputs(saved, inputs(M, K)), outputs(full, inputs(M, K)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("mxfp4", {}), ("mxfp4", {"outlier_fallback_rate": 0.25}), ("fp8", {"preset": "w4a4g4"})],
+    ids=["mxfp4", "selective", "fp8"],
+)
+def test_under_gradient_checkpointing(form, options, reentrant):
+    model = make_model("qwen2").train()
+    quantize_linears(model, MXFP4RLConfig(saved_activations=form, **options))
+    again = copy.deepcopy(model)
+    again.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    ids = torch.arange(2, 30).view(2, 14)
+    for each in (model, again):
+        each(ids, labels=ids).loss.backward()
+    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
+def test_the_gradients_of_a_whole_model_are_the_same():
+    full, saved = make_model("llama").train(), make_model("llama").train()
+    quantize_linears(full, MXFP4RLConfig())
+    quantize_linears(saved, MXFP4RLConfig(saved_activations="mxfp4"))
+    ids = torch.arange(2, 30).view(2, 14)
+    for model in (full, saved):
+        for _ in range(2):  # accumulated
+            model(ids, labels=ids).loss.backward()
+    for (name, a), b in zip(full.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
+# Where it is refused.
+
+
+@pytest.mark.parametrize("options", [{"preset": "w4a16"}, {"fprop": {"x": "full"}}], ids=str)
+def test_codes_need_a_quantized_input(options):
+    with pytest.raises(ValueError, match=r"fprop takes x unquantized.*'fp8'.*w4a4, w4a4g8, paper_a"):
+        MXFP4RLConfig(saved_activations="mxfp4", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"preset": "w4a4g4"}, {"preset": "paper_b"}, {"wgrad": {"x": "full"}}, {"wgrad": {"x": "mse"}}],
+    ids=str,
+)
+def test_codes_need_a_wgrad_that_reuses_them(options):
+    with pytest.raises(ValueError, match=r"this config: .*wgrad does not reuse the x of fprop.*'fp8'"):
+        MXFP4RLConfig(saved_activations="mxfp4", **options)
+    assert MXFP4RLConfig(saved_activations="fp8", **options).saved_activations == "fp8"
+
+
+def test_codes_are_refused_for_an_override_that_does_not_reuse_them():
+    overrides = [{"modules": "layers.0", "wgrad": {"x": "rceil"}}]
+    with pytest.raises(ValueError, match=r"layer_overrides for 'layers.0'.*does not reuse"):
+        MXFP4RLConfig(saved_activations="mxfp4", layer_overrides=overrides)
+
+
+def test_a_backend_without_codes_is_refused():
+    with pytest.raises(ValueError, match=r"backend='triton' has no kernel.*use 'auto'"):
+        MXFP4RLConfig(saved_activations="mxfp4", backend="triton")
+
+
+def test_packed_weights_keep_nothing_to_compress():
+    with pytest.raises(ValueError, match=r"saved_activations='fp8' has no effect in mode='packed'"):
+        MXFP4RLConfig(mode="packed", saved_activations="fp8")
+
+
+@pytest.mark.parametrize("form", ["FP8", "bf16", None, 8])
+def test_unknown_forms_are_refused(form):
+    with pytest.raises(ValueError, match=r"saved_activations=.*'full', 'mxfp4', 'fp8'"):
+        MXFP4RLConfig(saved_activations=form)
+
+
+# Where it is seen.
+
+
+def test_it_is_seen_and_survives_a_round_trip():
+    config = MXFP4RLConfig(saved_activations="mxfp4")
+    assert config.describe().endswith("saved activations mxfp4")
+    assert "saved_activations='mxfp4'" in repr(config)
+    assert "saved activations mxfp4" in repr(MXFP4Linear(K, N, config=config))
+    assert MXFP4RLConfig.from_dict(config.to_dict()) == config
+    assert config.packed().saved_activations == "full"
+
+
+def test_the_usual_form_is_written_nowhere():
+    config = MXFP4RLConfig()
+    assert "saved" not in config.describe() and "saved_activations" not in config.to_dict()
+
+
+def test_packing_a_model_drops_it():
+    model = make_model("qwen2")
+    quantize_linears(model, MXFP4RLConfig(saved_activations="fp8"))
+    assert "saved" not in pack(model).config.quantization_config.describe()
