@@ -56,11 +56,11 @@ def t_interval(values: Sequence[float]) -> dict[str, Any]:
     if n < 2:
         return {"n": n, "mean": mean, "sd": None, "interval": None}
     sd = stdev(values)
-    half = _t_975(n - 1) * sd / math.sqrt(n)
+    half = _quantile(n - 1) * sd / math.sqrt(n)
     return {"n": n, "mean": mean, "sd": sd, "interval": [mean - half, mean + half]}
 
 
-def _t_975(freedom: int) -> float:
+def _quantile(freedom: int) -> float:
     # Beyond the table: the first term of the expansion in 1 / freedom, right to 0.001 there.
     return _T_975[freedom - 1] if freedom <= len(_T_975) else 1.96 + 2.372 / freedom
 
