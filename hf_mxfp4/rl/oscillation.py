@@ -18,7 +18,7 @@ Target = tuple[str, nn.Parameter, Callable[[torch.Tensor], torch.Tensor]]
 
 
 class OscillationResetCallback(TrainerCallback):
-    """Detects master weights that stay near a rounding threshold, so that small updates move their quantized value from
+    """Detects master weights that stay near a rounding threshold, so that small updates move the quantized value from
     one grid point to the next and back, and sets them to the grid point they are at (OsciReset, arXiv 2510.27527).
 
     Over a window of optimizer steps it sums, for every element, how far the master travelled, ``d_w = sum |dw|``, and
@@ -40,7 +40,7 @@ class OscillationResetCallback(TrainerCallback):
             `oscillation/n_reset` and `oscillation/share`.
 
     Raises:
-        ValueError: an argument is outside its range; the model has no layer with a deterministic quantized weight; its
+        ValueError: an argument is outside its range; no weight of the model is quantized by rounding to nearest; its
             weights are sharded; or training ends before the first window does.
     """
 

@@ -55,7 +55,9 @@ class StudyArguments:
     )
     corpus_seed: int = field(default=0, metadata={"help": "Of the generated language; the same for all seeds."})
     data_files: list[str] | None = field(default=None, metadata={"help": "Files to train on: .txt, .json, .jsonl."})
-    validation_files: list[str] | None = field(default=None, metadata={"help": "Files of the same kind to validate on."})
+    validation_files: list[str] | None = field(
+        default=None, metadata={"help": "Files to validate on, of the same kind."}
+    )
     dataset_name: str = field(default="allenai/c4", metadata={"help": "Hub dataset for corpus 'hub'."})
     dataset_config: str | None = field(default="en", metadata={"help": "Its configuration."})
     validation_split: str = field(default="validation", metadata={"help": "Its split to validate on."})
@@ -84,7 +86,7 @@ class StudyArguments:
 
     def __post_init__(self):
         if not 0 <= self.extra_tokens < 10:
-            raise ValueError(f"extra_tokens={self.extra_tokens} must be a share of max_steps of at least 0, such as 0.4")
+            raise ValueError(f"extra_tokens={self.extra_tokens} must be a share of max_steps, 0 or more")
         if not 0 < self.target_fraction <= 1:
             raise ValueError(f"target_fraction={self.target_fraction} must be above 0 and at most 1")
         if not 0 <= self.oscireset_start < 1:

@@ -100,7 +100,9 @@ def _generated(options: StudyArguments, tokenizer: PreTrainedTokenizerBase, toke
     for split, size in sizes.items():
         # One sequence more, for what packing leaves over.
         texts, entropy = generate(language, split, size + length)
-        sets[split] = _packed(Dataset.from_dict({"text": texts}), tokenizer, "text", length).select(range(size // length))
+        sets[split] = _packed(Dataset.from_dict({"text": texts}), tokenizer, "text", length).select(
+            range(size // length)
+        )
     return Corpus(tokenizer, sets["train"], sets["validation"], entropy)
 
 

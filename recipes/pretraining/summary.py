@@ -135,7 +135,8 @@ def _versus(result: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
     for what in ("overhead", "gap"):
         other = dict(zip(reference["seeds"], reference[what]["by_seed"], strict=True))
         pairs = [
-            (value, other[seed]) for seed, value in zip(result["seeds"], result[what]["by_seed"], strict=True)
+            (value, other[seed])
+            for seed, value in zip(result["seeds"], result[what]["by_seed"], strict=True)
             if seed in other
         ]
         complete = pairs and all(value is not None and base is not None for value, base in pairs)
