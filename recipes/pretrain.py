@@ -51,7 +51,10 @@ def main(argv: list[str]) -> dict[str, Any]:
         raise SystemExit(f"error: {error}") from error
     announce(study, corpus, len(missing))
     for seed, arm in missing:
-        run = train_arm(study, arm, seed, corpus, output)
+        try:
+            run = train_arm(study, arm, seed, corpus, output)
+        except ValueError as error:
+            raise SystemExit(f"error: arm {arm.name}, seed {seed}: {error}") from error
         if study.training.process_index == 0:
             stored.add(run)
         operands = " ".join(f"{name}:{count}" for name, count in run["quantized_operands"].items() if count)

@@ -39,16 +39,15 @@ class OscillationResetCallback(TrainerCallback):
         history: one dictionary per window: ``step`` (at its end), ``n_reset``, ``n_weights``. Logged as
             `oscillation/n_reset` and `oscillation/share`.
 
-    Raises:
-        ValueError: an argument is outside its range; no weight of the model is quantized by rounding to nearest; its
-            weights are sharded; or training ends before the first window does.
+    Raises `ValueError` when an argument is outside its range, when no weight of the model is quantized by rounding to
+    nearest, when the weights are sharded, and when training ends before the first window does.
     """
 
     def __init__(self, start: int = 0, period: int = 200, window: int = 50, ratio: float = 8.0):
         if start < 0 or window < 1 or period < window + 1 or not ratio > 0:
             raise ValueError(
-                f"start={start}, period={period}, window={window}, ratio={ratio}: start must not be negative, window at "
-                "least 1, period larger than window, and ratio positive"
+                f"start={start}, period={period}, window={window}, ratio={ratio}: start must not be negative, window "
+                "must be at least 1, period larger than window, and ratio positive"
             )
         self.start, self.period, self.window, self.ratio = start, period, window, ratio
         self.history: list[dict] = []

@@ -93,7 +93,8 @@ class StudyArguments:
             raise ValueError(f"oscireset_start={self.oscireset_start} must be a share of max_steps in [0, 1)")
         if self.corpus not in CORPORA:
             raise ValueError(f"corpus={self.corpus!r} must be one of {', '.join(CORPORA)}")
-        if (self.corpus == "files") != bool(self.data_files and self.validation_files):
+        files = (bool(self.data_files), bool(self.validation_files))
+        if files != ((True, True) if self.corpus == "files" else (False, False)):
             raise ValueError("corpus='files' needs data_files and validation_files, and they need corpus='files'")
         if self.corpus == "generated" and self.tokenizer_name:
             raise ValueError("the generated corpus has its own tokenizer; leave tokenizer_name out")
@@ -130,11 +131,15 @@ class Study:
         return -int(-round(steps, 6) // every) * every
 
     @property
+    def sequences_per_step(self) -> int:
+        """Sequences in an optimizer step, over all processes."""
+        t = self.training
+        return t.train_batch_size * t.gradient_accumulation_steps * t.world_size
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens in an optimizer step, over all processes."""
-        t = self.training
-        per_process = t.per_device_train_batch_size * max(1, t.n_gpu) * t.gradient_accumulation_steps
-        return per_process * t.world_size * self.options.sequence_length
+        return self.sequences_per_step * self.options.sequence_length
 
     @property
     def budget_tokens(self) -> int:

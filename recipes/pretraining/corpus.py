@@ -37,11 +37,17 @@ class Corpus:
     validation: Dataset
     entropy: float | None = None
 
-    def ordered(self, seed: int) -> tuple[Dataset | IterableDataset, str]:
-        """The training sequences in the order of a seed, the same for every arm, and a checksum that says so."""
+    def ordered(self, seed: int, batch: int) -> tuple[Dataset | IterableDataset, str]:
+        """The training sequences in the order of a seed, the same for every arm, and a checksum that says so.
+
+        As many as fill whole steps of ``batch`` sequences. Raises `ValueError` for less than one.
+        """
         if isinstance(self.train, IterableDataset):
             return self.train.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER), f"streamed in the order of seed {seed}"
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+        order = order[: len(order) // batch * batch]
+        if len(order) == 0:
+            raise ValueError(f"the training text has {len(self.train)} sequences, less than a step of {batch}")
         shuffled = self.train.select(order.tolist())
         with_ids = shuffled.with_format("numpy", columns=["input_ids"])
         digest = hashlib.sha256()
@@ -87,8 +93,6 @@ def load_corpus(options: StudyArguments, tokens: int) -> Corpus:
     else:
         train, validation = _stream(options, tokenizer)
     validation = _first_sequences(validation, options)
-    if isinstance(train, Dataset) and len(train) == 0:
-        raise ValueError(f"data_files hold less than one sequence of {options.sequence_length} tokens")
     return Corpus(tokenizer, train, validation)
 
 

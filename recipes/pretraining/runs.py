@@ -83,7 +83,7 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
     if arm.config is not None and not any(operands.values()):
         raise ValueError(f"arm {arm.name} quantizes no operand of any layer")
     training = _training_arguments(study, arm, seed, output)
-    dataset, order = corpus.ordered(seed)
+    dataset, order = corpus.ordered(seed, study.sequences_per_step)
     callbacks = _callbacks(study, arm, model)
     trainer = Trainer(
         model,
@@ -94,10 +94,10 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
         callbacks=callbacks,
     )
     TrainingBar.install(trainer, title=f"{arm.name}, seed {seed}", shown={"eval_loss": "validation", "loss": "loss"})
-    started = time.monotonic()
+    started, used = time.monotonic(), time.process_time()
     checkpoint = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
     trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.monotonic() - started
+    seconds, used = time.monotonic() - started, time.process_time() - used
     history = trainer.state.log_history
     steps = trainer.state.global_step
     resets = [callback for callback in callbacks if isinstance(callback, OscillationResetCallback)]
@@ -118,7 +118,7 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
         "training_loss": _curve(history, "loss", study.tokens_per_step),
         "oscillation_resets": resets[0].history if resets else None,
         "seconds": round(seconds, 1),
-        "seconds_per_step": round(seconds / steps, 4),
+        "cpu_seconds": round(used, 1),
     }
 
 
@@ -130,9 +130,9 @@ def _training_arguments(study: Study, arm: Arm, seed: int, output: Path) -> Trai
         max_steps=study.total_steps,
         eval_strategy="steps",
         eval_on_start=True,
-        # The order is the corpus's, and each step has the same number of tokens.
+        # The order is the corpus's. (dataloader_drop_last would shorten the validation set too.)
         train_sampling_strategy="sequential",
-        dataloader_drop_last=True,
+        dataloader_drop_last=False,
         # A loss that is not finite is a result, not something to leave out of the mean.
         logging_nan_inf_filter=False,
     )

@@ -61,8 +61,8 @@ def t_interval(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _quantile(freedom: int) -> float:
-    # Beyond the table: the first term of the expansion in 1 / freedom, right to 0.001 there.
-    return _T_975[freedom - 1] if freedom <= len(_T_975) else 1.96 + 2.372 / freedom
+    # Beyond the table: the normal quantile and the next two terms of its expansion in 1 / freedom.
+    return _T_975[freedom - 1] if freedom <= len(_T_975) else 1.95996 + 2.3723 / freedom + 2.823 / freedom**2
 
 
 def summarize(
