@@ -27,7 +27,7 @@ from pretraining.arms import BASELINE
 from pretraining.corpus import Corpus, load_corpus
 from pretraining.plots import draw_curves, draw_overheads
 from pretraining.records import StudyFile
-from pretraining.runs import scheme_text, train_arm
+from pretraining.runs import train_arm
 from pretraining.summary import summarize
 
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> dict[str, Any]:
             (seed, arm)
             for seed in study.options.seeds
             for arm in study.arms
-            if not stored.finished(arm.name, seed, scheme_text(arm, study.precision))
+            if not stored.finished(arm.name, seed, study.scheme_text(arm))
         ]
         corpus = load_corpus(study.options, study.total_steps * study.tokens_per_step) if missing else None
     except (OSError, RuntimeError, ValueError) as error:

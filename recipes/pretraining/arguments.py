@@ -105,8 +105,9 @@ class StudyArguments:
             raise ValueError(f"seeds={self.seeds} must be distinct numbers, at least one")
 
 
-#: Options that do not change what a run computes: a study can be continued with others.
-_FREE = ("arms", "extra_arms", "seeds", "target_fraction", "backend")
+#: Options that a study can be continued with others of: they choose runs, read them, or stand in an arm's scheme.
+_FREE = ("arms", "extra_arms", "seeds", "target_fraction", "backend", "scale_rule")
+_RESETS = ("oscireset_start", "oscireset_period", "oscireset_window", "oscireset_ratio")
 #: Options of the trainer that do.
 _TRAINING = (
     "max_steps per_device_train_batch_size gradient_accumulation_steps learning_rate lr_scheduler_type "
@@ -151,10 +152,21 @@ class Study:
         """What the baseline, and whatever is not quantized, computes in."""
         return "BF16" if self.training.bf16 else "FP16" if self.training.fp16 else "full precision (float32)"
 
+    def scheme_text(self, arm: Arm) -> str:
+        """What an arm does, in one line."""
+        if arm.config is None:
+            return self.precision
+        text = arm.config.describe()
+        if arm.resets:
+            o = self.options
+            windows = f"{o.oscireset_window} of every {o.oscireset_period} steps from {o.oscireset_start:g}"
+            text += f", oscillating weights reset ({windows}, ratio {o.oscireset_ratio:g})"
+        return text
+
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that a run's result depends on, but for its arm and seed; JSON."""
-        options = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name not in _FREE}
+        options = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name not in _FREE + _RESETS}
         training = self.training.to_dict()
         return {**options, **{name: training[name] for name in _TRAINING}, "world_size": self.training.world_size}
 

@@ -36,13 +36,6 @@ class StopOnDivergence(TrainerCallback):
             control.should_training_stop = True
 
 
-def scheme_text(arm: Arm, precision: str) -> str:
-    """What an arm does, in one line."""
-    if arm.config is None:
-        return precision
-    return arm.config.describe() + (", oscillating weights reset" if arm.resets else "")
-
-
 def initial_model(study: Study, corpus: Corpus, seed: int, folder: Path) -> Path:
     """A folder with the full-precision model that all arms of a seed start from."""
     if PartialState().is_main_process and not (folder / "config.json").is_file():
@@ -104,7 +97,7 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
     return {
         "arm": arm.name,
         "seed": seed,
-        "scheme": scheme_text(arm, study.precision),
+        "scheme": study.scheme_text(arm),
         "config": None if arm.config is None else arm.config.to_dict(),
         "precision": study.precision,
         "parameters": model.num_parameters(),

@@ -77,3 +77,7 @@ def test_messages(tmp_path):
     short_study(tmp_path, "--arms", "baseline")
     with pytest.raises(SystemExit, match="holds a study with max_steps=4"):
         short_study(tmp_path, "--arms", "baseline", "--max_steps=6")
+    words = ("--arms", "baseline", "all", "--scale_rule")
+    short_study(tmp_path, *words, "floor")
+    with pytest.raises(SystemExit, match="arm 'all' with the scheme .*floor.* give the arm another name"):
+        short_study(tmp_path, *words, "even")
