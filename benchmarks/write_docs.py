@@ -19,7 +19,7 @@ from statistics import fmean
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
-DOCUMENTS = ("README.md", "docs/error-analysis.md", "docs/checkpoints.md")
+DOCUMENTS = ("README.md", "docs/backward.md", "docs/error-analysis.md", "docs/checkpoints.md")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 DISTRIBUTIONS = ("Gaussian", "Laplace", "Student-t(4)")
@@ -285,6 +285,34 @@ def packed_loading() -> str:
     return table([*columns, "bits per quantized weight on disk"], rows)
 
 
+def interval(statistics: dict, factor: float, digits: int) -> str:
+    """Mean and 95 % interval."""
+    if statistics["mean"] is None:
+        return "diverged"
+    text = f"{factor * statistics['mean']:+.{digits}f}"
+    if statistics["interval"] is None:
+        return text
+    low, high = (factor * bound for bound in statistics["interval"])
+    return f"{text} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def pretrain() -> str:
+    rows = []
+    for r in records("pretrain"):
+        if r["name"] == "baseline":
+            continue
+        overhead, versus = r["overhead"], r.get("versus", {}).get("gap")
+        reached = f"{overhead['n_finite']} of {overhead['n']}"
+        found = f"over {100 * r['value']:.0f}" if r["unit"].endswith("at least") and overhead["at_least"] else None
+        rows.append(
+            [f"`{r['name']}`", str(sum(count > 0 for count in r["quantized_operands"].values()))]
+            + [found or interval(overhead, 100, 1), reached, interval(r["gap"], 1, 4)]
+            + [interval(versus, 1, 4) if versus else "", r["paper"] or ""]
+        )
+    columns = ["arm", "quantized operands", "more tokens, %", "seeds that got there", "loss above the baseline's"]
+    return table([*columns, "loss above that of `all`", "paper: more tokens"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (schemes, weighted, mantissas, alphas, components, statements, rollouts, gradients, quantize_cpu)
@@ -294,6 +322,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lora": lora,
     "merge_cost": merge_cost,
     "packed_loading": packed_loading,
+    "pretrain": pretrain,
 }
 
 

@@ -113,15 +113,25 @@ def finish(study: Study, stored: StudyFile, output: Path) -> dict[str, Any]:
         summary = summarize(runs, budget=study.budget_tokens, target_fraction=study.options.target_fraction)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
-    summary = {"baseline": study.precision, "entropy": runs[0]["entropy"], **summary}
-    curves: dict[str, list] = {}
-    for run in runs:
-        curves.setdefault(run["arm"], []).append(run["curve"])
+    orders = {(run["seed"], run["data_order"]) for run in runs}
+    if len(orders) != len(summary["targets"]):
+        raise SystemExit(f"error: arms of one seed saw different text, see data_order in {stored.path}; start afresh")
+    first = runs[0]
+    summary = {
+        "baseline": study.precision,
+        "parameters": first["parameters"],
+        "steps": first["steps"],
+        "tokens_per_step": study.tokens_per_step,
+        "entropy": first["entropy"],
+        **summary,
+    }
     for name, result in summary["arms"].items():
         of_arm = [run for run in runs if run["arm"] == name]
         for key in ("scheme", "n_quantized", "n_skipped", "quantized_operands"):
             result[key] = of_arm[0][key]
-        result["seconds"] = [run["seconds"] for run in of_arm]
+        for key in ("curve", "oscillation_resets", "seconds", "cpu_seconds"):
+            result[key] = [run[key] for run in of_arm]
+    curves = {name: result["curve"] for name, result in summary["arms"].items()}
     (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     draw_curves(curves, entropy=summary["entropy"]).savefig(output / "curves.png", dpi=120)
     if len(summary["arms"]) > 1:

@@ -74,6 +74,7 @@ class StudyArguments:
     intermediate_size: int = field(default=256, metadata={"help": "Width of its MLPs."})
     num_heads: int = field(default=4, metadata={"help": "Query heads."})
     num_kv_heads: int = field(default=4, metadata={"help": "Key and value heads."})
+    tie_word_embeddings: bool = field(default=False, metadata={"help": "One matrix for embedding and head."})
 
     oscireset_start: float = field(
         default=0.6, metadata={"help": "Where in max_steps the first window of arms with oscireset begins, in [0, 1)."}
