@@ -150,8 +150,6 @@ def _callbacks(study: Study, arm: Arm, model: PreTrainedModel) -> list[TrainerCa
 
 
 def _curve(history: list[dict], key: str, tokens_per_step: int) -> list[list]:
-    return [
-        [entry["step"] * tokens_per_step, entry[key] if math.isfinite(entry[key]) else None]
-        for entry in history
-        if key in entry
-    ]
+    # A resumed run evaluates again at the step that it resumes at.
+    found = {entry["step"] * tokens_per_step: entry[key] for entry in history if key in entry}
+    return [[tokens, value if math.isfinite(value) else None] for tokens, value in found.items()]

@@ -2,6 +2,7 @@
 """The pretraining recipe as a whole."""
 
 import json
+import shutil
 
 import pretrain
 import pytest
@@ -67,6 +68,20 @@ def test_the_same_study_twice_gives_the_same_curves(tmp_path):
         runs = json.loads((tmp_path / name / "study.json").read_text())["runs"]
         curves.append([run["curve"] for run in runs])
     assert curves[0] == curves[1]
+
+
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path):
+    words = ("--arms", "baseline", "all_sr", "--save_strategy", "steps", "--save_steps", "2", "--save_only_model=false")
+    short_study(tmp_path, *words)
+    path = tmp_path / "study.json"
+    stored = json.loads(path.read_text())
+    whole = stored["runs"].pop()
+    path.write_text(json.dumps(stored))
+    shutil.rmtree(tmp_path / "runs" / "all_sr-seed0" / "checkpoint-6")
+    short_study(tmp_path, *words)
+    resumed = json.loads(path.read_text())["runs"][1]
+    assert resumed["steps"] == 6 and resumed["cpu_seconds"] < whole["cpu_seconds"]
+    assert resumed["curve"] == whole["curve"] and len(whole["curve"]) == 4
 
 
 def test_messages(tmp_path):
