@@ -74,6 +74,9 @@ class StudyArguments:
     intermediate_size: int = field(default=256, metadata={"help": "Width of its MLPs."})
     num_heads: int = field(default=4, metadata={"help": "Query heads."})
     num_kv_heads: int = field(default=4, metadata={"help": "Key and value heads."})
+    initializer_range: float = field(
+        default=0.02, metadata={"help": "Standard deviation of initial weights; 1 / sqrt(width) suits narrow models."}
+    )
     tie_word_embeddings: bool = field(default=False, metadata={"help": "One matrix for embedding and head."})
 
     oscireset_start: float = field(

@@ -49,6 +49,7 @@ def initial_model(study: Study, corpus: Corpus, seed: int, folder: Path) -> Path
             num_kv_heads=options.num_kv_heads,
             max_positions=options.sequence_length,
             tie_word_embeddings=options.tie_word_embeddings,
+            initializer_range=options.initializer_range,
             seed=seed,
         )
         model.save_pretrained(folder)
