@@ -4,6 +4,7 @@
 import itertools
 import json
 import math
+from pathlib import Path
 
 import pytest
 from tiny_models import make_model
@@ -16,6 +17,7 @@ from pretraining.generated import ALPHABET, Language, generate
 from pretraining.records import StudyFile
 
 
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
 FPROP, DGRAD, WGRAD = {"fprop.x", "fprop.weight"}, {"dgrad.grad", "dgrad.weight"}, {"wgrad.grad", "wgrad.x"}
 
 
@@ -236,6 +238,20 @@ def test_every_arm_trains_beyond_the_budget_up_to_an_evaluation():
     assert parse(["--max_steps", "100", "--eval_steps", "10", "--extra_tokens", "0.4"]).total_steps == 140
     assert parse(["--max_steps", "100", "--eval_steps", "10", "--extra_tokens", "0"]).total_steps == 100
     assert study.precision == "full precision (float32)"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("pretrain_*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_of_studies_parse(path):
+    study = parse(["--config", str(path), "--use_cpu=true", "--bf16=false", "--tf32=false"])
+    shipped = yaml.safe_load(path.read_text())
+    assert [arm.name for arm in study.arms] == shipped["arms"]
+    for name, value in shipped.items():
+        owner = study.options if hasattr(study.options, name) else study.training
+        if name not in ("use_cpu", "bf16", "tf32", "report_to"):
+            assert getattr(owner, name) in (value, str(value)), name
+    resets = [arm for arm in study.arms if arm.resets]
+    start = study.options.oscireset_start * study.training.max_steps
+    assert not resets or start + study.options.oscireset_window <= study.total_steps
 
 
 def test_extra_arms_from_the_command_line():
