@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny_models import make_model
 
 from hf_mxfp4.quantizer import quantize_linears
