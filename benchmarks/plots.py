@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots of the benchmark records, for `docs/`; drawn by `python -m benchmarks.write_docs`."""
 
+import sys
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 
 from .write_docs import DATA, records, scheme_error
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
+
+from pretraining.plots import draw_curves, draw_overheads
 
 
 SHOWN = (
@@ -23,8 +29,8 @@ def draw_all(folder: Path) -> None:
     """Every plot as SVG; the same records give the same files."""
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "hf-mxfp4", "font.size": 9}):
-        for name, draw in (("schemes", schemes), ("pathways", pathways), ("quantize_cpu", quantize_cpu)):
-            draw().savefig(folder / f"{name}.svg", metadata={"Date": None})
+        for draw in (schemes, pathways, quantize_cpu, pretrain_curves, pretrain_overheads):
+            draw().savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None})
 
 
 def schemes() -> Figure:
@@ -81,3 +87,14 @@ def quantize_cpu() -> Figure:
         axes.tick_params(labelsize=7)
         axes.grid(axis="x", alpha=0.3)
     return figure
+
+
+def pretrain_curves() -> Figure:
+    """Validation loss of the pretraining study's arms."""
+    found = records("pretrain")
+    return draw_curves({r["name"]: r["curve"] for r in found}, entropy=found[0]["entropy"])
+
+
+def pretrain_overheads() -> Figure:
+    """Tokens that its arms need beyond the baseline's."""
+    return draw_overheads({r["name"]: r for r in records("pretrain")})

@@ -21,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
 DOCUMENTS = (
     "README.md",
+    "docs/backward.md",
     "docs/error-analysis.md",
     "docs/checkpoints.md",
     "docs/moe.md",
@@ -331,6 +332,34 @@ def saved_error() -> str:
     return table(["mode", "difference"], [[r["name"].removeprefix(prefix), f"{r['value']:.4f}"] for r in found])
 
 
+def interval(statistics: dict, factor: float, digits: int) -> str:
+    """Mean and 95 % interval."""
+    if statistics["mean"] is None:
+        return "diverged"
+    text = f"{factor * statistics['mean']:+.{digits}f}"
+    if statistics["interval"] is None:
+        return text
+    low, high = (factor * bound for bound in statistics["interval"])
+    return f"{text} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def pretrain() -> str:
+    rows = []
+    for r in records("pretrain"):
+        if r["name"] == "baseline":
+            continue
+        overhead, versus = r["overhead"], r.get("versus", {}).get("gap")
+        reached = f"{overhead['n_finite']} of {overhead['n']}"
+        found = f"over {100 * r['value']:.0f}" if r["unit"].endswith("at least") and overhead["at_least"] else None
+        rows.append(
+            [f"`{r['name']}`", str(sum(count > 0 for count in r["quantized_operands"].values()))]
+            + [found or interval(overhead, 100, 1), reached, interval(r["gap"], 1, 4)]
+            + [interval(versus, 1, 4) if versus else "", r["paper"] or ""]
+        )
+    columns = ["arm", "quantized operands", "more tokens, %", "seeds that got there", "loss above the baseline's"]
+    return table([*columns, "loss above that of `all`", "paper: more tokens"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (schemes, weighted, mantissas, alphas, components, statements, rollouts, gradients, quantize_cpu)
@@ -344,6 +373,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "planned": planned,
     "saved_error": saved_error,
+    "pretrain": pretrain,
 }
 
 

@@ -93,7 +93,7 @@ def quantization_config(arguments: object) -> MXFP4RLConfig:
     return MXFP4RLConfig(**options)
 
 
-def _read_none(arguments: object) -> None:
+def read_none(arguments: object) -> None:
     """The word "none" on the command line means no value."""
     for option in fields(arguments):
         value = getattr(arguments, option.name)
@@ -109,10 +109,10 @@ def parse(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP4GRPOCon
     if not any(word == "--config" or word.startswith("--config=") for word in argv):
         argv = [*argv, "--config", str(DEFAULT_CONFIG)]
     groups = (RecipeArguments, QuantizationArguments, MXFP4GRPOConfig, ModelConfig)
-    _refuse_unknown(argv, {option.name: option.default for group in groups for option in fields(group)})
+    refuse_unknown(argv, {option.name: option.default for group in groups for option in fields(group)})
     recipe, quantization, training, model = TrlParser(groups).parse_args_and_config(argv)
     for arguments in (recipe, quantization, model):
-        _read_none(arguments)
+        read_none(arguments)
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
     if recipe.tiny_architecture not in TINY_MODELS:
@@ -133,8 +133,9 @@ def _check_packed(model: ModelConfig) -> None:
         raise ValueError("use_dora needs full-precision weights, which mode='packed' does not keep; use mode='qat'")
 
 
-def _refuse_unknown(argv: list[str], defaults: dict[str, object]) -> None:
-    """The parsers name what they do not know, but not what was meant."""
+def refuse_unknown(argv: list[str], defaults: dict[str, object]) -> None:
+    """Raise `ValueError` for an option, on the command line or in the YAML file, that is not in ``defaults`` (options
+    and their defaults): the parsers name what they do not know, but not what was meant."""
     known = list(defaults)
     allowed = {*known, *(f"no_{name}" for name in known if defaults[name] is True), "config", "help"}
     for word in argv:

@@ -14,6 +14,7 @@ _LAZY = {
     "MXFP4GRPOTrainer": "trainer",
     "NoiseSchedule": "aqn",
     "NormNoise": "aqn",
+    "OscillationResetCallback": "oscillation",
     "QuantizationStepCallback": "callbacks",
     "RewardError": "reward_guard",
     "RouterCallback": "router_callback",

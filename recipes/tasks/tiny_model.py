@@ -99,6 +99,7 @@ def build_qwen2(
     num_kv_heads: int = 2,
     max_positions: int = 512,
     tie_word_embeddings: bool = False,
+    initializer_range: float = 0.02,
     seed: int = 0,
 ) -> Qwen2ForCausalLM:
     """A randomly initialised Qwen2 in float32 for `tokenizer`; the defaults make 0.6M parameters.
@@ -120,6 +121,7 @@ def build_qwen2(
         num_key_value_heads=num_kv_heads,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tie_word_embeddings,
+        initializer_range=initializer_range,
     )
 
 

@@ -122,7 +122,8 @@ def test_an_interrupted_recipe_resumes_where_it_was(tmp_path):
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+# The others are those of pretrain.py.
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("[!p]*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configurations_parse(path):
     overrides = ["--use_cpu=true", "--bf16=false"]
     recipe, quantization, training, model = parse(["--config", str(path), *overrides])

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary of a pretraining study as `benchmarks/results/pretrain.json`, one record per arm.
+
+    python recipes/pretrain.py --config recipes/configs/pretrain_study_cpu.yaml
+    python -m benchmarks.pretrain_study outputs/pretrain_study_cpu/summary.json
+
+`value` is the token overhead over the baseline, mean over seeds; a lower bound where a seed did not reach its target,
+which `unit` says; and "diverged" where there is none.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+
+from .hardware import hardware
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
+
+from pretraining.arms import BASELINE
+from pretraining.plots import PAPER
+
+
+RESULT = Path(__file__).parent / "results" / "pretrain.json"
+PACKAGES = ("torch", "transformers", "accelerate", "datasets")
+
+
+def record(arm: str, summary: dict, command: str, machine: str) -> dict:
+    """The benchmark record of one arm of a study's `summary.json`."""
+    result = summary["arms"][arm]
+    overhead = result["overhead"]
+    complete = overhead["mean"] is not None
+    value = overhead["mean"] if complete else overhead["at_least"]
+    steps, size = summary["steps"], summary["tokens_per_step"]
+    return {
+        "name": arm,
+        "shape": f"{summary['parameters'] / 1e6:.2f} M parameters, {steps} steps of {size} tokens",
+        "value": "diverged" if value is None else value,
+        "unit": "token overhead" if complete else "token overhead, at least",
+        "baseline": 0.0,
+        "ratio": None if value is None else round(1 / (1 + value), 4),
+        "ceiling_fraction": None,
+        "precision_of_baseline": summary["baseline"],
+        "target_fraction": summary["target_fraction"],
+        "budget_tokens": summary["budget_tokens"],
+        "entropy": summary["entropy"],
+        "paper": stated(arm),
+        **result,
+        "hardware": machine,
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def stated(arm: str) -> str | None:
+    """The token overhead over FP8 that arXiv 2605.09825 states for an arm."""
+    if arm not in PAPER:
+        return None
+    return "does not converge" if PAPER[arm] is None else "{}-{} %".format(*PAPER[arm])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("summary", type=Path)
+    parser.add_argument(
+        "--command",
+        default="python recipes/pretrain.py --config recipes/configs/pretrain_study_cpu.yaml",
+        help="what ran the study, for the record",
+    )
+    parser.add_argument("--hardware", default=None, help="what it ran on, where that is not this machine")
+    arguments = parser.parse_args()
+    summary = json.loads(arguments.summary.read_text())
+    machine = arguments.hardware or hardware()
+    records = [record(arm, summary, arguments.command, machine) for arm in summary["arms"]]
+    RESULT.write_text(json.dumps(records, indent=1) + "\n")
+    for entry in records:
+        if entry["name"] != BASELINE:
+            print(f"{entry['name']}: {entry['value']} {entry['unit']}")
+
+
+if __name__ == "__main__":
+    main()

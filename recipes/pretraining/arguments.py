@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `pretrain.py` can be told, in YAML or on the command line."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from arguments import read_none, refuse_unknown
+from transformers import TrainingArguments
+from trl import TrlParser
+
+from .arms import BASELINE, NAMED_ARMS, Arm, choose_arms
+
+
+DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "pretrain_tiny_cpu.yaml"
+CORPORA = ("generated", "files", "hub")
+
+
+@dataclass
+class StudyArguments:
+    """Arms, seeds, what counts as reaching the baseline, the corpus and the model."""
+
+    arms: list[str] = field(
+        default_factory=lambda: [BASELINE, "all"],
+        metadata={"help": f"Arms to train, of {', '.join(NAMED_ARMS)} and the names in extra_arms."},
+    )
+    extra_arms: str | None = field(
+        default=None,
+        metadata={"help": "Further arms: a mapping of names to options of MXFP4RLConfig, and oscireset: true."},
+    )
+    seeds: list[int] = field(
+        default_factory=lambda: [0],
+        metadata={"help": "One run of every arm for each: initial weights, data order and random rounding follow it."},
+    )
+    scale_rule: str = field(
+        default="floor",
+        metadata={"help": "Of the named arms: 'floor' (OCP; the paper does not say), 'rceil', 'even' or 'mse'."},
+    )
+    backend: str = field(default="auto", metadata={"help": "Of the named arms, see MXFP4RLConfig."})
+    extra_tokens: float = field(
+        default=0.4,
+        metadata={
+            "help": "How much longer than max_steps every arm trains, as a share of it, so that one that needs more "
+            "tokens than the baseline can still reach its loss. The learning rate follows steps alone, never the arm."
+        },
+    )
+    target_fraction: float = field(
+        default=0.9, metadata={"help": "The target is the baseline's loss after this share of max_steps."}
+    )
+
+    corpus: str = field(
+        default="generated",
+        metadata={"help": "'generated' (made on the spot), 'files' (text or JSON lines) or 'hub' (streamed)."},
+    )
+    corpus_seed: int = field(default=0, metadata={"help": "Of the generated language; the same for all seeds."})
+    data_files: list[str] | None = field(default=None, metadata={"help": "Files to train on: .txt, .json, .jsonl."})
+    validation_files: list[str] | None = field(
+        default=None, metadata={"help": "Files to validate on, of the same kind."}
+    )
+    dataset_name: str = field(default="allenai/c4", metadata={"help": "Hub dataset for corpus 'hub'."})
+    dataset_config: str | None = field(default="en", metadata={"help": "Its configuration."})
+    validation_split: str = field(default="validation", metadata={"help": "Its split to validate on."})
+    text_column: str = field(default="text", metadata={"help": "Where the text is, in JSON lines and Hub datasets."})
+    tokenizer_name: str | None = field(
+        default=None,
+        metadata={"help": "Tokenizer of a checkpoint; by default bytes, for the generated corpus its characters."},
+    )
+    sequence_length: int = field(default=128, metadata={"help": "Tokens in a sequence; documents are packed."})
+    validation_sequences: int = field(default=32, metadata={"help": "Sequences in the fixed validation set."})
+
+    hidden_size: int = field(default=128, metadata={"help": "Width of the model."})
+    num_layers: int = field(default=4, metadata={"help": "Its depth."})
+    intermediate_size: int = field(default=256, metadata={"help": "Width of its MLPs."})
+    num_heads: int = field(default=4, metadata={"help": "Query heads."})
+    num_kv_heads: int = field(default=4, metadata={"help": "Key and value heads."})
+    initializer_range: float = field(
+        default=0.02, metadata={"help": "Standard deviation of initial weights; 1 / sqrt(width) suits narrow models."}
+    )
+    tie_word_embeddings: bool = field(default=False, metadata={"help": "One matrix for embedding and head."})
+
+    oscireset_start: float = field(
+        default=0.6, metadata={"help": "Where in max_steps the first window of arms with oscireset begins, in [0, 1)."}
+    )
+    oscireset_period: int = field(default=200, metadata={"help": "Steps from one window to the next."})
+    oscireset_window: int = field(default=50, metadata={"help": "Steps in a window."})
+    oscireset_ratio: float = field(
+        default=8.0, metadata={"help": "Travel of the quantized weight over that of the master that is oscillation."}
+    )
+
+    def __post_init__(self):
+        if not 0 <= self.extra_tokens < 10:
+            raise ValueError(f"extra_tokens={self.extra_tokens} must be a share of max_steps, 0 or more")
+        if not 0 < self.target_fraction <= 1:
+            raise ValueError(f"target_fraction={self.target_fraction} must be above 0 and at most 1")
+        if not 0 <= self.oscireset_start < 1:
+            raise ValueError(f"oscireset_start={self.oscireset_start} must be a share of max_steps in [0, 1)")
+        if self.corpus not in CORPORA:
+            raise ValueError(f"corpus={self.corpus!r} must be one of {', '.join(CORPORA)}")
+        files = (bool(self.data_files), bool(self.validation_files))
+        if files != ((True, True) if self.corpus == "files" else (False, False)):
+            raise ValueError("corpus='files' needs data_files and validation_files, and they need corpus='files'")
+        if self.corpus == "generated" and self.tokenizer_name:
+            raise ValueError("the generated corpus has its own tokenizer; leave tokenizer_name out")
+        for name in ("sequence_length", "validation_sequences"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 2")
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds={self.seeds} must be distinct numbers, at least one")
+
+
+#: Options that a study can be continued with others of: they choose runs, read them, or stand in an arm's scheme.
+_FREE = ("arms", "extra_arms", "seeds", "target_fraction", "backend", "scale_rule")
+_RESETS = ("oscireset_start", "oscireset_period", "oscireset_window", "oscireset_ratio")
+#: Options of the trainer that do.
+_TRAINING = (
+    "max_steps per_device_train_batch_size gradient_accumulation_steps learning_rate lr_scheduler_type "
+    "lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim bf16 fp16 "
+    "eval_steps"
+).split()
+
+
+@dataclass(frozen=True)
+class Study:
+    """A parsed study: options, trainer options, and arms with the baseline first."""
+
+    options: StudyArguments
+    training: TrainingArguments
+    arms: tuple[Arm, ...]
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of every run: `max_steps` and the extra ones, up to the next evaluation."""
+        steps = self.training.max_steps * (1 + self.options.extra_tokens)
+        every = int(self.training.eval_steps)
+        return -int(-round(steps, 6) // every) * every
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in an optimizer step, over all processes."""
+        t = self.training
+        return t.train_batch_size * t.gradient_accumulation_steps * t.world_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in an optimizer step, over all processes."""
+        return self.sequences_per_step * self.options.sequence_length
+
+    @property
+    def budget_tokens(self) -> int:
+        """Tokens in `max_steps`."""
+        return self.training.max_steps * self.tokens_per_step
+
+    @property
+    def precision(self) -> str:
+        """What the baseline, and whatever is not quantized, computes in."""
+        return "BF16" if self.training.bf16 else "FP16" if self.training.fp16 else "full precision (float32)"
+
+    def scheme_text(self, arm: Arm) -> str:
+        """What an arm does, in one line."""
+        if arm.config is None:
+            return self.precision
+        text = arm.config.describe()
+        if arm.resets:
+            o = self.options
+            windows = f"{o.oscireset_window} of every {o.oscireset_period} steps from {o.oscireset_start:g}"
+            text += f", oscillating weights reset ({windows}, ratio {o.oscireset_ratio:g})"
+        return text
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that a run's result depends on, but for its arm and seed; JSON."""
+        options = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name not in _FREE + _RESETS}
+        training = self.training.to_dict()
+        return {**options, **{name: training[name] for name in _TRAINING}, "world_size": self.training.world_size}
+
+
+def parse(argv: list[str]) -> Study:
+    """Parse the command line and the YAML file that `--config` names; without one, `pretrain_tiny_cpu.yaml`.
+
+    Raises `ValueError` for an option that does not exist, with the nearest names, or has a value outside its set.
+    """
+    if not any(word == "--config" or word.startswith("--config=") for word in argv):
+        argv = [*argv, "--config", str(DEFAULT_CONFIG)]
+    groups = (StudyArguments, TrainingArguments)
+    refuse_unknown(argv, {option.name: option.default for group in groups for option in fields(group)})
+    options, training = TrlParser(groups).parse_args_and_config(argv)
+    read_none(options)
+    if isinstance(options.extra_arms, str):
+        try:
+            options.extra_arms = yaml.safe_load(options.extra_arms)
+        except yaml.YAMLError as error:
+            raise ValueError(f"extra_arms={options.extra_arms!r} is neither YAML nor JSON: {error}") from None
+    if training.max_steps < 1:
+        raise ValueError("max_steps must be the number of optimizer steps of the token budget")
+    if training.eval_steps is None or training.eval_steps < 1:
+        raise ValueError("eval_steps must be the number of steps between evaluations, at least 1")
+    arms = choose_arms(options.arms, options.extra_arms, options.scale_rule, options.backend)
+    return Study(options, training, tuple(arms))

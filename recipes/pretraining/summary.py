@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the curves of a study say: tokens to a target loss, gaps at equal tokens, and how sure of them one can be.
+
+A curve is a list of ``(tokens, validation loss)`` with the loss `None` where it was not finite.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from .arms import BASELINE
+
+
+Curve = Sequence[tuple[float, float | None]]
+
+#: 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom.
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_T_975 += (2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+
+
+def tokens_to_target(curve: Curve, target: float) -> float | None:
+    """Tokens at which the loss first is at or below ``target``, by linear interpolation between two evaluations;
+    `None` when it never is."""
+    previous: tuple[float, float] | None = None
+    for tokens, loss in curve:
+        if loss is None:
+            return None
+        if loss <= target:
+            if previous is None:
+                return float(tokens)
+            before, higher = previous
+            return before + (tokens - before) * (higher - target) / (higher - loss)
+        previous = (tokens, loss)
+    return None
+
+
+def loss_at(curve: Curve, tokens: float) -> float | None:
+    """The loss after ``tokens``, by linear interpolation; `None` where a neighbour was not finite.
+
+    Raises `ValueError` for ``tokens`` outside of the curve, unless the run broke off because it diverged.
+    """
+    for (left, before), (right, after) in zip(curve, curve[1:], strict=False):
+        if left <= tokens <= right:
+            if before is None or after is None:
+                return None
+            return before + (after - before) * (tokens - left) / (right - left)
+    if curve[-1][1] is None:
+        return None
+    raise ValueError(f"the curve goes from {curve[0][0]} to {curve[-1][0]} tokens and says nothing about {tokens}")
+
+
+def t_interval(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation and 95 % interval of the mean under Student's t; the last two `None` for one value."""
+    n, mean = len(values), fmean(values)
+    if n < 2:
+        return {"n": n, "mean": mean, "sd": None, "interval": None}
+    sd = stdev(values)
+    half = _quantile(n - 1) * sd / math.sqrt(n)
+    return {"n": n, "mean": mean, "sd": sd, "interval": [mean - half, mean + half]}
+
+
+def _quantile(freedom: int) -> float:
+    # Beyond the table: the normal quantile and the next two terms of its expansion in 1 / freedom.
+    return _T_975[freedom - 1] if freedom <= len(_T_975) else 1.95996 + 2.3723 / freedom + 2.823 / freedom**2
+
+
+def summarize(
+    runs: Sequence[Mapping[str, Any]], *, budget: int, target_fraction: float, reference: str = "all"
+) -> dict[str, Any]:
+    """Overheads and gaps of every arm, paired by seed with the baseline.
+
+    For each seed, the target is the loss that the baseline has after ``target_fraction * budget`` tokens. The overhead
+    of an arm is the tokens it takes to get there over those of the baseline, minus one, both by
+    [`tokens_to_target`]. The gap is its loss after ``budget`` tokens minus the baseline's.
+
+    Args:
+        runs: finished runs with ``arm``, ``seed``, ``curve``; the baseline's among them.
+        budget: tokens at which losses are compared.
+        target_fraction: in (0, 1].
+        reference: an arm that others are compared with too, paired by seed (``versus``).
+
+    Returns:
+        ``arms``: for each arm ``overhead`` and ``gap``, each with ``by_seed`` and the fields of [`t_interval`] over the
+        seeds. Where a seed did not reach its target its overhead is `None`; then ``mean`` is `None` too and
+        ``at_least`` the mean with the whole curve counted for such seeds.
+    """
+    by_arm: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for run in runs:
+        by_arm.setdefault(run["arm"], {})[run["seed"]] = run
+    baseline = by_arm.get(BASELINE, {})
+    targets = {seed: loss_at(run["curve"], target_fraction * budget) for seed, run in baseline.items()}
+    if any(target is None for target in targets.values()):
+        raise ValueError("the baseline diverged, so that there is no target; lower learning_rate")
+    arms = {}
+    for arm, of_seed in by_arm.items():
+        seeds = sorted(seed for seed in of_seed if seed in baseline)
+        if not seeds:
+            continue
+        overheads, lower, gaps = [], [], []
+        for seed in seeds:
+            curve = of_seed[seed]["curve"]
+            needed = tokens_to_target(baseline[seed]["curve"], targets[seed])
+            taken = tokens_to_target(curve, targets[seed])
+            overheads.append(None if taken is None else taken / needed - 1)
+            lower.append((curve[-1][0] if taken is None else taken) / needed - 1)
+            loss = loss_at(curve, budget)
+            gaps.append(None if loss is None else loss - loss_at(baseline[seed]["curve"], budget))
+        overhead = _over_seeds(overheads)
+        if overhead["mean"] is None:
+            # A run that broke off says nothing about how many tokens it would have taken.
+            broke_off = any(of_seed[seed]["curve"][-1][1] is None for seed in seeds)
+            overhead["at_least"] = None if broke_off else fmean(lower)
+        arms[arm] = {"seeds": seeds, "overhead": overhead, "gap": _over_seeds(gaps)}
+    for arm, result in arms.items():
+        if reference in arms and arm not in (reference, BASELINE):
+            result["versus"] = {"arm": reference, **_versus(result, arms[reference])}
+    return {
+        "budget_tokens": budget,
+        "target_fraction": target_fraction,
+        "targets": {str(seed): target for seed, target in targets.items()},
+        "arms": arms,
+    }
+
+
+def _over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
+    found = [value for value in values if value is not None]
+    missing = {"n": len(values), "mean": None, "sd": None, "interval": None}
+    statistics = t_interval(found) if len(found) == len(values) else missing
+    return {"by_seed": list(values), "n_finite": len(found), **statistics}
+
+
+def _versus(result: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    differences = {}
+    for what in ("overhead", "gap"):
+        other = dict(zip(reference["seeds"], reference[what]["by_seed"], strict=True))
+        pairs = [
+            (value, other[seed])
+            for seed, value in zip(result["seeds"], result[what]["by_seed"], strict=True)
+            if seed in other
+        ]
+        complete = pairs and all(value is not None and base is not None for value, base in pairs)
+        differences[what] = t_interval([value - base for value, base in pairs]) if complete else None
+    return differences
