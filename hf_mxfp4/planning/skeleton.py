@@ -201,6 +201,8 @@ def _with_adapters(model: PreTrainedModel, rank: int) -> nn.Module:
     # Adapters of packed layers are made by a class that PEFT learns of here.
     from .. import adapters  # noqa: F401
 
+    # By name, since PEFT would take "all-linear" for the experts too, which have no adapters on packed weights.
+    names = [name for name, module in model.named_modules() if isinstance(module, PlannedPackedLinear)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a property that transformers has renamed
-        return get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules="all-linear"))
+        return get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules=names))

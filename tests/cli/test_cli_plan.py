@@ -56,7 +56,7 @@ def test_full_precision_has_no_quantized_weights(model):
 
 
 def test_nothing_fits(model):
-    done = run(model, "--gpu-memory", 0.00015, "--json")
+    done = run(model, "--gpu-memory", 0.00015, "--prompt-length", 32, "--completion-length", 32, "--json")
     assert done.exit_code == 1
     assert "error: nothing fits into 0.0 GB per GPU; what would: " in done.stderr
     assert not any(each["fits"] for each in json.loads(done.stdout)["strategies"])

@@ -75,6 +75,11 @@ def test_experts_count_as_quantized_weights_by_their_shapes():
     assert model_sizes(masters).weights - model_sizes(packed).weights == saved - padding
 
 
+def test_packed_experts_have_no_adapters():
+    model, _ = build(MOE, MXFP4RLConfig(mode="packed"), torch.bfloat16, lora_rank=4)
+    assert model_sizes(model).trained_elements == LAYERS * 4 * ((H + H) + 2 * (H + 32) + (H + H))
+
+
 def test_experts_keep_what_their_tokens_need():
     held = []
     for form in ("full", "mxfp4"):
