@@ -15,8 +15,8 @@ from hf_mxfp4.analysis.sweep import PrecisionSweep, precision_sweep
 from hf_mxfp4.module_names import split_linears
 from hf_mxfp4.numerics import QuantScheme
 
+from .records import PLOTS
 from .scheme_error import trained_model
-from .write_docs import PLOTS
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from .write_docs import DATA, records, scheme_error
+from .records import DATA, records, scheme_error
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))

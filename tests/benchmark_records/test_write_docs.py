@@ -7,6 +7,7 @@ import re
 import pytest
 
 from benchmarks import write_docs
+from benchmarks.records import RESULTS
 
 
 @pytest.mark.parametrize("name", write_docs.DOCUMENTS)
@@ -38,7 +39,7 @@ def test_plots_that_are_linked_exist():
             assert (path.parent / link).is_file(), link
 
 
-@pytest.mark.parametrize("path", sorted(write_docs.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_records_say_what_made_them(path):
     records = json.loads(path.read_text())
     assert records

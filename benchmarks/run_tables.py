@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of what runs gave and took: accuracy, time, memory, tokens."""
+
+from .records import interval, records, table
+
+
+def quantize_cpu() -> str:
+    found = records("quantize_cpu")
+    sizes = sorted({record["shape"][0] for record in found})
+    rows: dict[tuple[str, str], list[str]] = {}
+    for record in found:
+        key = tuple(record["name"].split(" / "))
+        rows.setdefault(key, [*key]).append(f"{record['value']:.3g} ({record['ratio']:.2f})")
+    return table(["operation", "contender", *(f"{size}²: GB/s (time / ours)" for size in sizes)], list(rows.values()))
+
+
+def demo(name: str = "demo_cpu") -> str:
+    rows = []
+    for r in records(name):
+        before, after = r["standard_error"]
+        rows.append(
+            [r["name"][-1], f"{r['baseline']:.3f} ± {before:.3f}", f"{r['value']:.3f} ± {after:.3f}"]
+            + [f"{r['value'] - r['baseline']:+.3f}"]
+        )
+    return table(["seed", "before RL", "after RL", "gain"], rows)
+
+
+def lora() -> str:
+    return demo("lora_cpu")
+
+
+def moe() -> str:
+    lines = demo("moe_cpu").splitlines()
+    agreements = ["router agreement", "---", *(f"{r['router_agreement']:.3f}" for r in records("moe_cpu"))]
+    return "".join(f"{line} {value} |\n" for line, value in zip(lines, agreements, strict=True))
+
+
+def merge_cost() -> str:
+    rows = [
+        [r["name"], f"{r['value']:.3f}", " ".join(f"{accuracy:.3f}" for accuracy in r["by_run"])]
+        + [" ".join("" if sqnr is None else f"{sqnr:.1f}" for sqnr in r["change_sqnr_db"])]
+        for r in records("merge_cost")
+    ]
+    return table(["adapters", "accuracy", "by run", "SQNR of their change, dB"], rows)
+
+
+def packed_loading() -> str:
+    found = {tuple(r["name"].split(" / ")): r for r in records("packed_loading")}
+    rows = []
+    for scheme in dict.fromkeys(scheme for _, scheme in found):
+        peak, disk = found["peak memory of the process", scheme], found["size on disk", scheme]
+        sizes = [peak["peak"], peak["before"], peak["footprint"]]
+        rows.append(
+            [scheme, *(f"{size / 1e9:.2f}" for size in sizes), f"{peak['seconds']:.1f}", f"{disk['value']:.4f}"]
+        )
+    columns = ["scheme", "peak resident memory, GB", "before loading, GB", "model, GB", "seconds"]
+    return table([*columns, "bits per quantized weight on disk"], rows)
+
+
+def memory_runs() -> list[tuple[str, str, dict]]:
+    """Mode, whether gradients are checkpointed, and the record."""
+    found = [(r["name"].split(" / checkpointing "), r) for r in records("memory") if "measured" in r]
+    return [(mode, checkpointing, r) for (mode, checkpointing), r in found]
+
+
+def memory() -> str:
+    parts = ("weights", "gradients", "optimizer", "saved", "peak", "process")
+    rows = [
+        [mode, checkpointing, *(f"{r['measured'][part] / 1e6:.0f}" for part in parts)]
+        for mode, checkpointing, r in memory_runs()
+    ]
+    return table(["mode", "checkpointing", *parts], rows)
+
+
+def planned() -> str:
+    def states(sizes: dict) -> float:
+        return sum(sizes[part] for part in ("weights", "gradients", "optimizer", "saved"))
+
+    rows = [
+        [mode, checkpointing]
+        + [f"{states(r['predicted']) / states(r['measured']):.3f}"]
+        + [f"{r['predicted'][part] / r['measured'][part]:.3f}" for part in ("saved", "peak")]
+        for mode, checkpointing, r in memory_runs()
+    ]
+    return table(["mode", "checkpointing", "states and saved", "saved", "peak"], rows)
+
+
+def saved_error() -> str:
+    prefix = "gradient error / "
+    found = [r for r in records("memory") if r["name"].startswith(prefix)]
+    return table(["mode", "difference"], [[r["name"].removeprefix(prefix), f"{r['value']:.4f}"] for r in found])
+
+
+def pretrain() -> str:
+    rows = []
+    for r in records("pretrain"):
+        if r["name"] == "baseline":
+            continue
+        overhead, versus = r["overhead"], r.get("versus", {}).get("gap")
+        reached = f"{overhead['n_finite']} of {overhead['n']}"
+        found = f"over {100 * r['value']:.0f}" if r["unit"].endswith("at least") and overhead["at_least"] else None
+        rows.append(
+            [f"`{r['name']}`", str(sum(count > 0 for count in r["quantized_operands"].values()))]
+            + [found or interval(overhead, 100, 1), reached, interval(r["gap"], 1, 4)]
+            + [interval(versus, 1, 4) if versus else "", r["paper"] or ""]
+        )
+    columns = ["arm", "quantized operands", "more tokens, %", "seeds that got there", "loss above the baseline's"]
+    return table([*columns, "loss above that of `all`", "paper: more tokens"], rows)
