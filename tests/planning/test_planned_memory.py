@@ -52,7 +52,7 @@ def test_a_step_takes_what_was_predicted(name):
     options, dtype, compute, checkpointing = RUNS[name]
     ids = torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS) % 512
     model = make_model(config(), options, dtype, checkpointing, RANK)
-    measured = measure(model, ids, compute, checkpointing, timed=1)
+    measured = measure(model, ids, compute, checkpointing)
     predicted = predict(config(), options, dtype, compute, checkpointing, SEQUENCES, TOKENS, RANK)
     assert predicted["weights"] == pytest.approx(measured["weights"], rel=0.001)
     assert predicted["gradients"] == measured["gradients"]
