@@ -3,35 +3,41 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
 from .._logging import get_logger
 from ..adapters import is_packed_with_adapters, policy_parameters
+from ..checkpoint import why_incomplete
 from ..layers import MXFP4Linear, MXFP4PackedLinear, cached_weights, fallback_thresholds, random_layers
 from .aqn import NoiseReport, NormNoise
 from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
 from .config import MXFP4GRPOConfig
+from .resume import ExactResumeMixin
 from .reward_guard import guard_reward
+from .step_boundary import StepBoundary
 from .vllm_sync import rollout_parameters
 
 
 _MXFP4_LAYERS = (MXFP4Linear, MXFP4PackedLinear)
 
 
-class MXFP4GRPOTrainer(GRPOTrainer):
+class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     """[`trl.GRPOTrainer`] with adaptive quantization noise in rollouts, correction of the mismatch it makes, and
     callbacks for policy entropy and quantization error.
 
     Takes the arguments of [`trl.GRPOTrainer`]; `args` is an [`MXFP4GRPOConfig`], and `quantization_config` an
     `MXFP4RLConfig` when `model` is a name. A failing reward function raises `RewardError`, and whatever ends training
-    early, what was trained so far is saved as a checkpoint first.
+    early, what was trained so far is saved as a checkpoint first. A resumed run repeats the one that was never stopped,
+    see [`ExactResumeMixin`].
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
@@ -96,6 +102,9 @@ class MXFP4GRPOTrainer(GRPOTrainer):
             self.add_callback(QuantizationStepCallback())
         if self.use_vllm:
             self._push_rollout_policy_to_vllm()
+        self._boundary = StepBoundary(self._process_state)
+        self.add_callback(self._boundary)
+        self._epochs_begun = 0
         get_logger().info(
             "MXFP4GRPOTrainer: n_quantized=%d, noise on %s norms, rollout correction %s",
             self.n_quantized,
@@ -230,7 +239,7 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         self._record("sampling/importance_sampling_ratio/max", stats[:, 2].max().item())
         self._record("sampling/importance_sampling_ratio/clipped", stats[:, 3].mean().item())
 
-    # ---- checks, logs, and saving when training is cut short -------------------------------------------------------
+    # ---- checks and logs -------------------------------------------------------------------------------------------
 
     def _record(self, name: str, value: float) -> None:
         """Add to the next training log, where values of one name are averaged."""
@@ -257,10 +266,41 @@ class MXFP4GRPOTrainer(GRPOTrainer):
                 "round float32 master weights; load the model in bfloat16, or set bf16=False"
             )
 
-    def train(self, *args: Any, **kwargs: Any):
-        """[`transformers.Trainer.train`]; an exception leaves a checkpoint of the last finished step behind."""
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _process_state(self) -> dict[str, Any]:
+        # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.
+        rollouts = {"micro_step": self._step, "batches": self._buffered_inputs}
+        metrics = {name: [float(value) for value in values] for name, values in self._metrics["train"].items()}
+        return {**super()._process_state(), "rollouts": rollouts, "metrics": metrics}
+
+    def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
+        super()._load_process_state(state, exact)
+        if exact:
+            self._step, self._buffered_inputs = state["rollouts"]["micro_step"], state["rollouts"]["batches"]
+            self._metrics["train"].update(state["metrics"])
+
+    def _restore_process(self, checkpoint: str) -> None:
+        super()._restore_process(checkpoint)
+        # The order of prompts is drawn once an epoch from a generator that belongs to the sampler of this trainer.
+        self._epochs_begun = math.floor(TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").epoch or 0)
+        if self.args.sync_ref_model:
+            get_logger().warning("the synchronized reference policy is not in checkpoints: it starts from the model again")
+
+    def _get_train_sampler(self, dataset: Any = None):
+        sampler = super()._get_train_sampler(dataset)
+        for _ in range(self._epochs_begun):
+            next(iter(sampler), None)
+        self._epochs_begun = 0
+        return sampler
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        """[`transformers.Trainer.train`]; an exception leaves a checkpoint of the last finished step behind.
+
+        Raises `ValueError` when the checkpoint to resume from is not whole, or there is none that is.
+        """
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             self._save_before_leaving(error)
             raise
@@ -273,10 +313,15 @@ class MXFP4GRPOTrainer(GRPOTrainer):
         elif self.accelerator.num_processes > 1:
             # Sharded weights are gathered by all ranks together, and the others may not be here.
             get_logger().error("%s; not saved, since other processes may still be training", what)
+        elif self._boundary.inside_update:
+            get_logger().error("%s, in the middle of an update; not saved, since the weights are half-updated", what)
         else:
             folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
             try:
-                if not (folder / "trainer_state.json").is_file():
+                if why_incomplete(folder) is not None:
+                    state = self._boundary.rewind(step)
+                    if state is not None:
+                        self._load_process_state(state, exact=True)
                     self._save_checkpoint(self.model, trial=None)
             except Exception as failure:
                 get_logger().error("%s; saving failed too: %s: %s", what, type(failure).__name__, failure)
