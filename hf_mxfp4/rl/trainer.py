@@ -272,13 +272,17 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.
         rollouts = {"micro_step": self._step, "batches": self._buffered_inputs}
         metrics = {name: [float(value) for value in values] for name, values in self._metrics["train"].items()}
-        return {**super()._process_state(), "rollouts": rollouts, "metrics": metrics}
+        # TRL writes these two as well, but after the checkpoint is complete.
+        entropy = {"coefficient": self.entropy_coef, "last": self._last_world_entropy}
+        return {**super()._process_state(), "rollouts": rollouts, "metrics": metrics, "entropy": entropy}
 
     def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
         super()._load_process_state(state, exact)
         if exact:
             self._step, self._buffered_inputs = state["rollouts"]["micro_step"], state["rollouts"]["batches"]
             self._metrics["train"].update(state["metrics"])
+        if self.use_adaptive_entropy:
+            self.entropy_coef, self._last_world_entropy = state["entropy"]["coefficient"], state["entropy"]["last"]
 
     def _restore_process(self, checkpoint: str) -> None:
         super()._restore_process(checkpoint)
