@@ -32,6 +32,7 @@ class ExactResumeMixin:
     * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, and one that is not is refused by name;
     * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single experts,
       which its resuming passes over with a warning), and a checkpoint that lacks any weight of the model is refused;
+    * under DeepSpeed in 16 bits, saved weights are the float32 masters of the optimizer and not their rounded copies;
     * `save_model` writes a model under FSDP's sharded state dicts too, where a plain Trainer writes nothing.
 
     All processes must see the same folder. The state of a process is restored in the process of the same rank; under
@@ -57,6 +58,9 @@ class ExactResumeMixin:
             write_manifest(output_dir)
 
     def _save(self, output_dir=None, state_dict=None):
+        if self.is_deepspeed_enabled:
+            state_dict = {} if state_dict is None else state_dict  # that of the other processes
+            replace_by_masters(self.model, state_dict)
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         conversions = getattr(model, "_weight_conversions", None)
         if not conversions or output_dir is None or checkpoint_step(output_dir) is None:
@@ -168,6 +172,27 @@ class ExactResumeMixin:
                 "without ExactResumeMixin: load the checkpoint itself as the model instead of resuming"
             )
         super()._issue_warnings_after_load(load_result)
+
+
+def replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> int:
+    """Put the float32 weights that DeepSpeed's optimizer updates in the place of their 16-bit copies in ``state_dict``,
+    which is filled on the process that writes it alone. To be called by all processes; the number of weights replaced.
+
+    Raises `RuntimeError` when a trained weight in 16 bits has no float32 master.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    replaced = 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad or parameter.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        master = safe_get_full_fp32_param(parameter)
+        if master is None:
+            raise RuntimeError(f"DeepSpeed has no float32 master of {name}; train with its bf16 or fp16 optimizers")
+        if name in state_dict:
+            state_dict[name] = master.view(state_dict[name].shape).cpu()
+            replaced += 1
+    return replaced
 
 
 def missing_parameters(model: nn.Module, missing_keys: list[str]) -> list[str]:

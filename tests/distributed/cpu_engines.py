@@ -33,19 +33,20 @@ def use_engine(name: str, folder: Path, mixed_precision: str = "no", options: di
     ZeRO-3 even the smallest weights are sharded, which DeepSpeed would leave whole in models of this size.
     """
     from accelerate.state import PartialState
+    from transformers import training_args
 
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     if name == "zero3":
         ds_file = folder / f"ds_{os.environ['RANK']}.json"
         zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
         sizes = ("gradient_accumulation_steps", "gradient_clipping", "train_micro_batch_size_per_gpu")
-        ds_file.write_text(json.dumps({"zero_optimization": zero, **{size: "auto" for size in sizes}}))
+        ds_file.write_text(json.dumps({"zero_optimization": zero, **{size: "auto" for size in sizes}, "bf16": {"enabled": "auto"}}))
         assert config["deepspeed_config"].pop("zero3_save_16bit_model") is True
         config["deepspeed_config"] = {
             "deepspeed_config_file": str(ds_file),
             "zero3_init_flag": config["deepspeed_config"]["zero3_init_flag"],
         }
-        config.pop("mixed_precision")
+        del config["mixed_precision"]  # accelerate refuses it beside a file; the trainer's bf16 says it
     else:
         config["mixed_precision"] = mixed_precision
     if options:
@@ -60,4 +61,5 @@ def use_engine(name: str, folder: Path, mixed_precision: str = "no", options: di
         # It would compile C++ first, which gloo does without. (As an attribute, `deepspeed.comm.torch` is PyTorch.)
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    training_args.is_torch_bf16_gpu_available = lambda: True  # the CPU has bfloat16 too
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", "MULTI_GPU")
