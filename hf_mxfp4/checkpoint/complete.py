@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which training checkpoints (`checkpoint-<step>` folders of a Trainer) are whole.
 
-A Trainer writes into the final folder, `trainer_state.json` last, and takes the folder with the largest number to resume
-from: after a kill, the half-written one. Here a checkpoint counts only when its `trainer_state.json` can be read, and all
-files that the manifest lists have the sizes that it says. The manifest is written when every other file is, before
-`trainer_state.json`. Sizes tell a copy that was cut short as well.
+A Trainer writes into the final folder, `trainer_state.json` last, and takes the folder with the largest number to
+resume from: after a kill, the half-written one. Here a checkpoint counts only when its `trainer_state.json` can be
+read, and all files that the manifest lists have the sizes that it says. The manifest is written when every other file
+is, before `trainer_state.json`. Sizes tell a copy that was cut short as well.
 """
 
 import json
@@ -51,8 +51,8 @@ def has_manifest(folder: str | os.PathLike) -> bool:
 
 
 def why_incomplete(folder: str | os.PathLike) -> str | None:
-    """Why a checkpoint cannot be resumed from; `None` when nothing is known to be wrong with it. Of a checkpoint without
-    a manifest, only `trainer_state.json` can be looked at."""
+    """Why a checkpoint cannot be resumed from; `None` when nothing is known to be wrong with it. Of a checkpoint
+    without a manifest, only `trainer_state.json` can be looked at."""
     folder = Path(folder)
     if not folder.is_dir():
         return "there is no such folder"
@@ -79,8 +79,8 @@ def why_incomplete(folder: str | os.PathLike) -> str | None:
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The checkpoint folder in ``output_dir`` with the largest step that is whole, or `None`. Each newer one that is not
-    is named in a warning."""
+    """The checkpoint folder in ``output_dir`` with the largest step that is whole, or `None`. Each newer one that is
+    not is named in a warning."""
     output_dir = Path(output_dir)
     entries = output_dir.iterdir() if output_dir.is_dir() else ()
     folders = [path for path in entries if checkpoint_step(path) is not None and path.is_dir()]

@@ -26,12 +26,12 @@ class ExactResumeMixin:
     """Checkpoints of a [`transformers.Trainer`] that a stopped or killed run continues from as if it had never stopped.
 
     For classes of your own: `class MyTrainer(ExactResumeMixin, Trainer)`; [`MXFP4GRPOTrainer`] has it. Beside what a
-    Trainer saves (weights, optimizer, schedule, random state of each process) a checkpoint then holds, for each process,
-    the thresholds of selective outlier fallback and the state of callbacks that have a `state_dict`, and
+    Trainer saves (weights, optimizer, schedule, random state of each process) a checkpoint then holds, for each
+    process, the thresholds of selective outlier fallback and the state of callbacks that have a `state_dict`, and
 
     * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, and one that is not is refused by name;
-    * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single experts,
-      which its resuming passes over with a warning), and a checkpoint that lacks any weight of the model is refused;
+    * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single
+      experts, which its resuming passes over with a warning), and a checkpoint that lacks weights is refused;
     * under DeepSpeed in 16 bits, saved weights are the float32 masters of the optimizer and not their rounded copies;
     * `save_model` writes a model under FSDP's sharded state dicts too, where a plain Trainer writes nothing.
 
@@ -136,7 +136,8 @@ class ExactResumeMixin:
         file = _state_file(checkpoint, self.args.process_index)
         if not file.is_file():
             file = _state_file(checkpoint, 0)
-        state = torch.load(file, map_location=self.args.device, weights_only=True)
+        device = "cpu" if self.args.device.type == "cpu" else self.args.device  # torch.load knows no "cpu:0"
+        state = torch.load(file, map_location=device, weights_only=True)
         exact = state["world_size"] == self.args.world_size
         if not exact:
             get_logger().warning(

@@ -289,7 +289,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         # The order of prompts is drawn once an epoch from a generator that belongs to the sampler of this trainer.
         self._epochs_begun = math.floor(TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").epoch or 0)
         if self.args.sync_ref_model:
-            get_logger().warning("the synchronized reference policy is not in checkpoints: it starts from the model again")
+            get_logger().warning(
+                "the synchronized reference policy is not in checkpoints: it starts from the model again"
+            )
 
     def _get_train_sampler(self, dataset: Any = None):
         sampler = super()._get_train_sampler(dataset)

@@ -40,7 +40,9 @@ def use_engine(name: str, folder: Path, mixed_precision: str = "no", options: di
         ds_file = folder / f"ds_{os.environ['RANK']}.json"
         zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
         sizes = ("gradient_accumulation_steps", "gradient_clipping", "train_micro_batch_size_per_gpu")
-        ds_file.write_text(json.dumps({"zero_optimization": zero, **{size: "auto" for size in sizes}, "bf16": {"enabled": "auto"}}))
+        ds_file.write_text(
+            json.dumps({"zero_optimization": zero, **{size: "auto" for size in sizes}, "bf16": {"enabled": "auto"}})
+        )
         assert config["deepspeed_config"].pop("zero3_save_16bit_model") is True
         config["deepspeed_config"] = {
             "deepspeed_config_file": str(ds_file),

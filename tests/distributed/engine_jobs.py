@@ -90,22 +90,39 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_precision: str = "no", fsdp=None) -> None:
-    """Train the plain trainer, then GRPO; rank 0 writes what they did to ``out/results.pt``."""
+    """Train the plain trainer, GRPO, and GRPO once more from its checkpoint in the middle; rank 0 writes what they saw
+    to ``out/results.pt``, and each saves its model."""
     out = Path(out)
     if engine:
         use_engine(engine, out, mixed_precision, fsdp)
     results = {}
-    for kind, build in (("plain", plain_trainer), ("grpo", grpo_trainer)):
+    for kind in ("plain", "grpo", "resumed"):
+        build = plain_trainer if kind == "plain" else grpo_trainer
         trainer = build(base, mode, out / kind, bf16=mixed_precision == "bf16")
-        trainer.train()
+        trainer.train(resume_from_checkpoint=str(out / "grpo" / "checkpoint-2") if kind == "resumed" else None)
         logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         results[kind] = {
             "logs": [{name: float(value) for name, value in entry.items()} for entry in logged],
             "logits": logits(trainer.model_wrapped if engine else trainer.model),
-            "distributed_type": str(trainer.accelerator.distributed_type),
+            "distributed_type": trainer.accelerator.distributed_type.value,
             "processes": trainer.accelerator.num_processes,
         }
         trainer.save_model(str(out / kind / "saved"))
         trainer.accelerator.wait_for_everyone()
     if os.environ.get("RANK", "0") == "0":
         torch.save(results, out / "results.pt")
+
+
+def load_split(base: str, mode: str) -> None:
+    """Load a model under transformers' own tensor parallelism; print the refusal."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    torch.distributed.init_process_group("gloo")
+    plan = {"tp_plan": "auto"}
+    if mode == "plain":
+        AutoModelForCausalLM.from_pretrained(base, **plan)
+        print("plain model loaded")
+        return
+    try:
+        AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode=mode), **plan)
+    except ValueError as error:
+        print(f"refused: {error}")
