@@ -270,7 +270,11 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     def _process_state(self) -> dict[str, Any]:
         # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.
-        rollouts = {"micro_step": self._step, "batches": self._buffered_inputs}
+        rollouts = {
+            "micro_step": self._step,
+            "batches": self._buffered_inputs,
+            "tokens_seen": self.state.num_input_tokens_seen,
+        }
         metrics = {name: [float(value) for value in values] for name, values in self._metrics["train"].items()}
         # TRL writes these two as well, but after the checkpoint is complete.
         entropy = {"coefficient": self.entropy_coef, "last": self._last_world_entropy}
@@ -279,7 +283,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
         super()._load_process_state(state, exact)
         if exact:
-            self._step, self._buffered_inputs = state["rollouts"]["micro_step"], state["rollouts"]["batches"]
+            rollouts = state["rollouts"]
+            self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
+            self.state.num_input_tokens_seen = rollouts["tokens_seen"]
             self._metrics["train"].update(state["metrics"])
         if self.use_adaptive_entropy:
             self.entropy_coef, self._last_world_entropy = state["entropy"]["coefficient"], state["entropy"]["last"]

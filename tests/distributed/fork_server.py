@@ -33,6 +33,7 @@ class ForkServer:
     def __init__(self, *modules: str):
         path = os.pathsep.join(map(str, PATHS))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CI": "1"}
+        environment["HF_MXFP4_VERBOSITY"] = "info"
         self.process = subprocess.Popen(
             [sys.executable, __file__, *modules],
             stdin=subprocess.PIPE,

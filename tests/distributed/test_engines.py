@@ -43,7 +43,7 @@ def jobs(tmp_path_factory):
     with ForkServer("engine_jobs") as server:
 
         def run(engine, mode, **options):
-            key = (engine, mode, *options.items())
+            key = (engine, mode, str(options))
             if key not in done:
                 base, out = root / "base", root / f"job{len(done)}"
                 out.mkdir()
