@@ -32,6 +32,7 @@ class ExactResumeMixin:
     * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, and one that is not is refused by name;
     * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single
       experts, which its resuming passes over with a warning), and a checkpoint that lacks weights is refused;
+    * resuming a run that had finished trains nothing, where a plain Trainer takes one more step;
     * under DeepSpeed in 16 bits, saved weights are the float32 masters of the optimizer and not their rounded copies;
     * `save_model` writes a model under FSDP's sharded state dicts too, where a plain Trainer writes nothing.
 
@@ -124,6 +125,14 @@ class ExactResumeMixin:
                 f"{path} cannot be resumed from: {reason}; give another checkpoint, or True for the newest complete one"
             )
         return path
+
+    def _run_epoch(self, *args, resume_from_checkpoint=None, **kwargs):
+        # A Trainer takes one step more when it resumes from the last checkpoint of a finished run.
+        if self.state.global_step >= self.state.max_steps:
+            self._load_rng_state(resume_from_checkpoint)
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _restore_process(self, checkpoint: str) -> None:
         if not has_manifest(checkpoint):

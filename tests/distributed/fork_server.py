@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import importlib
 import json
+import math
 import os
 import signal
 import socket
@@ -51,7 +52,7 @@ class ForkServer:
         ranks: int = 1,
         timeout: float = 100,
         kill_after: float | None = None,
-        kill_rank: int | None = None,
+        kill_once: Path | None = None,
         **arguments,
     ) -> dict:
         """Run ``"module:function"`` with JSON ``arguments`` in each rank.
@@ -59,13 +60,14 @@ class ForkServer:
         Args:
             log: file for the output of all ranks.
             timeout: seconds after which all ranks are killed.
-            kill_after: seconds after which all ranks get SIGKILL, or ``kill_rank`` alone.
+            kill_after: seconds after which all ranks get SIGKILL.
+            kill_once: count those seconds from when this path exists.
 
         Returns:
             ``codes`` of the ranks (negative: a signal), ``timed_out``, ``seconds``, and the ``output``.
         """
         request = {"function": function, "log": str(log), "ranks": ranks, "timeout": timeout, "arguments": arguments}
-        request |= {"kill_after": kill_after, "kill_rank": kill_rank}
+        request |= {"kill_after": kill_after, "kill_once": kill_once and str(kill_once)}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
@@ -102,20 +104,20 @@ def _run_job(request: dict) -> dict:
     started = time.monotonic()
     children = {_fork_rank(rank, port, request): rank for rank in range(request["ranks"])}
     codes: dict[int, int] = {}
-    timed_out = killed = False
+    deadline, kill_at = started + request["timeout"], math.inf
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in children:
             codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
             continue
-        elapsed = time.monotonic() - started
-        timed_out = timed_out or elapsed > request["timeout"]
-        due = request["kill_after"] is not None and elapsed > request["kill_after"] and not killed
-        for child, rank in children.items():
-            if timed_out or due and request["kill_rank"] in (None, rank):
+        armed = request["kill_after"] is not None and kill_at == math.inf
+        if armed and (request["kill_once"] is None or os.path.exists(request["kill_once"])):
+            kill_at = time.monotonic() + request["kill_after"]
+        if time.monotonic() > min(deadline, kill_at):
+            for child in children:
                 os.kill(child, signal.SIGKILL)
-        killed = killed or due
-        time.sleep(0.005)
+        time.sleep(0.001)
+    timed_out = time.monotonic() > deadline
     ordered = [codes[rank] for rank in range(request["ranks"])]
     return {"codes": ordered, "timed_out": timed_out, "seconds": time.monotonic() - started}
 

@@ -18,17 +18,17 @@ JOB = "kill_jobs:train_or_resume"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The server, a folder, the final state of an uninterrupted run and the seconds that it took."""
+    """The server, a folder, the final state of an uninterrupted run."""
     root = tmp_path_factory.mktemp("kills")
     with ForkServer("kill_jobs") as server:
         server.run("kill_jobs:make_base", root / "base.log", folder=str(root / "base"))
         answer = server.run(JOB, root / "whole.log", base=str(root / "base"), run=str(root / "whole"))
         assert answer["codes"] == [0], answer["output"][-3000:]
-        yield server, root, torch.load(root / "whole" / "final.pt"), answer["seconds"]
+        yield server, root, torch.load(root / "whole" / "final.pt")
 
 
 def finish(runs, folder):
-    server, root, expected, _ = runs
+    server, root, expected = runs
     answer = server.run(JOB, folder / "last.log", base=str(root / "base"), run=str(folder))
     assert answer["codes"] == [0], answer["output"][-3000:]
     assert_same(torch.load(folder / "final.pt"), expected)
@@ -37,21 +37,21 @@ def finish(runs, folder):
 
 def trial(runs, seed):
     """One run with one or two kills; what each of them met."""
-    server, root, _, seconds = runs
+    server, root, _ = runs
     chance = random.Random(seed)
     folder = root / f"trial{seed}"
     folder.mkdir()
     met = []
-    for kill in range(chance.choice([1, 1, 2])):
-        after = chance.uniform(0.1, 1.0) * seconds
-        answer = server.run(JOB, folder / f"{kill}.log", base=str(root / "base"), run=str(folder), kill_after=after)
+    for step in sorted(chance.sample(range(1, STEPS + 1), chance.choice([1, 1, 2]))):
+        # Some time after a step has begun to write its checkpoint: a save and a step take about 0.3 s together.
+        when = {"kill_once": folder / f"checkpoint-{step}", "kill_after": chance.uniform(0, 0.3)}
+        answer = server.run(JOB, folder / f"{step}.log", base=str(root / "base"), run=str(folder), **when)
         assert answer["codes"] in ([-9], [0]), answer["output"][-3000:]
         newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name[11:]), default=None)
         reason = newest and why_incomplete(newest)
         complete = last_complete_checkpoint(folder)
         met.append((answer["codes"][0], newest and newest.name, reason, complete and complete.rpartition("/")[2]))
     finish(runs, folder)
-    print(seed, met)
     return met
 
 
@@ -65,8 +65,8 @@ def test_killed_at_twenty_random_moments(runs):
     met = [kill for seed in range(100, 120) for kill in trial(runs, seed)]
     killed = [kill for kill in met if kill[0] == -9]
     half_written = [kill for kill in killed if kill[2] is not None]
-    print(f"{len(killed)} kills, {len(half_written)} of them while a checkpoint was written: {half_written}")
-    assert len(killed) >= 15
+    print(f"{len(met)} processes, {len(killed)} killed in time, {len(half_written)} while writing a checkpoint")
+    assert len(killed) >= 10 and half_written
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_killed_at_twenty_random_moments(runs):
     ],
 )
 def test_killed_while_writing_a_checkpoint(runs, file):
-    server, root, *_ = runs
+    server, root, _ = runs
     folder = root / f"writing-{file}"
     folder.mkdir()
     answer = server.run(JOB, folder / "0.log", base=str(root / "base"), run=str(folder), dies_writing=file)

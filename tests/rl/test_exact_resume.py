@@ -99,6 +99,16 @@ def test_train_stop_resume_is_train(build, tmp_path, case):
     assert_same(everything(resumed), expected)
 
 
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_finished_run_is_not_trained_further(build, tmp_path, steps):
+    whole = build(max_steps=steps, save_steps=steps)
+    whole.train()
+    resumed = build(max_steps=steps, output_dir=str(tmp_path / "resumed"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{steps}"))
+    assert resumed.state.global_step == steps
+    assert_same(everything(resumed)["weights"], everything(whole)["weights"])
+
+
 def test_what_would_not_be_exact_without_the_state_of_the_process(build, tmp_path):
     """The same resume with a checkpoint that lacks it, as other trainers write: other rollouts, other weights."""
     options = {"num_iterations": 2, "save_steps": 3}
