@@ -113,6 +113,14 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
         torch.save(results, out / "results.pt")
 
 
+def run_recipe(engine: str, out: str, options: list[str]) -> None:
+    """`recipes/grpo.py` under a configuration."""
+    import grpo
+
+    use_engine(engine, Path(out))
+    grpo.main([*options, f"--output_dir={out}/run", "--use_cpu=false"])
+
+
 def load_split(base: str, mode: str) -> None:
     """Load a model under transformers' own tensor parallelism; print the refusal."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"

@@ -2,6 +2,7 @@
 """Training, saving and resuming under the configurations of `recipes/accelerate`, on two CPU processes over gloo."""
 
 import importlib.util
+import json
 
 import pytest
 import torch
@@ -15,6 +16,17 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import why_incomplete
 
 
+TINY = [
+    "--sft_steps=3",
+    "--sft_batch_size=8",
+    "--tiny_hidden_size=32",
+    "--tiny_num_layers=2",
+    "--per_device_train_batch_size=8",
+    "--num_generations=4",
+    "--max_steps=3",
+    "--reload_check=16",
+    "--greedy_batch_size=8",
+]
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "fsdp2_lora": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
@@ -170,3 +182,27 @@ def test_tensor_parallel_loading_is_refused(jobs, mode):
     else:
         assert answer["output"].count("refused: the layers of this package cannot be split over devices") == 2
         assert "recipes/accelerate" in answer["output"] and "Loading weights" not in answer["output"]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    ("engine", "config"),
+    [
+        ("fsdp2", "tiny_cpu"),
+        pytest.param("zero3", "tiny_cpu", marks=NO_DEEPSPEED),
+        ("fsdp2_lora", "tiny_cpu_lora"),
+        pytest.param("zero3", "tiny_cpu_lora", marks=NO_DEEPSPEED),
+    ],
+)
+def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
+    out = jobs.root / f"recipe-{engine}-{config}"
+    out.mkdir()
+    # 17 problems in batches of 8 are two batches for one process and one for the other.
+    options = ["--config", f"{CONFIGS.parent / 'configs' / config}.yaml", *TINY, "--n_test=17"]
+    arguments = {"engine": engine, "out": str(out), "options": options}
+    answer = jobs.server.run("engine_jobs:run_recipe", out / "log", ranks=2, timeout=150, **arguments)
+    assert answer["codes"] == [0, 0], answer["output"][-4000:]
+    summary = json.loads((out / "run" / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}
+    checksum = summary["base_checksum"]
+    assert checksum is None if config == "tiny_cpu" else checksum["before"] == checksum["after"]
