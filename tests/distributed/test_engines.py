@@ -39,7 +39,7 @@ def case(engine, mode, *marks):
 CASES = [
     case("fsdp2", "qat"),
     case("zero3", "qat"),
-    case("ddp", "lora"),
+    case("ddp", "lora", pytest.mark.large),
     case("ddp", "qat", pytest.mark.large),
     case("zero2", "qat", pytest.mark.large),
     case("fsdp2_lora", "lora", pytest.mark.large),

@@ -74,7 +74,7 @@ def test_killed_at_twenty_random_moments(runs):
     [
         pytest.param("optimizer.pt", marks=pytest.mark.large),
         "mxfp4_state_0.pt",
-        "trainer_state.json",
+        pytest.param("trainer_state.json", marks=pytest.mark.large),
         "rotation",
         pytest.param("training_args.bin", marks=pytest.mark.large),
         pytest.param("rng_state.pth", marks=pytest.mark.large),

@@ -35,13 +35,16 @@ SCHEMES = {
 
 CASES = {
     "between epochs": ("w4a4", 4, {}),
-    "in the second epoch": ("w4a4", 6, {}),
-    "between two logs": ("w4a4", 3, {"logging_steps": 2}),
-    "inside a rollout's steps": ("w4a4", 3, {"num_iterations": 2}),
-    "inside accumulated rollouts": (
+    "in the second epoch and between two logs": ("w4a4", 7, {"logging_steps": 2}),
+    "inside a rollout's steps": (
         "w4a4",
         3,
-        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+        {
+            "num_iterations": 2,
+            "steps_per_generation": 4,
+            "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 4,
+        },
     ),
     "stochastic rounding and random rotation": ("random", 3, {}),
     "fallback thresholds": ("fallback", 2, {"gradient_checkpointing": True, "max_steps": 4}),
