@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Without DS_BUILD_OPS=0 DeepSpeed, which the tests use, could want a compiler; they need none of its operators.
+PIP := DS_BUILD_OPS=0 $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 # Options of the recipe for `make demo` (`--seed 1`), of pytest for `make test`.
 ARGS ?=

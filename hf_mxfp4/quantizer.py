@@ -76,6 +76,7 @@ class MXFP4RLQuantizer(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
+        _refuse_parallel_plan(model)
         make = _placeholder if self._packs_on_load else None
         self._swapped = quantize_linears(model, self.quantization_config, make)
         if kwargs.get("use_kernels") and any(isinstance(module, ExpertsBase) for module in model.modules()):
@@ -269,6 +270,20 @@ def swap_layers(
         names += matrix_names(name, new)
         del old, new
     return names
+
+
+def _refuse_parallel_plan(model: nn.Module) -> None:
+    """Raise `ValueError` for a model that transformers would split over devices as it loads: trainable layers fail on
+    the split tensors, and of packed ones the weight alone would be split, without its scales."""
+    plan = getattr(model.config, "distributed_config", None)
+    asked = {name: getattr(plan, name, None) for name in ("tp_plan", "tp_size", "fsdp_size", "pp_size")}
+    asked = {name: value for name, value in asked.items() if value not in (None, 0, 1)}
+    if asked:
+        raise ValueError(
+            f"the layers of this package cannot be split over devices as they load ({str(asked)[:200]}); leave out "
+            "tp_plan, tp_size and distributed_config, and shard with FSDP2 or DeepSpeed through `accelerate launch` "
+            "(recipes/accelerate), or place whole layers with device_map"
+        )
 
 
 def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4PackedExperts]:

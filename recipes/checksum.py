@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether training left frozen weights alone."""
 
+import contextlib
 import hashlib
 
 import torch
@@ -8,12 +9,23 @@ from torch import nn
 
 
 def frozen_checksum(model: nn.Module) -> str:
-    """SHA-256 of the names and bytes of all parameters that are not trained."""
+    """SHA-256 of the names and bytes of all parameters that are not trained. Of sharded ones each is gathered, so all
+    processes must call it."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             digest.update(name.encode())
-            tensor = parameter.detach()
-            tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            digest.update(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy())
+            with _gathered(parameter):
+                tensor = parameter.detach()
+                tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                # A copy: memory that numpy has seen can no longer be resized, as FSDP does.
+                digest.update(tensor.flatten().view(torch.uint8).cpu().clone().numpy())
     return digest.hexdigest()
+
+
+def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager:
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter])

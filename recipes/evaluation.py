@@ -57,8 +57,10 @@ def evaluate_greedy(
     bar = tqdm(total=len(share), desc=title, unit="problem", disable=not state.is_main_process)
     try:
         with cached_weights():
-            for start in range(0, len(share), batch_size):
-                indices = share[start : start + batch_size]
+            # Sharded weights are gathered by all processes together: all run as many batches as the longest share.
+            for start in range(0, -(-len(dataset) // state.num_processes), batch_size):
+                mine_now = share[start : start + batch_size]
+                indices = mine_now or [0]
                 texts = [as_text(tokenizer, dataset[i]["prompt"]) for i in indices]
                 batch = tokenizer(
                     texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
@@ -74,8 +76,9 @@ def evaluate_greedy(
                     pad_token_id=tokenizer.pad_token_id,
                 )
                 new_tokens = output[:, batch["input_ids"].shape[1] :]
-                mine += zip(indices, tokenizer.batch_decode(new_tokens, skip_special_tokens=True), strict=True)
-                bar.update(len(indices))
+                texts = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
+                mine += zip(mine_now, texts[: len(mine_now)], strict=True)
+                bar.update(len(mine_now))
     finally:
         bar.close()
         model.train(was_training)

@@ -27,12 +27,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.analysis import plot_training
-from hf_mxfp4.checkpoint import add_evaluation
+from hf_mxfp4.checkpoint import add_evaluation, last_complete_checkpoint
 from tasks import Task, load_task
 from tasks.arithmetic import ALPHABET
 from tasks.tiny_model import TINY_MODELS, build_byte_tokenizer, build_char_tokenizer, supervised_warmup
@@ -145,8 +144,10 @@ def parse_or_exit(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP
 def refuse_used_folder(output: Path, recipe: RecipeArguments, training: MXFP4GRPOConfig) -> None:
     """Exit rather than mix a new run into the folder of an old one."""
     resuming = resume_choice(training) is not None
-    if resume_choice(training) is True and (not output.is_dir() or get_last_checkpoint(str(output)) is None):
-        raise SystemExit(f"error: nothing to resume: {output} holds no checkpoint (see save_strategy and save_steps)")
+    if resume_choice(training) is True and last_complete_checkpoint(output) is None:
+        raise SystemExit(
+            f"error: nothing to resume: {output} holds no complete checkpoint (see save_strategy and save_steps)"
+        )
     if output.is_dir() and any(output.iterdir()) and not (recipe.overwrite or resuming):
         raise SystemExit(
             f"error: output_dir {output} is not empty; choose another --output_dir, continue with "

@@ -14,7 +14,9 @@ _LAZY = {
     "atomic_folder": "atomic",
     "export": "exporting",
     "import_checkpoint": "importing",
+    "last_complete_checkpoint": "complete",
     "pack_checkpoint": "pack_folder",
+    "why_incomplete": "complete",
 }
 
 __all__ = ["check_checkpoint", "check_packed_files", "make_record", "take_state_dict", "wrap_saving", *_LAZY]

@@ -2,7 +2,7 @@
 """Layers that compute on MXFP4 operands."""
 
 from .experts import MXFP4Experts
-from .fallback import fallback_thresholds, update_fallback_thresholds
+from .fallback import fallback_thresholds, named_fallback_thresholds, update_fallback_thresholds
 from .full_precision import full_precision
 from .linear import MXFP4Linear
 from .matrices import PACKED, QUANTIZED, TRAINABLE, Matrix, matrix_names, trainable_matrices
@@ -25,6 +25,7 @@ __all__ = [
     "fallback_thresholds",
     "full_precision",
     "matrix_names",
+    "named_fallback_thresholds",
     "random_layers",
     "set_quantization_step",
     "trainable_matrices",

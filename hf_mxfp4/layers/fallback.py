@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selective outlier fallback of activations: one delayed threshold per layer, moved between steps.
 
-The threshold is plain state of a process, neither saved nor shared: after a restart, and in every process of a job, it
-starts from the first activation that the layer sees.
+The threshold is plain state of a process and not shared: in every process of a job it starts from the first activation
+that the layer sees. Training checkpoints of [`hf_mxfp4.rl.ExactResumeMixin`] hold that of each process; a model that is
+saved by itself does not.
 """
 
 import math
@@ -27,11 +28,17 @@ def quantize_delayed(
 
 def fallback_thresholds(model: nn.Module) -> list[FallbackThreshold]:
     """The thresholds of all layers of ``model`` that select activation blocks for outlier fallback."""
-    found = []
-    for module in model.modules():
-        own = getattr(module, "fallback_threshold", None)
-        found += [own, *getattr(module, "fallback_thresholds", {}).values()]
-    return [threshold for threshold in found if isinstance(threshold, FallbackThreshold)]
+    return list(named_fallback_thresholds(model).values())
+
+
+def named_fallback_thresholds(model: nn.Module) -> dict[str, FallbackThreshold]:
+    """As [`fallback_thresholds`], by the names of the layers, and of each projection of experts."""
+    found = {}
+    for name, module in model.named_modules():
+        found[name] = getattr(module, "fallback_threshold", None)
+        for projection, threshold in getattr(module, "fallback_thresholds", {}).items():
+            found[f"{name}.{projection}"] = threshold
+    return {name: threshold for name, threshold in found.items() if isinstance(threshold, FallbackThreshold)}
 
 
 def update_fallback_thresholds(model: nn.Module) -> float:

@@ -122,6 +122,14 @@ class FallbackThreshold:
             self.value = max(self.value / THRESHOLD_STEP, SMALLEST_ERROR)
         return rate
 
+    def state_dict(self) -> dict[str, float | int | None]:
+        """The threshold and what was counted since the last update, as plain numbers."""
+        return {"value": self.value, "selected": int(self._selected), "total": self._total}
+
+    def load_state_dict(self, state: dict[str, float | int | None]) -> None:
+        """Continue from what [`state_dict`] returned."""
+        self.value, self._selected, self._total = state["value"], state["selected"], state["total"]
+
 
 def select_above(errors: torch.Tensor, threshold: float) -> torch.Tensor:
     """Mask of the blocks with errors above ``threshold``, taken in float32."""

@@ -10,6 +10,7 @@ from .._lazy import lazy_names
 _LAZY = {
     "EntropyCallback": "callbacks",
     "ErrorCallback": "callbacks",
+    "ExactResumeMixin": "resume",
     "MXFP4GRPOConfig": "config",
     "MXFP4GRPOTrainer": "trainer",
     "NoiseSchedule": "aqn",

@@ -65,6 +65,14 @@ class EntropyCallback(TrainerCallback):
             state.log_history[-1].update(values)
         logs.update(values)
 
+    def state_dict(self) -> dict:
+        """What a resumed run continues from."""
+        return {"history": self.history, "alarms": self.alarms, "state": self._state}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what [`state_dict`] returned."""
+        self.history, self.alarms, self._state = list(state["history"]), list(state["alarms"]), state["state"]
+
     def slope(self) -> float:
         """Nats per step over the last 20 logged values; 0 for fewer than two."""
         recent = torch.tensor(self.history[-_SLOPE_VALUES:], dtype=torch.float64)
@@ -112,7 +120,16 @@ class ErrorCallback(TrainerCallback):
         self._chosen = spread_layers(model, self.layers)
         if not self._chosen:
             raise ValueError(f"{type(model).__name__} has no MXFP4 layer whose error could be measured")
-        self._measure(state.global_step)
+        if state.global_step == 0 or not self.history:  # a resumed run goes on with what it measured before
+            self._measure(state.global_step)
+
+    def state_dict(self) -> dict:
+        """What a resumed run continues from."""
+        return {"history": self.history}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what [`state_dict`] returned."""
+        self.history = list(state["history"])
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:

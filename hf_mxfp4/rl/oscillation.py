@@ -3,13 +3,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import TrainerCallback
 
 from .._logging import get_logger
-from ..layers import MXFP4Linear
+from ..layers import MXFP4Experts, MXFP4Linear
 from ..numerics import QuantScheme
 
 
@@ -118,6 +119,12 @@ def quantized_weights(model: nn.Module) -> Iterator[Target]:
             fprop = module.gemms.fprop
             if isinstance(fprop.right, QuantScheme) and not fprop.is_random:
                 yield f"{name}.weight", module.weight, module.effective_weight
+        elif isinstance(module, MXFP4Experts):
+            for projection, gemms in module.gemms.items():
+                weight = getattr(module, projection)
+                usable = isinstance(gemms.fprop.right, QuantScheme) and not gemms.fprop.is_random
+                if weight.requires_grad and usable:
+                    yield f"{name}.{projection}", weight, partial(module.effective_weight, projection)
 
 
 @dataclass

@@ -3,33 +3,39 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import pad
 
 from .._logging import get_logger
 from ..adapters import is_packed_with_adapters, policy_parameters
+from ..checkpoint import why_incomplete
 from ..layers import QUANTIZED, TRAINABLE, cached_weights, fallback_thresholds, matrix_names, random_layers
 from .aqn import NoiseReport, NormNoise
 from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
 from .config import MXFP4GRPOConfig
+from .resume import ExactResumeMixin
 from .reward_guard import guard_reward
 from .rollout_routing import BATCH_KEY
 from .router_training import RouterTraining
+from .step_boundary import StepBoundary
 from .vllm_sync import rollout_parameters
 
 
-class MXFP4GRPOTrainer(RouterTraining):
+class MXFP4GRPOTrainer(ExactResumeMixin, RouterTraining):
     """[`trl.GRPOTrainer`] with adaptive quantization noise in rollouts, correction of the mismatch it makes, and
     callbacks for policy entropy and quantization error.
 
     Takes the arguments of [`trl.GRPOTrainer`]; `args` is an [`MXFP4GRPOConfig`], and `quantization_config` an
     `MXFP4RLConfig` when `model` is a name. A failing reward function raises `RewardError`, and whatever ends training
-    early, what was trained so far is saved as a checkpoint first.
+    early, what was trained so far is saved as a checkpoint first. A resumed run repeats the one that was never stopped,
+    see [`ExactResumeMixin`].
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
@@ -96,6 +102,9 @@ class MXFP4GRPOTrainer(RouterTraining):
         self._watch_routers()
         if self.use_vllm:
             self._push_rollout_policy_to_vllm()
+        self._boundary = StepBoundary(self._process_state)
+        self.add_callback(self._boundary)
+        self._epochs_begun = 0
         get_logger().info(
             "MXFP4GRPOTrainer: n_quantized=%d, noise on %s norms, rollout correction %s",
             self.n_quantized,
@@ -243,7 +252,7 @@ class MXFP4GRPOTrainer(RouterTraining):
         self._record("sampling/importance_sampling_ratio/max", stats[:, 2].max().item())
         self._record("sampling/importance_sampling_ratio/clipped", stats[:, 3].mean().item())
 
-    # ---- checks, logs, and saving when training is cut short -------------------------------------------------------
+    # ---- checks and logs -------------------------------------------------------------------------------------------
 
     def _record(self, name: str, value: float) -> None:
         """Add to the next training log, where values of one name are averaged."""
@@ -271,10 +280,53 @@ class MXFP4GRPOTrainer(RouterTraining):
                 "round float32 master weights; load the model in bfloat16, or set bf16=False"
             )
 
-    def train(self, *args: Any, **kwargs: Any):
-        """[`transformers.Trainer.train`]; an exception leaves a checkpoint of the last finished step behind."""
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _process_state(self) -> dict[str, Any]:
+        # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.
+        rollouts = {
+            "micro_step": self._step,
+            "batches": self._buffered_inputs,
+            "tokens_seen": self.state.num_input_tokens_seen,
+        }
+        metrics = {name: [float(value) for value in values] for name, values in self._metrics["train"].items()}
+        # TRL writes these two as well, but after the checkpoint is complete.
+        entropy = {"coefficient": self.entropy_coef, "last": self._last_world_entropy}
+        return {**super()._process_state(), "rollouts": rollouts, "metrics": metrics, "entropy": entropy}
+
+    def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
+        super()._load_process_state(state, exact)
+        if exact:
+            rollouts = state["rollouts"]
+            self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
+            self.state.num_input_tokens_seen = rollouts["tokens_seen"]
+            self._metrics["train"].update(state["metrics"])
+        if self.use_adaptive_entropy:
+            self.entropy_coef, self._last_world_entropy = state["entropy"]["coefficient"], state["entropy"]["last"]
+
+    def _restore_process(self, checkpoint: str) -> None:
+        super()._restore_process(checkpoint)
+        # The order of prompts is drawn once an epoch from a generator that belongs to the sampler of this trainer.
+        self._epochs_begun = math.floor(TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").epoch or 0)
+        if self.args.sync_ref_model:
+            get_logger().warning(
+                "the synchronized reference policy is not in checkpoints: it starts from the model again"
+            )
+
+    def _get_train_sampler(self, dataset: Any = None):
+        sampler = super()._get_train_sampler(dataset)
+        for _ in range(self._epochs_begun):
+            next(iter(sampler), None)
+        self._epochs_begun = 0
+        return sampler
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        """[`transformers.Trainer.train`]; an exception leaves a checkpoint of the last finished step behind.
+
+        Raises `ValueError` when the checkpoint to resume from is not whole, or there is none that is.
+        """
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             self._save_before_leaving(error)
             raise
@@ -287,10 +339,15 @@ class MXFP4GRPOTrainer(RouterTraining):
         elif self.accelerator.num_processes > 1:
             # Sharded weights are gathered by all ranks together, and the others may not be here.
             get_logger().error("%s; not saved, since other processes may still be training", what)
+        elif self._boundary.inside_update:
+            get_logger().error("%s, in the middle of an update; not saved, since the weights are half-updated", what)
         else:
             folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
             try:
-                if not (folder / "trainer_state.json").is_file():
+                if why_incomplete(folder) is not None:
+                    state = self._boundary.rewind(step)
+                    if state is not None:
+                        self._load_process_state(state, exact=True)
                     self._save_checkpoint(self.model, trial=None)
             except Exception as failure:
                 get_logger().error("%s; saving failed too: %s: %s", what, type(failure).__name__, failure)

@@ -253,7 +253,7 @@ def test_a_used_folder_is_not_written_over(tmp_path):
 
 
 def test_nothing_to_resume_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="nothing to resume: .* holds no checkpoint"):
+    with pytest.raises(SystemExit, match="nothing to resume: .* holds no complete checkpoint"):
         short_run(tmp_path / "out", "--resume_from_checkpoint=true")
 
 

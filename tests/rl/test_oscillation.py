@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, cached_weights
 from hf_mxfp4.rl import OscillationResetCallback
 
 
@@ -64,6 +65,28 @@ def test_an_oscillating_weight_is_set_to_its_grid_point_and_a_drifting_one_is_no
     assert model.weight[0, 6].item() == pytest.approx(0.7 + 8 * 0.08)
     rest = [i for i in range(32) if i not in (5, 6)]
     assert torch.equal(model.weight[0, rest], before[0, rest])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_watched_too(family):
+    plain = make_model(family, layers=1).model.layers[0].mlp.experts
+    experts = MXFP4Experts.from_experts(plain, PLAIN, "model.layers.0.mlp.experts")
+    matrix = experts.rows_first(experts.down_proj)[2]  # [N, K] of expert 2
+    with torch.no_grad():
+        matrix[3].fill_(1.0)
+        matrix[3, 0], matrix[3, 5] = 6.0, 0.76
+
+    def to(value):
+        def move(_):
+            matrix[3, 5] = value
+
+        return move
+
+    callback = OscillationResetCallback(period=9, window=8, ratio=24)
+    run(callback, experts, [to(value) for value in (0.74, 0.76) * 4])
+    weights = experts.gate_up_proj.numel() + experts.down_proj.numel()
+    assert callback.history == [{"step": 8, "n_reset": 1, "n_weights": weights}]
+    assert matrix[3, 5] == 1.0
 
 
 @pytest.mark.parametrize("ratio, expected", [(24.0, 1), (26.0, 0)])

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoint folders count as whole."""
+
+import json
+import logging
+
+import pytest
+
+from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
+from hf_mxfp4.checkpoint.complete import checkpoint_step, has_manifest, invalidate, write_manifest
+
+
+@pytest.fixture
+def make(tmp_path):
+    def checkpoint(step, manifest=True):
+        folder = tmp_path / f"checkpoint-{step}"
+        (folder / "global_step").mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "global_step" / "shard.pt").write_bytes(b"shard")
+        (folder / "README.md").write_text("card")
+        if manifest:
+            assert write_manifest(folder) == 2
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        return folder
+
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("checkpoint-7", 7),
+        ("run/checkpoint-12", 12),
+        ("checkpoint-7-best", None),
+        ("policy", None),
+        ("checkpoint-", None),
+    ],
+)
+def test_the_step_is_in_the_name(name, step):
+    assert checkpoint_step(name) == step
+
+
+def test_a_whole_one_is_taken_and_its_card_may_change(make):
+    folder = make(3)
+    assert why_incomplete(folder) is None and has_manifest(folder)
+    (folder / "README.md").write_text("edited by hand")
+    (folder / "notes.txt").write_text("added later")
+    assert why_incomplete(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda f: (f / "trainer_state.json").unlink(), "it has no trainer_state.json: saving it was not finished"),
+        (lambda f: (f / "trainer_state.json").write_text('{"global_st'), "its trainer_state.json is cut short"),
+        (lambda f: (f / "trainer_state.json").write_text(""), "its trainer_state.json is cut short"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"w"), "model.safetensors has 1 bytes instead of 7"),
+        (lambda f: (f / "global_step" / "shard.pt").unlink(), "global_step/shard.pt is missing"),
+        (lambda f: (f / "mxfp4_manifest.json").write_text("{"), "its mxfp4_manifest.json cannot be read"),
+        (lambda f: (f / "mxfp4_manifest.json").write_text("[]"), "its mxfp4_manifest.json cannot be read"),
+    ],
+)
+def test_what_is_damaged_is_said(make, damage, reason):
+    folder = make(3)
+    damage(folder)
+    assert why_incomplete(folder).startswith(reason)
+
+
+def test_a_missing_folder_is_not_whole(tmp_path):
+    assert why_incomplete(tmp_path / "checkpoint-1") == "there is no such folder"
+
+
+def test_the_checkpoint_of_another_trainer_is_taken_as_it_is(make):
+    folder = make(3, manifest=False)
+    assert why_incomplete(folder) is None and not has_manifest(folder)
+
+
+def test_one_that_is_written_over_counts_no_more(make):
+    folder = make(3)
+    invalidate(folder)
+    assert why_incomplete(folder) == "it has no trainer_state.json: saving it was not finished"
+    assert (folder / "model.safetensors").is_file()
+    invalidate(folder)  # again, or of a new folder: nothing to do
+
+
+def test_the_newest_whole_one_by_number(make, tmp_path, caplog):
+    for step in (2, 9, 10, 11):
+        make(step)
+    (tmp_path / "checkpoint-30").write_text("a file")
+    (tmp_path / "checkpoint-11" / "model.safetensors").unlink()
+    logger = logging.getLogger("hf_mxfp4")
+    logger.addHandler(caplog.handler)
+    try:
+        assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [record.getMessage().rpartition("/")[2] for record in caplog.records] == [
+        "checkpoint-11 is not resumed from: model.safetensors is missing"
+    ]
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    assert last_complete_checkpoint(tmp_path) is None
+    assert last_complete_checkpoint(tmp_path / "missing") is None

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of the tests of distributed engines do."""
+
+import os
+from pathlib import Path
+
+import torch
+import trl  # noqa: F401  what the jobs import is imported once, by the fork server
+from cpu_engines import use_engine
+from datasets import Dataset
+from grpo_runs import TOKENIZER, even_digits, prompts
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4.rl import ExactResumeMixin
+
+
+IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
+LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4, "lora_dropout": 0.0}
+
+
+class PlainTrainer(ExactResumeMixin, Trainer):
+    """A Trainer with exact resume."""
+
+
+def make_base(folder: Path) -> Path:
+    """Save the model that all jobs start from."""
+    make_model(layers=2, hidden=32, intermediate=48).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def load(base: str, mode: str) -> torch.nn.Module:
+    """The policy: trainable masters, or packed weights with new adapters."""
+    config = MXFP4RLConfig() if mode == "qat" else MXFP4RLConfig(mode="packed")
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
+    if mode == "lora":
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(**LORA))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zeros otherwise, and the gradients of lora_A with them
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def arguments(folder: Path, cls=TrainingArguments, **options):
+    """Training options of all jobs: 8 sequences a step, however many processes share them."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8 // world,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "report_to": "none",
+        "use_cpu": "ACCELERATE_TORCH_DEVICE" not in os.environ,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "seed": 3,
+        **options,
+    }
+    return cls(**settings)
+
+
+def plain_trainer(base: str, mode: str, folder: Path, **options) -> PlainTrainer:
+    """A causal language model trainer over fixed sequences."""
+    rows = Dataset.from_list([{"input_ids": row.tolist(), "labels": row.tolist()} for row in IDS.repeat(2, 1)])
+    args = arguments(folder, **options)
+    return PlainTrainer(load(base, mode), args, train_dataset=rows, data_collator=default_data_collator)
+
+
+def grpo_trainer(base: str, mode: str, folder: Path, **options) -> MXFP4GRPOTrainer:
+    """GRPO with noise in every rollout but the first, and its correction."""
+    options = {"num_generations": 4, "max_completion_length": 4, "aqn_num_stages": 4, "error_every": 0, **options}
+    args = arguments(folder, MXFP4GRPOConfig, **options)
+    return MXFP4GRPOTrainer(load(base, mode), even_digits, args, prompts(), processing_class=TOKENIZER)
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """What a model says of the fixed sequences."""
+    model.eval()
+    return model(input_ids=IDS[:2]).logits.float().clone()
+
+
+def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_precision: str = "no", fsdp=None) -> None:
+    """Train the plain trainer, GRPO, and GRPO once more from its checkpoint in the middle; rank 0 writes what they saw
+    to ``out/results.pt``, and each saves its model."""
+    out = Path(out)
+    if engine:
+        use_engine(engine, out, mixed_precision, fsdp)
+    results = {}
+    for kind in ("plain", "grpo", "resumed"):
+        build = plain_trainer if kind == "plain" else grpo_trainer
+        trainer = build(base, mode, out / kind, bf16=mixed_precision == "bf16")
+        trainer.train(resume_from_checkpoint=str(out / "grpo" / "checkpoint-2") if kind == "resumed" else None)
+        logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        results[kind] = {
+            "logs": [{name: float(value) for name, value in entry.items()} for entry in logged],
+            "logits": logits(trainer.model_wrapped if engine else trainer.model),
+            "distributed_type": trainer.accelerator.distributed_type.value,
+            "processes": trainer.accelerator.num_processes,
+        }
+        trainer.save_model(str(out / kind / "saved"))
+        trainer.accelerator.wait_for_everyone()
+    if os.environ.get("RANK", "0") == "0":
+        torch.save(results, out / "results.pt")
+
+
+def run_recipe(engine: str, out: str, options: list[str]) -> None:
+    """`recipes/grpo.py` under a configuration."""
+    import grpo
+
+    use_engine(engine, Path(out))
+    grpo.main([*options, f"--output_dir={out}/run", "--use_cpu=false"])
+
+
+def load_split(base: str, mode: str) -> None:
+    """Load a model under transformers' own tensor parallelism; print the refusal."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    torch.distributed.init_process_group("gloo")
+    plan = {"tp_plan": "auto"}
+    if mode == "plain":
+        AutoModelForCausalLM.from_pretrained(base, **plan)
+        print("plain model loaded")
+        return
+    try:
+        AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode=mode), **plan)
+    except ValueError as error:
+        print(f"refused: {error}")

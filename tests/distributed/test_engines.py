@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training, saving and resuming under the configurations of `recipes/accelerate`, on two CPU processes over gloo."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from cpu_engines import CONFIGS
+from fork_server import ForkServer
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import why_incomplete
+
+
+TINY = [
+    "--sft_steps=3",
+    "--sft_batch_size=8",
+    "--tiny_hidden_size=32",
+    "--tiny_num_layers=2",
+    "--per_device_train_batch_size=8",
+    "--num_generations=4",
+    "--max_steps=3",
+    "--reload_check=16",
+    "--greedy_batch_size=8",
+]
+NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "fsdp2_lora": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+
+
+def case(engine, mode, *marks):
+    marks = (*marks, NO_DEEPSPEED) if engine.startswith("zero") else marks
+    return pytest.param((engine, mode), marks=marks, id=f"{engine}-{mode}")
+
+
+CASES = [
+    case("fsdp2", "qat"),
+    case("zero3", "qat"),
+    case("ddp", "lora", pytest.mark.large),
+    case("ddp", "qat", pytest.mark.large),
+    case("zero2", "qat", pytest.mark.large),
+    case("fsdp2_lora", "lora", pytest.mark.large),
+    case("zero3", "lora", pytest.mark.large),
+]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """`run(engine, mode)` gives the folder and the results of a job, which is run once."""
+    root = tmp_path_factory.mktemp("engines")
+    done = {}
+    with ForkServer("engine_jobs") as server:
+
+        def run(engine, mode, **options):
+            key = (engine, mode, str(options))
+            if key not in done:
+                base, out = root / "base", root / f"job{len(done)}"
+                out.mkdir()
+                if not base.exists():
+                    server.run("engine_jobs:make_base", root / "base.log", folder=str(base))
+                arguments = {"engine": engine, "mode": mode, "base": str(base), "out": str(out), **options}
+                ranks = 1 if engine is None else 2
+                answer = server.run("engine_jobs:train_and_save", out / "log", ranks=ranks, timeout=120, **arguments)
+                assert answer["codes"] == [0] * ranks, answer["output"][-4000:]
+                done[key] = out, torch.load(out / "results.pt")
+            return done[key]
+
+        run.server, run.root = server, root
+        yield run
+
+
+@pytest.fixture(params=CASES)
+def job(request, jobs):
+    engine, mode = request.param
+    return engine, mode, *jobs(engine, mode)
+
+
+def weights_file(folder):
+    return next(path for name in ("model", "adapter_model") for path in folder.glob(f"{name}.safetensors"))
+
+
+def test_every_configuration_is_used_by_a_case():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {param.values[0][0] for param in CASES}
+
+
+def test_losses_are_those_of_one_process(job, jobs):
+    engine, mode, _, results = job
+    _, alone = jobs(None, mode)
+    assert results["plain"]["distributed_type"] == TYPES[engine] and results["plain"]["processes"] == 2
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        found, expected = ([entry[name] for entry in r["plain"]["logs"]] for r in (results, alone))
+        assert found == pytest.approx(expected, rel=tolerance) and len(found) == 4
+    torch.testing.assert_close(results["plain"]["logits"], alone["plain"]["logits"], rtol=0, atol=1e-5)
+
+
+def test_rollouts_get_the_noise_of_their_step(job):
+    *_, results = job
+    sigmas = [entry["aqn/sigma"] for entry in results["grpo"]["logs"]]
+    assert sigmas == pytest.approx([0, 1e-2, 10**-2.5, 1e-3])
+    measured = [entry["aqn/measured_std"] for entry in results["grpo"]["logs"]]
+    assert measured == pytest.approx(sigmas, rel=0.1)
+    assert all(entry["aqn/n_modules"] == 5 for entry in results["grpo"]["logs"][1:])
+
+
+@pytest.mark.parametrize("kind", ["plain", "grpo"])
+def test_saved_models_are_complete_and_compute_the_same(job, jobs, kind):
+    _, mode, out, results = job
+    alone, _ = jobs(None, mode)
+    saved, expected = (load_file(weights_file(folder / kind / "saved")) for folder in (out, alone))
+    assert {name: (t.shape, t.dtype) for name, t in saved.items()} == {
+        name: (t.shape, t.dtype) for name, t in expected.items()
+    }
+    for folder in ("saved", "checkpoint-4"):
+        found = _logits_of(out / kind / folder, mode, jobs.root / "base")
+        torch.testing.assert_close(found, results[kind]["logits"], rtol=0, atol=1e-5)
+
+
+def _logits_of(folder, mode, base):
+    from engine_jobs import logits
+
+    if mode == "qat":
+        return logits(AutoModelForCausalLM.from_pretrained(folder))
+    packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode="packed"))
+    return logits(PeftModel.from_pretrained(packed, folder))
+
+
+def test_masters_are_trained_in_full_precision(job, jobs):
+    _, mode, out, _ = job
+    alone, _ = jobs(None, mode)
+    found, expected = (load_file(weights_file(folder / "plain" / "saved")) for folder in (out, alone))
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
+
+
+def test_a_resumed_run_repeats_the_one_that_was_not_stopped(job):
+    _, _, out, results = job
+    assert why_incomplete(out / "grpo" / "checkpoint-2") is None
+    whole, resumed = (load_file(weights_file(out / kind / "saved")) for kind in ("grpo", "resumed"))
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+    logs = [
+        [(e["step"], e["reward"], e["entropy"], e["aqn/sigma"]) for e in results[k]["logs"]]
+        for k in ("grpo", "resumed")
+    ]
+    assert logs[0] == logs[1] and len(logs[0]) == 4
+
+
+@pytest.mark.large
+@NO_DEEPSPEED
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+def test_in_bfloat16_the_float32_masters_are_saved(jobs, engine):
+    out, _ = jobs(engine, "qat", mixed_precision="bf16")
+    saved = load_file(weights_file(out / "plain" / "saved"))
+    assert {weight.dtype for weight in saved.values()} == {torch.float32}
+    assert all(not torch.equal(weight, weight.bfloat16().float()) for weight in saved.values())
+
+
+@pytest.mark.large
+def test_sharded_checkpoints_resume_and_the_model_is_saved_whole(jobs):
+    out, results = jobs("fsdp2", "qat", fsdp={"fsdp_state_dict_type": "SHARDED_STATE_DICT"})
+    assert not list((out / "grpo" / "checkpoint-4").glob("*.safetensors"))
+    torch.testing.assert_close(
+        _logits_of(out / "grpo" / "saved", "qat", None), results["grpo"]["logits"], rtol=0, atol=1e-5
+    )
+    whole, resumed = (load_file(weights_file(out / kind / "saved")) for kind in ("grpo", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed", "plain"])
+def test_tensor_parallel_loading_is_refused(jobs, mode):
+    jobs.root.joinpath("tp").mkdir(exist_ok=True)
+    base = jobs.root / "tp" / "base"
+    if not base.exists():
+        jobs.server.run("engine_jobs:make_base", jobs.root / "base.log", folder=str(base))
+    log = jobs.root / "tp" / f"{mode}.log"
+    answer = jobs.server.run("engine_jobs:load_split", log, ranks=2, timeout=60, base=str(base), mode=mode)
+    assert answer["codes"] == [0, 0], answer["output"][-3000:]
+    if mode == "plain":  # so that the refusal is ours
+        assert answer["output"].count("plain model loaded") == 2
+    else:
+        assert answer["output"].count("refused: the layers of this package cannot be split over devices") == 2
+        assert "recipes/accelerate" in answer["output"] and "Loading weights" not in answer["output"]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    ("engine", "config"),
+    [
+        ("fsdp2", "tiny_cpu"),
+        pytest.param("zero3", "tiny_cpu", marks=NO_DEEPSPEED),
+        ("fsdp2_lora", "tiny_cpu_lora"),
+        pytest.param("zero3", "tiny_cpu_lora", marks=NO_DEEPSPEED),
+    ],
+)
+def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
+    out = jobs.root / f"recipe-{engine}-{config}"
+    out.mkdir()
+    # 17 problems in batches of 8 are two batches for one process and one for the other.
+    options = ["--config", f"{CONFIGS.parent / 'configs' / config}.yaml", *TINY, "--n_test=17"]
+    arguments = {"engine": engine, "out": str(out), "options": options}
+    answer = jobs.server.run("engine_jobs:run_recipe", out / "log", ranks=2, timeout=150, **arguments)
+    assert answer["codes"] == [0, 0], answer["output"][-4000:]
+    summary = json.loads((out / "run" / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}
+    checksum = summary["base_checksum"]
+    assert checksum is None if config == "tiny_cpu" else checksum["before"] == checksum["after"]
