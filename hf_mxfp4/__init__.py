@@ -18,6 +18,7 @@ _LAZY = {
     "MXFP4GRPOConfig": "rl",
     "MXFP4GRPOTrainer": "rl",
     "MXFP4Linear": "layers",
+    "MXFP4PackedExperts": "layers",
     "MXFP4PackedLinear": "layers",
     "MXFP4Tensor": "numerics",
     "QuantScheme": "numerics",

@@ -117,8 +117,8 @@ def find_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dic
     if experts:
         raise ValueError(
             f"{type(model).__name__} keeps experts in fused 3-D weights ({experts[0]} and {len(experts) - 1} more), "
-            "which are not converted file by file; pack the loaded model with hf_mxfp4.pack, or, to leave the experts "
-            "in full precision on purpose, add 'experts' to modules_to_not_convert"
+            "which cannot be converted file by file; load the model and use hf_mxfp4.pack or model.dequantize(), or, "
+            "to leave the experts in full precision on purpose, add 'experts' to modules_to_not_convert"
         )
     if not linears:
         raise _nothing_left(model, skipped, extra_skips)

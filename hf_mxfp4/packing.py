@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from .checkpoint.mapped import release_mapped
+from .checkpoint.mapped import release_files, release_mapped
 from .config import MXFP4RLConfig
 from .experts_layout import matrix_names, obstacle, projections
 from .layers import PACKED, TRAINABLE, MXFP4PackedExperts, MXFP4PackedLinear
@@ -46,10 +46,11 @@ class PackOnLoad(ConversionOps):
         if isinstance(layer, MXFP4PackedExperts):
             packed = layer.pack_weight(own, weight)
             add_packed_experts(energy, layer, own, weight, packed)
+            release_files(self.quantizer.source_files)  # the weight is a copy of the experts' own
         else:
             packed = quantize_weight(weight, config.weight_scheme, config.backend)
             add_packed(energy, weight, packed, config)
-        release_mapped(weight, self.quantizer.source_files)
+            release_mapped(weight, self.quantizer.source_files)
         return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}
 
 

@@ -29,6 +29,7 @@ from .layers import (
     matrix_names,
     trainable_matrices,
 )
+from .layers.experts_base import ExpertsBase
 from .module_names import find_layers, full_names, name_matches
 from .report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 
@@ -77,6 +78,11 @@ class MXFP4RLQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
         make = _placeholder if self._packs_on_load else None
         self._swapped = quantize_linears(model, self.quantization_config, make)
+        if kwargs.get("use_kernels") and any(isinstance(module, ExpertsBase) for module in model.modules()):
+            raise ValueError(
+                "use_kernels=True lets transformers replace whole layers of experts by kernels that compute in full "
+                "precision; load the model without it, or add 'experts' to modules_to_not_convert"
+            )
         layers = _packed_layers(model)
         for layer in layers.values():
             # transformers would draw random numbers for a tensor that is missing, and fail on uint8.

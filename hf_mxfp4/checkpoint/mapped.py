@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -34,19 +34,33 @@ def release_mapped(tensor: torch.Tensor, files: frozenset[str]) -> int:
     first = tensor.data_ptr()
     start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (first + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if stop <= start or _mapped_file(start, stop) not in files:
+    if stop <= start or not any(low <= start and stop <= high for low, high in _mappings(files)):
         return 0
+    return _drop(start, stop)
+
+
+def release_files(files: frozenset[str]) -> int:
+    """Drop the memory pages of all mappings of ``files`` ([`resolved`]), for tensors whose own views are gone; the
+    number of bytes of the mappings, 0 where the system cannot.
+
+    Only while nobody has written to a tensor that is a view of them, as for [`release_mapped`].
+    """
+    if not files or not sys.platform.startswith("linux"):
+        return 0
+    return sum(_drop(low, high) for low, high in list(_mappings(files)))
+
+
+def _drop(start: int, stop: int) -> int:
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return 0 if advise(start, stop - start, _DONTNEED) else stop - start
 
 
-def _mapped_file(start: int, stop: int) -> str | None:
-    """The file of the mapping that holds these addresses."""
+def _mappings(files: frozenset[str]) -> Iterator[tuple[int, int]]:
+    """First and last address of every mapping of the files."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
             fields = line.rstrip("\n").split(maxsplit=5)
-            low, _, high = fields[0].partition("-")
-            if int(low, 16) <= start and stop <= int(high, 16):
-                return fields[5] if len(fields) == 6 else None
-    return None
+            if len(fields) == 6 and fields[5] in files:
+                low, _, high = fields[0].partition("-")
+                yield int(low, 16), int(high, 16)

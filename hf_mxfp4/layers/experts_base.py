@@ -51,6 +51,8 @@ class ExpertsBase(nn.Module):
         layer_class = cls.class_for(type(experts))
         layer = layer_class.__new__(layer_class)
         layer.__dict__.update(_shallow(experts))
+        for hooked in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which would run the plain experts
+            layer.__dict__.pop(hooked, None)
         layer.plain_attributes = {key: layer.__dict__[key] for key in ("config", "name") if key in layer.__dict__}
         layer.config, layer.name = config, name
         layer.projections = projections(experts)

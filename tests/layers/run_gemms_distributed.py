@@ -19,13 +19,15 @@ SCHEMES = {
     "w4a4g8": {"preset": "w4a4g8"},
     "w4a4g4": {"preset": "w4a4g4"},
     "paper_b": {"preset": "paper_b"},
+    "experts": {"preset": "w4a4"},
+    "experts_paper_b": {"preset": "paper_b"},
     "stochastic": {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}},
 }
 
 
 def gradients(engine: str, scheme: str) -> dict[str, torch.Tensor]:
     """Mean gradients over two halves of a batch, one per process, or one after the other without an engine."""
-    model = make_model("llama", layers=2).train()
+    model = make_model("qwen3_moe" if scheme.startswith("experts") else "llama", layers=2).train()
     quantize_linears(model, MXFP4RLConfig(**SCHEMES[scheme]))
     ids = torch.arange(2, 30).repeat(2).view(2, 1, 28) % 31
     ids[1] = ids[1].flip(-1)

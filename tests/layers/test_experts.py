@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import ModelHook, add_hook_to_module
 from tiny_models import make_model
 from torch import nn
 
@@ -308,6 +309,15 @@ def test_wrong_inputs_are_refused():
     layer._is_expert_parallel = True
     with pytest.raises(ValueError, match="without expert parallelism"):
         layer(states, index, weights)
+
+
+def test_hooks_of_accelerate_do_not_bring_the_plain_experts_back():
+    plain = plain_experts(dtype=torch.float32)
+    add_hook_to_module(plain, ModelHook())
+    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(), NAME)
+    inputs = routing(dtype=torch.float32)
+    assert torch.equal(layer(*inputs), quantized(dtype=torch.float32)(*inputs))
+    assert not torch.equal(layer(*inputs), plain(*inputs))
 
 
 def test_autocast():

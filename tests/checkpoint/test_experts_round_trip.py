@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts on their way through files: trainable, packed, and back to plain ones."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from transformers import AutoModel, AutoModelForCausalLM
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
+from hf_mxfp4.checkpoint import export
+from hf_mxfp4.layers import MXFP4PackedExperts
+
+
+FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
+#: Linear maps in 2 decoder layers: 4 of attention, 2 for each of 4 experts, 3 of a shared expert.
+N_QUANTIZED = {"qwen3_moe": 24, "qwen2_moe": 30, "mixtral": 24, "gpt_oss": 24}
+IDS = torch.arange(2, 22).view(2, 10)
+U8 = torch.uint8
+
+
+def load(folder, auto=AutoModelForCausalLM, **options):
+    return auto.from_pretrained(folder, quantization_config=MXFP4RLConfig(**options))
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def tensors_in(folder) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+def same_tensors(first, second) -> bool:
+    first, second = tensors_in(first), tensors_in(second)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def experts_of(model, kind) -> list:
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainable_experts_are_saved_as_they_came(family, checkpoint, tmp_path):
+    source = checkpoint(family)
+    model = load(source)
+    report = model.quantization_report
+    assert report.n_quantized == N_QUANTIZED[family]
+    assert "model.layers.1.mlp.experts.3.gate_up_proj" in report.quantized
+    assert report.n_skipped == (3 if family == "qwen2_moe" else 1)
+    assert 22 < report.sqnr_db < 30
+    assert len(experts_of(model, MXFP4Experts)) == 2
+    model.save_pretrained(tmp_path / "saved")
+    assert same_tensors(source, tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model)) and not torch.equal(
+        logits(model), logits(AutoModelForCausalLM.from_pretrained(source))
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_experts(family, checkpoint, tmp_path):
+    source = checkpoint(family)
+    trained = load(source)
+    expected = logits(trained)
+    packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig().packed())
+    assert torch.equal(logits(packed), expected)  # quantized while the checkpoint was read
+    assert packed.quantization_report.n_quantized == N_QUANTIZED[family]
+    assert packed.quantization_report.sqnr_db == pytest.approx(trained.quantization_report.sqnr_db, abs=1e-3)
+    assert packed.quantization_report.n_weights == trained.quantization_report.n_weights
+    packed.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), expected)
+    again.save_pretrained(tmp_path / "twice")
+    assert same_tensors(tmp_path / "saved", tmp_path / "twice")
+    hf_mxfp4.pack(trained).save_pretrained(tmp_path / "by-hand")
+    assert torch.equal(logits(trained), expected) and same_tensors(tmp_path / "saved", tmp_path / "by-hand")
+    assert len(experts_of(trained, MXFP4PackedExperts)) == 2
+    generated = packed.generate(IDS[:1], max_new_tokens=3, do_sample=False)
+    assert torch.equal(generated, again.generate(IDS[:1], max_new_tokens=3, do_sample=False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_models_of_the_quantized_values(family, checkpoint, tmp_path):
+    source = checkpoint(family)
+    for options in ({"preset": "w4a16"}, {"mode": "packed"}):
+        model = load(source, **options)
+        expected = logits(model)
+        plain = model.dequantize()
+        assert type(plain.model.layers[0].mlp.experts) is type(make_model(family, layers=1).model.layers[0].mlp.experts)
+        torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-5)
+        plain.save_pretrained(tmp_path / "plain")
+        assert tensors_in(tmp_path / "plain").keys() == tensors_in(source).keys()
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")), logits(plain))
+
+
+def test_tensors_on_disk(checkpoint, tmp_path):
+    load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved", max_shard_size="30KB")
+    stored = tensors_in(tmp_path / "saved")
+    prefix = "model.layers.1.mlp.experts."
+    found = {n.removeprefix(prefix): (t.dtype, list(t.shape)) for n, t in stored.items() if n.startswith(prefix)}
+    assert found == {
+        "gate_up_proj": (U8, [4, 64, 32]),
+        "gate_up_proj_scale": (U8, [4, 64, 2]),
+        "gate_up_proj_macro": (U8, [4, 64, 1]),
+        "down_proj": (U8, [4, 64, 16]),
+        "down_proj_scale": (U8, [4, 64, 1]),
+        "down_proj_macro": (U8, [4, 64, 1]),
+    }
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.quantization_report.bits_per_weight == pytest.approx(4.3, abs=0.15)
+
+
+def test_tensors_of_a_transposed_layout_have_the_contraction_axis_last(checkpoint, tmp_path):
+    source = checkpoint("gpt_oss", intermediate=40)
+    model = load(source, mode="packed", outlier_fallback=0.5, preset="w4a4")
+    model.save_pretrained(tmp_path / "saved")
+    stored, prefix = tensors_in(tmp_path / "saved"), "model.layers.0.mlp.experts."
+    found = {n.removeprefix(prefix): (t.dtype, list(t.shape)) for n, t in stored.items() if n.startswith(prefix)}
+    assert found == {
+        "gate_up_proj": (U8, [4, 80, 32]),
+        "gate_up_proj_scale": (U8, [4, 80, 2]),
+        "gate_up_proj_macro": (U8, [4, 80, 1]),
+        "gate_up_proj_residual": (U8, [4, 80, 32]),
+        "gate_up_proj_residual_scale": (U8, [4, 80, 2]),
+        "gate_up_proj_bias": (torch.float32, [4, 80]),
+        "down_proj": (U8, [4, 64, 20]),
+        "down_proj_scale": (U8, [4, 64, 2]),
+        "down_proj_macro": (U8, [4, 64, 1]),
+        "down_proj_residual": (U8, [4, 64, 20]),
+        "down_proj_residual_scale": (U8, [4, 64, 2]),
+        "down_proj_bias": (torch.float32, [4, 64]),
+    }
+    # The codes of an expert are those of its matrix, written down as a linear layer would be.
+    weight = tensors_in(source)[f"{prefix}down_proj"][2].T.contiguous()
+    scheme = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
+    tensor = hf_mxfp4.quantize(weight, **scheme)
+    assert torch.equal(stored[f"{prefix}down_proj"][2], tensor.codes)
+    assert torch.equal(stored[f"{prefix}down_proj_scale"][2], tensor.scale)
+    assert torch.equal(stored[f"{prefix}down_proj_residual"][2], tensor.residual_codes)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("qwen3_moe", {"preset": "w4a16", "outlier_fallback": None, "macro_block": None}),
+        ("gpt_oss", {"outlier_fallback_rate": 0.2}),
+        ("qwen3_moe", {"weight_block": "32x32"}),
+        ("gpt_oss", {"weight_block": "32x32", "outlier_fallback": None}),
+        ("mixtral", {"macro_search": "blockwise", "outlier_fallback": None}),
+        ("gpt_oss", {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None}),
+    ],
+    ids=["plain", "selective", "tiles", "transposed-tiles", "blockwise", "mse-row"],
+)
+def test_packed_experts_repeat_the_trainable_ones_under_every_scheme(family, scheme, checkpoint, tmp_path):
+    source = checkpoint(family, dtype=torch.bfloat16, layers=1)
+    expected = logits(load(source, **scheme))
+    config = MXFP4RLConfig(**scheme).packed()
+    packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=torch.bfloat16)
+    assert torch.equal(logits(packed), expected)
+    packed.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), expected)
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+@pytest.mark.parametrize(
+    ("skips", "quantized", "skipped"),
+    [
+        (["experts"], 8, 17),
+        (["layers.1"], 12, 13),
+        (["layers.1.mlp.experts"], 16, 9),
+        ([r"re:model\.layers\.\d+\.mlp\.experts"], 8, 17),
+        (["self_attn"], 16, 9),
+    ],
+    ids=str,
+)
+def test_skips(mode, skips, quantized, skipped, checkpoint, tmp_path):
+    model = load(checkpoint("qwen3_moe"), mode=mode, modules_to_not_convert=skips)
+    report = model.quantization_report
+    assert (report.n_quantized, report.n_skipped) == (quantized, skipped)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.quantization_report.quantized == report.quantized
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_all_experts_skipped_in_training_stay_so_when_packed(checkpoint):
+    model = hf_mxfp4.pack(load(checkpoint("qwen3_moe"), modules_to_not_convert=["layers.1.mlp.experts"]))
+    assert len(experts_of(model, MXFP4PackedExperts)) == 1
+    assert model.quantization_report.n_quantized == 16 and model.quantization_report.n_skipped == 9
+
+
+def test_a_base_model_of_a_packed_checkpoint_and_the_other_way_round(checkpoint, tmp_path):
+    model = load(checkpoint("qwen3_moe"), mode="packed")
+    model.save_pretrained(tmp_path / "whole")
+    with torch.no_grad():
+        expected = model.model(IDS).last_hidden_state
+    base = AutoModel.from_pretrained(tmp_path / "whole")
+    assert torch.equal(base(IDS).last_hidden_state, expected)
+    base.save_pretrained(tmp_path / "base")
+    assert torch.equal(AutoModel.from_pretrained(tmp_path / "base")(IDS).last_hidden_state, expected)
+
+
+def test_a_plain_model_that_was_never_in_a_file(tmp_path):
+    model = hf_mxfp4.pack(make_model("mixtral"), MXFP4RLConfig(mode="packed"))
+    model.save_pretrained(tmp_path / "saved")
+    assert "model.layers.0.mlp.experts.down_proj_scale" in tensors_in(tmp_path / "saved")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
+
+
+def test_packing_refuses_what_is_packed_or_not_here():
+    model = make_model("qwen3_moe", layers=1)
+    missing = make_model("qwen3_moe", layers=1).to("meta")
+    with pytest.raises(ValueError, match=r"weight is not here in full .* on meta"):
+        hf_mxfp4.pack(missing, MXFP4RLConfig(mode="packed"))
+    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["self_attn"])
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj is not here in full .* on meta"):
+        hf_mxfp4.pack(missing, config)
+    hf_mxfp4.pack(model, config)
+    with pytest.raises(ValueError, match="is packed already"):
+        hf_mxfp4.pack(model, config)
+
+
+NAME = "model.layers.1.mlp.experts."
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.pop(f"{NAME}down_proj_scale"), f"{NAME}down_proj_scale is in no file of the checkpoint"),
+        (lambda t: t.pop(f"{NAME}gate_up_proj"), f"{NAME}gate_up_proj is in no file of the checkpoint"),
+        (
+            lambda t: [t.pop(name) for name in list(t) if name.startswith(NAME)],
+            f"{NAME}gate_up_proj is in no file of the checkpoint",
+        ),
+        (
+            lambda t: t.update({f"{NAME}down_proj_macro": t[f"{NAME}down_proj_macro"][:, :63].clone()}),
+            f"{NAME}down_proj_macro is torch.uint8 .4, 63, 1.",
+        ),
+        (
+            lambda t: t.update({f"{NAME}down_proj": torch.zeros(4, 64, 32)}),
+            f"{NAME}down_proj is torch.float32 .4, 64, 32.*hf_mxfp4.pack",
+        ),
+        (
+            lambda t: t.update({f"{NAME}down_proj_residual": t[f"{NAME}down_proj"].clone()}),
+            f"{NAME}down_proj_residual is not part of the scheme",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.other.gate_up_proj_scale": torch.zeros(2, 2, 1, dtype=U8)}),
+            "model.layers.0.mlp.other.gate_up_proj_scale",
+        ),
+    ],
+    ids=["scale", "codes", "all", "shape", "float", "other-scheme", "no-owner"],
+)
+def test_damaged_files_are_refused_by_name(damage, message, checkpoint, tmp_path):
+    load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved")
+    from safetensors import safe_open
+
+    file = tmp_path / "saved" / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file, metadata)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_a_missing_expert_of_a_checkpoint_that_is_packed_as_it_is_read(checkpoint):
+    source = Path(checkpoint("gpt_oss"))
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.down_proj"]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="model.layers.1.mlp.experts.down_proj is in no file of the checkpoint"):
+        load(source, mode="packed")
+
+
+def test_a_checkpoint_of_another_size_is_refused_while_it_is_packed(checkpoint, caplog):
+    source = Path(checkpoint("gpt_oss"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.down_proj"] = torch.zeros(4, 96, 32)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        load(source, mode="packed")
+    assert "down_proj is [4, 96, 32] in the checkpoint, the model needs [4, 96, 64]" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_kernels_that_would_pass_the_experts_by_are_refused(mode, checkpoint):
+    config = MXFP4RLConfig(mode=mode)
+    with pytest.raises(ValueError, match="use_kernels=True lets transformers replace whole layers of experts"):
+        AutoModelForCausalLM.from_pretrained(checkpoint("gpt_oss"), quantization_config=config, use_kernels=True)
+
+
+def test_files_of_packed_experts_are_not_exported(checkpoint, tmp_path):
+    load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match="experts in fused 3-D weights .* which cannot be converted file by file"):
+        export(tmp_path / "saved", tmp_path / "out", "bf16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_model_card_tells_of_experts(checkpoint, tmp_path):
+    load(checkpoint("qwen3_moe")).save_pretrained(tmp_path / "saved")
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "| quantized layers | 24 |" in card and "dB" in card

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized experts inside of models: routers, checkpointing, adapters, GRPO, and everything that looks for layers."""
+
+import pytest
+import torch
+from grpo_runs import trainer_factory
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from torch import nn
+
+from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig, fake_quantize
+from hf_mxfp4.adapters.rollout import policy_parameters
+from hf_mxfp4.analysis.injection import inject_component
+from hf_mxfp4.layers import MXFP4PackedExperts, trainable_matrices
+from hf_mxfp4.numerics import FP8, FULL, QuantScheme
+from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.rl.callbacks import spread_layers
+from hf_mxfp4.rl.vllm_sync import rollout_parameters
+
+
+IDS = torch.arange(2, 26).view(2, 12)
+EXPERTS = "model.layers.{}.mlp.experts"
+STOCHASTIC = {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}}
+
+
+def quantized(family="qwen3_moe", layers=2, **options):
+    model = make_model(family, layers=layers)
+    quantize_linears(model, MXFP4RLConfig(**options))
+    return model
+
+
+def gradients(model):
+    model.train()
+    model(IDS, labels=IDS).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
+def test_routers_and_gates_of_shared_experts_are_left_alone(family):
+    plain, model = make_model(family, layers=1), quantized(family, layers=1)
+    block, twin = model.model.layers[0].mlp, plain.model.layers[0].mlp
+    router, plain_router = (b.router if family == "gpt_oss" else b.gate for b in (block, twin))
+    assert type(router) is type(plain_router)
+    states = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    for found, want in zip(router(states), plain_router(states), strict=True):
+        assert torch.equal(found, want)
+    if family == "qwen2_moe":
+        assert type(block.shared_expert_gate) is nn.Linear
+        assert type(block.shared_expert.up_proj).__name__ == "MXFP4Linear"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_the_experts_implementation_of_the_model_does_not_matter(family, implementation):
+    model = quantized(family, layers=1)
+    expected = model(IDS).logits
+    model.set_experts_implementation(implementation)
+    assert torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("options", [{}, STOCHASTIC], ids=["w4a4", "stochastic"])
+def test_gradient_checkpointing_repeats_the_bits(options, reentrant):
+    expected = gradients(quantized(**options))
+    model = quantized(**options)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = gradients(model)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    assert found[f"{EXPERTS.format(1)}.down_proj"].abs().sum() > 0
+
+
+def test_options_of_single_layers():
+    overrides = [
+        {"modules": "layers.0.mlp.experts", "wgrad": {"grad": "full", "x": "reuse"}},
+        {"modules": "experts.down_proj", "dgrad": {"grad": "fp8", "weight": "reuse"}},
+    ]
+    model = quantized(preset="w4a4g4", layer_overrides=overrides)
+    first, second = (model.model.layers[i].mlp.experts.gemms for i in (0, 1))
+    assert first["gate_up_proj"].wgrad.left is FULL and isinstance(second["gate_up_proj"].wgrad.left, QuantScheme)
+    assert first["down_proj"].dgrad.left is FP8 and second["down_proj"].dgrad.left is FP8
+    assert isinstance(first["gate_up_proj"].dgrad.left, QuantScheme)
+    with pytest.raises(ValueError, match="layer_overrides has 'experts.3', which matches no quantized layer"):
+        quantized(layer_overrides=[{"modules": "experts.3", "dgrad": {"grad": "fp8"}}])
+    with pytest.raises(ValueError, match="single layers can differ from the config in dgrad and wgrad alone"):
+        model.model.layers[0].mlp.experts.set_gemms(MXFP4RLConfig(preset="w4a16").gemms(), "down_proj")
+
+
+def test_adapters_on_trainable_experts_are_quantized_with_the_weight():
+    model = quantized(layers=1, preset="w4a16")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=[], target_parameters=targets))
+    adapters = {name: p for name, p in peft.named_parameters() if p.requires_grad}
+    assert len(adapters) == 4 and all("lora_" in name for name in adapters)
+    optimizer = torch.optim.SGD(adapters.values(), lr=10.0)
+    losses = []
+    for _ in range(4):
+        loss = peft(IDS, labels=IDS).loss
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert all(p.grad.abs().sum() > 0 for p in adapters.values())
+    with torch.no_grad():
+        expected = peft(IDS).logits
+    merged = peft.merge_and_unload()
+    assert isinstance(merged.model.layers[0].mlp.experts, MXFP4Experts)
+    torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["mlp.experts.gate_up_proj", "experts.down_proj", "down_proj_scale"])
+def test_adapters_on_the_bytes_of_packed_experts_are_refused(target):
+    model = quantized(layers=1, mode="packed")
+    with pytest.raises(
+        ValueError, match=f"target_parameters has '{target}'.* of a packed layer.*modules_to_not_convert"
+    ):
+        get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=[target]))
+    assert isinstance(model.model.layers[0].mlp.experts, MXFP4PackedExperts)
+    with pytest.raises(ValueError, match="modules_to_save has 'mlp'"):
+        get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["mlp"]))
+
+
+def test_adapters_beside_packed_experts_train_and_the_policy_can_be_pushed():
+    model = quantized(layers=1, mode="packed")
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    peft(IDS, labels=IDS).loss.backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in peft.parameters())
+    pushed = dict(policy_parameters(peft))
+    plain = make_model("qwen3_moe", layers=1)
+    assert pushed.keys() == dict(plain.named_parameters()).keys()
+    name = f"{EXPERTS.format(0)}.down_proj"
+    weight = plain.get_parameter(name).detach()
+    assert torch.equal(pushed[name], fake_quantize(weight, macro_block=128, macro_search="dynamic"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_vllm_gets_the_quantized_values(family):
+    model = quantized(family, layers=1)
+    pushed = dict(rollout_parameters(model.named_parameters(), model))
+    experts, name = model.model.layers[0].mlp.experts, EXPERTS.format(0)
+    expected = experts.to_experts()
+    for projection in ("gate_up_proj", "down_proj"):
+        assert torch.equal(pushed[f"{name}.{projection}"], getattr(expected, projection))
+        assert not torch.equal(pushed[f"{name}.{projection}"], getattr(experts, projection))
+    assert list(pushed) == [name for name, _ in model.named_parameters()]
+
+
+def test_matrices_one_by_one():
+    model = quantized("gpt_oss", layers=1)
+    found = {matrix.name: matrix for matrix in trainable_matrices(model)}
+    assert len(found) == 4 + 8
+    matrix, linear = found[f"{EXPERTS.format(0)}.2.down_proj"], found["model.layers.0.self_attn.q_proj"]
+    experts = model.model.layers[0].mlp.experts
+    assert torch.equal(matrix.weight(), experts.down_proj[2].T) and matrix.siblings == 4
+    assert matrix.full_name == f"{EXPERTS.format(0)}.down_proj" and linear.full_name.endswith(".q_proj.weight")
+    assert torch.equal(matrix.effective_rows(matrix.weight()), experts.to_experts().down_proj[2].T)
+    assert linear.siblings == 1 and linear.weight().shape == (64, 64)
+    chosen = list(spread_layers(model, 3))
+    assert chosen == ["model.layers.0.self_attn.q_proj", *[list(found)[i] for i in (6, 11)]]
+
+
+def test_no_error_is_injected_beside_quantized_experts():
+    for model in (quantized(layers=1), quantized(layers=1, modules_to_not_convert=["self_attn"])):
+        with pytest.raises(ValueError, match="Qwen3MoeForCausalLM keeps experts in fused 3-D weights"):
+            with inject_component(model, "grid", QuantScheme()):
+                pass
+    model = quantized(layers=1, modules_to_not_convert=["experts"])
+    with inject_component(model, "grid", QuantScheme()) as injection:
+        assert injection.n_layers == 4
+
+
+def test_missing_weights_are_initialised_by_the_models_own_rule():
+    model = quantized(layers=1)
+    experts = model.model.layers[0].mlp.experts
+    nn.init.constant_(experts.gate_up_proj, 7.0)
+    model._init_weights(experts)
+    assert experts.gate_up_proj.detach().std().item() == pytest.approx(model.config.initializer_range, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "metrics"),
+    [({}, []), ({**STOCHASTIC, "outlier_fallback_rate": 0.2}, ["fallback/rate"])],
+    ids=["w4a4", "stochastic"],
+)
+def test_grpo_trains_experts(options, metrics, tmp_path):
+    config = {"layers": 2, "hidden": 32, "moe_intermediate_size": 32}
+    policy = make_model("qwen3_moe", **config)
+    quantize_linears(policy, MXFP4RLConfig(**options))
+    before = policy.model.layers[1].mlp.experts.down_proj.detach().clone()
+    trainer = trainer_factory(tmp_path)(policy=policy, max_steps=2, error_layers=3, error_every=1)
+    assert trainer.n_quantized == 2 * (4 + 8)
+    trainer.train()
+    assert not torch.equal(policy.model.layers[1].mlp.experts.down_proj, before)
+    layers = {entry["layer"] for entry in trainer.error_callback.history}
+    assert len(layers) == 3 and any(".mlp.experts." in name for name in layers)
+    logged = trainer.state.log_history[0]
+    assert all(name in logged for name in ("error/grid", "aqn/sigma", *metrics))
