@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI's gpt-oss format: out, through transformers' own functions, and in."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from export_files import config_in, decode, header_and_data, save_packed, save_plain, tensors_in
@@ -192,27 +188,3 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="is quantized by 'mxfp4'; import it first"):
         pack_checkpoint(source, tmp_path / "out", MXFP4RLConfig(mode="packed"))
     assert not (tmp_path / "out").exists()
-
-
-LOADER = """
-import sys
-sys.modules["hf_mxfp4"] = None  # importing it is an error
-import torch
-from transformers import AutoModelForCausalLM, Mxfp4Config
-options = {"quantization_config": Mxfp4Config(dequantize=True)}
-model, info = AutoModelForCausalLM.from_pretrained("out", output_loading_info=True, **options)
-assert not any(info.values()), info
-torch.save(model(torch.arange(2, 14).view(2, 6)).logits.detach(), "logits.pt")
-"""
-
-
-@pytest.mark.slow
-def test_plain_transformers_computes_our_logits(tmp_path):
-    source = save_packed(tmp_path / "packed", "gpt_oss", config=EXPERTS_ONLY)
-    expected = AutoModelForCausalLM.from_pretrained(source)(IDS).logits
-    export(source, tmp_path / "out", "gpt-oss")
-    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", LOADER]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
