@@ -241,6 +241,18 @@ def test_experts_that_are_quantized_in_part_are_refused(tmp_path):
         import_checkpoint(tmp_path / "ct", tmp_path / "out")
 
 
+def test_the_model_card_of_packed_experts(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_packed(tmp_path / "packed", "mixtral"))
+    model.save_pretrained(tmp_path / "saved")
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "Linear layers and experts in MXFP4" in card and "| quantized layers | 24 |" in card
+    assert "| of these in experts, one for each projection of each | 16 |" in card
+    # Two layers of attention (q, k, v, o) and of four experts (96 wide, gate, up and down).
+    n_weights = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 4 * 3 * 96 * 64)
+    report = model.quantization_report
+    assert report.n_weights == n_weights and report.bits_per_weight == 4.25 and "| 4.25 |" in card
+
+
 LOADER = """
 import sys
 sys.modules["hf_mxfp4"] = None  # importing it is an error
