@@ -13,6 +13,8 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
 from hf_mxfp4.checkpoint.folder import CheckpointError, write_json
 from hf_mxfp4.layers import MXFP4PackedExperts
+from hf_mxfp4.numerics import QuantScheme
+from hf_mxfp4.ops.packed import dequantize, packed_tensor
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -188,3 +190,14 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="is quantized by 'mxfp4'; import it first"):
         pack_checkpoint(source, tmp_path / "out", MXFP4RLConfig(mode="packed"))
     assert not (tmp_path / "out").exists()
+
+
+def test_every_byte_means_the_same_to_transformers():
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 256 // 16, 16)
+    # From 253 on, the largest values overflow bfloat16 or nearly so; 255 is NaN here, and 2^128 there.
+    for scale in range(253):
+        scales = torch.full((1, 16, 1), scale, dtype=torch.uint8)
+        theirs = convert_moe_packed_tensors(codes.unflatten(1, (16, 1)), scales)[0].t()
+        layer = {"weight": codes[0], "weight_scale": scales[0]}
+        ours = dequantize(packed_tensor(layer, 32, QuantScheme(), torch.float32), torch.bfloat16)
+        assert torch.equal(ours, theirs), scale

@@ -7,6 +7,7 @@ import hashlib
 
 import pytest
 import torch
+from grpo_runs import trainer_factory
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
@@ -383,3 +384,16 @@ def test_what_other_engines_are_given(load, family):
     model.merge_adapter()
     merged = dict(policy_parameters(model))["model.layers.0.mlp.experts.down_proj"]
     assert torch.equal(merged, layer.base_layer.dequantized_weight("down_proj")) and not torch.equal(merged, before)
+
+
+def test_grpo_trains_the_factors_of_experts(tmp_path):
+    make_model("qwen3_moe", hidden=32, intermediate=48, moe_intermediate_size=32).save_pretrained(tmp_path / "moe")
+    scheme = MXFP4RLConfig(mode="packed")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=scheme)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.05, target_modules=["q_proj", "experts"])
+    build = trainer_factory(tmp_path)
+    trainer = build(policy=policy, peft_config=lora, max_steps=2, gradient_checkpointing=True, learning_rate=1e-2)
+    before = digest(trainer.model)
+    trainer.train()
+    factors = [p for name, p in trainer.model.named_parameters() if "experts.lora_B.default" in name]
+    assert len(factors) == 4 and all(p.any() for p in factors) and digest(trainer.model) == before
