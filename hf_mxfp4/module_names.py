@@ -105,26 +105,6 @@ def find_layers(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict
     return layers, skipped
 
 
-def find_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Linear], list[str]]:
-    """[`split_linears`] where fused experts cannot be quantized: of the files of a checkpoint.
-
-    Raises `ValueError` also when nothing is left to quantize, and when the model keeps experts outside of linear layers
-    that are not skipped.
-    """
-    extra_skips = tuple(extra_skips)
-    linears, skipped = split_linears(model, extra_skips)
-    experts = fused_experts(model, extra_skips)
-    if experts:
-        raise ValueError(
-            f"{type(model).__name__} keeps experts in fused 3-D weights ({experts[0]} and {len(experts) - 1} more), "
-            "which cannot be converted file by file; load the model and use hf_mxfp4.pack or model.dequantize(), or, "
-            "to leave the experts in full precision on purpose, add 'experts' to modules_to_not_convert"
-        )
-    if not linears:
-        raise _nothing_left(model, skipped, extra_skips)
-    return linears, skipped
-
-
 def _nothing_left(model: nn.Module, skipped: list[str], extra_skips: tuple[str, ...]) -> ValueError:
     kinds = Counter(type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
     return ValueError(

@@ -310,6 +310,17 @@ def test_a_joined_layer_that_is_skipped_in_part_is_refused(plugin):
         config.get_quant_method(LinearBase(), "model.layers.0.self_attn.qkv_proj")
 
 
+class FusedMoE(nn.Module):
+    """Stands in for vLLM's class of that name."""
+
+
+def test_packed_experts_are_refused_with_the_way_out(plugin):
+    config = plugin.MXFP4RLVLLMConfig(MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.1.mlp.experts"]))
+    with pytest.raises(ValueError, match=r"layers.0.mlp.experts: packed experts cannot .* export the checkpoint"):
+        config.get_quant_method(FusedMoE(), "model.layers.0.mlp.experts")
+    assert config.get_quant_method(FusedMoE(), "model.layers.1.mlp.experts") is None
+
+
 def test_master_weights_are_refused(plugin):
     with pytest.raises(ValueError, match=r"mode='qat'.*hf_mxfp4\.pack"):
         plugin.MXFP4RLVLLMConfig.from_config(MXFP4RLConfig().to_dict())

@@ -7,6 +7,7 @@ Importing this package imports PEFT and makes its LoRA know packed layers. Loadi
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
 
 from .base_scheme import MXFP4LoraConfig
+from .expert_lora import MXFP4LoraExperts
 from .lora_layer import MXFP4LoraLinear
 from .lora_model import MXFP4LoraModel, merge_adapters
 from .merge_report import MergeReport
@@ -19,6 +20,7 @@ PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
 
 __all__ = [
     "MXFP4LoraConfig",
+    "MXFP4LoraExperts",
     "MXFP4LoraLinear",
     "MXFP4LoraModel",
     "MergeReport",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA on a model with packed layers: what is attached, what is refused, and how all of it is merged."""
 
+import copy
 import dataclasses
 import re
 from typing import Any
@@ -13,10 +14,15 @@ from torch import nn
 from .._logging import get_logger
 from ..layers import PACKED, MXFP4PackedExperts, MXFP4PackedLinear
 from .base_scheme import record_base
+from .expert_lora import MXFP4LoraExperts
+from .expert_targets import check_expert_targets
 from .lora_layer import MXFP4LoraLinear
 from .merge_report import MergeReport
 
 
+LoraOnPacked = MXFP4LoraLinear | MXFP4LoraExperts
+#: Options of `LoraConfig` that say which layers get adapters, and of what size.
+_TARGETS = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
 #: Initial values of adapters that are made without looking at the base weight.
 _INITS = (True, False, "gaussian")
 #: Below this SQNR of the adapters' change, a merge into packed weights is pointed out: at 4 to 5 dB the policies of
@@ -29,8 +35,9 @@ _VARIANTS = ("use_dora", "use_qalora")
 class MXFP4LoraModel(LoraModel):
     """[`peft.LoraModel`], which it is in all respects for models without quantized layers.
 
-    Packed layers get [`MXFP4LoraLinear`]. What would need their full-precision weights, or would train nothing without
-    a word, is refused with a `ValueError` before the model is touched. The adapter's config records the base's scheme.
+    Packed layers get [`MXFP4LoraLinear`], packed experts [`MXFP4LoraExperts`]. What would need their full-precision
+    weights, or would train nothing without a word, is refused with a `ValueError` before the model is touched. The
+    adapter's config records the base's scheme.
 
     Attributes:
         merge_report: what the last merge into packed layers cost; on the model itself after `merge_and_unload`.
@@ -38,14 +45,25 @@ class MXFP4LoraModel(LoraModel):
 
     merge_report: MergeReport | None = None
 
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """[`peft.LoraModel.inject_adapter`], but names of targets keep their meaning on models with packed experts:
+        PEFT would replace those that experts had in older models by ``target_parameters``."""
+        config = self.peft_config[adapter_name]
+        self._asked = {option: copy.copy(getattr(config, option)) for option in _TARGETS}
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+
     def _check_new_adapter_config(self, config: LoraConfig) -> None:
+        if any(isinstance(module, MXFP4PackedExperts) for module in self.model.modules()):
+            for option, value in self._asked.items():
+                setattr(config, option, value)
+            check_expert_targets(config, self.model)
         super()._check_new_adapter_config(config)
         packed = _packed_layers(self.model)
         if packed:
             _check_computation(config)
             _check_targets(config, packed)
             # The way that PEFT documents for layers of its users (developer guide, custom models).
-            config._register_custom_module({MXFP4PackedLinear: MXFP4LoraLinear})
+            config._register_custom_module({MXFP4PackedLinear: MXFP4LoraLinear, MXFP4PackedExperts: MXFP4LoraExperts})
         names = [name for name, other in self.peft_config.items() if other is config]
         record_base(config, self.model, names[0] if names else "")
 
@@ -65,7 +83,7 @@ class MXFP4LoraModel(LoraModel):
             model.merge_report = self.merge_report
         return model
 
-    def _report(self, layers: dict[str, MXFP4LoraLinear]) -> None:
+    def _report(self, layers: dict[str, LoraOnPacked]) -> None:
         errors = {name: layer.merge_error for name, layer in layers.items() if layer.merge_error is not None}
         self.merge_report = MergeReport(errors) if errors else None
         if self.merge_report is None:
@@ -109,6 +127,8 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
         layer.unload_dtype = torch.bfloat16
         layer.merge_error = None
     plain = model.merge_and_unload()
+    if any(isinstance(layer, MXFP4LoraExperts) for layer in layers.values()):
+        plain.__dict__.pop("_weight_conversions", None)  # it saves as any plain model again
     quantizer = plain.hf_quantizer
     if any(isinstance(module, PACKED) for module in plain.modules()):
         return quantizer.dequantize(plain, torch.bfloat16)
@@ -125,8 +145,8 @@ def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4Packe
     return {name.removesuffix(".base_layer"): layer for name, layer in layers.items()}
 
 
-def _lora_layers(model: nn.Module) -> dict[str, MXFP4LoraLinear]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, MXFP4LoraLinear)}
+def _lora_layers(model: nn.Module) -> dict[str, LoraOnPacked]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, LoraOnPacked)}
 
 
 def _check_computation(config: LoraConfig) -> None:

@@ -2,6 +2,7 @@
 """What merging adapters into packed weights cost."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,11 @@ class MergeError:
         """From the float32 sum, the adapters' part of it, and the values that were packed."""
         parts = (total, update, packed - total)
         return cls(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts))
+
+    @classmethod
+    def summed(cls, errors: Iterable["MergeError"]) -> "MergeError":
+        errors = list(errors)
+        return cls(*(sum(getattr(error, part) for error in errors) for part in ("signal", "update", "noise")))
 
     @property
     def sqnr_db(self) -> float:
@@ -42,8 +48,7 @@ class MergeReport:
     @property
     def total(self) -> MergeError:
         """Energies summed over the layers."""
-        errors = self.layers.values()
-        return MergeError(*(sum(getattr(e, part) for e in errors) for part in ("signal", "update", "noise")))
+        return MergeError.summed(self.layers.values())
 
     def __str__(self) -> str:
         lines = [f"merged into {len(self.layers)} packed layers: {_line(self.total)}"]

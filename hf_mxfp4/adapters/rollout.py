@@ -9,6 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ..layers import PACKED, MXFP4PackedExperts, MXFP4PackedLinear
+from .expert_lora import MXFP4LoraExperts
 from .lora_layer import MXFP4LoraLinear
 
 
@@ -34,10 +35,10 @@ def policy_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     for name, module in base.named_modules():
         if name.startswith(inside):
             continue
-        if isinstance(module, MXFP4LoraLinear):
+        if isinstance(module, (MXFP4LoraLinear, MXFP4LoraExperts)):
             inside = f"{name}."
             _check_whole(name, module)
-            yield from _adapted(name, module)
+            yield from (_adapted if isinstance(module, MXFP4LoraLinear) else _adapted_experts)(name, module)
         elif isinstance(module, BaseTunerLayer):
             raise ValueError(
                 f"{name} has an adapter but is no packed layer; leave it out of the adapter's targets when rollouts "
@@ -71,8 +72,16 @@ def _adapted(name: str, layer: MXFP4LoraLinear) -> Iterator[tuple[str, torch.Ten
         yield f"{name}.bias", bias.to(base.bias.dtype)
 
 
+def _adapted_experts(name: str, layer: MXFP4LoraExperts) -> Iterator[tuple[str, torch.Tensor]]:
+    base = layer.get_base_layer()
+    for projection in base.projections:
+        yield f"{name}.{projection}", layer.effective_weight(projection, base.compute_dtype)
+        if base.bias_of(projection) is not None:
+            yield f"{name}.{projection}_bias", base.bias_of(projection).data
+
+
 def _check_whole(name: str, module: nn.Module) -> None:
-    for own, parameter in module.named_parameters(name, recurse=isinstance(module, MXFP4LoraLinear)):
+    for own, parameter in module.named_parameters(name, recurse=isinstance(module, BaseTunerLayer)):
         if parameter.numel() == 0 or hasattr(parameter, "full_tensor"):
             raise RuntimeError(f"{own} is sharded; a packed policy is pushed to other engines from whole weights only")
 

@@ -17,6 +17,7 @@ _TRANSPOSED_EXPERTS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", 
 #: Architectures that keep their projections in transformers' `Conv1D`, which is no linear layer to the quantizer.
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _EMBEDDING = re.compile(r"(?:.*_)?(?:embeds?|embed_tokens|embed_in|embed_positions|embeddings?)|wte|wpe", re.IGNORECASE)
+_EXPERTS = re.compile(r".*\.experts(?=\.)")
 _NORM = re.compile(r"(?:.*_)?(?:layer_?norm|rms_?norm|norm)\d*|ln_\w+", re.IGNORECASE)
 _QUANTIZED_STORAGE = re.compile(
     r".*\.(?:weight_packed|weight_scale|weight_scale_inv|qweight|qzeros|weight_macro|absmax)|.*_(?:blocks|scales)"
@@ -75,7 +76,7 @@ def judge(
         return Verdict(skipped="head, router or other tower")
     if any(_EMBEDDING.fullmatch(part) for part in parts):
         return Verdict(skipped="embedding")
-    if any(name_matches(name, pattern) for pattern in skips):
+    if any(name_matches(owner, pattern) for owner in _owners(name) for pattern in skips):
         return Verdict(skipped="modules_to_not_convert")
     is_expert = len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
     is_linear = len(shape) == 2 and tensor.endswith(".weight") and model_type not in _CONV1D_MODELS
@@ -86,6 +87,13 @@ def judge(
     if dtype not in FLOAT_DTYPES:
         return Verdict(stored=f"{tensor} ({_short(dtype)})")
     return Verdict(axis=1 if is_expert and model_type in _TRANSPOSED_EXPERTS else -1)
+
+
+def _owners(name: str) -> list[str]:
+    """What a pattern of the scheme may call the layer: experts are one module of the model, under its own names."""
+    in_model = name.replace(".block_sparse_moe.", ".mlp.")
+    experts = _EXPERTS.match(in_model)
+    return [experts[0]] if experts else [name, in_model]
 
 
 def _short(dtype: torch.dtype) -> str:

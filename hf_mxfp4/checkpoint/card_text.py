@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 HERE = "<this repository or folder>"
 _NO_EVALUATION = "No evaluation came with these weights: nothing is claimed about their quality on any task."
 _EVALUATION = re.compile(r"(?<=## Evaluation\n\n).*?(?=\n\n## |\Z)", re.DOTALL)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Rows of a weight that the error is measured on, evenly spaced: enough for two digits, and cheap at every checkpoint.
 _ROWS = 64
 
@@ -29,11 +30,13 @@ def card_text(model: "PreTrainedModel", state_dict: Mapping[str, torch.Tensor] |
     """Everything below the metadata."""
     config: MXFP4RLConfig = model.hf_quantizer.quantization_config
     packed = config.mode == "packed"
+    experts = any(_EXPERT.search(name) for name in model.quantization_report.quantized)
+    what = "Linear layers and experts" if experts else "Linear layers"
     kind = "packed 4-bit weights" if packed else "full-precision master weights, quantized as the model computes"
     return "\n\n".join(
         [
             f"# {type(model).__name__} in MXFP4",
-            f"Linear layers in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.",
+            f"{what} in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.",
             _loading(model, packed),
             _scheme(model, config),
             _errors(model, state_dict, packed),
@@ -108,6 +111,9 @@ def _scheme(model: "PreTrainedModel", config: MXFP4RLConfig) -> str:
     for pattern, options in config.layer_overrides or ():
         rows[f"backward of `{pattern}`"] = "; ".join(f"{gemm} {dict(given)}" for gemm, given in options)
     rows["quantized layers"] = str(report.n_quantized)
+    n_experts = sum(_EXPERT.search(name) is not None for name in report.quantized)
+    if n_experts:
+        rows["of these in experts, one for each projection of each"] = str(n_experts)
     left = f" ({', '.join(report.skipped)})" if 0 < report.n_skipped <= 4 else ""
     rows["linear layers left alone"] = f"{report.n_skipped}{left}"
     if report.bits_per_weight is not None:

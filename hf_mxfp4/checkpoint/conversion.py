@@ -3,28 +3,23 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..config import MXFP4RLConfig
-from ..ops.packed import packed_shapes
 from .atomic import FolderError, atomic_folder
 from .costs import ConversionReport, LayerCost
 from .folder import write_json
-from .formats import LayerShape
-from .sources import LayerSource, packed_names
-from .stream import StoredTensor, read_rows
+from .other_tensors import OtherTensor
+from .sources import LayerSource
+from .stored_weights import packed_names, packed_specs
 from .writer import MAX_SHARD_SIZE, ShardWriter, TensorSpec
 
 
 #: Told of bytes that are done, with the name of the layer or tensor they belong to.
 OnBytes = Callable[[int, str], None]
-Parts = Iterator[torch.Tensor]
-
-_CAST_ELEMENTS = 1 << 22
 
 
 class LayerWriter(ABC):
@@ -46,21 +41,19 @@ class KeptLayer(LayerWriter):
         self.specs = packed_specs(layer, source.shapes[layer], source.config)
 
     def write(self, writer: ShardWriter) -> LayerCost:
-        for field, tensor in self.source.read(self.layer).items():
-            writer.write(f"{self.layer}.{field}", tensor)
-        return LayerCost(self.layer, "kept")
-
-
-def packed_specs(layer: str, shape: LayerShape, config: MXFP4RLConfig) -> dict[str, TensorSpec]:
-    """The tensors of a layer in our own packed checkpoints."""
-    shapes = packed_shapes(shape.out_features, shape.in_features, config.weight_scheme)
-    return {name: TensorSpec(torch.uint8, shapes[field]) for field, name in packed_names(layer, config).items()}
+        shape = self.source.shapes[self.layer]
+        names = packed_names(self.layer, shape, self.source.config)
+        for expert in shape.matrices:
+            for field, tensor in self.source.read(self.layer, expert).items():
+                writer.append(names[field], tensor)
+        return LayerCost(self.layer, "kept", matrices=shape.n_matrices)
 
 
 def convert(
     source: LayerSource,
     out: str | os.PathLike,
     layers: dict[str, LayerWriter],
+    others: Sequence[OtherTensor],
     config: dict[str, Any],
     report: ConversionReport,
     *,
@@ -72,10 +65,11 @@ def convert(
     metadata: Mapping[str, str] | None = None,
     final_metadata: Callable[[], Mapping[str, str]] | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint: every layer as ``layers`` says, all other tensors as they are, ``config`` as `config.json`.
+    """Write a checkpoint: every layer as ``layers`` says, ``others`` beside them, ``config`` as `config.json`.
 
     Args:
-        cast: other tensors of this dtype are converted to bfloat16.
+        others: all other tensors.
+        cast: those of this dtype are converted to bfloat16.
         report: gets the layers' costs, and is returned.
         report_file: name of a file in the new folder that the report is written to.
         metadata: for the headers of the files.
@@ -88,17 +82,14 @@ def convert(
     if target == origin or origin in target.parents or target in origin.parents:
         raise FolderError(f"{target} and the checkpoint {origin} must be folders apart")
     with atomic_folder(target, overwrite=overwrite) as folder:
-        with ShardWriter(folder, _ordered_specs(source, layers, cast), max_shard_size, metadata) as writer:
+        others = [tensor.cast(cast, torch.bfloat16) for tensor in others]
+        with ShardWriter(folder, _ordered_specs(layers, others), max_shard_size, metadata) as writer:
             for layer, layer_writer in layers.items():
                 report.layers.append(layer_writer.write(writer))
                 on_bytes(source.bytes_of(layer), layer)
-            for name, tensor in source.rest.items():
-                dtype = _target_dtype(tensor, cast)
-                if dtype == tensor.dtype:
-                    writer.copy(name, tensor)
-                else:
-                    writer.write_parts(name, _cast_parts(tensor, dtype))
-                on_bytes(tensor.nbytes, name)
+            for tensor in others:
+                writer.write_parts(tensor.name, tensor.parts())
+                on_bytes(tensor.nbytes, tensor.name)
             if final_metadata is not None:
                 writer.metadata = dict(final_metadata())
         write_json(folder / "config.json", config)
@@ -108,11 +99,9 @@ def convert(
     return report
 
 
-def _ordered_specs(
-    source: LayerSource, layers: dict[str, LayerWriter], cast: torch.dtype | None
-) -> dict[str, TensorSpec]:
+def _ordered_specs(layers: dict[str, LayerWriter], others: Sequence[OtherTensor]) -> dict[str, TensorSpec]:
     """By name, layers as numbers, as `save_pretrained` splits shards."""
-    specs = {name: TensorSpec(_target_dtype(tensor, cast), tensor.shape) for name, tensor in source.rest.items()}
+    specs = {tensor.name: TensorSpec(tensor.dtype, tensor.shape) for tensor in others}
     for layer in layers.values():
         specs.update(layer.specs)
     return {name: specs[name] for name in sorted(specs, key=_natural_order)}
@@ -120,14 +109,3 @@ def _ordered_specs(
 
 def _natural_order(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
-
-
-def _target_dtype(tensor: StoredTensor, cast: torch.dtype | None) -> torch.dtype:
-    return torch.bfloat16 if tensor.dtype == cast else tensor.dtype
-
-
-def _cast_parts(tensor: StoredTensor, dtype: torch.dtype) -> Parts:
-    count = tensor.nbytes // tensor.dtype.itemsize
-    flat = StoredTensor(tensor.name, tensor.file, tensor.dtype, (count,), tensor.offset)
-    for start in range(0, count, _CAST_ELEMENTS):
-        yield read_rows(flat, start, min(start + _CAST_ELEMENTS, count)).to(dtype)

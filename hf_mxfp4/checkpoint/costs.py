@@ -16,12 +16,13 @@ ACTIONS = ("kept", "requantized", "dequantized", "packed")
 
 @dataclass
 class LayerCost:
-    """What was done to one layer.
+    """What was done to one weight.
 
     Attributes:
-        name: of the layer.
+        name: of the layer; of experts, of the one weight that the model has for all of them.
         action: one of [`ACTIONS`].
         reason: why, where it was not the user's choice for all layers.
+        matrices: how many linear maps it is, more than one of experts alone.
         signal, noise: energy of the values before, and of their change; elements that are not finite left out.
     """
 
@@ -30,6 +31,7 @@ class LayerCost:
     reason: str | None = None
     signal: float = 0.0
     noise: float = 0.0
+    matrices: int = 1
 
     def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """Count values before and after the change, in any dtype."""
@@ -60,7 +62,7 @@ class ConversionReport:
         path: the folder.
         format: of the checkpoint written; ``"mxfp4_rl"`` is our own packed one.
         scheme: of the checkpoint read, one line.
-        layers: one entry per quantized layer.
+        layers: one entry per quantized layer, and per fused weight of experts.
         notes: what else is different, in sentences.
     """
 
@@ -71,9 +73,14 @@ class ConversionReport:
     notes: list[str] = field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
-        """Number of layers by action, those that happened."""
-        found = {action: sum(layer.action == action for layer in self.layers) for action in ACTIONS}
+        """Number of linear maps by action, those that happened; each expert's count."""
+        found = {action: sum(c.matrices for c in self.layers if c.action == action) for action in ACTIONS}
         return {action: count for action, count in found.items() if count}
+
+    @property
+    def n_layers(self) -> int:
+        """Linear maps that are quantized, before or after."""
+        return sum(layer.matrices for layer in self.layers)
 
     @property
     def changed(self) -> Sequence[LayerCost]:
@@ -87,12 +94,19 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """JSON-clean; `sqnr_db` is null where nothing changed."""
         layers = [
-            {"name": c.name, "action": c.action, "reason": c.reason, "sqnr_db": _finite(c.sqnr_db)} for c in self.layers
+            {
+                "name": c.name,
+                "matrices": c.matrices,
+                "action": c.action,
+                "reason": c.reason,
+                "sqnr_db": _finite(c.sqnr_db),
+            }
+            for c in self.layers
         ]
         return {
             "format": self.format,
             "source_scheme": self.scheme,
-            "n_layers": len(self.layers),
+            "n_layers": self.n_layers,
             "actions": self.counts(),
             "n_changed": len(self.changed),
             "sqnr_db": _finite(self.total_sqnr_db),

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from .conversion import KeptLayer, OnBytes, convert
 from .costs import ConversionReport
 from .folder import CheckpointError, open_checkpoint
-from .formats import FORMATS, RenamedFormat
+from .formats import FORMATS, PackedFormat
+from .other_tensors import model_tensors
 from .sources import ForeignSource
 from .validate import RECORD, make_record
 from .writer import MAX_SHARD_SIZE
@@ -24,7 +25,8 @@ def import_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = lambda count, name: None,
 ) -> ConversionReport:
-    """Write a compressed-tensors `mxfp4-pack-quantized` or a Quark MXFP4 checkpoint as a packed one of this package.
+    """Write a compressed-tensors `mxfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss checkpoint as a packed one of this
+    package.
 
     Codes and scales keep their bytes. Layers that are not quantized there become `modules_to_not_convert`.
 
@@ -36,15 +38,17 @@ def import_checkpoint(
     """
     folder = open_checkpoint(source_dir)
     method = folder.quantization.get("quant_method")
-    known = {name: format for name, format in FORMATS.items() if isinstance(format, RenamedFormat)}
+    known = {format.quant_method: format for format in FORMATS.values() if isinstance(format, PackedFormat)}
     if method not in known:
+        names = ", ".join(format.name for format in known.values())
         what = f"is quantized by {method!r}" if method else "is not quantized"
-        raise CheckpointError(f"{folder.path} {what}; what can be imported are MXFP4 checkpoints of {', '.join(known)}")
+        raise CheckpointError(f"{folder.path} {what}; what can be imported are MXFP4 checkpoints of {names}")
     source = ForeignSource(folder, known[method])
     return convert(
         source,
         out_dir,
         {layer: KeptLayer(source, layer) for layer in source.shapes},
+        model_tensors(source),
         {**folder.config, "quantization_config": source.config.to_dict()},
         ConversionReport(Path(out_dir), "mxfp4_rl", source.config.describe(), notes=source.notes),
         overwrite=overwrite,

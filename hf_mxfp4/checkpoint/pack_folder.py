@@ -10,10 +10,12 @@ import torch
 from ..config import MXFP4RLConfig
 from ..ops.packed import dequantize, packed_tensor
 from ..report import ErrorEnergy, add_packed
-from .conversion import LayerWriter, OnBytes, convert, packed_specs
+from .conversion import LayerWriter, OnBytes, convert
 from .costs import ConversionReport, LayerCost
 from .folder import open_checkpoint
+from .other_tensors import model_tensors
 from .sources import MasterSource
+from .stored_weights import packed_names, packed_specs
 from .validate import make_record
 from .writer import MAX_SHARD_SIZE, ShardWriter
 
@@ -33,7 +35,8 @@ def pack_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = lambda count, name: None,
 ) -> ConversionReport:
-    """Write the packed checkpoint that `hf_mxfp4.pack(model).save_pretrained` would, one weight in memory at a time.
+    """Write the packed checkpoint that `hf_mxfp4.pack(model).save_pretrained` would, one matrix in memory at a time (of
+    experts that files keep in one tensor too).
 
     Args:
         source_dir: a checkpoint trained with ``mode="qat"``, or a plain one.
@@ -55,6 +58,7 @@ def pack_checkpoint(
         source,
         out_dir,
         {layer: _PackedLayer(source, layer, energy) for layer in source.shapes},
+        model_tensors(source),
         {**folder.config, "quantization_config": source.config.to_dict()},
         ConversionReport(Path(out_dir), "mxfp4_rl", source.config.describe()),
         overwrite=overwrite,
@@ -71,15 +75,18 @@ class _PackedLayer(LayerWriter):
         self.specs = packed_specs(layer, source.shapes[layer], source.config)
 
     def write(self, writer: ShardWriter) -> LayerCost:
-        master = self._source.master(self._layer)
-        packed = self._source.pack(master)
-        for field, tensor in packed.items():
-            writer.write(f"{self._layer}.{field}", tensor)
-        add_packed(self._energy, master, packed, self._source.config)
-        cost = LayerCost(self._layer, "packed")
-        for start in range(0, master.shape[0], _ROWS):
-            rows = master[start : start + _ROWS]
-            some = {field: tensor[start : start + _ROWS] for field, tensor in packed.items()}
-            values = packed_tensor(some, master.shape[1], self._source.config.weight_scheme, torch.float32)
-            cost.add(rows, dequantize(values, torch.float32))
+        config, shape = self._source.config, self._source.shapes[self._layer]
+        names = packed_names(self._layer, shape, config)
+        cost = LayerCost(self._layer, "packed", matrices=shape.n_matrices)
+        for expert in shape.matrices:
+            master = self._source.master(self._layer, expert)
+            packed = self._source.pack(master)
+            for field, tensor in packed.items():
+                writer.append(names[field], tensor)
+            add_packed(self._energy, master, packed, config, shape.n_matrices)
+            for start in range(0, master.shape[0], _ROWS):
+                rows = master[start : start + _ROWS]
+                some = {field: tensor[start : start + _ROWS] for field, tensor in packed.items()}
+                values = packed_tensor(some, master.shape[1], config.weight_scheme, torch.float32)
+                cost.add(rows, dequantize(values, torch.float32))
         return cost

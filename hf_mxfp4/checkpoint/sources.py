@@ -2,7 +2,7 @@
 """Checkpoints as packed layers, read one at a time: packed ones, full-precision ones, and other engines' formats."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -11,11 +11,15 @@ import torch
 from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..module_names import find_linears, fused_experts
-from ..ops.packed import PACKED_FIELDS, packed_shapes, quantize_weight
+from ..experts_layout import obstacle
+from ..module_names import fused_experts
+from ..ops.packed import quantize_weight
+from .file_names import FileNames
 from .folder import CheckpointError, CheckpointFolder
-from .formats import LayerShape, RenamedFormat
-from .stream import StoredTensor, read_rows
+from .formats import PackedFormat
+from .packing import check_packed_files
+from .stored_weights import join_pieces, layer_shapes, packed_names, packed_specs, quantizable_layers, read_tensor
+from .stream import StoredTensor
 from .validate import check_checkpoint
 
 
@@ -26,36 +30,47 @@ class LayerSource(ABC):
         folder: what is read.
         config: the scheme, of mode ``"packed"``.
         model: the model without memory.
-        shapes: layers to be quantized, in the model's order.
+        shapes: weights to be quantized, in the model's order: linear layers by their names, the fused weights of
+            experts by theirs (``...experts.gate_up_proj``).
+        names: what files call the tensors of the model; `None` where no experts are quantized, and files have the
+            model's names.
     """
 
-    def __init__(self, folder: CheckpointFolder, config: MXFP4RLConfig, model: nn.Module | None = None):
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        config: MXFP4RLConfig,
+        model: nn.Module | None = None,
+        names: FileNames | None = None,
+    ):
         self.folder, self.config = folder, config
         self.model = folder.empty_model() if model is None else model
-        linears = _linears(self.model, config)
-        self.shapes: dict[str, LayerShape] = {}
-        seen: set[int] = set()
-        for name, linear in linears.items():
-            if id(linear) not in seen:  # one layer in several places is stored under the first
-                seen.add(id(linear))
-                self.shapes[name] = LayerShape(linear.out_features, linear.in_features)
+        layers = quantizable_layers(self.model, config)
+        has_experts = any(not isinstance(layer, nn.Linear) for layer in layers.values())
+        self.names = (names or FileNames(self.model)) if has_experts else None
+        self.shapes = layer_shapes(layers, self.names)
 
     @abstractmethod
-    def stored(self, layer: str) -> Mapping[str, StoredTensor]:
-        """The tensors of the file that make a layer's weight."""
+    def stored(self, layer: str) -> Iterable[StoredTensor]:
+        """The tensors of the files that make a weight."""
 
     @abstractmethod
-    def read(self, layer: str) -> dict[str, torch.Tensor]:
-        """A layer's packed tensors by the names of [`PACKED_FIELDS`]. Raises `ShardError`."""
+    def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        """The packed tensors of one matrix by the names of [`PACKED_FIELDS`]. Raises `ShardError`."""
+
+    def find(self, name: str) -> StoredTensor | None:
+        """The tensor that the files have for one of the model, by either name."""
+        other = self.names.whole.get(name, name) if self.names else name
+        return self.folder.tensors.get(name) or self.folder.tensors.get(other)
 
     @cached_property
     def rest(self) -> dict[str, StoredTensor]:
         """Tensors that belong to no quantized weight, biases included."""
-        taken = {tensor.name for layer in self.shapes for tensor in self.stored(layer).values()}
+        taken = {tensor.name for layer in self.shapes for tensor in self.stored(layer)}
         return {name: tensor for name, tensor in self.folder.tensors.items() if name not in taken}
 
     def bytes_of(self, layer: str) -> int:
-        return sum(tensor.nbytes for tensor in self.stored(layer).values())
+        return sum(tensor.nbytes for tensor in self.stored(layer))
 
     @property
     def total_bytes(self) -> int:
@@ -70,24 +85,23 @@ class PackedSource(LayerSource):
         if config is None or config.mode != "packed":
             raise CheckpointError(f"{folder.path} is no packed checkpoint")
         super().__init__(folder, config)
-        self._fields = {
-            layer: packed_shapes(shape.out_features, shape.in_features, config.weight_scheme)
-            for layer, shape in self.shapes.items()
-        }
+        self._fields = {layer: packed_names(layer, shape, config) for layer, shape in self.shapes.items()}
         packed = folder.empty_model()
-        for layer, shapes in self._fields.items():
-            linear = packed.get_submodule(layer)
-            for field, shape in shapes.items():
-                tensor = torch.empty(shape, dtype=torch.uint8, device="meta")
-                linear.register_parameter(field, nn.Parameter(tensor, requires_grad=False))
+        tensors: dict[str, dict[str, tuple[int, ...]]] = {}
+        for layer, shape in self.shapes.items():
+            for name, spec in packed_specs(layer, shape, config).items():
+                owner, _, own = name.rpartition(".")
+                tensors.setdefault(owner, {})[own] = spec.shape
+                tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+                packed.get_submodule(owner).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
         #: What was recorded of the weights' SQNR when they were packed, in decibels.
-        self.sqnr_db: float | None = check_folder(folder, packed, config).get("weight_sqnr_db")
+        self.sqnr_db: float | None = check_folder(folder, packed, config, tensors).get("weight_sqnr_db")
 
-    def stored(self, layer: str) -> dict[str, StoredTensor]:
-        return {field: self.folder.tensors[f"{layer}.{field}"] for field in self._fields[layer]}
+    def stored(self, layer: str) -> list[StoredTensor]:
+        return [self.folder.tensors[name] for name in self._fields[layer].values()]
 
-    def read(self, layer: str) -> dict[str, torch.Tensor]:
-        return {field: read_whole(tensor) for field, tensor in self.stored(layer).items()}
+    def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        return {field: read_tensor(self.folder.tensors[name], expert) for field, name in self._fields[layer].items()}
 
 
 class MasterSource(LayerSource):
@@ -109,24 +123,33 @@ class MasterSource(LayerSource):
         super().__init__(folder, config or own.packed())
         if own is not None:
             check_folder(folder, self.model, own)
+        self._whole: dict[str, StoredTensor] = {}
         for layer, shape in self.shapes.items():
-            tensor = _find(folder, f"{layer}.weight")
-            expected = (shape.out_features, shape.in_features)
-            if not tensor.dtype.is_floating_point or tensor.shape != expected:
-                raise CheckpointError(
-                    f"{tensor.file.name}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}; "
-                    f"the model needs floating-point {list(expected)}"
-                )
+            name = layer if shape.experts is not None else f"{layer}.weight"
+            tensor = self.find(name)
+            if tensor is not None or not shape.pieces:
+                self._whole[layer] = tensor or _find(folder, name)
+                _check_float(self._whole[layer], shape.full_shape())
+                continue
+            # One tensor for each expert, and often two: neither is ever joined with those of other experts.
+            for piece in shape.pieces:
+                _check_float(_find(folder, piece.name), (shape.n_rows(piece), shape.in_features))
 
-    def stored(self, layer: str) -> dict[str, StoredTensor]:
-        return {"weight": self.folder.tensors[f"{layer}.weight"]}
+    def stored(self, layer: str) -> list[StoredTensor]:
+        if layer in self._whole:
+            return [self._whole[layer]]
+        return [self.folder.tensors[piece.name] for piece in self.shapes[layer].pieces]
 
-    def master(self, layer: str) -> torch.Tensor:
-        """The full-precision weight. Raises `ShardError`."""
-        return read_whole(self.stored(layer)["weight"])
+    def master(self, layer: str, expert: int | None = None) -> torch.Tensor:
+        """One full-precision matrix ``[N, K]``. Raises `ShardError`."""
+        shape = self.shapes[layer]
+        if layer in self._whole:
+            weight = read_tensor(self._whole[layer], expert)
+            return weight.t() if shape.transposed else weight
+        return join_pieces(self.folder, shape, expert)
 
-    def read(self, layer: str) -> dict[str, torch.Tensor]:
-        return self.pack(self.master(layer))
+    def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        return self.pack(self.master(layer, expert))
 
     def pack(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
         return quantize_weight(master, self.config.weight_scheme, self.config.backend)
@@ -138,27 +161,44 @@ class ForeignSource(LayerSource):
     Raises [`CheckpointError`] when it quantizes layers that this package never does, or stores what has no equal here.
     """
 
-    def __init__(self, folder: CheckpointFolder, format: RenamedFormat):
+    def __init__(self, folder: CheckpointFolder, format: PackedFormat):
         imported = format.read_config(folder.quantization)
-        self.notes = imported.notes
-        self._names = format.names
-        scale = f".{format.names['weight_scale']}"
-        layers = [name.removesuffix(scale) for name in folder.tensors if name.endswith(scale)]
-        if not layers:
-            raise CheckpointError(f"{folder.path} has no tensor *{scale}, so nothing in it is quantized")
+        self.notes, self._format = imported.notes, format
+        scales = {name for name in folder.tensors if format.is_scale(name)}
+        if not scales:
+            raise CheckpointError(f"{folder.path} has no block scales, so nothing in it is quantized")
         for name in folder.tensors:
             if meaning := format.foreign.get(name.rsplit(".", 1)[-1]):
                 raise CheckpointError(f"{folder.path} has {name}: {meaning}, which this package has no equal of")
         model = folder.empty_model()
-        super().__init__(folder, _skipping(imported.config, model, set(layers)), model)
-        if foreign := sorted(set(layers) - set(self.shapes)):
+        obstacles = [name for name in fused_experts(model) if obstacle(model.get_submodule(name))]
+        candidates = quantizable_layers(model, _with_skips(imported.config, obstacles))
+        has_experts = any(not isinstance(layer, nn.Linear) for layer in candidates.values())
+        names = FileNames(model) if has_experts else None
+        quantized: set[str] = set()
+        for name, layer in candidates.items():
+            own = [
+                spec
+                for weight, shape in layer_shapes({name: layer}, names).items()
+                if not format.shape_misfit(shape)
+                for spec in format.specs(weight, shape)
+                if format.is_scale(spec)
+            ]
+            if not scales.isdisjoint(own):
+                quantized.add(name)
+                scales -= set(own)
+        if scales:
+            foreign = min(scales).removesuffix(".weight_scale").removesuffix("_scales")
             raise CheckpointError(
-                f"{folder.path} quantizes {foreign[0]}"
-                + (f" and {len(foreign) - 1} more" if len(foreign) > 1 else "")
-                + ", which this package keeps in full precision (heads, routers, embeddings) or cannot pack (experts)"
+                f"{folder.path} quantizes {foreign}"
+                + (f" and {len(scales) - 1} more" if len(scales) > 1 else "")
+                + ", which this package keeps in full precision (heads, routers, embeddings) or cannot pack"
             )
-        for layer, shape in self.shapes.items():
-            for name, spec in format.specs(layer, shape).items():
+        skips = [*(name for name in candidates if name not in quantized), *obstacles]
+        super().__init__(folder, _with_skips(imported.config, skips), model, names)
+        self._specs = {layer: format.specs(layer, shape) for layer, shape in self.shapes.items()}
+        for specs in self._specs.values():
+            for name, spec in specs.items():
                 tensor = _find(folder, name)
                 if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
                     raise CheckpointError(
@@ -166,18 +206,22 @@ class ForeignSource(LayerSource):
                         f"{spec.dtype} {list(spec.shape)}"
                     )
 
-    def stored(self, layer: str) -> dict[str, StoredTensor]:
-        return {field: self.folder.tensors[f"{layer}.{name}"] for field, name in self._names.items()}
+    def stored(self, layer: str) -> list[StoredTensor]:
+        return [self.folder.tensors[name] for name in self._specs[layer]]
 
-    def read(self, layer: str) -> dict[str, torch.Tensor]:
-        return {field: read_whole(tensor) for field, tensor in self.stored(layer).items()}
+    def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        return self._format.read(layer, self.shapes[layer], expert, self._read)
+
+    def _read(self, name: str, index: int | None = None) -> torch.Tensor:
+        return read_tensor(self.folder.tensors[name], index)
 
 
-def _linears(model: nn.Module, config: MXFP4RLConfig) -> dict[str, nn.Linear]:
-    try:
-        return find_linears(model, config.modules_to_not_convert or ())[0]
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+def _check_float(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
+    if not tensor.dtype.is_floating_point or tensor.shape != expected:
+        raise CheckpointError(
+            f"{tensor.file.name}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}; "
+            f"the model needs floating-point {list(expected)}"
+        )
 
 
 def own_config(folder: CheckpointFolder) -> MXFP4RLConfig | None:
@@ -188,7 +232,8 @@ def own_config(folder: CheckpointFolder) -> MXFP4RLConfig | None:
     method = options.get("quant_method")
     if method != QUANT_METHOD:
         raise CheckpointError(
-            f"{folder.path} is quantized by {method!r}; import it first (compressed-tensors and quark can be imported)"
+            f"{folder.path} is quantized by {method!r}; import it first (compressed-tensors, quark and gpt-oss can be "
+            "imported)"
         )
     try:
         return MXFP4RLConfig.from_dict(options)
@@ -196,24 +241,22 @@ def own_config(folder: CheckpointFolder) -> MXFP4RLConfig | None:
         raise CheckpointError(f"the quantization_config of {folder.path} cannot be read: {error}") from error
 
 
-def check_folder(folder: CheckpointFolder, model: nn.Module, config: MXFP4RLConfig) -> dict[str, Any]:
-    """[`check_checkpoint`] of a folder. Raises [`CheckpointError`]."""
+def check_folder(
+    folder: CheckpointFolder,
+    model: nn.Module,
+    config: MXFP4RLConfig,
+    packed: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None,
+) -> dict[str, Any]:
+    """[`check_checkpoint`] of a folder, and [`check_packed_files`] of its layers in ``packed``. Raises
+    [`CheckpointError`]."""
     files = sorted({str(tensor.file) for tensor in folder.tensors.values()})
     try:
-        return check_checkpoint(files, model, config)
+        record = check_checkpoint(files, model, config)
+        if packed is not None:
+            check_packed_files(files, packed)
+        return record
     except ValueError as error:
         raise CheckpointError(f"{folder.path}: {error}") from None
-
-
-def read_whole(tensor: StoredTensor) -> torch.Tensor:
-    """A stored matrix. Raises `ShardError`."""
-    return read_rows(tensor, 0, tensor.shape[0])
-
-
-def packed_names(layer: str, config: MXFP4RLConfig) -> dict[str, str]:
-    """The fields that a layer's weight has under a scheme, and their full names, in the order of [`PACKED_FIELDS`]."""
-    present = packed_shapes(1, 1, config.weight_scheme)
-    return {field: f"{layer}.{field}" for field in PACKED_FIELDS if field in present}
 
 
 def _find(folder: CheckpointFolder, name: str) -> StoredTensor:
@@ -223,13 +266,6 @@ def _find(folder: CheckpointFolder, name: str) -> StoredTensor:
             "from_pretrained, and save_pretrained it first"
         )
     return folder.tensors[name]
-
-
-def _skipping(config: MXFP4RLConfig, model: nn.Module, layers: set[str]) -> MXFP4RLConfig:
-    """``config`` for exactly the linear layers named ``layers``, as far as a config can say so."""
-    experts = fused_experts(model)
-    linears = _linears(model, _with_skips(config, experts))
-    return _with_skips(config, [*(name for name in linears if name not in layers), *experts])
 
 
 def _with_skips(config: MXFP4RLConfig, names: list[str]) -> MXFP4RLConfig:

@@ -15,8 +15,6 @@ from typing import BinaryIO
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from .stream import StoredTensor, read_rows
-
 
 INDEX = "model.safetensors.index.json"
 #: As `save_pretrained` has it.
@@ -86,7 +84,7 @@ class ShardWriter:
         self._files: dict[str, BinaryIO] = {}
         self._headers: dict[str, bytes] = {}
         self._places: dict[str, tuple[BinaryIO, int]] = {}
-        self._missing = set(specs)
+        self._written: dict[str, int] = {}
 
     def __enter__(self) -> "ShardWriter":
         for file, names in self._shards.items():
@@ -107,31 +105,30 @@ class ShardWriter:
 
     def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> None:
         """Write a tensor that comes in consecutive pieces. Raises as [`write`], also for too few or many elements."""
-        if name not in self._missing:
+        if name not in self._specs or name in self._written:
             raise ValueError(f"{name} was {'written already' if name in self._specs else 'not announced'}")
-        self._missing.remove(name)
-        spec, (stream, offset) = self._specs[name], self._places[name]
-        stream.seek(offset)
-        written = 0
         for part in parts:
-            data = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-            written += data.numel()
-            if part.dtype != spec.dtype:
-                raise ValueError(f"{name} is {part.dtype}, but {spec.dtype} was announced")
-            if written > spec.nbytes:
-                break
-            for start in range(0, data.numel(), _COPY_BYTES):
-                stream.write(data[start : start + _COPY_BYTES].numpy().data)
-        if written != spec.nbytes:
-            raise ValueError(f"{name} came as {written} bytes or more, but {spec.nbytes} were announced")
+            self.append(name, part)
+        written, nbytes = self._written.setdefault(name, 0), self._specs[name].nbytes
+        if written != nbytes:
+            raise ValueError(f"{name} came as {written} bytes, but {nbytes} were announced")
 
-    def copy(self, name: str, source: StoredTensor) -> None:
-        """Copy the bytes of a stored tensor, in portions. Raises as [`write_parts`], and `ShardError`."""
-        raw = StoredTensor(source.name, source.file, torch.uint8, (source.nbytes,), source.offset)
-        starts = range(0, source.nbytes, _COPY_BYTES)
-        dtype = source.dtype
-        parts = (read_rows(raw, start, min(start + _COPY_BYTES, source.nbytes)).view(dtype) for start in starts)
-        self.write_parts(name, parts)
+    def append(self, name: str, part: torch.Tensor) -> None:
+        """Write the next consecutive piece of a tensor; pieces of several tensors may take turns. Raises as
+        [`write_parts`]."""
+        if name not in self._specs:
+            raise ValueError(f"{name} was not announced")
+        spec, (stream, offset) = self._specs[name], self._places[name]
+        if part.dtype != spec.dtype:
+            raise ValueError(f"{name} is {part.dtype}, but {spec.dtype} was announced")
+        data = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        done = self._written.get(name, 0)
+        if done + data.numel() > spec.nbytes:
+            raise ValueError(f"{name} came as {done + data.numel()} bytes or more, but {spec.nbytes} were announced")
+        self._written[name] = done + data.numel()
+        stream.seek(offset + done)
+        for start in range(0, data.numel(), _COPY_BYTES):
+            stream.write(data[start : start + _COPY_BYTES].numpy().data)
 
     def __exit__(self, kind, *exception) -> None:
         try:
@@ -142,8 +139,9 @@ class ShardWriter:
                 stream.close()
 
     def _finish(self) -> None:
-        if self._missing:
-            raise ValueError(f"{len(self._missing)} announced tensors were not written, such as {min(self._missing)}")
+        missing = [name for name, spec in self._specs.items() if self._written.get(name) != spec.nbytes]
+        if missing:
+            raise ValueError(f"{len(missing)} announced tensors were not written in full, such as {min(missing)}")
         if len(self._shards) > 1:
             text = json.dumps(self._index, indent=2, sort_keys=True) + "\n"
             (self._folder / INDEX).write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ from .options import fail, told_errors
 
 
 if TYPE_CHECKING:
-    from ..checkpoint.costs import ConversionReport
+    from ..checkpoint.costs import ConversionReport, LayerCost
 
 
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: a new or an empty one.")]
@@ -52,14 +52,18 @@ def show(report: "ConversionReport", as_json: bool) -> None:
     console = out()
     changed = [layer for layer in report.layers if layer.action != "kept"]
     if changed:
-        rows = [[c.name, c.action, _decibels(c.sqnr_db), c.reason or ""] for c in changed]
+        rows = [[_name(c), c.action, _decibels(c.sqnr_db), c.reason or ""] for c in changed]
         headings = ["layer", "what", "SQNR dB", "why"][: 4 if any(c.reason for c in changed) else 3]
         console.print(plain_table(report.scheme, headings, [row[: len(headings)] for row in rows]))
     counts = ", ".join(f"{count} {action}" for action, count in report.counts().items())
-    total = f"{len(report.layers)} layers ({counts}), SQNR {_decibels(report.total_sqnr_db)}"
+    total = f"{report.n_layers} layers ({counts}), SQNR {_decibels(report.total_sqnr_db)}"
     console.print(f"{report.path}: {report.format}, {total}", markup=False, highlight=False, soft_wrap=True)
     for note in report.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _name(cost: "LayerCost") -> str:
+    return cost.name if cost.matrices == 1 else f"{cost.name} ({cost.matrices} experts)"
 
 
 def _decibels(value: float) -> str:

@@ -16,6 +16,7 @@ class FormatName(str, Enum):
 
     COMPRESSED_TENSORS = "compressed-tensors"
     QUARK = "quark"
+    GPT_OSS = "gpt-oss"
     BF16 = "bf16"
 
 
@@ -34,7 +35,11 @@ def export(
     out: OutArgument,
     format: Annotated[
         FormatName,
-        typer.Option("--format", help="compressed-tensors: vLLM, transformers (W4A16); quark: vLLM (W4A4); bf16: all."),
+        typer.Option(
+            "--format",
+            help="compressed-tensors: vLLM, transformers (W4A16); quark: vLLM (W4A4); gpt-oss: experts of gpt-oss "
+            "models; bf16: all.",
+        ),
     ],
     on_mismatch: Annotated[
         OnMismatch,
@@ -62,7 +67,9 @@ def export(
 def import_(
     source: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Folder of an MXFP4 checkpoint of compressed-tensors or AMD Quark."),
+        typer.Argument(
+            metavar="DIR", help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss."
+        ),
     ],
     out: OutArgument,
     overwrite: OverwriteOption = False,

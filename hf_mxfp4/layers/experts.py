@@ -105,7 +105,7 @@ class MXFP4Experts(ExpertsBase):
     def _input_dtype(self) -> torch.dtype:
         return getattr(self, self.projections[0]).dtype
 
-    def _project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         return grouped_linear(
             x,
             getattr(self, projection),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What trainable and packed experts share: how they stand in for a transformers module, and how tokens pass them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,14 +96,24 @@ class ExpertsBase(nn.Module):
             ValueError: the experts are spread over processes, or ``hidden_states`` has another size.
             TypeError: the dtypes of ``hidden_states`` and the weights differ outside of autocast.
         """
+        return self.forward_with(self.project, hidden_states, top_k_index, top_k_weights)
+
+    def forward_with(
+        self,
+        project: Callable[[str, torch.Tensor, Groups], torch.Tensor],
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """[`forward`] with something else in the place of [`project`], as adapters have it."""
         self._check_input(hidden_states)
         n_tokens, k = top_k_index.shape
         order, groups = group_by_expert(top_k_index.reshape(-1), self.n_experts)
         up, down = self.projections
-        states = self._project(up, hidden_states[order // k], groups)
+        states = project(up, hidden_states[order // k], groups)
         dtype = states.dtype
         states = self._apply_gate(states) if self.has_gate else self.act_fn(states)
-        states = self._project(down, states.to(dtype), groups)
+        states = project(down, states.to(dtype), groups)
         if getattr(self, "has_post_expert_norm", False):
             states = self.post_expert_norm(states)
         states = states * top_k_weights.reshape(-1)[order].unsqueeze(-1)
@@ -110,7 +121,7 @@ class ExpertsBase(nn.Module):
         places[order] = torch.arange(order.numel(), device=order.device)
         return states[places].view(n_tokens, k, -1).sum(dim=1).to(hidden_states.dtype)
 
-    def _project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """``[S, K]`` to ``[S, N]``, rows sorted by expert."""
         raise NotImplementedError
 

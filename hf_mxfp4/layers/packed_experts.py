@@ -145,7 +145,7 @@ class MXFP4PackedExperts(ExpertsBase):
     def _dequantized(self, projection: str, packed: PackedWeight, expert: int, dtype: torch.dtype) -> torch.Tensor:
         return dequantize(self._tensor(projection, packed, expert), dtype, self.config.backend)
 
-    def _project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         packed = self.packed_weight(projection)
         if packed[0].dtype != torch.uint8:
             raise TypeError(

@@ -240,9 +240,10 @@ class _PackedGroupedLinear(torch.autograd.Function):
     def backward(ctx, grad):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
+            packed = ctx.saved_tensors  # once: under gradient checkpointing they can be unpacked only once
             grad_x = grad.new_empty(grad.shape[0], ctx.in_features)
             for expert, rows in ctx.groups:
-                grad_x[rows] = grad[rows] @ ctx.dequantize_expert(ctx.saved_tensors, expert, grad.dtype)
+                grad_x[rows] = grad[rows] @ ctx.dequantize_expert(packed, expert, grad.dtype)
             grad_x = grad_x.to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             grad_bias = _grad_bias(grad, ctx.groups, ctx.bias_dtype)

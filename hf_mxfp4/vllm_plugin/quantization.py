@@ -69,6 +69,12 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
         if not isinstance(layer, LinearBase):
+            # By name: the class has moved between versions of vLLM.
+            if any(cls.__name__ == "FusedMoE" for cls in type(layer).__mro__) and not self._skips(prefix):
+                raise ValueError(
+                    f"{prefix}: packed experts cannot be loaded into vLLM by this plugin; export the checkpoint to a "
+                    "format that vLLM has experts in: hf-mxfp4 export --format compressed-tensors, gpt-oss or bf16"
+                )
             return None
         return UnquantizedLinearMethod() if self._skips(prefix) else MXFP4RLLinearMethod(self.scheme, prefix)
 

@@ -11,7 +11,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
-from hf_mxfp4.checkpoint import export
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 
@@ -299,13 +298,6 @@ def test_kernels_that_would_pass_the_experts_by_are_refused(mode, checkpoint):
     config = MXFP4RLConfig(mode=mode)
     with pytest.raises(ValueError, match="use_kernels=True lets transformers replace whole layers of experts"):
         AutoModelForCausalLM.from_pretrained(checkpoint("gpt_oss"), quantization_config=config, use_kernels=True)
-
-
-def test_files_of_packed_experts_are_not_exported(checkpoint, tmp_path):
-    load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match="experts in fused 3-D weights .* which cannot be converted file by file"):
-        export(tmp_path / "saved", tmp_path / "out", "bf16")
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_model_card_tells_of_experts(checkpoint, tmp_path):

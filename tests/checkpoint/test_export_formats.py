@@ -36,7 +36,7 @@ QUARK_TENSOR = {
 
 
 def test_the_formats():
-    assert list(FORMATS) == ["compressed-tensors", "quark", "bf16"]
+    assert list(FORMATS) == ["compressed-tensors", "quark", "gpt-oss", "bf16"]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,10 @@ def test_one_file_or_many_hold_the_same(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("gptq",), "'compressed-tensors', 'quark', 'bf16'"), (("quark", "ask"), "'refuse', 'requantize', 'dequantize'")],
+    [
+        (("gptq",), "'compressed-tensors', 'quark', 'gpt-oss', 'bf16'"),
+        (("quark", "ask"), "'refuse', 'requantize', 'dequantize'"),
+    ],
 )
 def test_unknown_choices(arguments, words, tmp_path):
     with pytest.raises(ValueError, match=words):

@@ -50,6 +50,19 @@ def test_pack_export_import(run, plain, tmp_path):
     assert torch.equal(one, other)
 
 
+def test_experts_are_one_line_for_each_weight(run, tmp_path):
+    make_model("gpt_oss", layers=1, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
+    options = ("--macro-block", "none", "--skip", "self_attn")
+    result = run("pack", tmp_path / "plain", tmp_path / "packed", *options)
+    assert "8 layers (8 packed), SQNR 1" in result.stdout
+    assert result.stdout.count("experts.down_proj (4 experts)") == 1
+    result = run("export", tmp_path / "packed", tmp_path / "out", "--format", "gpt-oss")
+    assert "gpt-oss, 8 layers (8 kept), SQNR exact" in result.stdout
+    assert scheme_in(tmp_path / "out")["quant_method"] == "mxfp4"
+    report = json.loads(run("import", tmp_path / "out", tmp_path / "back", "--json").stdout)
+    assert report["n_layers"] == 8 and [layer["matrices"] for layer in report["layers"]] == [4, 4]
+
+
 def test_pack_takes_the_options_of_the_scheme(run, plain, tmp_path):
     options = ["--preset", "w4a4", "--macro-search", "static", "--macro-block", "64"]
     options += ["--outlier-fallback", "0.25", "--weight-block", "32x32"]

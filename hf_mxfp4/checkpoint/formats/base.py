@@ -2,24 +2,67 @@
 """What a checkpoint format has to say about itself. One small module per format."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE, QuantScheme
+from ..file_names import Piece
 from ..folder import CheckpointError
 from ..writer import TensorSpec
 
 
+#: Reads a tensor of the files by its name, or one slice of its first axis.
+Read = Callable[..., torch.Tensor]
+
+
 @dataclass(frozen=True)
 class LayerShape:
-    """The logical weight ``[out_features, in_features]`` of a linear layer."""
+    """The logical weight ``[out_features, in_features]`` of a linear layer, or those of as many experts.
+
+    Attributes:
+        experts: how many there are in a fused weight; `None` for a linear layer.
+        transposed: the model has ``[experts, in_features, out_features]``.
+        pieces: what the files of plain checkpoints have in the place of a fused weight; empty where it is one tensor
+            there too.
+    """
 
     out_features: int
     in_features: int
+    experts: int | None = None
+    transposed: bool = False
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def matrices(self) -> Iterable[int | None]:
+        """The experts, or `None` for the one matrix of a linear layer."""
+        return (None,) if self.experts is None else range(self.experts)
+
+    @property
+    def n_matrices(self) -> int:
+        return 1 if self.experts is None else self.experts
+
+    @cached_property
+    def _pieces_by_expert(self) -> dict[int, list[Piece]]:
+        found: dict[int, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.expert, []).append(piece)
+        return found
+
+    def pieces_of(self, expert: int) -> list[Piece]:
+        return self._pieces_by_expert.get(expert, [])
+
+    def n_rows(self, piece: Piece) -> int:
+        return len(range(self.out_features)[piece.rows])
+
+    def full_shape(self) -> tuple[int, ...]:
+        """Of the weight in the model."""
+        matrix = (self.out_features, self.in_features)
+        return matrix if self.experts is None else (self.experts, *(matrix[::-1] if self.transposed else matrix))
 
 
 @dataclass(frozen=True)
@@ -36,17 +79,34 @@ class Format(ABC):
     #: What users call it.
     name: ClassVar[str]
 
-    @abstractmethod
-    def quantization_config(self, config: MXFP4RLConfig, ignored: Sequence[str]) -> dict[str, Any] | None:
-        """What `config.json` needs; ``ignored`` are the linear layers that are not quantized."""
+    def architecture_misfit(self, model_type: str) -> str | None:
+        """Why no model of this architecture can be stored; `None` if it can."""
+        return None
 
     @abstractmethod
-    def notes(self, config: MXFP4RLConfig) -> list[str]:
-        """What of ``config`` the format leaves out, besides the weights; in sentences for the user."""
+    def quantization_config(
+        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
+    ) -> dict[str, Any] | None:
+        """What `config.json` needs.
+
+        Args:
+            ignored: linear layers that are not quantized, and experts that are not by the names that files have.
+            quantized: weights that are, by the names that they have in the model.
+        """
+
+    @abstractmethod
+    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+        """What of ``config`` the format leaves out, besides the weights; in sentences for the user.
+        Arguments as those of [`quantization_config`]."""
 
 
 class PackedFormat(Format):
     """A format with MXFP4 layers: plain ones, with nothing but codes and block scales."""
+
+    #: `quant_method` of its `quantization_config`.
+    quant_method: ClassVar[str]
+    #: Last parts of the names of tensors that mean something this project has not -> what that is.
+    foreign: ClassVar[Mapping[str, str]] = {}
 
     def misfits(self, scheme: QuantScheme) -> list[str]:
         """Parts of a weight scheme that the format has no place for; empty when it holds the weight bit for bit."""
@@ -57,6 +117,10 @@ class PackedFormat(Format):
             parts.append(f"the outlier-fallback residual (of{scheme.outlier_fallback:g})")
         return parts
 
+    def leaves_out(self, shape: LayerShape) -> str | None:
+        """Why a layer of this kind never is MXFP4 in this format; `None` if it may be."""
+        return None
+
     def shape_misfit(self, shape: LayerShape) -> str | None:
         """Why a layer of this shape cannot be stored in MXFP4 under any scheme; `None` if it can."""
         if shape.in_features % BLOCK_SIZE:
@@ -64,33 +128,77 @@ class PackedFormat(Format):
         return None
 
     @abstractmethod
+    def is_scale(self, name: str) -> bool:
+        """Whether a tensor of this name is the block scales of a quantized layer."""
+
+    @abstractmethod
     def specs(self, layer: str, shape: LayerShape) -> dict[str, TensorSpec]:
         """Names and kinds of the tensors that a plain MXFP4 layer is stored as."""
 
     @abstractmethod
-    def tensors(self, layer: str, packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of [`specs`] from our ``weight`` and ``weight_scale``; no arithmetic, the same bits."""
+    def tensors(
+        self, layer: str, shape: LayerShape, expert: int | None, packed: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """What our ``weight`` and ``weight_scale`` of one matrix are in tensors of [`specs`], in those that hold more
+        than it the next slice of the first axis; no arithmetic, the same bits."""
 
-
-class RenamedFormat(PackedFormat):
-    """A format that stores our very bytes under other names, so that it can be read back too."""
-
-    #: Our name of a layer's tensor -> the format's.
-    names: ClassVar[Mapping[str, str]]
-    #: Last parts of the names of tensors that mean something this project has not -> what that is.
-    foreign: ClassVar[Mapping[str, str]] = {}
-
-    def specs(self, layer: str, shape: LayerShape) -> dict[str, TensorSpec]:
-        rows, columns = shape.out_features, shape.in_features
-        sizes = {"weight": columns // 2, "weight_scale": columns // BLOCK_SIZE}
-        return {f"{layer}.{self.names[ours]}": TensorSpec(torch.uint8, (rows, size)) for ours, size in sizes.items()}
-
-    def tensors(self, layer: str, packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {f"{layer}.{self.names[ours]}": tensor for ours, tensor in packed.items()}
+    @abstractmethod
+    def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
+        """The way back: our ``weight`` and ``weight_scale`` of one matrix."""
 
     @abstractmethod
     def read_config(self, options: Mapping[str, Any]) -> Imported:
         """Read a `quantization_config` of this format. Raises [`CheckpointError`] for what has no equal here."""
+
+
+class RenamedFormat(PackedFormat):
+    """A format that stores our very bytes under other names, one matrix or rows of one in each tensor."""
+
+    #: Our name of a layer's tensor -> the format's.
+    names: ClassVar[Mapping[str, str]]
+
+    def shape_misfit(self, shape: LayerShape) -> str | None:
+        if shape.experts is not None and not shape.pieces:
+            return "the architecture has all experts in one tensor, and this format one matrix in each"
+        return super().shape_misfit(shape)
+
+    def is_scale(self, name: str) -> bool:
+        return name.endswith(f".{self.names['weight_scale']}")
+
+    def specs(self, layer: str, shape: LayerShape) -> dict[str, TensorSpec]:
+        sizes = {"weight": shape.in_features // 2, "weight_scale": shape.in_features // BLOCK_SIZE}
+        return {
+            f"{owner}.{self.names[ours]}": TensorSpec(torch.uint8, (len(range(shape.out_features)[rows]), size))
+            for expert in shape.matrices
+            for owner, rows in _owners(layer, shape, expert).items()
+            for ours, size in sizes.items()
+        }
+
+    def tensors(
+        self, layer: str, shape: LayerShape, expert: int | None, packed: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        return {
+            f"{owner}.{self.names[ours]}": tensor[rows]
+            for owner, rows in _owners(layer, shape, expert).items()
+            for ours, tensor in packed.items()
+        }
+
+    def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
+        packed: dict[str, torch.Tensor] = {}
+        for ours, theirs in self.names.items():
+            for owner, rows in _owners(layer, shape, expert).items():
+                part = read(f"{owner}.{theirs}")
+                if ours not in packed:
+                    packed[ours] = part.new_empty(shape.out_features, part.shape[1])
+                packed[ours][rows] = part
+        return packed
+
+
+def _owners(layer: str, shape: LayerShape, expert: int | None) -> dict[str, slice]:
+    """The linear layers that a matrix is in the files, and the rows of each."""
+    if expert is None:
+        return {layer: slice(None)}
+    return {piece.name.removesuffix(".weight"): piece.rows for piece in shape.pieces_of(expert)}
 
 
 def expect(where: str, options: Any, expected: Mapping[str, Any]) -> None:

@@ -10,10 +10,10 @@ from .base import Format
 class BF16Format(Format):
     name = "bf16"
 
-    def quantization_config(self, config: MXFP4RLConfig, ignored: Sequence[str]) -> None:
+    def quantization_config(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> None:
         return None
 
-    def notes(self, config: MXFP4RLConfig) -> list[str]:
+    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
         if config.activation_scheme is None:
             return []
         return [

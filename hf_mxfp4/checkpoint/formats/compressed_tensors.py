@@ -15,7 +15,7 @@ from .base import Imported, RenamedFormat, expect
 
 FORMAT = "mxfp4-pack-quantized"
 _ELEMENTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERTS = re.compile(r"\.experts\.")
 #: transformers (5.23) drops full-precision experts as it loads them, unless a group of 8-bit floats names experts; then
 #: it takes them as they are. This one applies to no layer, as all experts are in `ignore`.
 _EXPERTS_GROUP = {
@@ -28,7 +28,7 @@ _EXPERTS_GROUP = {
 
 
 class CompressedTensorsFormat(RenamedFormat):
-    name = "compressed-tensors"
+    name = quant_method = "compressed-tensors"
     names = {"weight": "weight_packed", "weight_scale": "weight_scale"}
     foreign = {
         "weight_global_scale": "a global scale (NVFP4)",
@@ -42,27 +42,35 @@ class CompressedTensorsFormat(RenamedFormat):
         "v_scale": "value cache quantization",
     }
 
-    def quantization_config(self, config: MXFP4RLConfig, ignored: Sequence[str]) -> dict[str, Any]:
+    def quantization_config(
+        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
+    ) -> dict[str, Any]:
         weights = {**_ELEMENTS, "dynamic": False, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         groups = {"group_0": {**group, "format": FORMAT}}
-        if any(_EXPERT.search(name) for name in ignored):
+        if _has_experts(ignored) and not _has_experts(quantized):
             groups["group_1"] = _EXPERTS_GROUP
         return {
-            "quant_method": "compressed-tensors",
+            "quant_method": self.quant_method,
             "format": FORMAT,
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": list(ignored),
         }
 
-    def notes(self, config: MXFP4RLConfig) -> list[str]:
-        if config.activation_scheme is None:
-            return []
-        return [
-            f"Activations were quantized ({config.activation_scheme}); the exported model computes them in full "
-            "precision (W4A16). Format quark keeps W4A4, in plain MXFP4."
-        ]
+    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+        notes = []
+        if config.activation_scheme is not None:
+            notes.append(
+                f"Activations were quantized ({config.activation_scheme}); the exported model computes them in full "
+                "precision (W4A16). Format quark keeps W4A4, in plain MXFP4."
+            )
+        if _has_experts(ignored) and _has_experts(quantized):
+            notes.append(
+                "Some weights of experts are MXFP4 and others are not: transformers 5.23 fails to load such a "
+                "checkpoint of this format. Format bf16 loads."
+            )
+        return notes
 
     def read_config(self, options: Mapping[str, Any]) -> Imported:
         where = "quantization_config"
@@ -95,3 +103,7 @@ class CompressedTensorsFormat(RenamedFormat):
             return "w4a16"
         expect(f"{where}.input_activations", group["input_activations"], {**_ELEMENTS, "dynamic": True})
         return "w4a4"
+
+
+def _has_experts(names: Sequence[str]) -> bool:
+    return any(_EXPERTS.search(name) for name in names)

@@ -29,7 +29,7 @@ _MODES = {ScaleRule.EVEN: "even", ScaleRule.FLOOR: "floor"}
 
 
 class QuarkFormat(RenamedFormat):
-    name = "quark"
+    name = quant_method = "quark"
     names = {"weight": "weight", "weight_scale": "weight_scale"}
     foreign = {
         "weight_scale_2": "a second scale (NVFP4)",
@@ -41,11 +41,13 @@ class QuarkFormat(RenamedFormat):
         "v_scale": "value cache quantization",
     }
 
-    def quantization_config(self, config: MXFP4RLConfig, ignored: Sequence[str]) -> dict[str, Any]:
+    def quantization_config(
+        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
+    ) -> dict[str, Any]:
         tensor = {**_TENSOR, **_TENSOR_DETAILS, "scale_calculation_mode": _mode(config)}
         activations = None if config.activation_scheme is None else {**tensor, "is_dynamic": True}
         return {
-            "quant_method": "quark",
+            "quant_method": self.quant_method,
             "quant_mode": "eager_mode",
             "algo_config": None,
             "exclude": list(ignored),
@@ -68,7 +70,7 @@ class QuarkFormat(RenamedFormat):
             },
         }
 
-    def notes(self, config: MXFP4RLConfig) -> list[str]:
+    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
         scheme, kept = config.activation_scheme, QuantScheme(ScaleRule(_mode(config)))
         if scheme is None or scheme == kept:
             return []

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's gpt-oss checkpoints (`quant_method: mxfp4`): transformers, vLLM, and whatever else runs those models.
+
+Experts are MXFP4, all else is bfloat16. Blocks of 32 codes lie together: `[experts, N, K/32, 16]`, which are our bytes
+`[experts, N, K/2]`. Rows of gate and up alternate, as in the model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...config import MXFP4RLConfig
+from ...numerics import BLOCK_SIZE
+from ..folder import CheckpointError
+from ..writer import TensorSpec
+from .base import Imported, LayerShape, PackedFormat, Read
+
+
+#: Of OpenAI's own checkpoints.
+_NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+
+
+class GptOssFormat(PackedFormat):
+    name = "gpt-oss"
+    quant_method = "mxfp4"
+
+    def architecture_misfit(self, model_type: str) -> str | None:
+        return None if model_type == "gpt_oss" else f"it is for the architecture 'gpt_oss', not {model_type!r}"
+
+    def leaves_out(self, shape: LayerShape) -> str | None:
+        return "only experts are MXFP4 in this format" if shape.experts is None else None
+
+    def is_scale(self, name: str) -> bool:
+        return name.endswith("_scales")
+
+    def specs(self, layer: str, shape: LayerShape) -> dict[str, TensorSpec]:
+        size = (shape.experts, shape.out_features, shape.in_features // BLOCK_SIZE)
+        return {
+            f"{layer}_blocks": TensorSpec(torch.uint8, (*size, BLOCK_SIZE // 2)),
+            f"{layer}_scales": TensorSpec(torch.uint8, size),
+        }
+
+    def tensors(
+        self, layer: str, shape: LayerShape, expert: int | None, packed: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        blocks = packed["weight"].unflatten(-1, (-1, BLOCK_SIZE // 2))
+        return {f"{layer}_blocks": blocks[None], f"{layer}_scales": packed["weight_scale"][None]}
+
+    def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
+        return {
+            "weight": read(f"{layer}_blocks", expert).flatten(-2),
+            "weight_scale": read(f"{layer}_scales", expert),
+        }
+
+    def quantization_config(
+        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        experts = {name.rpartition(".")[0] for name in ignored if ".experts." in name}
+        return {"quant_method": self.quant_method, "modules_to_not_convert": [*_NOT_CONVERTED, *sorted(experts)]}
+
+    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+        if config.activation_scheme is None:
+            return []
+        return [
+            f"Activations were quantized ({config.activation_scheme}); the exported model computes them in full "
+            "precision (W4A16)."
+        ]
+
+    def read_config(self, options: Mapping[str, Any]) -> Imported:
+        known = {"quant_method", "modules_to_not_convert", "dequantize"}
+        if unknown := sorted(options.keys() - known):
+            raise CheckpointError(f"quantization_config has {unknown[0]!r}, which this package has no equal of")
+        config = MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule="rceil", macro_block=None)
+        return Imported(
+            config, ["The scales are taken as they are; which rule made them is not recorded (scale_rule='rceil')."]
+        )

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in conversions: packing a folder, exports, and the way back; the names that files have for experts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from export_files import config_in, decode, header_and_data, save_packed, save_plain, tensors_in
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
+from hf_mxfp4.checkpoint.file_names import FileNames, Piece
+from hf_mxfp4.checkpoint.folder import CheckpointError
+from hf_mxfp4.layers import MXFP4PackedExperts
+
+
+FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
+IDS = torch.arange(2, 14).view(2, 6)
+#: gate, up and down of expert 1 of layer 0, as the files of each family have them.
+ONE_EXPERT = {
+    "qwen3_moe": [f"model.layers.0.mlp.experts.1.{name}_proj" for name in ("gate", "up", "down")],
+    "qwen2_moe": [f"model.layers.0.mlp.experts.1.{name}_proj" for name in ("gate", "up", "down")],
+    "mixtral": [f"model.layers.0.block_sparse_moe.experts.1.{name}" for name in ("w1", "w3", "w2")],
+}
+
+
+def same_checkpoints(one, other):
+    assert config_in(one) == config_in(other)
+    files, others = (sorted(folder.glob("*.safetensors")) for folder in (one, other))
+    assert [file.name for file in files] == [file.name for file in others]
+    for file, twin in zip(files, others, strict=True):
+        (header, data), (other_header, other_data) = header_and_data(file), header_and_data(twin)
+        assert header == other_header
+        assert (data == other_data) is True, file.name  # without printing the bytes
+
+
+def fuse(folder, family) -> None:
+    """Rewrite a checkpoint with the names and tensors of the model itself."""
+    state = make_model(family, dtype=torch.bfloat16).state_dict()
+    assert any(name.endswith("experts.down_proj") for name in state)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def logits(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)(IDS).logits
+
+
+def test_the_names_of_experts_in_files():
+    names = FileNames(make_model("mixtral", layers=1, hidden=32, intermediate=48))
+    assert names.whole["model.layers.0.mlp.gate.weight"] == "model.layers.0.block_sparse_moe.gate.weight"
+    assert names.whole["lm_head.weight"] == "lm_head.weight"
+    assert names.pieces.keys() == {f"model.layers.0.mlp.experts.{p}" for p in ("gate_up_proj", "down_proj")}
+    stem = "model.layers.0.block_sparse_moe.experts"
+    assert names.pieces["model.layers.0.mlp.experts.gate_up_proj"][2:5] == (
+        Piece(f"{stem}.1.w1.weight", 1, slice(0, 48, 1)),
+        Piece(f"{stem}.1.w3.weight", 1, slice(48, 96, 1)),
+        Piece(f"{stem}.2.w1.weight", 2, slice(0, 48, 1)),
+    )
+    assert names.pieces["model.layers.0.mlp.experts.down_proj"][3] == Piece(f"{stem}.3.w2.weight", 3, slice(0, 32, 1))
+    assert FileNames(make_model("gpt_oss", layers=1)).pieces == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plain_folder_packs_like_its_model(family, tmp_path):
+    config = MXFP4RLConfig(mode="packed")
+    plain = save_plain(tmp_path / "plain", family)
+    model = hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config)
+    model.save_pretrained(tmp_path / "packed", max_shard_size="60KB")
+    report = pack_checkpoint(plain, tmp_path / "out", config, max_shard_size="60KB")
+    same_checkpoints(tmp_path / "packed", tmp_path / "out")
+    assert report.counts() == {"packed": model.quantization_report.n_quantized}
+    assert report.n_layers == {"qwen2_moe": 2 * (4 + 3 + 8)}.get(family, 2 * (4 + 8))
+    # The model's report looks at some rows.
+    assert report.total_sqnr_db == pytest.approx(model.quantization_report.sqnr_db, abs=0.2)
+
+
+@pytest.mark.parametrize("options", [{"outlier_fallback_rate": 0.25}, {"weight_block": "32x32"}], ids=str)
+def test_a_qat_folder_packs_like_its_model(options, tmp_path):
+    plain = save_plain(tmp_path / "plain", "mixtral", intermediate=80, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig(**options))
+    model.save_pretrained(tmp_path / "qat")
+    assert any("block_sparse_moe.experts.0.w1" in name for name in tensors_in(tmp_path / "qat"))
+    hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed")
+    pack_checkpoint(tmp_path / "qat", tmp_path / "out")
+    same_checkpoints(tmp_path / "packed", tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_some_experts_left_alone(family, tmp_path):
+    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.0.mlp.experts"])
+    plain = save_plain(tmp_path / "plain", family)
+    hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config).save_pretrained(tmp_path / "packed")
+    pack_checkpoint(plain, tmp_path / "out", config)
+    same_checkpoints(tmp_path / "packed", tmp_path / "out")
+    stored = tensors_in(tmp_path / "out")
+    # One tensor again, joined expert by expert.
+    joined = stored["model.layers.0.mlp.experts.gate_up_proj"]
+    source = tensors_in(plain)
+    gate, up, down = (source[f"{name}.weight"] for name in ONE_EXPERT[family])
+    assert joined.dtype == torch.bfloat16 and torch.equal(joined[1], torch.cat([gate, up]))
+    assert torch.equal(stored["model.layers.0.mlp.experts.down_proj"][1], down)
+    # And apart again on the way out.
+    export(tmp_path / "out", tmp_path / "bf16", "bf16")
+    out = tensors_in(tmp_path / "bf16")
+    assert out.keys() == source.keys()
+    assert all(torch.equal(out[f"{name}.weight"], source[f"{name}.weight"]) for name in ONE_EXPERT[family])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_sources_with_the_names_of_the_model(family, tmp_path):
+    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.1.mlp.experts"])
+    plain = save_plain(tmp_path / "plain", family)
+    pack_checkpoint(plain, tmp_path / "out", config)
+    fuse(plain, family)
+    pack_checkpoint(plain, tmp_path / "fused", config)
+    same_checkpoints(tmp_path / "out", tmp_path / "fused")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("config", [{}, {"macro_block": 128, "outlier_fallback": 0.5}], ids=["plain", "mbs-of"])
+def test_bf16_is_the_plain_model_with_the_dequantized_values(family, config, tmp_path):
+    source = save_packed(tmp_path / "packed", family, config=config)
+    report = export(source, tmp_path / "out", "bf16")
+    assert tensors_in(tmp_path / "out").keys() == tensors_in(tmp_path / "packed-plain").keys()
+    assert "quantization_config" not in config_in(tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = AutoModelForCausalLM.from_pretrained(source).dequantize()
+    theirs = dict(expected.named_parameters())
+    assert theirs.keys() == dict(plain.named_parameters()).keys()
+    for name, ours in plain.named_parameters():
+        assert torch.equal(ours, theirs[name]), name
+    assert report.counts() == {"dequantized": report.n_layers}
+    assert report.total_sqnr_db == float("inf") if not config else 45 < report.total_sqnr_db < 65
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("format", "weight"), [("compressed-tensors", "weight_packed"), ("quark", "weight")], ids=["ct", "quark"]
+)
+def test_one_matrix_in_each_tensor_and_back(format, weight, family, tmp_path):
+    source = save_packed(tmp_path / "packed", family, intermediate=96)
+    report = export(source, tmp_path / "out", format)
+    assert report.counts() == {"kept": report.n_layers} and not report.changed
+    ours, theirs = tensors_in(source), tensors_in(tmp_path / "out")
+    gate, up, down = ONE_EXPERT[family]
+    codes, scale = (ours[f"model.layers.0.mlp.experts.gate_up_proj{suffix}"][1] for suffix in ("", "_scale"))
+    half = len(codes) // 2
+    assert torch.equal(theirs[f"{gate}.{weight}"], codes[:half]) and torch.equal(theirs[f"{up}.{weight}"], codes[half:])
+    assert torch.equal(theirs[f"{up}.weight_scale"], scale[half:]) and half == (96 if family == "mixtral" else 32)
+    original = tensors_in(tmp_path / "packed-plain")
+    values = decode(theirs[f"{down}.{weight}"], theirs[f"{down}.weight_scale"])
+    expected = hf_mxfp4.quantize(original[f"{down}.weight"].float(), scale_rule="even").dequantize(torch.float64)
+    assert torch.equal(values, expected)
+    # Everything else by the names of plain checkpoints.
+    plain = {name for name in original if f"{name.removesuffix('.weight')}.weight_scale" not in theirs}
+    assert {name for name in theirs if not name.endswith(("weight_packed", "weight_scale"))} >= plain
+    ignored = config_in(tmp_path / "out")["quantization_config"]["ignore" if format != "quark" else "exclude"]
+    routers = [f"{gate.split('.experts')[0].replace('.0.', f'.{layer}.')}.gate" for layer in range(2)]
+    shared = [f"model.layers.{layer}.mlp.shared_expert_gate" for layer in range(2) if family == "qwen2_moe"]
+    assert ignored == sorted(["lm_head", *routers, *shared])
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    same_checkpoints(source, tmp_path / "back")
+
+
+def test_what_fits_and_what_does_not_in_one_model(tmp_path):
+    source = save_packed(tmp_path / "packed", "mixtral", intermediate=80)
+    words = r"cannot hold 8 of 24 layers .*experts.down_proj and 1 more, in_features=80"
+    with pytest.raises(CheckpointError, match=words):
+        export(source, tmp_path / "out", "compressed-tensors")
+    report = export(source, tmp_path / "out", "compressed-tensors", "dequantize")
+    assert report.counts() == {"kept": 16, "dequantized": 8}
+    assert len(report.notes) == 1 and "transformers 5.23 fails to load" in report.notes[0]
+    ignored = config_in(tmp_path / "out")["quantization_config"]["ignore"]
+    assert "model.layers.0.block_sparse_moe.experts.3.w2" in ignored
+    assert "model.layers.0.block_sparse_moe.experts.3.w1" not in ignored
+    with pytest.raises(CheckpointError, match="has no model.layers.0.block_sparse_moe.experts.0.w2.weight_packed"):
+        import_checkpoint(tmp_path / "out", tmp_path / "back")
+
+
+def test_requantized_experts_cost_what_is_reported(tmp_path):
+    source = save_packed(tmp_path / "packed", "qwen3_moe", config={"macro_block": 128, "scale_rule": "rceil"})
+    report = export(source, tmp_path / "out", "compressed-tensors", "requantize")
+    packed = AutoModelForCausalLM.from_pretrained(source).model.layers[0].mlp.experts
+    before = packed.dequantized_weight("down_proj", torch.float32)
+    after = torch.stack([hf_mxfp4.fake_quantize(matrix) for matrix in before])
+    stored = tensors_in(tmp_path / "out")
+    for expert, values in enumerate(after):
+        stem = f"model.layers.0.mlp.experts.{expert}.down_proj"
+        assert torch.equal(decode(stored[f"{stem}.weight_packed"], stored[f"{stem}.weight_scale"]).float(), values)
+    cost = next(cost for cost in report.layers if cost.name == "model.layers.0.mlp.experts.down_proj")
+    ratio = before.square().sum() / (after - before).square().sum()
+    assert cost.matrices == 4 and cost.sqnr_db == pytest.approx(10 * ratio.log10().item(), abs=1e-3)
+
+
+def test_experts_of_gpt_oss_have_no_place_in_the_others(tmp_path):
+    source = save_packed(tmp_path / "packed", "gpt_oss", layers=1)
+    with pytest.raises(CheckpointError, match="all experts in one tensor, and this format one matrix in each"):
+        export(source, tmp_path / "out", "quark")
+    report = export(source, tmp_path / "out", "quark", "dequantize")
+    assert report.counts() == {"kept": 4, "dequantized": 8}
+
+
+def test_experts_that_are_missing_or_do_not_fit_are_named(tmp_path):
+    config = MXFP4RLConfig(mode="packed")
+    plain = save_plain(tmp_path / "plain", "mixtral", layers=1)
+    tensors = load_file(plain / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, plain / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"has no {name}"):
+        pack_checkpoint(plain, tmp_path / "out", config)
+    save_file({**tensors, name: torch.zeros(96, 32)}, plain / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} is torch.float32 \[96, 32\]; the model needs .* \[96, 64\]"):
+        pack_checkpoint(plain, tmp_path / "out", config)
+    packed = save_packed(tmp_path / "packed", "qwen3_moe", layers=1)
+    tensors = load_file(packed / "model.safetensors")
+    from safetensors import safe_open
+
+    with safe_open(packed / "model.safetensors", "pt") as opened:
+        metadata = opened.metadata()
+    name = "model.layers.0.mlp.experts.down_proj_scale"
+    save_file({key: t for key, t in tensors.items() if key != name}, packed / "model.safetensors", metadata)
+    with pytest.raises(CheckpointError, match=name):
+        export(packed, tmp_path / "out", "bf16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_that_are_quantized_in_part_are_refused(tmp_path):
+    export(save_packed(tmp_path / "packed", "qwen3_moe", layers=1), tmp_path / "ct", "compressed-tensors")
+    tensors = load_file(tmp_path / "ct" / "model.safetensors")
+    stem = "model.layers.0.mlp.experts.2.up_proj"
+    del tensors[f"{stem}.weight_packed"], tensors[f"{stem}.weight_scale"]
+    save_file({**tensors, f"{stem}.weight": torch.zeros(32, 64)}, tmp_path / "ct" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"has no {stem}.weight_packed"):
+        import_checkpoint(tmp_path / "ct", tmp_path / "out")
+
+
+def test_the_model_card_of_packed_experts(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_packed(tmp_path / "packed", "mixtral"))
+    model.save_pretrained(tmp_path / "saved")
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "Linear layers and experts in MXFP4" in card and "| quantized layers | 24 |" in card
+    assert "| of these in experts, one for each projection of each | 16 |" in card
+    # Two layers of attention (q, k, v, o) and of four experts (96 wide, gate, up and down).
+    n_weights = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 4 * 3 * 96 * 64)
+    report = model.quantization_report
+    assert report.n_weights == n_weights and report.bits_per_weight == 4.25 and "| 4.25 |" in card
+
+
+LOADER = """
+import sys
+sys.modules["hf_mxfp4"] = None  # importing it is an error
+import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
+found = {}
+loads = {"bf16": [None], "ct": [None, CompressedTensorsConfig(dequantize=True)], "oss": [Mxfp4Config(dequantize=True)]}
+for name in sys.argv[1:]:
+    for load, config in enumerate(loads[name.rpartition("-")[2]]):
+        options = {} if config is None else {"quantization_config": config}
+        model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+        assert not any(info.values()), (name, load, info)
+        found[name, load] = model(torch.arange(2, 14).view(2, 6)).logits.detach()
+torch.save(found, "logits.pt")
+"""
+
+
+@pytest.mark.slow
+def test_plain_transformers_loads_what_was_exported(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    expected = {}
+    for family in FAMILIES:
+        # Attention of a gpt-oss model is bfloat16 in that format.
+        config = {"modules_to_not_convert": ["self_attn"]} if family == "gpt_oss" else {}
+        source = save_packed(tmp_path / family, family, config=config)
+        model = AutoModelForCausalLM.from_pretrained(source)
+        assert isinstance(model.model.layers[0].mlp.experts, MXFP4PackedExperts)
+        for format in ("bf16", "gpt-oss" if family == "gpt_oss" else "compressed-tensors"):
+            name = f"{family}-{format.replace('compressed-tensors', 'ct')}"
+            export(source, tmp_path / name, format)
+            expected[name] = model(IDS).logits
+    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, *expected],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "logits.pt")
+    assert len(found) == 4 + 1 + 2 * 3
+    for (name, load), values in found.items():
+        assert torch.equal(values, expected[name]), (name, load)
+
+
+MEMORY = """
+import resource, torch
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
+config = MXFP4RLConfig(mode="packed", macro_block=None, scale_rule="even", modules_to_not_convert=["layers.1.mlp"])
+def everything(name):
+    pack_checkpoint(name, f"{name}-packed", config)
+    export(f"{name}-packed", f"{name}-ct", "compressed-tensors")
+    import_checkpoint(f"{name}-ct", f"{name}-back")
+    export(f"{name}-packed", f"{name}-bf16", "bf16")
+everything("small")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+everything("large")
+print("grew", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes there")
+def test_memory_is_that_of_one_expert(tmp_path):
+    save_plain(tmp_path / "small", "qwen3_moe")
+    extra = {"num_experts": 32, "moe_intermediate_size": 512}
+    save_plain(tmp_path / "large", "qwen3_moe", hidden=1024, **extra)
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size
+    assert size > 200e6  # one fused gate_up_proj of 32 experts is 67 MB
+    root = Path(hf_mxfp4.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    grew = int(done.stdout.split()[-1])
+    assert grew < 40e6, grew

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA on packed experts: values and gradients against a loop over tokens, PEFT's own ways of saving and switching,
+merging, and what other engines are given."""
+
+import copy
+import hashlib
+
+import pytest
+import torch
+from grpo_runs import trainer_factory
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4RLConfig, merge_adapters, quantize
+from hf_mxfp4.adapters import MXFP4LoraExperts, MXFP4LoraLinear, policy_parameters
+from hf_mxfp4.layers import MXFP4PackedExperts
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+
+
+@pytest.fixture
+def load(checkpoint):
+    """`load(family, **scheme)` gives a packed model; each call reads the same checkpoint."""
+    folders = {}
+
+    def load(family="qwen3_moe", dtype=torch.float32, **scheme):
+        folders.setdefault(family, checkpoint(family))
+        config = MXFP4RLConfig(mode="packed", **scheme)
+        return AutoModelForCausalLM.from_pretrained(folders[family], dtype=dtype, quantization_config=config)
+
+    return load
+
+
+def with_lora(model, adapter="default", **options) -> PeftModel:
+    torch.manual_seed(0)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["experts"], "init_lora_weights": False, **options}
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings), adapter_name=adapter)
+
+
+def gradients(model, **inputs):
+    model.train()
+    model.zero_grad(set_to_none=True)
+    model(IDS, labels=IDS, use_cache=False, **inputs).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def stored(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
+
+
+def digest(model) -> str:
+    total = hashlib.sha256()
+    for _, tensor in sorted(stored(model).items()):
+        total.update(tensor.view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def deltas(layer: MXFP4LoraExperts, projection: str, name: str = "default") -> torch.Tensor:
+    a, b = (getattr(side[name], projection) for side in (layer.lora_A, layer.lora_B))
+    return layer.scaling[name] * torch.einsum("enr,erk->enk", b, a)
+
+
+def summed_twin(model: PeftModel):
+    """A plain model of weights ``Q(W) + s B A``, differentiable in the factors of ``model``, and those of the packed
+    linear layers dequantized."""
+    twin = copy.deepcopy(model.get_base_model())
+    for name, module in list(twin.named_modules()):
+        if isinstance(module, MXFP4LoraExperts):
+            layer = model.get_base_model().get_submodule(name)
+            plain = module.get_base_layer().to_experts(torch.float32)
+            for projection in layer.base_layer.projections:
+                delta = deltas(layer, projection)
+                delta = delta.transpose(1, 2) if layer.base_layer.is_transposed else delta
+                weight = getattr(plain, projection).detach() + delta
+                del plain._parameters[projection]
+                setattr(plain, projection, weight)
+            twin.set_submodule(name, plain)
+        elif isinstance(module, MXFP4LoraLinear):
+            raise AssertionError("only experts have adapters here")
+        elif hasattr(module, "to_linear"):
+            twin.set_submodule(name, module.to_linear().requires_grad_(False))
+    twin.config._experts_implementation = "eager"
+    return twin
+
+
+# ---- attaching ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_expert_gets_factors_of_its_own(load, family):
+    model = with_lora(load(family), init_lora_weights=True)
+    layers = [m for m in model.modules() if isinstance(m, MXFP4LoraExperts)]
+    assert len(layers) == 2 and all(isinstance(layer.base_layer, MXFP4PackedExperts) for layer in layers)
+    width = {"qwen3_moe": 32, "qwen2_moe": 32, "mixtral": 96, "gpt_oss": 96}[family]
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    assert {name: size for name, size in trained.items() if name.startswith(EXPERTS)} == {
+        f"{EXPERTS}.lora_A.default.gate_up_proj": (4, 4, 64),
+        f"{EXPERTS}.lora_A.default.down_proj": (4, 4, width),
+        f"{EXPERTS}.lora_B.default.gate_up_proj": (4, 2 * width, 4),
+        f"{EXPERTS}.lora_B.default.down_proj": (4, 64, 4),
+    }
+    assert len(trained) == 8
+    factors = layers[0].lora_A["default"].gate_up_proj
+    # kaiming_uniform of one matrix [r, K] with a = sqrt(5): bound 1/sqrt(K), whatever the number of experts.
+    assert 0.9 / 8 < factors.abs().max() <= 1 / 8 and not torch.equal(factors[0], factors[1])
+    assert not layers[0].lora_B["default"].gate_up_proj.any()
+    assert "lora.MXFP4LoraExperts" in repr(layers[0])
+
+
+def test_a_new_adapter_changes_nothing_yet(load):
+    base = load("mixtral")
+    expected = base(IDS).logits
+    assert torch.equal(with_lora(base, init_lora_weights=True)(IDS).logits, expected)
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_adapters_on_a_bfloat16_base(load, autocast, dtype):
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["experts"], init_lora_weights="gaussian")
+    model = get_peft_model(load(dtype=torch.bfloat16), config, autocast_adapter_dtype=autocast)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {dtype}
+    grads = gradients(model)
+    assert len(grads) == 8 and all(g.dtype == dtype and g.isfinite().all() for g in grads.values())
+    assert model(IDS).logits.dtype == torch.bfloat16
+
+
+# ---- values and gradients -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "r": 2}], ids=["plain", "rslora"])
+def test_values_and_gradients_are_those_of_the_sums(load, options, family):
+    model = with_lora(load(family), **options)
+    scale = model.get_submodule(EXPERTS).scaling["default"]
+    assert scale == pytest.approx(8 / 2**0.5 if options else 2.0)
+    twin = summed_twin(model)
+    torch.testing.assert_close(model(IDS).logits, twin(IDS).logits, rtol=1e-4, atol=1e-5)
+    ours = gradients(model)
+    model.zero_grad(set_to_none=True)
+    summed_twin(model).train()(IDS, labels=IDS, use_cache=False).loss.backward()
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert ours.keys() == theirs.keys() and len(ours) == 8
+    for name, grad in ours.items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_one_expert_by_hand(load):
+    model = with_lora(load("mixtral", macro_block=None))
+    layer = model.get_submodule(EXPERTS)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    index, weights = torch.tensor([[2], [0], [2]]), torch.tensor([[0.5], [2.0], [1.0]])
+    found = layer(x, index, weights)
+    for token in range(3):
+        expert = int(index[token])
+        up, down = (
+            layer.base_layer.quantized_tensor(name, expert).dequantize(torch.float32) + deltas(layer, name)[expert]
+            for name in ("gate_up_proj", "down_proj")
+        )
+        gate, linear = (up @ x[token]).chunk(2)
+        expected = weights[token] * (down @ (torch.nn.functional.silu(gate) * linear))
+        torch.testing.assert_close(found[token], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_without_tokens_have_zero_gradients_and_the_base_stays(load):
+    model = with_lora(load())
+    before = digest(model)
+    layer = model.get_submodule(EXPERTS).train()
+    x = torch.randn(5, 64)
+    index = torch.tensor([[0, 3]] * 5)
+    layer(x, index, torch.ones(5, 2)).square().sum().backward()
+    for side in (layer.lora_A, layer.lora_B):
+        for parameter in side["default"].parameters():
+            norms = parameter.grad.flatten(1).norm(dim=1)
+            assert (norms[[0, 3]] > 0).all() and (norms[[1, 2]] == 0).all()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        grads = gradients(model)
+        optimizer.step()
+    assert all(grad.isfinite().all() for grad in grads.values()) and digest(model) == before
+
+
+def test_dropout_acts_in_training_alone(load):
+    model = with_lora(load(), lora_dropout=0.5)
+    expected = with_lora(load())(IDS).logits
+    assert torch.equal(model.eval()(IDS).logits, expected)
+    model.train()
+    assert not torch.equal(model(IDS).logits, model(IDS).logits)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(load):
+    model = with_lora(load())
+    expected = gradients(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    found = gradients(model)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+
+
+# ---- PEFT's ways ----------------------------------------------------------------------------------------------------
+
+
+def test_several_adapters_and_none(load):
+    base = load()
+    plain = base(IDS).logits
+    model = with_lora(base)
+    first = model(IDS).logits
+    torch.manual_seed(9)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["experts"], init_lora_weights=False))
+    model.set_adapter("second")
+    second = model(IDS).logits
+    assert not torch.equal(first, second) and {n for n, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if ".second." in name
+    }
+    with model.disable_adapter():
+        assert torch.equal(model(IDS).logits, plain)
+    model.set_adapter("default")
+    assert torch.equal(model(IDS).logits, first)
+    model.base_model.set_adapter(["default", "second"])
+    layer = model.get_submodule(EXPERTS)
+    both = deltas(layer, "down_proj") + deltas(layer, "down_proj", "second")
+    expected = layer.base_layer.dequantized_weight("down_proj") + both
+    torch.testing.assert_close(layer.effective_weight("down_proj", torch.float32), expected)
+    model.delete_adapter("second")
+    model.set_adapter("default")
+    assert torch.equal(model(IDS).logits, first)
+    with pytest.raises(ValueError, match="adapter_names in one batch"):
+        model.eval()(IDS, adapter_names=["default", "__base__"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("low_cpu", [False, True], ids=["", "low-cpu"])
+def test_saved_and_loaded_by_peft_alone(load, family, low_cpu, tmp_path):
+    model = with_lora(load(family), target_modules=["q_proj", "experts"], rank_pattern={"experts": 2})
+    assert model.get_submodule(EXPERTS).r == {"default": 2}
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path)
+    reloaded = PeftModel.from_pretrained(load(family), tmp_path, low_cpu_mem_usage=low_cpu)
+    assert torch.equal(reloaded(IDS).logits, expected)
+    assert sum(isinstance(m, MXFP4LoraExperts) for m in reloaded.modules()) == 2
+    assert reloaded.peft_config["default"].base_quantization["mode"] == "packed"
+    again = PeftModel.from_pretrained(load(family), tmp_path, is_trainable=True)
+    assert len(gradients(again)) == 2 * (2 + 4)
+
+
+def test_through_transformers_own_adapter_methods(load, tmp_path):
+    model = load("mixtral")
+    torch.manual_seed(0)
+    model.add_adapter(LoraConfig(r=2, target_modules=["experts"], init_lora_weights=False), "mine")
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path)
+    other = load("mixtral")
+    other.load_adapter(tmp_path)
+    assert torch.equal(other(IDS).logits, expected)
+
+
+# ---- which names reach experts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "linears"), [("qwen3_moe", 8), ("qwen2_moe", 14), ("gpt_oss", 8)])
+def test_all_linear_means_linear_layers_and_says_so(load, family, linears, capsys, tmp_path):
+    model = with_lora(load(family), target_modules="all-linear")
+    said = capsys.readouterr().err
+    assert "experts of 2 layers get no adapters" in said and '"experts" among them' in said
+    assert sum(isinstance(m, MXFP4LoraLinear) for m in model.modules()) == linears
+    assert not any(isinstance(m, MXFP4LoraExperts) for m in model.modules())
+    model.save_pretrained(tmp_path)
+    reloaded = PeftModel.from_pretrained(load(family), tmp_path)
+    assert torch.equal(reloaded(IDS).logits, model(IDS).logits)
+
+
+def test_names_that_experts_no_longer_have_are_refused(load):
+    for targets in (["q_proj", "gate_proj", "up_proj", "down_proj"], ["experts", "down_proj"]):
+        with pytest.raises(ValueError, match="target_modules has 'down_proj', which no layer of Qwen3MoeForCausalLM"):
+            with_lora(load(), target_modules=targets)
+    with pytest.raises(ValueError, match="'w1', which no layer of MixtralForCausalLM"):
+        with_lora(load("mixtral"), target_modules=["w1", "w3"])
+    # The shared expert of Qwen2-MoE does have them.
+    model = with_lora(load("qwen2_moe"), target_modules=["gate_proj", "experts"])
+    assert sum(isinstance(m, MXFP4LoraLinear) for m in model.modules()) == 2
+    assert sum(isinstance(m, MXFP4LoraExperts) for m in model.modules()) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}, "of a packed layer"),
+        ({"lora_bias": True}, "lora_bias=True is not supported on experts"),
+        ({"use_dora": True}, "use_dora=True is not supported on packed layers"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
+    ],
+    ids=["target_parameters", "bias", "dora", "pissa"],
+)
+def test_what_cannot_be_is_refused(load, options, words):
+    with pytest.raises(ValueError, match=words):
+        with_lora(load(), **options)
+
+
+# ---- merging --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_merging_packs_the_sums_and_unmerging_restores_every_bit(load, family):
+    scheme = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic"}
+    model = with_lora(load(family, **scheme))
+    layer, before, logits = model.get_submodule(EXPERTS), stored(model), model(IDS).logits
+    weight = layer.base_layer.quantized_tensor("down_proj", 1).dequantize(torch.float32)
+    expected = quantize(weight + deltas(layer, "down_proj")[1], **scheme)
+    model.merge_adapter()
+    base = layer.base_layer
+    assert torch.equal(base.down_proj[1], expected.codes) and torch.equal(base.down_proj_macro[1], expected.macro)
+    assert torch.equal(base.down_proj_scale[1], expected.scale)
+    report = model.base_model.merge_report
+    assert set(report.layers) == {f"model.layers.{n}.mlp.experts" for n in range(2)}
+    signal = 0.0
+    for projection in ("gate_up_proj", "down_proj"):
+        packed = torch.stack([base.quantized_tensor(projection, e).dequantize(torch.float32) for e in range(4)])
+        rows = [n for n in before if n.startswith(EXPERTS) and n.endswith(f".{projection}")]
+        assert len(rows) == 1 and not torch.equal(before[rows[0]], getattr(base, projection))
+        signal += packed.square().sum().item()
+    assert layer.merge_error.signal == pytest.approx(signal, rel=0.05) and layer.merge_error.sqnr_db > 10
+    model.unmerge_adapter()
+    after = stored(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert torch.equal(model(IDS).logits, logits) and layer.merge_error is None
+
+
+def test_merged_and_unloaded_models_save_and_load(load, tmp_path):
+    model = with_lora(load("mixtral"), target_modules=["experts", "o_proj"])
+    merged = merge_adapters(model, into="packed")
+    assert isinstance(merged.model.layers[0].mlp.experts, MXFP4PackedExperts) and len(merged.merge_report.layers) == 4
+    logits = merged(IDS).logits
+    merged.save_pretrained(tmp_path / "packed")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")(IDS).logits, logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", [["experts"], ["experts", "q_proj", "k_proj", "v_proj", "o_proj"]], ids=len)
+def test_merged_into_bf16(load, family, targets, tmp_path):
+    skips = ["shared_expert"] if family == "qwen2_moe" else None
+    model = with_lora(load(family, modules_to_not_convert=skips), target_modules=targets)
+    layer = model.get_submodule(EXPERTS)
+    delta = deltas(layer, "gate_up_proj").detach()
+    delta = delta.transpose(1, 2) if layer.base_layer.is_transposed else delta
+    expected = (layer.base_layer.dequantized_weight("gate_up_proj", torch.float32) + delta).to(torch.bfloat16)
+    plain = merge_adapters(model, into="bf16")
+    experts = plain.model.layers[0].mlp.experts
+    assert type(experts).__name__ == type(layer.base_layer).plain_class.__name__ and plain.dtype == torch.bfloat16
+    assert torch.equal(experts.gate_up_proj, expected)
+    assert {p.dtype for p in plain.parameters()} == {torch.bfloat16} and not hasattr(
+        plain.config, "quantization_config"
+    )
+    plain.save_pretrained(tmp_path)
+    reloaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and torch.equal(reloaded(IDS).logits, plain(IDS).logits)
+
+
+def test_a_sum_that_is_not_finite_changes_nothing(load):
+    model = with_lora(load())
+    layer, before = model.get_submodule(EXPERTS), stored(model)
+    layer.lora_B["default"].down_proj.data[2, 0, 0] = float("inf")
+    with pytest.raises(ValueError, match="weights of expert 2 that are not finite"):
+        layer.merge(safe_merge=True)
+    assert not layer.merged and all(torch.equal(p, before[name]) for name, p in stored(model).items())
+
+
+# ---- other engines --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_what_other_engines_are_given(load, family):
+    model = with_lora(load(family))
+    given = dict(policy_parameters(model))
+    assert given.keys() == dict(make_model(family).named_parameters()).keys()
+    layer = model.get_submodule(EXPERTS)
+    delta = deltas(layer, "down_proj").detach()
+    delta = delta.transpose(1, 2) if layer.base_layer.is_transposed else delta
+    expected = layer.base_layer.dequantized_weight("down_proj") + delta
+    torch.testing.assert_close(given["model.layers.0.mlp.experts.down_proj"], expected)
+    before = given["model.layers.0.mlp.experts.down_proj"].clone()
+    model.merge_adapter()
+    merged = dict(policy_parameters(model))["model.layers.0.mlp.experts.down_proj"]
+    assert torch.equal(merged, layer.base_layer.dequantized_weight("down_proj")) and not torch.equal(merged, before)
+
+
+def test_grpo_trains_the_factors_of_experts(tmp_path):
+    make_model("qwen3_moe", hidden=32, intermediate=48, moe_intermediate_size=32).save_pretrained(tmp_path / "moe")
+    scheme = MXFP4RLConfig(mode="packed")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=scheme)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.05, target_modules=["q_proj", "experts"])
+    build = trainer_factory(tmp_path)
+    trainer = build(policy=policy, peft_config=lora, max_steps=2, gradient_checkpointing=True, learning_rate=1e-2)
+    before = digest(trainer.model)
+    trainer.train()
+    factors = [p for name, p in trainer.model.named_parameters() if "experts.lora_B.default" in name]
+    assert len(factors) == 4 and all(p.any() for p in factors) and digest(trainer.model) == before
