@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `grpo.py` can be told, in YAML or on the command line."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import torch
 import yaml
 from trl import ModelConfig, TrlParser
 
@@ -11,6 +14,8 @@ from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.config import unknown_key_message
 from tasks.tiny_model import TINY_MODELS
 
+
+Parsed = TypeVar("Parsed")
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "tiny_cpu.yaml"
 
@@ -153,3 +158,18 @@ def refuse_unknown(argv: list[str], defaults: dict[str, object]) -> None:
     for name in options:
         if name not in known and name != "env":
             raise ValueError(unknown_key_message(path, name, known))
+
+
+def exit_on_wrong_options(parse_options: Callable[[list[str]], Parsed], argv: list[str], gpu_hint: str) -> Parsed:
+    """What ``parse_options`` makes of ``argv``; a message instead of a traceback for wrong options, and for a missing
+    GPU with ``gpu_hint`` added."""
+    try:
+        return parse_options(argv)
+    except FileNotFoundError as error:
+        raise SystemExit(f"error: no configuration file {error.filename}") from error
+    except yaml.YAMLError as error:
+        raise SystemExit(f"error: the configuration is not valid YAML: {error}") from error
+    except (TypeError, ValueError) as error:
+        no_gpu = "gpu" in str(error).lower() and not torch.cuda.is_available()
+        hint = f"\nThis configuration is made for a GPU and none was found. {gpu_hint}" if no_gpu else ""
+        raise SystemExit(f"error: {error}{hint}") from error

@@ -15,10 +15,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-import yaml
 from accelerate import PartialState
-from arguments import RecipeArguments, parse
+from arguments import RecipeArguments, exit_on_wrong_options, parse
 from checksum import frozen_checksum
 from evaluation import Evaluation, evaluate_greedy, write_completions
 from peft import PeftModel
@@ -125,20 +123,12 @@ def main(argv: list[str]) -> dict:
 
 def parse_or_exit(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP4GRPOConfig, ModelConfig]:
     """Parsed arguments; a message instead of a traceback for wrong options and for a missing GPU."""
-    try:
-        return parse(argv)
-    except FileNotFoundError as error:
-        raise SystemExit(f"error: no configuration file {error.filename}") from error
-    except yaml.YAMLError as error:
-        raise SystemExit(f"error: the configuration is not valid YAML: {error}") from error
-    except (TypeError, ValueError) as error:
-        hint = ""
-        if "gpu" in str(error).lower() and not torch.cuda.is_available():
-            hint = (
-                "\nThis configuration is made for a GPU and none was found. Run it on a GPU machine, or on the CPU "
-                "with --use_cpu true (and a model small enough for it); without --config a small model trains there."
-            )
-        raise SystemExit(f"error: {error}{hint}") from error
+    return exit_on_wrong_options(
+        parse,
+        argv,
+        "Run it on a GPU machine, or on the CPU with --use_cpu true (and a model small enough for it); without "
+        "--config a small model trains there.",
+    )
 
 
 def refuse_used_folder(output: Path, recipe: RecipeArguments, training: MXFP4GRPOConfig) -> None:

@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
+from arguments import exit_on_wrong_options
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -73,20 +72,7 @@ def main(argv: list[str]) -> dict[str, Any]:
 
 def parse_or_exit(argv: list[str]) -> Study:
     """The parsed study; a message instead of a traceback for wrong options and for a missing GPU."""
-    try:
-        return parse(argv)
-    except FileNotFoundError as error:
-        raise SystemExit(f"error: no configuration file {error.filename}") from error
-    except yaml.YAMLError as error:
-        raise SystemExit(f"error: the configuration is not valid YAML: {error}") from error
-    except (TypeError, ValueError) as error:
-        hint = ""
-        if "gpu" in str(error).lower() and not torch.cuda.is_available():
-            hint = (
-                "\nThis configuration is made for a GPU and none was found; on a CPU use pretrain_tiny_cpu.yaml or "
-                "pretrain_study_cpu.yaml."
-            )
-        raise SystemExit(f"error: {error}{hint}") from error
+    return exit_on_wrong_options(parse, argv, "On a CPU use pretrain_tiny_cpu.yaml or pretrain_study_cpu.yaml.")
 
 
 def announce(study: Study, corpus: Corpus | None, missing: int) -> None:

@@ -2,7 +2,6 @@
 """LoRA on packed experts: a pair of factors for each projection of each expert, as a PEFT layer."""
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from ..ops import Groups, grouped_linear
 from ..ops.packed import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor, quantize_weight
 from .merge_report import MergeError
+from .merging import MergesIntoPacked
 
 
 class ExpertFactors(nn.Module):
@@ -25,17 +25,13 @@ class ExpertFactors(nn.Module):
             self.register_parameter(projection, nn.Parameter(torch.empty(size)))
 
 
-class MXFP4LoraExperts(nn.Module, LoraLayer):
+class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
     """LoRA on [`MXFP4PackedExperts`]: expert ``e`` computes ``Q(x) Q(W_e)^T + b_e + s B_e A_e x`` in both projections.
 
     `lora_A.<adapter>.gate_up_proj` is ``[experts, r, K]``, `lora_B.<adapter>.gate_up_proj` ``[experts, N, r]``,
     likewise `down_proj`: each expert starts as PEFT's linear layers do, and one without tokens has zero gradients.
     Rank, alpha, rsLoRA, dropout, several adapters, `disable_adapter`, saving and loading are PEFT's. Merging is as in
-    [`MXFP4LoraLinear`], expert by expert.
-
-    Attributes:
-        merge_error: what packing cost in the last merge, summed over experts; `None` while nothing is merged.
-        unload_dtype: when set, `merge_and_unload` makes these plain experts of that dtype instead of packing.
+    [`MXFP4LoraLinear`], expert by expert; `merge_error` is summed over them.
     """
 
     def __init__(
@@ -49,9 +45,6 @@ class MXFP4LoraExperts(nn.Module, LoraLayer):
     ):
         super().__init__()
         LoraLayer.__init__(self, base_layer, **kwargs)
-        self.merge_error: MergeError | None = None
-        self.unload_dtype: torch.dtype | None = None
-        self._unmerged: dict[str, nn.Parameter] | None = None
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
@@ -167,32 +160,8 @@ class MXFP4LoraExperts(nn.Module, LoraLayer):
         self.merged_adapters = names
         self.merge_error = MergeError.summed(errors)
 
-    def unmerge(self) -> None:
-        """Put back the tensors that the experts had before the first merge: the same bits."""
-        if not self.merged:
-            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
-            return
-        base = self.get_base_layer()
-        for name, parameter in self._unmerged.items():
-            device = getattr(base, name).device
-            moved = parameter if parameter.device == device else nn.Parameter(parameter.to(device), requires_grad=False)
-            setattr(base, name, moved)
-        self.merged_adapters = []
-        self._unmerged = self.merge_error = None
-
-    def unload_and_optionally_merge_module(
-        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
-    ) -> nn.Module:
-        """The experts without adapters, for PEFT's `unload` and `merge_and_unload`."""
-        if not merge:
-            return self.get_base_layer()
-        if self.unload_dtype is not None:
-            return self.to_experts(self.unload_dtype, adapter_names)
-        self.merge(safe_merge=safe_merge, adapter_names=adapter_names)
-        return self.get_base_layer()
-
     @torch.no_grad()
-    def to_experts(self, dtype: torch.dtype, adapter_names: list[str] | None = None) -> nn.Module:
+    def to_plain(self, dtype: torch.dtype, adapter_names: list[str] | None = None) -> nn.Module:
         """Plain experts of weights ``Q(W) + delta``, summed in float32 and rounded to ``dtype`` once; adapters that are
         merged already count too."""
         names = [*self.merged_adapters, *(n for n in self._names(adapter_names) if n not in self.merged_adapters)]

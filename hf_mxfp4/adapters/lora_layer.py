@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA on one packed layer: PEFT's layer, with merging that knows what a packed weight is."""
 
-import warnings
-
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import check_adapters_to_merge
@@ -10,24 +8,15 @@ from torch import nn
 
 from ..ops.packed import PACKED_FIELDS, dequantize, packed_tensor, quantize_weight
 from .merge_report import MergeError
+from .merging import MergesIntoPacked
 
 
-class MXFP4LoraLinear(LoraLinear):
+class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):
     """[`peft.tuners.lora.Linear`] on an [`MXFP4PackedLinear`]: ``Q(x) Q(W)^T + b + s B A x``.
 
     The forward pass is PEFT's. Merging packs the sum of weight and adapters again, always from the weight as it was
     before any merge, so that the order of adapters does not matter; unmerging puts that weight's very tensors back.
-
-    Attributes:
-        merge_error: what packing cost in the last merge; `None` while nothing is merged.
-        unload_dtype: when set, `merge_and_unload` makes this layer a plain one of that dtype instead of packing.
     """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.merge_error: MergeError | None = None
-        self.unload_dtype: torch.dtype | None = None
-        self._unmerged: dict[str, nn.Parameter | None] | None = None
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Pack the sum of the weight and these adapters (default: the active ones) in place of the weight.
@@ -57,32 +46,8 @@ class MXFP4LoraLinear(LoraLinear):
         self.merged_adapters = names
         self.merge_error = MergeError.of(total, update, base.dequantized_weight(torch.float32))
 
-    def unmerge(self) -> None:
-        """Put back the tensors that the layer had before the first merge: the same bits."""
-        if not self.merged:
-            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
-            return
-        base = self.get_base_layer()
-        for name, parameter in (self._unmerged or {}).items():
-            if parameter is not None and parameter.device != base.weight.device:
-                parameter = nn.Parameter(parameter.to(base.weight.device), parameter.requires_grad)
-            setattr(base, name, parameter)
-        self.merged_adapters = []
-        self._unmerged = self.merge_error = None
-
-    def unload_and_optionally_merge_module(
-        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
-    ) -> nn.Module:
-        """The layer without adapters, for PEFT's `unload` and `merge_and_unload`."""
-        if not merge:
-            return self.get_base_layer()
-        if self.unload_dtype is not None:
-            return self.to_linear(self.unload_dtype, adapter_names)
-        self.merge(safe_merge=safe_merge, adapter_names=adapter_names)
-        return self.get_base_layer()
-
     @torch.no_grad()
-    def to_linear(self, dtype: torch.dtype, adapter_names: list[str] | None = None) -> nn.Linear:
+    def to_plain(self, dtype: torch.dtype, adapter_names: list[str] | None = None) -> nn.Linear:
         """A plain layer of weight ``Q(W) + delta``, summed in float32 and rounded to ``dtype`` once; adapters that are
         merged already count too."""
         names = self.active_adapters if adapter_names is None else adapter_names
