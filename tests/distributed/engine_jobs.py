@@ -9,6 +9,7 @@ import trl  # noqa: F401  what the jobs import is imported once, by the fork ser
 from cpu_engines import use_engine
 from datasets import Dataset
 from grpo_runs import TOKENIZER, even_digits, prompts
+from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -19,26 +20,31 @@ from hf_mxfp4.rl import ExactResumeMixin
 
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4, "lora_dropout": 0.0}
+#: Packed experts take no adapters.
+MOE_LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+#: Of a mixture of experts, GRPO replays and measures routing, and decomposes the error of weights.
+MOE_GRPO = {"router_replay": True, "router_every": 2, "error_every": 2}
 
 
 class PlainTrainer(ExactResumeMixin, Trainer):
     """A Trainer with exact resume."""
 
 
-def make_base(folder: Path) -> Path:
-    """Save the model that all jobs start from."""
-    make_model(layers=2, hidden=32, intermediate=48).save_pretrained(folder)
+def make_base(folder: Path, moe: bool = False) -> Path:
+    """Save the model that all jobs start from: dense, or a mixture of experts."""
+    model = make_moe("qwen3_moe") if moe else make_model(layers=2, hidden=32, intermediate=48)
+    model.save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return folder
 
 
 def load(base: str, mode: str) -> torch.nn.Module:
     """The policy: trainable masters, or packed weights with new adapters."""
-    config = MXFP4RLConfig() if mode == "qat" else MXFP4RLConfig(mode="packed")
+    config = MXFP4RLConfig(mode="packed" if mode.endswith("lora") else "qat")
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
-    if mode == "lora":
+    if mode.endswith("lora"):
         torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(**LORA))
+        model = get_peft_model(model, LoraConfig(**(LORA | (MOE_LORA if mode == "moe_lora" else {}))))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # zeros otherwise, and the gradients of lora_A with them
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -78,6 +84,8 @@ def plain_trainer(base: str, mode: str, folder: Path, **options) -> PlainTrainer
 def grpo_trainer(base: str, mode: str, folder: Path, **options) -> MXFP4GRPOTrainer:
     """GRPO with noise in every rollout but the first, and its correction."""
     options = {"num_generations": 4, "max_completion_length": 4, "aqn_num_stages": 4, "error_every": 0, **options}
+    if mode.startswith("moe"):
+        options |= MOE_GRPO
     args = arguments(folder, MXFP4GRPOConfig, **options)
     return MXFP4GRPOTrainer(load(base, mode), even_digits, args, prompts(), processing_class=TOKENIZER)
 

@@ -44,7 +44,17 @@ CASES = [
     case("zero2", "qat", pytest.mark.large),
     case("fsdp2_lora", "lora", pytest.mark.large),
     case("zero3", "lora", pytest.mark.large),
+    case("fsdp2", "moe"),
+    case("zero3", "moe"),
+    case("ddp", "moe", pytest.mark.large),
+    case("ddp", "moe_lora", pytest.mark.large),
+    case("fsdp2_lora", "moe_lora"),
 ]
+
+
+def base_of(root, mode):
+    """The folder of the model that jobs of a mode start from."""
+    return root / ("moe" if mode.startswith("moe") else "base")
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +67,11 @@ def jobs(tmp_path_factory):
         def run(engine, mode, **options):
             key = (engine, mode, str(options))
             if key not in done:
-                base, out = root / "base", root / f"job{len(done)}"
+                base, out = base_of(root, mode), root / f"job{len(done)}"
                 out.mkdir()
                 if not base.exists():
-                    server.run("engine_jobs:make_base", root / "base.log", folder=str(base))
+                    moe = mode.startswith("moe")
+                    server.run("engine_jobs:make_base", root / "base.log", folder=str(base), moe=moe)
                 arguments = {"engine": engine, "mode": mode, "base": str(base), "out": str(out), **options}
                 ranks = 1 if engine is None else 2
                 answer = server.run("engine_jobs:train_and_save", out / "log", ranks=ranks, timeout=120, **arguments)
@@ -97,12 +108,14 @@ def test_losses_are_those_of_one_process(job, jobs):
 
 
 def test_rollouts_get_the_noise_of_their_step(job):
-    *_, results = job
+    _, mode, _, results = job
     sigmas = [entry["aqn/sigma"] for entry in results["grpo"]["logs"]]
     assert sigmas == pytest.approx([0, 1e-2, 10**-2.5, 1e-3])
     measured = [entry["aqn/measured_std"] for entry in results["grpo"]["logs"]]
     assert measured == pytest.approx(sigmas, rel=0.1)
-    assert all(entry["aqn/n_modules"] == 5 for entry in results["grpo"]["logs"][1:])
+    # Of a mixture of experts the norms before routers get none, and there are norms of queries and keys.
+    norms = 7 if mode.startswith("moe") else 5
+    assert all(entry["aqn/n_modules"] == norms for entry in results["grpo"]["logs"][1:])
 
 
 @pytest.mark.parametrize("kind", ["plain", "grpo"])
@@ -114,14 +127,14 @@ def test_saved_models_are_complete_and_compute_the_same(job, jobs, kind):
         name: (t.shape, t.dtype) for name, t in expected.items()
     }
     for folder in ("saved", "checkpoint-4"):
-        found = _logits_of(out / kind / folder, mode, jobs.root / "base")
+        found = _logits_of(out / kind / folder, mode, base_of(jobs.root, mode))
         torch.testing.assert_close(found, results[kind]["logits"], rtol=0, atol=1e-5)
 
 
 def _logits_of(folder, mode, base):
     from engine_jobs import logits
 
-    if mode == "qat":
+    if not mode.endswith("lora"):
         return logits(AutoModelForCausalLM.from_pretrained(folder))
     packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode="packed"))
     return logits(PeftModel.from_pretrained(packed, folder))
@@ -145,6 +158,40 @@ def test_a_resumed_run_repeats_the_one_that_was_not_stopped(job):
         for k in ("grpo", "resumed")
     ]
     assert logs[0] == logs[1] and len(logs[0]) == 4
+
+
+def test_mixtures_replay_and_measure_their_routing(job):
+    _, mode, out, results = job
+    if not mode.startswith("moe"):
+        pytest.skip("a dense policy")
+    logs = results["grpo"]["logs"]
+    assert [entry["router_replay/coverage"] for entry in logs] == [1.0] * 4
+    changed = [entry["router_replay/changed"] for entry in logs]
+    # The first rollout has no noise, and the policy that trains on it is the one that sampled it.
+    assert changed[0] == 0 and all(0 < share < 0.5 for share in changed[1:])
+    assert ["router/load_entropy" in entry for entry in logs] == [False, True, False, True]
+    measured = [json.loads(line) for line in (out / "grpo" / "routers.jsonl").read_text().splitlines()]
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in (0, 1)]
+    assert [(entry["step"], entry["layer"][-len(routers[0]) :]) for entry in measured] == [
+        (step, router) for step in (2, 4) for router in routers
+    ]
+    for entry in measured:
+        assert (entry["agreement"] is None) if mode == "moe_lora" else 0.5 < entry["agreement"] <= 1
+
+
+def test_mixtures_are_saved_under_the_names_of_the_hub_and_checkpointed_under_those_of_parameters(job, jobs):
+    _, mode, out, results = job
+    if mode != "moe":
+        pytest.skip("not a trained mixture")
+    base = load_file(weights_file(base_of(jobs.root, mode)))
+    saved = load_file(weights_file(out / "grpo" / "saved"))
+    assert {name: tensor.shape for name, tensor in saved.items()} == {n: t.shape for n, t in base.items()}
+    assert saved["model.layers.1.mlp.experts.5.down_proj.weight"].shape == (32, 32)
+    trained = [name for name in saved if not torch.equal(saved[name], base[name])]
+    assert sum(".experts." in name for name in trained) > 30  # of 36; some experts see few tokens
+    checkpoint = load_file(weights_file(out / "grpo" / "checkpoint-4"))
+    assert checkpoint["model.layers.1.mlp.experts.gate_up_proj"].shape == (6, 64, 32)
+    assert checkpoint["model.layers.1.mlp.experts.down_proj"].shape == (6, 32, 32)
 
 
 @pytest.mark.large
