@@ -9,7 +9,7 @@ from .matrices import PACKED, QUANTIZED, TRAINABLE, Matrix, matrix_names, traina
 from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear
 from .step import random_layers, set_quantization_step
-from .weight_cache import cached_weights
+from .weight_cache import cached_weights, uncached_weights
 
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "random_layers",
     "set_quantization_step",
     "trainable_matrices",
+    "uncached_weights",
     "update_fallback_thresholds",
 ]

@@ -121,6 +121,19 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
         torch.save(results, out / "results.pt")
 
 
+def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
+    """GRPO with replay where the sequences of rank 1 all end with their first token, and those of rank 0 do not."""
+    use_engine(engine, Path(out))
+    trainer = grpo_trainer(base, "moe", Path(out) / "run", max_steps=2, save_strategy="no")
+    if os.environ["RANK"] == "1":
+        trainer.generation_config.eos_token_id = list(range(32))
+        trainer.eos_token_ids = list(range(32))
+    trainer.train()
+    for entry in trainer.state.log_history[:2]:
+        assert entry["router_replay/coverage"] == 1.0
+        print("lengths", entry["completions/min_length"], entry["completions/max_length"])
+
+
 def run_recipe(engine: str, out: str, options: list[str]) -> None:
     """`recipes/grpo.py` under a configuration."""
     import grpo
