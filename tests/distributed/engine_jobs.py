@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of the tests of distributed engines do."""
 
+import gc
+import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import torch
 import trl  # noqa: F401  what the jobs import is imported once, by the fork server
@@ -15,6 +18,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4.planning import LiveTensors
 from hf_mxfp4.rl import ExactResumeMixin
 
 
@@ -122,16 +126,29 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
 
 
 def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
-    """GRPO with replay where the sequences of rank 1 all end with their first token, and those of rank 0 do not."""
+    """GRPO with replay where the sequences of rank 1 all end with their first token, and those of rank 0 do not; with
+    quantized copies kept in rollouts, and without. Each rank writes what it saw to ``out/rank<i>.json``."""
     use_engine(engine, Path(out))
-    trainer = grpo_trainer(base, "moe", Path(out) / "run", max_steps=2, save_strategy="no")
-    if os.environ["RANK"] == "1":
-        trainer.generation_config.eos_token_id = list(range(32))
-        trainer.eos_token_ids = list(range(32))
-    trainer.train()
-    for entry in trainer.state.log_history[:2]:
-        assert entry["router_replay/coverage"] == 1.0
-        print("lengths", entry["completions/min_length"], entry["completions/max_length"])
+    rank, seen = os.environ["RANK"], {}
+    for kept in (True, False):
+        options = {"max_steps": 2, "save_strategy": "no", "max_completion_length": 6, "cache_rollout_weights": kept}
+        trainer = grpo_trainer(base, "moe", Path(out) / f"kept-{kept}", **options)
+        if rank == "1":
+            trainer.generation_config.eos_token_id = trainer.eos_token_ids = list(range(32))
+        held, generate = [], trl.GRPOTrainer._generate
+
+        def measured(self, prompts, held=held, generate=generate):
+            with LiveTensors() as live:
+                output = generate(self, prompts)
+                gc.collect()
+                held.append(live.current)
+            return output
+
+        with mock.patch.object(trl.GRPOTrainer, "_generate", measured):
+            trainer.train()
+        logs = [{name: float(value) for name, value in entry.items()} for entry in trainer.state.log_history[:2]]
+        seen[str(kept)] = {"held": held, "logs": [{k: v for k, v in log.items() if k != "step_time"} for log in logs]}
+    (Path(out) / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
 def run_recipe(engine: str, out: str, options: list[str]) -> None:

@@ -46,6 +46,7 @@ CASES = {
         {"gradient_checkpointing": True, "max_steps": 4},
     ),
 }
+SLOW = ("stochastic", "selective fallback, checkpointing")
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "step_time", "total_flos")
 
 
@@ -75,12 +76,12 @@ def everything(trainer):
         "optimizer": trainer.optimizer.state_dict(),
         "thresholds": {n: t.state_dict() for n, t in named_fallback_thresholds(trainer.model).items()},
         "logs": logs,
-        "errors": trainer.error_callback.history,
+        "errors": trainer.error_callback and trainer.error_callback.history,
         "random": torch.get_rng_state(),
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.large if c in SLOW else ()) for c in CASES])
 def test_train_stop_resume_is_train(build, tmp_path, case):
     scheme, step, options = CASES[case]
     whole = build(scheme, save_steps=step, **options)
@@ -103,9 +104,9 @@ def test_train_stop_resume_is_train(build, tmp_path, case):
 
 def test_rollouts_without_kept_copies_have_the_same_bits(build, tmp_path):
     """Of weights too that are rounded stochastically: once a step, however often they are quantized."""
-    kept = build(STOCHASTIC, max_steps=3, save_strategy="no")
+    kept = build(STOCHASTIC, max_steps=2, aqn_num_stages=2, save_strategy="no")
     kept.train()
-    none = build(STOCHASTIC, max_steps=3, save_strategy="no", cache_rollout_weights=False)
+    none = build(STOCHASTIC, max_steps=2, aqn_num_stages=2, save_strategy="no", cache_rollout_weights=False)
     none.train()
     assert_same(everything(none), everything(kept))
 
