@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import trl  # noqa: F401  what the jobs import is imported once, by the fork server
+import trl
 from cpu_engines import use_engine
 from datasets import Dataset
 from grpo_runs import TOKENIZER, even_digits, prompts

@@ -5,8 +5,8 @@ import pytest
 import torch
 from grpo_runs import TOKENIZER, trainer_factory
 from moe_models import make_moe
-from same_bits import assert_same
 from safetensors import safe_open
+from same_bits import assert_same
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
