@@ -118,6 +118,7 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
             "logits": logits(trainer.model_wrapped if engine else trainer.model),
             "distributed_type": trainer.accelerator.distributed_type.value,
             "processes": trainer.accelerator.num_processes,
+            "errors": getattr(getattr(trainer, "error_callback", None), "history", None),
         }
         trainer.save_model(str(out / kind / "saved"))
         trainer.accelerator.wait_for_everyone()
