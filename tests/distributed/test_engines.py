@@ -48,7 +48,7 @@ CASES = [
     case("zero3", "moe"),
     case("ddp", "moe", pytest.mark.large),
     case("ddp", "moe_lora", pytest.mark.large),
-    case("fsdp2_lora", "moe_lora"),
+    case("fsdp2_lora", "moe_lora", pytest.mark.large),
 ]
 
 
