@@ -24,7 +24,7 @@ from hf_mxfp4.rl import ExactResumeMixin
 
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4, "lora_dropout": 0.0}
-#: Packed experts take no adapters.
+#: On attention alone.
 MOE_LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 #: Of a mixture of experts, GRPO replays and measures routing, and decomposes the error of weights.
 MOE_GRPO = {"router_replay": True, "router_every": 2, "error_every": 2}
