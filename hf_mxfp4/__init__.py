@@ -30,6 +30,7 @@ _LAZY = {
     "pack": "packing",
     "quantize": "ops.functional",
     "set_quantization_step": "layers",
+    "uncached_weights": "layers",
 }
 
 __all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__", *_LAZY]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether training left frozen weights alone."""
 
-import contextlib
 import hashlib
 
 import torch
 from torch import nn
+
+from hf_mxfp4.layers import whole
 
 
 def frozen_checksum(model: nn.Module) -> str:
@@ -15,17 +16,7 @@ def frozen_checksum(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             digest.update(name.encode())
-            with _gathered(parameter):
-                tensor = parameter.detach()
-                tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            with whole(parameter) as tensor:
                 # A copy: memory that numpy has seen can no longer be resized, as FSDP does.
                 digest.update(tensor.flatten().view(torch.uint8).cpu().clone().numpy())
     return digest.hexdigest()
-
-
-def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager:
-    if not hasattr(parameter, "ds_id"):
-        return contextlib.nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([parameter])

@@ -14,7 +14,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_mxfp4 import cached_weights
+from hf_mxfp4 import cached_weights, uncached_weights
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,12 @@ def evaluate_greedy(
     max_new_tokens: int,
     batch_size: int = 128,
     title: str = "evaluating",
+    cache_weights: bool = True,
 ) -> Evaluation:
     """Complete every prompt of ``dataset`` (columns ``prompt``, ``answer``) greedily and score the completions.
 
-    Under a launcher each process takes a share, and all get the whole result.
+    Under a launcher each process takes a share, and all get the whole result. ``cache_weights`` as
+    `cache_rollout_weights` of `MXFP4GRPOConfig`.
     """
     state = PartialState()
     share = list(range(state.process_index, len(dataset), state.num_processes))
@@ -56,7 +58,7 @@ def evaluate_greedy(
     mine: list[tuple[int, str]] = []
     bar = tqdm(total=len(share), desc=title, unit="problem", disable=not state.is_main_process)
     try:
-        with cached_weights():
+        with cached_weights() if cache_weights else uncached_weights():
             # Sharded weights are gathered by all processes together: all run as many batches as the longest share.
             for start in range(0, -(-len(dataset) // state.num_processes), batch_size):
                 mine_now = share[start : start + batch_size]

@@ -79,6 +79,7 @@ def main(argv: list[str]) -> dict:
             max_new_tokens=training.max_completion_length,
             batch_size=recipe.greedy_batch_size,
             title=title,
+            cache_weights=training.cache_rollout_weights,
         )
 
     def checksum() -> str | None:

@@ -59,6 +59,10 @@ def plan(
         int | None, typer.Option("--rollout-batch", min=1, help="Sequences per GPU sampled at once. [default: --batch]")
     ] = None,
     vllm_server: Annotated[bool, typer.Option("--vllm-server", help="Another machine samples.")] = False,
+    cache_rollout_weights: Annotated[
+        bool,
+        typer.Option("--cache-rollout-weights/--no-cache-rollout-weights", help="As in MXFP4GRPOConfig."),
+    ] = True,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Of trained weights.")] = Dtype.FLOAT32,
     compute_dtype: Annotated[Dtype, typer.Option("--compute-dtype", help="Of products.")] = Dtype.BFLOAT16,
     optimizer: Annotated[Optimizer, typer.Option("--optimizer")] = Optimizer.ADAMW,
@@ -103,6 +107,7 @@ def plan(
             logits=logits.value,
             reference=beta > 0,
             rollouts=not vllm_server,
+            cache_rollout_weights=cache_rollout_weights,
             lora_rank=lora_rank,
             headroom=headroom,
         )

@@ -8,8 +8,9 @@ from .linear import MXFP4Linear
 from .matrices import PACKED, QUANTIZED, TRAINABLE, Matrix, matrix_names, trainable_matrices
 from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear
+from .sharded import whole
 from .step import random_layers, set_quantization_step
-from .weight_cache import cached_weights
+from .weight_cache import cached_weights, uncached_weights
 
 
 __all__ = [
@@ -29,5 +30,7 @@ __all__ = [
     "random_layers",
     "set_quantization_step",
     "trainable_matrices",
+    "uncached_weights",
+    "whole",
     "update_fallback_thresholds",
 ]

@@ -17,6 +17,8 @@ import torch
 #: Number of the outermost [`cached_weights`] context in force, 0 outside of any.
 _frozen = 0
 _contexts_entered = 0
+#: Whether a [`uncached_weights`] context is in force.
+_bypassed = False
 _filled: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
 
 
@@ -26,10 +28,11 @@ def cached_weights() -> Iterator[None]:
 
     For rollouts and evaluation. A value kept from before the context is checked at its first use. The context also
     makes caching available in distributed jobs, where the copies are dropped at its end, and for packed weights, whose
-    dequantized copies are dropped at its end everywhere.
+    dequantized copies are dropped at its end everywhere. Of nested contexts the outermost one decides, be it this one
+    or [`uncached_weights`].
     """
     global _frozen, _contexts_entered
-    if _frozen:
+    if _frozen or _bypassed:
         yield
         return
     _contexts_entered += 1
@@ -39,6 +42,23 @@ def cached_weights() -> Iterator[None]:
     finally:
         _frozen = 0
         _forget(all_of_them=_distributed())
+
+
+@contextlib.contextmanager
+def uncached_weights() -> Iterator[None]:
+    """Within this context every quantized layer quantizes (or dequantizes) its weight at each use, and no copy outlives
+    the use: the values of [`cached_weights`] in less memory and more time. Copies from before the context are dropped.
+    """
+    global _bypassed
+    if _frozen or _bypassed:
+        yield
+        return
+    _forget(all_of_them=True)
+    _bypassed = True
+    try:
+        yield
+    finally:
+        _bypassed = False
 
 
 class WeightCache:
@@ -58,7 +78,7 @@ class WeightCache:
     def get(self, weight: torch.Tensor, dtype: torch.dtype, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The kept value for this weight and dtype, or a fresh one from ``compute``."""
         distributed = _distributed()
-        if not _frozen and (distributed or self.only_in_context):
+        if _bypassed or not _frozen and (distributed or self.only_in_context):
             return compute()
         identity = (_frozen, id(weight), weight.shape, weight.device, weight.dtype, dtype)
         if _frozen and self._value is not None and self._trusted == identity:

@@ -42,6 +42,7 @@ class Setup:
         logits: ``"chunked"`` as TRL's trainers compute them, or ``"full"``, the loss of transformers.
         reference: whether there is a reference model (beta > 0).
         rollouts: whether this process samples; not so with a vLLM server.
+        cache_rollout_weights: as in `MXFP4GRPOConfig`.
         lora_rank: of the adapters on packed weights.
         headroom: share of the memory left for the CUDA context, fragmentation and communication.
 
@@ -63,6 +64,7 @@ class Setup:
     logits: str = "chunked"
     reference: bool = False
     rollouts: bool = True
+    cache_rollout_weights: bool = True
     lora_rank: int = 16
     headroom: float = 0.1
 
@@ -183,18 +185,18 @@ class Planner:
         parts["reference model"] = reference_bytes(strategy, sizes, setup.gpus) if setup.reference else 0
         if strategy.engine == "zero3":
             parts["gathered for generation"] = 2 * sizes.elements
-        parts["quantized weights"] = self._quantized(setup, strategy, all_kept=True)
+        parts["quantized weights"] = self._quantized(setup, strategy, all_kept=setup.cache_rollout_weights)
         parts["KV cache"] = sequences * setup.length * model.cache_per_token
         parts["logits"] = sequences * sizes.vocabulary * (compute + 4)
         return parts
 
     def _quantized(self, setup: Setup, strategy: Strategy, all_kept: bool) -> float:
-        """Quantized or dequantized copies of weights: all of them within `cached_weights` and, of trained weights, in a
-        job of one process; otherwise that of one layer."""
+        """Quantized or dequantized copies of weights: all that are kept in rollouts and, of trained weights, in the
+        training of one process; otherwise that of one layer."""
         if not strategy.packed and setup.quantization is None:
             return 0
         sizes = self.model(strategy.packed).sizes
-        elements = sizes.quantized_elements if all_kept else sizes.largest_quantized
+        elements = max(sizes.largest_copy, sizes.cached_elements if all_kept else 0)
         return elements * setup.compute.itemsize
 
     def _largest_batch(self, setup: Setup, strategy: Strategy) -> int:
@@ -218,6 +220,9 @@ class Planner:
             found.append(f"a batch of {best.largest_batch} per GPU ({best.strategy.name})")
         if not setup.checkpointing and any(p.fits for p in self.plan(replace(setup, checkpointing=True), strategies)):
             found.append("gradient checkpointing")
+        uncached = replace(setup, cache_rollout_weights=False)
+        if setup.rollouts and setup.cache_rollout_weights and any(p.fits for p in self.plan(uncached, strategies)):
+            found.append("cache_rollout_weights: false (slower rollouts)")
         if setup.rollouts and any(p.fits for p in self.plan(replace(setup, rollouts=False), strategies)):
             found.append("rollouts on a vLLM server")
         gpus = setup.gpus

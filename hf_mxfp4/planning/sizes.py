@@ -30,7 +30,9 @@ class ModelSizes:
             optimizer (Adafactor) has numbers for.
         layer, layer_elements: bytes and elements of the largest decoder layer.
         outside, outside_elements: of what is in no decoder layer: embeddings, the head, the last norm.
-        quantized_elements, largest_quantized: elements of all quantized weights, and of the largest one.
+        quantized_elements: of all quantized weights.
+        cached_elements: of those whose copies `cached_weights` keeps.
+        largest_copy: of the largest copy that exists while it is used.
         vocabulary, hidden, widest: rows and columns of the head; the most features that a quantized layer puts out.
         head_trained: whether the head has a gradient.
     """
@@ -45,7 +47,8 @@ class ModelSizes:
     outside: int
     outside_elements: int
     quantized_elements: int
-    largest_quantized: int
+    cached_elements: int
+    largest_copy: int
     vocabulary: int
     hidden: int
     widest: int
@@ -61,8 +64,8 @@ def model_sizes(model: nn.Module) -> ModelSizes:
     outside = [p for p in parameters if id(p) not in inside]
     largest = max(layers, key=unique_bytes, default=[])
     linears = [m for m in model.modules() if isinstance(m, (PlannedLinear, MXFP4PackedLinear))]
-    experts = [m.quantized_elements for m in model.modules() if isinstance(m, PlannedExperts)]
-    sizes = [m.in_features * m.out_features for m in linears] + experts
+    experts = [m for m in model.modules() if isinstance(m, PlannedExperts)]
+    sizes = [m.in_features * m.out_features for m in linears]
     head = model.get_output_embeddings().weight
     return ModelSizes(
         weights=state_bytes(model)["weights"],
@@ -74,8 +77,9 @@ def model_sizes(model: nn.Module) -> ModelSizes:
         layer_elements=_elements(largest),
         outside=unique_bytes(outside),
         outside_elements=_elements(outside),
-        quantized_elements=sum(sizes),
-        largest_quantized=max(sizes, default=0),
+        quantized_elements=sum(sizes) + sum(m.quantized_elements for m in experts),
+        cached_elements=sum(sizes) + sum(m.cached_elements for m in experts),
+        largest_copy=max([*sizes, *(m.largest_copy for m in experts)], default=0),
         vocabulary=head.shape[0],
         hidden=head.shape[1],
         widest=max((m.out_features for m in model.modules() if _is_inner_linear(m, head)), default=0),

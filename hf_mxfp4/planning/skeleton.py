@@ -91,7 +91,11 @@ class PlannedExperts(nn.Module):
         self._gated = up.numel() == 2 * down.numel()
         self._config = config
         self.quantized_elements = 0 if config is None else up.numel() + down.numel()
-        if config is not None and config.mode == "packed":
+        packed = config is not None and config.mode == "packed"
+        # Trained experts have a copy of each projection; packed ones are dequantized one by one and not kept.
+        self.cached_elements = 0 if packed else self.quantized_elements
+        self.largest_copy = 0 if config is None else up[0].numel() if packed else up.numel()
+        if packed:
             for name, parameter in list(self.named_parameters()):
                 if parameter.dim() == 3:
                     self._pack(name, parameter)

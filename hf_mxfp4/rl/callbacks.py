@@ -14,6 +14,7 @@ from ..layers import (
     set_quantization_step,
     trainable_matrices,
     update_fallback_thresholds,
+    whole,
 )
 from ..numerics import decompose_scheme
 
@@ -138,12 +139,8 @@ class ErrorCallback(TrainerCallback):
     def _measure(self, step: int) -> None:
         measured = []
         for name, matrix in self._chosen.items():
-            weight = getattr(matrix.layer, matrix.parameter).detach()
-            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-            if weight.numel() == 0:
-                get_logger().warning("error components not measured: %s is sharded away", name)
-                return
-            parts = decompose_scheme(matrix.of(weight), matrix.layer.config.weight_scheme)
+            with whole(getattr(matrix.layer, matrix.parameter)) as weight:
+                parts = decompose_scheme(matrix.of(weight), matrix.layer.config.weight_scheme)
             metrics = {f"error/{part}": value for part, value in parts.energy_ratio.items()}
             metrics["error/sqnr_db"] = parts.sqnr_db
             measured.append(metrics)

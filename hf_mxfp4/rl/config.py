@@ -39,6 +39,14 @@ class MXFP4GRPOConfig(GRPOConfig):
     rollout_correction_cap: float = field(
         default=2.0, metadata={"help": "Upper limit of the importance ratio of a token."}
     )
+    cache_rollout_weights: bool = field(
+        default=True,
+        metadata={
+            "help": "Keep the quantized copy of every weight while a rollout lasts. It takes the memory of the weights "
+            "in the dtype of products, in each process, under FSDP2 and ZeRO-3 too. False keeps none and quantizes (or "
+            "dequantizes) every weight again for each generated token: slower, same bits. Not for vLLM's own copy."
+        },
+    )
     entropy_collapse: float = field(
         default=0.05, metadata={"help": "Alarm when the policy entropy (nats per token) falls below this; 0: never."}
     )

@@ -19,7 +19,8 @@ from ..checkpoint.complete import (
     why_incomplete,
     write_manifest,
 )
-from ..layers import named_fallback_thresholds
+from ..layers import named_fallback_thresholds, random_layers
+from .callbacks import QuantizationStepCallback
 
 
 class ExactResumeMixin:
@@ -32,6 +33,7 @@ class ExactResumeMixin:
     * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, and one that is not is refused by name;
     * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single
       experts, which its resuming passes over with a warning), and a checkpoint that lacks weights is refused;
+    * layers that draw random numbers are told the step, as by [`QuantizationStepCallback`], so that they draw the same;
     * resuming a run that had finished trains nothing, where a plain Trainer takes one more step;
     * under DeepSpeed in 16 bits, saved weights are the float32 masters of the optimizer and not their rounded copies;
     * `save_model` writes a model under FSDP's sharded state dicts too, where a plain Trainer writes nothing.
@@ -104,6 +106,9 @@ class ExactResumeMixin:
         checkpoint = self._whole_checkpoint(resume_from_checkpoint)
         if checkpoint is not None:
             self._restore_process(checkpoint)
+        told = any(isinstance(c, QuantizationStepCallback) for c in self.callback_handler.callbacks)
+        if random_layers(self.model) and not told:
+            self.add_callback(QuantizationStepCallback())
         return super().train(checkpoint, *args, **kwargs)
 
     def _whole_checkpoint(self, choice: str | bool | None) -> str | None:

@@ -16,7 +16,15 @@ from trl.trainer.utils import pad
 from .._logging import get_logger
 from ..adapters import is_packed_with_adapters, policy_parameters
 from ..checkpoint import why_incomplete
-from ..layers import QUANTIZED, TRAINABLE, cached_weights, fallback_thresholds, matrix_names, random_layers
+from ..layers import (
+    QUANTIZED,
+    TRAINABLE,
+    cached_weights,
+    fallback_thresholds,
+    matrix_names,
+    random_layers,
+    uncached_weights,
+)
 from .aqn import NoiseReport, NormNoise
 from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
 from .config import MXFP4GRPOConfig
@@ -115,7 +123,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, RouterTraining):
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: list):
-        with cached_weights(), self._rollout_noise() as sigma:
+        with self._rollout_weights(), self._rollout_noise() as sigma:
             with self.routing.recording() if self._replays else contextlib.nullcontext():
                 output = list(super()._generate(prompts))
             if self._replays:
@@ -123,6 +131,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, RouterTraining):
             if sigma > 0 and self._corrects_rollouts(output):
                 output[4] = self._score(output[0], output[1])
         return tuple(output)
+
+    def _rollout_weights(self) -> contextlib.AbstractContextManager[None]:
+        return cached_weights() if self.args.cache_rollout_weights else uncached_weights()
 
     def _sigma(self) -> float:
         """Standard deviation of the noise at this step; 0 outside of training."""
@@ -204,7 +215,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, RouterTraining):
     def _log_probs(self, prompts, prompt_mask, completions, completion_mask) -> torch.Tensor:
         """Log-probabilities of the last rollout, routed as it was under router replay."""
         with (
-            cached_weights(),
+            self._rollout_weights(),
             disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             self.routing.scoring(prompt_mask, completion_mask) if self._replays else contextlib.nullcontext(),
         ):

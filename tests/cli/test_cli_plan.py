@@ -55,6 +55,15 @@ def test_full_precision_has_no_quantized_weights(model):
     assert ddp["training_bytes"]["quantized weights"] == ddp["rollout_bytes"]["quantized weights"] == 0
 
 
+def test_rollouts_without_kept_copies(model):
+    sizes = [
+        json.loads(run(model, "--gpus", 2, *flags, "--json").stdout)["strategies"][1]["rollout_bytes"]
+        for flags in ([], ["--no-cache-rollout-weights"])
+    ]
+    matrices = 2 * 32 * 32, 2 * 32 * 16, 3 * 32 * 64
+    assert [size["quantized weights"] for size in sizes] == [2 * sum(matrices), 2 * 32 * 64]
+
+
 def test_nothing_fits(model):
     done = run(model, "--gpu-memory", 0.00015, "--prompt-length", 32, "--completion-length", 32, "--json")
     assert done.exit_code == 1

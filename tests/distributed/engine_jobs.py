@@ -1,44 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of the tests of distributed engines do."""
 
+import gc
+import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import torch
-import trl  # noqa: F401  what the jobs import is imported once, by the fork server
+import trl
 from cpu_engines import use_engine
 from datasets import Dataset
 from grpo_runs import TOKENIZER, even_digits, prompts
+from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4.planning import LiveTensors
 from hf_mxfp4.rl import ExactResumeMixin
 
 
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4, "lora_dropout": 0.0}
+#: On attention alone.
+MOE_LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+#: Of a mixture of experts, GRPO replays and measures routing, and decomposes the error of weights.
+MOE_GRPO = {"router_replay": True, "router_every": 2, "error_every": 2}
 
 
 class PlainTrainer(ExactResumeMixin, Trainer):
     """A Trainer with exact resume."""
 
 
-def make_base(folder: Path) -> Path:
-    """Save the model that all jobs start from."""
-    make_model(layers=2, hidden=32, intermediate=48).save_pretrained(folder)
+def make_base(folder: Path, moe: bool = False) -> Path:
+    """Save the model that all jobs start from: dense, or a mixture of experts."""
+    model = make_moe("qwen3_moe") if moe else make_model(layers=2, hidden=32, intermediate=48)
+    model.save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return folder
 
 
 def load(base: str, mode: str) -> torch.nn.Module:
     """The policy: trainable masters, or packed weights with new adapters."""
-    config = MXFP4RLConfig() if mode == "qat" else MXFP4RLConfig(mode="packed")
+    config = MXFP4RLConfig(mode="packed" if mode.endswith("lora") else "qat")
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
-    if mode == "lora":
+    if mode.endswith("lora"):
         torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(**LORA))
+        model = get_peft_model(model, LoraConfig(**(LORA | (MOE_LORA if mode == "moe_lora" else {}))))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # zeros otherwise, and the gradients of lora_A with them
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -78,6 +88,8 @@ def plain_trainer(base: str, mode: str, folder: Path, **options) -> PlainTrainer
 def grpo_trainer(base: str, mode: str, folder: Path, **options) -> MXFP4GRPOTrainer:
     """GRPO with noise in every rollout but the first, and its correction."""
     options = {"num_generations": 4, "max_completion_length": 4, "aqn_num_stages": 4, "error_every": 0, **options}
+    if mode.startswith("moe"):
+        options |= MOE_GRPO
     args = arguments(folder, MXFP4GRPOConfig, **options)
     return MXFP4GRPOTrainer(load(base, mode), even_digits, args, prompts(), processing_class=TOKENIZER)
 
@@ -106,11 +118,38 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
             "logits": logits(trainer.model_wrapped if engine else trainer.model),
             "distributed_type": trainer.accelerator.distributed_type.value,
             "processes": trainer.accelerator.num_processes,
+            "errors": getattr(getattr(trainer, "error_callback", None), "history", None),
         }
         trainer.save_model(str(out / kind / "saved"))
         trainer.accelerator.wait_for_everyone()
     if os.environ.get("RANK", "0") == "0":
         torch.save(results, out / "results.pt")
+
+
+def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
+    """GRPO with replay where the sequences of rank 1 all end with their first token, and those of rank 0 do not; with
+    quantized copies kept in rollouts, and without. Each rank writes what it saw to ``out/rank<i>.json``."""
+    use_engine(engine, Path(out))
+    rank, seen = os.environ["RANK"], {}
+    for kept in (True, False):
+        options = {"max_steps": 2, "save_strategy": "no", "max_completion_length": 6, "cache_rollout_weights": kept}
+        trainer = grpo_trainer(base, "moe", Path(out) / f"kept-{kept}", **options)
+        if rank == "1":
+            trainer.generation_config.eos_token_id = trainer.eos_token_ids = list(range(32))
+        held, generate = [], trl.GRPOTrainer._generate
+
+        def measured(self, prompts, held=held, generate=generate):
+            with LiveTensors() as live:
+                output = generate(self, prompts)
+                gc.collect()
+                held.append(live.current)
+            return output
+
+        with mock.patch.object(trl.GRPOTrainer, "_generate", measured):
+            trainer.train()
+        logs = [{name: float(value) for name, value in entry.items()} for entry in trainer.state.log_history[:2]]
+        seen[str(kept)] = {"held": held, "logs": [{k: v for k, v in log.items() if k != "step_time"} for log in logs]}
+    (Path(out) / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
 def run_recipe(engine: str, out: str, options: list[str]) -> None:

@@ -44,7 +44,17 @@ CASES = [
     case("zero2", "qat", pytest.mark.large),
     case("fsdp2_lora", "lora", pytest.mark.large),
     case("zero3", "lora", pytest.mark.large),
+    case("fsdp2", "moe"),
+    case("zero3", "moe"),
+    case("ddp", "moe", pytest.mark.large),
+    case("ddp", "moe_lora", pytest.mark.large),
+    case("fsdp2_lora", "moe_lora", pytest.mark.large),
 ]
+
+
+def base_of(root, mode):
+    """The folder of the model that jobs of a mode start from."""
+    return root / ("moe" if mode.startswith("moe") else "base")
 
 
 @pytest.fixture(scope="module")
@@ -54,26 +64,38 @@ def jobs(tmp_path_factory):
     done = {}
     with ForkServer("engine_jobs") as server:
 
+        def base(mode):
+            folder = base_of(root, mode)
+            if not folder.exists():
+                moe = mode.startswith("moe")
+                server.run("engine_jobs:make_base", root / "base.log", folder=str(folder), moe=moe)
+            return folder
+
         def run(engine, mode, **options):
             key = (engine, mode, str(options))
             if key not in done:
-                base, out = root / "base", root / f"job{len(done)}"
+                out = root / f"job{len(done)}"
                 out.mkdir()
-                if not base.exists():
-                    server.run("engine_jobs:make_base", root / "base.log", folder=str(base))
-                arguments = {"engine": engine, "mode": mode, "base": str(base), "out": str(out), **options}
+                arguments = {"engine": engine, "mode": mode, "base": str(base(mode)), "out": str(out), **options}
                 ranks = 1 if engine is None else 2
                 answer = server.run("engine_jobs:train_and_save", out / "log", ranks=ranks, timeout=120, **arguments)
                 assert answer["codes"] == [0] * ranks, answer["output"][-4000:]
                 done[key] = out, torch.load(out / "results.pt")
             return done[key]
 
-        run.server, run.root = server, root
+        run.server, run.root, run.base = server, root, base
         yield run
 
 
 @pytest.fixture(params=CASES)
 def job(request, jobs):
+    engine, mode = request.param
+    return engine, mode, *jobs(engine, mode)
+
+
+@pytest.fixture(params=[param for param in CASES if param.values[0][1].startswith("moe")])
+def mixture(request, jobs):
+    """A job of a mixture of experts."""
     engine, mode = request.param
     return engine, mode, *jobs(engine, mode)
 
@@ -97,12 +119,14 @@ def test_losses_are_those_of_one_process(job, jobs):
 
 
 def test_rollouts_get_the_noise_of_their_step(job):
-    *_, results = job
+    _, mode, _, results = job
     sigmas = [entry["aqn/sigma"] for entry in results["grpo"]["logs"]]
     assert sigmas == pytest.approx([0, 1e-2, 10**-2.5, 1e-3])
     measured = [entry["aqn/measured_std"] for entry in results["grpo"]["logs"]]
     assert measured == pytest.approx(sigmas, rel=0.1)
-    assert all(entry["aqn/n_modules"] == 5 for entry in results["grpo"]["logs"][1:])
+    # Of a mixture of experts the norms before routers get none, and there are norms of queries and keys.
+    norms = 7 if mode.startswith("moe") else 5
+    assert all(entry["aqn/n_modules"] == norms for entry in results["grpo"]["logs"][1:])
 
 
 @pytest.mark.parametrize("kind", ["plain", "grpo"])
@@ -114,14 +138,14 @@ def test_saved_models_are_complete_and_compute_the_same(job, jobs, kind):
         name: (t.shape, t.dtype) for name, t in expected.items()
     }
     for folder in ("saved", "checkpoint-4"):
-        found = _logits_of(out / kind / folder, mode, jobs.root / "base")
+        found = _logits_of(out / kind / folder, mode, base_of(jobs.root, mode))
         torch.testing.assert_close(found, results[kind]["logits"], rtol=0, atol=1e-5)
 
 
 def _logits_of(folder, mode, base):
     from engine_jobs import logits
 
-    if mode == "qat":
+    if not mode.endswith("lora"):
         return logits(AutoModelForCausalLM.from_pretrained(folder))
     packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode="packed"))
     return logits(PeftModel.from_pretrained(packed, folder))
@@ -147,22 +171,103 @@ def test_a_resumed_run_repeats_the_one_that_was_not_stopped(job):
     assert logs[0] == logs[1] and len(logs[0]) == 4
 
 
+def test_mixtures_replay_and_measure_their_routing(mixture):
+    _, mode, out, results = mixture
+    logs = results["grpo"]["logs"]
+    assert [entry["router_replay/coverage"] for entry in logs] == [1.0] * 4
+    changed = [entry["router_replay/changed"] for entry in logs]
+    # The first rollout has no noise, and the policy that trains on it is the one that sampled it. On packed weights
+    # noise is all that changes between the two in the later steps, too.
+    assert changed[0] == 0 and all(0 <= share < 0.5 for share in changed)
+    assert mode == "moe_lora" or all(changed[1:])
+    assert ["router/load_entropy" in entry for entry in logs] == [False, True, False, True]
+    measured = [json.loads(line) for line in (out / "grpo" / "routers.jsonl").read_text().splitlines()]
+    assert [(entry["step"], entry["layer"].rpartition("layers.")[2]) for entry in measured] == [
+        (step, f"{layer}.mlp.gate") for step in (2, 4) for layer in (0, 1)
+    ]
+    for entry in measured:
+        assert (entry["agreement"] is None) if mode == "moe_lora" else 0.5 < entry["agreement"] <= 1
+
+
+def test_error_components_are_of_whole_weights(mixture, jobs):
+    _, mode, _, results = mixture
+    _, alone = jobs(None, mode)
+    if mode == "moe_lora":  # there is nothing to compare packed weights with
+        assert results["grpo"]["errors"] is None
+        return
+    errors = results["grpo"]["errors"]
+    assert [entry["step"] for entry in errors] == [step for step in (0, 2, 4) for _ in range(4)]
+    layers = [entry["layer"] for entry in errors[:4]]
+    assert layers[0] == "model.layers.0.self_attn.q_proj" and layers[-1] == "model.layers.1.mlp.experts.5.down_proj"
+    assert errors[:4] == alone["grpo"]["errors"][:4]  # before the first step
+
+
+def test_mixtures_are_saved_as_transformers_saves_them_and_checkpoints_have_whole_experts(mixture, jobs):
+    engine, mode, out, _ = mixture
+    if mode == "moe_lora":
+        adapters = load_file(weights_file(out / "grpo" / "saved"))
+        assert len(adapters) == 2 * 4 * 2 and all("self_attn" in name and t.numel() for name, t in adapters.items())
+        return
+    base = load_file(weights_file(base_of(jobs.root, mode)))
+    saved = load_file(weights_file(out / "grpo" / "saved"))
+    assert {name: tensor.shape for name, tensor in saved.items()} == {n: t.shape for n, t in base.items()}
+    assert saved["model.layers.1.mlp.experts.5.down_proj.weight"].shape == (32, 32)
+    trained = [name for name in saved if not torch.equal(saved[name], base[name])]
+    assert sum(".experts." in name for name in trained) > 30  # of 36; an expert may see no token
+    checkpoint = load_file(weights_file(out / "grpo" / "checkpoint-4"))
+    assert checkpoint["model.layers.1.mlp.experts.gate_up_proj"].shape == (6, 64, 32)
+    assert checkpoint["model.layers.1.mlp.experts.down_proj"].shape == (6, 32, 32)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("ddp", marks=pytest.mark.large),
+        "fsdp2",
+        pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED]),
+    ],
+)
+def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
+    out = jobs.root / f"uneven-{engine}"
+    out.mkdir()
+    base = jobs.base("moe")
+    answer = jobs.server.run(
+        "engine_jobs:train_on_uneven_rollouts", out / "log", ranks=2, engine=engine, base=str(base), out=str(out)
+    )
+    assert answer["codes"] == [0, 0], answer["output"][-4000:]
+    # Of queries, keys, values and outputs, and of six experts; float32.
+    copies = 4 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 6 * 3 * 32 * 32)
+    for rank in (0, 1):
+        kept, none = json.loads((out / f"rank{rank}.json").read_text()).values()
+        assert [a - b for a, b in zip(kept["held"], none["held"], strict=True)] == [copies, copies]
+        assert kept["logs"] == none["logs"]
+        assert [log["router_replay/coverage"] for log in kept["logs"]] == [1, 1]
+        assert [log["completions/min_length"] for log in kept["logs"]] == [1, 1]
+        assert all(log["completions/max_length"] == 6 for log in kept["logs"])
+
+
 @pytest.mark.large
 @NO_DEEPSPEED
-@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
-def test_in_bfloat16_the_float32_masters_are_saved(jobs, engine):
-    out, _ = jobs(engine, "qat", mixed_precision="bf16")
+@pytest.mark.parametrize(
+    ("engine", "mode"), [("zero2", "qat"), ("zero3", "qat"), ("fsdp2", "qat"), ("zero3", "moe"), ("fsdp2", "moe")]
+)
+def test_in_bfloat16_the_float32_masters_are_saved(jobs, engine, mode):
+    out, results = jobs(engine, mode, mixed_precision="bf16")
     saved = load_file(weights_file(out / "plain" / "saved"))
     assert {weight.dtype for weight in saved.values()} == {torch.float32}
     assert all(not torch.equal(weight, weight.bfloat16().float()) for weight in saved.values())
+    if mode == "moe":
+        assert [log["router_replay/coverage"] for log in results["grpo"]["logs"]] == [1.0] * 4
+        assert results["grpo"]["logs"][0]["router_replay/changed"] == 0
 
 
 @pytest.mark.large
-def test_sharded_checkpoints_resume_and_the_model_is_saved_whole(jobs):
-    out, results = jobs("fsdp2", "qat", fsdp={"fsdp_state_dict_type": "SHARDED_STATE_DICT"})
+@pytest.mark.parametrize("mode", ["qat", "moe"])
+def test_sharded_checkpoints_resume_and_the_model_is_saved_whole(jobs, mode):
+    out, results = jobs("fsdp2", mode, fsdp={"fsdp_state_dict_type": "SHARDED_STATE_DICT"})
     assert not list((out / "grpo" / "checkpoint-4").glob("*.safetensors"))
     torch.testing.assert_close(
-        _logits_of(out / "grpo" / "saved", "qat", None), results["grpo"]["logits"], rtol=0, atol=1e-5
+        _logits_of(out / "grpo" / "saved", mode, None), results["grpo"]["logits"], rtol=0, atol=1e-5
     )
     whole, resumed = (load_file(weights_file(out / kind / "saved")) for kind in ("grpo", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -190,6 +295,8 @@ def test_tensor_parallel_loading_is_refused(jobs, mode):
     [
         ("fsdp2", "tiny_cpu"),
         pytest.param("zero3", "tiny_cpu", marks=NO_DEEPSPEED),
+        ("fsdp2", "tiny_moe_cpu"),
+        pytest.param("zero3", "tiny_moe_cpu", marks=NO_DEEPSPEED),
         ("fsdp2_lora", "tiny_cpu_lora"),
         pytest.param("zero3", "tiny_cpu_lora", marks=NO_DEEPSPEED),
     ],
@@ -205,4 +312,4 @@ def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
     summary = json.loads((out / "run" / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}
     checksum = summary["base_checksum"]
-    assert checksum is None if config == "tiny_cpu" else checksum["before"] == checksum["after"]
+    assert checksum is None if config != "tiny_cpu_lora" else checksum["before"] == checksum["after"]

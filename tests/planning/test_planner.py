@@ -46,7 +46,8 @@ def test_sizes_of_a_dense_model():
     real = make_model("qwen2", vocab_size=VOCABULARY)
     sizes = model_sizes(model)
     assert sizes.elements == sizes.trained_elements == sum(p.numel() for p in real.parameters())
-    assert sizes.quantized_elements == QUANTIZED and sizes.largest_quantized == H * INNER
+    assert sizes.quantized_elements == sizes.cached_elements == QUANTIZED
+    assert sizes.largest_copy == H * INNER
     assert (sizes.vocabulary, sizes.hidden, sizes.widest, sizes.head_trained) == (VOCABULARY, H, INNER, True)
     assert sizes.outside_elements == 2 * VOCABULARY * H + H
     assert sizes.layer_elements == (sizes.elements - sizes.outside_elements) // LAYERS
@@ -107,6 +108,42 @@ def test_several_gpus_keep_quantized_weights_in_rollouts_alone(planner):
     plan = plans(planner, replace(SETUP, gpus=2))["DDP"]
     assert plan.training["quantized weights"] == 2 * H * INNER
     assert plan.rollouts["quantized weights"] == 2 * QUANTIZED
+
+
+def test_rollouts_without_kept_copies_hold_one_at_a_time(planner):
+    setup = replace(SETUP, gpus=2, cache_rollout_weights=False)
+    found, kept = plans(planner, setup), plans(planner, replace(SETUP, gpus=2))
+    for name, plan in found.items():
+        assert plan.rollouts["quantized weights"] == 2 * H * INNER
+        assert plan.training == kept[name].training
+        others = {part: size for part, size in plan.rollouts.items() if part != "quantized weights"}
+        assert others.items() < kept[name].rollouts.items()
+        assert kept[name].rollouts["quantized weights"] == 2 * QUANTIZED
+
+
+def test_which_copies_of_experts_exist_in_rollouts():
+    attention, experts = LAYERS * H * (H + 32 + 32 + H), LAYERS * 4 * 3 * H * 48
+    planner = Planner(MOE, SETUP)
+    kept, single = (
+        {name: p.rollouts["quantized weights"] for name, p in plans(planner, replace(SETUP, gpus=2, **o)).items()}
+        for o in ({}, {"cache_rollout_weights": False})
+    )
+    assert kept["FSDP2"] == 2 * (attention + experts)
+    assert single["FSDP2"] == 2 * 4 * 2 * H * 48  # the way up of one layer's experts, gates included
+    assert kept["packed+LoRA, FSDP2"] == 2 * attention  # packed experts are dequantized one by one
+    assert single["packed+LoRA, FSDP2"] == 2 * 2 * H * 48
+
+
+def test_advice_to_keep_no_copies(planner):
+    strategies = tuple(strategy for strategy in STRATEGIES if strategy.engine == "fsdp2" and not strategy.packed)
+    setup = replace(SETUP, gpus=64, batch=1, prompt=2, completion=2)
+    (plan,), (single,) = (planner.plan(replace(setup, cache_rollout_weights=c), strategies) for c in (True, False))
+    assert sum(plan.rollouts.values()) > sum(plan.training.values())
+    between = replace(setup, gpu_memory=(plan.peak + single.peak) / 2 / 0.9)
+    assert "cache_rollout_weights: false (slower rollouts)" in planner.advice(between, strategies)
+    too_small = replace(setup, gpu_memory=single.peak / 2)
+    for other in (too_small, replace(between, cache_rollout_weights=False)):
+        assert not any("cache_rollout_weights" in text for text in planner.advice(other, strategies))
 
 
 def test_a_vllm_server_takes_the_rollouts(planner):

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that engines have spread over processes, whole for as long as they are read."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def whole(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    """All of a parameter's values, detached, to be read within the context: gathered from all processes under FSDP2 and
+    ZeRO-3, whose processes must all enter it; elsewhere the parameter's own memory."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            stack.enter_context(deepspeed.zero.GatheredParameters([parameter]))
+        tensor = parameter.detach()
+        yield tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of quantized weights that are held after a forward pass, and none of them within `uncached_weights`."""
+
+import gc
+
+import pytest
+import torch
+from moe_models import make_moe, tokens
+from tiny_models import make_model
+
+from hf_mxfp4 import MXFP4RLConfig, cached_weights, pack, uncached_weights
+from hf_mxfp4.planning import LiveTensors
+from hf_mxfp4.quantizer import quantize_linears
+
+
+IDS = tokens(2, 5)
+#: q, k, v, o and gate, up, down of two layers.
+DENSE = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48)
+ATTENTION, EXPERTS = 2 * (2 * 32 * 32 + 2 * 32 * 16), 2 * 6 * 3 * 32 * 32
+STOCHASTIC = {"preset": "w4a4g4", "fprop": {"weight": "rceil+stochastic", "rotation": "random-16"}}
+
+
+def dense(**options):
+    model = make_model("llama", hidden=32, intermediate=48)
+    quantize_linears(model, MXFP4RLConfig(**options))
+    return model
+
+
+def moe(**options):
+    model = make_moe()
+    quantize_linears(model, MXFP4RLConfig(**options))
+    return model
+
+
+#: A model, and the elements of the copies that are kept.
+MODELS = {
+    "dense": (dense, {}, DENSE),
+    "stochastic": (dense, STOCHASTIC, DENSE + 2 * 32 * 16),  # rotated in blocks: the way down is padded to 64
+    "experts": (moe, {}, ATTENTION + EXPERTS),
+    "packed": (lambda: pack(dense()), {}, DENSE),
+    "packed experts": (lambda: pack(moe()), {}, ATTENTION),
+}
+
+
+class Held(LiveTensors):
+    """Within this context, the bytes of tensors that live and were not there before."""
+
+    def __init__(self, model):
+        super().__init__([list(model.parameters()), list(model.buffers()), IDS])
+        self._before = self.current
+
+    def __call__(self):
+        gc.collect()
+        return self.current - self._before
+
+
+def held_after_a_pass(model, context):
+    """Bytes held after a forward pass within the context, and the logits."""
+    with torch.no_grad(), context(), Held(model) as held:
+        logits = model(input_ids=IDS, use_cache=False).logits
+        return held() - logits.untyped_storage().nbytes(), logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_held_after_a_forward_pass(name, two_processes):
+    make, options, elements = MODELS[name]
+    model = make(**options)
+    kept, expected = held_after_a_pass(model, cached_weights)
+    none, logits = held_after_a_pass(model, uncached_weights)
+    assert (kept, none) == (4 * elements, 0)
+    assert torch.equal(logits, expected)
+
+
+def test_copies_from_before_are_dropped_and_made_again_after():
+    model, sizes = dense(), []
+    with torch.no_grad(), Held(model) as held:
+        model(input_ids=IDS, use_cache=False)
+        sizes.append(held())  # one process keeps them
+        with uncached_weights():
+            sizes.append(held())
+            model(input_ids=IDS, use_cache=False)
+            sizes.append(held())
+        model(input_ids=IDS, use_cache=False)
+        sizes.append(held())
+    assert sizes == [4 * DENSE, 0, 0, 4 * DENSE]
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "elements"), [(cached_weights, uncached_weights, DENSE), (uncached_weights, cached_weights, 0)]
+)
+def test_of_nested_contexts_the_outermost_decides(outer, inner, elements, two_processes):
+    model = dense()
+    with torch.no_grad(), outer(), Held(model) as held:
+        with inner(), inner():
+            model(input_ids=IDS, use_cache=False)
+        model(input_ids=IDS, use_cache=False)
+        assert held() == 4 * elements
+
+
+def test_an_exception_ends_it(two_processes):
+    model = dense()
+    with pytest.raises(KeyError), uncached_weights():
+        raise KeyError
+    assert held_after_a_pass(model, cached_weights)[0] == 4 * DENSE
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """What the layers see in a job of two processes: without a context, nothing is kept."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
