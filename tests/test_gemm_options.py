@@ -18,6 +18,7 @@ from hf_mxfp4.analysis.injection import inject_component
 from hf_mxfp4.checkpoint.folder import CheckpointError
 from hf_mxfp4.checkpoint.pack_folder import pack_checkpoint
 from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, QuantScheme, Rotation, ScaleRule
+from hf_mxfp4.presets import PRESETS
 from hf_mxfp4.quantizer import quantize_linears
 from hf_mxfp4.rl.vllm_sync import rollout_parameters
 
@@ -26,6 +27,8 @@ WEIGHT = QuantScheme(ScaleRule.RCEIL, 128, "dynamic", 0.5)
 INPUT = QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)
 FLOOR = QuantScheme(ScaleRule.FLOOR)
 TILES = QuantScheme(ScaleRule.FLOOR, block_rows=32)
+EVEN = QuantScheme(ScaleRule.EVEN, 128, "blockwise")
+EVEN_TILES = QuantScheme(ScaleRule.EVEN, 128, "blockwise", block_rows=32)
 
 #: Preset -> fprop, dgrad, wgrad.
 EXPECTED = {
@@ -35,7 +38,12 @@ EXPECTED = {
     "w4a4g4": (GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, INPUT)),
     "paper_a": (GemmScheme(INPUT, INPUT), PLAIN, PLAIN),
     "paper_b": (GemmScheme(FLOOR, TILES), GemmScheme(FLOOR, TILES), GemmScheme(FLOOR, FLOOR, Rotation(16))),
+    "w4a4g4_tuned": (GemmScheme(EVEN, EVEN_TILES), GemmScheme(EVEN, EVEN_TILES), GemmScheme(EVEN, EVEN, Rotation(16))),
 }
+
+
+def test_every_preset_is_here():
+    assert set(EXPECTED) == set(PRESETS)
 
 
 @pytest.mark.parametrize("preset", EXPECTED)
@@ -153,7 +161,7 @@ def test_forms_in_which_it_travels(options):
 
 
 def test_the_packed_twin_keeps_the_forward_product_alone():
-    for preset in ("w4a4g8", "w4a4g4", "paper_a", "paper_b"):
+    for preset in ("w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned"):
         config = MXFP4RLConfig(preset=preset)
         twin = config.packed()
         assert twin.preset == "w4a4" and twin.gemms().fprop == config.gemms().fprop and twin.gemms().wgrad == PLAIN

@@ -11,6 +11,7 @@ import transformers
 
 from ..config import MXFP4RLConfig
 from ..numerics import PLAIN, OperandScheme, QuantScheme, decompose_scheme
+from ..presets import ALL_OPERANDS
 
 
 if TYPE_CHECKING:
@@ -91,11 +92,8 @@ def _operand(scheme: OperandScheme) -> str:
 def _scheme(model: "PreTrainedModel", config: MXFP4RLConfig) -> str:
     report = model.quantization_report
     scheme = config.gemms()
-    operands = {
-        "w4a16": "weights alone",
-        "w4a4g4": "all operands of the three products",
-        "paper_b": "all operands of the three products",
-    }.get(config.preset, "weights and activations")
+    everything = dict.fromkeys(ALL_OPERANDS, "all operands of the three products")
+    operands = {"w4a16": "weights alone", **everything}.get(config.preset, "weights and activations")
     rows = {
         "mode": f"`{config.mode}`",
         "preset": f"`{config.preset}`: {operands} in MXFP4",

@@ -348,7 +348,7 @@ def test_stochastic_products_are_unbiased(options, index):
 # ---- other inputs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_a", "paper_b"])
+@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned"])
 @pytest.mark.parametrize("shape", [(0, K), (2, 0, K), (K,), (1, K), (2, 3, K)], ids=str)
 def test_shapes_down_to_no_tokens(preset, shape):
     torch.manual_seed(0)
@@ -363,7 +363,7 @@ def test_shapes_down_to_no_tokens(preset, shape):
         assert layer.weight.grad.isfinite().all() and layer.weight.grad.any()
 
 
-@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_b"])
+@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_b", "w4a4g4_tuned"])
 def test_tokens_without_gradient_at_the_end_change_nothing(preset):
     """Padding of a batch: the token axis is padded with zeros anyway."""
     torch.manual_seed(0)
@@ -379,7 +379,7 @@ def test_tokens_without_gradient_at_the_end_change_nothing(preset):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_b"])
+@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_b", "w4a4g4_tuned"])
 @pytest.mark.parametrize("setting", ["bfloat16", "autocast"])
 def test_bfloat16_and_autocast_follow_float32(preset, setting):
     torch.manual_seed(0)
