@@ -11,9 +11,9 @@ HIP = ["gfx942", "gfx950"]
 #: Fused multiply-adds written out in the kernel, per element: two for each rounding to the grid.
 FMA_PER_PASS = 2
 ELEMENTS_PER_THREAD = 16
-VARIANTS = 18
+VARIANTS = 15
 #: Those that divide nothing.
-NO_DIVISION = ("plain", "fallback", "tiles", "quantize plain", "dequantize plain", "dequantize odd huge")
+NO_DIVISION = ("plain", "fallback", "tiles", "quantize plain", "dequantize odd huge")
 #: Those whose sizes promise nothing about alignment.
 ODD = ("float16 odd huge", "quantize odd huge", "dequantize odd huge")
 #: Bytes of shared memory that a program may have without keeping others from its multiprocessor.

@@ -18,6 +18,17 @@ def test_any_shape_scheme_and_range(run_script):
     assert run_script("run_quantize.py", "property", interpret=True) == {}
 
 
+def test_the_package_runs_on_the_kernels_where_triton_is_named(run_script):
+    report = run_script("run_quantize.py", "package", interpret=True)
+    assert {name: found["equal"] for name, found in report.items()} == dict.fromkeys(
+        ("functions", "trained", "packed"), True
+    )
+    launches = {name: found["launches"] for name, found in report.items()}
+    assert launches["functions"] == {"quantize": 1, "fake_quantize": 1, "dequantize": 1}
+    assert launches["trained"]["quantize"] == 1 and launches["trained"]["fake_quantize"] > 0
+    assert launches["packed"] == {"quantize": 1, "dequantize": 1}
+
+
 PACKED = {
     "codes": torch.zeros(3, 80, dtype=torch.uint8),
     "scale": torch.zeros(3, 5, dtype=torch.uint8),
