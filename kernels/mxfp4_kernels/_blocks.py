@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of a tile on their way through quantization, in registers: scales, rounding, searches, macro factors, codes.
+"""Blocks of a tile on their way through quantization, in registers: scales, rounding, divisions.
 
 A tile is ``[ROWS, macro blocks, blocks, 32]``; what belongs to a block has a last axis of 1, what belongs to a macro
 block two of them. With ``TILES`` the rows of a tile share their blocks (32 x 32), and what belongs to those has a first
@@ -45,8 +45,6 @@ TOO_LARGE_TO_SCALE_BITS = tl.constexpr(0x7F000000)
 _HALF_ROUND_MAGIC = tl.constexpr(0.75 * 2.0**23)
 # Squared errors are cut to multiples of 2**-23.
 _SQUARE_UNITS = tl.constexpr(2.0**23)
-_DYNAMIC_CANDIDATES = tl.constexpr(16)
-_BLOCK_MANTISSAS = tl.constexpr(4)
 LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 # 2**-108 as bits.
 _FAST_VALUE_BITS = tl.constexpr(19 << 23)
@@ -124,13 +122,13 @@ def mantissa_factor(mantissa):
 
 
 @triton.jit
-def _inverse_power_of_two(amax_bits):
+def inverse_power_of_two(amax_bits):
     """``2**-floor(log2 amax)``, its exponent cut to -126..127."""
     return (tl.minimum(tl.maximum(254 - (amax_bits >> 23), 1), 254) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _sum_of_squares(error, TILES: tl.constexpr):
+def sum_of_squares(error, TILES: tl.constexpr):
     """Integer sums over blocks of ``error**2`` in units of 2**-23. Errors are below 1.25, hence those of 32 elements
     are less than 2**29; of a whole tile they need int64."""
     units = (error * error * _SQUARE_UNITS).to(tl.int32)
@@ -174,13 +172,13 @@ def quantize_pass(
     byte = tl.where(amax_bits < EXPONENT_FIELD, byte, NAN_BYTE)
     if LEAST_SQUARES:
         first = byte
-        unit = _inverse_power_of_two(amax_bits)
+        unit = inverse_power_of_two(amax_bits)
         error = (_grid_values(z, first, CLIPS, LIMITED) * scale_value(first) - z) * unit
-        best_error = _sum_of_squares(error, TILES)
+        best_error = sum_of_squares(error, TILES)
         for step in tl.static_range(2):
             other = tl.where(first == NAN_BYTE, first, tl.maximum(first + (1 - 2 * step), 0))
             error = (_grid_values(z, other, CLIPS, LIMITED) * scale_value(other) - z) * unit
-            sum_error = _sum_of_squares(error, TILES)
+            sum_error = sum_of_squares(error, TILES)
             byte = tl.where(sum_error < best_error, other, byte)
             best_error = tl.minimum(sum_error, best_error)
     return _grid_values(z, byte, CLIPS, LIMITED), byte
@@ -214,114 +212,3 @@ def can_divide_fast(values):
     """Whether any values at all allow [`divide_by_factor`] its fast way: a scalar."""
     bits = values.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
     return all_at_least(tl.where(bits == EXPONENT_FIELD, 1, bits), _FAST_VALUE_BITS)
-
-
-@triton.jit
-def _search_macro(
-    x,
-    amax_bits,
-    macro_bits,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Macro bytes of the candidate ``16 * j``, ``j`` in 0..15, with the least squared error; the smallest wins a tie.
-
-    Each error is below 1/2, so that the int32 sum over the largest macro block, of 256 elements, is less than 2**29.
-    """
-    unit = _inverse_power_of_two(macro_bits)
-    # Quotients are zero or at least 2**-64, and no candidate leaves float32 where one is looked for.
-    fast = all_at_least(amax_bits, FAST_DIVISION_BITS) & all_below(amax_bits, TOO_LARGE_TO_SCALE_BITS)
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    factor = tl.full([1, 1, 1, 1], 1.0, tl.float32)
-    m8 = tl.full([1, 1, 1, 1], 0, tl.int32)
-    best = tl.zeros_like(macro_bits)
-    best_error = tl.full(macro_bits.shape, 0x7FFFFFFFFFFFFFFF if TILES else 0x7FFFFFFF, tl.int64 if TILES else tl.int32)
-    for _ in range(_DYNAMIC_CANDIDATES):
-        bits = (amax * factor).to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
-        q, byte = quantize_pass(x * factor, bits, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
-        value = divide_by_factor(q * scale_value(byte), factor, fast, INTERPRETED)
-        error = tl.sum(_sum_of_squares((value - x) * unit, TILES), axis=2, keep_dims=True)
-        better = error < best_error
-        best = tl.where(better, m8, best)
-        best_error = tl.where(better, error, best_error)
-        factor += 0.0625
-        m8 += 16
-    return best
-
-
-@triton.jit
-def _search_mantissas(
-    x,
-    amax_bits,
-    fast,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Two-bit mantissas of blocks with the least squared error; the smallest wins a tie."""
-    unit = _inverse_power_of_two(amax_bits)
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    factor = tl.full([1, 1, 1, 1], 1.0, tl.float32)
-    mantissa = tl.full([1, 1, 1, 1], 0, tl.int32)
-    best = tl.zeros_like(amax_bits)
-    best_error = tl.full(amax_bits.shape, 0x7FFFFFFFFFFFFFFF if TILES else 0x7FFFFFFF, tl.int64 if TILES else tl.int32)
-    for _ in range(_BLOCK_MANTISSAS):
-        bits = tl.div_rn(amax, tl.broadcast_to(factor, amax.shape)).to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
-        z = divide_by_factor(x, factor, fast, INTERPRETED)
-        q, byte = quantize_pass(z, bits, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
-        error = (clamp(q * scale_value(byte) * factor, LARGEST_FLOAT) - x) * unit
-        sum_error = _sum_of_squares(error, TILES)
-        better = sum_error < best_error
-        best = tl.where(better, mantissa, best)
-        best_error = tl.where(better, sum_error, best_error)
-        factor += 0.25
-        mantissa += 1
-    return best
-
-
-@triton.jit
-def apply_macro(
-    x,
-    SEARCH: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """The values to quantize, the bits of their block maxima, the factor in them (of macro blocks; of blocks when
-    ``BLOCKWISE``) and the macro bytes. Without macro blocks the last two mean nothing."""
-    amax_bits = max_bits(x, TILES)
-    macro_bits = tl.max(amax_bits, axis=2, keep_dims=True)
-    m8 = tl.zeros_like(macro_bits)
-    factor = macro_factor(m8)
-    z = x
-    if SEARCH == BLOCKWISE:
-        fast = can_divide_fast(x)
-        mantissa = _search_mantissas(x, amax_bits, fast, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, INTERPRETED)
-        mantissa = tl.where(amax_bits < EXPONENT_FIELD, mantissa, 0)
-        m8 = tl.sum(mantissa << (2 * tl.arange(0, 4)[None, None, :, None]), axis=2, keep_dims=True)
-        factor = mantissa_factor(mantissa)
-        amax_bits = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), factor)
-        amax_bits = amax_bits.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
-        z = divide_by_factor(x, factor, fast, INTERPRETED)
-    elif SEARCH != NO_MACRO:
-        if SEARCH == STATIC:
-            ratio = tl.div_rn(6.0, macro_bits.to(tl.float32, bitcast=True))
-            m8 = (ratio.to(tl.int32, bitcast=True) >> 15) & 0xFF
-        else:
-            m8 = _search_macro(x, amax_bits, macro_bits, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, INTERPRETED)
-        m8 = tl.where(macro_bits < TOO_LARGE_TO_SCALE_BITS, m8, 0)
-        factor = macro_factor(m8)
-        # Rounding is monotonic: the maximum of the products is the product of the maximum.
-        amax_bits = (amax_bits.to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
-        z = x * factor
-    return z, amax_bits, factor, m8

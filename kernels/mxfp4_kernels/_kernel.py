@@ -3,7 +3,7 @@
 
 Each program owns a tile of ``ROWS x COLS`` elements, held as ``[ROWS, macro blocks, blocks, 32]``: the maxima of blocks
 and macro blocks are plain reductions, and the innermost axis is contiguous in memory. What becomes of a tile, and what
-its arithmetic asks of the compiler, is in `_blocks.py`.
+its arithmetic asks of the compiler, is in `_blocks.py` and `_macro.py`.
 """
 
 import triton
@@ -20,7 +20,6 @@ from ._blocks import (
     TOO_LARGE_TO_SCALE_BITS,
     all_at_least,
     all_below,
-    apply_macro,
     can_divide_fast,
     clamp,
     divide_by_factor,
@@ -30,6 +29,7 @@ from ._blocks import (
     quantize_pass,
     scale_value,
 )
+from ._macro import apply_macro
 
 
 # The fallback weight from which on [`divide_by_factor`] can take its fast way.
