@@ -323,8 +323,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             idle["macro_search"] = ("without macro_block", "hybrid")
         if self.saved_activations != "full":
             idle["saved_activations"] = ("whose frozen weights need no input kept", "full")
-        if self.backend == "triton":
-            idle["backend"] = ("whose weights no Triton kernel reads", "auto")
         return idle
 
     def packed(self) -> "MXFP4RLConfig":

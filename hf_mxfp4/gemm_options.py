@@ -187,10 +187,10 @@ def check_products(owner: str, scheme: LinearScheme, backend: str, saved: str = 
             )
         if product.rounds_stochastically and backend not in ("auto", "eager"):
             raise ValueError(f"{owner}: backend={backend!r} does not round stochastically; use backend='auto'")
-    _check_saved(owner, scheme, saved, backend)
+    _check_saved(owner, scheme, saved)
 
 
-def _check_saved(owner: str, scheme: LinearScheme, form: str, backend: str) -> None:
+def _check_saved(owner: str, scheme: LinearScheme, form: str) -> None:
     if form != "mxfp4":
         return
     if not isinstance(scheme.fprop.left, QuantScheme) or scheme.wgrad.right is not REUSE:
@@ -198,10 +198,6 @@ def _check_saved(owner: str, scheme: LinearScheme, form: str, backend: str) -> N
         raise ValueError(
             f"{owner}: saved_activations='mxfp4' keeps the MXFP4 codes of the forward product's input, but {why}; use "
             "saved_activations='fp8' (rounded), or a preset whose wgrad reuses a quantized input: w4a4, w4a4g8, paper_a"
-        )
-    if backend == "triton":
-        raise ValueError(
-            f"{owner}: backend='triton' has no kernel that writes the codes of saved_activations='mxfp4'; use 'auto'"
         )
 
 

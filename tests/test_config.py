@@ -88,7 +88,6 @@ IDLE = [
     ({"outlier_fallback_operands": "weights"}, "outlier_fallback_operands='weights'"),
     ({"outlier_fallback_operands": "activations", "preset": "w4a4"}, "outlier_fallback_operands='activations'"),
     ({"macro_block": None, "macro_search": "dynamic"}, "macro_search='dynamic'"),
-    ({"backend": "triton"}, "backend='triton'"),
 ]
 
 
@@ -106,7 +105,7 @@ def test_options_without_effect_in_packed_mode_are_refused(options, named):
         ({"outlier_fallback": None, "outlier_fallback_operands": "weights"}, {"preset": "w4a4"}),
         (
             {"macro_block": None, "macro_search": "static", "outlier_fallback": 1.0, "backend": "triton"},
-            {"preset": "w4a4", "outlier_fallback": 1.0, "macro_block": None},
+            {"preset": "w4a4", "outlier_fallback": 1.0, "macro_block": None, "backend": "triton"},
         ),
         (
             {"outlier_fallback_operands": "weights", "modules_to_not_convert": ["layers.0"]},

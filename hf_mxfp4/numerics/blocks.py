@@ -12,6 +12,7 @@ from . import grid, macro
 from .errors import importance_weights, inverse_power_of_two, sum_of_squares
 from .fallback import block_errors, select_share
 from .layout import from_blocks, to_blocks
+from .packed import saturate
 from .scales import (
     BLOCK_SIZE,
     E8M0_NAN,
@@ -157,7 +158,9 @@ class Blocks:
             factor = macro.mantissa_factor(mantissa)
             z = self.z / factor.unsqueeze(-1)
             q, scale = _quantize_pass(z, self.amax / factor, self.scheme, None, self.weight, rounding="nearest")
-            error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).mul_(factor.unsqueeze(-1)).sub_(self.z).mul_(unit)
+            value = q.mul_(decode_e8m0(scale).unsqueeze(-1)).mul_(factor.unsqueeze(-1))
+            # The largest numbers may leave float32 here. An infinite error has no integer: processors disagree on it.
+            error = saturate(value, torch.float32).sub_(self.z).mul_(unit)
             best, best_error = _keep_better(best, best_error, mantissa, sum_of_squares(error, self.weight))
         return best.masked_fill_(~self.amax.isfinite(), 0)
 

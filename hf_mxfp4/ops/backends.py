@@ -5,8 +5,8 @@ import functools
 
 import torch
 
-from ..numerics import QuantScheme, apply_scheme
-from . import cpu
+from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme
+from . import cpu, triton_kernels
 
 
 #: The eager reference computes rows in portions of this many elements on the CPU, so that what lies between input and
@@ -23,17 +23,24 @@ def fake_quantize(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -
     name = choose_backend(x, scheme, backend)
     if name == "cpu":
         return cpu.fake_quantize(x, scheme)
-    if name == "eager":
-        return _eager(x, scheme)
-    import mxfp4_kernels
+    return triton_kernels.fake_quantize(x, scheme) if name == "triton" else _eager(x, scheme)
 
-    return mxfp4_kernels.fake_quantize(
-        x,
-        scale_rule=scheme.scale_rule.value,
-        macro_block=scheme.macro_block,
-        macro_search=scheme.macro_search,
-        outlier_fallback=scheme.outlier_fallback,
-    )
+
+def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
+    """[`MXFP4Tensor.dequantize`], the same bits, on the backend named or, for ``"auto"``, the fastest that there is.
+
+    Raises `ValueError` when the backend named cannot do it.
+    """
+    made_by = tensor.scheme
+    # How scales were chosen and values rounded is of no concern to who reads them.
+    scheme = QuantScheme("rceil", made_by.macro_block, made_by.macro_search, made_by.outlier_fallback)
+    name = choose_backend(tensor.codes.new_empty(0, dtype=dtype), scheme, backend)
+    if name == "cpu":
+        return cpu.dequantize(tensor, dtype)
+    if name == "triton":
+        return triton_kernels.dequantize(tensor, dtype)
+    # The class is named because a subclass may choose a backend of its own.
+    return MXFP4Tensor.dequantize(tensor, dtype)
 
 
 def choose_backend(x: torch.Tensor, scheme: QuantScheme, backend: str) -> str:
@@ -54,37 +61,13 @@ def backend_for(device_type: str, dtype: torch.dtype, scheme: QuantScheme, backe
     if backend == "eager":
         return "eager", "eager was asked for"
     fast = backend if backend != "auto" else ("cpu" if device_type == "cpu" else "triton")
-    reason = (
-        _cpu_obstacle(device_type, dtype, scheme) if fast == "cpu" else _triton_obstacle(device_type, dtype, scheme)
-    )
+    obstacle = _cpu_obstacle if fast == "cpu" else triton_kernels.obstacle
+    reason = obstacle(device_type, dtype, scheme)
     return ("eager" if reason and backend == "auto" else fast), reason
 
 
 def _cpu_obstacle(device_type: str, dtype: torch.dtype, scheme: QuantScheme) -> str | None:
     return cpu.obstacle(dtype, scheme) if device_type == "cpu" else f"the tensor is on {device_type}"
-
-
-def _triton_obstacle(device_type: str, dtype: torch.dtype, scheme: QuantScheme) -> str | None:
-    if device_type not in ("cuda", "xpu"):
-        return f"the tensor is on {device_type}"
-    if scheme.block_rows != 1:
-        return f"block_rows={scheme.block_rows} has no Triton kernel"
-    if scheme.fallback_rate is not None:
-        return "selective outlier fallback (fallback_rate) has no Triton kernel"
-    try:
-        import triton  # noqa: F401
-
-        import mxfp4_kernels
-    except ImportError as error:
-        return f"Triton is not installed ({error})"
-    return mxfp4_kernels.supports(
-        dtype,
-        scale_rule=scheme.scale_rule.value,
-        macro_block=scheme.macro_block,
-        macro_search=scheme.macro_search,
-        outlier_fallback=scheme.outlier_fallback,
-        rounding=scheme.rounding,
-    )
 
 
 def _is_plain(x: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from .. import numerics
 from ..numerics import MXFP4Tensor, QuantScheme, ScaleRule
 from ..numerics.quantize import check_input
-from . import backends, cpu
+from . import backends, cpu, triton_kernels
 
 
 def fake_quantize(
@@ -56,20 +56,21 @@ def quantize(
     importance: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> MXFP4Tensor:
-    """[`hf_mxfp4.numerics.quantize`], the same bits, on the backend named: ``"eager"``, ``"cpu"`` (fused C++) or
-    ``"auto"`` for the fastest that covers what is asked. The tensor's `dequantize` chooses alike.
+    """[`hf_mxfp4.numerics.quantize`], the same bits, on the backend named: ``"eager"``, ``"cpu"`` (fused C++),
+    ``"triton"``, or ``"auto"`` for the fastest that covers what is asked. The tensor's `dequantize` takes the fastest.
 
     Raises as that function does; also `ValueError` when the backend named cannot do it.
     """
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
     axis = check_input(x, axis, block_rows)
     if generator is fallback_threshold is importance is None:
-        if x.device.type == "cpu" and backends.choose_backend(x, scheme, backend) == "cpu":
+        name = backends.choose_backend(x, scheme, backend)
+        if name == "cpu":
             return _FusedTensor(**vars(cpu.quantize(x, scheme, axis)))
+        if name == "triton":
+            return _FusedTensor(**vars(triton_kernels.quantize(x, scheme, axis)))
     else:
         _only_eager(backend)
-    if backend not in ("auto", "eager"):
-        raise ValueError(f"backend={backend!r} has no quantize to codes and scales here; use backend='auto'")
     tensor = numerics.quantize(
         x,
         **vars(scheme),
@@ -85,10 +86,7 @@ class _FusedTensor(MXFP4Tensor):
     """[`MXFP4Tensor`] that dequantizes on the fused backend where there is one."""
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        dtype = dtype or self.dtype
-        if self.codes.device.type == "cpu" and cpu.obstacle(dtype, QuantScheme()) is None:
-            return cpu.dequantize(self, dtype)
-        return super().dequantize(dtype)
+        return backends.dequantize(self, dtype or self.dtype)
 
 
 def _only_eager(backend: str) -> None:

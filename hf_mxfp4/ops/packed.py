@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
-from . import backends, cpu
+from . import backends
+from .backends import dequantize as dequantize
 from .functional import quantize
 from .linear import Quantizer, autocast_dtype
 
@@ -69,7 +70,7 @@ def quantize_weight(weight: torch.Tensor, scheme: QuantScheme, backend: str = "a
         return {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
     rows = weight.shape[0]
     # Selective fallback ranks the blocks of the whole weight.
-    if scheme.fallback_rate is None and backends.choose_backend(weight, scheme, backend) != "cpu":
+    if scheme.fallback_rate is None and backends.choose_backend(weight, scheme, backend) == "eager":
         rows = max(1, _EAGER_PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
     portions = [quantize(portion, **vars(scheme), backend=backend) for portion in weight.detach().split(rows)]
     packed = {}
@@ -87,21 +88,6 @@ def packed_tensor(
     found = {field: packed.get(name) for name, field in PACKED_FIELDS.items()}
     parts = {field: None if tensor is None else tensor.detach() for field, tensor in found.items()}
     return MXFP4Tensor(**parts, length=length, axis=1, scheme=scheme, dtype=dtype)
-
-
-def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
-    """[`MXFP4Tensor.dequantize`], the same bits, on the backend named or the fastest that there is: fused C++ on the
-    CPU, eager elsewhere.
-
-    Raises `ValueError` when the backend named cannot do it.
-    """
-    name = backends.choose_backend(tensor.codes.new_empty(0, dtype=dtype), QuantScheme(), backend)
-    if name == "cpu":
-        return cpu.dequantize(tensor, dtype)
-    if backend == "triton":
-        raise ValueError("backend='triton' has no kernel that dequantizes; use backend='auto'")
-    # The class is named because a subclass may choose a backend of its own.
-    return MXFP4Tensor.dequantize(tensor, dtype)
 
 
 def packed_linear(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..numerics import MXFP4Tensor, QuantScheme, dequantize_e4m3, quantize_e4m3
+from .backends import choose_backend
 from .functional import quantize
 
 
@@ -98,7 +99,7 @@ def pack_rows(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> MX
     if scheme.rounding != "nearest" or scheme.block_rows != 1 or scheme.fallback_rate is not None:
         raise ValueError(f"{scheme} quantizes rows that depend on each other")
     portions = _split(x.detach())
-    if len(portions) == 1:
+    if len(portions) == 1 or choose_backend(x, scheme, backend) != "eager":
         return quantize(x, **vars(scheme), backend=backend)
     packed = cat_rows([quantize(portion, **vars(scheme), backend=backend) for portion in portions])
     parts = {name: _shaped(getattr(packed, name), x.shape[:-1]) for name in _PARTS}

@@ -138,7 +138,7 @@ def test_environment():
     assert data["cpu"]["cores"] == os.cpu_count()
     cpu = [row for row in data["quantization"] if row["device"] == "cpu"]
     assert len(cpu) == 9 and {row["backend"] for row in cpu} <= {"cpu", "eager"}
-    assert data["triton_kernels"]["rceil"] is None and "tries no candidates" in data["triton_kernels"]["mse"]
+    assert data["triton_kernels"]["rceil"] is None and "to nearest only" in data["triton_kernels"]["rceil+stochastic"]
     assert "No FP4 or FP8 instruction is used" in data["products"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler makes of the kernel for GPUs that need not be there."""
+"""What the compiler makes of the kernels for GPUs that need not be there."""
 
 import re
 
@@ -11,6 +11,13 @@ HIP = ["gfx942", "gfx950"]
 #: Fused multiply-adds written out in the kernel, per element: two for each rounding to the grid.
 FMA_PER_PASS = 2
 ELEMENTS_PER_THREAD = 16
+VARIANTS = 15
+#: Those that divide nothing.
+NO_DIVISION = ("plain", "fallback", "tiles", "quantize plain", "dequantize odd huge")
+#: Those whose sizes promise nothing about alignment.
+ODD = ("float16 odd huge", "quantize odd huge", "dequantize odd huge")
+#: Bytes of shared memory that a program may have without keeping others from its multiprocessor.
+SHARED_MEMORY = 16384
 # An arithmetic instruction that the optimizer may contract, reassociate, approximate or flush.
 FAST_MATH = re.compile(r"\bf(?:add|sub|mul|div|neg) (?:[a-z]+ )*?(?:fast|contract|reassoc|arcp|afn|nsz)\b")
 
@@ -31,17 +38,21 @@ def assert_no_contraction_on_the_way_to_machine_code(report: dict):
 @pytest.mark.parametrize("arch", CUDA)
 def test_cuda(run_script, arch):
     report = run_script("run_compiler.py", "cuda", arch, interpret=False)
-    assert len(report) == 5
+    assert len(report) == VARIANTS
     for name, asm in report.items():
         assert_exact_arithmetic(asm["llir"])
         ptx = asm["ptx"]
         assert ".ftz" not in ptx, name
         assert ".approx" not in ptx, name
         assert ".local" not in ptx, name
-        assert ("div.rn.f32" in ptx) == (name not in ("plain", "fallback")), name
+        assert ("div.rn.f32" in ptx) == (name not in NO_DIVISION), name
         assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
-        if name != "float16 odd huge":
-            assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, name
+        assert asm["shared"] <= SHARED_MEMORY, name
+        if name not in ODD:
+            # Values move 16 bytes at a time, codes 8.
+            packs, reads = name.startswith("quantize"), name.startswith("dequantize")
+            assert ("ld.global.v2.b32" if reads else "ld.global.v4.b32") in ptx, name
+            assert ("st.global.v2.b32" if packs else "st.global.v4.b32") in ptx, name
             assert not re.search(r"\b(ld|st)\.global\.b(16|32)\b", ptx), name
     for name in ("plain", "fallback", "default"):
         assert "cvt.rn.bf16x2.f32" in report[name]["ptx"]
@@ -55,7 +66,7 @@ def test_cuda(run_script, arch):
 @pytest.mark.parametrize("arch", HIP)
 def test_hip(run_script, arch):
     report = run_script("run_compiler.py", "hip", arch, interpret=False)
-    assert len(report) == 5
+    assert len(report) == VARIANTS
     for name, asm in report.items():
         assert_exact_arithmetic(asm["llir"])
         code = asm["amdgcn"]
@@ -63,7 +74,9 @@ def test_hip(run_script, arch):
         assert re.search(r"\.amdhsa_float_denorm_mode_32 3\b", code), name
         assert re.search(r"\.vgpr_spill_count: +0\b", code), name
         assert re.search(r"ScratchSize: 0\b", code), name
-        assert ("v_div_fixup_f32" in code) == (name not in ("plain", "fallback")), name
-        if name != "float16 odd huge":
-            assert re.search(r"\b(global|buffer)_load_dwordx4\b", code), name
-            assert re.search(r"\b(global|buffer)_store_dwordx4\b", code), name
+        assert ("v_div_fixup_f32" in code) == (name not in NO_DIVISION), name
+        assert asm["shared"] <= SHARED_MEMORY, name
+        if name not in ODD:
+            packs, reads = name.startswith("quantize"), name.startswith("dequantize")
+            assert re.search(r"\b(global|buffer)_load_dword%s\b" % ("" if reads else "x4"), code), name
+            assert re.search(r"\b(global|buffer)_store_dword%s\b" % ("" if packs else "x4"), code), name

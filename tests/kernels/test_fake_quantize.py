@@ -28,10 +28,10 @@ def test_interpreted_kernel_equals_eager_bit_for_bit(run_script, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_supports_what_is_compared(dtype):
-    for rule, macro, alpha in itertools.product(
-        ("rceil", "floor", "even"), (None, 32, 64, 128, 256), (None, 0.5, 1, 0.3)
+    for rule, macro, search, alpha in itertools.product(
+        ("rceil", "floor", "even", "mse"), (None, 32, 64, 128, 256), ("static", "dynamic"), (None, 0.5, 1, 0.3)
     ):
-        options = {"scale_rule": rule, "macro_block": macro, "macro_search": "static", "outlier_fallback": alpha}
+        options = {"scale_rule": rule, "macro_block": macro, "macro_search": search, "outlier_fallback": alpha}
         assert mxfp4_kernels.supports(dtype, **options) is None
 
 
@@ -43,19 +43,19 @@ def test_supports_takes_the_scale_rule_enum():
     from hf_mxfp4.numerics import ScaleRule
 
     assert mxfp4_kernels.supports(torch.float32, **DEFAULT | {"scale_rule": ScaleRule.EVEN}) is None
-    assert "mse" in mxfp4_kernels.supports(torch.float32, **DEFAULT | {"scale_rule": ScaleRule.MSE})
+    assert mxfp4_kernels.supports(torch.float32, **DEFAULT | {"scale_rule": ScaleRule.MSE}) is None
 
 
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"scale_rule": "mse"}, "mse"),
         ({"scale_rule": "ceil"}, "ceil"),
         ({"scale_rule": None}, "None"),
         ({"macro_block": "row"}, "row"),
         ({"macro_block": 96}, "96"),
         ({"macro_block": True}, "True"),
-        ({"macro_search": "dynamic"}, "dynamic"),
+        ({"macro_search": "blockwise", "macro_block": 64}, "needs macro_block=128, got macro_block=64"),
+        ({"block_rows": 16}, "block_rows=16"),
         ({"macro_search": "hybrid"}, "hybrid"),
         ({"outlier_fallback": 0}, "outlier_fallback=0"),
         ({"outlier_fallback": 1.5}, "1.5"),
@@ -86,6 +86,8 @@ def test_wrong_inputs_raise():
         mxfp4_kernels.fake_quantize([1.0])
     with pytest.raises(ValueError, match="scalar"):
         mxfp4_kernels.fake_quantize(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="two axes"):
+        mxfp4_kernels.quantize(torch.ones(32), block_rows=32)
 
 
 def test_cpu_tensor_needs_the_interpreter(monkeypatch):

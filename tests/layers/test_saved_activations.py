@@ -292,11 +292,6 @@ def test_codes_are_refused_for_an_override_that_does_not_reuse_them():
         MXFP4RLConfig(saved_activations="mxfp4", layer_overrides=overrides)
 
 
-def test_a_backend_without_codes_is_refused():
-    with pytest.raises(ValueError, match=r"backend='triton' has no kernel.*use 'auto'"):
-        MXFP4RLConfig(saved_activations="mxfp4", backend="triton")
-
-
 def test_packed_weights_keep_nothing_to_compress():
     with pytest.raises(ValueError, match=r"saved_activations='fp8' has no effect in mode='packed'"):
         MXFP4RLConfig(mode="packed", saved_activations="fp8")

@@ -156,3 +156,17 @@ def test_both_operands_of_a_model_get_it():
     config = MXFP4RLConfig(macro_search="blockwise")
     assert config.weight_scheme.macro_search == config.activation_scheme.macro_search == "blockwise"
     assert MXFP4RLConfig.from_dict(config.to_dict()) == config
+
+
+def test_a_candidate_that_leaves_float32_counts_as_the_largest_number():
+    # 0.97 * 2**128: with mantissa 2 it rounds to 6 * 2**125 * 1.5 = 1.125 * 2**128, which is stored as the largest float
+    # and then has an error of 0.03; 3 * 2**126 * 1.25 = 0.9375 * 2**128, with mantissa 1, has one of 0.0325.
+    x = torch.full((1, 128), 0.97 * 2.0**128, dtype=torch.float64).float()
+    packed = quantize(x, macro_block=128, macro_search="blockwise")
+    assert packed.macro.tolist() == [[0b10101010]]
+    assert torch.equal(packed.dequantize(), torch.full_like(x, torch.finfo(torch.float32).max))
+    # 0.95: the error of mantissa 1 is 0.0125, that of the largest float 0.05.
+    x = torch.full((1, 128), 0.95 * 2.0**128, dtype=torch.float64).float()
+    packed = quantize(x, macro_block=128, macro_search="blockwise")
+    assert packed.macro.tolist() == [[0b01010101]]
+    assert packed.dequantize()[0, 0].item() == 0.9375 * 2.0**128

@@ -45,15 +45,25 @@ def test_a_gpu_is_served_by_triton_where_it_covers_the_scheme():
 
 
 @pytest.mark.parametrize(
+    "scheme",
+    [DYNAMIC, QuantScheme("mse"), QuantScheme("even", 128, "blockwise"), QuantScheme("mse", 256, block_rows=32)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_searches_and_tiles_are_no_obstacle_on_a_gpu(scheme, dtype):
+    pytest.importorskip("triton")
+    assert backend_for("cuda", dtype, scheme, "auto") == ("triton", None)
+
+
+@pytest.mark.parametrize(
     ("scheme", "dtype", "word"),
     [
-        (DYNAMIC, torch.float32, "dynamic"),
-        (QuantScheme("mse"), torch.float32, "mse"),
         (QuantScheme("rceil", "row"), torch.float32, "row"),
         (QuantScheme("rceil", rounding="stochastic"), torch.float32, "stochastic"),
+        (QuantScheme("rceil", None, "static", 0.5, fallback_rate=0.1), torch.float32, "fallback_rate"),
         (STATIC, torch.float64, "float64"),
     ],
-    ids=["dynamic", "mse", "row", "stochastic", "float64"],
+    ids=["row", "stochastic", "fallback_rate", "float64"],
 )
 def test_auto_falls_back_to_eager_and_says_why(scheme, dtype, word):
     pytest.importorskip("triton")

@@ -311,7 +311,8 @@ int search_mantissa(const Block& z, uint32_t amax, const Rule& rule) {
     for (int candidate = 0; candidate < 4; ++candidate) {
         const float factor = mantissa_factor(candidate);
         const Quantized result = quantize_block(over(z, factor), bits_of(as_float(amax) / factor), rule);
-        const Block back = times(times(result.q, scale_value(result.byte)), factor);
+        Block back = times(times(result.q, scale_value(result.byte)), factor);
+        back = {{clamp(back.part[0], kMaxFloat), clamp(back.part[1], kMaxFloat)}};
         const int64_t error = sum_of_squares(times(minus(back, z), unit));
         if (candidate == 0 || error < best_error) best = candidate, best_error = error;
     }

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All compiled kernels on real hardware against the eager definition on the CPU, and the package on top of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
+from hf_mxfp4.numerics import QuantScheme
+from hf_mxfp4.ops import backend_for
+
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+SCRIPT = Path(__file__).parents[1] / "kernels" / "run_quantize.py"
+
+
+@pytest.mark.parametrize(("what", "cases"), [("schemes", 744), ("layouts", 32), ("property", 0)])
+def test_compiled_kernels_equal_eager_bit_for_bit(what, cases):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), what, "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report.get("mismatches", []) == []
+    assert report.get("cases", 0) == cases
+
+
+def test_more_than_2_to_the_31_elements():
+    x = torch.randn(2**16 + 1, 2**15, device="cuda", dtype=torch.bfloat16)
+    packed = hf_mxfp4.quantize(x, macro_block=128, outlier_fallback=0.5, backend="triton")
+    values = packed.dequantize()
+    for row in (0, 2**15, 2**16):
+        expected = numerics.quantize(x[row].cpu(), macro_block=128, outlier_fallback=0.5)
+        assert torch.equal(packed.codes[row].cpu(), expected.codes)
+        assert torch.equal(packed.macro[row].cpu(), expected.macro)
+        assert torch.equal(values[row].cpu(), expected.dequantize())
+
+
+@pytest.mark.parametrize("scheme", ["mse", "rceil+mbs128-dynamic+of0.5", "even+mbs128-blockwise"])
+def test_the_default_backend_on_a_gpu_packs_with_triton(scheme):
+    scheme = numerics.parse_scheme(scheme)
+    assert backend_for("cuda", torch.bfloat16, scheme, "auto") == ("triton", None)
+    x = torch.randn(40, 200).bfloat16()
+    packed, expected = hf_mxfp4.quantize(x.cuda(), **vars(scheme)), numerics.quantize(x, **vars(scheme))
+    assert torch.equal(packed.codes.cpu(), expected.codes)
+    assert torch.equal(packed.dequantize().cpu(), expected.dequantize())
+
+
+def test_inputs_saved_as_codes_give_the_gradients_of_eager():
+    gradients = []
+    for backend in ("triton", "eager"):
+        torch.manual_seed(0)
+        config = MXFP4RLConfig(saved_activations="mxfp4", macro_search="static", backend=backend)
+        layer = MXFP4Linear(160, 32, config=config).cuda()
+        layer(torch.randn(9, 160, device="cuda")).square().sum().backward()
+        gradients.append(layer.weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_tiles_of_a_weight_serve_both_products():
+    w = torch.randn(64, 96, device="cuda")
+    scheme = vars(QuantScheme("mse", block_rows=32))
+    assert torch.equal(hf_mxfp4.fake_quantize(w, **scheme), hf_mxfp4.fake_quantize(w.T, **scheme).T)
