@@ -159,8 +159,8 @@ def test_both_operands_of_a_model_get_it():
 
 
 def test_a_candidate_that_leaves_float32_counts_as_the_largest_number():
-    # 0.97 * 2**128: with mantissa 2 it rounds to 6 * 2**125 * 1.5 = 1.125 * 2**128, stored as the largest float, with an
-    # error of 0.03; 3 * 2**126 * 1.25 = 0.9375 * 2**128, with mantissa 1, has one of 0.0325.
+    # 0.97 * 2**128: with mantissa 2 it rounds to 6 * 2**125 * 1.5 = 1.125 * 2**128, stored as the largest float, error
+    # 0.03; with mantissa 1 to 3 * 2**126 * 1.25 = 0.9375 * 2**128, error 0.0325.
     x = torch.full((1, 128), 0.97 * 2.0**128, dtype=torch.float64).float()
     packed = quantize(x, macro_block=128, macro_search="blockwise")
     assert packed.macro.tolist() == [[0b10101010]]
