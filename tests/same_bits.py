@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equality of nested states, tensors to the bit."""
+"""Equality of nested states, tensors to the bit, and the tensors of a saved model."""
 
 import math
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 
 def assert_same(a, b):
@@ -21,3 +23,11 @@ def assert_same(a, b):
             assert_same(x, y)
     else:
         assert a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+
+
+def tensors_in(folder) -> dict[str, torch.Tensor]:
+    """All tensors of the safetensors files in a folder."""
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found.update(load_file(file))
+    return found

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -13,13 +12,6 @@ from hf_mxfp4.checkpoint import pack_checkpoint
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-
-
-def tensors_in(folder) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
 
 
 def config_in(folder) -> dict:

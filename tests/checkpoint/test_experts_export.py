@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_files import config_in, decode, header_and_data, save_packed, save_plain, tensors_in
+from export_files import config_in, decode, header_and_data, save_packed, save_plain
 from safetensors.torch import load_file, save_file
+from same_bits import tensors_in
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 

@@ -3,8 +3,9 @@
 
 import pytest
 import torch
-from export_files import config_in, decode, header_and_data, save_packed, save_plain, tensors_in
+from export_files import config_in, decode, header_and_data, save_packed, save_plain
 from safetensors.torch import load_file, save_file
+from same_bits import tensors_in
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from same_bits import tensors_in
 from tiny_models import make_model
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -28,13 +29,6 @@ def load(folder, auto=AutoModelForCausalLM, **options):
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(IDS).logits
-
-
-def tensors_in(folder) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
 
 
 def same_tensors(first, second) -> bool:

@@ -5,7 +5,8 @@ import json
 
 import pytest
 import torch
-from export_files import config_in, decode, save_packed, save_plain, tensors_in
+from export_files import config_in, decode, save_packed, save_plain
+from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_files import config_in, decode, header_and_data, save_packed, save_plain, tensors_in
+from export_files import config_in, decode, header_and_data, save_packed, save_plain
 from safetensors.torch import save_file
+from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_files import config_in, header_and_data, save_packed, save_plain, tensors_in
+from export_files import config_in, header_and_data, save_packed, save_plain
 from safetensors.torch import save_file
+from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4

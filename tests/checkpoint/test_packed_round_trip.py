@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from safetensors.torch import load_file
+from same_bits import tensors_in
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -50,13 +50,6 @@ def layers_of(model, kind=MXFP4PackedLinear) -> dict[str, nn.Module]:
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(IDS).logits
-
-
-def tensors_in(folder) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
 
 
 def metadata_of(folder) -> dict[str, str]:

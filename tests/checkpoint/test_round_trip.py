@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
@@ -21,13 +21,6 @@ IDS = torch.arange(2, 14).view(2, 6)
 
 def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig(**options))
-
-
-def tensors_in(folder) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        found.update(load_file(file))
-    return found
 
 
 def count(model) -> int:

@@ -5,15 +5,15 @@ import json
 
 import pytest
 import torch
-from grpo_runs import even_digits, trainer_factory
+from grpo_runs import ResumableTrainer, even_digits, train_plainly, trainer_factory
 from peft import LoraConfig, get_peft_model
 from same_bits import assert_same
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import named_fallback_thresholds
-from hf_mxfp4.rl import ExactResumeMixin, RewardError
+from hf_mxfp4.rl import RewardError
 from hf_mxfp4.rl.resume import missing_parameters
 
 
@@ -207,10 +207,6 @@ def test_another_scheme_is_refused(build, tmp_path):
 # ---- fused experts, with any Trainer --------------------------------------------------------------------------------
 
 
-class ResumableTrainer(ExactResumeMixin, Trainer):
-    pass
-
-
 @pytest.fixture
 def train_experts(tmp_path):
     base = tmp_path / "moe"
@@ -218,16 +214,7 @@ def train_experts(tmp_path):
 
     def train(cls, out, resume=None):
         scheme = MXFP4RLConfig(modules_to_not_convert=["experts"])
-        model = AutoModelForCausalLM.from_pretrained(base, quantization_config=scheme)
-        rows = [{"input_ids": [i % 30 + 1 for i in range(j, j + 16)]} for j in range(16)]
-        rows = [{**row, "labels": row["input_ids"]} for row in rows]
-        args = TrainingArguments(
-            str(tmp_path / out), max_steps=4, save_steps=2, learning_rate=1e-2, use_cpu=True, report_to="none",
-            per_device_train_batch_size=4, disable_tqdm=True, save_strategy="steps",
-        )  # fmt: skip
-        trainer = cls(model, args, train_dataset=rows, data_collator=default_data_collator)
-        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
-        return trainer
+        return train_plainly(cls, base, scheme, tmp_path / out, resume and tmp_path / resume)
 
     return train
 

@@ -3,15 +3,14 @@
 
 import pytest
 import torch
-from grpo_runs import TOKENIZER, trainer_factory
+from grpo_runs import TOKENIZER, ResumableTrainer, train_plainly, trainer_factory
 from moe_models import make_moe
 from safetensors import safe_open
 from same_bits import assert_same
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 from hf_mxfp4.layers import named_fallback_thresholds
-from hf_mxfp4.rl import ExactResumeMixin
 
 
 STOCHASTIC = MXFP4RLConfig(
@@ -137,23 +136,10 @@ def test_how_often_a_rollout_quantizes_the_experts(build, monkeypatch, cached, t
 # ---- with any Trainer -----------------------------------------------------------------------------------------------
 
 
-class ResumableTrainer(ExactResumeMixin, Trainer):
-    pass
-
-
 @pytest.fixture
 def train(tmp_path, base):
     def run(cls, out, resume=None):
-        model = AutoModelForCausalLM.from_pretrained(base, quantization_config=STOCHASTIC)
-        rows = [{"input_ids": [i % 30 + 1 for i in range(j, j + 16)]} for j in range(16)]
-        rows = [{**row, "labels": row["input_ids"]} for row in rows]
-        args = TrainingArguments(
-            str(tmp_path / out), max_steps=4, save_steps=2, learning_rate=1e-2, use_cpu=True, report_to="none",
-            per_device_train_batch_size=4, disable_tqdm=True, save_strategy="steps",
-        )  # fmt: skip
-        trainer = cls(model, args, train_dataset=rows, data_collator=default_data_collator)
-        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
-        return trainer
+        return train_plainly(cls, base, STOCHASTIC, tmp_path / out, resume and tmp_path / resume)
 
     return run
 
