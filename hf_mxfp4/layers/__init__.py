@@ -10,7 +10,7 @@ from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear
 from .sharded import whole
 from .step import random_layers, set_quantization_step
-from .weight_cache import cached_weights, uncached_weights
+from .weight_cache import WEIGHT_FORMS, cached_weights, uncached_weights
 
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "PACKED",
     "QUANTIZED",
     "TRAINABLE",
+    "WEIGHT_FORMS",
     "cached_weights",
     "fallback_thresholds",
     "full_precision",

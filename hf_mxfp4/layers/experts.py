@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainable experts of a mixture: full-precision master weights in one 3-D parameter, MXFP4 operands."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,8 +11,9 @@ from torch import nn
 from ..config import MXFP4RLConfig
 from ..experts_layout import weight_size
 from ..numerics import PLAIN, FallbackThreshold, LinearScheme, MXFP4Tensor, QuantScheme
-from ..ops import BackwardProducts, Draws, Groups, SavedInput, cat_rows, grouped_linear, rotate_back
+from ..ops import BackwardProducts, Draws, FastExperts, Groups, SavedInput, cat_rows, grouped_linear, rotate_back
 from ..ops.backends import choose_backend
+from ..ops.library import LinearForm, trainable_experts
 from .experts_base import ExpertsBase
 from .operands import input_operand, packed_operand, weight_operand
 from .weight_cache import WeightCache
@@ -26,6 +29,7 @@ class MXFP4Experts(ExpertsBase):
 
     Attributes, besides those of the experts and of [`ExpertsBase`]:
         gemms: by projection, what the scheme means for the three products; see [`set_gemms`].
+        forms: by projection, what its operator's shapes depend on; see [`hf_mxfp4.ops.library`].
         draws: by projection, the random numbers of each expert; see [`set_quantization_step`].
     """
 
@@ -44,7 +48,9 @@ class MXFP4Experts(ExpertsBase):
             for projection in layer.projections
         }
         layer._caches = {projection: WeightCache() for projection in layer.projections}
-        layer.gemms, layer._products = {}, {}
+        # A second copy of nearly all of a model is for rollouts; training folds its weights in each step anyway.
+        layer._folded = {projection: WeightCache(only_in_context=True) for projection in layer.projections}
+        layer.gemms, layer.forms, layer._products = {}, {}, {}
         for projection in layer.projections:
             layer.set_gemms(config.gemms(f"{name}.{projection}"), projection)
         schemes = {projection: gemms.fprop.left for projection, gemms in layer.gemms.items()}
@@ -52,7 +58,7 @@ class MXFP4Experts(ExpertsBase):
         return layer
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "gemms", "draws", "_caches", "_products")
+        return (*super()._own_attributes(), "gemms", "forms", "draws", "_caches", "_folded", "_products")
 
     def set_gemms(self, gemms: LinearScheme, projection: str) -> None:
         """Compute the three products of a projection as ``gemms`` says, whose forward one must be the config's."""
@@ -65,6 +71,9 @@ class MXFP4Experts(ExpertsBase):
             if plain
             else tuple(BackwardProducts(gemms, draws, self.config.backend) for draws in self.draws[projection])
         )
+        products = None if plain else self._products[projection][0]
+        columns = self.weight_size(projection)[2]
+        self.forms[projection] = LinearForm.of(gemms, products, self.config.saved_activations, columns)
 
     def full_precision_forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -106,17 +115,32 @@ class MXFP4Experts(ExpertsBase):
         return getattr(self, self.projections[0]).dtype
 
     def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-        return grouped_linear(
-            x,
-            getattr(self, projection),
-            self.bias_of(projection),
-            groups,
-            partial(self._input, projection, groups),
-            partial(self.quantized_weight, projection),
-            self._products[projection],
-            self.is_transposed,
-            SavedInput(self.config.saved_activations, partial(self._packed_input, projection, groups)),
-        )
+        if torch.compiler.is_compiling():
+            return trainable_experts(self, projection, x, groups)
+        weight, bias = self.master(projection), self.bias_of(projection)
+        return grouped_linear(x, weight, bias, groups, **self.parts(projection, groups))
+
+    def master(self, projection: str) -> nn.Parameter:
+        """The master weight of a projection."""
+        return getattr(self, projection)
+
+    def parts(self, projection: str, groups: Groups) -> dict[str, Any]:
+        """The arguments of [`hf_mxfp4.ops.grouped_linear`] that say how, by name."""
+        gemms, engine = self.gemms[projection], self.config.engine
+        options = engine, self.draws[projection][0], partial(self._keep_folded, projection)
+        return {
+            "quantize_input": partial(self._input, projection, groups),
+            "quantize_weight": partial(self.quantized_weight, projection),
+            "products": self._products[projection],
+            "transposed": self.is_transposed,
+            "saved": SavedInput(self.config.saved_activations, partial(self._packed_input, projection, groups)),
+            "backend": self.config.backend,
+            "fast": None if engine == "dense" else FastExperts(gemms, *options),
+        }
+
+    def _keep_folded(self, projection: str, weight: torch.Tensor, compute: Callable[[], Any]) -> Any:
+        """The weights as a fast engine takes them, kept within [`cached_weights`]."""
+        return self._folded[projection].get(weight, weight.dtype, compute)
 
     def _input(self, projection: str, groups: Groups, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` of all rows."""
@@ -149,18 +173,20 @@ class MXFP4Experts(ExpertsBase):
         fprop = self.gemms[projection].fprop
         if not isinstance(fprop.right, QuantScheme) and fprop.rotation is None:
             return self.rows_first(weight.detach()).to(dtype)
-        return self._caches[projection].get(weight, dtype, lambda: self._weight_operand(projection, weight, dtype))
+        return self._caches[projection].get(weight, dtype, lambda: self.weight_operand(projection, weight, dtype))
 
     def rows_first(self, weight: torch.Tensor) -> torch.Tensor:
         """A master weight as ``[experts, N, K]``, the same memory."""
         return weight.transpose(1, 2) if self.is_transposed else weight
 
     @torch.no_grad()
-    def _weight_operand(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def weight_operand(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[`quantized_weight`], not kept."""
         fprop, backend = self.gemms[projection].fprop, self.config.backend
         weight, draws = self.rows_first(weight.detach()), self.draws[projection]
         scheme = fprop.right
         by_row = isinstance(scheme, QuantScheme) and scheme.block_rows == 1 and scheme.fallback_rate is None
+        by_row = by_row and scheme.rounding == "nearest"  # each expert has random numbers of its own
         if by_row and fprop.rotation is None and choose_backend(weight, scheme, backend) != "eager":
             return weight_operand(weight, fprop, draws[0], backend).to(dtype)
         out = None

@@ -11,6 +11,7 @@ from ..config import MXFP4RLConfig
 from ..experts_layout import obstacle, projections
 from ..numerics import FallbackThreshold
 from ..ops import Groups, autocast_dtype, group_by_expert
+from ..ops.library import new_handle
 
 
 class ExpertsBase(nn.Module):
@@ -22,6 +23,7 @@ class ExpertsBase(nn.Module):
         name: the module's place in the model, for messages, the options of single layers, and random numbers.
         projections: names of the two weights, ``gate_up_proj`` (or ``up_proj``) and ``down_proj``.
         n_experts: how many there are.
+        handle: of the layer in compiled code; see [`hf_mxfp4.ops.library`].
         fallback_thresholds: by projection, as `fallback_threshold` of [`MXFP4Linear`], shared by all experts.
     """
 
@@ -59,6 +61,7 @@ class ExpertsBase(nn.Module):
         layer.projections = projections(experts)
         layer.n_experts = getattr(experts, layer.projections[0]).shape[0]
         layer.fallback_thresholds = {}
+        layer.handle = new_handle(layer)
         return layer
 
     def _to_plain(self) -> nn.Module:
@@ -71,7 +74,7 @@ class ExpertsBase(nn.Module):
         return plain
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return ("config", "name", "projections", "n_experts", "fallback_thresholds", "plain_attributes")
+        return ("config", "name", "projections", "n_experts", "fallback_thresholds", "handle", "plain_attributes")
 
     def _start_thresholds(self, rates: dict[str, float | None]) -> None:
         self.fallback_thresholds = {
@@ -163,6 +166,10 @@ class ExpertsBase(nn.Module):
         # Its class is made at run time: pickle cannot find it by name.
         base = next(cls for cls in type(self).__mro__ if "_classes" in cls.__dict__)
         return _rebuild, (base, self.plain_class), self.__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.handle = new_handle(self)  # a copied or unpickled layer is another one
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

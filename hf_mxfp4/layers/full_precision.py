@@ -14,7 +14,8 @@ def full_precision(model: nn.Module) -> Iterator[int]:
     """Within this context the quantized layers of ``model`` compute as the plain layers that they stand for, on their
     master weights; afterwards, even after an exception, they quantize again. Gives the number of layers switched.
 
-    Nothing is copied or written. The pass belongs to no rollout and no gradient: call it under `torch.no_grad`.
+    Nothing is copied or written. The pass belongs to no rollout and to no gradient of a parameter: call it under
+    `torch.no_grad`, or ask for gradients of hidden states alone.
 
     Raises `ValueError` when ``model`` has packed layers, whose full-precision weights are gone, or no quantized layer.
     """

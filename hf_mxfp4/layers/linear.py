@@ -1,14 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainable linear layer: full-precision master weights, MXFP4 operands."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
+from ..gemm_options import packing_obstacle
 from ..numerics import PLAIN, FallbackThreshold, LinearScheme, MXFP4Tensor, QuantScheme
-from ..ops import BackwardProducts, Draws, SavedInput, autocast_dtype, quantized_linear, rotate_back
+from ..ops import (
+    BackwardProducts,
+    Draws,
+    FastProducts,
+    SavedInput,
+    autocast_dtype,
+    computes_on_codes,
+    packed_product,
+    quantized_linear,
+    rotate_back,
+)
+from ..ops.library import LinearForm, PackedForm, new_handle, trainable_linear
+from ..ops.packed import PACKED_FIELDS, PackedWeight, dequantize, packed_tensor, quantize_weight
 from .operands import input_operand, nearest_input, packed_operand, weight_operand
-from .weight_cache import WeightCache
+from .weight_cache import WeightCache, form_in_force
+
+
+#: Up to this many rows dequantization is a notable part of a product, and a copy of the weight worth its memory.
+_ROWS_WORTH_A_COPY = 4096
 
 
 class MXFP4Linear(nn.Linear):
@@ -23,6 +44,7 @@ class MXFP4Linear(nn.Linear):
         name: the layer's place in the model, for messages, the options of single layers, and random numbers.
         gemms: what the scheme means for the three products of this layer; see [`set_gemms`].
         draws: the layer's random numbers; see [`set_quantization_step`].
+        form, packed_form, handle: of the layer's operators in compiled code; see [`hf_mxfp4.ops.library`].
         fallback_threshold: which blocks of its input get outlier fallback, where the scheme selects some; `None` where
             it does not. Moved by [`update_fallback_thresholds`] alone.
     """
@@ -41,9 +63,11 @@ class MXFP4Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.config = config or MXFP4RLConfig()
         self.name = name
+        self.handle = new_handle(self)
         self.draws = Draws(self.config.stochastic_seed, name)
         self.set_gemms(self.config.gemms(name))
-        self._cache = WeightCache()
+        self._cache, self._folded = WeightCache(), WeightCache()
+        self._values = WeightCache(only_in_context=True)
         rate = None if self._activation_scheme is None else self._activation_scheme.fallback_rate
         self.fallback_threshold = None if rate is None else FallbackThreshold(rate)
 
@@ -57,6 +81,8 @@ class MXFP4Linear(nn.Linear):
         self._weight_scheme = right if isinstance(right, QuantScheme) else None
         plain = gemms.dgrad == gemms.wgrad == PLAIN and gemms.fprop.rotation is None and not gemms.is_random
         self._products = None if plain else BackwardProducts(gemms, self.draws, self.config.backend)
+        self.form = LinearForm.of(gemms, self._products, self.config.saved_activations, self.in_features)
+        self.packed_form = PackedForm.of(self._weight_scheme, self._activation_scheme, self.config.backend)
 
     @property
     def is_random(self) -> bool:
@@ -68,6 +94,7 @@ class MXFP4Linear(nn.Linear):
         self.draws.set_step(step)
         if self.gemms.fprop.is_random:
             self._cache.clear()
+            self._folded.clear()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4Linear":
@@ -103,10 +130,73 @@ class MXFP4Linear(nn.Linear):
                 f"{self._label()}: input is {x.dtype} but the weight is {self.weight.dtype}; "
                 "convert one of them, or run under torch.autocast"
             )
-        saved = SavedInput(self.config.saved_activations, self.packed_input)
-        return quantized_linear(
-            x, self.weight, self.bias, self.forward_input, self.quantized_weight, self._products, saved
-        )
+        if torch.compiler.is_compiling():
+            return trainable_linear(self, x)
+        product = None if torch.is_grad_enabled() else self.rollout_product(x, autocast_dtype(x) or x.dtype)
+        if product is not None:
+            self._share_copy()
+            return product
+        return quantized_linear(x, self.weight, self.bias, **self.parts())
+
+    def parts(self) -> dict[str, Any]:
+        """The arguments of [`hf_mxfp4.ops.quantized_linear`] that say how, by name."""
+        engine = self.config.engine
+        return {
+            "quantize_input": self.forward_input,
+            "quantize_weight": self.quantized_weight,
+            "products": self._products,
+            "saved": SavedInput(self.config.saved_activations, self.packed_input),
+            "fast": None if engine == "dense" else FastProducts(self.gemms, engine, self.draws, self._keep_folded),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.handle = new_handle(self)  # a copied or unpickled layer is another one
+
+    def rollout_form(self, x: torch.Tensor, asked: str | None) -> str:
+        """In which form a [`cached_weights`] context keeps the weight for products without gradients with tensors like
+        ``x``: ``"packed"`` or ``"dense"``.
+
+        Args:
+            asked: one of `WEIGHT_FORMS`; `None` outside of such a context, where weights are dense.
+
+        Schemes whose weights cannot be packed (rotated, stochastic, in full precision) stay dense whatever is asked.
+        """
+        if asked in (None, "dense") or packing_obstacle(self.gemms.fprop) is not None:
+            return "dense"
+        if asked == "packed":
+            return "packed"
+        operand = x.new_empty(0, dtype=autocast_dtype(x) or x.dtype)
+        return "packed" if computes_on_codes(operand, self._weight_scheme, self.config.backend) else "dense"
+
+    def rollout_product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """The product in ``dtype`` with the packed copy of the weight; `None` where no context keeps one."""
+        if self.rollout_form(x.new_empty(0, dtype=dtype), form_in_force()) != "packed":
+            return None
+        packed = self._packed_copy()
+        bias = None if self.bias is None else self.bias.to(dtype)
+        values = partial(dequantize, packed, dtype, self.config.backend)
+        if form_in_force() == "auto" and x.shape[:-1].numel() <= _ROWS_WORTH_A_COPY:
+            values = partial(self._values.get, self.weight, dtype, values)
+        return packed_product(self.forward_input(x, dtype), packed, bias, values, self.config.backend)
+
+    @property
+    def shared_weight(self) -> PackedWeight | None:
+        """The packed copy of the weight, for compiled code; see [`WeightCache`]."""
+        return self._cache.shared
+
+    def _share_copy(self) -> None:
+        # Of a prompt, which runs in eager mode before compiled code takes single tokens.
+        if self._cache.shared is None and self.fallback_threshold is None and not self.gemms.fprop.is_random:
+            packed = self._packed_copy()
+            self._cache.share(tuple(getattr(packed, field) for field in PACKED_FIELDS.values()))
+
+    def _packed_copy(self) -> MXFP4Tensor:
+        return self._cache.get(self.weight, torch.uint8, self._packed_weight)
+
+    def _packed_weight(self) -> MXFP4Tensor:
+        tensors = quantize_weight(self.weight, self._weight_scheme, self.config.backend)
+        return packed_tensor(tensors, self.in_features, self._weight_scheme, self.weight.dtype)
 
     def full_precision_forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the plain layer computes on the master weight; see [`full_precision`]."""
@@ -129,16 +219,21 @@ class MXFP4Linear(nn.Linear):
         the scheme rotates. Kept until the weight changes."""
         if self._weight_scheme is None and self.gemms.fprop.rotation is None:
             return weight.detach().to(dtype)
-        return self._cache.get(weight, dtype, lambda: self._weight_operand(weight).to(dtype))
+        return self._cache.get(weight, dtype, lambda: self.weight_operand(weight).to(dtype))
+
+    def _keep_folded(self, weight: torch.Tensor, compute: Callable[[], Any]) -> Any:
+        """The weight as a fast engine takes it, kept until the weight changes."""
+        return self._folded.get(weight, weight.dtype, compute)
 
     def effective_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The values ``[n, K]`` that the forward product takes for rows of a weight, rotated back, in its dtype."""
         values = rotate_back(
-            self._weight_operand(weight), self.gemms.fprop.rotation, "fprop", weight.shape[-1], self.draws
+            self.weight_operand(weight), self.gemms.fprop.rotation, "fprop", weight.shape[-1], self.draws
         )
         return values.to(weight.dtype)
 
-    def _weight_operand(self, weight: torch.Tensor) -> torch.Tensor:
+    def weight_operand(self, weight: torch.Tensor) -> torch.Tensor:
+        """[`quantized_weight`] in the dtype that it is computed in, not kept."""
         return weight_operand(weight, self.gemms.fprop, self.draws, self.config.backend)
 
     def extra_repr(self) -> str:

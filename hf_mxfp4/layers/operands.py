@@ -4,9 +4,9 @@
 import torch
 
 from ..numerics import FallbackThreshold, GemmScheme, MXFP4Tensor, QuantScheme
-from ..numerics import quantize as quantize_eagerly
 from ..numerics import quantize_delayed as pack_delayed
 from ..ops import Draws, fake_quantize, pack_rows, quantize_operand, rotate_operand
+from ..ops.functional import quantize
 from .fallback import quantize_delayed
 
 
@@ -19,11 +19,10 @@ def input_operand(
     backend: str = "auto",
 ) -> torch.Tensor:
     """``Q(x)`` along the last axis in ``dtype``, of the rotated and padded input where ``fprop`` rotates."""
-    x = rotate_operand(x, fprop.rotation, "fprop", draws)
     scheme = fprop.left if isinstance(fprop.left, QuantScheme) else None
-    if scheme is not None and scheme.rounding == "stochastic":
-        return quantize_operand(x, scheme, "fprop", "x", draws).to(dtype)
-    return nearest_input(x, dtype, scheme, threshold, backend)
+    if scheme is not None and threshold is None:
+        return quantize_operand(x, scheme, "fprop", "x", draws, backend, rotation=fprop.rotation, dtype=dtype)
+    return nearest_input(rotate_operand(x, fprop.rotation, "fprop", draws), dtype, scheme, threshold, backend)
 
 
 def packed_operand(
@@ -38,7 +37,7 @@ def packed_operand(
     if threshold is not None:
         return pack_delayed(x, fprop.left, threshold)
     if fprop.left.rounding == "stochastic":
-        return quantize_eagerly(x, **vars(fprop.left), generator=draws.generator("fprop", "x", x.device))
+        return quantize(x, **vars(fprop.left), seed=draws.seed_of("fprop", "x"), backend=backend)
     return pack_rows(x, fprop.left, backend)
 
 
@@ -61,7 +60,4 @@ def nearest_input(
 @torch.no_grad()
 def weight_operand(weight: torch.Tensor, fprop: GemmScheme, draws: Draws, backend: str = "auto") -> torch.Tensor:
     """``Q(W)`` along the last axis, of the rotated and padded weight where ``fprop`` rotates."""
-    rotated = rotate_operand(weight.detach(), fprop.rotation, "fprop", draws)
-    if not isinstance(fprop.right, QuantScheme) or fprop.right.rounding != "nearest":
-        return quantize_operand(rotated, fprop.right, "fprop", "weight", draws)
-    return fake_quantize(rotated, fprop.right, backend)
+    return quantize_operand(weight.detach(), fprop.right, "fprop", "weight", draws, backend, rotation=fprop.rotation)

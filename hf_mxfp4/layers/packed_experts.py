@@ -10,6 +10,8 @@ from ..config import MXFP4RLConfig
 from ..experts_layout import weight_size
 from ..numerics import MXFP4Tensor
 from ..ops import Groups, packed_grouped_linear
+from ..ops.grouped import reads_packed_on_gpus
+from ..ops.library import PackedForm, frozen_experts
 from ..ops.packed import (
     PACKED_FIELDS,
     PACKED_SUFFIXES,
@@ -39,6 +41,8 @@ class MXFP4PackedExperts(ExpertsBase):
     nearly all of a model, and packed to save that memory. Made by [`from_experts`] and [`placeholder`] alone.
 
     Attributes, besides those of the experts and of [`ExpertsBase`]:
+        form, reads_on_gpus: its schemes in compiled code, and whether a kernel is certain to read the weights on a GPU;
+            see [`hf_mxfp4.ops.library`].
         compute_dtype: of the experts that it stands for; follows ``.to(dtype)``.
     """
 
@@ -72,6 +76,8 @@ class MXFP4PackedExperts(ExpertsBase):
         plain = experts._to_plain() if isinstance(experts, ExpertsBase) else experts
         layer = cls._around(plain, config, name)
         layer.sizes = {projection: weight_size(plain, projection) for projection in layer.projections}
+        layer.form = PackedForm.of(config.weight_scheme, config.activation_scheme, config.backend)
+        layer.reads_on_gpus = reads_packed_on_gpus(config.weight_scheme, config.backend)
         layer.compute_dtype = getattr(plain, layer.projections[0]).dtype
         shapes = layer.shapes()
         for projection in layer.projections:
@@ -85,7 +91,7 @@ class MXFP4PackedExperts(ExpertsBase):
         return layer
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "sizes", "compute_dtype")
+        return (*super()._own_attributes(), "sizes", "form", "reads_on_gpus", "compute_dtype")
 
     def _set(self, name: str, value: torch.Tensor) -> None:
         setattr(self, name, nn.Parameter(value, requires_grad=False))
@@ -152,16 +158,26 @@ class MXFP4PackedExperts(ExpertsBase):
                 f"{self._label()}: {projection} was replaced by a tensor of {packed[0].dtype}, which is not packed; "
                 "build new experts with MXFP4PackedExperts.from_experts"
             )
+        if torch.compiler.is_compiling():
+            return frozen_experts(self, projection, x, groups)
         return packed_grouped_linear(
             x,
             packed,
             self.bias_of(projection),
             groups,
-            partial(self._input, projection),
+            partial(self.quantized_input, projection),
             partial(self._dequantized, projection),
+            partial(self._stack, projection),
+            self.config.backend,
         )
 
-    def _input(self, projection: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _stack(self, projection: str, packed: PackedWeight) -> MXFP4Tensor:
+        """The weights of all experts, which share the memory of ``packed``."""
+        named = dict(zip(PACKED_FIELDS, packed, strict=True))
+        return packed_tensor(named, self.sizes[projection][2], self.config.weight_scheme, self.compute_dtype)
+
+    def quantized_input(self, projection: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""
         threshold = self.fallback_thresholds.get(projection)
         return nearest_input(x, dtype, self.config.activation_scheme, threshold, self.config.backend)
 

@@ -2,12 +2,14 @@
 """The frozen linear layer: a weight kept as packed 4-bit tensors, the base that adapters are trained on."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..numerics import FallbackThreshold, MXFP4Tensor
+from ..ops.library import PackedForm, frozen_linear, new_handle
 from ..ops.linear import autocast_dtype
 from ..ops.packed import (
     PACKED_FIELDS,
@@ -38,7 +40,7 @@ class MXFP4PackedLinear(nn.Linear):
         config: the scheme; see [`MXFP4RLConfig`].
         name: the layer's place in the model, for messages.
         compute_dtype: of the linear layer that it stands for; follows ``.to(dtype)``. PEFT makes adapters in it.
-        fallback_threshold: as in [`MXFP4Linear`].
+        form, handle, fallback_threshold: as in [`MXFP4Linear`].
 
     A new layer holds zeros. Raises `ValueError` unless ``config`` is one of mode ``"packed"``.
     """
@@ -59,9 +61,11 @@ class MXFP4PackedLinear(nn.Linear):
         if self.config.mode != "packed":
             raise ValueError(f"{type(self).__name__} needs a config of mode='packed', not {self.config.mode!r}")
         self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.handle = new_handle(self)
         self.compute_dtype = dtype or torch.get_default_dtype()
         self._weight_scheme = self.config.weight_scheme
         self._activation_scheme = self.config.activation_scheme
+        self.form = PackedForm.of(self._weight_scheme, self._activation_scheme, self.config.backend)
         self._cache = WeightCache(only_in_context=True)
         rate = None if self._activation_scheme is None else self._activation_scheme.fallback_rate
         self.fallback_threshold = None if rate is None else FallbackThreshold(rate)
@@ -180,7 +184,17 @@ class MXFP4PackedLinear(nn.Linear):
                 f"{self._label()}: its weight was replaced by one of {self.weight.dtype}, which is not packed; build a "
                 "layer of new weights with MXFP4PackedLinear.from_linear"
             )
-        return packed_linear(x, self.packed_weight(), self.bias, self.quantized_input, self._dequantized)
+        if torch.compiler.is_compiling():
+            return frozen_linear(self, x)
+        return packed_linear(
+            x,
+            self.packed_weight(),
+            self.bias,
+            self.quantized_input,
+            self._dequantized,
+            self._weight_scheme,
+            self.config.backend,
+        )
 
     # One definition of the operand for both layers: a packed model must repeat the trainable one's bits.
     quantized_input: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = MXFP4Linear.quantized_input
@@ -199,6 +213,10 @@ class MXFP4PackedLinear(nn.Linear):
         """Raise `ValueError` unless every packed tensor is there, uint8, and of the shape that the scheme says."""
         tensors = {name: getattr(self, name) for name in PACKED_FIELDS}
         check_packed(self.name or type(self).__name__, tensors, self.shapes(), self._weight_scheme)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.handle = new_handle(self)  # a copied or unpickled layer is another one
 
     def reset_parameters(self) -> None:
         raise TypeError(f"{self._label()} is packed and frozen; it has no random initialisation")

@@ -3,7 +3,8 @@
 
 from .decompose import COMPONENTS, ErrorDecomposition, apply_component, decompose, decompose_scheme
 from .fallback import FallbackThreshold
-from .fp8 import dequantize_e4m3, fake_quantize_e4m3, quantize_e4m3
+from .fold import FOLD_GROUPS, FoldedOperand, fold, fold_across, fold_obstacle
+from .fp8 import dequantize_e4m3, e4m3_scale_byte, fake_quantize_e4m3, quantize_e4m3
 from .gemms import (
     FP8,
     FULL,
@@ -32,9 +33,11 @@ __all__ = [
     "E2M1_MAGNITUDES",
     "E2M1_MAX",
     "ErrorDecomposition",
+    "FOLD_GROUPS",
     "FP8",
     "FULL",
     "FallbackThreshold",
+    "FoldedOperand",
     "GEMM_OPERANDS",
     "GemmScheme",
     "LinearScheme",
@@ -56,9 +59,13 @@ __all__ = [
     "decompose_scheme",
     "dequantize",
     "dequantize_e4m3",
+    "e4m3_scale_byte",
     "encode_e2m1",
     "fake_quantize",
     "fake_quantize_e4m3",
+    "fold",
+    "fold_across",
+    "fold_obstacle",
     "pack_codes",
     "parse_rotation",
     "parse_scheme",

@@ -12,6 +12,7 @@ from . import grid, macro
 from .errors import importance_weights, inverse_power_of_two, sum_of_squares
 from .fallback import block_errors, select_share
 from .layout import from_blocks, to_blocks
+from .noise import NoiseSource, counted_uniform
 from .packed import saturate
 from .scales import (
     BLOCK_SIZE,
@@ -43,6 +44,7 @@ class Blocks:
         if scheme.macro_block is not None:
             row_unit = max(1, self.blocks_per_row) * BLOCK_SIZE
             unit = row_unit if scheme.macro_block == "row" else max(scheme.macro_block, BLOCK_SIZE)
+        self.unit = unit
         self.z = to_blocks(rows, unit, scheme.block_rows)
         self.weight: torch.Tensor | None = None
         if importance is not None:
@@ -60,15 +62,16 @@ class Blocks:
 
     def quantize(
         self,
-        generator: torch.Generator | None,
+        source: NoiseSource,
         select: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[tuple, tuple | None]:
-        """Grid values and scale bytes of the first pass, and of the residual pass or `None`.
+        """Grid values and scale bytes of the first pass, and of the residual pass or `None`. Stochastic rounding draws
+        from ``source``.
 
         Under a ``fallback_rate``, ``select`` maps the errors of the blocks to the mask of those that get the residual
         pass; without it they are the scheme's share of largest errors.
         """
-        first = _quantize_pass(self.z, self.amax, self.scheme, generator, self.weight)
+        first = _quantize_pass(self.z, self.amax, self.scheme, self._noise(source, 0), self.weight)
         if self.scheme.outlier_fallback is None:
             return first, None
         q, scale = first
@@ -77,7 +80,14 @@ class Blocks:
         residual.masked_fill_((scale == E8M0_NAN).unsqueeze(-1), 0.0)
         if self.scheme.fallback_rate is not None:
             self._keep_selected(residual, select)
-        return first, _quantize_pass(residual, residual.abs().amax(dim=-1), self.scheme, generator, self.weight)
+        amax = residual.abs().amax(dim=-1)
+        return first, _quantize_pass(residual, amax, self.scheme, self._noise(source, 1), self.weight)
+
+    def _noise(self, source: NoiseSource, draw: int) -> torch.Generator | torch.Tensor | None:
+        """What [`grid.round_stochastic`] takes."""
+        if not isinstance(source, int):
+            return source
+        return to_blocks(counted_uniform(self.shape, source, draw, self.z.device), self.unit, self.scheme.block_rows)
 
     def _keep_selected(self, residual: torch.Tensor, select: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         """Zero the residual of the blocks that are not selected: an all-zero block has scale byte 0 and codes 0."""
@@ -169,7 +179,7 @@ def _quantize_pass(
     z: torch.Tensor,
     amax: torch.Tensor,
     scheme: QuantScheme,
-    generator: torch.Generator | None,
+    noise: torch.Generator | torch.Tensor | None,
     weight: torch.Tensor | None,
     rounding: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,11 +189,11 @@ def _quantize_pass(
     if scheme.scale_rule is ScaleRule.MSE:
         scale = _least_squares_scale(z, amax, scale, weight)
     rounding = rounding or scheme.rounding
-    return _round_to_grid(z, scale, rounding, generator), scale
+    return _round_to_grid(z, scale, rounding, noise), scale
 
 
 def _round_to_grid(
-    z: torch.Tensor, scale: torch.Tensor, rounding: str, generator: torch.Generator | None = None
+    z: torch.Tensor, scale: torch.Tensor, rounding: str, noise: torch.Generator | torch.Tensor | None = None
 ) -> torch.Tensor:
     # A block with NaN or infinity has inverse scale 0: NaN * 0 and inf * 0 are NaN still, hence the masking.
     y = z * inverse_scale(scale).unsqueeze(-1)
@@ -193,7 +203,7 @@ def _round_to_grid(
     if limit is not None:
         y = torch.minimum(torch.maximum(y, -limit.unsqueeze(-1)), limit.unsqueeze(-1))
     if rounding == "stochastic":
-        return grid.round_stochastic(y, generator)
+        return grid.round_stochastic(y, noise)
     return grid.round_nearest(y)
 
 

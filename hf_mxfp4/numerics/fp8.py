@@ -31,12 +31,16 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             limit = torch.finfo(torch.float32).max
             values = torch.where(values.isfinite(), values.clamp(-limit, limit), values)
         values = values.float()
-        amax = values.abs().amax(dim=-1, keepdim=True)
-        bits = amax.view(torch.int32)
-        # The largest finite E4M3 value is 448 = 1.75 * 2**8 (OCP 8-bit floating point; it has no infinity).
-        exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
-        byte = exponent.clamp(min=1).masked_fill_(~amax.isfinite(), _NAN_BYTE).to(torch.uint8)
+        byte = e4m3_scale_byte(values.abs().amax(dim=-1, keepdim=True))
         return (values / decode_e8m0(byte)).to(torch.float8_e4m3fn), byte
+
+
+def e4m3_scale_byte(amax: torch.Tensor) -> torch.Tensor:
+    """Scale bytes (uint8) of rows whose largest magnitudes are ``amax`` (float32): see [`quantize_e4m3`]."""
+    bits = amax.view(torch.int32)
+    # The largest finite E4M3 value is 448 = 1.75 * 2**8 (OCP 8-bit floating point; it has no infinity).
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
+    return exponent.clamp(min=1).masked_fill_(~amax.isfinite(), _NAN_BYTE).to(torch.uint8)
 
 
 def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

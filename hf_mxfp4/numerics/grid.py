@@ -36,18 +36,23 @@ def round_nearest(y: torch.Tensor) -> torch.Tensor:
     return y.add_(anchor).sub_(anchor)
 
 
-def round_stochastic(y: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+def round_stochastic(y: torch.Tensor, noise: torch.Generator | torch.Tensor | None = None) -> torch.Tensor:
     """Round float32 values to one of the two neighbouring grid points, each with the probability that makes the
-    expectation equal to ``y`` (for ``|y| <= 6``; beyond, values saturate). ``y`` is consumed."""
+    expectation equal to ``y`` (for ``|y| <= 6``; beyond, values saturate). ``y`` is consumed. A zero result is +0.
+
+    ``noise`` is uniform in [0, 1), float32 in the shape of ``y``, or the generator to draw it from.
+    """
     y = y.clamp_(-E2M1_MAX, E2M1_MAX)
     step = _round_anchor(y).mul_(0.5)
-    noise = torch.rand(y.shape, dtype=torch.float32, device=y.device, generator=generator)
+    if not isinstance(noise, torch.Tensor):
+        noise = torch.rand(y.shape, dtype=torch.float32, device=y.device, generator=noise)
     position = y.abs().div_(step)
     below = position.floor()
     share = position.sub_(below)
     # floor(position + noise) would do, were it not for the rounding of the sum at the largest draws.
     magnitude = below.add_(noise >= 1.0 - share).mul_(step)
-    return torch.copysign(magnitude, y)
+    # Codes have one zero only.
+    return torch.copysign(magnitude, y).add_(0.0)
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from . import grid
 from .blocks import Blocks
 from .fallback import FallbackThreshold, select_above
 from .layout import per_row
+from .noise import NoiseSource, noise_source
 from .packed import MXFP4Tensor, saturate
 from .scales import ScaleRule
 from .scheme import QuantScheme
@@ -52,6 +53,7 @@ def fake_quantize(
     generator: torch.Generator | None = None,
     fallback_threshold: float | None = None,
     importance: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """The MXFP4 values of ``x``, in its own shape and dtype. No gradient flows; layers add the straight-through one.
 
@@ -70,7 +72,7 @@ def fake_quantize(
             ``importance``; or where the share of ``fallback_rate`` ends among equal errors.
         fallback_rate: share of the blocks, in (0, 1), that get the residual pass; `None` for all.
         axis: the axis that blocks run along, normally the contraction axis of a matrix product.
-        generator: source of randomness for stochastic rounding.
+        generator: source of randomness for stochastic rounding; by default PyTorch's own.
         fallback_threshold: under ``fallback_rate``, the squared error above which a block gets the residual pass, in
             units of ``x**2``, summed over the block ([`hf_mxfp4.numerics.fallback.block_errors`]). By default the
             ``ceil(fallback_rate * blocks)`` blocks with the largest errors get it.
@@ -84,7 +86,13 @@ def fake_quantize(
     """
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
     return apply_scheme(
-        x, scheme, axis=axis, generator=generator, fallback_threshold=fallback_threshold, importance=importance
+        x,
+        scheme,
+        axis=axis,
+        generator=generator,
+        fallback_threshold=fallback_threshold,
+        importance=importance,
+        seed=seed,
     )
 
 
@@ -102,13 +110,15 @@ def quantize(
     generator: torch.Generator | None = None,
     fallback_threshold: float | None = None,
     importance: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> MXFP4Tensor:
     """Codes and scales of ``x``: ``quantize(x, ...).dequantize()`` equals ``fake_quantize(x, ...)`` bit for bit.
 
     Arguments and errors as in [`fake_quantize`].
     """
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
-    return _quantize(x, scheme, axis, generator, selector(scheme, fallback_threshold), importance)[0]
+    source = noise_source(scheme.rounding, generator, seed)
+    return _quantize(x, scheme, axis, source, selector(scheme, fallback_threshold), importance)[0]
 
 
 def quantize_delayed(
@@ -126,7 +136,7 @@ def _quantize(
     x: torch.Tensor,
     scheme: QuantScheme,
     axis: int,
-    generator: torch.Generator | None,
+    source: NoiseSource,
     select: Callable[[torch.Tensor], torch.Tensor] | None,
     importance: torch.Tensor | None,
 ) -> tuple[MXFP4Tensor, torch.Tensor | None, int]:
@@ -135,7 +145,7 @@ def _quantize(
     axis = check_input(x, axis, block_rows)
     with torch.no_grad():
         blocks = Blocks(x, scheme, axis, importance)
-        (q, scale), residual = blocks.quantize(generator, select)
+        (q, scale), residual = blocks.quantize(source, select)
 
         def codes_of(values: torch.Tensor) -> torch.Tensor:
             return grid.pack_codes(blocks.rows(grid.encode_e2m1(values)))
@@ -168,10 +178,12 @@ def apply_scheme(
     generator: torch.Generator | None = None,
     fallback_threshold: float | None = None,
     importance: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """[`fake_quantize`] with its options given as a [`QuantScheme`]."""
     select = selector(scheme, fallback_threshold)
-    return _quantize_dequantize(x, scheme, axis, generator, select, importance)[0]
+    source = noise_source(scheme.rounding, generator, seed)
+    return _quantize_dequantize(x, scheme, axis, source, select, importance)[0]
 
 
 def apply_scheme_delayed(
@@ -199,7 +211,7 @@ def _quantize_dequantize(
     x: torch.Tensor,
     scheme: QuantScheme,
     axis: int,
-    generator: torch.Generator | None,
+    source: NoiseSource,
     select: Callable[[torch.Tensor], torch.Tensor] | None,
     importance: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
@@ -208,7 +220,7 @@ def _quantize_dequantize(
     axis = check_input(x, axis, scheme.block_rows)
     with torch.no_grad():
         blocks = Blocks(x, scheme, axis, importance)
-        values = unblock(blocks, blocks.dequantized(*blocks.quantize(generator, select)), x.dtype, axis)
+        values = unblock(blocks, blocks.dequantized(*blocks.quantize(source, select)), x.dtype, axis)
     return values, blocks.n_fallback, blocks.n_blocks
 
 

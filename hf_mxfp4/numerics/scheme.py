@@ -66,13 +66,19 @@ class QuantScheme:
         if self.macro_block is not None:
             parts.append(f"mbs{self.macro_block}-{self.macro_search}")
         if self.outlier_fallback is not None:
-            rate = "" if self.fallback_rate is None else f"@{self.fallback_rate:g}"
-            parts.append(f"of{self.outlier_fallback:g}{rate}")
+            rate = "" if self.fallback_rate is None else f"@{_number_text(self.fallback_rate)}"
+            parts.append(f"of{_number_text(self.outlier_fallback)}{rate}")
         if self.rounding != "nearest":
             parts.append(self.rounding)
         if self.block_rows != 1:
             parts.append(f"{self.block_rows}x32")
         return "+".join(parts)
+
+
+def _number_text(number: float) -> str:
+    """Short where that is exact: a scheme is read back from its text."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(float(number))
 
 
 def check_alpha(alpha: float | None) -> None:

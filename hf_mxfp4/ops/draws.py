@@ -34,11 +34,11 @@ class Draws:
         """Begin an optimizer step. Not between a forward pass and its backward pass."""
         self.step, self.n_backward = step, 0
 
-    def generator(self, gemm: str, operand: str, device: torch.device) -> torch.Generator:
-        """For stochastic rounding of one operand. The weight in the forward product is rounded alike on all ranks:
-        there is one policy; everything else is rounded independently."""
+    def seed_of(self, gemm: str, operand: str) -> int:
+        """Seed of the stochastic rounding of one operand, whose random numbers are the same on every device. The weight
+        in the forward product is rounded alike on all ranks: there is one policy; everything else independently."""
         rank = 0 if (gemm, operand) == ("fprop", "weight") else _rank()
-        return torch.Generator(device).manual_seed(self._seed(gemm, operand, rank))
+        return self._seed(gemm, operand, rank)
 
     def signs(self, gemm: str, length: int, device: torch.device) -> torch.Tensor:
         """Signs for both operands of a product, equal on all ranks."""

@@ -2,65 +2,25 @@
 """The linear layers of many experts at once, on quantized operands, with the straight-through gradient.
 
 What [`hf_mxfp4.ops.quantized_linear`] is for one weight, for a stack of weights of which each gets its own rows of the
-input: every expert's product, forward and backward, is the one that a linear layer of its own would compute.
+input: every expert's product, forward and backward, is the one that a linear layer of its own would compute. On a GPU
+those of all experts are computed together ([`hf_mxfp4.ops.grouped`]), and the host never learns how many rows each has.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ..numerics import MXFP4Tensor
+from . import grouped
+from .fast_experts import FastExperts
 from .gemms import BackwardProducts, Quantizer
-from .linear import autocast_dtype, check_step
+from .groups import Groups
+from .linear import LinearRecord, autocast_dtype, check_step, unquantized
 from .packed import PACKED_FIELDS, PackedWeight
-from .saved import SavedInput, keep_input, restore_input
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Rows sorted by expert: the first ``counts[0]`` belong to expert 0, and so on."""
-
-    counts: tuple[int, ...]
-
-    def __iter__(self) -> Iterator[tuple[int, slice]]:
-        """Experts that have rows, and the rows."""
-        start = 0
-        for expert, count in enumerate(self.counts):
-            if count:
-                yield expert, slice(start, start + count)
-            start += count
-
-    @cached_property
-    def _ends(self) -> torch.Tensor:
-        return torch.tensor(self.counts).cumsum(0, dtype=torch.int32)
-
-    def offsets(self, device: torch.device) -> torch.Tensor:
-        """int32 ``[experts]``: where the rows of each expert end."""
-        return self._ends.to(device)
-
-    def per_row(self, values: torch.Tensor) -> torch.Tensor:
-        """``values [experts, ...]`` repeated for the rows of each expert: ``[rows, ...]``."""
-        counts = torch.tensor(self.counts, device=values.device)
-        return values.repeat_interleave(counts, dim=0, output_size=sum(self.counts))
-
-
-def group_by_expert(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, Groups]:
-    """The order that sorts rows by expert, rows of one expert as they were, and their groups.
-
-    Args:
-        expert_ids: the expert of each row, an integer vector.
-
-    Raises `ValueError` for a row of an expert that does not exist, as in expert parallelism.
-    """
-    counts = torch.bincount(expert_ids, minlength=n_experts).tolist()
-    if len(counts) > n_experts:
-        raise ValueError(
-            f"a token was sent to expert {len(counts) - 1} of {n_experts}; MXFP4 experts know no expert parallelism"
-        )
-    return torch.sort(expert_ids, stable=True).indices, Groups(tuple(counts))
+from .saved import SavedInput, SavedTensors, keep_input, restore_input
 
 
 def grouped_linear(
@@ -73,6 +33,8 @@ def grouped_linear(
     products: Sequence[BackwardProducts] | None = None,
     transposed: bool = False,
     saved: SavedInput | None = None,
+    backend: str = "auto",
+    fast: FastExperts | None = None,
 ) -> torch.Tensor:
     """``Q(x) Q(W_e)^T + b_e`` for the rows of each expert ``e``, with straight-through gradients.
 
@@ -87,6 +49,8 @@ def grouped_linear(
             ``[E, N, K]``, and is called again in the backward pass.
         products: of each expert, how gradients are computed; by default from the operands of the forward pass.
         saved: as in [`quantized_linear`].
+        backend: ``"triton"`` or, on a GPU, ``"auto"`` for grouped kernels; otherwise one expert after the other.
+        fast: takes over products that its engines can compute, as in [`quantized_linear`].
 
     Returns:
         ``[S, N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
@@ -94,7 +58,7 @@ def grouped_linear(
     dtype = autocast_dtype(x) or x.dtype
     # Frozen weights, as under LoRA, need no input kept for their gradient.
     needed = weight.requires_grad and torch.is_grad_enabled()
-    options = products, transposed, dtype, saved or SavedInput(), needed
+    options = products, transposed, saved or SavedInput(), backend, fast, dtype, needed
     return _GroupedLinear.apply(x, weight, bias, groups, quantize_input, quantize_weight, *options)
 
 
@@ -105,94 +69,152 @@ def packed_grouped_linear(
     groups: Groups,
     quantize_input: Quantizer,
     dequantize_expert: Callable[[PackedWeight, int, torch.dtype], torch.Tensor],
+    stack: Callable[[PackedWeight], MXFP4Tensor] | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """[`grouped_linear`] on frozen packed weights, with the gradient to ``x`` and ``b``.
 
-    The weights of one expert at a time are dequantized, of those alone that have rows, and again in the backward pass.
+    Without kernels for it, the weights of one expert at a time are dequantized, of those alone that have rows, and
+    again in the backward pass.
 
     Args:
         packed: the tensors of [`PACKED_FIELDS`], each ``[E, ...]``, `None` for those that the scheme has not.
         dequantize_expert: maps ``packed``, an expert and the dtype of the product to its ``Q(W)`` ``[N, K]``.
+        stack: maps ``packed`` to the weights of all experts, codes ``[E, N, ceil(K / 2)]``, for the kernels.
+        backend: as in [`grouped_linear`].
     """
     dtype = autocast_dtype(x) or x.dtype
-    return _PackedGroupedLinear.apply(x, bias, groups, quantize_input, dequantize_expert, dtype, *packed)
+    options = quantize_input, dequantize_expert, stack, backend
+    return _PackedGroupedLinear.apply(x, bias, groups, dtype, options, *packed)
 
 
-def runs_grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these operands, in one kernel launch for all experts: bfloat16 on CUDA
-    devices of compute capability 8.0 and up, rows of a multiple of 16 bytes."""
-    return (
-        left.device.type == "cuda"
-        and left.dtype == right.dtype == torch.bfloat16
-        and all(size % 8 == 0 for size in (*left.shape[1:], *right.shape[1:]))
-        and torch.cuda.get_device_capability(left.device) >= (8, 0)
-    )
+@dataclass(frozen=True)
+class GroupedPass:
+    """What the backward pass must know of the forward pass beside tensors.
+
+    Attributes:
+        groups, quantize_weight, products, transposed, backend, fast: as in [`grouped_linear`].
+        record: of the input that was kept, the step and the dtypes, as in [`quantized_linear`].
+    """
+
+    groups: Groups
+    quantize_weight: Quantizer
+    products: Sequence[BackwardProducts] | None
+    transposed: bool
+    backend: str
+    fast: FastExperts | None
+    record: LinearRecord
+
+
+def forward_grouped(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    groups: Groups,
+    quantize_input: Quantizer,
+    quantize_weight: Quantizer,
+    products: Sequence[BackwardProducts] | None,
+    transposed: bool,
+    saved: SavedInput,
+    backend: str,
+    fast: FastExperts | None,
+    dtype: torch.dtype,
+    needed: bool,
+) -> tuple[torch.Tensor, SavedTensors, GroupedPass]:
+    """The forward pass of [`grouped_linear`], without a gradient; as [`hf_mxfp4.ops.linear.forward_linear`] is."""
+    itself = products is not None and products[0].keeps_input
+    engine = None if fast is None else fast.engine("fprop", x, weight, dtype=dtype)
+    is_fast = engine is not None and engine.name != "dense"
+    if is_fast and (itself or not needed):
+        quantize_input = unquantized
+    quantized_x, kept, kept_as = keep_input(x, dtype, quantize_input, saved, needed=needed, itself=itself)
+    step = None if products is None else products[0].draws.step
+    record = LinearRecord(kept_as, step, x.dtype, None if bias is None else bias.dtype)
+    done = GroupedPass(groups, quantize_weight, products, transposed, backend, fast, record)
+    bias = None if bias is None else bias.to(dtype)
+    if is_fast:
+        return fast.forward(x, weight, transposed, groups, bias, dtype), kept, done
+    right = quantize_weight(weight, dtype)
+    if grouped.uses_kernels(quantized_x, backend):
+        return grouped.product(quantized_x, right, groups, bias), kept, done
+    return _each(quantized_x, bias, groups, right.__getitem__, right.shape[1]), kept, done
+
+
+def backward_grouped(
+    grad: torch.Tensor, weight: torch.Tensor, kept: SavedTensors, done: GroupedPass, needs: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of ``x``, the weight and the bias, `None` for those that ``needs`` does not ask for.
+
+    Raises `RuntimeError` when the quantization step has moved on since the forward pass.
+    """
+    groups, products, record = done.groups, done.products, done.record
+    if products is not None:
+        check_step(products[0].draws, record.step)
+    grad_x = grad_weight = grad_bias = None
+
+    def values() -> torch.Tensor:
+        return restore_input(kept, record.kept_as)
+
+    if done.fast is not None:
+        grad_x, grad_weight = done.fast.gradients(grad, weight, done.transposed, groups, values, (needs[0], needs[1]))
+    if needs[0]:
+        grad_x = _grad_x(done, grad, weight) if grad_x is None else grad_x
+        grad_x = grad_x.to(record.input_dtype)
+    if needs[1] and grad_weight is None:
+        grad_weight = _grad_weight(done, grad, values(), weight)
+    if needs[2]:
+        grad_bias = grad_bias_of(grad, groups, record.bias_dtype, done.backend)
+    # What was drawn for all experts together depends on no count.
+    for expert, _ in groups if products is not None and not _is_grouped(done, grad) else ():
+        products[expert].draws.n_backward += 1
+    return grad_x, grad_weight, grad_bias
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, groups, quantize_input, quantize_weight, products, transposed, dtype, saved, needed
-    ):
-        itself = products is not None and products[0].keeps_input
-        quantized_x, kept, ctx.kept_as = keep_input(x, dtype, quantize_input, saved, needed=needed, itself=itself)
+    def forward(ctx, x, weight, bias, *options):
+        out, kept, ctx.done = forward_grouped(x, weight, bias, *options)
         ctx.save_for_backward(weight, *kept)
-        ctx.groups, ctx.quantize_weight, ctx.products, ctx.transposed = groups, quantize_weight, products, transposed
-        ctx.step = None if products is None else products[0].draws.step
-        ctx.input_dtype = x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        bias = None if bias is None else bias.to(dtype)
-        right = quantize_weight(weight, dtype)
-        if runs_grouped(quantized_x, right):
-            out = F.grouped_mm(quantized_x, right.transpose(1, 2), offs=groups.offsets(x.device))
-            return out if bias is None else out + groups.per_row(bias)
-        return _each(quantized_x, bias, groups, right.__getitem__, right.shape[1])
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, *tensors = ctx.saved_tensors
-        groups, products = ctx.groups, ctx.products
-        if products is not None:
-            check_step(products[0].draws, ctx.step)
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _grad_x(ctx, grad, weight).to(ctx.input_dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _grad_weight(ctx, grad, restore_input(tuple(tensors), ctx.kept_as), weight)
-        if ctx.needs_input_grad[2]:
-            grad_bias = _grad_bias(grad, groups, ctx.bias_dtype)
-        for expert, _ in groups if products is not None else ():
-            products[expert].draws.n_backward += 1
-        return grad_x, grad_weight, grad_bias, *(None,) * 8
+        weight, *kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        return *backward_grouped(grad, weight, tuple(kept), ctx.done, needs), *(None,) * 10
 
 
-def _grad_x(ctx, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    masters = weight.transpose(1, 2) if ctx.transposed else weight
+def _is_grouped(done: GroupedPass, grad: torch.Tensor) -> bool:
+    """Whether the gradients of all experts are computed together."""
+    return grouped.uses_kernels(grad, done.backend) and grouped.obstacle(done.products) is None
+
+
+def _grad_x(done: GroupedPass, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    masters = weight.transpose(1, 2) if done.transposed else weight
     reused = None
-    if ctx.products is None or ctx.products[0].reuses_weight:
-        reused = ctx.quantize_weight(weight, grad.dtype)
-    if ctx.products is None and runs_grouped(grad, reused):
-        return F.grouped_mm(grad.contiguous(), reused, offs=ctx.groups.offsets(grad.device))
+    if done.products is None or done.products[0].reuses_weight:
+        reused = done.quantize_weight(weight, grad.dtype)
+    if _is_grouped(done, grad):
+        return grouped.grad_x(None if done.products is None else done.products[0], grad, masters, reused, done.groups)
     grad_x = grad.new_empty(grad.shape[0], masters.shape[2])
-    for expert, rows in ctx.groups:
-        if ctx.products is None:
+    for expert, rows in done.groups:
+        if done.products is None:
             grad_x[rows] = grad[rows] @ reused[expert]
         else:
             own = None if reused is None else reused[expert]
-            grad_x[rows] = ctx.products[expert].grad_x(grad[rows], masters[expert], lambda *_, own=own: own)
+            grad_x[rows] = done.products[expert].grad_x(grad[rows], masters[expert], lambda *_, own=own: own)
     return grad_x
 
 
-def _grad_weight(ctx, grad: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    groups, products = ctx.groups, ctx.products
-    if products is None and runs_grouped(grad, kept):
-        left, right = (kept, grad) if ctx.transposed else (grad, kept)
-        grad_weight = F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=groups.offsets(grad.device))
-        grad_weight[[expert for expert, count in enumerate(groups.counts) if not count]] = 0
-        return grad_weight.to(weight.dtype)
+def _grad_weight(done: GroupedPass, grad: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    groups, products = done.groups, done.products
+    if _is_grouped(done, grad):
+        in_features = weight.shape[1 if done.transposed else 2]
+        one = None if products is None else products[0]
+        return grouped.grad_weight(one, grad, kept, in_features, groups, weight.dtype, done.transposed)
     grad_weight = torch.zeros_like(weight)
-    rows_first = grad_weight.transpose(1, 2) if ctx.transposed else grad_weight
+    rows_first = grad_weight.transpose(1, 2) if done.transposed else grad_weight
     for expert, rows in groups:
         if products is None:
             rows_first[expert] = grad[rows].t() @ kept[rows]
@@ -201,8 +223,11 @@ def _grad_weight(ctx, grad: torch.Tensor, kept: torch.Tensor, weight: torch.Tens
     return grad_weight
 
 
-def _grad_bias(grad: torch.Tensor, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
-    grad_bias = grad.new_zeros(len(groups.counts), grad.shape[1], dtype=dtype)
+def grad_bias_of(grad: torch.Tensor, groups: Groups, dtype: torch.dtype, backend: str) -> torch.Tensor:
+    """``[E, N]``, the sums of each expert's rows."""
+    if grouped.uses_kernels(grad, backend):
+        return grouped.grad_bias(grad, groups, dtype)
+    grad_bias = grad.new_zeros(groups.n_experts, grad.shape[1], dtype=dtype)
     for expert, rows in groups:
         grad_bias[expert] = grad[rows].sum(dim=0)
     return grad_bias
@@ -222,18 +247,53 @@ def _each(
     return out
 
 
+def forward_packed_grouped(
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    groups: Groups,
+    dtype: torch.dtype,
+    quantize_input: Quantizer,
+    dequantize_expert: Callable[[PackedWeight, int, torch.dtype], torch.Tensor],
+    stack: Callable[[PackedWeight], MXFP4Tensor] | None,
+    backend: str,
+) -> torch.Tensor:
+    """The forward pass of [`packed_grouped_linear`], without a gradient."""
+    bias = None if bias is None else bias.to(dtype)
+    x = quantize_input(x, dtype)
+    weight = _kernel_weight(packed, stack, x, backend)
+    if weight is not None:
+        return grouped.packed_product(x, weight, groups, bias)
+    return _each(x, bias, groups, lambda e: dequantize_expert(packed, e, dtype), packed[0].shape[1])
+
+
+def packed_grad_x(
+    grad: torch.Tensor,
+    packed: PackedWeight,
+    groups: Groups,
+    in_features: int,
+    dequantize_expert: Callable[[PackedWeight, int, torch.dtype], torch.Tensor],
+    stack: Callable[[PackedWeight], MXFP4Tensor] | None,
+    backend: str,
+) -> torch.Tensor:
+    """The gradient ``[S, K]`` of the input of [`packed_grouped_linear`]."""
+    weight = _kernel_weight(packed, stack, grad, backend)
+    if weight is not None:
+        return grouped.product(grad, grouped.dequantized(weight, grad.dtype).transpose(1, 2), groups)
+    grad_x = grad.new_empty(grad.shape[0], in_features)
+    for expert, rows in groups:
+        grad_x[rows] = grad[rows] @ dequantize_expert(packed, expert, grad.dtype)
+    return grad_x
+
+
 class _PackedGroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, bias, groups, quantize_input, dequantize_expert, dtype, *packed):
+    def forward(ctx, x, bias, groups, dtype, options, *packed):
         ctx.save_for_backward(*packed)
-        ctx.groups, ctx.dequantize_expert = groups, dequantize_expert
+        ctx.groups, ctx.options = groups, options
         ctx.in_features, ctx.input_dtype = x.shape[1], x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        bias = None if bias is None else bias.to(dtype)
-        out_features = packed[0].shape[1]
-        return _each(
-            quantize_input(x, dtype), bias, groups, lambda e: dequantize_expert(packed, e, dtype), out_features
-        )
+        return forward_packed_grouped(x, packed, bias, groups, dtype, *options)
 
     @staticmethod
     @once_differentiable
@@ -241,10 +301,15 @@ class _PackedGroupedLinear(torch.autograd.Function):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             packed = ctx.saved_tensors  # once: under gradient checkpointing they can be unpacked only once
-            grad_x = grad.new_empty(grad.shape[0], ctx.in_features)
-            for expert, rows in ctx.groups:
-                grad_x[rows] = grad[rows] @ ctx.dequantize_expert(packed, expert, grad.dtype)
-            grad_x = grad_x.to(ctx.input_dtype)
+            grad_x = packed_grad_x(grad, packed, ctx.groups, ctx.in_features, *ctx.options[1:]).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
-            grad_bias = _grad_bias(grad, ctx.groups, ctx.bias_dtype)
-        return (grad_x, grad_bias) + (None,) * (4 + len(PACKED_FIELDS))
+            grad_bias = grad_bias_of(grad, ctx.groups, ctx.bias_dtype, ctx.options[-1])
+        return (grad_x, grad_bias) + (None,) * (3 + len(PACKED_FIELDS))
+
+
+def _kernel_weight(
+    packed: PackedWeight, stack: Callable[[PackedWeight], MXFP4Tensor] | None, x: torch.Tensor, backend: str
+) -> MXFP4Tensor | None:
+    """The weights of all experts where the kernels take them; else `None`."""
+    weight = None if stack is None or not grouped.uses_kernels(x, backend) else stack(packed)
+    return weight if weight is not None and grouped.reads_packed(weight, x) else None

@@ -5,6 +5,7 @@ import torch
 
 from .. import numerics
 from ..numerics import MXFP4Tensor, QuantScheme, ScaleRule
+from ..numerics.noise import noise_source
 from ..numerics.quantize import check_input
 from . import backends, cpu, triton_kernels
 
@@ -23,6 +24,7 @@ def fake_quantize(
     generator: torch.Generator | None = None,
     fallback_threshold: float | None = None,
     importance: torch.Tensor | None = None,
+    seed: int | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """[`hf_mxfp4.numerics.fake_quantize`], the same bits, on the backend named: ``"eager"``, ``"cpu"`` (fused C++),
@@ -33,10 +35,16 @@ def fake_quantize(
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
     axis = check_input(x, axis, block_rows)
     if generator is fallback_threshold is importance is None:
-        return backends.fake_quantize(x.movedim(axis, -1), scheme, backend).movedim(-1, axis)
+        return backends.fake_quantize(x.movedim(axis, -1), scheme, backend, seed=seed).movedim(-1, axis)
     _only_eager(backend)
     return numerics.apply_scheme(
-        x, scheme, axis=axis, generator=generator, fallback_threshold=fallback_threshold, importance=importance
+        x,
+        scheme,
+        axis=axis,
+        generator=generator,
+        fallback_threshold=fallback_threshold,
+        importance=importance,
+        seed=seed,
     )
 
 
@@ -54,6 +62,7 @@ def quantize(
     generator: torch.Generator | None = None,
     fallback_threshold: float | None = None,
     importance: torch.Tensor | None = None,
+    seed: int | None = None,
     backend: str = "auto",
 ) -> MXFP4Tensor:
     """[`hf_mxfp4.numerics.quantize`], the same bits, on the backend named: ``"eager"``, ``"cpu"`` (fused C++),
@@ -64,11 +73,14 @@ def quantize(
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
     axis = check_input(x, axis, block_rows)
     if generator is fallback_threshold is importance is None:
-        name = backends.choose_backend(x, scheme, backend)
+        noise_source(scheme.rounding, None, seed)
+        if backends.in_compiled_code(x) and scheme.rounding == "nearest":
+            return _compiled_quantize(x, scheme, axis, backend)
+        name = backends.choose_backend(x, scheme, backend, seed, x.shape[axis])
         if name == "cpu":
             return _FusedTensor(**vars(cpu.quantize(x, scheme, axis)))
         if name == "triton":
-            return _FusedTensor(**vars(triton_kernels.quantize(x, scheme, axis)))
+            return _FusedTensor(**vars(triton_kernels.quantize(x, scheme, axis, seed)))
     else:
         _only_eager(backend)
     tensor = numerics.quantize(
@@ -78,8 +90,16 @@ def quantize(
         generator=generator,
         fallback_threshold=fallback_threshold,
         importance=importance,
+        seed=seed,
     )
     return _FusedTensor(**vars(tensor))
+
+
+def _compiled_quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, backend: str) -> "_FusedTensor":
+    parts = torch.ops.hf_mxfp4.quantize(x.detach().movedim(axis, -1), str(scheme), backend)
+    has = True, True, scheme.macro_block is not None, *[scheme.outlier_fallback is not None] * 2
+    parts = [part if there else None for part, there in zip(parts, has, strict=True)]
+    return _FusedTensor(*parts, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
 
 
 class _FusedTensor(MXFP4Tensor):

@@ -2,7 +2,7 @@
 """Operands of the three products of a linear layer, rotated and quantized along the contraction axis."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,11 @@ from ..numerics import (
     OperandScheme,
     QuantScheme,
     Rotation,
-    apply_scheme,
     fake_quantize_e4m3,
     rotate,
     unrotate,
 )
-from . import backends
+from . import backends, triton_kernels
 from .draws import Draws
 
 
@@ -59,17 +58,33 @@ def rotate_back(x: torch.Tensor, rotation: Rotation | None, gemm: str, length: i
 
 
 def quantize_operand(
-    x: torch.Tensor, scheme: OperandScheme, gemm: str, operand: str, draws: Draws, backend: str = "auto"
+    x: torch.Tensor,
+    scheme: OperandScheme,
+    gemm: str,
+    operand: str,
+    draws: Draws,
+    backend: str = "auto",
+    *,
+    rotation: Rotation | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Quantized values of an operand along its last axis; itself where the scheme has nothing to quantize."""
-    if scheme is FP8:
-        return fake_quantize_e4m3(x)
+    """Quantized values of an operand along its last axis, rotated before ([`rotate_operand`]) where there is a
+    rotation; without quantization where the scheme has none. As ``dtype`` if one is given."""
     if not isinstance(scheme, QuantScheme):
-        return x
-    x = x.detach()
-    if scheme.rounding == "stochastic":
-        return apply_scheme(x, scheme, generator=draws.generator(gemm, operand, x.device))
-    return backends.fake_quantize(x, scheme, backend)
+        x = rotate_operand(x, rotation, gemm, draws)
+        x = fake_quantize_e4m3(x) if scheme is FP8 else x
+        return x if dtype is None else x.to(dtype)
+    x, seed = x.detach(), operand_seed(scheme, gemm, operand, draws)
+    if rotation is None:
+        values = backends.fake_quantize(x, scheme, backend, seed=seed)
+        return values if dtype is None else values.to(dtype)
+    signs = rotation_signs(rotation, gemm, x.shape[-1], draws, x.device)
+    return backends.fake_quantize(x, scheme, backend, seed=seed, rotation=rotation.size, signs=signs, dtype=dtype)
+
+
+def operand_seed(scheme: QuantScheme, gemm: str, operand: str, draws: Draws) -> int | None:
+    """The seed of an operand that is rounded stochastically."""
+    return draws.seed_of(gemm, operand) if scheme.rounding == "stochastic" else None
 
 
 @dataclass(frozen=True)
@@ -96,29 +111,81 @@ class BackwardProducts:
         """Whether Dgrad needs what the forward product used of the weight."""
         return self.scheme.dgrad.right is REUSE
 
-    def grad_x(self, grad: torch.Tensor, weight: torch.Tensor, quantize_weight: Quantizer) -> torch.Tensor:
-        """``[..., K]`` from ``grad [..., N]`` and the master weight ``[N, K]`` as it is now."""
+    def quantized_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The left operands of Dgrad and Wgrad, of ``grad [M, N]`` and of its transpose, from one read of it; `None`
+        twice where the Triton kernels do not make both, or the schemes differ in more than rounding and rotation."""
+        gemms = "dgrad", "wgrad"
+        schemes = tuple(getattr(self.scheme, gemm).left for gemm in gemms)
+        rotations = [getattr(self.scheme, gemm).rotation for gemm in gemms]
+        if not all(isinstance(scheme, QuantScheme) for scheme in schemes) or not _alike(schemes, rotations, grad.dtype):
+            return None, None
+        seeds, signs = [], []
+        for gemm, scheme, rotation, length in zip(gemms, schemes, rotations, reversed(grad.shape), strict=True):
+            seed = operand_seed(scheme, gemm, "grad", self.draws)
+            if backends.choose_backend(grad, scheme, self.backend, seed, length) != "triton":
+                return None, None
+            seeds.append(seed)
+            signs.append(rotation and rotation_signs(rotation, gemm, length, self.draws, grad.device))
+        sizes = tuple(rotation and rotation.size for rotation in rotations)
+        return triton_kernels.fake_quantize_both(grad.detach(), schemes, tuple(seeds), sizes, tuple(signs), grad.dtype)
+
+    def grad_x(
+        self,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        quantize_weight: Quantizer,
+        quantized: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``[..., K]`` from ``grad [..., N]`` and the master weight ``[N, K]`` as it is now. ``quantized`` is the left
+        operand where [`quantized_grad`] has made it, as a matrix."""
         right = weight
         if self.reuses_weight:
-            right = self._reused(quantize_weight(weight, grad.dtype), weight.shape[-1])
-        return self._product("dgrad", grad, right.t())
+            right = self.reused(quantize_weight(weight, grad.dtype), weight.shape[-1])
+        if quantized is not None:
+            quantized = quantized.view(*grad.shape[:-1], quantized.shape[-1])
+        return self._product("dgrad", grad, right.t(), quantized)
 
-    def grad_weight(self, grad: torch.Tensor, kept: torch.Tensor, in_features: int) -> torch.Tensor:
-        """``[N, K]`` from ``grad [M, N]`` and what the forward pass kept of its input, ``[M, K]``."""
-        right = kept if self.keeps_input else self._reused(kept, in_features)
-        return self._product("wgrad", grad.t(), right.t())
+    def grad_weight(
+        self, grad: torch.Tensor, kept: torch.Tensor, in_features: int, quantized: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[N, K]`` from ``grad [M, N]`` and what the forward pass kept of its input, ``[M, K]``; ``quantized`` as in
+        [`grad_x`]."""
+        right = kept if self.keeps_input else self.reused(kept, in_features)
+        return self._product("wgrad", grad.t(), right.t(), quantized)
 
-    def _reused(self, values: torch.Tensor, in_features: int) -> torch.Tensor:
+    def _quantized(
+        self, values: torch.Tensor, treatment: OperandScheme, gemm: str, name: str, dtype: torch.dtype
+    ) -> torch.Tensor:
+        # The Triton kernels read transposes as they are.
+        if not isinstance(treatment, QuantScheme) or values.device.type == "cpu":
+            values = values.contiguous()
+        rotation = getattr(self.scheme, gemm).rotation
+        return quantize_operand(values, treatment, gemm, name, self.draws, self.backend, rotation=rotation, dtype=dtype)
+
+    def reused(self, values: torch.Tensor, in_features: int) -> torch.Tensor:
+        """What the forward product used of an operand, rotated back: ``[..., in_features]``."""
         return rotate_back(values, self.scheme.fprop.rotation, "fprop", in_features, self.draws)
 
-    def _product(self, gemm: str, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """``left [..., C] right[D, C]^T``, both quantized along C, in the dtype of ``left``."""
+    def _product(
+        self, gemm: str, left: torch.Tensor, right: torch.Tensor, quantized: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``left [..., C] right[D, C]^T``, both quantized along C, in the dtype of ``left``, which may already be
+        ``quantized``."""
         scheme: GemmScheme = getattr(self.scheme, gemm)
         operands = []
         treatments = (scheme.left, scheme.right)
         for name, values, treatment in zip(GEMM_OPERANDS[gemm], (left, right), treatments, strict=True):
-            if scheme.rotation is not None or treatment not in (FULL, REUSE):
-                values = rotate_operand(values.contiguous(), scheme.rotation, gemm, self.draws)
-                values = quantize_operand(values, treatment, gemm, name, self.draws, self.backend)
+            if quantized is not None and values is left:
+                values = quantized
+            elif scheme.rotation is not None or treatment not in (FULL, REUSE):
+                values = self._quantized(values, treatment, gemm, name, left.dtype)
             operands.append(values.to(left.dtype))
         return operands[0] @ operands[1].t()
+
+
+def _alike(schemes: tuple[QuantScheme, QuantScheme], rotations: list[Rotation | None], dtype: torch.dtype) -> bool:
+    """Whether one launch gives the bits of two: schemes differ in rounding alone, and where one axis is rotated only,
+    what is written is what both end as."""
+    first, second = (replace(scheme, rounding="nearest") for scheme in schemes)
+    mixed = (rotations[0] is None) != (rotations[1] is None)
+    return first == second and not (mixed and triton_kernels.written_dtype(first, dtype) != dtype)

@@ -7,13 +7,17 @@ backward products run on the operands of the forward one: ``dx = g Q(W)``, ``dW 
 [`BackwardProducts`] say otherwise.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .draws import Draws
+from .fast_products import FastProducts
 from .gemms import BackwardProducts, Quantizer
-from .saved import SavedInput, keep_input, restore_input
+from .saved import SavedInput, SavedRecord, SavedTensors, keep_input, restore_input
 
 
 def quantized_linear(
@@ -24,6 +28,7 @@ def quantized_linear(
     quantize_weight: Quantizer,
     products: BackwardProducts | None = None,
     saved: SavedInput | None = None,
+    fast: FastProducts | None = None,
 ) -> torch.Tensor:
     """``Q(x) Q(W)^T + b`` with straight-through gradients.
 
@@ -37,6 +42,8 @@ def quantized_linear(
             ``products`` knows.
         products: how gradients are computed; by default from the operands above and the output gradient as it is.
         saved: what is kept of ``x`` for the gradient of the weight; by default what that product takes, as it is.
+        fast: takes over products that its engines can compute, from the master weight and the input themselves; by
+            default all are dense.
 
     Returns:
         ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
@@ -45,7 +52,7 @@ def quantized_linear(
     # A frozen weight, as under LoRA, needs no input kept for its gradient.
     needed = weight.requires_grad and torch.is_grad_enabled()
     return _QuantizedLinear.apply(
-        x, weight, bias, quantize_input, quantize_weight, products, dtype, saved or SavedInput(), needed
+        x, weight, bias, quantize_input, quantize_weight, products, dtype, saved or SavedInput(), fast, needed
     )
 
 
@@ -66,45 +73,132 @@ def check_step(draws: Draws, step: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class LinearRecord:
+    """What the backward pass must know of the forward pass beside tensors.
+
+    Attributes:
+        kept_as: how the input was kept.
+        step: the quantization step, of layers whose backward products may draw random numbers; otherwise `None`.
+        input_dtype, bias_dtype: of the gradients; `None` for a bias that is not there.
+    """
+
+    kept_as: SavedRecord
+    step: int | None
+    input_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+
+
+def forward_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    quantize_input: Quantizer,
+    quantize_weight: Quantizer,
+    products: BackwardProducts | None,
+    dtype: torch.dtype,
+    saved: SavedInput,
+    fast: FastProducts | None,
+    needed: bool,
+) -> tuple[torch.Tensor, SavedTensors, LinearRecord]:
+    """The forward pass of [`quantized_linear`], without a gradient.
+
+    Args:
+        x, weight, bias, quantize_input, quantize_weight, products, saved, fast: as there.
+        dtype: of the product.
+        needed: whether the gradient of the weight will be asked for.
+
+    Returns:
+        The output, and for [`backward_linear`] what was kept of ``x``, and the record.
+    """
+    itself = products is not None and products.keeps_input
+    engine = None if fast is None else fast.engine("fprop", x, weight, dtype=dtype)
+    is_fast = engine is not None and engine.name != "dense"
+    if is_fast and (itself or not needed):
+        quantize_input = unquantized
+    operand, kept, kept_as = keep_input(x, dtype, quantize_input, saved, needed=needed, itself=itself)
+    step = None if products is None else products.draws.step
+    record = LinearRecord(kept_as, step, x.dtype, None if bias is None else bias.dtype)
+    bias = None if bias is None else bias.to(dtype)
+    if is_fast:
+        return fast.forward(engine, x, weight, bias, dtype), kept, record
+    return F.linear(operand, quantize_weight(weight, dtype), bias), kept, record
+
+
+def unquantized(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Stands for the operand of a product that makes its own."""
+    return x
+
+
+def backward_linear(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    kept: SavedTensors,
+    record: LinearRecord,
+    quantize_weight: Quantizer,
+    products: BackwardProducts | None,
+    fast: FastProducts | None,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of ``x``, the weight and the bias, `None` for those that ``needs`` does not ask for.
+
+    Args:
+        grad: ``[..., N]``.
+        weight: the master weight as it is now.
+        kept, record: from [`forward_linear`].
+        quantize_weight, products, fast: as there.
+
+    Raises `RuntimeError` when the quantization step has moved on since the forward pass.
+    """
+    if products is not None:
+        check_step(products.draws, record.step)
+    grad_x = grad_weight = grad_bias = None
+    rows = grad.reshape(-1, grad.shape[-1])
+
+    def values() -> torch.Tensor:
+        found = restore_input(kept, record.kept_as)
+        return found.reshape(-1, found.shape[-1])
+
+    if fast is not None:
+        grad_x, grad_weight = fast.gradients(rows, weight, values, (needs[0], needs[1]))
+    left = left_t = None
+    if products is not None and all(needs[:2]) and grad_x is None and grad_weight is None:
+        left, left_t = products.quantized_grad(rows)
+    if needs[0]:
+        if grad_x is not None:
+            grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
+        elif products is None:
+            grad_x = grad @ quantize_weight(weight, grad.dtype)
+        else:
+            grad_x = products.grad_x(grad, weight, quantize_weight, left)
+        grad_x = grad_x.to(record.input_dtype)
+    if needs[1]:
+        if grad_weight is None and products is None:
+            grad_weight = rows.t() @ values()
+        elif grad_weight is None:
+            grad_weight = products.grad_weight(rows, values(), weight.shape[-1], left_t)
+        grad_weight = grad_weight.to(weight.dtype)
+    if needs[2]:
+        grad_bias = rows.sum(dim=0).to(record.bias_dtype)
+    if products is not None:
+        products.draws.n_backward += 1
+    return grad_x, grad_weight, grad_bias
+
+
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, quantize_input, quantize_weight, products, dtype, saved, needed):
-        itself = products is not None and products.keeps_input
-        operand, kept, ctx.kept_as = keep_input(x, dtype, quantize_input, saved, needed=needed, itself=itself)
+    def forward(ctx, x, weight, bias, quantize_input, quantize_weight, products, dtype, saved, fast, needed):
+        out, kept, ctx.record = forward_linear(
+            x, weight, bias, quantize_input, quantize_weight, products, dtype, saved, fast, needed
+        )
         ctx.save_for_backward(weight, *kept)
-        ctx.quantize_weight = quantize_weight
-        ctx.products = products
-        ctx.step = None if products is None else products.draws.step
-        ctx.input_dtype = x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        bias = None if bias is None else bias.to(dtype)
-        return F.linear(operand, quantize_weight(weight, dtype), bias)
+        ctx.quantize_weight, ctx.products, ctx.fast = quantize_weight, products, fast
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, *tensors = ctx.saved_tensors
-        products = ctx.products
-        if products is not None:
-            check_step(products.draws, ctx.step)
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            if products is None:
-                grad_x = grad @ ctx.quantize_weight(weight, grad.dtype)
-            else:
-                grad_x = products.grad_x(grad, weight, ctx.quantize_weight)
-            grad_x = grad_x.to(ctx.input_dtype)
-        rows = grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[1]:
-            kept = restore_input(tuple(tensors), ctx.kept_as)
-            kept = kept.reshape(-1, kept.shape[-1])
-            if products is None:
-                grad_weight = rows.t() @ kept
-            else:
-                grad_weight = products.grad_weight(rows, kept, weight.shape[-1])
-            grad_weight = grad_weight.to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(dim=0).to(ctx.bias_dtype)
-        if products is not None:
-            products.draws.n_backward += 1
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+        weight, *kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        how = ctx.quantize_weight, ctx.products, ctx.fast
+        return *backward_linear(grad, weight, tuple(kept), ctx.record, *how, needs), *(None,) * 7

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed weights: their tensors, how they are made and read back, and the linear layer on them.
 
-A weight ``[N, K]`` is kept as codes and scale bytes, in memory as on disk; products run on its dequantized values,
-which exist only while a product needs them.
+A weight ``[N, K]`` is kept as codes and scale bytes, in memory as on disk. The forward product runs on those where a
+kernel can; other products run on dequantized values, which exist only while a product needs them.
 """
 
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
 from . import backends
 from .backends import dequantize as dequantize
+from .decode import packed_product
 from .functional import quantize
 from .linear import Quantizer, autocast_dtype
 
@@ -96,6 +96,8 @@ def packed_linear(
     bias: torch.Tensor | None,
     quantize_input: Quantizer,
     dequantize_weight: Callable[[PackedWeight, torch.dtype], torch.Tensor],
+    scheme: QuantScheme,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """``Q(x) Q(W)^T + b`` on a frozen packed weight, with the straight-through gradient to ``x``.
 
@@ -107,23 +109,26 @@ def packed_linear(
         bias: ``[N]`` or `None`.
         quantize_input: maps ``x`` and the dtype of the product to ``Q(x)`` in that dtype.
         dequantize_weight: maps ``packed`` and the dtype of the product to ``Q(W)`` ``[N, K]`` in that dtype.
+        scheme, backend: of the weight; what the forward product runs on, see [`packed_product`].
 
     Returns:
         ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
     """
     dtype = autocast_dtype(x) or x.dtype
-    return _PackedLinear.apply(x, bias, quantize_input, dequantize_weight, dtype, *packed)
+    return _PackedLinear.apply(x, bias, quantize_input, dequantize_weight, dtype, scheme, backend, *packed)
 
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, bias, quantize_input, dequantize_weight, dtype, *packed):
+    def forward(ctx, x, bias, quantize_input, dequantize_weight, dtype, scheme, backend, *packed):
         ctx.save_for_backward(*packed)
         ctx.dequantize_weight = dequantize_weight
         ctx.input_dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(dtype)
-        return F.linear(quantize_input(x, dtype), dequantize_weight(packed, dtype), bias)
+        weight = packed_tensor(dict(zip(PACKED_FIELDS, packed, strict=True)), x.shape[-1], scheme, dtype)
+        operand = quantize_input(x, dtype)
+        return packed_product(operand, weight, bias, lambda: dequantize_weight(packed, dtype), backend)
 
     @staticmethod
     @once_differentiable
@@ -134,4 +139,4 @@ class _PackedLinear(torch.autograd.Function):
             grad_x = (grad @ weight).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(dim=0).to(ctx.bias_dtype)
-        return (grad_x, grad_bias) + (None,) * (3 + len(PACKED_FIELDS))
+        return (grad_x, grad_bias) + (None,) * (5 + len(PACKED_FIELDS))

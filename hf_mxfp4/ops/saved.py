@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..numerics import MXFP4Tensor, QuantScheme, dequantize_e4m3, quantize_e4m3
-from .backends import choose_backend
+from .backends import choose_backend, dequantize
 from .functional import quantize
 
 
@@ -130,7 +130,7 @@ def _unpack(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:
         some = [None if tensor is None else tensor[start : start + step] for tensor in rows]
         portion = replace(layout, **dict(zip(_PARTS, some, strict=True)))
         # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.
-        values.append(portion.dequantize().to(record.dtype))
+        values.append(dequantize(portion, portion.dtype).to(record.dtype))
     return (torch.cat(values) if len(values) > 1 else values[0]).view(*leading, record.layout.length)
 
 

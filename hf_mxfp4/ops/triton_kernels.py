@@ -9,34 +9,84 @@ import torch
 from ..numerics import MXFP4Tensor, QuantScheme
 
 
-def obstacle(device_type: str, dtype: torch.dtype, scheme: QuantScheme) -> str | None:
-    """Why the kernels cannot quantize tensors of this device and dtype under this scheme, or read what it makes of
-    them; `None` when they can. On the CPU they run in Triton's interpreter, under TRITON_INTERPRET=1, and slowly."""
-    if device_type not in ("cuda", "xpu") and not (device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-        return f"the tensor is on {device_type}"
+def obstacle(device_type: str, dtype: torch.dtype, scheme: QuantScheme, length: int = 0) -> str | None:
+    """Why the kernels cannot quantize tensors of this device and dtype along an axis of ``length`` (0: any) under this
+    scheme, or read what it makes of them; `None` when they can. On the CPU they run in Triton's interpreter, under
+    TRITON_INTERPRET=1, and slowly."""
+    reason = unavailable(device_type)
+    if reason is not None:
+        return reason
     if scheme.fallback_rate is not None:
         return "selective outlier fallback (fallback_rate) has no Triton kernel"
+    import mxfp4_kernels
+
+    return mxfp4_kernels.supports(dtype, rounding=scheme.rounding, length=length, **_options(scheme))
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why no kernel can run on such a device; `None` when they can."""
+    if device_type not in ("cuda", "xpu") and not (device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return f"the tensor is on {device_type}"
     try:
         import triton  # noqa: F401
 
-        import mxfp4_kernels
+        import mxfp4_kernels  # noqa: F401
     except ImportError as error:
         return f"Triton is not installed ({error})"
-    return mxfp4_kernels.supports(dtype, rounding=scheme.rounding, **_options(scheme))
+    return None
 
 
-def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+def fake_quantize(x: torch.Tensor, scheme: QuantScheme, seed: int | None = None) -> torch.Tensor:
     """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a tensor that [`obstacle`] does not refuse."""
     import mxfp4_kernels
 
-    return mxfp4_kernels.fake_quantize(x, **_options(scheme))
+    return mxfp4_kernels.fake_quantize(x, **_options(scheme), rounding=scheme.rounding, seed=seed)
 
 
-def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
+def fake_quantize_rotated(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    seed: int | None,
+    rotation: int,
+    signs: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[`fake_quantize`] of ``x`` padded and rotated along its last axis, as ``dtype``."""
+    import mxfp4_kernels
+
+    written = written_dtype(scheme, dtype)
+    options = _options(scheme) | {"rounding": scheme.rounding, "seed": seed, "rotation": rotation, "signs": signs}
+    return mxfp4_kernels.fake_quantize(x, dtype=written, **options).to(dtype)
+
+
+def written_dtype(scheme: QuantScheme, dtype: torch.dtype) -> torch.dtype:
+    """What a kernel shall write so that casting it to ``dtype`` is casting float32 values: kernels saturate, casts do
+    not, and only values without a residual are within bfloat16 always."""
+    return torch.bfloat16 if dtype == torch.bfloat16 and scheme.outlier_fallback is None else torch.float32
+
+
+def fake_quantize_both(
+    x: torch.Tensor,
+    schemes: tuple[QuantScheme, QuantScheme],
+    seeds: tuple[int | None, int | None],
+    rotations: tuple[int | None, int | None],
+    signs: tuple[torch.Tensor | None, torch.Tensor | None],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of ``x [M, K]`` and of its transpose from one read, as ``dtype``; schemes differ in their rounding."""
+    import mxfp4_kernels
+
+    rounding = tuple(scheme.rounding for scheme in schemes)
+    options = _options(schemes[0]) | {"rounding": rounding, "seed": seeds, "rotation": rotations, "signs": signs}
+    written = written_dtype(schemes[0], dtype) if any(rotations) else None
+    return tuple(values.to(dtype) for values in mxfp4_kernels.fake_quantize_both(x, dtype=written, **options))
+
+
+def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None = None) -> MXFP4Tensor:
     """[`hf_mxfp4.numerics.quantize`] of a tensor that [`obstacle`] does not refuse; ``axis`` is not negative."""
     import mxfp4_kernels
 
-    packed = mxfp4_kernels.quantize(x.movedim(axis, -1), **_options(scheme))
+    packed = mxfp4_kernels.quantize(x.movedim(axis, -1), **_options(scheme), rounding=scheme.rounding, seed=seed)
     return MXFP4Tensor(*packed, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
 
 
@@ -57,6 +107,31 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out.movedim(-1, tensor.axis)
 
 
+def linear(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x Q(W)^T + b`` for a weight ``[N, K]`` that [`obstacle`] does not refuse in the dtype of ``x``."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.linear_w4a16(
+        x,
+        weight.codes,
+        weight.scale,
+        length=weight.length,
+        macro=weight.macro,
+        residual_codes=weight.residual_codes,
+        residual_scale=weight.residual_scale,
+        bias=bias,
+        **_stored(weight.scheme),
+    )
+
+
+def plan_linear(n_tokens: int, out_features: int, in_features: int, scheme: QuantScheme, dtype: torch.dtype) -> Any:
+    """`mxfp4_kernels.LinearPlan` of [`linear`]."""
+    import mxfp4_kernels
+
+    name = str(dtype).removeprefix("torch.")
+    return mxfp4_kernels.plan_linear_w4a16(n_tokens, out_features, in_features, **_stored(scheme), dtype=name)
+
+
 def _options(scheme: QuantScheme) -> dict[str, Any]:
     return {"scale_rule": scheme.scale_rule.value, "block_rows": scheme.block_rows, **_stored(scheme)}
 
@@ -68,3 +143,46 @@ def _stored(scheme: QuantScheme) -> dict[str, Any]:
         "macro_search": scheme.macro_search,
         "outlier_fallback": scheme.outlier_fallback,
     }
+
+
+def grouped_matmul(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[`mxfp4_kernels.grouped_matmul`]."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.grouped_matmul(x, weight, offsets, bias)
+
+
+def grouped_matmul_packed(
+    x: torch.Tensor, weight: MXFP4Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[`mxfp4_kernels.grouped_matmul_packed`] with weights ``[E, N, K]``."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.grouped_matmul_packed(
+        x,
+        weight.codes,
+        weight.scale,
+        offsets,
+        bias,
+        length=weight.length,
+        macro=weight.macro,
+        residual_codes=weight.residual_codes,
+        residual_scale=weight.residual_scale,
+        **_stored(weight.scheme),
+    )
+
+
+def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[`mxfp4_kernels.grouped_wgrad`]."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.grouped_wgrad(left, right, offsets, dtype)
+
+
+def grouped_sum(x: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[`mxfp4_kernels.grouped_sum`]."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.grouped_sum(x, offsets, dtype)

@@ -1,41 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels for MXFP4. Needs torch and triton only, and imports neither before a function is called.
 
-[`fake_quantize`] gives the MXFP4 values of a tensor, [`quantize`] their codes and scale bytes, [`dequantize`] the
-values of those; [`supports`] says beforehand whether a dtype and scheme are covered.
+[`fake_quantize`] gives the MXFP4 values of a tensor, [`quantize`] their codes and scale bytes, each with a ``_both``
+for a matrix and its transpose from one read; [`dequantize`] gives the values of codes; [`supports`] says beforehand
+whether a dtype and scheme are covered. [`rms_norm_quantize`] and [`swiglu_quantize`] quantize what they compute.
+[`fold_e4m3`] and [`fold_e4m3_both`] give the operands of FP8 products, [`quantize_e4m3`] those of output gradients, and
+[`matmul_e4m3`] and [`matmul_mxf4`] the products. For the experts of a mixture, [`grouped_matmul`],
+[`grouped_matmul_packed`], [`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and [`grouped_sum`]
+compute those of all experts in one launch. [`linear_w4a16`] multiplies with a packed weight, and [`plan_linear_w4a16`]
+says how.
 """
 
 from __future__ import annotations
 
-import math
 import typing
+
+from ._checks import (
+    check_input,
+    check_output,
+    check_packed,
+    check_rotation,
+    check_seed,
+    unsupported_dtype,
+    unsupported_row,
+    unsupported_scheme,
+)
 
 
 if typing.TYPE_CHECKING:
     import torch
 
-    from ._launch import Packed
+    from ._launch import Packed, Scheme, Side
 
 
-__all__ = ["dequantize", "fake_quantize", "quantize", "supports"]
+#: Functions of other modules -> the modules, which import torch and Triton.
+_LAZY = {
+    "autotune": "_autotune",
+    "fold_e4m3": "_fold",
+    "fold_e4m3_both": "_fold",
+    "grouped_matmul": "_grouped",
+    "grouped_matmul_e4m3": "_grouped_e4m3",
+    "grouped_matmul_packed": "_grouped_packed",
+    "grouped_sum": "_grouped",
+    "grouped_wgrad": "_grouped",
+    "grouped_wgrad_e4m3": "_grouped_e4m3",
+    "has_fp8": "_fold",
+    "has_mxfp4": "_matmul",
+    "linear_w4a16": "_decode",
+    "matmul_e4m3": "_matmul",
+    "matmul_mxf4": "_matmul",
+    "plan_linear_w4a16": "_decode_plan",
+    "quantize_e4m3": "_fold",
+    "rms_norm_quantize": "_producers",
+    "swiglu_quantize": "_producers",
+}
 
-_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
-_SCALE_RULES = ("rceil", "floor", "even", "mse")
-_MACRO_BLOCKS = (32, 64, 128, 256)
-_MACRO_SEARCHES = ("static", "dynamic", "blockwise")
-_BLOCK_ROWS = (1, 32)
+__all__ = ["dequantize", "fake_quantize", "fake_quantize_both", "quantize", "quantize_both", "supports", *_LAZY]
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
 
 
 def fake_quantize(
     x: torch.Tensor,
     *,
     scale_rule: str = "rceil",
-    macro_block: int | None = None,
+    macro_block: int | str | None = None,
     macro_search: str = "static",
     outlier_fallback: float | None = None,
     block_rows: int = 1,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    rotation: int | None = None,
+    signs: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The MXFP4 values of ``x``: blocks of 32 along the last axis, rounded to nearest. No gradient flows.
+    """The MXFP4 values of ``x``: blocks of 32 along the last axis. No gradient flows.
 
     Reads ``x`` once and writes the result once. Bit for bit the eager definition of the ``hf_mxfp4`` package; an axis
     that is not a multiple of 32 behaves as if padded with zeros, a block holding NaN or infinity becomes NaN, and a
@@ -43,36 +88,87 @@ def fake_quantize(
 
     Args:
         x: float32, bfloat16 or float16 tensor ``[..., K]`` on a GPU, with at least one axis. A matrix may have any row
-            stride; layouts without unit stride along the last axis are copied first.
+            stride, and a matrix or stack of them may be a transpose (``x.mT``); layouts without unit stride along one
+            of these axes are copied first.
         scale_rule: ``"rceil"``, ``"floor"``, ``"even"``, or ``"mse"`` (the best of three scales by squared error).
-        macro_block: 32, 64, 128 or 256 elements per macro block, or `None` for no macro-block scaling.
+        macro_block: 32, 64, 128 or 256 elements per macro block, ``"row"`` for all of the axis (held in registers: up
+            to 32768 elements, or 16384 with a search for factors or scales; not with ``block_rows=32``), or `None` for
+            no macro-block scaling.
         macro_search: ``"static"``, ``"dynamic"`` (the best of 16 factors by squared error) or ``"blockwise"`` (two
             mantissa bits for each block's scale; ``macro_block`` 128); without macro blocks it has no effect.
         outlier_fallback: weight in (0, 1] of the quantized residual, or `None` for one pass only.
         block_rows: rows that share blocks: 1, or 32 for tiles of 32 x 32 over the last two axes.
+        rounding: ``"nearest"`` (ties to even), or ``"stochastic"`` for both passes.
+        seed: of stochastic rounding, an integer in 0..2**64 - 1. The numbers are counted (``hf_mxfp4.numerics.noise``):
+            they depend on it and an element's place alone. A captured CUDA graph repeats those of its seed.
+        rotation: 16, 32, 64 or 128 to multiply that many neighbours each by Sylvester's matrix over its root before
+            (``hf_mxfp4.numerics.rotate``); the axis is then padded with zeros to a multiple, or `None`.
+        signs: ``[K']`` of 1 and -1 (K' is the padded length) to multiply the columns by before the rotation, or `None`.
+        dtype: of the result, float32, bfloat16 or float16; by default that of ``x``.
 
     Returns:
-        Contiguous tensor of the shape and dtype of ``x``.
+        Contiguous tensor of the shape of ``x``, with K' columns under a rotation.
 
     Raises:
-        TypeError: ``x`` is not a tensor, or has another dtype.
-        ValueError: [`supports`] gives a reason against these options, ``x`` has too few axes or is not on a GPU.
+        TypeError: ``x`` is not a tensor, or has another dtype; no integer as the seed of stochastic rounding.
+        ValueError: [`supports`] gives a reason against these options, ``x`` has too few axes or is not on a GPU, a seed
+            or signs that have no effect, or signs of another length or device.
     """
-    _check("fake_quantize", x, scale_rule, macro_block, macro_search, outlier_fallback, block_rows)
+    scheme = _scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows, rounding)
+    check_input("fake_quantize", x, block_rows)
+    check_output(dtype)
+    side = _side(x, x.shape[-1], rounding, seed, rotation, signs)
     from . import _launch
 
-    scheme = _launch.Scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows)
-    return _launch.fake_quantize(x, scheme)
+    return _launch.fake_quantize(x, scheme, side, dtype)
+
+
+def fake_quantize_both(
+    x: torch.Tensor,
+    *,
+    scale_rule: str = "rceil",
+    macro_block: int | str | None = None,
+    macro_search: str = "static",
+    outlier_fallback: float | None = None,
+    block_rows: int = 1,
+    rounding: tuple[str, str] = ("nearest", "nearest"),
+    seed: tuple[int | None, int | None] = (None, None),
+    rotation: tuple[int | None, int | None] = (None, None),
+    signs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``fake_quantize(x, ...)`` and ``fake_quantize(x.mT, ...)`` for ``x [..., M, K]``, from one read of it.
+
+    Arguments and errors as in [`fake_quantize`], those given as pairs for ``x`` and for its transpose. With
+    ``macro_block="row"`` each side reads ``x``, and the second one a copy.
+
+    Returns:
+        Contiguous tensors ``[..., M, K]`` and ``[..., K, M]``.
+    """
+    scheme, sides = _pair(
+        "fake_quantize_both",
+        x,
+        (scale_rule, macro_block, macro_search, outlier_fallback, block_rows),
+        (rounding, seed, rotation, signs),
+    )
+    check_output(dtype)
+    from . import _launch
+
+    return _launch.fake_quantize_both(x, scheme, *sides, dtype)
 
 
 def quantize(
     x: torch.Tensor,
     *,
     scale_rule: str = "rceil",
-    macro_block: int | None = None,
+    macro_block: int | str | None = None,
     macro_search: str = "static",
     outlier_fallback: float | None = None,
     block_rows: int = 1,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    rotation: int | None = None,
+    signs: torch.Tensor | None = None,
 ) -> Packed:
     """Codes and scales of ``x``, of which [`dequantize`] makes the bits of [`fake_quantize`]. Reads ``x`` once.
 
@@ -82,12 +178,39 @@ def quantize(
         Named tuple of contiguous uint8 tensors: ``codes`` ``[..., ceil(K/2)]``, two E2M1 codes per byte, even index in
         the low nibble; ``scale`` ``[..., ceil(K/32)]``, E8M0; ``macro`` ``[..., ceil(K/macro_block)]`` or `None`;
         ``residual_codes`` and ``residual_scale``, as the first two, or `None`. Where rows share blocks, bytes are there
-        for each row.
+        for each row. Under a rotation K is the padded length.
     """
-    _check("quantize", x, scale_rule, macro_block, macro_search, outlier_fallback, block_rows)
+    scheme = _scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows, rounding)
+    check_input("quantize", x, block_rows)
+    side = _side(x, x.shape[-1], rounding, seed, rotation, signs)
     from . import _launch
 
-    return _launch.quantize(x, _launch.Scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows))
+    return _launch.quantize(x, scheme, side)
+
+
+def quantize_both(
+    x: torch.Tensor,
+    *,
+    scale_rule: str = "rceil",
+    macro_block: int | str | None = None,
+    macro_search: str = "static",
+    outlier_fallback: float | None = None,
+    block_rows: int = 1,
+    rounding: tuple[str, str] = ("nearest", "nearest"),
+    seed: tuple[int | None, int | None] = (None, None),
+    rotation: tuple[int | None, int | None] = (None, None),
+    signs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> tuple[Packed, Packed]:
+    """``quantize(x, ...)`` and ``quantize(x.mT, ...)`` for ``x [..., M, K]``; see [`fake_quantize_both`]."""
+    scheme, sides = _pair(
+        "quantize_both",
+        x,
+        (scale_rule, macro_block, macro_search, outlier_fallback, block_rows),
+        (rounding, seed, rotation, signs),
+    )
+    from . import _launch
+
+    return _launch.quantize_both(x, scheme, *sides)
 
 
 def dequantize(
@@ -96,7 +219,7 @@ def dequantize(
     *,
     length: int,
     macro: torch.Tensor | None = None,
-    macro_block: int | None = None,
+    macro_block: int | str | None = None,
     macro_search: str = "static",
     residual_codes: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
@@ -111,32 +234,22 @@ def dequantize(
         ValueError: shapes that do not fit together, options without their tensors or the reverse, or tensors that are
             not on a GPU.
     """
-    if (reason := _unsupported_dtype(dtype)) is not None:
-        raise TypeError(reason)
-    if (reason := _unsupported_scheme("rceil", macro_block, macro_search, outlier_fallback, 1)) is not None:
-        raise ValueError(reason)
-    expected = {
-        "codes": (codes, 2),
-        "scale": (scale, 32),
-        "macro": (macro, macro_block),
-        "residual_codes": (residual_codes, None if outlier_fallback is None else 2),
-        "residual_scale": (residual_scale, None if outlier_fallback is None else 32),
-    }
-    for name, (tensor, elements) in expected.items():
-        if (tensor is None) != (elements is None):
-            found = "missing" if tensor is None else "given"
-            raise ValueError(f"{name} is {found} for {macro_block=}, {outlier_fallback=}")
-        if tensor is None:
-            continue
-        if str(tensor.dtype) != "torch.uint8":
-            raise TypeError(f"{name} must be uint8, got {tensor.dtype}")
-        shape = (*codes.shape[:-1], -(-length // elements))
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has the shape {list(tensor.shape)}; {length} elements need {list(shape)}")
+    check_output(dtype)
+    check_packed(
+        codes,
+        scale,
+        length=length,
+        macro=macro,
+        macro_block=macro_block,
+        macro_search=macro_search,
+        residual_codes=residual_codes,
+        residual_scale=residual_scale,
+        outlier_fallback=outlier_fallback,
+    )
+    scheme = _scheme("rceil", macro_block, macro_search, outlier_fallback, 1, "nearest")
     from . import _launch
 
     packed = _launch.Packed(codes, scale, macro, residual_codes, residual_scale)
-    scheme = _launch.Scheme("rceil", macro_block, macro_search, outlier_fallback)
     return _launch.dequantize(packed, length, scheme, dtype)
 
 
@@ -149,54 +262,40 @@ def supports(
     outlier_fallback: float | None,
     rounding: str = "nearest",
     block_rows: int = 1,
+    length: int = 0,
 ) -> str | None:
-    """`None` when the functions of this package cover these options bit for bit, else the reason why not, in words."""
-    if rounding != "nearest":
-        return f"rounding={rounding!r} is not covered by the Triton kernels; they round to nearest only"
-    return _unsupported_dtype(dtype) or _unsupported_scheme(
-        scale_rule, macro_block, macro_search, outlier_fallback, block_rows
+    """`None` when the functions of this package cover these options bit for bit, for an axis of ``length``, else the
+    reason why not, in words."""
+    return (
+        unsupported_dtype(dtype)
+        or unsupported_scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows, rounding)
+        or unsupported_row(scale_rule, macro_block, macro_search, length)
     )
 
 
-def _check(name: str, x: object, *scheme: object) -> None:
-    """Raise as [`fake_quantize`] says."""
-    import torch
-
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} needs a tensor, got {type(x).__name__}")
-    if (reason := _unsupported_dtype(x.dtype)) is not None:
-        raise TypeError(reason)
-    if (reason := _unsupported_scheme(*scheme)) is not None:
+def _scheme(*options: object) -> Scheme:
+    """Of scale rule, macro block, search, fallback, block rows and rounding. Raises as [`fake_quantize`] says."""
+    if (reason := unsupported_scheme(*options)) is not None:
         raise ValueError(reason)
-    if x.dim() == 0:
-        raise ValueError(f"{name} needs at least one axis, got a scalar tensor")
-    *_, block_rows = scheme
-    if block_rows != 1 and x.dim() < 2:
-        raise ValueError(f"blocks of {block_rows} rows need a tensor with at least two axes, got {x.dim()}")
+    from . import _launch
+
+    return _launch.Scheme(*options[:5])
 
 
-def _unsupported_dtype(dtype: torch.dtype) -> str | None:
-    if str(dtype) in _DTYPES:
-        return None
-    return f"{dtype} is not covered by the Triton kernels; they take {', '.join(_DTYPES)}"
+def _side(
+    x: torch.Tensor, length: int, rounding: str, seed: int | None, rotation: int | None, signs: torch.Tensor | None
+) -> Side:
+    """What belongs to the blocks along an axis of ``length``. Raises as [`fake_quantize`] says."""
+    check_seed(rounding, seed)
+    signs = check_rotation(x, length, rotation, signs)
+    from . import _launch
+
+    return _launch.Side(seed, rotation, signs)
 
 
-def _unsupported_scheme(
-    scale_rule: object, macro_block: object, macro_search: object, outlier_fallback: object, block_rows: object
-) -> str | None:
-    for name, value, known in (
-        ("scale_rule", scale_rule, _SCALE_RULES),
-        ("macro_block", macro_block, (None, *_MACRO_BLOCKS)),
-        ("macro_search", macro_search, _MACRO_SEARCHES),
-        ("block_rows", block_rows, _BLOCK_ROWS),
-    ):
-        if isinstance(value, bool) or value not in known:
-            return f"{name}={value!r} is not covered by the Triton kernels; they know {', '.join(map(str, known))}"
-    if macro_search == "blockwise" and macro_block not in (None, 128):
-        return f"macro_search='blockwise' needs macro_block=128, got macro_block={macro_block!r}"
-    if outlier_fallback is None:
-        return None
-    is_number = isinstance(outlier_fallback, (int, float)) and not isinstance(outlier_fallback, bool)
-    if not is_number or not math.isfinite(outlier_fallback) or not 0 < outlier_fallback <= 1:
-        return f"outlier_fallback={outlier_fallback!r} must be None or a number in (0, 1]"
-    return None
+def _pair(name: str, x: torch.Tensor, options: tuple, pairs: tuple[tuple, ...]) -> tuple[Scheme, tuple[Side, Side]]:
+    """The scheme, and the sides of ``x`` and of its transpose. Raises as [`fake_quantize`] says."""
+    first, second = zip(*pairs, strict=True)
+    schemes = [_scheme(*options, side[0]) for side in (first, second)]
+    check_input(name, x, options[4], axes=2)
+    return schemes[0], (_side(x, x.shape[-1], *first), _side(x, x.shape[-2], *second))

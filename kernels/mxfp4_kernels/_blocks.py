@@ -43,6 +43,7 @@ TOO_LARGE_TO_SCALE_BITS = tl.constexpr(0x7F000000)
 # Half of 1.5 * 2**23. Times the start of a value's binade it pushes the last digit on the E2M1 grid into the last
 # mantissa bit, where adding it rounds to nearest, ties to even.
 _HALF_ROUND_MAGIC = tl.constexpr(0.75 * 2.0**23)
+_NO_FRACTION = tl.constexpr(2.0**23)
 # Squared errors are cut to multiples of 2**-23.
 _SQUARE_UNITS = tl.constexpr(2.0**23)
 LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
@@ -70,9 +71,18 @@ def clamp(values, largest: tl.constexpr):
 
 
 @triton.jit
-def max_bits(z, TILES: tl.constexpr):
-    """Bits of the largest magnitude of each block. As integers, NaN > infinity > every finite magnitude."""
-    bits = tl.max(z.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD, axis=3, keep_dims=True)
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def max_bits(z, TILES: tl.constexpr, NATIVE: tl.constexpr = False):
+    """Bits of the largest magnitude of each block. As integers, NaN > infinity > every finite magnitude. ``NATIVE`` is
+    for GPUs whose maximum takes magnitudes and keeps NaN in one instruction."""
+    if NATIVE:
+        bits = tl.reduce(tl.abs(z), 3, _larger, keep_dims=True).to(tl.int32, bitcast=True)
+    else:
+        bits = tl.max(z.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD, axis=3, keep_dims=True)
     if TILES:
         bits = tl.max(bits, axis=0, keep_dims=True)
     return bits
@@ -93,12 +103,13 @@ def all_below(bits, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def round_to_grid(y):
-    """Float32 values in [-6, 6] to the nearest E2M1 value, ties to the even code. A zero result is +0.
+def round_to_grid(y, one_bits):
+    """Float32 values in [-6, 6] to the nearest E2M1 value, ties to the even code. A zero result is +0. Values and grid
+    may be those times a power of two from 2**-40 to 2**6, whose float32 bits ``one_bits`` are.
 
     The products are powers of two times 0.75 * 2**23, hence exact: fused or not, the two sums are the same.
     """
-    binade = tl.maximum(y.to(tl.int32, bitcast=True) & EXPONENT_FIELD, ONE_BITS).to(tl.float32, bitcast=True)
+    binade = tl.maximum(y.to(tl.int32, bitcast=True) & EXPONENT_FIELD, one_bits).to(tl.float32, bitcast=True)
     return tl.fma(binade, -_HALF_ROUND_MAGIC, tl.fma(binade, _HALF_ROUND_MAGIC, y))
 
 
@@ -139,7 +150,7 @@ def sum_of_squares(error, TILES: tl.constexpr):
 
 
 @triton.jit
-def _grid_values(z, byte, CLIPS: tl.constexpr, LIMITED: tl.constexpr):
+def _grid_values(z, byte, noise, STOCHASTIC: tl.constexpr, CLIPS: tl.constexpr, LIMITED: tl.constexpr):
     """E2M1 values of blocks at scale bytes 0..253; of blocks with byte 255, anything."""
     y = z * ((254 - byte) << 23).to(tl.float32, bitcast=True)
     if LIMITED:
@@ -148,11 +159,30 @@ def _grid_values(z, byte, CLIPS: tl.constexpr, LIMITED: tl.constexpr):
         y = tl.minimum(tl.maximum(y, -limit), limit)
     elif CLIPS:
         y = tl.clamp(y, -6.0, 6.0)
-    return round_to_grid(y)
+    if STOCHASTIC:
+        return round_stochastically(y, noise)
+    else:
+        return round_to_grid(y, ONE_BITS)
 
 
 @triton.jit
-def quantize_pass(
+def round_stochastically(y, noise):
+    """Float32 values in [-6, 6] to one of their two neighbours on the grid, away from zero where ``noise`` (uniform in
+    [0, 1)) is at least the distance to that one. A zero result is +0."""
+    binade = tl.maximum(y.to(tl.int32, bitcast=True) & EXPONENT_FIELD, ONE_BITS)
+    step = (binade - (1 << 23)).to(tl.float32, bitcast=True)
+    # Powers of two: the product is the quotient by the step.
+    position = tl.abs(y) * ((255 << 23) - binade).to(tl.float32, bitcast=True)
+    # Adding 2**23 leaves no digits for a fraction: the nearest integer, without the slow unit that has floor.
+    near = (position + _NO_FRACTION) - _NO_FRACTION
+    below = tl.where(near > position, near - 1.0, near)
+    up = (noise >= 1.0 - (position - below)).to(tl.float32)
+    magnitude = (below + up) * step
+    return tl.where(y < 0, 0.0 - magnitude, magnitude)
+
+
+@triton.jit
+def scale_bytes(
     z,
     amax_bits,
     CARRY: tl.constexpr,
@@ -161,27 +191,45 @@ def quantize_pass(
     LIMITED: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One quantization: E2M1 values (float32) of blocks, given the float32 bits of their maxima, and scale bytes.
+    """Scale bytes (int32) of blocks, given the float32 bits of their maxima; 255 for those with NaN or infinity.
 
     ``CARRY`` is the scale rule: what is added to the bits of the maximum before its exponent is read. ``CLIPS`` says
     that the rule lets magnitudes exceed 6 scales, ``LEAST_SQUARES`` that it tries the neighbouring scales too,
-    ``LIMITED`` that byte 253 is in reach, the largest of all. A block with NaN or infinity has byte 255, and its values
-    mean nothing.
+    ``LIMITED`` that byte 253 is in reach, the largest of all.
     """
     byte = tl.maximum(((tl.minimum(amax_bits, EXPONENT_FIELD) + CARRY) >> 23) - 2, 0)
     byte = tl.where(amax_bits < EXPONENT_FIELD, byte, NAN_BYTE)
     if LEAST_SQUARES:
         first = byte
         unit = inverse_power_of_two(amax_bits)
-        error = (_grid_values(z, first, CLIPS, LIMITED) * scale_value(first) - z) * unit
+        error = (_grid_values(z, first, 0.0, False, CLIPS, LIMITED) * scale_value(first) - z) * unit
         best_error = sum_of_squares(error, TILES)
         for step in tl.static_range(2):
             other = tl.where(first == NAN_BYTE, first, tl.maximum(first + (1 - 2 * step), 0))
-            error = (_grid_values(z, other, CLIPS, LIMITED) * scale_value(other) - z) * unit
+            error = (_grid_values(z, other, 0.0, False, CLIPS, LIMITED) * scale_value(other) - z) * unit
             sum_error = sum_of_squares(error, TILES)
             byte = tl.where(sum_error < best_error, other, byte)
             best_error = tl.minimum(sum_error, best_error)
-    return _grid_values(z, byte, CLIPS, LIMITED), byte
+    return byte
+
+
+@triton.jit
+def quantize_pass(
+    z,
+    amax_bits,
+    noise,
+    STOCHASTIC: tl.constexpr,
+    CARRY: tl.constexpr,
+    CLIPS: tl.constexpr,
+    LEAST_SQUARES: tl.constexpr,
+    LIMITED: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """One quantization: E2M1 values (float32) of blocks, and their [`scale_bytes`]. The values of blocks with byte 255
+    mean nothing. ``noise`` is what ``STOCHASTIC`` rounding takes; a search for the scale rounds to nearest.
+    """
+    byte = scale_bytes(z, amax_bits, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+    return _grid_values(z, byte, noise, STOCHASTIC, CLIPS, LIMITED), byte
 
 
 @triton.jit

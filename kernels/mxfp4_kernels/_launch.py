@@ -1,162 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile shapes and the launches of the fused kernels, on validated arguments."""
+"""The launches of the fused kernels, on validated arguments."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 
-from . import _blocks
-from ._kernel import dequantize_kernel, fake_quantize_kernel, quantize_kernel
+from ._both import fake_quantize_both_kernel, quantize_both_kernel
+from ._dequantize import dequantize_kernel
+from ._kernel import fake_quantize_kernel, quantize_kernel
+from ._plan import (
+    BLOCK,
+    INTERPRETED,
+    PLAIN,
+    Packed,
+    Plan,
+    Scheme,
+    Side,
+    both_tile,
+    compile_constants,
+    options,
+    plan,
+    unit_of,
+)
 
 
-#: Added to the float32 bits of a block maximum so that its exponent rounds up where the scale rule says.
-_CARRY = {"rceil": 0x3FFFFF, "floor": 0, "even": 0x200000, "mse": 0}
-_SEARCH = {name: getattr(_blocks, name.upper()).value for name in ("static", "dynamic", "blockwise")}
-_BLOCK = 32
-# Two (16-bit) or four (32-bit) vectors of 16 bytes per thread of a program with 4 warps: enough loads in flight to
-# stream, few enough registers to keep the multiprocessor full. Both tiles are multiples of the largest macro block.
-_FLAT_TILE = (1, 2048)
-_ROW_TILE = (8, 256)
-#: Whether TRITON_INTERPRET=1 was set when the kernel was defined, which is what counts.
-INTERPRETED = not isinstance(fake_quantize_kernel, triton.JITFunction)
-
-
-class Scheme(NamedTuple):
-    """What to do to each block: the arguments of [`mxfp4_kernels.fake_quantize`]."""
-
-    scale_rule: str = "rceil"
-    macro_block: int | None = None
-    macro_search: str = "static"
-    outlier_fallback: float | None = None
-    block_rows: int = 1
-
-
-class Plan(NamedTuple):
-    """A matrix as the kernel shall see it, cut into tiles; columns are elements."""
-
-    n_rows: int
-    n_cols: int
-    row_stride: int
-    tile_rows: int
-    tile_cols: int
-
-
-class Packed(NamedTuple):
-    """Codes, scale bytes and macro bytes, as [`mxfp4_kernels.quantize`] returns them."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    macro: torch.Tensor | None
-    residual_codes: torch.Tensor | None
-    residual_scale: torch.Tensor | None
-
-
-def compile_constants(dtype: torch.dtype, scheme: Scheme) -> dict[str, Any]:
-    """Compile-time arguments of all three kernels, the tile shape apart."""
-    least_squares = scheme.scale_rule == "mse"
-    carry = _CARRY[scheme.scale_rule]
-    return {
-        "MACRO": scheme.macro_block or _BLOCK,
-        "SEARCH": 0 if scheme.macro_block is None else _SEARCH[scheme.macro_search],
-        "HAS_FALLBACK": scheme.outlier_fallback is not None,
-        "CARRY": carry,
-        "CLIPS": scheme.scale_rule != "rceil",
-        "LEAST_SQUARES": least_squares,
-        # Only scales above E - 2 reach byte 253, and only beyond float16.
-        "LIMITED": dtype != torch.float16 and (carry > 0 or least_squares),
-        "LARGEST": torch.finfo(dtype).max,
-        "BF16": dtype == torch.bfloat16,
-        "TILES": scheme.block_rows != 1,
-        "INTERPRETED": INTERPRETED,
-    }
-
-
-def options(tile_rows: int, tile_cols: int, constants: dict[str, Any]) -> dict[str, Any]:
-    """How to compile for a tile. Contracting a multiply and an add would change bits; see `_blocks.py`."""
-    num_warps = tile_rows * tile_cols // 512
-    if constants["SEARCH"] in (_SEARCH["dynamic"], _SEARCH["blockwise"]) and constants.get("LEAST_SQUARES"):
-        # A search in a search needs more registers per element. AMD's warps have 64 threads, and blocks 1024 at most.
-        num_warps = min(2 * num_warps, 16)
-    return {"num_warps": num_warps, "enable_fp_fusion": False}
-
-
-def plan(n_rows: int, n_cols: int, row_stride: int, unit: int, block_rows: int = 1) -> Plan:
-    """The matrix cut into tiles.
-
-    A gapless matrix whose rows are whole (macro) blocks is one long row: no part of a tile is wasted then.
-    """
-    if block_rows != 1:
-        return Plan(n_rows, n_cols, row_stride, block_rows, max(unit, 128))
-    if n_cols % unit == 0 and (row_stride == n_cols or n_rows == 1):
-        return Plan(1, n_rows * n_cols, n_rows * n_cols, *_FLAT_TILE)
-    return Plan(n_rows, n_cols, row_stride, *_ROW_TILE)
-
-
-def fake_quantize(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+def fake_quantize(
+    x: torch.Tensor, scheme: Scheme, side: Side = PLAIN, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """See [`mxfp4_kernels.fake_quantize`]."""
-    _check_device(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    constants = compile_constants(x.dtype, scheme)
-    alpha = 1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback)
-    for matrix, target in _matrices(x, scheme, out):
-        at = _plan(matrix, scheme)
-        _launch(fake_quantize_kernel, x.device, at, constants, _bits(matrix), _as_stored(target), *at[:3], alpha=alpha)
+    check_device(x)
+    if _lies_along_columns(x) and scheme.macro_block != "row":
+        return fake_quantize_both(x.mT, scheme, None, side, dtype)[1]
+    scheme = scheme.along(side.padded(x.shape[-1]))
+    out = torch.empty(*x.shape[:-1], side.padded(x.shape[-1]), dtype=dtype or x.dtype, device=x.device)
+    constants = compile_constants(x.dtype, scheme, side, out=out.dtype)
+    for first_row, (matrix, target) in _matrices(x, scheme, out):
+        arguments = _row_arguments(matrix, scheme, side, first_row, constants)
+        launch(fake_quantize_kernel, arguments | {"out_ptr": as_stored(target), "alpha": alpha(scheme)})
     return out
 
 
-def quantize(x: torch.Tensor, scheme: Scheme) -> Packed:
+def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN) -> Packed:
     """See [`mxfp4_kernels.quantize`]."""
-    _check_device(x)
-    length = x.shape[-1]
-
-    def empty(per_byte: int) -> torch.Tensor:
-        return torch.empty(*x.shape[:-1], -(-length // per_byte), dtype=torch.uint8, device=x.device)
-
-    fallback = scheme.outlier_fallback is not None
-    packed = Packed(
-        codes=empty(2),
-        scale=empty(_BLOCK),
-        macro=None if scheme.macro_block is None else empty(scheme.macro_block),
-        residual_codes=empty(2) if fallback else None,
-        residual_scale=empty(_BLOCK) if fallback else None,
-    )
-    constants = compile_constants(x.dtype, scheme)
-    for matrix, *parts in _matrices(x, scheme, *packed):
-        at = _plan(matrix, scheme)
-        sizes = _sizes(at.n_cols, constants["MACRO"])
-        _launch(quantize_kernel, x.device, at, constants, _bits(matrix), *parts, *at[:2], *sizes, at.row_stride)
+    check_device(x)
+    if _lies_along_columns(x) and scheme.macro_block != "row":
+        return quantize_both(x.mT, scheme, None, side)[1]
+    scheme = scheme.along(side.padded(x.shape[-1]))
+    packed = empty_packed(x, x.shape[:-1], side.padded(x.shape[-1]), scheme)
+    constants = compile_constants(x.dtype, scheme, side)
+    for first_row, (matrix, *parts) in _matrices(x, scheme, *packed):
+        arguments = _row_arguments(matrix, scheme, side, first_row, constants)
+        arguments |= named(parts) | sizes(arguments["n_cols"], constants["MACRO"])
+        launch(quantize_kernel, arguments)
     return packed
+
+
+def fake_quantize_both(
+    x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """See [`mxfp4_kernels.fake_quantize_both`]; without ``side``, of the transpose alone."""
+    check_device(x)
+    if scheme.macro_block == "row":
+        return fake_quantize(x, scheme, side, dtype), fake_quantize(x.mT, scheme, side_t, dtype)
+    *stack, rows, cols = x.shape
+    dtype = dtype or x.dtype
+    out_t = torch.empty(*stack, cols, side_t.padded(rows), dtype=dtype, device=x.device)
+    out = None if side is None else torch.empty(*stack, rows, side.padded(cols), dtype=dtype, device=x.device)
+    if x.numel():
+        arguments = _both_arguments(x, scheme, side, side_t, dtype)
+        arguments |= {"out_ptr": None if out is None else as_stored(out), "out_t_ptr": as_stored(out_t)}
+        launch(fake_quantize_both_kernel, arguments | {"alpha": alpha(scheme)})
+    return out, out_t
+
+
+def quantize_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side) -> tuple[Packed | None, Packed]:
+    """See [`mxfp4_kernels.quantize_both`]; without ``side``, of the transpose alone."""
+    check_device(x)
+    if scheme.macro_block == "row":
+        return quantize(x, scheme, side), quantize(x.mT, scheme, side_t)
+    *stack, rows, cols = x.shape
+    packed_t = empty_packed(x, (*stack, cols), side_t.padded(rows), scheme)
+    packed = None if side is None else empty_packed(x, (*stack, rows), side.padded(cols), scheme)
+    if x.numel():
+        arguments = _both_arguments(x, scheme, side, side_t, x.dtype)
+        arguments |= named(packed or (None,) * 5) | named(packed_t, "_t")
+        arguments |= sizes(arguments["out_cols"], arguments["MACRO"])
+        arguments |= sizes(arguments["out_cols_t"], arguments["MACRO"], "_t")
+        launch(quantize_both_kernel, arguments)
+    return packed, packed_t
 
 
 def dequantize(packed: Packed, length: int, scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
     """See [`mxfp4_kernels.dequantize`]."""
-    _check_device(packed.codes)
-    device = packed.codes.device
-    out = torch.empty(*packed.codes.shape[:-1], length, dtype=dtype, device=device)
+    check_device(packed.codes)
+    out = torch.empty(*packed.codes.shape[:-1], length, dtype=dtype, device=packed.codes.device)
     if out.numel() == 0:
         return out
-    constants = compile_constants(dtype, scheme)
-    n_rows = out.numel() // length
-    at = plan(n_rows, length, length, constants["MACRO"])
-    parts = [None if part is None else part.contiguous() for part in packed]
-    alpha = 1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback)
-    sizes = _sizes(at.n_cols, constants["MACRO"])
-    _launch(dequantize_kernel, device, at, constants, _as_stored(out), *parts, *at[:2], *sizes, alpha=alpha)
+    constants = compile_constants(dtype, scheme.along(length))
+    at = plan(out.numel() // length, length, length, constants["MACRO"])
+    arguments = tiled(at, constants) | named([None if part is None else part.contiguous() for part in packed])
+    arguments |= sizes(at.n_cols, constants["MACRO"])
+    launch(dequantize_kernel, arguments | {"out_ptr": as_stored(out), "alpha": alpha(scheme)})
     return out
 
 
-def _check_device(x: torch.Tensor) -> None:
+def check_device(x: torch.Tensor) -> None:
     if x.device.type == "cpu" and not INTERPRETED:
         raise ValueError("the Triton kernel needs a GPU tensor, got one on the CPU")
 
 
-def _matrices(x: torch.Tensor, scheme: Scheme, *outputs: torch.Tensor | None) -> list[tuple]:
-    """``x`` and the (contiguous) outputs as matrices of the same rows: one of all rows, unless rows that share blocks
-    would then reach into the next matrix. Empty for an empty ``x``."""
+def _lies_along_columns(x: torch.Tensor) -> bool:
+    """Whether neighbours in memory are neighbours in a column: the transpose of a matrix, or of a stack of them."""
+    return x.dim() in (2, 3) and x.shape[-1] > 1 and x.stride(-1) != 1 and x.stride(-2) == 1 and x.shape[-2] > 1
+
+
+def empty_packed(x: torch.Tensor, rows: tuple[int, ...], length: int, scheme: Scheme) -> Packed:
+    def empty(per_byte: int | None) -> torch.Tensor | None:
+        if per_byte is None:
+            return None
+        return torch.empty(*rows, -(-length // per_byte), dtype=torch.uint8, device=x.device)
+
+    residual = scheme.outlier_fallback is not None
+    return Packed(
+        codes=empty(2),
+        scale=empty(BLOCK),
+        macro=empty(scheme.macro_block),
+        residual_codes=empty(2 if residual else None),
+        residual_scale=empty(BLOCK if residual else None),
+    )
+
+
+def _matrices(x: torch.Tensor, scheme: Scheme, *outputs: torch.Tensor | None) -> list[tuple[int, tuple]]:
+    """``x`` and the (contiguous) outputs as matrices of the same rows, and the number of the first row: one of all
+    rows, unless rows that share blocks would then reach into the next matrix. Empty for an empty ``x``."""
     if x.numel() == 0:
         return []
     x = x.detach()
@@ -170,39 +150,106 @@ def _matrices(x: torch.Tensor, scheme: Scheme, *outputs: torch.Tensor | None) ->
     matrices = split(x)
     if x.shape[-1] > 1 and matrices[0].stride(1) != 1:
         matrices = split(x.contiguous())
-    return list(zip(matrices, *map(split, outputs), strict=True))
+    return list(zip(range(0, count * rows, rows), zip(matrices, *map(split, outputs), strict=True), strict=True))
 
 
-def _plan(matrix: torch.Tensor, scheme: Scheme) -> Plan:
-    return plan(*matrix.shape, matrix.stride(0), scheme.macro_block or _BLOCK, scheme.block_rows)
+def _row_arguments(
+    matrix: torch.Tensor, scheme: Scheme, side: Side, first_row: int, constants: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of the kernels along rows, apart from the outputs."""
+    rows, length = matrix.shape
+    padded = side.padded(length)
+    flat = padded == length and side.signs is None
+    at = plan(rows, padded, matrix.stride(0), unit_of(scheme, side), scheme.block_rows, flat)
+    seed_low, seed_high = side.halves
+    return tiled(at, constants) | {
+        "x_ptr": bits(matrix),
+        "signs_ptr": side.signs,
+        "n_read": length if at.n_cols == padded else at.n_cols,
+        "x_row_stride": at.row_stride,
+        "first_row": first_row,
+        "seed_low": seed_low,
+        "seed_high": seed_high,
+    }
 
 
-def _sizes(n_cols: int, macro: int) -> tuple[int, int, int]:
+def _both_arguments(
+    x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Arguments of the kernels of `_both.py`, apart from the outputs."""
+    x = x.detach()
+    if x.stride(-1) != 1 and x.shape[-1] > 1 or x.dim() > 3:
+        x = x.contiguous()
+    x = x.reshape(-1, *x.shape[-2:])
+    _, rows, cols = x.shape
+    by_rows = side or PLAIN
+    tile, strip = both_tile(scheme)
+    constants = compile_constants(x.dtype, scheme, by_rows, side_t, dtype)
+    at = Plan(rows, cols, x.stride(1), tile, tile if side is not None else strip)
+    arguments = tiled(at, constants)
+    seed_low, seed_high = by_rows.halves
+    seed_low_t, seed_high_t = side_t.halves
+    return arguments | {
+        "grid": (*arguments["grid"], x.shape[0]),
+        "x_ptr": bits(x),
+        "signs_ptr": by_rows.signs,
+        "signs_t_ptr": side_t.signs,
+        "out_cols": by_rows.padded(cols),
+        "out_cols_t": side_t.padded(rows),
+        "x_row_stride": x.stride(1),
+        "x_stack_stride": x.stride(0),
+        "seed_low": seed_low,
+        "seed_high": seed_high,
+        "seed_low_t": seed_low_t,
+        "seed_high_t": seed_high_t,
+        "TILE": tile,
+        "STRIP": strip,
+        "BY_ROWS": side is not None,
+    }
+
+
+def tiled(at: Plan, constants: dict[str, Any]) -> dict[str, Any]:
+    """The matrix, its tiles and the options to compile for those."""
+    col_tiles = triton.cdiv(at.n_cols, at.tile_cols)
+    return {
+        "grid": (triton.cdiv(at.n_rows, at.tile_rows) * col_tiles,),
+        "n_rows": at.n_rows,
+        "n_cols": at.n_cols,
+        "col_tiles": col_tiles,
+        "ROWS": at.tile_rows,
+        "COLS": at.tile_cols,
+        **constants,
+    }
+
+
+def alpha(scheme: Scheme) -> float:
+    return 1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback)
+
+
+def named(parts: Any, suffix: str = "") -> dict[str, torch.Tensor | None]:
+    return {f"{name}{suffix}_ptr": part for name, part in zip(Packed._fields, parts, strict=True)}
+
+
+def sizes(n_cols: int, macro: int, suffix: str = "") -> dict[str, int]:
     """Bytes of codes, scale bytes and macro bytes for a row of ``n_cols`` elements."""
-    return triton.cdiv(n_cols, 2), triton.cdiv(n_cols, _BLOCK), triton.cdiv(n_cols, macro)
+    per_byte = {"n_codes": 2, "n_blocks": BLOCK, "n_macros": macro}
+    return {name + suffix: triton.cdiv(n_cols, elements) for name, elements in per_byte.items()}
 
 
-def _bits(matrix: torch.Tensor) -> torch.Tensor:
+def bits(matrix: torch.Tensor) -> torch.Tensor:
     """bfloat16 goes in as int16 bits."""
     return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
 
 
-def _as_stored(out: torch.Tensor) -> torch.Tensor:
+def as_stored(out: torch.Tensor) -> torch.Tensor:
     """Interpreted, bfloat16 comes out as int16 bits."""
-    return _bits(out) if INTERPRETED else out
+    return bits(out) if INTERPRETED else out
 
 
-def _launch(kernel: Any, device: torch.device, at: Plan, constants: dict, *arguments: Any, **scalars: float) -> None:
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    col_tiles = triton.cdiv(at.n_cols, at.tile_cols)
-    grid = (triton.cdiv(at.n_rows, at.tile_rows) * col_tiles,)
+def launch(kernel: Any, arguments: dict[str, Any]) -> None:
+    """Start a kernel on those of the arguments that it has."""
+    grid, device = arguments["grid"], next(a.device for a in arguments.values() if isinstance(a, torch.Tensor))
+    known = {name: value for name, value in arguments.items() if name in kernel.arg_names}
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[grid](
-            *arguments,
-            col_tiles=col_tiles,
-            **scalars,
-            ROWS=at.tile_rows,
-            COLS=at.tile_cols,
-            **constants,
-            **options(at.tile_rows, at.tile_cols, constants),
-        )
+        tile = (known[name] for name in (("TILE", "STRIP") if "TILE" in known else ("ROWS", "COLS")))
+        kernel[grid](**known, **options(*tile, known))

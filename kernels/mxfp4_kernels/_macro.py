@@ -46,8 +46,10 @@ def _search_macro(
 ):
     """Macro bytes of the candidate ``16 * j``, ``j`` in 0..15, with the least squared error; the smallest wins a tie.
 
-    Each error is below 1/2, so that the int32 sum over the largest macro block, of 256 elements, is less than 2**29.
+    Each error is below 1/2, so that the int32 sum over a macro block of 256 elements is less than 2**29; those over
+    whole rows need int64.
     """
+    wide: tl.constexpr = TILES or x.shape[2] > 8
     unit = inverse_power_of_two(macro_bits)
     # Quotients are zero or at least 2**-64, and no candidate leaves float32 where one is looked for.
     fast = all_at_least(amax_bits, FAST_DIVISION_BITS) & all_below(amax_bits, TOO_LARGE_TO_SCALE_BITS)
@@ -55,12 +57,15 @@ def _search_macro(
     factor = tl.full([1, 1, 1, 1], 1.0, tl.float32)
     m8 = tl.full([1, 1, 1, 1], 0, tl.int32)
     best = tl.zeros_like(macro_bits)
-    best_error = tl.full(macro_bits.shape, 0x7FFFFFFFFFFFFFFF if TILES else 0x7FFFFFFF, tl.int64 if TILES else tl.int32)
+    best_error = tl.full(macro_bits.shape, 0x7FFFFFFFFFFFFFFF if wide else 0x7FFFFFFF, tl.int64 if wide else tl.int32)
     for _ in range(_DYNAMIC_CANDIDATES):
         bits = (amax * factor).to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
-        q, byte = quantize_pass(x * factor, bits, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+        q, byte = quantize_pass(x * factor, bits, 0.0, False, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
         value = divide_by_factor(q * scale_value(byte), factor, fast, INTERPRETED)
-        error = tl.sum(sum_of_squares((value - x) * unit, TILES), axis=2, keep_dims=True)
+        error = sum_of_squares((value - x) * unit, TILES)
+        if wide:
+            error = error.to(tl.int64)
+        error = tl.sum(error, axis=2, keep_dims=True)
         better = error < best_error
         best = tl.where(better, m8, best)
         best_error = tl.where(better, error, best_error)
@@ -91,7 +96,7 @@ def _search_mantissas(
     for _ in range(_BLOCK_MANTISSAS):
         bits = tl.div_rn(amax, tl.broadcast_to(factor, amax.shape)).to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
         z = divide_by_factor(x, factor, fast, INTERPRETED)
-        q, byte = quantize_pass(z, bits, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+        q, byte = quantize_pass(z, bits, 0.0, False, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
         error = (clamp(q * scale_value(byte) * factor, LARGEST_FLOAT) - x) * unit
         sum_error = sum_of_squares(error, TILES)
         better = sum_error < best_error
@@ -112,10 +117,11 @@ def apply_macro(
     LIMITED: tl.constexpr,
     TILES: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    NATIVE: tl.constexpr = False,
 ):
     """The values to quantize, the bits of their block maxima, the factor in them (of macro blocks; of blocks when
     ``BLOCKWISE``) and the macro bytes. Without macro blocks the last two mean nothing."""
-    amax_bits = max_bits(x, TILES)
+    amax_bits = max_bits(x, TILES, NATIVE)
     macro_bits = tl.max(amax_bits, axis=2, keep_dims=True)
     m8 = tl.zeros_like(macro_bits)
     factor = macro_factor(m8)

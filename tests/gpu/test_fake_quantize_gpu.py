@@ -26,7 +26,7 @@ def test_compiled_kernel_equals_eager_bit_for_bit(dtype):
     command = [sys.executable, "-W", "ignore", str(SCRIPT), dtype, "cuda"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    (report,) = json.loads(done.stdout)
     assert report["mismatches"] == []
     assert report["cases"] > 252 and report["elements"] > 400_000
 

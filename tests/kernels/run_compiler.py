@@ -7,22 +7,21 @@ A process of its own, because a process that interprets kernels cannot compile t
 """
 
 import json
-import subprocess
 import sys
-import tempfile
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from ahead_of_time import compile_kernel, gpu_target
 
-from mxfp4_kernels import _kernel, _launch
-from mxfp4_kernels._launch import Scheme
+from mxfp4_kernels import _both, _dequantize, _kernel, _plan
+from mxfp4_kernels._plan import PLAIN, Scheme, Side
 
 
-FLAT, ROWS = _launch._FLAT_TILE, _launch._ROW_TILE
+FLAT, ROWS = _plan._FLAT_TILE, _plan._ROW_TILE
 DEFAULT = Scheme("rceil", 128, "static", 0.5)
-#: Name: kernel, dtype, scheme, tile, type of sizes, whether sizes are multiples of 16.
+BOTH, BOTH_DEFAULT = _plan.both_tile(Scheme()), _plan.both_tile(DEFAULT)
+SIGNS = torch.ones(1)
+#: Name: kernel, dtype, scheme, tile, type of sizes, whether sizes are multiples of 16, and perhaps: what belongs to the
+#: axis that blocks run along (`None` for columns alone), and in the kernels of `_both.py` to the other one.
 VARIANTS = {
     "plain": ("fake_quantize", torch.bfloat16, Scheme("rceil"), FLAT, "i32", True),
     "fallback": ("fake_quantize", torch.bfloat16, Scheme("even", outlier_fallback=0.3), FLAT, "i32", True),
@@ -39,61 +38,60 @@ VARIANTS = {
     "quantize tiles": ("quantize", torch.bfloat16, Scheme("rceil", 128, "dynamic", 0.5, 32), (32, 128), "i32", True),
     "dequantize": ("dequantize", torch.bfloat16, DEFAULT, FLAT, "i32", True),
     "dequantize odd huge": ("dequantize", torch.float32, Scheme("rceil", 128, "blockwise", 0.5), ROWS, "i64", False),
+    "stochastic": ("fake_quantize", torch.bfloat16, Scheme("rceil"), FLAT, "i32", True, Side(5)),
+    "quantize stochastic": ("quantize", torch.bfloat16, DEFAULT, FLAT, "i32", True, Side(5)),
+    "rotated": ("fake_quantize", torch.bfloat16, Scheme("rceil"), FLAT, "i32", True, Side(None, 16)),
+    "rotated far": ("fake_quantize", torch.bfloat16, Scheme("rceil"), ROWS, "i32", True, Side(None, 128, SIGNS)),
+    "quantize rotated": ("quantize", torch.bfloat16, Scheme("rceil"), FLAT, "i32", True, Side(5, 32)),
+    "columns": ("fake_quantize_both", torch.bfloat16, Scheme("rceil"), BOTH, "i32", True, None, PLAIN),
+    "quantize columns": ("quantize_both", torch.float32, Scheme("even"), BOTH, "i32", True, None, PLAIN),
+    "both": ("fake_quantize_both", torch.bfloat16, Scheme("rceil"), BOTH, "i32", True, PLAIN, Side(5, 16)),
+    "both default": ("fake_quantize_both", torch.bfloat16, DEFAULT, BOTH_DEFAULT, "i32", True, PLAIN, PLAIN),
+    "quantize both": ("quantize_both", torch.bfloat16, Scheme("rceil", 128), BOTH, "i32", True, PLAIN, PLAIN),
+    "quantize whole rows": ("quantize", torch.bfloat16, Scheme("rceil", 4096), (1, 4096), "i32", True),
+    "both odd huge": ("fake_quantize_both", torch.float16, Scheme("even"), BOTH, "i64", False, PLAIN, PLAIN),
 }
 _INPUTS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*i16"}
 _OUTPUTS = _INPUTS | {torch.bfloat16: "*bf16"}
-_SIZES = ("n_rows", "n_cols", "n_codes", "n_blocks", "n_macros", "x_row_stride")
+_SMALL = ("col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t")
+#: The arguments that say how long rows are, here or in the output: at least multiples of 16 where anything is.
+_LENGTHS = ("n_cols", "n_read", "n_codes", "n_codes_t", "out_cols", "out_cols_t", "x_row_stride", "x_stack_stride")
 
 
-def compile_variant(target: GPUTarget, name: str, dtype, scheme: Scheme, tile, size: str, aligned: bool):
-    kernel = getattr(_kernel, f"{name}_kernel")
-    names = kernel.arg_names
-    constants = _launch.compile_constants(dtype, scheme) | {"ROWS": tile[0], "COLS": tile[1]}
-    constants = {name: value for name, value in constants.items() if name in names}
-    if scheme.macro_block is None:
-        constants["macro_ptr"] = None
-    if scheme.outlier_fallback is None:
-        constants |= {"residual_codes_ptr": None, "residual_scale_ptr": None}
-    constants = {name: value for name, value in constants.items() if name in names}
-    pointers = {name: "*u8" for name in names if name.endswith("_ptr")} | {
+def compile_variant(
+    target,
+    name: str,
+    dtype,
+    scheme: Scheme,
+    tile,
+    size: str,
+    aligned: bool,
+    side: Side | None = PLAIN,
+    side_t: Side = PLAIN,
+) -> dict:
+    kernel = next(found for m in (_kernel, _both, _dequantize) if (found := getattr(m, f"{name}_kernel", None)))
+    constants = _plan.compile_constants(dtype, scheme, side or PLAIN, side_t)
+    names = ("TILE", "STRIP") if "TILE" in kernel.arg_names else ("ROWS", "COLS")
+    constants |= {**dict(zip(names, tile, strict=True)), "BY_ROWS": side is not None}
+    options = _plan.options(*tile, {name: value for name, value in constants.items() if name in kernel.arg_names})
+    unused = {"macro": scheme.macro_block is None, "residual": scheme.outlier_fallback is None}
+    unused |= {"signs_ptr": (side or PLAIN).signs is None, "signs_t_ptr": side_t.signs is None}
+    for pointer in [name for name in kernel.arg_names if name.endswith("_ptr")]:
+        of_rows = side is None and not pointer.endswith("_t_ptr") and pointer != "x_ptr"
+        if of_rows or any(absent and pointer.startswith(start) for start, absent in unused.items()):
+            constants[pointer] = None
+    pointers = {name: "*u8" for name in kernel.arg_names if name.endswith("_ptr")} | {
         "x_ptr": _INPUTS[dtype],
         "out_ptr": _OUTPUTS[dtype],
+        "out_t_ptr": _OUTPUTS[dtype],
+        "signs_ptr": "*fp32",
+        "signs_t_ptr": "*fp32",
     }
-    types = pointers | dict.fromkeys(_SIZES, size) | {"col_tiles": "i32", "alpha": "fp32"}
-    multiples = [*pointers, *["n_cols", "n_codes", "x_row_stride"] * aligned]
-    source = ASTSource(
-        kernel,
-        signature={name: "constexpr" if name in constants else types[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (names.index(name),): [["tt.divisibility", 16]]
-            for name in multiples
-            if name in names and name not in constants
-        },
-    )
-    return triton.compile(source, target=target, options=_launch.options(*tile, constants))
-
-
-def disassemble(cubin: bytes) -> str:
-    """Machine code and resource usage of a cubin."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
-        nvdisasm = triton.knobs.nvidia.nvdisasm.path
-        environment = {"PATH": nvdisasm.rpartition("/")[0]}
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    types = dict.fromkeys(kernel.arg_names, size) | pointers | dict.fromkeys(_SMALL, "i32") | {"alpha": "fp32"}
+    multiples = [*pointers, *_LENGTHS * aligned, *["n_rows"] * (aligned and "TILE" in names)]
+    return compile_kernel(target, kernel, types, constants, options, multiples)
 
 
 if __name__ == "__main__":
-    backend, arch = sys.argv[1:]
-    target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget("hip", arch, 64)
-    report = {}
-    for name, variant in VARIANTS.items():
-        compiled = compile_variant(target, *variant)
-        asm = compiled.asm
-        kept = {kind: asm[kind] for kind in ("llir", "ptx", "amdgcn") if kind in asm}
-        if "cubin" in asm:
-            kept["sass"] = disassemble(asm["cubin"])
-        report[name] = kept | {"shared": compiled.metadata.shared}
-    print(json.dumps(report))
+    target = gpu_target(*sys.argv[1:])
+    print(json.dumps({name: compile_variant(target, *variant) for name, variant in VARIANTS.items()}))

@@ -15,15 +15,21 @@ import mxfp4_kernels
 DEFAULT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_interpreted_kernel_equals_eager_bit_for_bit(run_script, dtype):
-    report = run_script("run_interpreted.py", dtype, interpret=True)
-    assert report["mismatches"] == []
-    # 3 rules x (5 macro blocks x 2 fallbacks + 2) x 7 shapes, and the named cases.
-    assert report["cases"] > 252
-    assert report["elements"] > 400_000
-    assert report["nan"] > 1000 and report["zeros"] > 1000
-    assert "three axes, permuted" in report["labels"]
+@pytest.mark.parametrize(
+    ("amount", "cases", "elements"),
+    [(("few",), 56, 250_000), pytest.param((), 252, 400_000, marks=pytest.mark.large)],
+    ids=["few", "all"],
+)
+def test_interpreted_kernel_equals_eager_bit_for_bit(run_script, amount, cases, elements):
+    reports = run_script("run_interpreted.py", "float32,bfloat16,float16", *amount, interpret=True)
+    assert len(reports) == 3
+    for report in reports:
+        assert report["mismatches"] == []
+        # 3 rules x (5 macro blocks x 2 fallbacks + 2), of all times 7 shapes, and the named cases.
+        assert report["cases"] > cases
+        assert report["elements"] > elements
+        assert report["nan"] > 1000 and report["zeros"] > 1000
+        assert "three axes, permuted" in report["labels"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -51,7 +57,8 @@ def test_supports_takes_the_scale_rule_enum():
     [
         ({"scale_rule": "ceil"}, "ceil"),
         ({"scale_rule": None}, "None"),
-        ({"macro_block": "row"}, "row"),
+        ({"macro_block": "row", "block_rows": 32}, "'row' with block_rows=32"),
+        ({"macro_block": "rows"}, "rows"),
         ({"macro_block": 96}, "96"),
         ({"macro_block": True}, "True"),
         ({"macro_search": "blockwise", "macro_block": 64}, "needs macro_block=128, got macro_block=64"),
@@ -70,8 +77,13 @@ def test_unsupported_scheme_has_a_reason_and_raises(change, word):
         mxfp4_kernels.fake_quantize(torch.ones(32), **options)
 
 
-def test_stochastic_rounding_is_unsupported():
-    assert "stochastic" in mxfp4_kernels.supports(torch.float32, **DEFAULT, rounding="stochastic")
+def test_supports_both_roundings():
+    assert mxfp4_kernels.supports(torch.float32, **DEFAULT, rounding="stochastic") is None
+    row = DEFAULT | {"macro_block": "row", "macro_search": "static"}
+    assert mxfp4_kernels.supports(torch.float32, **row, length=32768) is None
+    assert "up to 32768 elements" in mxfp4_kernels.supports(torch.float32, **row, length=32769)
+    assert "up to 16384" in mxfp4_kernels.supports(torch.float32, **row | {"scale_rule": "mse"}, length=32768)
+    assert "upwards" in mxfp4_kernels.supports(torch.float32, **DEFAULT, rounding="upwards")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.float8_e4m3fn])
@@ -106,7 +118,7 @@ def test_import_is_light():
 
 
 def test_plan_flattens_only_gapless_whole_macro_blocks():
-    from mxfp4_kernels._launch import plan
+    from mxfp4_kernels._plan import plan
 
     assert plan(10, 256, 256, 128) == (1, 2560, 2560, 1, 2048)
     assert plan(10, 192, 192, 128)[:3] == (10, 192, 192)

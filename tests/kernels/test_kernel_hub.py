@@ -25,7 +25,7 @@ import sys
 assert sorted(kernel.__all__) == NAMES
 scheme = dict(scale_rule='rceil', macro_block=128, macro_search='static', outlier_fallback=0.5)
 assert kernel.supports('torch.float32', **scheme) is None
-assert 'row' in kernel.supports('torch.float32', **(scheme | {'macro_block': 'row'}))
+assert 'row' in kernel.supports('torch.float32', **(scheme | {'macro_block': 'row', 'block_rows': 32}))
 import torch
 x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
 result = kernel.fake_quantize(x, macro_block=128)

@@ -238,8 +238,8 @@ def test_a_change_of_one_expert_is_seen_whatever_way_it_was_made():
 
 def test_weights_are_quantized_once_in_a_context(monkeypatch):
     layer, calls = quantized(dtype=torch.float32), []
-    compute = layer._weight_operand
-    monkeypatch.setattr(layer, "_weight_operand", lambda p, *args: calls.append(p) or compute(p, *args))
+    compute = layer.weight_operand
+    monkeypatch.setattr(layer, "weight_operand", lambda p, *args: calls.append(p) or compute(p, *args))
     states, index, weights = routing(dtype=torch.float32)
     with torch.no_grad(), cached_weights():
         for _ in range(3):

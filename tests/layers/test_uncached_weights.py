@@ -8,7 +8,8 @@ import torch
 from moe_models import make_moe, tokens
 from tiny_models import make_model
 
-from hf_mxfp4 import MXFP4RLConfig, cached_weights, pack, uncached_weights
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, pack, uncached_weights
+from hf_mxfp4.ops.packed import packed_shapes
 from hf_mxfp4.planning import LiveTensors
 from hf_mxfp4.quantizer import quantize_linears
 
@@ -110,3 +111,44 @@ def two_processes(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_packed_copies_of_trainable_weights(preset, two_processes):
+    model = dense(preset=preset)
+    kept, expected = held_after_a_pass(model, lambda: cached_weights("dense"))
+    packed, logits = held_after_a_pass(model, lambda: cached_weights("packed"))
+    config = next(module.config for module in model.modules() if isinstance(module, MXFP4Linear))
+    linears = [module for module in model.modules() if isinstance(module, MXFP4Linear)]
+    shapes = [packed_shapes(*module.weight.shape, config.weight_scheme) for module in linears]
+    assert kept == 4 * DENSE
+    assert packed == sum(rows * columns for each in shapes for rows, columns in each.values())
+    # Without a kernel for the codes, the same values in the same product.
+    assert torch.equal(logits, expected)
+    # On a CPU, nothing computes on codes unless asked to.
+    assert held_after_a_pass(model, cached_weights)[0] == 4 * DENSE
+
+
+def test_packed_copies_follow_the_master_and_leave_training_alone(two_processes):
+    model = dense(preset="w4a16")
+    linear = next(module for module in model.modules() if isinstance(module, MXFP4Linear))
+    x = torch.randn(3, linear.in_features)
+    with cached_weights("packed"):
+        assert linear(x).requires_grad
+        with torch.no_grad():
+            before = linear(x)
+    with torch.no_grad():
+        linear.weight *= 2
+        with cached_weights("packed"):
+            assert torch.equal(linear(x), 2 * before)
+
+
+def test_weights_that_cannot_be_packed_stay_dense(two_processes):
+    model = dense(**STOCHASTIC)
+    assert held_after_a_pass(model, lambda: cached_weights("packed"))[0] == 4 * MODELS["stochastic"][2]
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(ValueError, match="form='sparse' is not known; choose one of auto, dense, packed"):
+        with cached_weights("sparse"):
+            pass

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from tiny_models import make_model
 from torch import nn
 
-import hf_mxfp4.layers.operands as operands_module
+import hf_mxfp4.layers.linear as linear_module
+import hf_mxfp4.layers.weight_cache as cache_module
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize
 from hf_mxfp4.quantizer import quantize_linears
 
@@ -33,13 +34,13 @@ def from_scratch(layer: MXFP4Linear, x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def quantizations(monkeypatch):
     """The list of weights quantized so far (the weight-only preset quantizes nothing else)."""
-    calls, quantize = [], operands_module.fake_quantize
+    calls, quantize = [], linear_module.weight_operand
 
-    def counted(tensor, *args):
-        calls.append(tensor)
-        return quantize(tensor, *args)
+    def counted(weight, *args):
+        calls.append(weight)
+        return quantize(weight, *args)
 
-    monkeypatch.setattr(operands_module, "fake_quantize", counted)
+    monkeypatch.setattr(linear_module, "weight_operand", counted)
     return calls
 
 
@@ -183,6 +184,20 @@ def test_an_unchanged_weight_is_quantized_once(quantizations):
     step(layer, torch.optim.SGD)
     layer(x).sum().backward()
     assert len(quantizations) == 2
+
+
+def test_on_a_gpu_weights_are_kept_in_contexts_alone(quantizations, monkeypatch):
+    monkeypatch.setattr(cache_module, "_is_checked", lambda weight: False)
+    monkeypatch.setattr(cache_module, "_checksum", None)  # nothing waits for it
+    layer = make_layer()
+    for uses in (1, 2):
+        layer(X)
+        assert len(quantizations) == uses
+    for contexts in (1, 2):
+        with cached_weights(), torch.no_grad():
+            outputs = [layer(X) for _ in range(3)]
+        assert len(quantizations) == 2 + contexts and torch.equal(outputs[0], outputs[2])
+        assert layer._cache._value is None
 
 
 def test_one_quantization_per_layer_of_a_model_that_generates(quantizations):

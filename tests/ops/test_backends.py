@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from hf_mxfp4 import QuantScheme
+from hf_mxfp4 import QuantScheme, numerics
 from hf_mxfp4.numerics import fake_quantize as reference
-from hf_mxfp4.ops import backend_for, cpu, fake_quantize
+from hf_mxfp4.ops import backend_for, cpu, fake_quantize, packed_product_route
 
 
 STATIC = QuantScheme("rceil", 128, "static", 0.5)
@@ -44,6 +44,15 @@ def test_a_gpu_is_served_by_triton_where_it_covers_the_scheme():
     assert backend_for("cuda", torch.bfloat16, STATIC, "eager")[0] == "eager"
 
 
+def test_rows_too_long_for_registers_are_eager():
+    pytest.importorskip("triton")
+    scheme = numerics.parse_scheme("rceil+mbsrow-dynamic")
+    assert backend_for("cuda", torch.bfloat16, scheme, "auto", 16384) == ("triton", None)
+    name, reason = backend_for("cuda", torch.bfloat16, scheme, "auto", 16385)
+    assert name == "eager" and "up to 16384 elements" in reason
+    assert backend_for("cuda", torch.bfloat16, STATIC, "auto", 1 << 20) == ("triton", None)
+
+
 @pytest.mark.parametrize(
     "scheme",
     [DYNAMIC, QuantScheme("mse"), QuantScheme("even", 128, "blockwise"), QuantScheme("mse", 256, block_rows=32)],
@@ -58,12 +67,11 @@ def test_searches_and_tiles_are_no_obstacle_on_a_gpu(scheme, dtype):
 @pytest.mark.parametrize(
     ("scheme", "dtype", "word"),
     [
-        (QuantScheme("rceil", "row"), torch.float32, "row"),
-        (QuantScheme("rceil", rounding="stochastic"), torch.float32, "stochastic"),
+        (QuantScheme("rceil", "row", block_rows=32), torch.float32, "row"),
         (QuantScheme("rceil", None, "static", 0.5, fallback_rate=0.1), torch.float32, "fallback_rate"),
         (STATIC, torch.float64, "float64"),
     ],
-    ids=["row", "stochastic", "fallback_rate", "float64"],
+    ids=["row", "fallback_rate", "float64"],
 )
 def test_auto_falls_back_to_eager_and_says_why(scheme, dtype, word):
     pytest.importorskip("triton")
@@ -88,3 +96,20 @@ def test_the_values_are_those_of_the_numeric_contract(scheme, dtype):
     out = fake_quantize(x, scheme)
     assert out.dtype == dtype and torch.equal(out, expected)
     assert not torch.equal(out, x)
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "backend", "route", "why"),
+    [
+        ("cpu", "rceil", "eager", "eager", "eager was asked for"),
+        ("mps", "rceil", "auto", "eager", "the tensor is on mps"),
+        ("cuda", "rceil+mbsrow-static", "auto", "dense", "whole rows"),
+        ("cuda", "rceil+mbs128-static", "auto", "fused", "1 rows"),
+        ("cuda", "rceil+mbs32-static", "auto", "dense", "macro blocks of 32"),
+    ],
+)
+def test_how_products_with_packed_weights_are_computed_and_why(device, scheme, backend, route, why):
+    if device == "cuda":
+        pytest.importorskip("triton")
+    found = packed_product_route(1, 256, 512, numerics.parse_scheme(scheme), device, backend=backend)
+    assert found[0] == route and why in found[1]

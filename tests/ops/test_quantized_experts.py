@@ -9,12 +9,13 @@ from hf_mxfp4.ops import (
     BackwardProducts,
     Draws,
     Groups,
-    experts,
     group_by_expert,
+    grouped,
     grouped_linear,
     packed_grouped_linear,
     quantized_linear,
 )
+from hf_mxfp4.ops.groups import PaddedRows
 
 
 COUNTS = (5, 0, 33, 2)
@@ -88,6 +89,13 @@ def test_rows_are_grouped_by_expert_in_their_order():
     assert groups.per_row(torch.arange(5)).tolist() == [0, 0, 2, 2, 3]
 
 
+def test_counts_are_read_back_only_when_asked_for():
+    _, groups = group_by_expert(torch.tensor([2, 0, 2, 3, 0]), 5)
+    assert "counts" not in vars(groups)
+    groups.offsets(torch.device("cpu")), groups.per_row(torch.arange(5)), PaddedRows(groups, 32, torch.device("cpu"))
+    assert "counts" not in vars(groups) and groups.counts == (2, 0, 2, 1, 0) and "counts" in vars(groups)
+
+
 def test_no_rows():
     order, groups = group_by_expert(torch.empty(0, dtype=torch.long), 3)
     assert order.numel() == 0 and groups.counts == (0, 0, 0) and list(groups) == []
@@ -119,26 +127,53 @@ def test_each_expert_is_a_quantized_linear_of_its_own(scheme, transposed):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_grouped_kernel_gives_what_the_loop_gives(dtype, transposed, bias, monkeypatch):
-    loop = run(*tensors(bias, transposed, dtype), transposed)
-    used = []
-    monkeypatch.setattr(experts, "runs_grouped", lambda *operands: used.append(operands) or True)
-    kernel = run(*tensors(bias, transposed, dtype), transposed)
-    assert len(used) == 3  # forward, input gradient, weight gradient
+def test_the_grouped_product_of_pytorch_gives_what_the_loop_gives(dtype, bias, monkeypatch):
+    loop = run(*tensors(bias, dtype=dtype))
+    monkeypatch.setattr(grouped, "runs_grouped", lambda *operands: True)
+    x, weight, b, grad = (None if t is None else t.detach() for t in tensors(bias, dtype=dtype))
+    values, groups = quantize(weight, dtype), Groups(COUNTS)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(kernel[0], loop[0], rtol=tolerance, atol=tolerance)
-    for found, want in zip(kernel[1], loop[1], strict=True):
-        if want is not None:
-            assert found.dtype == want.dtype and found.shape == want.shape
-            torch.testing.assert_close(found, want, rtol=tolerance, atol=10 * tolerance)
-    assert kernel[1][1][1].abs().sum() == 0
+    out = grouped.product(quantize(x, dtype), values, groups, b)
+    torch.testing.assert_close(out, loop[0], rtol=tolerance, atol=tolerance)
+    grad_x = grouped.product(grad, values.transpose(1, 2), groups)
+    torch.testing.assert_close(grad_x, loop[1][0], rtol=tolerance, atol=10 * tolerance)
 
 
-def test_the_grouped_kernel_is_for_bfloat16_on_gpus():
+def test_grouped_kernels_are_for_gpus_and_where_they_are_asked_for(monkeypatch):
     x, weight = torch.randn(4, 8).bfloat16(), torch.randn(2, 8, 8).bfloat16()
-    assert not experts.runs_grouped(x, weight)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert not grouped.runs_grouped(x, weight)
+    assert not any(grouped.uses_kernels(x, backend) for backend in ("auto", "triton", "eager", "cpu"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert [grouped.uses_kernels(x, backend) for backend in ("auto", "triton", "eager")] == [False, True, False]
+    assert not grouped.uses_kernels(x.double(), "triton")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        ("w4a4g8", None),
+        ("w4a4g4", None),
+        ("paper_b", None),
+        ("full", None),
+        ("stochastic", "draws"),
+        ("random", "draws"),
+    ],
+)
+def test_experts_that_draw_random_numbers_are_computed_one_by_one(scheme, reason):
+    found = grouped.obstacle(products(scheme))
+    assert found is None if reason is None else reason in found
+
+
+def test_rows_are_padded_to_whole_blocks_of_one_expert_each():
+    rows = PaddedRows(Groups(COUNTS), 32, torch.device("cpu"))
+    x = torch.arange(1.0, sum(COUNTS) + 1)[:, None].expand(-1, 3)
+    padded = rows.pad(x)
+    assert rows.offsets.tolist() == [32, 32, 96, 128] and rows.offsets.dtype == torch.int32
+    assert padded.shape[0] % 32 == 0 and padded.shape[0] >= 128
+    assert torch.equal(padded[:5], x[:5]) and torch.equal(padded[32:65], x[5:38]) and torch.equal(padded[96:98], x[38:])
+    assert padded.sum() == x.sum()
 
 
 def test_the_weight_is_quantized_again_in_the_backward_pass_and_never_written():

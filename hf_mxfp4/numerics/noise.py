@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uniform random numbers for stochastic rounding: of a generator, or counted.
+
+A counted number is a function of a 64-bit seed and of the place of an element alone, hence the same on every device,
+backend and tile shape. It is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): of
+an element in row ``r`` and column ``c`` of ``[..., K]`` (rows counted over all leading axes, blocks along the last one)
+the key is ``(seed mod 2**32, seed >> 32)``, the counter ``(n mod 2**32, n >> 32, draw, 0)`` with
+``n = r * ceil(K / 4) + c // 4``, and the number is the upper 24 bits of word ``c mod 4`` over ``2**24``. ``draw`` is 0
+in the first rounding of an element and 1 in that of the residual of outlier fallback.
+"""
+
+import torch
+
+
+#: Where random numbers come from: a generator, a seed for counted ones, or `None` for PyTorch's own generator.
+NoiseSource = torch.Generator | int | None
+
+_ROUNDS = 10
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+#: Counters are run through all rounds in portions of this many, which stay in the processor's cache.
+_PORTION = 1 << 14
+
+
+def noise_source(rounding: str, generator: torch.Generator | None, seed: int | None) -> NoiseSource:
+    """The one of both that is given. Raises `TypeError` or `ValueError` for a seed that is no integer in 0..2**64 - 1,
+    that comes with a generator, or that has no effect."""
+    if seed is None:
+        return generator
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed} must be in 0..2**64 - 1")
+    if generator is not None:
+        raise ValueError("give a generator or a seed, not both")
+    if rounding != "stochastic":
+        raise ValueError(f"seed has no effect on rounding={rounding!r}")
+    return seed
+
+
+def counted_uniform(shape: tuple[int, ...], seed: int, draw: int, device: torch.device | str) -> torch.Tensor:
+    """Float32 ``[..., K]`` of counted numbers, multiples of ``2**-24`` in [0, 1)."""
+    length = shape[-1]
+    per_row = -(-length // 4)
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    out = torch.empty(rows * per_row, 4, dtype=torch.float32, device=device)
+    portion = _PORTION if torch.device(device).type == "cpu" else max(1, out.shape[0])
+    for start in range(0, out.shape[0], portion):
+        some = out[start : start + portion]
+        counter = torch.arange(start, start + some.shape[0], dtype=torch.int64, device=device)
+        for column, word in zip(some.unbind(1), _philox(counter, seed, draw), strict=True):
+            column.copy_(word >> 8)
+    return out.mul_(2.0**-24).view(rows, per_row * 4)[:, :length].reshape(shape)
+
+
+def _philox(counter: torch.Tensor, seed: int, draw: int) -> tuple[torch.Tensor, ...]:
+    """Four words of 32 bits (in int64) of each counter (int64, non-negative)."""
+    c0, c1 = counter & _WORD, counter >> 32
+    c2, c3 = torch.full_like(counter, draw), torch.zeros_like(counter)
+    k0, k1 = seed & _WORD, seed >> 32
+    for _ in range(_ROUNDS):
+        # Products of 64 bits wrap into the sign; all their bits are there.
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((second >> 32) & _WORD).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = ((first >> 32) & _WORD).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = second.bitwise_and_(_WORD), first.bitwise_and_(_WORD)
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows sorted by expert: where each expert's begin and end, on the device, and on the host only when asked."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+
+class Groups:
+    """Rows sorted by expert: the first ``counts[0]`` belong to expert 0, and so on.
+
+    Args:
+        counts: rows of each expert.
+
+    Attributes:
+        n_experts: how many there are.
+        n_rows: of all experts.
+    """
+
+    def __init__(self, counts: Sequence[int]):
+        self.counts = tuple(counts)
+        self.n_experts, self.n_rows = len(self.counts), sum(self.counts)
+        self._ends = torch.tensor(self.counts).cumsum(0, dtype=torch.int32)
+
+    @classmethod
+    def of_ends(cls, ends: torch.Tensor, n_rows: int) -> "Groups":
+        """From int32 ``[experts]``, where the rows of each end, on any device. Nothing is read back from there before
+        `counts` is, or the groups are iterated over."""
+        groups = cls.__new__(cls)
+        groups.n_experts, groups.n_rows, groups._ends = ends.shape[0], n_rows, ends
+        return groups
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each expert. Waits for the device when first asked for."""
+        return tuple(self._ends.diff(prepend=self._ends.new_zeros(1)).tolist())
+
+    def __iter__(self) -> Iterator[tuple[int, slice]]:
+        """Experts that have rows, and the rows. Waits for the device as `counts` does."""
+        start = 0
+        for expert, count in enumerate(self.counts):
+            if count:
+                yield expert, slice(start, start + count)
+            start += count
+
+    def offsets(self, device: torch.device) -> torch.Tensor:
+        """int32 ``[experts]``: where the rows of each expert end."""
+        self._ends = self._ends.to(device)
+        return self._ends
+
+    def per_row(self, values: torch.Tensor) -> torch.Tensor:
+        """``values [experts, ...]`` repeated for the rows of each expert: ``[rows, ...]``."""
+        ends = self.offsets(values.device)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return values.repeat_interleave(counts, dim=0, output_size=self.n_rows)
+
+
+def group_by_expert(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, Groups]:
+    """The order that sorts rows by expert, rows of one expert as they were, and their groups. Does not wait for a GPU.
+
+    Args:
+        expert_ids: the expert of each row, an integer vector.
+
+    Raises `ValueError` for a row of an expert that does not exist, as in expert parallelism; on a GPU that is found
+    there, and stops it (a device-side assertion).
+    """
+    ids, order = torch.sort(expert_ids, stable=True)
+    ends = torch.searchsorted(ids, torch.arange(n_experts, device=ids.device, dtype=ids.dtype), right=True)
+    if torch.compiler.is_compiling():
+        return order, Groups.of_ends(ends.to(torch.int32), len(ids))  # the operators check it
+    if ids.device.type == "cpu":
+        if len(ids) and ids[-1] >= n_experts:
+            raise ValueError(
+                f"a token was sent to expert {int(ids[-1])} of {n_experts}; MXFP4 experts know no expert parallelism"
+            )
+    elif not ids.is_meta:
+        torch._assert_async(ends[-1] == len(ids), "a token was sent to an expert that does not exist")
+    return order, Groups.of_ends(ends.to(torch.int32), len(ids))
+
+
+class PaddedRows:
+    """Every expert's rows with rows of zeros after them, up to a multiple of a unit, in a buffer that is large enough
+    whatever the counts: blocks of ``unit`` rows then belong to one expert each.
+
+    Args:
+        groups: of the rows.
+        unit: rows that a group's are padded to a multiple of.
+        device: of the rows.
+
+    Attributes:
+        offsets: int32 ``[experts]``: where the padded rows of each expert end.
+        places: int64 ``[rows]``: where each row is among the padded ones.
+    """
+
+    def __init__(self, groups: Groups, unit: int, device: torch.device):
+        ends = groups.offsets(device)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        padded = (counts + unit - 1).div(unit, rounding_mode="floor") * unit
+        self.offsets = padded.cumsum(0, dtype=torch.int32)
+        moved = (self.offsets - padded) - (ends - counts)
+        self.places = torch.arange(groups.n_rows, device=device) + groups.per_row(moved)
+        most = groups.n_rows + min(groups.n_rows, groups.n_experts) * (unit - 1)
+        self._size, self._unit = -(-most // unit) * unit, unit
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [rows, ...]`` with the rows of zeros between and after."""
+        return F.pad(x[:0], (0, 0) * (x.dim() - 1) + (0, self._size)).index_copy_(0, self.places, x)
+
+    def blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """``values [experts, ...]`` for each block of ``unit`` rows: ``[blocks, ...]``, those of the last expert after
+        the rows of all."""
+        first = torch.arange(0, self._size, self._unit, device=values.device, dtype=torch.int32)
+        expert = torch.searchsorted(self.offsets, first, right=True)
+        return values[expert.clamp(max=len(self.offsets) - 1)]

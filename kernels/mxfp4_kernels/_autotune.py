@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch parameters by measurement: chosen once per GPU, kernel and class of shapes, and kept on disk.
+
+A kernel's host code lists the configs that may run (dictionaries of compile-time arguments, ``num_warps``,
+``num_stages``), the one that its heuristic would take first, and asks [`choose`] before a launch:
+
+    bench = lambda config: milliseconds(lambda: launch(config))
+    config = choose("matmul_e4m3", (m_class, n, k), configs, bench, device)
+
+Nothing is measured unless asked for: by ``HF_MXFP4_AUTOTUNE=1`` in the environment, or within [`autotune`]. What was
+measured is used ever after, from ``$HF_MXFP4_CACHE/autotune/<gpu>.json`` (``~/.cache/hf_mxfp4`` by default), for as
+long as Triton and the sources of this package are the same. Otherwise the table that is shipped for the GPU decides
+(``configs/<gpu>.json`` beside this file, of the same form), and then the first config. An entry that is not among the
+configs offered is passed over, so that no file can make a launch fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+
+Config = Mapping[str, Any]
+
+_SHIPPED = Path(__file__).with_name("configs")
+_lock = threading.RLock()
+#: (GPU, kernel, key) -> config, of this process.
+_chosen: dict[tuple[str, str, str], Config] = {}
+_asked = 0
+
+
+@contextlib.contextmanager
+def autotune() -> Iterator[None]:
+    """Measure, within this context, every kernel and class of shapes that was not measured on this GPU before."""
+    global _asked
+    _asked += 1
+    _forget_unmeasured()
+    try:
+        yield
+    finally:
+        _asked -= 1
+
+
+def choose(
+    kernel_name: str,
+    key: Sequence[object],
+    configs: Sequence[Config],
+    bench: Callable[[Config], float],
+    device: torch.device,
+) -> Config:
+    """The config to launch a kernel with.
+
+    Args:
+        kernel_name: what the configs belong to.
+        key: numbers and words that tell apart what needs configs of its own; a class of sizes, rather than a size that
+            changes with every batch.
+        configs: those that may run, dictionaries that JSON can hold, the usual one first.
+        bench: maps a config to its time. It may raise: that config is out, with one warning if all are. It must leave
+            the caller's results alone, or make them anew. [`milliseconds`] helps.
+        device: that the kernel runs on. On a CPU, in the interpreter, nothing is looked up or measured.
+
+    Returns:
+        One of ``configs``.
+
+    Raises:
+        ValueError: no configs.
+    """
+    if not configs:
+        raise ValueError(f"{kernel_name}: no configs to choose from")
+    if device.type == "cpu" or len(configs) == 1:
+        return configs[0]
+    gpu, text = gpu_name(device), " ".join(map(str, key))
+    tuning = _is_tuning()
+    place = (gpu, kernel_name, text)
+    found = _chosen.get(place)
+    if found is not None:
+        return found
+    with _lock:
+        found = _offered(_measured(gpu).get(kernel_name, {}).get(text), configs)
+        if found is None and tuning:
+            found = _fastest(kernel_name, text, configs, bench)
+            if found is not None:
+                _remember(gpu, kernel_name, text, found)
+        if found is None:
+            found = _offered(_table(_SHIPPED / f"{gpu}.json").get(kernel_name, {}).get(text), configs) or configs[0]
+        _chosen[place] = found
+    return found
+
+
+def milliseconds(launch: Callable[[], object]) -> float:
+    """Median time of a launch on the current GPU, with the second-level cache cleared before each."""
+    return triton.testing.do_bench(launch, warmup=5, rep=30, return_mode="median")
+
+
+@functools.lru_cache(maxsize=64)
+def gpu_name(device: torch.device) -> str:
+    """The name of a device as files are named by it: ``nvidia_h200``."""
+    module = getattr(torch, device.type)
+    return re.sub(r"[^a-z0-9]+", "_", module.get_device_name(device).lower()).strip("_") or device.type
+
+
+def cache_file(gpu: str) -> Path:
+    """Where measured configs of a GPU are kept."""
+    folder = os.environ.get("HF_MXFP4_CACHE") or Path.home() / ".cache" / "hf_mxfp4"
+    return Path(folder) / "autotune" / f"{gpu}.json"
+
+
+@functools.lru_cache(maxsize=1)
+def version() -> str:
+    """Of what configs were measured with: Triton, and the sources of this package."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return f"triton {triton.__version__}, kernels {digest.hexdigest()[:16]}"
+
+
+def _is_tuning() -> bool:
+    if not _asked and os.environ.get("HF_MXFP4_AUTOTUNE") != "1":
+        return False
+    # A measurement waits for the GPU, which a graph under capture cannot.
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def _fastest(kernel_name: str, text: str, configs: Sequence[Config], bench: Callable[[Config], float]) -> Config | None:
+    best, best_time, failure = None, math.inf, None
+    for config in configs:
+        try:
+            time = bench(config)
+        except Exception as error:  # a config may need more than this GPU has, and each compiler says so differently
+            failure = error
+            continue
+        if time < best_time:
+            best, best_time = config, time
+    if best is None:
+        warnings.warn(f"autotuning {kernel_name} ({text}): no config ran; the last error: {failure}", stacklevel=4)
+    return best
+
+
+def _offered(entry: object, configs: Sequence[Config]) -> Config | None:
+    return next((config for config in configs if dict(config) == entry), None)
+
+
+def _forget_unmeasured() -> None:
+    """What was chosen without a measurement is chosen anew."""
+    with _lock:
+        _chosen.clear()
+
+
+def _measured(gpu: str) -> Mapping[str, Any]:
+    table = _table(cache_file(gpu))
+    return table if table.get("version") == version() else {}
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """The file as a mapping of mappings; empty, with a warning, when it cannot be read as that."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(table, dict):
+            raise ValueError("not a mapping")
+        for name, entries in table.items():
+            if name != "version" and not isinstance(entries, dict):
+                raise ValueError(f"{name!r} is not a mapping")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"ignoring the autotuning cache {path}, which cannot be read: {error}", stacklevel=4)
+        return {}
+    return table
+
+
+def _remember(gpu: str, kernel_name: str, text: str, config: Config) -> None:
+    """Add an entry to the file. Other processes' entries stay; of two that write at once, one may lose its own."""
+    path = cache_file(gpu)
+    table = {"version": version(), **_measured(gpu)}
+    table[kernel_name] = {**table.get(kernel_name, {}), text: dict(config)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            json.dump(table, file, indent=1, sort_keys=True)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(f"cannot keep what was measured in {path}: {error}", stacklevel=4)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a product with a packed weight is computed, by shape and GPU: on the codes, or on a dequantized copy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+#: Multiprocessors of the largest GPU of an architecture, for plans made without one at hand.
+_MULTIPROCESSORS = {"80": 108, "86": 84, "89": 128, "90": 132, "100": 148, "120": 170, "gfx942": 304, "gfx950": 256}
+#: More rows of x than this are multiplied with a dequantized copy: two bytes more are then written and read for each
+#: weight, once, where every tile of rows decodes the weight again.
+_MOST_TOKENS = 256
+#: Programs that a multiprocessor holds at once, with the registers that the kernel takes, for tiles of up to 8 rows of
+#: x and for larger ones.
+_PROGRAMS_PER_MULTIPROCESSOR = (4, 2)
+#: Steps of a split that pay for its start.
+_LEAST_STEPS = 2
+_MOST_SPLITS = 16
+#: Rows of a tile (0: as many as fit), stages of the pipeline, and how much of the GPU to fill; the usual ones first.
+_TILES = ((0, 3, 1.0), (0, 4, 1.0), (64, 3, 1.0), (64, 3, 0.5), (32, 3, 1.0), (128, 3, 0.5))
+
+
+class LinearPlan(NamedTuple):
+    """How [`mxfp4_kernels.linear_w4a16`] computes a product.
+
+    Attributes:
+        route: ``"fused"``, one kernel that decodes the weight on its way to the tensor cores, or ``"dense"``,
+            dequantization followed by torch's product.
+        reason: why, in words.
+        configs: of the fused kernel, the heuristic's first: ``BM`` rows of x, ``BN`` rows of the weight and ``BK``
+            columns in a tile, ``split_steps`` steps of ``BK`` columns for a program, ``num_warps``, ``num_stages``.
+    """
+
+    route: str
+    reason: str
+    configs: tuple[dict[str, int], ...] = ()
+
+
+def plan_linear_w4a16(
+    M: int,
+    N: int,
+    K: int,
+    arch: str | None = None,
+    *,
+    macro_block: int | str | None = None,
+    macro_search: str = "static",
+    outlier_fallback: float | None = None,
+    dtype: str = "bfloat16",
+    multiprocessors: int | None = None,
+) -> LinearPlan:
+    """What [`mxfp4_kernels.linear_w4a16`] does with ``x[M, K]`` and a packed weight ``[N, K]``, and why.
+
+    Args:
+        M, N, K: sizes, all positive.
+        arch: ``"90"`` and the like for NVIDIA's compute capability 9.0, ``"gfx942"`` and the like for AMD; by default
+            that of the current GPU, or ``"90"`` without one.
+        macro_block, macro_search, outlier_fallback: of the weight, as for [`mxfp4_kernels.quantize`].
+        dtype: of x: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        multiprocessors: of the GPU; by default of the largest one of that architecture.
+    """
+    arch = arch or _current_arch()
+    if obstacle := layout_obstacle(K, macro_block, macro_search):
+        return LinearPlan("dense", obstacle)
+    if M > _MOST_TOKENS:
+        return LinearPlan("dense", f"{M} rows: decoding the weight once costs less than once for every tile of rows")
+    has_factor = macro_block is not None and macro_search != "blockwise"
+    simple = outlier_fallback is None and dtype == "bfloat16" and M <= 16
+    step = 256 if simple and not has_factor else 128
+    rows = _token_tile(M, arch)
+    # Many tokens, a second operand, or x in pieces take registers of their own.
+    tall = 128 if simple and has_factor else 64
+    count = multiprocessors or _MULTIPROCESSORS.get(arch, 132)
+    seen: list[dict[str, int]] = []
+    for tile_rows, stages, fill in _TILES:
+        tile_rows = tile_rows or tall
+        programs = int(fill * count * _PROGRAMS_PER_MULTIPROCESSOR[rows > 8])
+        tiles = -(-N // tile_rows) * -(-M // rows)
+        steps = -(-K // step)
+        wanted = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+        config = {
+            "BM": rows,
+            "BN": tile_rows,
+            "BK": step,
+            "split_steps": -(-steps // wanted),
+            "num_warps": 4 if tile_rows >= 64 else 2,
+            "num_stages": stages,
+        }
+        if config not in seen:
+            seen.append(config)
+    splits = -(-steps_of(K, seen[0]) // seen[0]["split_steps"])
+    what = f"{M} rows: reading codes costs a quarter of reading 16-bit weights; {splits} splits along K"
+    return LinearPlan("fused", what, tuple(seen))
+
+
+def steps_of(n_cols: int, config: dict[str, Any]) -> int:
+    """Steps of ``BK`` columns in a row."""
+    return -(-n_cols // config["BK"])
+
+
+def layout_obstacle(n_cols: int, macro_block: int | str | None, macro_search: str) -> str | None:
+    """Why the fused kernel cannot read a weight of ``n_cols`` columns; `None` when it can."""
+    if -(-n_cols // 2) % 4:
+        return f"rows of {n_cols} codes do not fill words of 32 bits"
+    if macro_block == "row":
+        return "macro blocks of whole rows have no place in a step of the fused kernel"
+    if macro_block is not None and macro_search != "blockwise" and macro_block < 128:
+        return f"macro blocks of {macro_block} elements are shorter than a step of the fused kernel"
+    return None
+
+
+def token_class(n_tokens: int) -> int:
+    """The power of two from ``n_tokens`` up, at least 8: products of a class share their launch parameters."""
+    return max(8, 1 << (n_tokens - 1).bit_length())
+
+
+def _token_tile(n_tokens: int, arch: str) -> int:
+    # NVIDIA's smallest tile of the right operand has 8 columns, AMD's 16.
+    smallest = 16 if arch.startswith("gfx") else 8
+    return min(64, max(smallest, token_class(n_tokens)))
+
+
+def _current_arch() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "90"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"{properties.major}{properties.minor}"

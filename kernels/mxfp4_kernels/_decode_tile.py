@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed codes to bfloat16 in registers, about two instructions for each.
+
+Eight codes make one little-endian int32 word. In bfloat16 the two exponent bits and the mantissa bit of a code go to
+bits 8..6, its sign to bit 15; what that spells is the E2M1 value times ``2**-126``, for the subnormal 0.5 too. One
+multiply puts the exponent right and brings the block's scale along: ``2**(byte - 127 + 126)``, which bfloat16 holds up
+to byte 128. Scales above, of blocks whose largest magnitude is 12 or more, need a second one.
+
+All products are exact in bfloat16 from scale byte 0 on, times a block mantissa ``1 + m / 4`` too (five significant
+bits). Values beyond its range become infinite; finite 16-bit and float32 weights have none below ``2**127``.
+
+Constants of the functions here:
+
+* ``CUDA``: multiply two bfloat16 in one instruction, written in PTX; otherwise as float32, with the same results.
+* ``INTERPRETED``: give float32 of the same values, because Triton's interpreter does not calculate in bfloat16.
+"""
+
+import triton
+import triton.language as tl
+
+
+#: Scale bytes up to this one need no second multiply.
+NARROW_BYTE = tl.constexpr(128)
+_HIGH_HALF = tl.constexpr(-0x10000)
+# 0x81C081C0: sign, exponent and mantissa of both halves.
+_ELEMENT_FIELDS = tl.constexpr(-0x7E3F7E40)
+_NAN_BITS = tl.constexpr(0x7FC0)
+_BOTH = tl.constexpr(0x10001)
+
+
+@triton.jit
+def _code_pairs(words, PAIR: tl.constexpr):
+    """int32 words of two bfloat16, code ``PAIR`` (0..3) of ``words`` in the low half and ``PAIR + 4`` in the high half,
+    as E2M1 values times ``2**-126``. A multiply makes two copies of the nibble, for the sign and for the rest."""
+    if PAIR == 0:
+        nibbles = (words & 0x000F000F) * 0x1040
+    elif PAIR == 1:
+        nibbles = (words & 0x00F000F0) * 0x0104
+    elif PAIR == 2:
+        nibbles = ((words >> 8) & 0x000F000F) * 0x1040
+    else:
+        nibbles = ((words >> 8) & 0x00F000F0) * 0x0104
+    return nibbles & _ELEMENT_FIELDS
+
+
+@triton.jit
+def _multiply(pairs, factor, CUDA: tl.constexpr):
+    """Products of the bfloat16 in both halves of int32 words; exact ones only."""
+    if CUDA:
+        # mul.bf16x2 needs sm_90; adding -0 changes nothing.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r",
+            [pairs, factor],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low = (pairs << 16).to(tl.float32, bitcast=True) * (factor << 16).to(tl.float32, bitcast=True)
+        high = (pairs & _HIGH_HALF).to(tl.float32, bitcast=True)
+        high = high * (factor & _HIGH_HALF).to(tl.float32, bitcast=True)
+        return ((low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (high.to(tl.int32, bitcast=True) & _HIGH_HALF)
+
+
+@triton.jit
+def bfloat16_of(bits, INTERPRETED: tl.constexpr):
+    """Numbers whose bfloat16 bits are the low halves of integers."""
+    if INTERPRETED:
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _multipliers(byte, mantissa, BLOCKWISE: tl.constexpr, WIDE: tl.constexpr):
+    """What [`_code_pairs`] of blocks are multiplied by: bfloat16 in both halves of int32 words."""
+    if WIDE:
+        byte = tl.minimum(byte, NARROW_BYTE)
+    factor = (byte + 126) * (_BOTH << 7)
+    if BLOCKWISE:
+        factor |= mantissa * (_BOTH << 5)
+    return factor
+
+
+@triton.jit
+def _second_multipliers(byte):
+    """What blocks with scale bytes above `NARROW_BYTE` are multiplied by again; NaN for byte 255, 1 for the others."""
+    bits = (tl.maximum(byte, NARROW_BYTE) - NARROW_BYTE + 127) << 7
+    return tl.where(byte == 255, _NAN_BITS, bits) * _BOTH
+
+
+@triton.jit
+def _for_words(per_block, words):
+    """``[ROWS, BLOCKS]`` repeated for the four words of each block."""
+    ROWS: tl.constexpr = words.shape[0]
+    BLOCKS: tl.constexpr = words.shape[1] // 4
+    return tl.reshape(tl.broadcast_to(per_block[:, :, None], [ROWS, BLOCKS, 4]), [ROWS, BLOCKS * 4])
+
+
+@triton.jit
+def decode_tile(
+    words,
+    byte,
+    mantissa,
+    NATURAL: tl.constexpr,
+    BLOCKWISE: tl.constexpr,
+    WIDE: tl.constexpr,
+    CUDA: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Values ``[ROWS, 8 * WORDS]`` (bfloat16) of codes ``[ROWS, WORDS]`` (int32 words), with the scale bytes
+    ``[ROWS, WORDS / 4]`` (int32) of their blocks. Macro factors are for the caller to divide by. Block mantissas are
+    not: they come in as int32 of the shape of ``byte``, used with ``BLOCKWISE`` alone.
+
+    ``NATURAL``: in the order of the weight's columns. Otherwise as [`interleave`] orders the other operand, without
+    moving anything.
+    ``WIDE``: every scale byte is right. Otherwise those up to `NARROW_BYTE` are, at half the multiplies.
+    """
+    factor = _for_words(_multipliers(byte, mantissa, BLOCKWISE, WIDE), words)
+    p0 = _multiply(_code_pairs(words, 0), factor, CUDA)
+    p1 = _multiply(_code_pairs(words, 1), factor, CUDA)
+    p2 = _multiply(_code_pairs(words, 2), factor, CUDA)
+    p3 = _multiply(_code_pairs(words, 3), factor, CUDA)
+    if WIDE:
+        second = _for_words(_second_multipliers(byte), words)
+        p0 = _multiply(p0, second, CUDA)
+        p1 = _multiply(p1, second, CUDA)
+        p2 = _multiply(p2, second, CUDA)
+        p3 = _multiply(p3, second, CUDA)
+    # Each join adds the innermost axis. Codes 0 to 3 of a word are in low halves, 4 to 7 in high ones.
+    if NATURAL:
+        even = tl.join(tl.join(p0, p0 >> 16), tl.join(p2, p2 >> 16))
+        odd = tl.join(tl.join(p1, p1 >> 16), tl.join(p3, p3 >> 16))
+        bits = tl.join(even, odd)
+    else:
+        pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
+        bits = tl.join(pairs, pairs >> 16)
+    return bfloat16_of(tl.reshape(bits, [words.shape[0], words.shape[1] * 8]), INTERPRETED)
+
+
+@triton.jit
+def interleave(x):
+    """Columns of ``x[ROWS, COLS]`` as [`decode_tile`] orders them without ``NATURAL``: of eight, 0 4 1 5 2 6 3 7."""
+    x = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 2, 4]), [0, 1, 3, 2])
+    return tl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2] * x.shape[3]])

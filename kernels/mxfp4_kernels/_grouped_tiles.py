@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the grouped kernels share: which tile of which expert a program owns, and elements on their way in and out.
+
+Rows are sorted by expert; ``offsets`` says where the rows of each end. Tiles never straddle experts. How many tiles
+there are is known on the device alone, so the grid has the most that there can be ([`tile_slots`]) and programs without
+a tile leave at once: nothing is read back, and one CUDA graph serves every routing.
+
+Triton's interpreter multiplies no bfloat16 and truncates when it converts to it: with ``INTERPRETED`` elements of that
+type pass as int16 bits.
+"""
+
+import triton
+import triton.language as tl
+
+
+def tile_slots(n_rows: int, n_experts: int, tile_rows: int) -> int:
+    """Tiles of ``tile_rows`` rows that ``n_rows`` rows of ``n_experts`` experts need at most, whatever the counts: at
+    most one of each expert that has rows is not full."""
+    return n_rows // tile_rows + min(n_rows, n_experts)
+
+
+@triton.jit
+def find_tile(offsets_ptr, slot, n_experts, EXPERTS: tl.constexpr, BM: tl.constexpr):
+    """Expert, first row and end of the expert's rows of tile ``slot``; the expert is ``n_experts`` where there are
+    fewer tiles. ``EXPERTS`` is a power of two, at least ``n_experts``."""
+    ids = tl.arange(0, EXPERTS)
+    # Past the last expert the counts are zero.
+    ends = tl.load(offsets_ptr + tl.minimum(ids, n_experts - 1))
+    starts = tl.load(offsets_ptr + tl.minimum(ids, n_experts) - 1, mask=ids > 0, other=0)
+    tiles = (ends - starts + BM - 1) // BM
+    after = tl.cumsum(tiles, 0)
+    done = after <= slot
+    expert = tl.sum(done.to(tl.int32), 0)
+    before = tl.sum(tl.where(done, tiles, 0), 0)
+    expert = tl.minimum(expert, n_experts)
+    start, end = rows_of(offsets_ptr, tl.minimum(expert, n_experts - 1))
+    return expert, start + (slot - before) * BM, end
+
+
+@triton.jit
+def rows_of(offsets_ptr, expert):
+    """First row and end of the rows of an expert (int32 scalars)."""
+    start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+    return start, tl.load(offsets_ptr + expert)
+
+
+@triton.jit
+def to_float(x, BF16: tl.constexpr):
+    """Float32 of loaded elements; with ``BF16`` these are int16 bits of bfloat16."""
+    if BF16:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def as_operand(x, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Loaded elements as a matrix product takes them."""
+    if INTERPRETED:
+        return to_float(x, BF16)
+    else:
+        return x
+
+
+@triton.jit
+def round_to_bf16(value):
+    """Float32 values rounded to bfloat16, as int16 bits; NaN is 0x7FC0."""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(value == value, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0).to(tl.int16)
+
+
+@triton.jit
+def store_tile(pointers, value, mask, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Store float32 values in the dtype of the output; interpreted, bfloat16 leaves as int16 bits."""
+    if BF16 and INTERPRETED:
+        value = round_to_bf16(value)
+    tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles Triton kernels ahead of time, without a GPU. For scripts that `run_script` starts: a process that interprets
+kernels cannot compile them."""
+
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+def gpu_target(backend: str, arch: str) -> GPUTarget:
+    """``"cuda", "90"`` or ``"hip", "gfx950"``."""
+    return GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget("hip", arch, 64)
+
+
+def compile_kernel(
+    target: GPUTarget,
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+    multiples_of_16: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Code of one variant of a kernel: ``llir``, ``ptx`` and ``sass`` (with resource usage) or ``amdgcn``, and
+    bytes of ``shared`` memory.
+
+    Args:
+        types: Triton's type of every argument that is not constant; of more names than the kernel has, if need be.
+        constants: values of compile-time arguments; `None` for a pointer that is not used. Likewise.
+        options: of the compiler, ``num_warps`` and the like.
+        multiples_of_16: arguments that the compiler may take for multiples of 16 (pointers: aligned to 16 bytes).
+    """
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    source = ASTSource(
+        kernel,
+        signature={name: "constexpr" if name in constants else types[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in multiples_of_16
+            if name in names and name not in constants
+        },
+    )
+    compiled = triton.compile(source, target=target, options=dict(options))
+    report = {kind: compiled.asm[kind] for kind in ("llir", "ptx", "amdgcn") if kind in compiled.asm}
+    if "cubin" in compiled.asm:
+        report["sass"] = _disassemble(compiled.asm["cubin"])
+    return report | {"shared": compiled.metadata.shared}
+
+
+def _disassemble(cubin: bytes) -> str:
+    """Machine code and resource usage of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
+        nvdisasm = triton.knobs.nvidia.nvdisasm.path
+        environment = {"PATH": nvdisasm.rpartition("/")[0]}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the grouped kernels ahead of time for one target, without a GPU; prints the generated code as JSON.
+
+python run_grouped_compiler.py cuda 90 [variant ...]
+"""
+
+import json
+import sys
+
+from ahead_of_time import compile_kernel, gpu_target
+
+from mxfp4_kernels import (
+    _blocks,
+    _grouped,
+    _grouped_e4m3,
+    _grouped_e4m3_kernel,
+    _grouped_kernel,
+    _grouped_packed,
+    _grouped_packed_kernel,
+)
+
+
+# Qwen3-30B-A3B: gate and up projections of 128 experts.
+N, K, EXPERTS = 1536, 2048, 128
+_ELEMENTS = {"bf16": "*bf16", "fp32": "*fp32", "e4m3": "*fp8e4nv"}
+
+
+def named(table) -> dict[str, dict]:
+    """Configs of a table of tiles, by their numbers."""
+    names = ("BM", "BN", "BK", "num_warps", "num_stages")
+    configs = [dict(zip(names, config, strict=True)) for _, config in table]
+    return {"x".join(map(str, config.values())): config for config in configs}
+
+
+MATMUL, WGRAD = named(_grouped._MATMUL), named(_grouped._WGRAD)
+PACKED = [
+    dict(zip(("BM", "BN", "num_warps", "num_stages"), t, strict=True)) for _, ts in _grouped_packed._TILES for t in ts
+]
+
+
+def dense(name: str, config: dict, element: str = "bf16", **changes) -> tuple:
+    return _grouped_kernel, f"{name}_kernel", config, element, changes
+
+
+def packed(config: dict, **changes) -> tuple:
+    plain = {"BK": 128, "MACRO": 32, "SEARCH": 0, "residual_codes_ptr": None, "residual_scale_ptr": None}
+    return _grouped_packed_kernel, "grouped_packed_kernel", config, "bf16", plain | changes
+
+
+def e4m3(name: str, tile: tuple, sides: tuple[str, str]) -> tuple:
+    config = dict(zip((*sides, "num_warps", "num_stages"), tile, strict=True))
+    return _grouped_e4m3_kernel, f"grouped_{name}_e4m3_kernel", config, "e4m3", {"bias_ptr": None}
+
+
+STATIC = {"MACRO": 128, "SEARCH": _blocks.STATIC.value}
+VARIANTS = {
+    **{f"matmul {name}": dense("grouped_matmul", config) for name, config in MATMUL.items()},
+    **{f"wgrad {name}": dense("grouped_wgrad", config) for name, config in WGRAD.items()},
+    **{f"packed {'x'.join(map(str, config.values()))}": packed(config) for config in PACKED},
+    "packed static": packed(PACKED[0], **STATIC),
+    "packed blockwise": packed(PACKED[0], MACRO=128, SEARCH=_blocks.BLOCKWISE.value),
+    "packed fallback": packed(PACKED[0], residual_codes_ptr=..., residual_scale_ptr=..., **STATIC),
+    "packed odd": packed(PACKED[0], N=1531, K=2040, **STATIC),
+    **{f"e4m3 {'x'.join(map(str, t))}": e4m3("matmul", t, ("BM", "BN")) for _, t in _grouped_e4m3._MATMUL},
+    **{f"e4m3 wgrad {'x'.join(map(str, t))}": e4m3("wgrad", t, ("BN", "BK")) for t in _grouped_e4m3._WGRAD},
+    "dgrad": dense("grouped_matmul", MATMUL["128x128x64x8x3"], transposed=True),
+    "odd": dense("grouped_matmul", MATMUL["16x64x64x4x3"], N=1531, K=2041),
+    "fp32": dense("grouped_matmul", {"BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}, "fp32"),
+    "sum": dense("grouped_sum", {"BM": 32, "BN": 128, "num_warps": 4}),
+}
+
+
+def compile_variant(target, module, kernel_name: str, config: dict, element: str, changes: dict) -> dict:
+    kernel = getattr(module, kernel_name)
+    config = dict(config)
+    options = {key: config.pop(key) for key in ("num_warps", "num_stages") if key in config}
+    if target.backend == "hip":
+        options["num_stages"] = 2
+    sizes = {"N": N, "K": K} | {key: changes[key] for key in ("N", "K") if key in changes}
+    transposed = changes.get("transposed", False)
+    if transposed:
+        sizes = {"N": sizes["K"], "K": sizes["N"]}
+    constants = {
+        **sizes,
+        **config,
+        "EXPERTS": EXPERTS,
+        "BF16": element == "bf16",
+        "OUT_BF16": element != "fp32",
+        "CUDA": target.backend == "cuda",
+        "INTERPRETED": False,
+        "weight_n_stride" if transposed else "weight_k_stride": 1,
+        "left_column_stride": 1,
+        "right_column_stride": 1,
+        "bias_ptr": None if transposed else ...,
+        **{name: value for name, value in changes.items() if name not in ("N", "K", "transposed")},
+    }
+    constants = {name: value for name, value in constants.items() if value is not ...}
+    types = {name: _ELEMENTS[element] if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    types |= {
+        "offsets_ptr": "*i32",
+        "rows_ptr": "*i64",
+        "alpha": "fp32",
+        "codes_ptr": "*i32",
+        "residual_codes_ptr": "*i32",
+    }
+    types |= dict.fromkeys(("scale_ptr", "macro_ptr", "residual_scale_ptr"), "*u8")
+    if element == "e4m3":
+        types["out_ptr"] = "*bf16"
+        types |= {name: "*fp32" for name in kernel.arg_names if name.endswith("_scale_ptr")}
+        constants |= {name: 1 for name in kernel.arg_names if name.endswith("_scale_row_stride")}
+    aligned = [name for name in kernel.arg_names if name.endswith(("_ptr", "_stride"))]
+    if any(size % 8 for size in sizes.values()):
+        aligned = [name for name in aligned if name.endswith("_ptr")]
+    return compile_kernel(target, kernel, types, constants, options, aligned)
+
+
+if __name__ == "__main__":
+    target = gpu_target(*sys.argv[1:3])
+    names = sys.argv[3:] or list(VARIANTS)
+    print(json.dumps({name: compile_variant(target, *VARIANTS[name]) for name in names}))

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the products of quantized operands ahead of time for one target; prints the generated code as JSON.
+
+python run_matmul_compiler.py cuda 90
+"""
+
+import json
+import sys
+
+from ahead_of_time import compile_kernel, gpu_target
+
+from mxfp4_kernels import _matmul, _matmul_kernel
+
+
+#: Bytes of shared memory that a program may have.
+SHARED_MEMORY = {"80": 163, "89": 99, "90": 227, "100": 227, "120": 99, "gfx942": 64, "gfx950": 160}
+NATIVE = ("100", "120", "gfx950")
+FP8 = ("89", "90", "100", "120", "gfx950")
+TYPES = {
+    "a_ptr": "*u8",
+    "b_ptr": "*u8",
+    "a_scale_ptr": "*u8",
+    "b_scale_ptr": "*u8",
+    "a_macro_ptr": "*u8",
+    "b_macro_ptr": "*u8",
+    "bias_ptr": "*bf16",
+    "out_ptr": "*bf16",
+    **dict.fromkeys(("n_rows", "n_cols", "length", "n_codes", "n_blocks", "n_macros"), "i32"),
+}
+E4M3_TYPES = TYPES | {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32"}
+
+
+def compile_product(target, arch: str, kernel, types: dict, n_rows: int, tiles, constants: dict) -> dict:
+    limit = SHARED_MEMORY[arch] * 1024
+    config = dict(_matmul.usual_configs(n_rows, tiles, limit)[0])
+    options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"HAS_BIAS": True, "INTERPRETED": False, "STEPS": 0, **constants, **config}
+    # What is not divisible by 16: the rows, and with them the scales of groups.
+    aligned = [name for name in TYPES if name not in ("n_rows", "n_macros", "n_blocks")]
+    report = compile_kernel(target, kernel, types, constants, options, aligned)
+    return report | {"limit": limit, "config": config | options}
+
+
+def compile_all(target, arch: str) -> dict:
+    found = {}
+    for n_rows in (16, 4096):
+        if arch in FP8:
+            for name, per_group in (("row", False), ("group", True)):
+                constants = {"PER_GROUP": per_group}
+                kernel = _matmul_kernel.matmul_e4m3_kernel
+                found[f"e4m3 {name} {n_rows}"] = compile_product(
+                    target, arch, kernel, E4M3_TYPES, n_rows, _matmul.Tiles(), constants
+                )
+        for name, has_macro in (("plain", False), ("macro", True)):
+            constants = {"MACRO": has_macro, "NATIVE": arch in NATIVE}
+            if not has_macro:
+                constants |= {"a_macro_ptr": None, "b_macro_ptr": None}
+            kernel = _matmul_kernel.matmul_mxf4_kernel
+            tiles = _matmul.mxf4_tiles(arch in NATIVE, has_macro, arch == "100")
+            found[f"mxf4 {name} {n_rows}"] = compile_product(target, arch, kernel, TYPES, n_rows, tiles, constants)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(gpu_target(*sys.argv[1:]), sys.argv[2])))

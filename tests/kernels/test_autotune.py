@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of launch parameters and the files it is kept in; the GPU and the clock are stand-ins."""
+
+import json
+
+import pytest
+import torch
+
+from mxfp4_kernels import _autotune
+from mxfp4_kernels._autotune import autotune, cache_file, choose
+
+
+CONFIGS = [{"BLOCK_M": 64, "num_warps": 4}, {"BLOCK_M": 128, "num_warps": 8}, {"BLOCK_M": 256, "num_warps": 8}]
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_MXFP4_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_MXFP4_AUTOTUNE", raising=False)
+    monkeypatch.setattr(_autotune, "gpu_name", lambda device: "some_gpu")
+    monkeypatch.setattr(_autotune, "_SHIPPED", tmp_path / "shipped")
+    _autotune._chosen.clear()
+    yield
+    _autotune._chosen.clear()
+
+
+def bench(fastest: int, ran: list | None = None):
+    def time(config):
+        if ran is not None:
+            ran.append(config["BLOCK_M"])
+        return abs(config["BLOCK_M"] - fastest)
+
+    return time
+
+
+def ask(time=None, configs=CONFIGS, key=(16, "bfloat16")):
+    return choose("matmul", key, configs, time or bench(128), DEVICE)
+
+
+def test_nothing_is_measured_unless_asked_for(tmp_path):
+    ran = []
+    assert ask(bench(128, ran)) is CONFIGS[0]
+    assert ran == [] and list(tmp_path.iterdir()) == []
+
+
+def test_the_fastest_is_measured_once_and_found_again_by_other_processes(monkeypatch):
+    ran = []
+    ask()  # chosen without a measurement before
+    with autotune():
+        assert ask(bench(128, ran)) is ask(bench(128, ran)) is CONFIGS[1]
+    assert ran == [64, 128, 256]
+    _autotune._chosen.clear()
+    assert ask(bench(0, ran)) is CONFIGS[1] and len(ran) == 3
+    monkeypatch.setenv("HF_MXFP4_AUTOTUNE", "1")
+    _autotune._chosen.clear()
+    assert ask(bench(0, ran)) is CONFIGS[1] and len(ran) == 3
+    assert ask(bench(256, ran), key=(32, "bfloat16")) is CONFIGS[2] and len(ran) == 6
+    stored = json.loads(cache_file("some_gpu").read_text())
+    assert stored["matmul"] == {"16 bfloat16": CONFIGS[1], "32 bfloat16": CONFIGS[2]}
+    assert [path.name for path in cache_file("some_gpu").parent.iterdir()] == ["some_gpu.json"]
+
+
+def test_configs_that_fail_are_out():
+    def fails_at_first(config):
+        if config is CONFIGS[1]:
+            raise RuntimeError("out of resource: shared memory")
+        return bench(128)(config)
+
+    def fails(config):
+        raise RuntimeError("out of resource")
+
+    with autotune():
+        assert ask(fails_at_first) is CONFIGS[0]
+        with pytest.warns(UserWarning, match="no config ran.*out of resource"):
+            assert ask(fails, key=(1,)) is CONFIGS[0]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": "v", "matmul": 3}', "\x00"])
+def test_a_damaged_file_is_ignored_with_a_warning_and_replaced(text):
+    cache_file("some_gpu").parent.mkdir(parents=True)
+    cache_file("some_gpu").write_text(text)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert ask() is CONFIGS[0]
+    with pytest.warns(UserWarning, match="cannot be read"), autotune():
+        assert ask() is CONFIGS[1]
+    assert json.loads(cache_file("some_gpu").read_text())["matmul"] == {"16 bfloat16": CONFIGS[1]}
+
+
+def test_entries_of_other_versions_or_of_configs_no_longer_offered_do_not_count(monkeypatch):
+    with autotune():
+        ask()
+    _autotune._chosen.clear()
+    assert ask(configs=[CONFIGS[0], CONFIGS[2]]) is CONFIGS[0]
+    _autotune._chosen.clear()
+    monkeypatch.setattr(_autotune, "version", lambda: "another")
+    assert ask() is CONFIGS[0]
+
+
+def test_a_shipped_table_comes_before_the_first_config_and_after_a_measurement(tmp_path):
+    (tmp_path / "shipped").mkdir()
+    (tmp_path / "shipped" / "some_gpu.json").write_text(json.dumps({"matmul": {"16 bfloat16": CONFIGS[2]}}))
+    assert ask() is CONFIGS[2]
+    with autotune():
+        assert ask() is CONFIGS[1]
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_MXFP4_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cannot"), autotune():
+        assert ask() is CONFIGS[1]
+
+
+def test_interpreted_kernels_and_single_configs_need_no_choice():
+    with autotune():
+        assert choose("matmul", (), CONFIGS, bench(256), torch.device("cpu")) is CONFIGS[0]
+        assert ask(configs=CONFIGS[2:]) is CONFIGS[2]
+    with pytest.raises(ValueError, match="matmul: no configs"):
+        ask(configs=[])
+
+
+def test_the_version_names_triton_and_the_sources():
+    assert _autotune.version().startswith("triton 3.") and "kernels" in _autotune.version()

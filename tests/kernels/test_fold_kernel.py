@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folding kernels against the eager definition, interpreted; what they refuse; what compilers make of them."""
+
+import re
+
+import pytest
+import torch
+
+import mxfp4_kernels
+
+
+def test_interpreted_folding_equals_eager_bit_for_bit(run_script):
+    report = run_script("run_fold.py", interpret=True)
+    assert report["mismatches"] == []
+    assert report["cases"] == 18 and report["inexact"] > 20 and report["nan"] > 100
+    assert report["sides"] == 17
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "options", "error", "words"),
+    [
+        ("fold_e4m3", "x", {}, TypeError, "needs a tensor, got str"),
+        ("fold_e4m3", torch.ones(2, 2, dtype=torch.float64), {}, TypeError, "float64"),
+        ("fold_e4m3", torch.ones(2), {}, ValueError, "needs a matrix, got 1 axes"),
+        ("fold_e4m3", torch.ones(2, 2, 2), {"axis": 0}, ValueError, "axis=0 needs a matrix, got 3"),
+        ("fold_e4m3", torch.ones(2, 2), {"axis": -1}, ValueError, "axis=-1"),
+        ("fold_e4m3", torch.ones(2, 2), {"group": 64}, ValueError, "group=64"),
+        (
+            "fold_e4m3",
+            torch.ones(2, 2),
+            {"group": "row", "macro_block": 128},
+            ValueError,
+            "not fold by group='row'",
+        ),
+        ("fold_e4m3", torch.ones(2, 2), {"macro_block": 64}, ValueError, "macro_block=64.*does not fold"),
+        ("fold_e4m3", torch.ones(2, 2), {"macro_block": 128, "macro_search": "blockwise"}, ValueError, "blockwise"),
+        ("fold_e4m3", torch.ones(2, 2), {"scale_rule": "ceil"}, ValueError, "scale_rule='ceil'"),
+        ("fold_e4m3_both", torch.ones(2, 2), {"columns": "rows"}, ValueError, "columns='rows'"),
+        ("fold_e4m3_both", torch.ones(2, 2), {"columns": "reused", "macro_block": 128}, ValueError, "macro_block=None"),
+        ("fold_e4m3_both", torch.ones(2, 2), {"columns": "reused", "rotation": (16, None)}, ValueError, "rotation="),
+        ("fold_e4m3_both", torch.ones(2, 2), {"rotation": (None, 8)}, ValueError, "rotation=8"),
+        ("fold_e4m3_both", torch.ones(2, 2), {"seed": (None, 1)}, ValueError, "seed has no effect"),
+        ("fold_e4m3", torch.ones(2, 2), {"rounding": "stochastic"}, TypeError, "needs an integer"),
+        ("fold_e4m3", torch.ones(2, 2), {"rounding": "up"}, ValueError, "rounding='up'"),
+        ("fold_e4m3", torch.ones(2, 2), {"rotation": 16, "signs": torch.ones(8)}, ValueError, "signs has the shape"),
+        ("fold_e4m3_both", torch.ones(2, 2, 2, 2, dtype=torch.int8), {}, TypeError, "int8"),
+        ("quantize_e4m3", torch.ones(()), {}, ValueError, "needs a matrix, got 0"),
+    ],
+)
+def test_what_does_not_fold_is_refused(function, x, options, error, words):
+    with pytest.raises(error, match=words):
+        getattr(mxfp4_kernels, function)(x, **options)
+
+
+def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch):
+    from mxfp4_kernels import _fold
+
+    monkeypatch.setattr(_fold, "INTERPRETED", False)
+    for function in (mxfp4_kernels.fold_e4m3, mxfp4_kernels.fold_e4m3_both, mxfp4_kernels.quantize_e4m3):
+        with pytest.raises(ValueError, match="needs a GPU tensor"):
+            function(torch.ones(2, 2))
+
+
+def test_rows_stay_in_registers_where_little_is_padding():
+    from mxfp4_kernels._fold import rows_plan
+
+    def plan(length, unit=True, tiles=False):
+        (tile, options) = rows_plan(1, length, unit, tiles)
+        return tile["ROWS"], tile["COLS"], tile["ONE_TILE"], options["num_warps"]
+
+    assert plan(1) == (16, 128, True, 4)
+    assert plan(1024) == (2, 1024, True, 4)
+    assert plan(4096) == (1, 4096, True, 8)
+    assert plan(8192) == (1, 8192, True, 16)
+    assert plan(5120) == plan(14336) == (1, 2048, False, 4)
+    assert plan(8192, unit=False) == plan(8192, tiles=True) == (32, 128, False, 4)
+
+
+#: Kernels whose rows of elements are adjacent and aligned: 16 bytes at a time, in and out.
+WIDE = ("groups", "groups mbs", "rows 4096", "rows 8192", "rows 14336", "fp8", "both", "both mbs", "both reused")
+
+
+#: On sm_90, registers of a thread and instructions of the kernel, with a little room: more of either cost bandwidth.
+MOST_REGISTERS = {"groups": (48, 420), "rows 4096": (48, 380), "fp8": (40, 180), "both": (104, 1750)}
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param("80", marks=pytest.mark.large), "90", pytest.param("120", marks=pytest.mark.large)]
+)
+def test_cuda(run_script, arch):
+    report = run_script("run_fold_compiler.py", "cuda", arch, interpret=False)
+    assert len(report) == 16
+    for name, asm in report.items():
+        ptx = asm["ptx"]
+        assert ".ftz" not in ptx and ".approx" not in ptx, name
+        # Without the conversion in hardware, integers hold more in registers.
+        if arch != "80" or "both" not in name:
+            assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
+        assert asm["shared"] <= 16384, name
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (arch != "80"), name
+        if name in WIDE:
+            assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, name
+        if arch == "90" and name in MOST_REGISTERS:
+            registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
+            instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(?!\s+NOP)", asm["sass"], re.MULTILINE))
+            assert registers <= MOST_REGISTERS[name][0] and instructions <= MOST_REGISTERS[name][1], name
+        assert ("div.rn.f32" in ptx) == (name in ("groups mbs", "groups mse dynamic", "columns odd huge", "both mbs"))
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_hip(run_script, arch):
+    report = run_script("run_fold_compiler.py", "hip", arch, interpret=False)
+    for name, asm in report.items():
+        code = asm["amdgcn"]
+        assert re.search(r"\.vgpr_spill_count: +0\b", code) and re.search(r"ScratchSize: 0\b", code), name
+        assert ("v_cvt_scalef32_pk_fp8_f32" in code or "v_cvt_pk_fp8_f32" in code) == (arch == "gfx950"), name
+        assert asm["shared"] <= 64 * 1024, name

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped products of experts: interpreted against float64, their interface, and what compilers make of them."""
+
+import re
+
+import pytest
+import torch
+
+import mxfp4_kernels
+
+
+#: Bytes of shared memory that one program may have.
+SHARED = {"80": 166912, "90": 232448, "100": 232448, "120": 101376, "gfx942": 65536, "gfx950": 163840}
+
+
+@pytest.mark.parametrize(
+    ("what", "dtype", "cases"),
+    [("dense", "bfloat16", 53), ("packed", "bfloat16", 16), ("e4m3", "bfloat16", 19)],
+)
+def test_interpreted_products_are_those_of_each_expert(run_script, what, dtype, cases):
+    report = run_script("run_grouped.py", what, dtype, interpret=True)
+    assert {label: value for label, value in report.items() if not value <= 1} == {}
+    assert len(report) == cases
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    ("what", "dtype"),
+    [
+        ("dense", "float16"),
+        ("dense", "float32"),
+        ("packed", "float16"),
+        ("packed", "float32"),
+        ("e4m3", "float16"),
+        ("e4m3", "float32"),
+    ],
+)
+def test_interpreted_products_of_other_dtypes(run_script, what, dtype):
+    report = run_script("run_grouped.py", what, dtype, interpret=True)
+    assert {label: value for label, value in report.items() if not value <= 1} == {} and report
+
+
+def test_experts_on_the_kernels_are_experts_one_after_the_other(run_script):
+    report = run_script("run_grouped_experts.py", interpret=True)
+    together = {"grouped_matmul": 2, "grouped_wgrad": 1, "grouped_sum": 1}
+    for scheme in ("default", "w4a4g8", "macro", "paper_b", "full"):
+        found = report.pop(scheme)
+        assert found["launches"] == together and not found["read"] and found["zero"], scheme
+        assert max(found["differences"]) < 1e-5, scheme
+    one_by_one = report.pop("stochastic")
+    assert one_by_one["read"] and one_by_one["launches"] == {"grouped_matmul": 1, "grouped_sum": 1}
+    assert max(one_by_one["differences"]) < 1e-5
+    trained, packed = report.pop("MXFP4Experts"), report.pop("MXFP4PackedExperts")
+    assert trained["launches"] == {name: 2 * count for name, count in together.items()}
+    assert max(trained["differences"]) < 1e-2
+    # Weights in macro blocks are rounded to bfloat16 by the layer without kernels alone.
+    assert packed["launches"] == {"grouped_matmul_packed": 2, "grouped_matmul": 2, "grouped_sum": 2}
+    assert max(packed["differences"]) < 3e-2
+    assert not report
+
+
+#: Variants that every GPU must take, and those that every GPU with E4M3 must.
+FEW = ("matmul 16x64x64x4x3", "wgrad 32x64x64x4x2", "packed 16x64x4x3", "packed fallback")
+FEW_E4M3 = ("e4m3 64x128x4x3", "e4m3 wgrad 64x64x4x2")
+
+
+@pytest.mark.parametrize("arch", ["90", pytest.param("80", marks=pytest.mark.large), "120"])
+def test_cuda_code(run_script, arch):
+    few = FEW if arch == "80" else FEW + FEW_E4M3
+    report = run_script("run_grouped_compiler.py", "cuda", arch, *(() if arch == "90" else few), interpret=False)
+    for name, asm in report.items():
+        assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
+        assert asm["shared"] <= SHARED[arch], name
+        if name in ("fp32", "sum"):
+            continue
+        element = "e4m3|f16" if name.startswith("e4m3") else "bf16"
+        assert re.search(rf"mma\.sync\S*(?:{element})|wgmma\S*(?:{element})", asm["ptx"]), name
+        sides = re.search(r"(\d+)x(\d+)", name)
+        if arch == "90" and sides:
+            # Of packed weights the tile's second side is the tall one.
+            tall = "wgrad" in name or int(sides[1 + name.startswith("packed")]) >= 64
+            assert ("wgmma.mma_async" in asm["ptx"]) == tall, name
+            assert not (tall and name.startswith("e4m3")) or "f32.e4m3.e4m3" in asm["ptx"], name
+        if name not in ("odd", "packed odd"):
+            # Both operands come in 16 bytes a thread, ahead of their use.
+            assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", asm["ptx"]), name
+
+
+@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=pytest.mark.large)])
+def test_hip_code(run_script, arch):
+    report = run_script("run_grouped_compiler.py", "hip", arch, *FEW, interpret=False)
+    for name, asm in report.items():
+        assert re.search(r"\.vgpr_spill_count: +0\b", asm["amdgcn"]), name
+        assert re.search(r"v_mfma_f32_\w+bf16", asm["amdgcn"]), name
+        assert asm["shared"] <= SHARED[arch], name
+
+
+def test_decoding_costs_few_instructions(run_script):
+    """Of a loop that decodes 64 x 128 weights with 128 threads, 64 each."""
+    asm = run_script("run_grouped_compiler.py", "cuda", "90", "packed 16x64x4x3", interpret=False)["packed 16x64x4x3"]
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]*);", asm["sass"])]
+    loops = []
+    for at, text in code:
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < at:
+            loops.append([line for place, line in code if int(jump[1], 16) <= place <= at])
+    main = min((loop for loop in loops if any("HGMMA" in line for line in loop)), key=len)
+    assert len(main) / 64 < 5
+
+
+X, W = torch.zeros(6, 8), torch.zeros(2, 4, 8)
+ENDS = torch.tensor([2, 6], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (([], W, ENDS), TypeError, "x must be a tensor, got list"),
+        ((X.double(), W.double(), ENDS), TypeError, "x is torch.float64; use torch.bfloat16"),
+        ((X, W.half(), ENDS), TypeError, "weight is torch.float16 but x is torch.float32; convert"),
+        ((X, W, ENDS.long()), TypeError, "offsets must be an int32 tensor, got torch.int64; use counts.cumsum"),
+        ((X, W, [2, 6]), TypeError, "got list"),
+        ((X, W, ENDS[:1]), ValueError, r"of the shape \[2\], got \[1\]"),
+        ((X, W, ENDS.to("meta")), ValueError, "offsets are on meta but the rows are on cpu"),
+        ((X, W.to("meta"), ENDS), ValueError, "weight is on meta but x is on cpu"),
+        ((X[:, :7], W, ENDS), ValueError, r"x has the shape \[6, 7\], expected \[any, 8\]"),
+        ((X, W[0], ENDS), ValueError, r"weight has the shape \[4, 8\], expected \[any, any, any\]"),
+        ((X, W, ENDS, torch.zeros(4)), ValueError, r"bias has the shape \[4\], expected \[2, 4\]"),
+    ],
+)
+def test_grouped_matmul_refuses_what_does_not_fit(arguments, error, words, monkeypatch):
+    from mxfp4_kernels import _grouped
+
+    monkeypatch.setattr(_grouped, "INTERPRETED", True)
+    with pytest.raises(error, match=words):
+        mxfp4_kernels.grouped_matmul(*arguments)
+
+
+def test_the_other_products_refuse_too(monkeypatch):
+    from mxfp4_kernels import _grouped
+
+    with pytest.raises(ValueError, match="grouped_matmul needs tensors on a GPU"):
+        mxfp4_kernels.grouped_matmul(X, W, ENDS)
+    monkeypatch.setattr(_grouped, "INTERPRETED", True)
+    with pytest.raises(ValueError, match=r"right has the shape \[5, 8\], expected \[6, any\]"):
+        mxfp4_kernels.grouped_wgrad(X, X[:5], ENDS)
+    with pytest.raises(TypeError, match="results cannot be torch.float64"):
+        mxfp4_kernels.grouped_wgrad(X, X, ENDS, torch.float64)
+    with pytest.raises(TypeError, match="results cannot be torch.int32"):
+        mxfp4_kernels.grouped_sum(X, ENDS, torch.int32)
+    codes, scale = torch.zeros(2, 4, 4, dtype=torch.uint8), torch.zeros(2, 4, 1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"scale has the shape \[2, 4, 1\]; 80 elements need \[2, 4, 3\]"):
+        codes80 = torch.zeros(2, 4, 40, dtype=torch.uint8)
+        mxfp4_kernels.grouped_matmul_packed(torch.zeros(6, 80), codes80, scale, ENDS, length=80)
+    with pytest.raises(ValueError, match=r"x has the shape \[6, 8\], expected \[any, 9\]"):
+        mxfp4_kernels.grouped_matmul_packed(X, codes, scale, ENDS, length=9)
+    with pytest.raises(ValueError, match="macro is missing"):
+        mxfp4_kernels.grouped_matmul_packed(X, codes, scale, ENDS, length=8, macro_block=128)
+
+
+def test_tiles_are_enough_for_any_counts():
+    from mxfp4_kernels._grouped_tiles import tile_slots
+
+    generator = torch.Generator().manual_seed(0)
+    for tile_rows in (16, 128):
+        for experts in (1, 3, 128):
+            for rows in (1, 5, 17, 300, 5000):
+                counts = torch.bincount(torch.randint(experts, (rows,), generator=generator) ** 2 % experts)
+                assert (-(-counts // tile_rows)).sum() <= tile_slots(rows, experts, tile_rows)
+
+
+@pytest.mark.parametrize("limit", [65536, 101376, 166912, 232448])
+def test_configs_fit_the_shared_memory(limit, monkeypatch):
+    from mxfp4_kernels import _grouped
+
+    monkeypatch.setattr(_grouped, "INTERPRETED", False)
+    monkeypatch.setattr(_grouped, "shared_memory", lambda device: limit)
+    for rows in (1, 64, 1024, 65536):
+        for table, contracted in ((_grouped._MATMUL, 2), (_grouped._WGRAD, 0)):
+            for size in (2, 4):
+                found = _grouped.fitting(table, rows, 128, size, torch.device("cuda"), contracted)
+                assert found
+                for config in found:
+                    side = config["BM"] if contracted == 0 else config["BK"]
+                    others = config["BM"] + config["BN"] + config["BK"] - side
+                    assert others * side * size * config["num_stages"] <= limit

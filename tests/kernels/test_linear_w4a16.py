@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with packed weights: interpreted, against float64 products of the dequantized weight."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mxfp4_kernels
+from hf_mxfp4 import numerics
+
+
+def test_products_with_packed_weights(run_script):
+    report = run_script("run_linear_w4a16.py", "few", interpret=True)
+    assert report == {"cases": 12, "fused": 9, "split": 3, "wrong": []}
+
+
+@pytest.mark.large
+def test_the_matrix_of_shapes_dtypes_and_schemes(run_script):
+    report = run_script("run_linear_w4a16.py", "matrix", interpret=True)
+    assert report == {"cases": 540, "fused": 540, "split": 108, "wrong": []}
+
+
+def test_special_values_sizes_and_repeated_calls(run_script):
+    report = run_script("run_linear_special.py", interpret=True)
+    assert report.pop("checks") == 9
+    assert not any(report.values()), report
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "route", "why"),
+    [
+        ((1, 4096, 4096), {}, "fused", "8 splits"),
+        ((16, 4096, 14336), {"macro_block": 128}, "fused", "splits"),
+        ((256, 4096, 4096), {}, "fused", "1 splits"),
+        ((257, 4096, 4096), {}, "dense", "257 rows"),
+        ((1, 64, 4098), {}, "dense", "words of 32 bits"),
+        ((1, 64, 4096), {"macro_block": 64}, "dense", "macro blocks of 64"),
+    ],
+)
+def test_plans_say_what_and_why(shape, options, route, why):
+    plan = mxfp4_kernels.plan_linear_w4a16(*shape, "90", **options)
+    assert plan.route == route
+    assert why in plan.reason
+    assert bool(plan.configs) == (route == "fused")
+
+
+@pytest.mark.parametrize("arch", ["80", "90", "120", "gfx942"])
+@pytest.mark.parametrize("n_tokens", [1, 9, 64, 200])
+def test_plans_cover_every_column_and_do_not_oversubscribe(arch, n_tokens):
+    for n_rows, n_cols in ((1, 8), (4096, 4096), (151936, 2048), (896, 27648)):
+        plan = mxfp4_kernels.plan_linear_w4a16(n_tokens, n_rows, n_cols, arch, multiprocessors=100)
+        for config in plan.configs:
+            splits = -(-n_cols // (config["BK"] * config["split_steps"]))
+            tiles = -(-n_rows // config["BN"]) * -(-n_tokens // config["BM"])
+            assert splits * config["split_steps"] * config["BK"] >= n_cols
+            assert (splits - 1) * config["split_steps"] * config["BK"] < n_cols
+            assert splits == 1 or splits * tiles <= 100 * 4 * 2
+
+
+PACKED = numerics.quantize(torch.ones(4, 64), macro_block=128)
+
+
+def call(x=None, **changes):
+    parts = {"codes": PACKED.codes, "scale": PACKED.scale, "macro": PACKED.macro, "macro_block": 128, "length": 64}
+    return mxfp4_kernels.linear_w4a16(torch.ones(2, 64) if x is None else x, **parts | changes)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (TypeError, "needs a tensor", {"x": 3}),
+        (TypeError, "float64", {"x": torch.ones(2, 64, dtype=torch.float64)}),
+        (ValueError, "last axis must be 64", {"x": torch.ones(2, 63)}),
+        (ValueError, "last axis must be 64", {"x": torch.tensor(1.0)}),
+        (TypeError, "codes must be uint8", {"codes": PACKED.codes.int()}),
+        (ValueError, "codes has the shape", {"codes": PACKED.codes[:, 1:]}),
+        (ValueError, "scale has the shape", {"scale": PACKED.scale[1:]}),
+        (ValueError, "macro is missing", {"macro": None}),
+        (ValueError, "macro is given", {"macro_block": None}),
+        (ValueError, "residual_codes is missing", {"outlier_fallback": 0.5}),
+        (ValueError, "macro_block=48", {"macro_block": 48}),
+        (TypeError, "bias must be floating-point", {"bias": torch.ones(4, dtype=torch.int32)}),
+        (ValueError, "bias has the shape", {"bias": torch.ones(5)}),
+        (TypeError, "out is torch.float16", {"out": torch.ones(2, 4, dtype=torch.float16)}),
+        (ValueError, "out must be contiguous", {"out": torch.ones(4, 2).T}),
+        (ValueError, "scale is on meta", {"scale": PACKED.scale.to("meta")}),
+        (ValueError, "needs GPU tensors", {}),
+    ],
+)
+def test_wrong_arguments_are_refused(error, message, changes):
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+class _Launch:
+    """Stands for a kernel: keeps what it was launched with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.calls.append((grid, arguments, constants))
+
+
+def test_a_launch_reads_no_value_of_any_tensor(monkeypatch):
+    """Fake tensors have none: a host that waited for one would raise. What is left can be captured in a graph."""
+    from mxfp4_kernels import _decode, _launch
+
+    kernel = _Launch()
+    monkeypatch.setattr(_decode, "linear_kernel", kernel)
+    monkeypatch.setattr(_launch, "INTERPRETED", True)
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        x = torch.empty(3, 4096, dtype=torch.bfloat16)
+        codes, scale = (torch.empty(256, 4096 // n, dtype=torch.uint8) for n in (2, 32))
+        y = mxfp4_kernels.linear_w4a16(x, codes, scale, length=4096)
+    assert y.shape == (3, 256)
+    ((grid, _, constants),) = kernel.calls
+    assert grid == (4, constants["n_splits"], 1)
+    assert constants["n_splits"] == 8 and constants["SPLIT"]
+
+
+def test_captured_launches_never_share_counters(monkeypatch):
+    from mxfp4_kernels import _counters
+
+    device = torch.device("cpu")
+    monkeypatch.setattr(_counters, "_for_graphs", {device: (torch.zeros(256, dtype=torch.int32), 0)})
+    given = [_counters._captured(count, device) for count in (1, 70, 64)]
+    places = [part.storage_offset() for part in given]
+    assert places == [0, 32, 128]
+    # Used up: the graph clears some of its own.
+    other = _counters._captured(65, device)
+    assert other.numel() == 65 and other.storage_offset() == 0 and not other.any()
+    assert other.untyped_storage().data_ptr() != given[0].untyped_storage().data_ptr()

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.compile` of quantized layers and models: one graph, never compiled again, and the bits of eager code.
+
+The contract: operators run the very code of eager mode, so whatever the compiler leaves alone has the same bits: all of
+a layer, and all of a model under ``aot_eager`` where transformers runs the same attention (its SDPA takes another
+backward kernel when compiled). Inductor rounds what it fuses around the operators in its own way.
+"""
+
+import pytest
+import torch
+from compiling import SELECTIVE, STOCHASTIC, assert_equal, check_training, compiled
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import (
+    MXFP4Linear,
+    MXFP4PackedLinear,
+    MXFP4RLConfig,
+    cached_weights,
+    fake_quantize,
+    quantize,
+    uncached_weights,
+)
+from hf_mxfp4.layers import set_quantization_step
+from hf_mxfp4.numerics import MXFP4Tensor
+from hf_mxfp4.presets import PRESETS
+from hf_mxfp4.quantizer import quantize_linears
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    yield
+    torch._dynamo.reset()
+
+
+# ---- functions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.3}], ids=str
+)
+@pytest.mark.parametrize("axis", [0, -1])
+def test_functions_on_tensors(options, axis):
+    for function in (fake_quantize, lambda x, **kwargs: quantize(x, **kwargs).dequantize()):
+        call, counter = compiled(lambda x, function=function: function(x, axis=axis, **options))
+        for rows in (33, 34, 35):  # the second makes sizes symbols
+            x = torch.randn(rows, rows + 7, requires_grad=True)
+            assert torch.equal(call(x), function(x, axis=axis, **options))
+            assert not call(x).requires_grad
+        assert counter.frame_count <= 2
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+def passes(function, layer, x, grad, autocast=False) -> list[torch.Tensor]:
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = function(x)
+    out.backward(grad)
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("saved", ["full", "mxfp4", "fp8"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)], ids=str
+)
+def test_trainable_layers(preset, saved, dtype, autocast):
+    if saved == "mxfp4" and preset not in ("w4a4", "w4a4g8", "paper_a"):
+        pytest.skip("the scheme does not allow it")
+    config = MXFP4RLConfig(preset=preset, saved_activations=saved)
+    layer = MXFP4Linear.from_linear(torch.nn.Linear(70, 40).to(dtype), config)
+    call, counter = compiled(layer)
+    for _ in range(3):
+        x, grad = torch.randn(2, 5, 70, dtype=dtype), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else dtype)
+        expected = [t.clone() for t in passes(layer, layer, x, grad, autocast)]
+        assert_equal(passes(call, layer, x, grad, autocast), expected)
+        with torch.no_grad():
+            layer.weight.add_(0.1)  # a step of an optimizer: no stale weight
+    assert counter.frame_count == 1
+
+
+def test_equal_layers_share_a_graph():
+    layers = [MXFP4Linear(32, 32, config=MXFP4RLConfig(**STOCHASTIC), name=str(n)) for n in range(4)]
+    call, counter = compiled(lambda layer, x: layer(x))
+    x = torch.randn(3, 32)
+    assert_equal([call(layer, x) for layer in layers], [layer(x) for layer in layers])
+    assert counter.frame_count == 1
+    assert len({layer(x).sum().item() for layer in layers}) == 4
+
+
+def test_rows_may_vary():
+    layer = MXFP4Linear(40, 24)
+    call, counter = compiled(layer)
+    for rows in (5, 7, 9, 2):
+        x, grad = torch.randn(rows, 40), torch.randn(rows, 24)
+        expected = [t.clone() for t in passes(layer, layer, x, grad)]
+        assert_equal(passes(call, layer, x, grad), expected)
+    assert counter.frame_count <= 2
+
+
+def test_frozen_weights_keep_no_input():
+    layer = MXFP4Linear(64, 32)
+    layer.weight.requires_grad_(False)
+    x, grad = torch.randn(3, 64), torch.randn(3, 32)
+    call, _ = compiled(layer)
+    expected = passes(layer, layer, x, grad)
+    assert_equal(passes(call, layer, x, grad), expected)
+
+
+def test_a_step_between_forward_and_backward_is_still_an_error():
+    layer = MXFP4Linear(32, 32, config=MXFP4RLConfig(**STOCHASTIC), name="a")
+    out = compiled(layer)[0](torch.randn(2, 32))
+    layer.set_step(1)
+    with pytest.raises(RuntimeError, match="the quantization step of a went from 0 to 1"):
+        out.sum().backward()
+
+
+def test_the_cached_weight_is_used_and_renewed():
+    layer = MXFP4Linear(64, 32)
+    x, (call, _) = torch.randn(3, 64), compiled(layer)
+    with torch.no_grad(), cached_weights():
+        assert torch.equal(call(x), layer(x))
+        kept = layer._cache._value
+        assert torch.equal(call(x), layer(x)) and layer._cache._value is kept
+    with torch.no_grad():
+        layer.weight.data.neg_()
+        assert torch.equal(call(x), layer(x)) and layer._cache._value is not kept
+
+
+def test_rollouts_on_packed_copies():
+    layer = MXFP4Linear(64, 32)
+    x, (call, counter) = torch.randn(3, 64), compiled(layer)
+    with torch.no_grad():
+        dense = call(x)
+        with cached_weights("packed"):
+            assert torch.equal(call(x), dense)
+            assert isinstance(layer._cache._value, MXFP4Tensor)
+        assert torch.equal(call(x), dense)
+    assert counter.frame_count == 1
+    layer.weight.requires_grad_(False)
+    with cached_weights("packed"):  # gradients to the input need the values
+        leaf = x.clone().requires_grad_()
+        compiled(layer)[0](leaf).sum().backward()
+        assert leaf.grad is not None
+
+
+def test_compiled_code_reads_shared_copies_anew():
+    layer = MXFP4Linear(64, 32, config=MXFP4RLConfig(preset="w4a4"))
+    x, (call, counter) = torch.randn(3, 64), compiled(layer)
+    with torch.no_grad():
+        for _ in range(3):
+            with cached_weights("packed"):
+                expected = layer(x)  # as for a prompt, in eager mode
+                assert layer.shared_weight is not None and torch.equal(call(x), expected)
+            assert layer.shared_weight is None
+            layer.weight.data.neg_().mul_(1.5)
+        assert counter.frame_count == 1
+        assert torch.equal(call(x), layer(x)) and counter.frame_count == 2
+        with uncached_weights():
+            layer(x)
+            assert layer.shared_weight is None
+    with cached_weights("packed"), torch.no_grad():
+        layer(x)
+        layer.weight.neg_()
+        layer._cache.clear()
+        assert layer.shared_weight is None
+    with pytest.raises(RuntimeError, match=r"within cached_weights\(\) alone"):
+        layer._cache.share((layer.weight.detach(),))
+
+
+def test_copies_beside_state_are_not_shared():
+    for layer in (MXFP4Linear(64, 32, config=MXFP4RLConfig(**options)) for options in (STOCHASTIC, SELECTIVE)):
+        with torch.no_grad(), cached_weights("packed"):
+            layer(torch.randn(3, 64))
+            assert layer.shared_weight is None
+
+
+@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4"}, SELECTIVE], ids=["w4a16", "w4a4", "selective"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_packed_layers(scheme, autocast):
+    config = MXFP4RLConfig(mode="packed", **scheme)
+    layer = MXFP4PackedLinear.from_linear(torch.nn.Linear(70, 40), config)
+    call, counter = compiled(layer)
+    for _ in range(3):
+        x, grad = torch.randn(2, 5, 70), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else torch.float32)
+        expected = [t.clone() for t in passes(layer, layer, x, grad, autocast)]
+        assert_equal(passes(call, layer, x, grad, autocast), expected)
+    assert counter.frame_count == 1
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def quantized(family="qwen2", layers=1, dtype=torch.float32, **scheme):
+    model = make_model(family, layers=layers, dtype=dtype, attn_implementation="eager")
+    quantize_linears(model, MXFP4RLConfig(**scheme))
+    return model
+
+
+#: Reused operands in eager backward products, and everything that a preset can have.
+_FEW = ("w4a4", "w4a4g4_tuned")
+
+
+@pytest.mark.parametrize("preset", [p if p in _FEW else pytest.param(p, marks=pytest.mark.large) for p in PRESETS])
+def test_models_train_as_in_eager_mode(preset):
+    check_training(quantized(preset=preset))
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("saved", ["mxfp4", "fp8"])
+def test_models_that_save_less(saved):
+    check_training(quantized("llama", preset="w4a4g8", saved_activations=saved))
+
+
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.large), True])
+def test_models_that_draw_random_numbers(checkpointing):
+    check_training(quantized(layers=2, **STOCHASTIC), random=True, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.large), True])
+def test_models_that_select_blocks_for_fallback(checkpointing):
+    check_training(quantized(**SELECTIVE), selective=True, checkpointing=checkpointing)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("options", [{"autocast": True}, {"autocast": True, "checkpointing": True}], ids=str)
+def test_models_under_autocast(options):
+    check_training(quantized(preset="w4a4g4"), **options)
+
+
+@pytest.mark.large
+def test_models_in_bfloat16():
+    check_training(quantized(preset="paper_b", dtype=torch.bfloat16))
+
+
+_CHECKPOINTED = {"autocast": True, "checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        ("w4a16", _CHECKPOINTED),
+        pytest.param("w4a16", {}, marks=pytest.mark.large),
+        pytest.param("w4a4", {"autocast": True}, marks=pytest.mark.large),
+        pytest.param("w4a4", {"checkpointing": True}, marks=pytest.mark.large),
+    ],
+    ids=str,
+)
+def test_adapters_on_packed_models(checkpoint, preset, options):
+    config = MXFP4RLConfig(mode="packed", preset=preset)
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint(layers=1), dtype=torch.float32, quantization_config=config, attn_implementation="eager"
+    )
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    check_training(get_peft_model(model, lora), **options)
+
+
+def test_blocks_compiled_one_by_one_share_a_graph():
+    model = quantized(layers=4, **STOCHASTIC).train()
+    ids = torch.arange(2, 14).view(2, 6)
+    found, counter = [], CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    for compiles in (False, True):
+        set_quantization_step(model, 0)
+        model.zero_grad()
+        for block in model.model.layers if compiles else ():
+            block.compile(fullgraph=True, backend=counter)
+        out = model(ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        found.append([out.logits.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert_equal(*found)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("preset", ["w4a4", "w4a4g8"])
+def test_inductor_agrees_to_rounding(preset):
+    check_training(quantized(preset=preset), backend="inductor")

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.compile` of quantized experts: one graph whatever goes to whom, and the bits of eager code."""
+
+import pytest
+import torch
+from compiling import SELECTIVE, STOCHASTIC, assert_equal, check_training, compiled
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from torch.library import opcheck
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
+from hf_mxfp4.layers import MXFP4PackedExperts, update_fallback_thresholds
+from hf_mxfp4.ops.groups import Groups, group_by_expert
+from hf_mxfp4.ops.library import plain_grouped_linear
+from hf_mxfp4.quantizer import quantize_linears
+
+
+OPS = torch.ops.hf_mxfp4
+FAMILIES = ["qwen3_moe", "gpt_oss"]  # gpt-oss has transposed weights and biases
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    yield
+    torch._dynamo.reset()
+
+
+def experts(family="qwen3_moe", mode="qat", **scheme):
+    model = make_model(family, layers=1)
+    plain = next(module for name, module in model.named_modules() if name.endswith("experts"))
+    layer_class = MXFP4Experts if mode == "qat" else MXFP4PackedExperts
+    return layer_class.from_experts(plain, MXFP4RLConfig(mode=mode, **scheme), "e")
+
+
+def passes(function, layer, seed, used) -> list[torch.Tensor]:
+    """Output and gradients for tokens that go to the first ``used`` of four experts."""
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(7, 64, generator=generator).requires_grad_()
+    weights = torch.rand(7, 2, generator=generator).requires_grad_()
+    index = torch.stack([torch.randperm(used, generator=generator)[:2] for _ in range(7)])
+    layer.zero_grad()
+    out = function(states, index, weights)
+    out.backward(torch.randn(7, 64, generator=generator))
+    return [out.detach(), states.grad, weights.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"preset": "w4a16"},
+        {"preset": "w4a4", "saved_activations": "mxfp4"},
+        {"preset": "w4a4g8", "saved_activations": "fp8"},
+        {"preset": "paper_b"},
+        {"preset": "w4a4g4_tuned"},
+        STOCHASTIC,
+        SELECTIVE,
+        {"mode": "packed"},
+        {"mode": "packed", "preset": "w4a4"},
+        {"mode": "packed", **SELECTIVE},
+    ],
+    ids=str,
+)
+def test_experts(family, scheme):
+    layer = experts(family, **scheme)
+    call, counter = compiled(layer)
+    for step, used in enumerate((4, 2, 3)):
+        found = []
+        for function in (layer, call):  # the counts of backward passes start anew
+            if "wgrad" in scheme:
+                layer.set_step(step)
+            found.append([tensor.clone() for tensor in passes(function, layer, step, used)])
+        assert_equal(*found)
+        if "outlier_fallback_rate" in scheme:
+            update_fallback_thresholds(torch.nn.ModuleList([layer]))
+    assert counter.frame_count == 1
+
+
+def test_a_token_for_an_expert_that_does_not_exist():
+    call, _ = compiled(experts())
+    states, weights = torch.randn(2, 64), torch.rand(2, 2)
+    with pytest.raises(ValueError, match="a token was sent to an expert beyond the 4"):
+        call(states, torch.tensor([[0, 1], [2, 4]]), weights)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("saved", ["full", "mxfp4", "fp8"])
+def test_the_operator_of_trainable_experts(family, saved):
+    layer = experts(family, preset="w4a4g8", saved_activations=saved)
+    name = layer.projections[0]
+    weight, bias, form = layer.master(name), layer.bias_of(name), layer.forms[name]
+    for counts in ((3, 0, 2, 1), (0, 0, 0, 0)):
+        ends = Groups(counts).offsets("cpu")
+        x = torch.randn(sum(counts), 64, requires_grad=True)
+        kept, options = form.kept(x.dtype, x.dtype), (form.columns, form.scheme, form.draws, layer.is_transposed)
+        arguments = x, weight, bias, ends, layer.handle, name, x.dtype, kept, *options
+        opcheck(OPS.trainable_experts.default, arguments)
+        out, tensors = OPS.trainable_experts(*arguments)
+        dtypes = x.dtype, None if bias is None else bias.dtype
+        needs = [True, True, bias is not None]
+        tail = layer.handle, name, x.dtype, kept, layer.is_transposed, *dtypes, needs
+        opcheck(OPS.trainable_experts_backward.default, (out.detach(), weight.detach(), ends, tensors, *tail))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_operator_of_packed_experts(family):
+    layer = experts(family, mode="packed", preset="w4a4", outlier_fallback=0.5)
+    name, form = layer.projections[0], layer.form
+    packed, bias = layer.packed_weight(name), layer.bias_of(name)
+    for counts in ((3, 0, 2, 1), (0, 0, 0, 0)):
+        ends = Groups(counts).offsets("cpu")
+        x = torch.randn(sum(counts), 64, requires_grad=True)
+        schemes = form.weights, form.inputs, form.backend
+        for operator in (OPS.packed_experts, OPS.packed_experts_grouped):
+            opcheck(operator.default, (x, *packed, bias, ends, x.dtype, *schemes))
+        grad = torch.randn(len(x), layer.weight_size(name)[1])
+        dtypes = x.dtype, None if bias is None else bias.dtype
+        tail = 64, *dtypes, form.weights, form.backend, [True, bias is not None]
+        for operator in (OPS.packed_experts_backward, OPS.packed_experts_grouped_backward):
+            opcheck(operator.default, (grad, *packed, ends, *tail))
+
+
+def test_what_cuda_graphs_may_hold():
+    for name, unsafe in (("packed_experts", True), ("packed_experts_grouped", False)):
+        for operator in (getattr(OPS, name), getattr(OPS, f"{name}_backward")):
+            assert (torch.Tag.cudagraph_unsafe in operator.default.tags) == unsafe
+    assert experts(FAMILIES[0], mode="packed", preset="w4a4", outlier_fallback=0.5).reads_on_gpus
+    assert not experts(FAMILIES[0], mode="packed", preset="w4a4", backend="eager").reads_on_gpus
+
+
+def test_experts_that_are_not_quantized_as_adapters_have_them():
+    weight = torch.randn(3, 8, 16, requires_grad=True)
+    ids = torch.tensor([2, 0, 2, 2, 0])
+    call, counter = compiled(lambda x, ids: plain_grouped_linear(x, weight, group_by_expert(ids, 3)[1]))
+    for _ in range(2):
+        found, x = [], torch.randn(5, 16)
+        for function in (call, lambda x, ids: plain_grouped_linear(x, weight, group_by_expert(ids, 3)[1])):
+            weight.grad, leaf = None, x.clone().requires_grad_()
+            out = function(leaf, ids)
+            out.square().sum().backward()
+            found.append([out.detach(), leaf.grad, weight.grad])
+        assert_equal(*found)
+        with torch.no_grad():
+            weight.mul_(2)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("options", [{}, {"random": True}, {"checkpointing": True}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixtures_train_as_in_eager_mode(family, options):
+    model = make_model(family, layers=1, attn_implementation="eager")
+    quantize_linears(model, MXFP4RLConfig(**(STOCHASTIC if options.get("random") else {"preset": "w4a4"})))
+    check_training(model, **options)
+
+
+def test_adapters_on_packed_experts(checkpoint):
+    config = MXFP4RLConfig(mode="packed")
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint("qwen3_moe", layers=1),
+        dtype=torch.float32,
+        quantization_config=config,
+        attn_implementation="eager",
+    )
+    modules = ["experts", "q_proj"]
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules, init_lora_weights=False)
+    check_training(get_peft_model(model, lora))

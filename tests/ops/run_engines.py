@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a layer once on every engine and on the dense one; prints how far results are apart, as JSON.
+
+TRITON_INTERPRET=1 python run_engines.py          on the CPU
+python run_engines.py cuda                        on a GPU, with engine="auto"
+"""
+
+import json
+import sys
+
+import torch
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.layers import cached_weights
+from hf_mxfp4.ops import engine_counts, reset_engine_counts
+
+
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+ENGINES = ("fp8", "mxfp4") if DEVICE == "cpu" else ("auto",)
+PLAIN, NO_FALLBACK = {"outlier_fallback": None, "macro_block": None}, {"outlier_fallback": None}
+CONFIGS = {
+    "w4a4": {"preset": "w4a4", **NO_FALLBACK},
+    "w4a4 plain": {"preset": "w4a4", "saved_activations": "mxfp4", **PLAIN},
+    "w4a4g4": {"preset": "w4a4g4", **NO_FALLBACK},
+    "w4a4g4 plain": {"preset": "w4a4g4", "saved_activations": "fp8", "scale_rule": "even", **PLAIN},
+    "w4a4g8 plain": {"preset": "w4a4g8", **PLAIN},
+    "w4a4g8": {"preset": "w4a4g8", **NO_FALLBACK},
+    "paper_b": {"preset": "paper_b"},
+    "random": {
+        "preset": "w4a4g4",
+        **NO_FALLBACK,
+        "stochastic_seed": 3,
+        "fprop": {"weight": "rceil", "x": "rceil+stochastic", "rotation": "random-16"},
+        "dgrad": {"grad": "even+mbs128-static+stochastic"},
+        "wgrad": {"grad": "even+mbs128-static", "x": "rceil+stochastic", "rotation": "random-32"},
+    },
+    "random reuse": {
+        "preset": "w4a4g8",
+        **PLAIN,
+        "fprop": {"weight": "rceil+stochastic", "x": "rceil+stochastic"},
+    },
+    "tuned": {"preset": "w4a4g4_tuned"},
+    "fallback": {"preset": "w4a4"},
+}
+IN, OUT, ROWS = (70, 20, 37) if DEVICE == "cpu" else (2048, 1536, 777)
+
+
+def results(engine: str, dtype: torch.dtype, options: dict) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = MXFP4Linear(IN, OUT, dtype=torch.float32, config=MXFP4RLConfig(engine=engine, **options))
+    x, grad = torch.randn(2, ROWS, IN), torch.randn(2, ROWS, OUT) * 1e-3
+    layer, x, grad = layer.to(DEVICE, dtype), x.to(DEVICE, dtype).requires_grad_(), grad.to(DEVICE, dtype)
+    out = layer(x)
+    out.backward(grad)
+    found = {"out": out, "x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+    return {name: value.detach().double() for name, value in found.items()}
+
+
+def distance(found: torch.Tensor, dense: torch.Tensor) -> float:
+    """Largest difference over the size of the result."""
+    return float((found - dense).abs().max() / dense.abs().max())
+
+
+def compare() -> dict:
+    report = {}
+    for name, options in CONFIGS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            dense = results("dense", dtype, options)
+            for engine in ENGINES:
+                reset_engine_counts()
+                found = results(engine, dtype, options)
+                counts = engine_counts()
+                label = f"{name}, {engine}, {str(dtype).removeprefix('torch.')}"
+                report[label] = {
+                    "distance": {part: distance(found[part], dense[part]) for part in dense},
+                    "engines": [next(iter(counts[gemm])) for gemm in ("fprop", "dgrad", "wgrad")],
+                    "inexact": counts["inexact_blocks"],
+                }
+    return report
+
+
+def weights_are_folded_once() -> list[int]:
+    """Calls of the folding kernel in two forward passes within [`cached_weights`], and after an update."""
+    import mxfp4_kernels
+    from mxfp4_kernels import _fold
+
+    calls = []
+    original = _fold.fold_e4m3
+
+    def counted(x: torch.Tensor, **options):
+        calls.append(tuple(x.shape))
+        return original(x, **options)
+
+    mxfp4_kernels.fold_e4m3 = counted
+    layer = MXFP4Linear(IN, OUT, config=MXFP4RLConfig(engine=ENGINES[0], **CONFIGS["w4a4"])).to(DEVICE)
+    x = torch.randn(3, IN, device=DEVICE)
+    with torch.no_grad(), cached_weights():
+        first, second = layer(x), layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+        third = layer(x)
+    del mxfp4_kernels.fold_e4m3
+    assert torch.equal(first, second) and not torch.equal(first, third)
+    return [sum(shape == (OUT, IN) for shape in calls), len(calls)]
+
+
+def outliers() -> list[int | bool]:
+    """Blocks that do not fold are counted, and the result is near the dense one all the same."""
+    reset_engine_counts()
+    outs = []
+    for engine in ("fp8", "dense"):
+        layer = MXFP4Linear(128, 16, config=MXFP4RLConfig(engine=engine, **CONFIGS["w4a4 plain"])).to(DEVICE)
+        torch.nn.init.ones_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+        x = torch.full((4, 128), 2.0**-20, device=DEVICE)
+        x[1, :32] = 2.0
+        with torch.no_grad():
+            outs.append(layer(x))
+    return [engine_counts()["inexact_blocks"], bool((outs[0] - outs[1]).abs().max() <= 2.0**-15 * 2.0 * 128)]
+
+
+if __name__ == "__main__":
+    print(json.dumps({"layers": compare(), "folds": weights_are_folded_once(), "outliers": outliers()}))

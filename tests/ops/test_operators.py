@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `torch.library` operators by themselves: schema, shapes for tracing, gradients, and the bits of the functions."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, QuantScheme, numerics
+from hf_mxfp4.numerics import parse_scheme
+from hf_mxfp4.ops.library import new_handle
+from hf_mxfp4.ops.library.handles import owner_of
+from hf_mxfp4.ops.library.tensors import PARTS
+
+
+OPS = torch.ops.hf_mxfp4
+SCHEMES = [
+    "rceil",
+    "mse+mbs128-dynamic+of0.5",
+    "even+mbsrow",
+    "even+mbs128-blockwise",
+    "rceil+32x32",
+    "rceil+of0.5@0.1",
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def inputs(dtype=torch.float32) -> list[torch.Tensor]:
+    """Odd lengths, no rows, batches, and another order in memory."""
+    torch.manual_seed(0)
+    shapes = torch.randn(3, 70), torch.randn(0, 33), torch.randn(2, 3, 1), torch.randn(129, 4).t()
+    return [x.to(dtype) for x in shapes]
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fake_quantize_has_the_bits_of_the_contract_and_a_straight_through_gradient(scheme, backend):
+    for x in inputs():
+        x.requires_grad_()
+        opcheck(OPS.fake_quantize.default, (x, scheme, backend))
+        out = OPS.fake_quantize(x, scheme, backend)
+        assert torch.equal(out, numerics.apply_scheme(x, parse_scheme(scheme)))
+        grad = torch.randn_like(x)
+        out.backward(grad)
+        assert torch.equal(x.grad, grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_dtypes(dtype):
+    for x in inputs(dtype):
+        for operator, options in ((OPS.fake_quantize, ("rceil+mbs128", "auto")), (OPS.fake_quantize_e4m3, ())):
+            opcheck(operator.default, (x, *options))
+        assert torch.equal(OPS.fake_quantize_e4m3(x), numerics.fake_quantize_e4m3(x))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantize_and_dequantize(scheme):
+    for x in inputs(torch.bfloat16):
+        opcheck(OPS.quantize.default, (x, scheme, "auto"))
+        expected = numerics.quantize(x, **vars(parse_scheme(scheme)))
+        found = OPS.quantize(x, scheme, "auto")
+        for part, tensor in zip(PARTS, found, strict=True):
+            wanted = getattr(expected, part)
+            assert tensor.shape == (0,) if wanted is None else torch.equal(tensor, wanted)
+        parts = [None if getattr(expected, p) is None else t for p, t in zip(PARTS, found, strict=True)]
+        arguments = *parts, x.shape[-1], scheme, torch.float32, "auto"
+        opcheck(OPS.dequantize.default, arguments)
+        assert torch.equal(OPS.dequantize(*arguments), expected.dequantize(torch.float32))
+
+
+def test_what_draws_random_numbers_is_no_function_of_its_arguments():
+    with pytest.raises(ValueError, match="rceil.stochastic.* draws random numbers"):
+        OPS.fake_quantize(torch.ones(32), "rceil+stochastic", "auto")
+
+
+def test_errors_are_those_of_the_functions():
+    with pytest.raises(TypeError, match="floating-point"):
+        OPS.fake_quantize(torch.ones(32, dtype=torch.int32), "rceil", "auto")
+    with pytest.raises(ValueError, match="did you mean 'rceil'"):
+        OPS.fake_quantize(torch.ones(32), "rciel", "auto")
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1 / 3, 0.1234567891, 1])
+def test_schemes_are_read_back_from_their_text_exactly(alpha):
+    scheme = QuantScheme("mse", 128, "dynamic", alpha, fallback_rate=0.1 / 3)
+    assert parse_scheme(str(scheme)) == scheme
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saved", ["full", "mxfp4", "fp8"])
+@pytest.mark.parametrize("preset", ["w4a4", "w4a4g8"])
+@pytest.mark.parametrize("shape", [(3, 70), (0, 70), (2, 3, 70)], ids=str)
+def test_the_trainable_linear_operator(preset, saved, shape):
+    layer = MXFP4Linear(70, 40, config=MXFP4RLConfig(preset=preset, saved_activations=saved))
+    x = torch.randn(shape, requires_grad=True)
+    form = layer.form
+    kept = form.kept(x.dtype, x.dtype)
+    arguments = layer.handle, x.dtype, kept, form.columns, form.scheme, form.draws
+    opcheck(OPS.trainable_linear.default, (x, layer.weight, layer.bias, *arguments))
+    out, tensors = OPS.trainable_linear(x, layer.weight, None, *arguments)
+    needs = [True, True, False]
+    opcheck(
+        OPS.trainable_linear_backward.default,
+        (out.detach(), layer.weight.detach(), tensors, layer.handle, x.dtype, kept, x.dtype, None, needs),
+    )
+
+
+@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4", "outlier_fallback": 0.5}], ids=str)
+def test_the_packed_linear_operator(scheme):
+    config = MXFP4RLConfig(mode="packed", **scheme)
+    layer = MXFP4PackedLinear.from_linear(torch.nn.Linear(70, 40), config)
+    for rows in (3, 0):
+        x = torch.randn(rows, 70, requires_grad=True)
+        form = layer.form
+        opcheck(
+            OPS.packed_linear.default,
+            (x, *layer.packed_weight(), layer.bias, x.dtype, form.weights, form.inputs, form.backend),
+        )
+        arguments = *layer.packed_weight(), 70, x.dtype, form.weights, form.backend
+        opcheck(OPS.packed_linear_grad_x.default, (torch.randn(rows, 40), *arguments))
+
+
+def test_layers_are_found_by_their_handle_for_as_long_as_they_live():
+    layer = MXFP4Linear(32, 32)
+    others = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), MXFP4Linear(32, 32)
+    for each in (layer, *others):
+        assert owner_of(each.handle) is each
+    handle = layer.handle
+    del layer, each
+    gc.collect()
+    with pytest.raises(RuntimeError, match="is gone"):
+        owner_of(handle)
+
+
+def test_handles_stay_on_the_cpu_and_out_of_the_state():
+    with torch.device("meta"), torch.inference_mode():
+        layer = MXFP4Linear(32, 32)
+    assert layer.handle.device.type == "cpu" and not layer.handle.is_inference()
+    assert set(layer.state_dict()) == {"weight", "bias"}
+    assert layer.double().handle.dtype == torch.int64
+
+
+def test_a_handle_of_anything_that_can_be_weakly_referred_to():
+    owner = torch.nn.Identity()
+    assert owner_of(new_handle(owner)) is owner

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine multiplies what, and that all of them train alike."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.numerics import FP8, FULL, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
+from hf_mxfp4.ops import engine_counts, engine_for, engines, reset_engine_counts
+
+
+PLAIN, MBS = QuantScheme(), QuantScheme("rceil", 128)
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+def linear(left, right=None, rotation=None) -> LinearScheme:
+    return LinearScheme(GemmScheme(left, left if right is None else right, rotation))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "on_90", "on_100"),
+    [
+        (PLAIN, "fp8", "mxfp4"),
+        (MBS, "fp8", "mxfp4"),
+        (QuantScheme("mse", 128, "dynamic"), "fp8", "mxfp4"),
+        (QuantScheme("rceil", 128, "blockwise"), "block mantissas", "block mantissas"),
+        (QuantScheme("rceil", 32), "macro_block=32", "macro_block=32"),
+        (QuantScheme("rceil", "row"), "macro_block='row'", "macro_block='row'"),
+        (QuantScheme("rceil", outlier_fallback=0.5), "outlier fallback", "outlier fallback"),
+        (QuantScheme("rceil", rounding="stochastic"), "fp8", "mxfp4"),
+        (FULL, "full precision", "full precision"),
+    ],
+)
+def test_engine_of_the_forward_product(scheme, on_90, on_100):
+    for hardware, expected in (("sm_90", on_90), ("sm_100", on_100), ("gfx950", on_100), ("sm_89", on_90)):
+        engine = engine_for("fprop", linear(scheme, PLAIN if scheme is FULL else None), hardware)
+        assert expected in (engine.name, engine.reason) or engine.name == "dense" and expected in engine.reason
+
+
+def test_hardware_dtypes_rotations_and_what_was_asked_for():
+    assert engine_for("fprop", linear(PLAIN), "sm_80").reason == "sm_80 has no FP8 products"
+    assert engine_for("fprop", linear(PLAIN), "gfx942").name == "dense"
+    assert engine_for("fprop", linear(PLAIN), "cpu").reason == "on the CPU there is nothing faster"
+    assert engine_for("fprop", linear(PLAIN), "interpreter").name == "dense"
+    assert engine_for("fprop", linear(PLAIN), "interpreter", requested="fp8").name == "fp8"
+    assert engine_for("fprop", linear(PLAIN), "sm_90", requested="dense").reason == "engine='dense' was asked for"
+    assert engine_for("fprop", linear(PLAIN), "sm_90", requested="mxfp4").reason == "sm_90 has no MXFP4 products"
+    assert engine_for("fprop", linear(PLAIN), "sm_100", requested="fp8").name == "fp8"
+    assert "float64 has more digits" in engine_for("fprop", linear(PLAIN), "sm_90", torch.float64).reason
+    assert engine_for("fprop", linear(PLAIN, None, Rotation(16)), "sm_90").name == "fp8"
+    assert engine_for("fprop", linear(PLAIN, None, Rotation(128, True)), "sm_100").name == "mxfp4"
+    mixed = engine_for("fprop", linear(PLAIN, MBS), "sm_100")
+    assert mixed.name == "fp8"  # native products want macro factors on both sides or on none
+
+
+@pytest.mark.parametrize(
+    ("forward", "dgrad", "wgrad", "expected"),
+    [
+        (PLAIN, GemmScheme(PLAIN, PLAIN), GemmScheme(PLAIN, PLAIN), ("fp8", "fp8")),
+        (PLAIN, GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE), ("fp8", "fp8")),
+        (PLAIN, GemmScheme(FULL, REUSE), GemmScheme(FULL, REUSE), ("grad is in full precision",) * 2),
+        (MBS, GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE), ("macro factors of the reused",) * 2),
+        (FULL, GemmScheme(PLAIN, PLAIN), GemmScheme(PLAIN, REUSE), ("fp8", "x is in full precision")),
+        (
+            PLAIN,
+            GemmScheme(FP8, PLAIN, Rotation(16)),
+            GemmScheme(PLAIN, REUSE, Rotation(16)),
+            ("grad is rotated (deterministic-16) and fp8", "x is rotated (deterministic-16) and as in fprop"),
+        ),
+        (QuantScheme(block_rows=32), GemmScheme(PLAIN, REUSE), GemmScheme(PLAIN, PLAIN), ("tiles of the re", "fp8")),
+    ],
+)
+def test_engines_of_gradients(forward, dgrad, wgrad, expected):
+    left = PLAIN if forward == QuantScheme(block_rows=32) else forward
+    scheme = LinearScheme(GemmScheme(left, PLAIN if forward is FULL else forward), dgrad, wgrad)
+    for gemm, words in zip(GEMMS[1:], expected, strict=True):
+        engine = engine_for(gemm, scheme, "sm_90")
+        assert engine.name == words or engine.name == "dense" and words in engine.reason
+
+
+def test_a_failed_self_check_means_dense_with_one_warning(monkeypatch):
+    monkeypatch.setattr(engines, "_problems", {})
+    fast, device, calls = engines.Engine("fp8", ""), torch.device("cpu"), []
+
+    def fails(name, device):
+        calls.append(name)
+        raise RuntimeError("no such instruction")
+
+    with pytest.warns(UserWarning, match="dense products on cpu: fp8 RuntimeError: no such instruction"):
+        assert engines.checked(fast, device, fails).name == "dense"
+    assert "no such instruction" in engines.checked(fast, device, fails).reason
+    assert calls == ["fp8"]
+    with pytest.warns(UserWarning, match="is off by"):
+        assert engines.checked(engines.Engine("mxfp4", ""), device, lambda *_: "is off by 1").name == "dense"
+    monkeypatch.setattr(engines, "_problems", {})
+    assert engines.checked(fast, device, lambda *_: None) is fast
+
+
+def test_layers_count_their_products():
+    reset_engine_counts()
+    layer = MXFP4Linear(32, 8)
+    layer(torch.randn(4, 32)).sum().backward()
+    layer(torch.randn(4, 32))
+    assert engine_counts() == {"fprop": {"dense": 2}, "dgrad": {}, "wgrad": {"dense": 1}, "inexact_blocks": 0}
+    reset_engine_counts()
+    MXFP4Linear(32, 8, config=MXFP4RLConfig(engine="dense"))(torch.randn(4, 32))
+    assert engine_counts()["fprop"] == {}  # nothing to choose
+
+
+def test_the_option_is_checked_and_written_where_it_says_something():
+    with pytest.raises(ValueError, match="engine='tf32'"):
+        MXFP4RLConfig(engine="tf32")
+    with pytest.raises(ValueError, match="engine='fp8' has no effect in mode='packed'"):
+        MXFP4RLConfig(mode="packed", engine="fp8")
+    assert "engine" not in MXFP4RLConfig().to_dict()
+    config = MXFP4RLConfig(engine="fp8", outlier_fallback=None)
+    assert MXFP4RLConfig.from_dict(config.to_dict()) == config
+    assert config.packed().engine == "auto"
+
+
+#: (config, engine asked for) -> engines of the three products.
+EXPECTED = {
+    ("w4a4", "fp8"): ["fp8", "dense", "dense"],
+    ("w4a4 plain", "fp8"): ["fp8", "dense", "dense"],
+    ("w4a4g4", "fp8"): ["fp8", "fp8", "fp8"],
+    ("w4a4g4 plain", "fp8"): ["fp8", "fp8", "fp8"],
+    ("w4a4g8 plain", "fp8"): ["fp8", "fp8", "fp8"],
+    ("w4a4g8", "fp8"): ["fp8", "dense", "dense"],
+    ("paper_b", "fp8"): ["fp8", "fp8", "fp8"],
+    ("random", "fp8"): ["fp8", "fp8", "fp8"],
+    ("random reuse", "fp8"): ["fp8", "fp8", "fp8"],
+    ("tuned", "fp8"): ["dense", "dense", "dense"],
+    ("fallback", "fp8"): ["dense", "dense", "dense"],
+    ("w4a4", "mxfp4"): ["mxfp4", "dense", "dense"],
+    ("w4a4 plain", "mxfp4"): ["mxfp4", "dense", "dense"],
+    ("w4a4g4", "mxfp4"): ["mxfp4", "mxfp4", "mxfp4"],
+    ("w4a4g4 plain", "mxfp4"): ["mxfp4", "mxfp4", "mxfp4"],
+    ("w4a4g8 plain", "mxfp4"): ["mxfp4", "dense", "dense"],
+    ("w4a4g8", "mxfp4"): ["mxfp4", "dense", "dense"],
+    ("paper_b", "mxfp4"): ["mxfp4", "mxfp4", "mxfp4"],
+    ("random", "mxfp4"): ["mxfp4", "mxfp4", "dense"],
+    ("random reuse", "mxfp4"): ["mxfp4", "dense", "dense"],
+    ("tuned", "mxfp4"): ["dense", "dense", "dense"],
+    ("fallback", "mxfp4"): ["dense", "dense", "dense"],
+}
+
+
+def test_all_engines_train_alike():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("run_engines.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    found = {}
+    for label, layer in report["layers"].items():
+        name, engine, dtype = label.split(", ")
+        found[name, engine] = layer["engines"]
+        # Sums in float32 of exact products; in bfloat16 dense operands are rounded once more, and so is the output.
+        bound = 2e-6 if dtype == "float32" else 2.0**-7
+        assert max(layer["distance"].values()) <= bound, (label, layer)
+        if set(layer["engines"]) == {"dense"}:
+            assert max(layer["distance"].values()) == 0
+        assert layer["inexact"] == 0
+    assert found == EXPECTED
+    # The weight once in the context (and again when it changed), the input each time.
+    assert report["folds"] == [2, 5]
+    assert report["outliers"] == [3, True]
