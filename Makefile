@@ -1,5 +1,6 @@
 # make demo       a whole run on a small model on the CPU
 # make test       the test suite                        make test-all   with the long comparisons against other libraries
+# make bench-gpu  kernels, layers and whole runs on this machine's GPU; records in outputs/gpu
 # Each creates .venv by itself.
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ ARGS ?=
 # Workers of the test run; each computes on one thread.
 JOBS ?= 2
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all bench-gpu lint format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -23,6 +24,9 @@ test: $(VENV)/dev
 
 test-all: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+bench-gpu: $(VENV)/bench
+	$(BIN)/python -m benchmarks.gpu --out outputs/gpu $(ARGS)
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -38,6 +42,10 @@ clean:
 $(VENV)/runtime: $(INPUTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/bench: $(VENV)/runtime
+	$(PIP) --editable '.[bench]'
 	@touch $@
 
 $(VENV)/dev: $(VENV)/runtime

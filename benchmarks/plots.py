@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from . import ablation_tables, gpu_tables
 from .records import DATA, records, scheme_error
 
 
@@ -26,11 +27,15 @@ SHOWN = (
 
 
 def draw_all(folder: Path) -> None:
-    """Every plot as SVG; the same records give the same files."""
+    """Every plot, as SVG but for those of many lines; the same records give the same files."""
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "hf-mxfp4", "font.size": 9}):
         for draw in (schemes, pathways, quantize_cpu, pretrain_curves, pretrain_overheads):
             draw().savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None})
+        for name, figure in gpu_tables.figures().items():
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        for name, figure in ablation_tables.figures().items():
+            figure.savefig(folder / f"{name}.png", dpi=110, metadata={"Software": None})
 
 
 def schemes() -> Figure:
