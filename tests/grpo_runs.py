@@ -28,7 +28,15 @@ def trainer_factory(tmp_path):
     base = tmp_path / "base"
 
     def build(
-        reward=even_digits, *, scheme=None, dataset=None, policy=None, peft_config=None, callbacks=None, **options
+        reward=even_digits,
+        *,
+        scheme=None,
+        dataset=None,
+        eval_dataset=None,
+        policy=None,
+        peft_config=None,
+        callbacks=None,
+        **options,
     ):
         if not base.exists():
             make_model(layers=2, hidden=32, intermediate=48).save_pretrained(base)
@@ -53,6 +61,7 @@ def trainer_factory(tmp_path):
             "aqn_num_stages": 4,
             "error_every": 2,
             "error_layers": 2,
+            "report_every": 0,
             **options,
         }
         return MXFP4GRPOTrainer(
@@ -60,6 +69,7 @@ def trainer_factory(tmp_path):
             reward,
             MXFP4GRPOConfig(**settings),
             prompts() if dataset is None else dataset,
+            eval_dataset,
             processing_class=TOKENIZER,
             peft_config=peft_config,
             callbacks=callbacks,
@@ -84,3 +94,23 @@ def train_plainly(cls, base, scheme, out, resume=None):
     trainer = cls(model, args, train_dataset=rows, data_collator=default_data_collator)
     trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer
+
+
+def with_simulated_vllm(trainer) -> list[dict]:
+    """Rollouts of two tokens from something with the interface of TRL's `VLLMGeneration`; the list of the weights that
+    are pushed to it, by name."""
+    pushed = []
+
+    class Generation:
+        def _iter_named_params(self):
+            yield from trainer.model.named_parameters()
+
+        def sync_weights(self):
+            pushed.append(dict(self._iter_named_params()))
+
+        def generate(self, prompts, **kwargs):
+            return None, [[2, 1]] * len(prompts), [[[0.0], [0.0]]] * len(prompts), None
+
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Generation(), -1
+    trainer._push_rollout_policy_to_vllm()
+    return pushed

@@ -8,17 +8,23 @@ from .._lazy import lazy_names
 
 
 _LAZY = {
+    "ActivationErrorCallback": "activation_errors",
     "EntropyCallback": "callbacks",
+    "EntropyNoiseController": "noise_controller",
     "ErrorCallback": "callbacks",
     "ExactResumeMixin": "resume",
+    "GradientGainCallback": "policy_callbacks",
+    "LinearNoise": "aqn_linears",
     "MXFP4GRPOConfig": "config",
     "MXFP4GRPOTrainer": "trainer",
-    "NoiseSchedule": "aqn",
+    "NoiseSchedule": "noise_schedule",
     "NormNoise": "aqn",
     "OscillationResetCallback": "oscillation",
     "QuantizationStepCallback": "callbacks",
     "RewardError": "reward_guard",
     "RouterCallback": "router_callback",
+    "RunReportCallback": "report_callback",
+    "TemperatureCallback": "policy_callbacks",
 }
 
 __all__ = sorted(_LAZY)

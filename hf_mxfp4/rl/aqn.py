@@ -8,53 +8,22 @@ noise.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..module_names import name_matches
 from ..routing import present_routers
+from .aqn_targets import chosen_names, plain_name
 
 
 #: Where models whose routers are plain linear layers (those of other repositories) keep them.
 _ROUTER_NAMES = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "feed_forward.router", "feed_forward.gate")
-
-
-@dataclass(frozen=True)
-class NoiseSchedule:
-    """Standard deviation over training: ``stages`` equal parts, the first noise-free, then geometric from ``start`` to
-    ``end``. With two stages the second has ``start``; a single stage is noisy throughout, at ``start``.
-
-    Raises `ValueError` unless ``start >= end > 0`` and ``stages >= 1``.
-    """
-
-    start: float = 1e-2
-    end: float = 1e-3
-    stages: int = 10
-
-    def __post_init__(self):
-        if not (math.isfinite(self.start) and self.start >= self.end > 0):
-            raise ValueError(
-                f"aqn_sigma_start={self.start} must be finite and at least aqn_sigma_end={self.end}, "
-                "which must be positive"
-            )
-        if self.stages < 1:
-            raise ValueError(f"aqn_num_stages={self.stages} must be at least 1")
-
-    def sigma(self, step: int, max_steps: int) -> float:
-        """The value at optimizer step ``step`` of ``max_steps``: a function of these two numbers alone, so that epochs
-        and resumed runs follow the same curve. Steps past the end have the last stage's value."""
-        if self.stages == 1:
-            return self.start
-        stage = min(step * self.stages // max(max_steps, 1), self.stages - 1)
-        if stage == 0:
-            return 0.0
-        if self.stages == 2:
-            return self.start
-        return self.start * (self.end / self.start) ** ((stage - 1) / (self.stages - 2))
 
 
 def find_norms(model: nn.Module) -> dict[str, nn.Module]:
@@ -66,10 +35,8 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
     trains a copy of (``modules_to_save``), the copy is taken.
     """
     norms = {}
-    routers = {plain_name(name) for name in present_routers(model)}
+    routers = router_names(model)
     for name, module in model.named_modules():
-        if plain_name(name).endswith(tuple(f".{router}" for router in _ROUTER_NAMES)):
-            routers.add(plain_name(name))
         parameters = dict(module.named_parameters(recurse=False))
         if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or any(module.children()):
             continue
@@ -88,6 +55,13 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def router_names(model: nn.Module) -> set[str]:
+    """The plain names of the routers of ``model``, of other repositories' too, whose routers are plain layers."""
+    known = tuple(f".{router}" for router in _ROUTER_NAMES)
+    by_name = {plain_name(name) for name, _ in model.named_modules() if plain_name(name).endswith(known)}
+    return by_name | {plain_name(name) for name in present_routers(model)}
+
+
 def _owner(name: str) -> str:
     """The module that a norm is a part of."""
     return plain_name(name).rpartition(".")[0]
@@ -100,20 +74,22 @@ def _nearest(router: str, owners: set[str]) -> str | None:
     return next((prefix for prefix in prefixes if prefix in owners), None)
 
 
-def plain_name(name: str) -> str:
-    """A module's name without the wrappers that PEFT puts around models, layers and modules to save."""
-    name = name.removeprefix("base_model.model.").replace(".base_layer", "").removesuffix(".original_module")
-    return name.split(".modules_to_save.")[0]
-
-
 @dataclass(frozen=True)
 class NoiseReport:
-    """What noise really did in one rollout: ``modules`` norms ran with it, and their weights deviated from the clean
-    ones with standard deviation ``measured_std``, where ``sigma`` was intended."""
+    """What noise really did in one rollout: ``modules`` layers ran with it, and their weights, ``elements`` in number,
+    deviated from the clean ones with standard deviation ``measured_std``, where ``sigma`` was intended: absolute for
+    norms, relative to the root mean square of each weight matrix for linear layers."""
 
     sigma: float
     measured_std: float
     modules: int
+    elements: int = 0
+
+    @property
+    def is_swallowed(self) -> bool:
+        """Whether the weights deviated by less than 90 % of what was intended, and not by chance."""
+        chance = 3 / math.sqrt(2 * self.elements) if self.elements else 1.0
+        return self.measured_std < (0.9 - chance) * self.sigma
 
 
 class NormNoise:
@@ -123,23 +99,41 @@ class NormNoise:
         model: the policy, possibly wrapped by PEFT; hooks go on its modules and survive DDP and FSDP2.
         seed: base seed. Noise is a function of seed, step and module order, drawn on the CPU, so it is the same on
             all ranks, and global random state is not touched.
+        compiled: whether compiled code of the model runs, too. Such code does not notice hooks that come and go: they
+            stay on for good, idle outside of [`active`], and noise is drawn where that begins, for which weights must
+            be whole. The code takes noise as an input, so that one graph serves all rollouts, and another one all
+            those without noise.
+        layers: the norms to choose, see [`chosen_names`]; by default all.
 
-    Raises `ValueError` when the model has no norm to put noise on.
+    Raises `ValueError` when the model has no norm to put noise on, or none is chosen.
     """
 
-    def __init__(self, model: nn.Module, seed: int):
-        self.norms = find_norms(model)
+    def __init__(self, model: nn.Module, seed: int, compiled: bool = False, layers: Sequence[str] | None = None):
+        norms = find_norms(model)
+        self.norms = {name: norms[name] for name in chosen_names(norms, layers)}
+        # Among all norms, so that a norm's noise is the same whether others are chosen or not.
+        self._places = [place for place, name in enumerate(norms) if name in self.norms]
         self.seed = seed
+        self.compiled = compiled
         self.last_report: NoiseReport | None = None
-        if not self.norms:
+        if norms and not self.norms:
+            raise ValueError(
+                f"aqn_layers={list(layers)} chooses none of the {len(norms)} norms that noise can be put on, such as "
+                f"{next(iter(norms))}; set aqn_targets='linears' if linear layers were meant"
+            )
+        if not norms:
             raise ValueError(
                 f"adaptive quantization noise found no RMSNorm in {type(model).__name__} "
-                "(a module with nothing but a 1-D weight and 'norm' in its name); set aqn=False"
+                "(a module with nothing but a 1-D weight and 'norm' in its name) that feeds no router; set aqn=False"
             )
+        self._hooks = [_NormHook() for _ in self.norms]
+        if compiled:
+            self._register()
 
     def noise(self, index: int, weight: torch.Tensor, step: int, sigma: float) -> torch.Tensor:
         """The float32 noise of the ``index``-th norm at a step, on the device of its weight."""
-        generator = torch.Generator().manual_seed(((self.seed * 1_000_003 + step) * 1_000_003 + index) % 2**63)
+        place = self._places[index]
+        generator = torch.Generator().manual_seed(((self.seed * 1_000_003 + step) * 1_000_003 + place) % 2**63)
         return (torch.randn(weight.shape, generator=generator) * sigma).to(weight.device)
 
     @contextlib.contextmanager
@@ -154,15 +148,17 @@ class NormNoise:
             yield
             self.last_report = NoiseReport(0.0, 0.0, 0)
             return
-        deviations: dict[int, tuple[float, int]] = {}
-        noises: dict[int, torch.Tensor] = {}
-        handles = []
+        handles = [] if self.compiled else self._register()
         try:
-            for index, module in enumerate(self.norms.values()):
-                hook = self._hook(index, step, sigma, noises, deviations)
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            for index, (hook, module) in enumerate(zip(self._hooks, self.norms.values(), strict=True)):
+                hook.start(functools.partial(self.noise, index, step=step, sigma=sigma))
+                if self.compiled:
+                    hook.prepare(module.weight.detach().float())
             yield
+            deviations = [hook.deviation for hook in self._hooks if hook.ran]
         finally:
+            for hook in self._hooks:
+                hook.stop()
             for handle in handles:
                 handle.remove()
         if not deviations:
@@ -170,26 +166,58 @@ class NormNoise:
                 f"adaptive quantization noise (sigma={sigma:g}) reached none of {len(self.norms)} norms: "
                 "generation did not run through the policy's own modules"
             )
-        energy, count = (sum(column) for column in zip(*deviations.values(), strict=True))
-        self.last_report = NoiseReport(sigma, math.sqrt(energy / count), len(deviations))
+        energy, count = (sum(column) for column in zip(*deviations, strict=True))
+        self.last_report = NoiseReport(sigma, math.sqrt(energy / count), len(deviations), count)
 
-    def _hook(self, index: int, step: int, sigma: float, noises: dict, deviations: dict):
-        def run_with_noise(module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
-            clean = module.weight.detach().float()
-            if clean.numel() == 0:
-                raise RuntimeError(
-                    "a norm's weight is sharded away while the policy generates; with DeepSpeed ZeRO-3 set "
-                    "ds3_gather_for_generation=True"
-                )
-            if index not in noises:
-                noises[index] = self.noise(index, clean, step, sigma)
-                deviation = (clean + noises[index]) - clean
-                deviations[index] = (float(deviation.double().square().sum()), deviation.numel())
-            with _weight_replaced(module, clean + noises[index]):
-                noisy = module.forward(*(_float(value) for value in args), **kwargs)
-            return noisy.to(output.dtype)
+    def _register(self) -> list[RemovableHandle]:
+        pairs = zip(self.norms.values(), self._hooks, strict=True)
+        return [module.register_forward_hook(hook, with_kwargs=True) for module, hook in pairs]
 
-        return run_with_noise
+
+class _NormHook:
+    """The noise of one norm.
+
+    Attributes:
+        on: whether the norm's forward pass adds noise to its weight.
+        noise: once it is drawn.
+        ran: whether a forward pass has added it.
+        deviation: what it does to the weight: sum of squares, and their number.
+    """
+
+    def __init__(self):
+        self.stop()
+
+    def start(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Add the noise that ``draw`` gives for the weight."""
+        self.on, self._draw = True, draw
+
+    def stop(self) -> None:
+        self.on = self.ran = False
+        self.noise = self._draw = None
+        self.deviation = 0.0, 0
+
+    def prepare(self, clean: torch.Tensor) -> None:
+        """Draw the noise for this weight, in float32."""
+        if clean.numel() == 0:
+            raise RuntimeError(
+                "a norm's weight is sharded away while the policy generates; with DeepSpeed ZeRO-3 set "
+                "ds3_gather_for_generation=True"
+            )
+        self.noise = self._draw(clean)
+        deviation = (clean + self.noise) - clean
+        self.deviation = float(deviation.double().square().sum()), deviation.numel()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
+        # Traced by the compiler: what it reads here is checked before each run of what it made.
+        if not self.on:
+            return None
+        clean = module.weight.detach().float()
+        if self.noise is None:
+            self.prepare(clean)
+        self.ran = True
+        with _weight_replaced(module, clean + self.noise):
+            noisy = module.forward(*(_float(value) for value in args), **kwargs)
+        return noisy.to(output.dtype)
 
 
 @contextlib.contextmanager

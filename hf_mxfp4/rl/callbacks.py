@@ -2,6 +2,7 @@
 """Callbacks that watch a quantized policy while it trains."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from ..layers import (
 )
 from ..numerics import decompose_scheme
 
+
+Layer = TypeVar("Layer")
 
 #: Logged values that the entropy at the start is averaged over.
 _START_VALUES = 3
@@ -186,7 +189,11 @@ class QuantizationStepCallback(TrainerCallback):
 def spread_layers(model: nn.Module, count: int) -> dict[str, Matrix]:
     """The weights of at most ``count`` quantized layers, evenly spread from the first to the last; each projection of
     each expert counts as a layer."""
-    found = [(matrix.name, matrix) for matrix in trainable_matrices(model)]
+    return evenly_spread([(matrix.name, matrix) for matrix in trainable_matrices(model)], count)
+
+
+def evenly_spread(found: list[tuple[str, Layer]], count: int) -> dict[str, Layer]:
+    """At most ``count`` of the named layers, evenly spread from the first to the last."""
     count = min(count, len(found))
     if count <= 1:
         return dict(found[:count])

@@ -2,11 +2,17 @@
 """`MXFP4GRPOConfig`: TRL's `GRPOConfig` with the options of [`MXFP4GRPOTrainer`]."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from .aqn import NoiseSchedule
+from ..layers import WEIGHT_FORMS
+from ..module_names import read_names
+from .aqn_targets import TARGETS
+from .mismatch import CORRECTION_MODES
+from .noise_controller import EntropyNoiseController
+from .noise_schedule import NoiseSchedule
 
 
 @dataclass
@@ -16,28 +22,124 @@ class MXFP4GRPOConfig(GRPOConfig):
 
     aqn: bool = field(
         default=True,
-        metadata={"help": "Adaptive quantization noise: Gaussian noise on the RMSNorm weights during rollouts."},
+        metadata={
+            "help": "Adaptive quantization noise: Gaussian noise on the weights of RMSNorms, and of linear layers if "
+            "asked for (`aqn_targets`), during rollouts and nowhere else. False switches all `aqn_*` options off."
+        },
+    )
+    aqn_schedule: str = field(
+        default="exponential",
+        metadata={
+            "help": "Standard deviation over training: 'exponential' stages (QeRL, arXiv 2605.20402), 'linear', "
+            "'cosine' or 'constant', all of them noise-free in the first of `aqn_num_stages` parts of training; or "
+            "'entropy', which follows `aqn_target_entropy`."
+        },
     )
     aqn_sigma_start: float = field(
-        default=1e-2, metadata={"help": "Standard deviation of the noise in the first noisy stage (absolute)."}
+        default=1e-2,
+        metadata={
+            "help": "Standard deviation of the noise where it sets in, absolute for norms; the upper bound of "
+            "aqn_schedule='entropy'."
+        },
     )
     aqn_sigma_end: float = field(
-        default=1e-3, metadata={"help": "Standard deviation in the last stage: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL."}
+        default=1e-3,
+        metadata={
+            "help": "Standard deviation at the end of training: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL; the lower "
+            "bound of aqn_schedule='entropy'."
+        },
     )
     aqn_num_stages: int = field(
         default=10,
-        metadata={"help": "Equal parts of training with one standard deviation each; the first one is noise-free."},
+        metadata={
+            "help": "Equal parts of training, the first of them noise-free (1: none is). Exponential noise has one "
+            "standard deviation in each. No effect with aqn_schedule='entropy'."
+        },
+    )
+    aqn_target_entropy: float | None = field(
+        default=None,
+        metadata={
+            "help": "aqn_schedule='entropy': the policy entropy to keep, in nats per token; by default half of that in "
+            "the first 3 steps."
+        },
+    )
+    aqn_rate_limit: float = field(
+        default=0.05,
+        metadata={"help": "aqn_schedule='entropy': largest change of ln(sigma) in a step, so 0.05 is 5 %."},
+    )
+    aqn_targets: str = field(
+        default="norms",
+        metadata={
+            "help": "Weights to put noise on: 'norms', 'linears' (quantized linear layers and experts, never routers, "
+            "heads or adapters) or 'both'. On linears it takes the memory of a dense copy of their weights."
+        },
+    )
+    aqn_linear_sigma_scale: float = field(
+        default=1.0,
+        metadata={
+            "help": "Noise of linear weights for each unit of the schedule's: with 1.0 and sigma 0.01, its standard "
+            "deviation is 1 % of the root mean square of each weight matrix."
+        },
+    )
+    aqn_layers: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Norms and linear layers to put noise on, of those that `aqn_targets` names: whole dotted name "
+            "parts such as 'layers.0' or 'input_layernorm', or 're:<regex on the full name>'; by default all."
+        },
     )
     aqn_seed: int | None = field(default=None, metadata={"help": "Seed of the noise; by default `seed`."})
     rollout_correction: bool = field(
         default=True,
         metadata={
-            "help": "Truncated importance sampling between the noisy policy that sampled and the clean one that "
-            "trains, for rollouts by transformers (with vLLM, TRL's own `vllm_importance_sampling_correction` does it)."
+            "help": "Importance sampling between the policy that sampled (noisy, token by token, from copies of "
+            "weights) and the one that trains, for rollouts by transformers (with vLLM, TRL's own "
+            "`vllm_importance_sampling_correction` does it). False measures the mismatch and leaves it."
         },
     )
-    rollout_correction_cap: float = field(
-        default=2.0, metadata={"help": "Upper limit of the importance ratio of a token."}
+    rollout_correction_mode: str = field(
+        default="token_truncate",
+        metadata={
+            "help": "Importance ratio of each token ('token_*') or of each sequence ('sequence_*'); where it exceeds a "
+            "limit it is set to the limit ('*_truncate') or to zero ('*_mask'). As TRL's "
+            "`vllm_importance_sampling_mode`."
+        },
+    )
+    rollout_correction_cap: float = field(default=2.0, metadata={"help": "Upper limit of an importance ratio."})
+    rollout_correction_min: float | None = field(
+        default=None, metadata={"help": "Lower limit of an importance ratio; by default none."}
+    )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={
+            "help": "Replace groups whose completions all earn the same, and so train nothing, by groups of other "
+            "prompts of the training dataset (DAPO)."
+        },
+    )
+    dynamic_sampling_max_rounds: int = field(
+        default=3,
+        metadata={
+            "help": "Additional rollouts that `dynamic_sampling` may take for one batch, each of as many groups as are "
+            "to be replaced. What is left then is kept, with zero advantages."
+        },
+    )
+    overlong_buffer: int = field(
+        default=0,
+        metadata={
+            "help": "Soft overlong punishment (DAPO): the last tokens before `max_completion_length`, over which a "
+            "penalty rises from 0 to `overlong_penalty`. Added as a reward function. 0: none."
+        },
+    )
+    overlong_penalty: float = field(
+        default=1.0, metadata={"help": "Weight of the soft overlong punishment: what a truncated completion loses."}
+    )
+    quantize_reference: bool = field(
+        default=True,
+        metadata={
+            "help": "With `beta` > 0: the reference policy computes under the scheme of the policy. False: in full "
+            "precision, so that the divergence includes what quantization does. With adapters the reference is the "
+            "policy itself without them."
+        },
     )
     cache_rollout_weights: bool = field(
         default=True,
@@ -45,6 +147,23 @@ class MXFP4GRPOConfig(GRPOConfig):
             "help": "Keep the quantized copy of every weight while a rollout lasts. It takes the memory of the weights "
             "in the dtype of products, in each process, under FSDP2 and ZeRO-3 too. False keeps none and quantizes (or "
             "dequantizes) every weight again for each generated token: slower, same bits. Not for vLLM's own copy."
+        },
+    )
+    rollout_weights: str = field(
+        default="auto",
+        metadata={
+            "help": "Form of the copies that `cache_rollout_weights` keeps of trainable linear layers: 'dense' in the "
+            "dtype of products, 'packed' as 4-bit codes and scales, 'auto' packed where a kernel computes on those "
+            "(GPUs with Triton), dense elsewhere. Packed copies take about a quarter of the memory; the products are "
+            "the same but for the rounding of the copy and the order of sums."
+        },
+    )
+    compile_rollouts: bool = field(
+        default=False,
+        metadata={
+            "help": "Generate with a static key-value cache and a compiled forward pass (torch.compile, with CUDA "
+            "graphs on GPUs that have them). Costs a compilation at the start of training, one more when noise sets "
+            "in, and a cache of the full length for every sequence. Not with vLLM, continuous batching, FSDP, ZeRO-3."
         },
     )
     entropy_collapse: float = field(
@@ -55,9 +174,27 @@ class MXFP4GRPOConfig(GRPOConfig):
         metadata={"help": "Alarm when the policy entropy exceeds this multiple of its value at the start; 0: never."},
     )
     error_every: int = field(
-        default=50, metadata={"help": "Steps between decompositions of the weights' quantization error; 0: never."}
+        default=50,
+        metadata={
+            "help": "Steps between measurements of the quantization error's components, of weights and of activations, "
+            "and of the effective temperature; 0: never."
+        },
     )
     error_layers: int = field(default=4, metadata={"help": "Number of layers decomposed, spread over the depth."})
+    gradient_gain_every: int = field(
+        default=50,
+        metadata={
+            "help": "Steps between comparisons of the gradients at each depth with those in full precision, on 8 "
+            "sequences of the last training batch, or more of few tokens; 0: never."
+        },
+    )
+    report_every: int = field(
+        default=100,
+        metadata={
+            "help": "Steps between versions of run_report.html in output_dir, which is written at the end of training "
+            "too, also of one that fails; 0: no report."
+        },
+    )
     router_every: int = field(
         default=0,
         metadata={
@@ -77,16 +214,84 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
-        # NoiseSchedule checks its own numbers.
-        self.noise_schedule  # noqa: B018
-        if not self.rollout_correction_cap > 0 or not math.isfinite(self.rollout_correction_cap):
-            raise ValueError(f"rollout_correction_cap={self.rollout_correction_cap} must be a positive number")
-        for name in ("entropy_collapse", "entropy_explosion", "error_every", "error_layers", "router_every"):
+        self._check_noise()
+        self._check_rollout_correction()
+        if self.dynamic_sampling_max_rounds < 1:
+            raise ValueError(
+                f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} must be at least 1; to take none, set "
+                "dynamic_sampling=False"
+            )
+        if self.overlong_buffer < 0:
+            raise ValueError(f"overlong_buffer={self.overlong_buffer} must not be negative")
+        if not self.overlong_penalty > 0 or not math.isfinite(self.overlong_penalty):
+            raise ValueError(f"overlong_penalty={self.overlong_penalty} must be a positive number: it is subtracted")
+        cadences = ("error_every", "gradient_gain_every", "report_every", "router_every")
+        for name in ("entropy_collapse", "entropy_explosion", "error_layers", *cadences):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.rollout_weights not in WEIGHT_FORMS:
+            raise ValueError(
+                f"rollout_weights={self.rollout_weights!r} is not known; choose one of {', '.join(WEIGHT_FORMS)}"
+            )
         if self.router_replay:
             self._check_router_replay()
         super().__post_init__()
+        by_group = self.scale_rewards in ("group", "none") and self.multi_objective_aggregation == "sum_then_normalize"
+        if self.dynamic_sampling and not by_group:
+            raise ValueError(
+                "dynamic_sampling=True keeps advantages as they were computed within a group: use scale_rewards="
+                "'group' or 'none' and multi_objective_aggregation='sum_then_normalize'"
+            )
+        if self.compile_rollouts:
+            self._check_compiled_rollouts()
+
+    def _check_rollout_correction(self) -> None:
+        mode, cap, minimum = self.rollout_correction_mode, self.rollout_correction_cap, self.rollout_correction_min
+        if mode not in CORRECTION_MODES:
+            raise ValueError(
+                f"rollout_correction_mode={mode!r} is not known; choose one of {', '.join(CORRECTION_MODES)}"
+            )
+        if not cap > 0 or not math.isfinite(cap):
+            raise ValueError(f"rollout_correction_cap={cap} must be a positive number")
+        if minimum is not None and not 0 <= minimum < cap:
+            raise ValueError(f"rollout_correction_min={minimum} must lie between 0 and rollout_correction_cap={cap}")
+        if self.rollout_correction and self.loss_type == "vespo" and mode.startswith("sequence"):
+            raise ValueError(
+                "loss_type='vespo' multiplies the ratios of a sequence's tokens itself: use rollout_correction_mode="
+                "'token_truncate' or 'token_mask'"
+            )
+
+    def _check_noise(self) -> None:
+        # What they describe checks its own numbers.
+        if self.aqn_schedule == "entropy":
+            self.noise_controller()
+        else:
+            self.noise_schedule  # noqa: B018
+            if self.aqn_target_entropy is not None:
+                raise ValueError(
+                    f"aqn_target_entropy has no effect on aqn_schedule={self.aqn_schedule!r}; set 'entropy'"
+                )
+        if self.aqn_targets not in TARGETS:
+            raise ValueError(f"aqn_targets={self.aqn_targets!r} is not known; choose one of {', '.join(TARGETS)}")
+        if not (math.isfinite(self.aqn_linear_sigma_scale) and self.aqn_linear_sigma_scale > 0):
+            raise ValueError(f"aqn_linear_sigma_scale={self.aqn_linear_sigma_scale} must be a positive number")
+        if self.aqn_targets == "norms" and self.aqn_linear_sigma_scale != 1:
+            raise ValueError("aqn_linear_sigma_scale has no effect on aqn_targets='norms'; set 'linears' or 'both'")
+        read_names("aqn_layers", self.aqn_layers)
+
+    def _check_compiled_rollouts(self) -> None:
+        """`generate` alone compiles, and what runs in eager mode beside it cannot be compiled."""
+        if self.use_vllm:
+            raise ValueError("compile_rollouts=True compiles generation by transformers; set use_vllm=False")
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "compile_rollouts=True is for `generate`; continuous batching compiles by itself with "
+                "transformers_continuous_batching_config={'default_compile_level': 1}"
+            )
+        if self.router_replay:
+            raise ValueError(
+                "router_replay=True records routers in eager mode; set compile_rollouts=False, or router_replay=False"
+            )
 
     def _check_router_replay(self) -> None:
         """Rollouts that the routers of the policy's own modules do not take part in cannot be recorded."""
@@ -102,5 +307,11 @@ class MXFP4GRPOConfig(GRPOConfig):
 
     @property
     def noise_schedule(self) -> NoiseSchedule:
-        """The schedule that the `aqn_*` options describe."""
-        return NoiseSchedule(self.aqn_sigma_start, self.aqn_sigma_end, self.aqn_num_stages)
+        """The closed form that the `aqn_*` options describe; `ValueError` for the closed loop, which has none."""
+        return NoiseSchedule(self.aqn_sigma_start, self.aqn_sigma_end, self.aqn_num_stages, self.aqn_schedule)
+
+    def noise_controller(self, record: Callable[[str, float], None] | None = None) -> EntropyNoiseController:
+        """The closed loop that the `aqn_*` options describe."""
+        return EntropyNoiseController(
+            self.aqn_sigma_end, self.aqn_sigma_start, self.aqn_target_entropy, self.aqn_rate_limit, record
+        )

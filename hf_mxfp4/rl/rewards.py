@@ -31,6 +31,7 @@ __all__ = [
     "is_exact_match",
     "is_flexible_correct",
     "is_strict_correct",
+    "math_reward",
     "normalize_number",
 ]
 
@@ -213,3 +214,15 @@ def gsm8k_flexible_reward(completions: Sequence[Any], answer: Sequence[str], **k
 def exact_match_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
     """1.0 where the stripped completion is the gold string, else 0.0. As `gsm8k_strict_reward` otherwise."""
     return _rewards(is_exact_match, completions, answer)
+
+
+def math_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+    """1.0 where the final answer of the completion, boxed or not, is mathematically equal to the gold answer (LaTeX or
+    text), else 0.0. As `gsm8k_strict_reward` otherwise.
+
+    Raises:
+        ModuleNotFoundError: math-verify is not installed (the extra ``eval``).
+    """
+    from .math_answers import is_math_correct  # needs more than the standard library
+
+    return _rewards(is_math_correct, completions, answer)

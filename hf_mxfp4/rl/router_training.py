@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from trl import GRPOTrainer
 
 from .._logging import get_logger
 from .rollout_routing import RolloutRouting
 from .router_callback import RouterCallback
+from .telemetry import Telemetry
 
 
-class RouterTraining(GRPOTrainer):
+class RouterTraining(Telemetry):
     """Router replay around the training step, and the callback of `router_every`. Does nothing unless asked to.
 
     Attributes:
@@ -27,7 +27,6 @@ class RouterTraining(GRPOTrainer):
     def _watch_routers(self) -> None:
         """Set up what the config asks for; raises `ValueError` for a model without routers."""
         self._in_step = contextlib.ExitStack()
-        self._last_tokens: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.args.router_replay:
             if self.tools or self.rollout_func is not None or self.environment_factories is not None:
                 raise ValueError(
@@ -38,7 +37,10 @@ class RouterTraining(GRPOTrainer):
             get_logger().info("router replay: %d routers", len(self.routing.routers))
         if self.args.router_every:
             self.router_callback = RouterCallback(
-                self.model, self.args.router_every, batch=lambda: self._last_tokens, record=self._record
+                self.model,
+                self.args.router_every,
+                batch=lambda: (self._last_batch.input_ids, self._last_batch.attention_mask),
+                record=self._record,
             )
             self.add_callback(self.router_callback)
 
@@ -55,11 +57,6 @@ class RouterTraining(GRPOTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any):
         if self._replays:
             self._in_step.enter_context(self._replayed(inputs))
-        if self.router_callback is not None and self.model.training:
-            self._last_tokens = (
-                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            )
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     @contextlib.contextmanager

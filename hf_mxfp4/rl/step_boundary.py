@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from .resume import random_states, restore_random_states
 
@@ -15,19 +15,18 @@ class StepBoundary(TrainerCallback):
     Args:
         process_state: returns the state to remember; what it refers to is kept, not copied.
 
-    Attributes:
-        inside_update: the optimizer began to change the weights and has not finished.
     """
 
     def __init__(self, process_state: Callable[[], dict[str, Any]]):
         self.process_state = process_state
-        self.inside_update = False
+        self._update: tuple[TrainerState, int] | None = None
+        self._waiting: BaseException | None = None
         self._step: int | None = None
         self._random: dict[str, Any] = {}
         self._state: dict[str, Any] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._step, self.inside_update = None, False
+        self._step = self._update = self._waiting = None
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self._remember(state.global_step)
@@ -36,12 +35,25 @@ class StepBoundary(TrainerCallback):
         # An epoch's data loader draws a number before its first step: there, the state before it counts.
         if self._step != state.global_step:
             self._remember(state.global_step)
+        self.raise_what_waits()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.inside_update = True
+        self._update = state, state.global_step
 
-    def on_step_end(self, args, state, control, **kwargs):
-        self.inside_update = False
+    @property
+    def inside_update(self) -> bool:
+        """Whether the optimizer began to change the weights and the step has not been counted yet."""
+        return self._update is not None and self._update[0].global_step == self._update[1]
+
+    def leave_with(self, error: BaseException) -> None:
+        """Raise this before the next step begins."""
+        self._waiting = error
+
+    def raise_what_waits(self) -> None:
+        """Raise what [`leave_with`] was given, if anything."""
+        error, self._waiting = self._waiting, None
+        if error is not None:
+            raise error
 
     def rewind(self, step: int) -> dict[str, Any] | None:
         """Put the random generators back to the end of optimizer step ``step``, and return the process state of then;

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from ..layers import trainable_matrices
-from .aqn import NoiseReport, NormNoise, plain_name
+from .aqn import NoiseReport, NormNoise
+from .aqn_linears import LinearNoise
+from .aqn_targets import plain_name
 
 
 def rollout_parameters(
@@ -23,14 +25,19 @@ def rollout_parameters(
     noise: NormNoise | None = None,
     step: int = 0,
     sigma: float = 0.0,
+    linear_noise: LinearNoise | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs of ``named`` with quantized weights in place of master weights, and noise on the norms' weights.
+    """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of norms and
+    linear layers: that of a rollout in this process, at the same step.
 
-    What the noise changed, after rounding to the dtype that is pushed, is left in ``noise.last_report``.
+    What the noise changed, after rounding to the dtype that is pushed, is left in the ``last_report`` of both.
 
     Raises `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands.
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them.
     """
+    if linear_noise is not None:
+        linear_noise.begin()
+    noisy_weights = linear_noise.parameters if linear_noise is not None and sigma > 0 else {}
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
     norms = (
         {plain_name(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
@@ -44,9 +51,10 @@ def rollout_parameters(
     energy = 0.0
     for name, tensor in named:
         owner = name.removesuffix(".weight")
-        if name in quantized:
-            n_quantized += 1
-            yield name, quantized[name].layer_values(tensor)
+        if name in quantized or name in noisy_weights:
+            values = quantized[name].layer_values(tensor) if name in quantized else tensor
+            n_quantized += name in quantized
+            yield name, linear_noise.noisy_values(name, values, step, sigma) if name in noisy_weights else values
         elif name.endswith(".weight") and owner in norms:
             n_noisy += 1
             clean = tensor.detach()
@@ -61,4 +69,6 @@ def rollout_parameters(
     if norms and n_noisy == 0:
         raise RuntimeError("adaptive quantization noise reached none of the weights pushed to vLLM")
     if norms:
-        noise.last_report = NoiseReport(sigma, math.sqrt(energy / n_elements), n_noisy)
+        noise.last_report = NoiseReport(sigma, math.sqrt(energy / n_elements), n_noisy, n_elements)
+    if noisy_weights:
+        linear_noise.finish(sigma * linear_noise.scale)

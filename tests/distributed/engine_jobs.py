@@ -87,7 +87,14 @@ def plain_trainer(base: str, mode: str, folder: Path, **options) -> PlainTrainer
 
 def grpo_trainer(base: str, mode: str, folder: Path, **options) -> MXFP4GRPOTrainer:
     """GRPO with noise in every rollout but the first, and its correction."""
-    options = {"num_generations": 4, "max_completion_length": 4, "aqn_num_stages": 4, "error_every": 0, **options}
+    options = {
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "aqn_num_stages": 4,
+        "error_every": 0,
+        "report_every": 0,
+        **options,
+    }
     if mode.startswith("moe"):
         options |= MOE_GRPO
     args = arguments(folder, MXFP4GRPOConfig, **options)
@@ -101,6 +108,13 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return model(input_ids=IDS[:2]).logits.float().clone()
 
 
+def noise_of_each_rank(trainer: MXFP4GRPOTrainer) -> list[list[float]]:
+    """For each rank, how far norms and linear weights were from the clean ones in its last rollout, to the bit."""
+    reports = [noise.last_report.measured_std for noise in (trainer.noise, trainer.linear_noise)]
+    mine = torch.tensor([reports], dtype=torch.float64, device=trainer.accelerator.device)
+    return trainer.accelerator.gather(mine).tolist()
+
+
 def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_precision: str = "no", fsdp=None) -> None:
     """Train the plain trainer, GRPO, and GRPO once more from its checkpoint in the middle; rank 0 writes what they saw
     to ``out/results.pt``, and each saves its model."""
@@ -109,8 +123,8 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
         use_engine(engine, out, mixed_precision, fsdp)
     results = {}
     for kind in ("plain", "grpo", "resumed"):
-        build = plain_trainer if kind == "plain" else grpo_trainer
-        trainer = build(base, mode, out / kind, bf16=mixed_precision == "bf16")
+        build, options = (plain_trainer, {}) if kind == "plain" else (grpo_trainer, {"aqn_targets": "both"})
+        trainer = build(base, mode, out / kind, bf16=mixed_precision == "bf16", **options)
         trainer.train(resume_from_checkpoint=str(out / "grpo" / "checkpoint-2") if kind == "resumed" else None)
         logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         results[kind] = {
@@ -119,6 +133,8 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
             "distributed_type": trainer.accelerator.distributed_type.value,
             "processes": trainer.accelerator.num_processes,
             "errors": getattr(getattr(trainer, "error_callback", None), "history", None),
+            "noise": None if kind == "plain" else noise_of_each_rank(trainer),
+            "n_quantized": getattr(trainer, "n_quantized", None),
         }
         trainer.save_model(str(out / kind / "saved"))
         trainer.accelerator.wait_for_everyone()
@@ -128,11 +144,13 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
 
 def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
     """GRPO with replay where the sequences of rank 1 all end with their first token, and those of rank 0 do not; with
-    quantized copies kept in rollouts, and without. Each rank writes what it saw to ``out/rank<i>.json``."""
+    quantized copies kept in rollouts, and without. Noise follows the entropy, which is not that of one rank alone. Each
+    rank writes what it saw to ``out/rank<i>.json``."""
     use_engine(engine, Path(out))
     rank, seen = os.environ["RANK"], {}
     for kept in (True, False):
         options = {"max_steps": 2, "save_strategy": "no", "max_completion_length": 6, "cache_rollout_weights": kept}
+        options |= {"aqn_schedule": "entropy", "aqn_target_entropy": 4.0, "aqn_rate_limit": 1.0}
         trainer = grpo_trainer(base, "moe", Path(out) / f"kept-{kept}", **options)
         if rank == "1":
             trainer.generation_config.eos_token_id = trainer.eos_token_ids = list(range(32))
@@ -149,7 +167,53 @@ def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
             trainer.train()
         logs = [{name: float(value) for name, value in entry.items()} for entry in trainer.state.log_history[:2]]
         seen[str(kept)] = {"held": held, "logs": [{k: v for k, v in log.items() if k != "step_time"} for log in logs]}
+        seen[str(kept)]["controller"] = trainer.noise_controller.state_dict()
     (Path(out) / f"rank{rank}.json").write_text(json.dumps(seen))
+
+
+#: Ways to generate: in eager mode from dense copies of the weights, and from packed ones in others.
+ROLLOUTS = {
+    "eager": {},
+    "compiled": {"compile_rollouts": True, "rollout_weights": "packed"},
+    "batched": {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
+        "rollout_weights": "packed",
+    },
+}
+
+
+def train_on_all_rollouts(mode: str, base: str, out: str) -> None:
+    """GRPO with greedy rollouts of each kind, under noise from the second step on. Rank 0 writes what each logged and
+    trained to ``out/results.pt``."""
+    use_engine("ddp", Path(out))
+    results = {}
+    for kind, options in ROLLOUTS.items():
+        options = {"max_steps": 2, "save_strategy": "no", "generation_kwargs": {"do_sample": False}, **options}
+        noise = {"aqn_sigma_start": 0.5, "aqn_sigma_end": 0.1, "error_every": 0}
+        trainer = grpo_trainer(base, mode, Path(out) / kind, **noise, **options)
+        if trainer.args.compile_rollouts:
+            trainer.generation_config.compile_config.backend = "aot_eager"
+            trainer.generation_config.compile_config.mode = None
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        seen = ("reward", "aqn/sigma", "aqn/n_modules", "completions/mean_length")
+        results[kind] = {
+            "logs": [{name: float(entry[name]) for name in seen} for entry in logs],
+            "weights": [parameter.detach().clone() for parameter in trainer.model.parameters()],
+            "processes": trainer.accelerator.num_processes,
+        }
+    if os.environ["RANK"] == "0":
+        torch.save(results, Path(out) / "results.pt")
+
+
+def refuse_compiled_rollouts(engine: str, base: str, out: str) -> None:
+    """Ask for compiled rollouts of sharded weights; print the refusal."""
+    use_engine(engine, Path(out))
+    try:
+        grpo_trainer(base, "qat", Path(out), compile_rollouts=True)
+    except ValueError as error:
+        print(f"refused: {error}")
 
 
 def run_recipe(engine: str, out: str, options: list[str]) -> None:
@@ -168,8 +232,10 @@ def load_split(base: str, mode: str) -> None:
     if mode == "plain":
         AutoModelForCausalLM.from_pretrained(base, **plan)
         print("plain model loaded")
-        return
-    try:
-        AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode=mode), **plan)
-    except ValueError as error:
-        print(f"refused: {error}")
+    else:
+        try:
+            AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode=mode), **plan)
+        except ValueError as error:
+            print(f"refused: {error}")
+    # A rank that leaves takes down the store that the other still needs to make its groups.
+    torch.distributed.barrier()

@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import torch
+from cpu_engines import use_engine
 from engine_jobs import grpo_trainer, make_base  # noqa: F401  run by name
+from grpo_runs import even_digits
 from transformers import TrainerState
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint
@@ -84,6 +86,27 @@ def train_with_a_failing_rank(base: str, run: str, failure: str) -> None:
         trainer.train()
     finally:
         print(f"rank {os.environ['RANK']} left training after {time.monotonic() - started:.1f} s", flush=True)
+
+
+def train_beside_a_rank_that_dies(base: str, run: str, dies: bool) -> None:
+    """Two ranks, a checkpoint at each step; where ``dies``, rank 1 gets SIGKILL in the third rollout. They go on from
+    the newest whole checkpoint, if there is one. Rank 0 leaves the final state in ``final.pt``."""
+    folder = Path(run)
+    use_engine("ddp", folder)
+    trainer = grpo_trainer(base, "qat", folder, save_steps=1)
+
+    def reward(completions, trainer_state, **kwargs):
+        if dies and trainer_state.global_step == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return even_digits(completions)
+
+    reward.__name__ = even_digits.__name__
+    trainer.reward_funcs = [reward]
+    trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder) is not None)
+    if os.environ["RANK"] == "0":
+        state = {"weights": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+        torch.save(state, folder / "final.pt")
+    torch.distributed.barrier()
 
 
 if __name__ == "__main__":

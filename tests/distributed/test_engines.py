@@ -127,6 +127,12 @@ def test_rollouts_get_the_noise_of_their_step(job):
     # Of a mixture of experts the norms before routers get none, and there are norms of queries and keys.
     norms = 7 if mode.startswith("moe") else 5
     assert all(entry["aqn/n_modules"] == norms for entry in results["grpo"]["logs"][1:])
+    linears = [entry["aqn/linear_measured_std"] for entry in results["grpo"]["logs"]]
+    assert linears == pytest.approx(sigmas, rel=0.05)
+    counts = [entry["aqn/n_linears"] for entry in results["grpo"]["logs"]]
+    assert counts == [0] + [results["grpo"]["n_quantized"]] * 3
+    first, second = results["grpo"]["noise"]
+    assert first == second and all(value > 0 for value in first)
 
 
 @pytest.mark.parametrize("kind", ["plain", "grpo"])
@@ -237,6 +243,7 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
     assert answer["codes"] == [0, 0], answer["output"][-4000:]
     # Of queries, keys, values and outputs, and of six experts; float32.
     copies = 4 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 6 * 3 * 32 * 32)
+    sigmas = []
     for rank in (0, 1):
         kept, none = json.loads((out / f"rank{rank}.json").read_text()).values()
         assert [a - b for a, b in zip(kept["held"], none["held"], strict=True)] == [copies, copies]
@@ -244,6 +251,10 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
         assert [log["router_replay/coverage"] for log in kept["logs"]] == [1, 1]
         assert [log["completions/min_length"] for log in kept["logs"]] == [1, 1]
         assert all(log["completions/max_length"] == 6 for log in kept["logs"])
+        # Moved by the entropy of all tokens, which is logged, although those of one rank are few.
+        assert kept["controller"]["sigma"] == pytest.approx(1e-3 * (4 / kept["logs"][1]["entropy"]) ** 0.25)
+        sigmas.append(kept["controller"]["sigma"])
+    assert sigmas[0] == sigmas[1] > 1e-3
 
 
 @pytest.mark.large
@@ -313,3 +324,30 @@ def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
     assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}
     checksum = summary["base_checksum"]
     assert checksum is None if config != "tiny_cpu_lora" else checksum["before"] == checksum["after"]
+
+
+@pytest.mark.parametrize("mode", ["qat", pytest.param("lora", marks=pytest.mark.large)])
+def test_rollouts_of_all_kinds_train_the_same_weights(jobs, mode):
+    out = jobs.root / f"rollouts-{mode}"
+    out.mkdir()
+    arguments = {"mode": mode, "base": str(jobs.base(mode)), "out": str(out)}
+    answer = jobs.server.run("engine_jobs:train_on_all_rollouts", out / "log", ranks=2, timeout=200, **arguments)
+    assert answer["codes"] == [0, 0], answer["output"][-4000:]
+    results = torch.load(out / "results.pt")
+    expected = results["eager"]
+    assert expected["processes"] == 2 and [log["aqn/n_modules"] for log in expected["logs"]] == [0, 5]
+    for kind, found in results.items():
+        assert found["logs"] == expected["logs"], kind
+        for a, b in zip(found["weights"], expected["weights"], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero3", marks=NO_DEEPSPEED)])
+def test_compiled_rollouts_of_sharded_weights_are_refused(jobs, engine):
+    out = jobs.root / f"refused-{engine}"
+    out.mkdir()
+    arguments = {"engine": engine, "base": str(jobs.base("qat")), "out": str(out)}
+    answer = jobs.server.run("engine_jobs:refuse_compiled_rollouts", out / "log", ranks=2, timeout=60, **arguments)
+    assert answer["codes"] == [0, 0], answer["output"][-4000:]
+    name = {"fsdp2": "FSDP", "zero3": "DeepSpeed ZeRO-3"}[engine]
+    assert answer["output"].count(f"refused: compile_rollouts=True does not work with {name}") == 2

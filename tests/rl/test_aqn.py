@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4.rl.aqn import NoiseSchedule, NormNoise, find_norms
+from hf_mxfp4.rl.aqn import NormNoise, find_norms
+from hf_mxfp4.rl.noise_schedule import NoiseSchedule
+from hf_mxfp4.rl.vllm_sync import rollout_parameters
 
 
 IDS = torch.arange(24).reshape(2, 12) % 32
@@ -197,6 +199,25 @@ def test_noise_that_reaches_no_norm_is_an_error():
     noise = NormNoise(make_model(), seed=0)
     with pytest.raises(RuntimeError, match="reached none of 5 norms"), noise.active(0, 0.1):
         pass
+
+
+def test_chosen_norms_have_the_noise_that_they_have_among_all():
+    model = make_model()
+    everything, some = NormNoise(model, seed=0), NormNoise(model, seed=0, layers=["layers.1", "model.norm"])
+    assert list(some.norms) == [name for name in everything.norms if "layers.0" not in name]
+    weight = torch.ones(8)
+    assert torch.equal(some.noise(0, weight, 3, 0.1), everything.noise(2, weight, 3, 0.1))
+    named = list(model.named_parameters())
+    pushed, clean = dict(rollout_parameters(named, model, some, 3, 0.1)), dict(named)
+    assert [name for name in clean if not torch.equal(clean[name], pushed[name])] == [f"{n}.weight" for n in some.norms]
+    index = list(everything.norms).index("model.norm")
+    expected = model.model.norm.weight + everything.noise(index, model.model.norm.weight, 3, 0.1)
+    assert torch.equal(pushed["model.norm.weight"], expected)
+    with torch.no_grad(), some.active(3, 0.1):
+        model(IDS)
+    assert some.last_report.modules == 3
+    with pytest.raises(ValueError, match="chooses none of the 5 norms"):
+        NormNoise(model, seed=0, layers=["q_proj"])
 
 
 def test_noise_free_stage_needs_no_forward():

@@ -97,11 +97,11 @@ def uneven_prompts():
 
 def test_old_log_probabilities_are_those_of_the_recorded_routing(build):
     trainer = build(learning_rate=1e-2, **OPTIONS["reused"], aqn_num_stages=1, max_steps=2)
-    calls = watch(trainer, "_log_probs")
+    calls = watch(trainer, "_replayed_log_probs")
     batches, keep = [], trainer.routing.padded
     trainer.routing.padded = lambda *args: batches.append(keep(*args)) or batches[-1]
     trainer.train()
-    assert len(calls) == 2  # of the sampling policy, with noise, and of the one that trains
+    assert len(calls) == 1
     for routed, _ in calls:
         recorded = batches[0].long()
         known = recorded >= 0

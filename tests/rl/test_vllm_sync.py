@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 import torch
-from grpo_runs import trainer_factory
+from grpo_runs import trainer_factory, with_simulated_vllm
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -84,20 +84,7 @@ def test_names_match_under_peft():
 def test_the_trainer_pushes_the_rollout_policy_and_reports_its_noise(tmp_path):
     """Against the interface of TRL's `VLLMGeneration`: vLLM itself does not run here."""
     trainer = trainer_factory(tmp_path)()
-    pushed = []
-
-    class Generation:
-        def _iter_named_params(self):
-            yield from trainer.model.named_parameters()
-
-        def sync_weights(self):
-            pushed.append(dict(self._iter_named_params()))
-
-        def generate(self, prompts, **kwargs):
-            return None, [[2, 1]] * len(prompts), [[[0.0], [0.0]]] * len(prompts), None
-
-    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Generation(), -1
-    trainer._push_rollout_policy_to_vllm()
+    pushed = with_simulated_vllm(trainer)
     trainer.model.train()
     trainer.state.global_step, trainer.state.max_steps = 3, 4
     trainer._generate(["1+1="])

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of sampled tokens, taken from the very distribution that each was drawn from.
+
+No second forward pass and no model of what differs: noise, the key-value cache, compiled code, packed copies of
+weights, temperature, top-k and top-p are all in the scores that transformers samples from.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, LogitsProcessor
+
+
+class SampledLogProbs(LogitsProcessor):
+    """Last in `generate`'s chain of processors: keeps the log-probability of each token that was drawn.
+
+    It sees the scores of a position before the token is drawn, so the token is read off the next call's input; memory
+    is that of one position's scores, ``[B, vocabulary]``.
+    """
+
+    def __init__(self):
+        self._steps: list[torch.Tensor] = []
+        self._scores: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._scores is not None:
+            self._steps.append(_log_prob(self._scores, input_ids[:, -1]))
+        self._scores = scores
+        return scores
+
+    def rows(self, completions: list[list[int]]) -> list[list[float]]:
+        """One list per completion, as long as it is. Raises `RuntimeError` when fewer positions were sampled."""
+        longest = max((len(row) for row in completions), default=0)
+        if self._scores is None or len(self._scores) != len(completions) or longest > len(self._steps) + 1:
+            sampled = 0 if self._scores is None else len(self._steps) + 1
+            raise RuntimeError(
+                f"{sampled} sampled positions are recorded for {len(completions)} completions of up to {longest} tokens"
+            )
+        # The token of the last position went into no further call; a completion that ended earlier does not need it.
+        last = torch.tensor([row[-1] if row else 0 for row in completions], device=self._scores.device)
+        steps = torch.stack([*self._steps, _log_prob(self._scores, last)], dim=1).tolist()
+        return [row[: len(ids)] for row, ids in zip(steps, completions, strict=True)]
+
+
+def _log_prob(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """``[B, V]``, ``[B]`` -> float32 ``[B]``."""
+    scores = scores.float()
+    return scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(dim=1)
+
+
+@contextlib.contextmanager
+def recorded_generate(generator: GenerationMixin) -> Iterator[SampledLogProbs]:
+    """Within this context one `generate` is recorded."""
+    recorder = SampledLogProbs()
+    make_processors = generator._get_logits_processor
+
+    # The public `logits_processor` of `generate` runs before temperature, top-k and top-p.
+    @functools.wraps(make_processors)
+    def with_recorder(*args: Any, **kwargs: Any):
+        processors = make_processors(*args, **kwargs)
+        processors.append(recorder)
+        return processors
+
+    generator._get_logits_processor = with_recorder
+    try:
+        yield recorder
+    finally:
+        del generator._get_logits_processor
+
+
+@contextlib.contextmanager
+def recorded_batches(generator: GenerationMixin) -> Iterator[list[list[float]]]:
+    """The same for `generate_batch` with `return_logprobs`: the list is filled when it returns."""
+    rows: list[list[float]] = []
+    generate = generator.generate_batch
+
+    @functools.wraps(generate)
+    def recorded(*args: Any, **kwargs: Any):
+        outputs = generate(*args, **kwargs)
+        rows.extend(output.logprobs for output in outputs.values())
+        return outputs
+
+    generator.generate_batch = recorded
+    try:
+        yield rows
+    finally:
+        generator.__dict__.pop("generate_batch", None)  # who wrapped it again may have taken it off already

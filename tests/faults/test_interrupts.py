@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGTERM and Ctrl-C, and a reward function that raises: what was trained is saved, and goes on to the same bits."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from grpo_runs import even_digits, trainer_factory
+from same_bits import assert_same
+from transformers import TrainerState
+
+from hf_mxfp4.rl import RewardError
+from hf_mxfp4.rl.interruption import signals_as_exceptions
+from hf_mxfp4.rl.step_boundary import StepBoundary
+
+
+#: Two rollouts for four optimizer steps each, so that a checkpoint falls between steps of one rollout too.
+RUN = {"max_steps": 6, "num_iterations": 2, "lr_scheduler_type": "linear"}
+
+
+@pytest.fixture(autouse=True)
+def signals_as_python_starts_with():
+    """What runs in the background of a shell ignores Ctrl-C, and so would these tests."""
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    return trainer_factory(tmp_path_factory.mktemp("interrupts"))
+
+
+@pytest.fixture(scope="module")
+def whole(build, tmp_path_factory):
+    """The end of a run that nothing interrupts."""
+    trainer = build(output_dir=str(tmp_path_factory.mktemp("whole")), **RUN)
+    trainer.train()
+    return everything(trainer)
+
+
+#: What a log has of times, and means over what was trained since a run was started.
+LEFT_OUT = {
+    "step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos",
+}  # fmt: skip
+
+
+def everything(trainer):
+    return {
+        "weights": dict(trainer.model.state_dict()),
+        "optimizer": trainer.optimizer.state_dict(),
+        "logs": [{k: v for k, v in entry.items() if k not in LEFT_OUT} for entry in trainer.state.log_history],
+        "entropy": trainer.entropy_callback.state_dict(),
+        "random": torch.get_rng_state(),
+    }
+
+
+def at_step(step, act):
+    """A reward function that acts in the rollout after this optimizer step."""
+
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == step:
+            act()
+        return even_digits(completions)
+
+    reward.__name__ = even_digits.__name__  # which is logged
+    return reward
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def fail():
+    raise KeyError("answer")
+
+
+FAULTS = {
+    "SIGTERM": (lambda: send(signal.SIGTERM), SystemExit, "Terminated: SIGTERM"),
+    "Ctrl-C": (lambda: send(signal.SIGINT), KeyboardInterrupt, "KeyboardInterrupt"),
+    "reward raises": (fail, RewardError, "RewardError: reward function 'even_digits' raised KeyError: 'answer'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_last_finished_step_is_saved_and_goes_on_to_the_same_bits(build, whole, fault, tmp_path, capsys):
+    act, kind, words = FAULTS[fault]
+    trainer = build(at_step(4, act), output_dir=str(tmp_path), **RUN)
+    with pytest.raises(kind) as caught:
+        trainer.train()
+    assert kind is not SystemExit or caught.value.code == 143
+    assert f"training stopped at step 4 by {words}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    resumed = build(output_dir=str(tmp_path), **RUN)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(everything(resumed), whole)
+
+
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 2), (signal.SIGINT, 5)], ids=["SIGTERM", "Ctrl-C"])
+def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monkeypatch):
+    """Weights of which some are updated belong to no step. Step 5 is the last one: the run ends with it, and stops."""
+    original = torch.optim.AdamW.step
+    trainer = build(output_dir=str(tmp_path), **RUN)
+
+    def interrupted(self, *args, **kwargs):
+        if trainer.state.global_step == step:
+            send(number)
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyboardInterrupt)):
+        patch.setattr(torch.optim.AdamW, "step", interrupted)
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step + 1}"]
+    resumed = build(output_dir=str(tmp_path), **RUN)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(everything(resumed)["weights"], whole["weights"])
+
+
+def test_a_second_signal_does_not_wait_for_the_update(tmp_path):
+    boundary = StepBoundary(dict)
+    with pytest.raises(SystemExit), signals_as_exceptions(boundary):
+        boundary.on_pre_optimizer_step(None, TrainerState(), None)
+        send(signal.SIGTERM)
+        reached = True
+        send(signal.SIGTERM)
+        pytest.fail("the second signal was ignored")
+    assert reached
+
+
+def test_handlers_are_those_from_before_when_training_ends(build, tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    seen = []
+    trainer = build(
+        at_step(0, lambda: seen.append(signal.getsignal(signal.SIGTERM))), output_dir=str(tmp_path), max_steps=1
+    )
+    trainer.train()
+    assert seen[0] is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_handlers_of_others_are_left_alone(build, tmp_path):
+    """Such as those of transformers' `enable_jit_checkpoint`, and of launchers."""
+    caught = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+    try:
+        trainer = build(at_step(0, lambda: send(signal.SIGTERM)), output_dir=str(tmp_path), max_steps=1)
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert caught == [signal.SIGTERM] and trainer.state.global_step == 1
+
+
+def test_other_threads_and_forked_processes_have_the_usual_handlers():
+    boundary = StepBoundary(dict)
+    codes = []
+
+    def in_a_thread():
+        with signals_as_exceptions(boundary):  # would raise ValueError: signals belong to the main thread
+            codes.append("entered")
+
+    with signals_as_exceptions(boundary):
+        child = os.fork()
+        if child == 0:
+            try:
+                send(signal.SIGTERM)
+            finally:
+                os._exit(7)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join(10)
+    assert codes == [-signal.SIGTERM, "entered"]

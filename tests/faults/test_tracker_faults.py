@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trackers and other callbacks that fail: training goes on, or stops with what was trained saved, and says which."""
+
+import pytest
+import torch
+from grpo_runs import trainer_factory
+from same_bits import assert_same
+from transformers import TrainerCallback
+from transformers.integrations import WandbCallback
+
+from hf_mxfp4.rl.tracker_guard import guard_trackers, is_tracker
+
+
+class Unreachable(WandbCallback):
+    """A tracker of transformers whose server is gone for some events."""
+
+    def __init__(self, *events):
+        self.seen = []
+        for event in ("on_train_begin", "on_log", "on_save", "on_train_end", "on_predict"):
+            setattr(type(self), event, self._make(event, event in events))
+
+    def _make(self, event, fails):
+        def handle(self, args, state, control, *positional, **kwargs):
+            self.seen.append(event)
+            if fails:
+                raise ConnectionError("tracker.example.org is unreachable")
+
+        return handle
+
+
+class Broken(TrainerCallback):
+    """No tracker: a user's own callback, with a mistake at one step."""
+
+    def __init__(self, event, step):
+        def handle(args, state, control, **kwargs):
+            if state.global_step == step:
+                raise KeyError("mistake")
+
+        setattr(self, event, handle)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return trainer_factory(tmp_path)
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def test_training_goes_on_without_a_tracker_that_fails_later(run, tmp_path, capsys):
+    tracker = Unreachable("on_log", "on_save")
+    trainer = run(callbacks=[tracker], max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train()
+    plain = run(max_steps=4, output_dir=str(tmp_path / "plain"))
+    plain.train()
+    assert_same(weights(trainer), weights(plain))
+    assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2, 3, 4]
+    assert tracker.seen.count("on_log") >= 4 and "on_train_end" in tracker.seen  # all events are tried
+    lines = [line for line in capsys.readouterr().err.splitlines() if "tracker Unreachable" in line]
+    assert len(lines) == 2
+    assert "failed in on_log (ConnectionError: tracker.example.org is unreachable): training goes on" in lines[0]
+    failed = tracker.seen.count("on_log") + 2
+    assert f"failed {failed} times: on_log {failed - 2}, on_save 2" in lines[1]
+
+
+def test_a_tracker_that_cannot_start_ends_the_run_before_its_first_step(run, tmp_path, capsys):
+    trainer = run(callbacks=[Unreachable("on_train_begin")])
+    with pytest.raises(ConnectionError):
+        trainer.train()
+    said = capsys.readouterr().err
+    assert "the tracker Unreachable could not start; report_to='none' trains without it" in said
+    assert "nothing was trained yet, so nothing was saved" in said
+    assert trainer.state.global_step == 0 and not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_trackers_are_told_from_other_callbacks_and_guarded_once():
+    tracker, other = Unreachable("on_log"), Broken("on_log", 1)
+    assert is_tracker(tracker) and not is_tracker(other)
+    assert guard_trackers([tracker, other]) == ["Unreachable"]
+    first = tracker.on_log
+    guard_trackers([tracker])
+    assert tracker.on_log is first
+
+
+def test_a_tracker_that_works_is_left_to_itself(run, capsys):
+    tracker = Unreachable()
+    run(callbacks=[tracker], max_steps=1).train()
+    assert {"on_train_begin", "on_log", "on_train_end"} <= set(tracker.seen)
+    assert "tracker" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("event", ["on_log", "on_step_end"])
+def test_a_callback_of_the_user_that_fails_stops_training_with_everything_saved(run, tmp_path, event, capsys):
+    with pytest.raises(KeyError, match="mistake"):
+        run(callbacks=[Broken(event, 2)], max_steps=4).train()
+    saved = tmp_path / "run" / "checkpoint-2"
+    assert f"training stopped at step 2 by KeyError: 'mistake'; saved as {saved}" in capsys.readouterr().err
+    resumed = run(max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    whole = run(max_steps=4, output_dir=str(tmp_path / "whole"))
+    whole.train()
+    assert resumed.state.global_step == 4
+    for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)

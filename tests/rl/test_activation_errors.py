@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Error components of activations, measured during training."""
+
+import pytest
+import torch
+from grpo_runs import trainer_factory
+from peft import LoraConfig
+from tiny_models import make_model
+from transformers import TrainerState
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.numerics import decompose_scheme
+from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.rl import ActivationErrorCallback
+from hf_mxfp4.rl.activation_errors import spread_modules
+
+
+PARTS = ("scale_bias", "deadzone", "grid", "sqnr_db")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return trainer_factory(tmp_path)
+
+
+def quantized_model(config=None, **options):
+    model = make_model(**options)
+    quantize_linears(model, config or MXFP4RLConfig(outlier_fallback=None))
+    return model
+
+
+def logged(trainer, key):
+    return {entry["step"]: entry[key] for entry in trainer.state.log_history if entry.get(key) is not None}
+
+
+def begin(callback, step, max_steps=10):
+    callback.on_step_begin(None, TrainerState(global_step=step - 1, max_steps=max_steps), None)
+
+
+def test_components_are_those_of_what_enters_the_layer_without_padding():
+    model = quantized_model(layers=1)
+    recorded = {}
+    callback = ActivationErrorCallback(model, every=2, layers=1, record=recorded.__setitem__)
+    (name,) = callback.chosen
+    ids = torch.arange(24).reshape(3, 8) % 30 + 2
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    seen = []
+    model.get_submodule(name).register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    begin(callback, 2)
+    with callback.observing(mask):
+        model(input_ids=ids, attention_mask=mask)
+    expected = decompose_scheme(seen[0][mask.bool()], model.get_submodule(name).config.activation_scheme)
+    assert recorded["error/activations/sqnr_db"] == pytest.approx(expected.sqnr_db)
+    for part, ratio in expected.energy_ratio.items():
+        assert recorded[f"error/activations/{part}"] == pytest.approx(ratio)
+    padded = decompose_scheme(seen[0].flatten(0, 1), model.get_submodule(name).config.activation_scheme)
+    assert padded.sqnr_db != pytest.approx(expected.sqnr_db, abs=1e-6)
+
+
+def test_only_steps_that_are_due_and_once_in_each():
+    model = quantized_model(layers=1)
+    callback = ActivationErrorCallback(model, every=4, layers=2, record=lambda name, value: None)
+    ids = torch.arange(8).reshape(1, 8) + 2
+    for step in range(1, 11):
+        begin(callback, step)
+        for _ in range(2):  # micro-batches
+            with callback.observing(torch.ones_like(ids)):
+                model(input_ids=ids)
+    assert [entry["step"] for entry in callback.history] == [1, 1, 4, 4, 8, 8, 10, 10]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_hooks_go_even_after_an_exception():
+    model = quantized_model(layers=1)
+    callback = ActivationErrorCallback(model, every=1, layers=2, record=lambda name, value: None)
+    begin(callback, 1)
+    with pytest.raises(ZeroDivisionError), callback.observing(torch.ones(1, 8)):
+        raise ZeroDivisionError
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_measuring_nothing_is_an_error():
+    callback = ActivationErrorCallback(quantized_model(layers=1), every=1, layers=1, record=lambda name, value: None)
+    begin(callback, 1)
+    with pytest.raises(RuntimeError, match=r"none of model.layers.0.self_attn.q_proj ran"):
+        with callback.observing(torch.ones(1, 8)):
+            pass
+
+
+def test_layers_without_quantized_activations_are_refused():
+    model = quantized_model(MXFP4RLConfig(preset="w4a16"))
+    assert spread_modules(model, 4) == {}
+    with pytest.raises(ValueError, match="no MXFP4 layer that quantizes its input"):
+        ActivationErrorCallback(model, every=1, layers=1, record=lambda name, value: None)
+
+
+def test_nan_is_recorded_and_not_raised():
+    model = quantized_model(layers=1)
+    recorded = {}
+    callback = ActivationErrorCallback(model, every=1, layers=1, record=recorded.__setitem__)
+    begin(callback, 1)
+    with callback.observing(torch.ones(1, 4)):
+        next(iter(callback.chosen.values()))(torch.full((1, 4, 64), float("nan")))
+    assert all(value != value for value in recorded.values()) and len(recorded) == 4
+
+
+def test_the_log_of_a_run_has_them(run):
+    trainer = run(error_every=2)
+    trainer.train()
+    for part in PARTS:
+        assert list(logged(trainer, f"error/activations/{part}")) == [1, 2, 4]
+    assert 10 < logged(trainer, "error/activations/sqnr_db")[1] < 40
+
+
+def test_measuring_changes_no_bit_of_training(run, tmp_path):
+    weights = []
+    for every in (0, 1):
+        trainer = run(
+            error_every=every, gradient_gain_every=every, report_every=every, output_dir=str(tmp_path / f"run{every}")
+        )
+        trainer.train()
+        weights.append({name: value.detach().clone() for name, value in trainer.model.named_parameters()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("scheme", ["rate", "stochastic"])
+def test_nor_under_selective_fallback_or_stochastic_rounding(run, tmp_path, scheme):
+    options = {"rate": {"outlier_fallback_rate": 0.1}, "stochastic": {"preset": "w4a4g4", "outlier_fallback": None}}
+    config = options[scheme]
+    if scheme == "stochastic":
+        config = {**config, "macro_block": None, "dgrad": {"grad": "rceil+stochastic"}}
+    weights = []
+    for every in (0, 1):
+        out = str(tmp_path / f"run{every}")
+        trainer = run(
+            scheme=MXFP4RLConfig(**config), error_every=every, gradient_gain_every=every, output_dir=out, max_steps=3
+        )
+        trainer.train()
+        weights.append({name: value.detach().clone() for name, value in trainer.model.named_parameters()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_packed_layers_that_quantize_activations_are_measured(run):
+    scheme = MXFP4RLConfig(mode="packed", preset="w4a4")
+    trainer = run(scheme=scheme, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2))
+    trainer.train()
+    assert list(logged(trainer, "error/activations/sqnr_db")) == [1, 2, 4]
+    # There is no full precision to compare with.
+    assert trainer.temperature_callback is None and trainer.gradient_gain_callback is None
+    assert trainer.error_callback is None
+
+
+def test_a_resumed_run_has_the_same_history(run, tmp_path):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_gain_every": 2}
+    whole = run(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    resumed = run(output_dir=str(tmp_path / "whole"), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    for name in ("activation_callback", "temperature_callback", "gradient_gain_callback"):
+        first, second = getattr(whole, name).history, getattr(resumed, name).history
+        assert first == second and len(first) > 2, name

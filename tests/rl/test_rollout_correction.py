@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importance weights between the policy that samples and the one that trains, in the trainer."""
+
+import copy
+import math
+
+import pytest
+import torch
+from grpo_runs import TOKENIZER, prompts, trainer_factory
+from moe_models import make_moe
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
+from hf_mxfp4.rl.mismatch import CORRECTION_MODES
+
+
+NOISY = {"aqn_num_stages": 1, "aqn_sigma_start": 0.3, "aqn_sigma_end": 0.3}
+SAMPLED = "sampling_per_token_logps"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return trainer_factory(tmp_path)
+
+
+def rollout(trainer, step=1, prompts=2):
+    trainer.model.train()
+    trainer.state.global_step, trainer.state.max_steps = step, 4
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [row for row in trainer.train_dataset.select(range(prompts)) for _ in range(trainer.num_generations)]
+    return trainer._generate_and_score_completions([dict(row) for row in rows])
+
+
+def log_probs(trainer, batch):
+    """Of the batch's completions, by a plain forward pass."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with torch.no_grad():
+        logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
+    logits = logits / trainer.temperature
+    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+def seen_by_loss(trainer, batch):
+    """The batch as TRL's loss reads it, once it has computed log-probabilities."""
+    seen = {}
+    original = trainer._compute_loss
+
+    def look(model, inputs):
+        loss = original(model, inputs)
+        seen.update(inputs)
+        return loss
+
+    trainer._compute_loss = look
+    trainer.compute_loss(trainer.model, batch)
+    trainer._compute_loss = original
+    return seen
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+# ---- what is recorded -----------------------------------------------------------------------------------------------
+
+
+def test_noisy_rollouts_are_weighted_by_the_truncated_ratio(run):
+    trainer = run(**NOISY, rollout_correction_cap=1.05)
+    batch = rollout(trainer)
+    clean = log_probs(trainer, batch)
+    with trainer.noise.active(1, 0.3):
+        noisy = log_probs(trainer, batch)
+    real = batch["completion_mask"].bool()
+    assert torch.allclose(batch[SAMPLED][real], noisy[real], atol=1e-4)
+    ratio = (clean - noisy).exp()
+    assert (ratio[real] > 1.05).any() and (ratio[real] < 1.0).any()
+    weighted = seen_by_loss(trainer, batch)["advantages"]
+    expected = batch["advantages"].unsqueeze(1) * ratio.clamp(max=1.05)
+    assert batch["advantages"].abs().max() > 0 and torch.allclose(weighted[real], expected[real], atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.7}, {"temperature": 1.4}, {"top_k": 5}, {"top_p": 0.6}], ids=str)
+def test_recorded_probabilities_are_those_of_the_distribution_sampled_from(run, options):
+    trainer = run(aqn=False, **options)
+    batch = rollout(trainer)
+    real = batch["completion_mask"].bool()
+    trained = log_probs(trainer, batch)
+    sampled = batch[SAMPLED]
+    if "temperature" in options:
+        assert torch.allclose(sampled[real], trained[real], atol=1e-5)
+    else:  # what is left of the distribution sums to one, so that each of its tokens is more likely
+        assert (sampled[real] > trained[real] + 0.1).all()
+        weighted = seen_by_loss(trainer, batch)["advantages"]
+        expected = batch["advantages"].unsqueeze(1) * (trained - sampled).exp()
+        assert torch.allclose(weighted[real], expected[real], atol=1e-4) and weighted.abs().max() > 0.01
+
+
+def test_evaluation_is_neither_recorded_nor_weighted(run):
+    trainer = run(**NOISY)
+    trainer.model.eval()
+    rows = [dict(row) for row in trainer.train_dataset.select(range(2)) for _ in range(4)]
+    batch = trainer._generate_and_score_completions(rows)
+    assert SAMPLED not in batch
+    assert seen_by_loss(trainer, batch)["advantages"].dim() == 1
+
+
+def test_without_correction_the_mismatch_is_measured_and_left(run):
+    trainer = run(**NOISY, rollout_correction=False, max_steps=2)
+    assert seen_by_loss(trainer, rollout(trainer))["advantages"].dim() == 1
+    trainer.state.global_step = 0
+    trainer.train()
+    assert len(logged(trainer, "sampling/kl")) == 2 and all(kl > 0 for kl in logged(trainer, "sampling/kl"))
+
+
+def test_a_batch_trained_on_twice_keeps_its_weights(run):
+    """`num_iterations`: TRL keeps the log-probabilities of before the first update, and so do the weights."""
+    trainer = run(**NOISY, num_iterations=2, learning_rate=1e-2, max_steps=2)
+    batches, compute_loss = [], trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: batches.append(dict(inputs)) or compute_loss(model, inputs)
+    trainer.train()
+    first, second = batches
+    assert first["advantages"].dim() == 2 and torch.equal(first["advantages"], second["advantages"])
+    ratio = (first["old_per_token_logps"] - first[SAMPLED]).exp().clamp(max=2.0)
+    weighted = first["completion_mask"].bool() & (first["advantages"] != 0)
+    scalar = (first["advantages"] / ratio)[weighted]
+    assert len(scalar) and len(scalar.round(decimals=3).unique()) <= 8
+
+
+def test_a_loss_that_reads_advantages_before_they_are_weighted_fails(run):
+    trainer = run(**NOISY)
+    batch = rollout(trainer)
+    trainer._compute_loss = lambda model, inputs: inputs["advantages"].sum()
+    with pytest.raises(KeyError, match="advantages"):
+        trainer.compute_loss(trainer.model, batch)
+
+
+# ---- the same as TRL's own correction -------------------------------------------------------------------------------
+
+LOSSES = [
+    (loss, level, mode)
+    for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+    for level in ("token", "sequence")
+    for mode in CORRECTION_MODES
+    if loss != "vespo" or (level == "token" and mode.startswith("token"))
+]
+
+
+def test_every_loss_is_weighted_as_trl_weights_it_under_vllm(run):
+    """TRL multiplies each token's term by the ratio, behind a switch that only vLLM turns."""
+    trainer = run(**NOISY, delta=4.0, off_policy_mask_threshold=0.05, beta=0.0)
+    batch = rollout(trainer)
+    # As if the policy had moved since: clipping takes part.
+    torch.manual_seed(0)
+    batch["old_per_token_logps"] = log_probs(trainer, batch) + 0.3 * torch.randn_like(batch[SAMPLED])
+    mask = batch["completion_mask"]
+    difference = (batch["old_per_token_logps"] - batch[SAMPLED]) * mask
+    losses = {}
+    for loss, level, mode in LOSSES:
+        trainer.loss_type, trainer.importance_sampling_level = loss, level
+        trainer.args.rollout_correction_mode = mode
+        trainer.args.rollout_correction_cap, trainer.args.rollout_correction_min = 1.2, 0.8
+        ours = trainer.compute_loss(trainer.model, batch)
+        logs = difference.sum(1, keepdim=True) if mode.startswith("sequence") else difference
+        ratio = logs.exp()
+        if mode.endswith("mask"):
+            ratio = ratio * ((ratio >= 0.8) & (ratio <= 1.2))
+        ratio = ratio.clamp(0.8, 1.2) if mode.endswith("truncate") else ratio
+        trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
+        theirs = trainer._compute_loss(trainer.model, {**batch, "importance_sampling_ratio": ratio})
+        trainer.use_vllm = False
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), (loss, level, mode)
+        losses[loss, level, mode] = ours.item()
+    by_mode = [{losses["dapo", "token", mode]} for mode in CORRECTION_MODES]
+    assert len(set.union(*by_mode)) == 4  # the modes differ here
+
+
+def test_weights_are_the_same_where_trl_scores_the_rollout_itself(run):
+    """In flight, from the training step's own log-probabilities, or from those that TRL took before."""
+    trainer = run(**NOISY, loss_type="grpo")
+    batch = rollout(trainer)
+    in_flight = trainer.compute_loss(trainer.model, batch)
+    trained = log_probs(trainer, batch)
+    scored = trainer.compute_loss(trainer.model, {**batch, "old_per_token_logps": trained})
+    assert torch.allclose(in_flight, scored, atol=1e-5)
+
+
+# ---- bias -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_corrected_policy_gradient_is_unbiased_and_the_uncorrected_one_is_not(run):
+    """Completions of one token: all of their 32 values can be summed over, for the gradient that the loss should have.
+
+    With rewards less the mean of their group of G, and no other scaling, it is (1 - 1/G) of the policy gradient.
+    """
+    torch.manual_seed(0)
+    rewards = torch.randn(32)
+    trainer = run(
+        lambda completion_ids, **kwargs: [float(rewards[ids[0]]) for ids in completion_ids],
+        aqn_num_stages=1, aqn_sigma_start=0.8, aqn_sigma_end=0.8, max_completion_length=1, num_generations=8,
+        per_device_train_batch_size=256, loss_type="grpo", scale_rewards="none", dataset=prompts(32), error_every=0,
+    )  # fmt: skip
+    head = trainer.model.lm_head.weight
+    batch = rollout(trainer, prompts=32)
+    ids, mask = batch["prompt_ids"][::8], batch["prompt_mask"][::8]
+
+    def clean():
+        return trainer.model(input_ids=ids, attention_mask=mask).logits[:, -1].log_softmax(-1)
+
+    with torch.no_grad(), trainer.noise.active(1, 0.8):
+        sampling = clean().exp()
+
+    def expected(weight):
+        """The gradient in expectation over groups from the noisy policy, with weight(p / q) on each token."""
+        logs = clean()
+        weights = weight(logs.detach().exp() / sampling) * sampling
+        baseline = (sampling * rewards).sum(1, keepdim=True)
+        (gradient,) = torch.autograd.grad(-(weights * (rewards - baseline) * logs).sum(1).mean(), head)
+        return gradient.flatten() * (1 - 1 / 8)
+
+    cap = 1.0
+    wanted = {"uncorrected": expected(torch.ones_like), "truncated": expected(lambda ratio: ratio.clamp(max=cap))}
+    (exact,) = torch.autograd.grad(-(clean().exp() * rewards).sum(1).mean(), head)
+    wanted["corrected"] = exact.flatten() * (1 - 1 / 8)
+    assert torch.allclose(wanted["corrected"], expected(lambda ratio: ratio), atol=1e-6)
+    directions = {name: gradient - wanted["corrected"] for name, gradient in wanted.items() if name != "corrected"}
+    directions["exact"] = wanted["corrected"]
+
+    samples = {name: [] for name in wanted}
+    for _ in range(40):
+        batch = rollout(trainer, prompts=32)
+        for name in wanted:
+            trainer.args.rollout_correction = name != "uncorrected"
+            trainer.args.rollout_correction_cap = cap if name == "truncated" else 1e6
+            (gradient,) = torch.autograd.grad(trainer.compute_loss(trainer.model, batch), head)
+            samples[name].append(gradient.flatten())
+        trainer._metrics["train"].clear()
+
+    def deviation(name, target, direction):
+        """Of the mean from an expectation, in standard errors, along one direction."""
+        found = torch.stack(samples[name]) @ directions[direction]
+        return abs(found.mean() - target @ directions[direction]) / (found.std() / math.sqrt(len(found)))
+
+    for name, target in wanted.items():
+        for direction in directions:
+            assert deviation(name, target, direction) < 3, (name, direction)
+    assert deviation("uncorrected", wanted["corrected"], "uncorrected") > 5
+    assert deviation("truncated", wanted["corrected"], "truncated") > 3
+
+
+# ---- without noise both policies are one ----------------------------------------------------------------------------
+
+POLICIES = {
+    "qat w4a4": {},
+    "qat w4a16": {"scheme": MXFP4RLConfig(preset="w4a16")},
+    "packed": {"scheme": MXFP4RLConfig(mode="packed", preset="w4a16"), "lora": True},
+    "packed copies": {"rollout_weights": "packed"},
+    "experts": {"experts": True, "router_replay": True},
+    "temperature": {"temperature": 0.6},
+    "bfloat16": {"bf16": True},
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rollout_and_training_agree_to_rounding_without_noise(run, tmp_path, name):
+    """To 1e-5 nats in float32; in bfloat16, whose unit in the last place is 2^-8, to 2e-2."""
+    options = dict(POLICIES[name])
+    if options.pop("lora", False):
+        options["peft_config"] = LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False)
+    if options.pop("experts", False):
+        make_moe("qwen3_moe").save_pretrained(tmp_path / "moe")
+        TOKENIZER.save_pretrained(tmp_path / "moe")
+        options["policy"] = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "moe", quantization_config=MXFP4RLConfig(), dtype=torch.float32
+        )
+    trainer = run(
+        aqn=False, max_steps=2, per_device_train_batch_size=32, dataset=prompts(16), learning_rate=1e-2, **options
+    )
+    trainer.train()
+    bound = 2e-2 if name == "bfloat16" else 1e-5
+    assert len(logged(trainer, "sampling/kl")) == 2
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < bound
+    assert min(logged(trainer, "sampling/effective_sample_size_sequence")) > 1 - bound
+
+
+def test_noise_shows_in_every_measure(run):
+    trainer = run(**NOISY, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    trainer.train()
+    for name in ("kl", "kl_k1", "sampling_logp_difference/mean", "sampling_logp_difference/max"):
+        values = logged(trainer, f"sampling/{name}")
+        assert len(values) == 2 and all(1e-5 < value < 1 for value in values), name
+    for name in ("effective_sample_size", "effective_sample_size_sequence"):
+        assert all(0.3 < value < 1 - 1e-5 for value in logged(trainer, f"sampling/{name}")), name
+    limits = [logged(trainer, f"sampling/importance_sampling_ratio/{name}") for name in ("min", "max")]
+    assert all(low < 1 < high for low, high in zip(*limits, strict=True))
+
+
+def test_measures_span_the_batches_of_a_step(run):
+    """Two accumulated halves give what the whole batch gives."""
+    trainer = run(**NOISY)
+    batch = rollout(trainer)
+    trainer.compute_loss(trainer.model, batch)
+    whole = {name: values[-1] for name, values in trainer._metrics["train"].items() if name.startswith("sampling/")}
+    trainer._metrics["train"].clear()
+    for rows, last in ((slice(0, 4), False), (slice(4, 8), True)):
+        trainer.accelerator.gradient_state._set_sync_gradients(last)
+        half = {name: value[rows] if value.dim() else value for name, value in batch.items()}
+        trainer.compute_loss(trainer.model, half)
+    for name, value in whole.items():
+        (found,) = trainer._metrics["train"][name]
+        assert found == pytest.approx(value, rel=1e-5, abs=1e-9), name
+
+
+# ---- config ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rollout_correction_mode": "tokens"},
+        {"rollout_correction_min": 2.5},
+        {"rollout_correction_min": -0.1},
+        {"rollout_correction_mode": "sequence_mask", "loss_type": "vespo"},
+    ],
+    ids=str,
+)
+def test_wrong_correction_options_are_refused(options, tmp_path):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+    if "loss_type" in options:
+        options = copy.copy(options) | {"rollout_correction_mode": "token_mask"}
+        MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+def test_under_vllm_trl_weights_and_what_it_does_not_measure_is_added(run):
+    trainer = run(**NOISY)
+    batch = rollout(trainer)
+    batch["old_per_token_logps"] = log_probs(trainer, batch)
+    batch["importance_sampling_ratio"] = torch.ones_like(batch[SAMPLED])
+    trainer._metrics["train"].clear()
+    trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
+    assert seen_by_loss(trainer, batch)["advantages"].dim() == 1
+    added = {name.removeprefix("sampling/") for name in trainer._metrics["train"] if name.startswith("sampling/")}
+    sizes = {"effective_sample_size", "effective_sample_size_sequence"}
+    assert added == {"kl", "kl_k1", "importance_sampling_ratio/clipped", *sizes}

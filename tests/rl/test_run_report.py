@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report that a training run writes, whatever becomes of the run."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from grpo_runs import even_digits, trainer_factory
+from transformers import TrainerCallback
+from typer.testing import CliRunner
+
+from hf_mxfp4.analysis.run_log import RUN_LOG, read_run
+from hf_mxfp4.analysis.run_panels import PANELS
+from hf_mxfp4.analysis.run_report import RUN_REPORT
+from hf_mxfp4.cli import app
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return trainer_factory(tmp_path)
+
+
+class Stop(Exception):
+    pass
+
+
+class FailAt(TrainerCallback):
+    """A tracker that cannot be reached from a step on."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step >= self.step:
+            raise Stop("tracker is gone")
+
+
+def report_of(folder):
+    """The report's text without the images."""
+    text = (Path(folder) / RUN_REPORT).read_text()
+    assert text.rstrip().endswith("</html>")
+    return re.sub(r"data:image/png;base64,[^\"]*", "", text)
+
+
+def test_a_whole_run(run, tmp_path):
+    trainer = run(report_every=2, gradient_gain_every=2, max_steps=4)
+    scores = {"exact": {"accuracy": 0.25, "standard_error": 0.02, "n": 400}}
+    trainer.report_callback.add_evaluation("before RL", 0, scores)
+    trainer.train()
+    assert trainer.report_callback.path == tmp_path / "run" / RUN_REPORT
+    record = read_run(tmp_path / "run")
+    shown = {key for panel in PANELS for key, _ in panel.lines} & record.keys
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    for key in shown:
+        steps, values = record.series(key)
+        assert dict(zip(steps, values, strict=True)) == {e["step"]: e[key] for e in logged if e.get(key) is not None}
+    assert {
+        "reward", "entropy", "entropy/effective_temperature", "entropy/quantization_kl", "completions/mean_length",
+        "aqn/sigma", "aqn/measured_std", "error/scale_bias", "error/activations/deadzone", "error/activations/sqnr_db",
+        "gradient_gain/first", "gradient_gain/middle", "gradient_gain/last", "grad_norm", "learning_rate",
+        "sampling/importance_sampling_ratio/clipped", "dynamic_sampling/zero_variance_share",
+    } <= shown  # fmt: skip
+    assert record.facts["n_quantized"] == 14 and record.facts["skipped"] == ["lm_head"]
+    assert "aqn_num_stages" in record.facts["changed_options"]
+    assert [len(profile["log2_gain"]) for profile in record.profiles] == [3, 3]
+    text = report_of(tmp_path / "run")
+    assert "Finished at step 4 of 4" in text and "14 layers in MXFP4, 1 left in full precision" in text
+    trainer.report_callback.add_evaluation("after RL", 4, {"exact": {**scores["exact"], "accuracy": 0.5}})
+    assert "exact: 0.250 ± 0.020 (before RL) to 0.500 ± 0.020 (after RL)" in report_of(tmp_path / "run")
+
+
+def test_a_report_is_written_along_the_way(run, tmp_path):
+    found = {}
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            found[state.global_step] = (tmp_path / "run" / RUN_REPORT).is_file()
+
+    run(report_every=2, callbacks=[Look()]).train()
+    assert found == {0: False, 1: False, 2: True, 3: True}
+
+
+def test_switched_off_nothing_is_written(run, tmp_path):
+    trainer = run(report_every=0)
+    trainer.train()
+    assert trainer.report_callback is None
+    assert not list((tmp_path / "run").glob("run_*"))
+
+
+def test_an_exception_is_in_the_report_and_everything_is_saved(run, tmp_path):
+    """A tracker that raises ends training: with a checkpoint, the last values, and a report that says so."""
+    trainer = run(report_every=100, callbacks=[FailAt(3)])
+    with pytest.raises(Stop):
+        trainer.train()
+    assert (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").is_file()
+    assert [entry["step"] for entry in read_run(tmp_path / "run").logs] == [1, 2, 3]
+    assert "Stopped at step 3 of 4 by Stop: tracker is gone" in report_of(tmp_path / "run")
+
+
+def test_a_resumed_run_goes_on_with_its_log(run, tmp_path):
+    with pytest.raises(Stop):
+        run(report_every=100, callbacks=[FailAt(2)]).train()
+    trainer = run(report_every=100)
+    trainer.train(resume_from_checkpoint=True)
+    record = read_run(tmp_path / "run")
+    assert [entry["step"] for entry in record.logs if "reward" in entry] == [1, 2, 3, 4]
+    assert [start["step"] for start in record.starts] == [0, 2]
+    assert "resumed once" in report_of(tmp_path / "run")
+
+
+def test_a_failure_before_the_first_value_leaves_no_report(run, tmp_path):
+    def broken(completions, **kwargs):
+        raise Stop("no reward")
+
+    with pytest.raises(Exception, match="no reward"):
+        run(reward=broken, report_every=1).train()
+    assert not (tmp_path / "run" / RUN_REPORT).exists()
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
+    assert done.exit_code == 2 and "has no logged value yet" in done.stderr
+
+
+def test_a_report_that_cannot_be_written_does_not_end_training(run, tmp_path, monkeypatch, capsys):
+    import hf_mxfp4.rl.report_callback as module
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_run_report", full)
+    trainer = run(report_every=1)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    printed = capsys.readouterr().err
+    assert printed.count("the run report in") == 1 and "No space left on device" in printed
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = [sys.argv[1] + "/tests", sys.argv[1] + "/recipes"]
+import conftest
+from pathlib import Path
+from grpo_runs import trainer_factory
+from transformers import TrainerCallback
+
+class Kill(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer_factory(Path(sys.argv[2]))(report_every=100, callbacks=[Kill()]).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_reported_on_from_its_files_alone(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        timeout=300,
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr[-2000:]
+    assert not (tmp_path / "run" / RUN_REPORT).exists()
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "run" / RUN_REPORT)
+    assert "the run was killed, or still goes on. Last known step: 3 of 4" in report_of(tmp_path / "run")
+
+
+def test_the_command_writes_where_it_is_told(run, tmp_path):
+    run(report_every=100, max_steps=2).train()
+    (tmp_path / "run" / RUN_REPORT).unlink()
+    command = ["report", str(tmp_path / "run")]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "new" / "page.html")])
+    assert done.exit_code == 0 and (tmp_path / "new" / "page.html").is_file()
+    assert not (tmp_path / "run" / RUN_REPORT).exists()
+    done = CliRunner().invoke(app, [*command, "--png", str(tmp_path / "page.png")])
+    assert done.exit_code == 0 and (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
+    assert done.exit_code == 2 and "there is no folder" in done.stderr
+    done = CliRunner().invoke(app, [*command, "--png", str(tmp_path / "page.xyz")])
+    assert done.exit_code == 2 and "xyz" in done.stderr
+
+
+def test_tokens_are_not_in_the_report(run, tmp_path):
+    run(report_every=100, max_steps=1, hub_token="hf_secret").train()
+    assert "hf_secret" not in (tmp_path / "run" / RUN_LOG).read_text()
+    assert "hf_secret" not in report_of(tmp_path / "run")
+
+
+def test_alarms_reach_log_trackers_and_report(run, tmp_path):
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    trainer = run(report_every=100, entropy_collapse=100.0, callbacks=[Tracker()])
+    trainer.train()
+    alarms = [entry["entropy/alarm"] for entry in trainer.state.log_history if "entropy/alarm" in entry]
+    assert alarms == [-1] * 4
+    assert [entry["entropy/alarm"] for entry in seen if "entropy/alarm" in entry] == alarms
+    assert "entropy/effective_temperature" in {key for entry in seen for key in entry}
+    assert "collapse in 4 of 4 values" in report_of(tmp_path / "run")
+
+
+def test_the_logged_lines_are_json(run, tmp_path):
+    run(report_every=100, max_steps=1, reward=even_digits).train()
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / RUN_LOG).read_text().splitlines()]
+    assert kinds[0] == "start" and kinds[-1] == "end" and set(kinds) <= {"start", "log", "gradient_gain", "end"}

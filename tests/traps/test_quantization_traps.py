@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that other projects made with fake quantization: B16 to B24 and B34, one test or more named after each."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint as checkpointed
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize, pack, quantize
+from hf_mxfp4.layers import QUANTIZED, MXFP4PackedLinear
+from hf_mxfp4.quantizer import quantize_linears
+
+
+IDS = torch.arange(24).reshape(2, 12) % 32
+#: Without macro blocks and fallback all values are few bits times a power of two, so that their sums are exact.
+PLAIN = {"macro_block": None, "outlier_fallback": None}
+LORA = {"target_modules": "all-linear", "r": 2, "task_type": "CAUSAL_LM"}
+PROJECTIONS = 7  # q, k, v, o, gate, up, down
+
+
+def quantized_model(scheme=None, **options):
+    model = make_model(**options)
+    quantize_linears(model, scheme or MXFP4RLConfig())
+    return model
+
+
+def layer_and_input(preset="w4a4", rows=5, size=(24, 64), seed=0, **options):
+    """A quantized layer, its input, and the gradient of its output."""
+    torch.manual_seed(seed)
+    layer = MXFP4Linear.from_linear(nn.Linear(size[1], size[0]), MXFP4RLConfig(preset=preset, **PLAIN, **options))
+    return layer, torch.randn(rows, size[1], requires_grad=True), torch.randn(rows, size[0])
+
+
+def weights(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+# ---- B16, B17, B19: what a layer computes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_b16_gradients_pass_the_quantizers_and_reach_layer_0(preset):
+    model = quantized_model(MXFP4RLConfig(preset=preset), layers=4)
+    full = make_model(layers=4)
+    grads = []
+    for policy in (model, full):
+        torch.manual_seed(0)
+        policy = get_peft_model(policy, LoraConfig(**LORA))
+        policy(input_ids=IDS, labels=IDS).loss.backward()
+        found = {n: p.grad for n, p in policy.named_parameters() if "lora_B" in n and ".layers.0." in n}
+        assert len(found) == PROJECTIONS and all(grad.abs().max() > 0 for grad in found.values())
+        grads.append(torch.cat([grad.flatten() for grad in found.values()]))
+    assert torch.cosine_similarity(*grads, dim=0) > 0.7  # of the adapters of both, which start alike
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_b17_the_backward_pass_takes_the_operands_of_the_forward_pass(preset):
+    layer, x, grad = layer_and_input(preset)
+    layer(x).backward(grad)
+    weight = fake_quantize(layer.weight.detach(), outlier_fallback=None)
+    inputs = fake_quantize(x.detach(), outlier_fallback=None) if preset == "w4a4" else x.detach()
+    assert not torch.equal(weight, layer.weight)
+    torch.testing.assert_close(x.grad, grad @ weight, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layer.weight.grad, grad.T @ inputs, rtol=1e-6, atol=1e-6)
+    assert (x.grad - grad @ layer.weight).abs().max() > 1e-2  # what the trap gives
+
+
+def test_b19_inputs_and_weights_are_quantized_and_outputs_are_not():
+    layer, x, _ = layer_and_input()
+    x = x.detach()
+    with torch.no_grad():
+        y = layer(x)
+    expected = fake_quantize(x) @ fake_quantize(layer.weight.detach()).T
+    assert torch.equal(y - layer.bias, expected + layer.bias - layer.bias)
+    assert not torch.equal(fake_quantize(y), y)
+
+
+# ---- B18: master weights that turn into their quantized values ------------------------------------------------------
+
+
+def failing(model):
+    model.lm_head.register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(IDS)
+
+
+def no_grad_forward(model):
+    with torch.no_grad():
+        model(IDS)
+
+
+def generating(model):
+    model.generate(IDS[:, :4], max_new_tokens=3, do_sample=False)
+
+
+def checkpointed_backward(model, reentrant):
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        no_grad_forward,
+        generating,
+        failing,
+        lambda model: checkpointed_backward(model, True),
+        lambda model: checkpointed_backward(model, False),
+    ],
+    ids=["no_grad", "generate", "exception", "reentrant checkpointing", "checkpointing"],
+)
+def test_b18_masters_are_bit_identical_after(use):
+    model = quantized_model()
+    before = weights(model)
+    use(model)
+    assert_same(weights(model), before)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert not torch.equal(fake_quantize(weight.detach(), macro_block=128, outlier_fallback=0.5), weight)
+
+
+def test_b18_a_recomputed_layer_has_the_gradients_of_one_that_kept_its_inputs():
+    grads = []
+    for run in (lambda layer, x: layer(x), lambda layer, x: checkpointed(layer, x, use_reentrant=False)):
+        layer, x, grad = layer_and_input()
+        run(layer, x).backward(grad)
+        grads.append((x.grad, layer.weight.grad))
+    assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
+
+
+# ---- B20 to B23: which layers ---------------------------------------------------------------------------------------
+
+
+def adapters(model):
+    return {n: m for n, m in model.named_modules() if ".lora_A." in n or ".lora_B." in n}
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_b20_b21_adapters_stay_plain_and_each_projection_counts_once(mode):
+    model = quantized_model(MXFP4RLConfig(mode=mode), layers=3)
+    if mode == "packed":
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+    policy = get_peft_model(model, LoraConfig(**LORA))
+    found = [module for module in policy.modules() if isinstance(module, QUANTIZED)]
+    assert len(found) == len(set(map(id, found))) == 3 * PROJECTIONS
+    plain = adapters(policy)
+    assert len(plain) == 2 * 3 * PROJECTIONS
+    for module in plain.values():
+        assert type(module) is nn.Linear and module.weight.dtype == torch.float32
+
+
+def test_b20_adapters_that_were_there_first_stay_plain_too():
+    policy = get_peft_model(make_model(layers=2), LoraConfig(**LORA))
+    before = adapters(policy)
+    quantized, skipped = quantize_linears(policy, MXFP4RLConfig())
+    assert len(quantized) == 2 * PROJECTIONS and all(name.endswith("base_layer") for name in quantized)
+    assert set(before) < set(skipped)
+    assert all(module is before[name] and type(module) is nn.Linear for name, module in adapters(policy).items())
+
+
+def test_b21_layers_are_not_wrapped_a_second_time():
+    model = quantized_model(layers=2)
+    with pytest.raises(ValueError, match="matches no layer"):
+        quantize_linears(model, MXFP4RLConfig())
+    assert sum(isinstance(module, MXFP4Linear) for module in model.modules()) == 2 * PROJECTIONS
+    pack(model)
+    packed = [module for module in model.modules() if isinstance(module, MXFP4PackedLinear)]
+    assert len(packed) == 2 * PROJECTIONS
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_b22_heads_and_embeddings_keep_full_precision(tie):
+    model = make_model(tie=tie)
+    plain = copy.deepcopy(model)
+    _, skipped = quantize_linears(model, MXFP4RLConfig())
+    assert (
+        skipped == ["lm_head"] and type(model.lm_head) is nn.Linear and type(model.model.embed_tokens) is nn.Embedding
+    )
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
+    x = torch.randn(3, 64)
+    assert torch.equal(model.lm_head(x), plain.lm_head(x))
+    assert torch.equal(model.model.embed_tokens(IDS), plain.model.embed_tokens(IDS))
+
+
+def test_b23_skips_add_to_the_default_ones_and_match_whole_name_parts():
+    model = make_model(layers=21, hidden=32, intermediate=32)
+    quantized, skipped = quantize_linears(model, MXFP4RLConfig(modules_to_not_convert=["layers.2"]))
+    assert len(quantized) == 20 * PROJECTIONS
+    assert "lm_head" in skipped and len(skipped) == PROJECTIONS + 1
+    assert isinstance(model.model.layers[20].mlp.up_proj, MXFP4Linear)
+    assert not isinstance(model.model.layers[2].mlp.up_proj, MXFP4Linear)
+
+
+# ---- B24: what is evaluated is not what was trained -----------------------------------------------------------------
+
+
+def test_b24_a_saved_policy_loads_under_its_scheme_and_says_so(checkpoint, tmp_path, capsys):
+    logger = logging.getLogger("hf_mxfp4")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    scheme = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=scheme)
+    model.save_pretrained(tmp_path / "saved")
+    capsys.readouterr()
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    finally:
+        logger.setLevel(level)
+    said = capsys.readouterr().err
+    report = loaded.quantization_report
+    assert report.scheme == scheme.describe() and report.n_quantized == 2 * PROJECTIONS
+    assert f"n_quantized={report.n_quantized}" in said and scheme.describe() in said
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+        assert not torch.equal(loaded(IDS).logits, make_model()(IDS).logits)
+
+
+def test_b24_merging_adapters_into_4_bits_says_what_it_loses(capsys):
+    torch.manual_seed(0)
+    model = quantized_model(MXFP4RLConfig(mode="packed"))
+    policy = get_peft_model(model, LoraConfig(**LORA))
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=1e-3)
+    merged = policy.merge_and_unload()
+    assert merged.merge_report.total.update_sqnr_db < 0
+    assert "part of what was trained is lost" in capsys.readouterr().err
+
+
+# ---- B34: block borders, ties, exponents ----------------------------------------------------------------------------
+
+#: Of this device; `auto` is the fused C++ on CPUs that have a compiler.
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "auto"])
+
+
+@BACKENDS
+@pytest.mark.parametrize("macro_block", [None, 128])
+def test_b34_blocks_do_not_straddle_rows_of_40(macro_block, backend):
+    torch.manual_seed(0)
+    x = torch.randn(6, 40) * torch.tensor([1.0, 100.0, 0.01, 1.0, 50.0, 1.0]).unsqueeze(1)
+    whole = fake_quantize(x, macro_block=macro_block, backend=backend)
+    rows = torch.cat([fake_quantize(row.unsqueeze(0), macro_block=macro_block, backend=backend) for row in x])
+    padded = fake_quantize(nn.functional.pad(x, (0, 24)), macro_block=macro_block, backend=backend)[:, :40]
+    assert torch.equal(whole, rows) and torch.equal(whole, padded)
+    assert quantize(x, macro_block=macro_block, backend=backend).scale.shape == (6, 2)
+
+
+@BACKENDS
+@pytest.mark.parametrize("rule", ["rceil", "floor", "even"])
+def test_b34_ties_go_to_even_codes(rule, backend):
+    """E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4, 6; a maximum of 6 makes the scale 1 under all these rules."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    even = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0])
+    block = torch.cat([ties, -ties, torch.full((18,), 6.0)])
+    expected = torch.cat([even, -even, torch.full((18,), 6.0)])
+    assert torch.equal(fake_quantize(block, scale_rule=rule, backend=backend), expected)
+
+
+#: Magnitude of a block's maximum, and the OCP MX v1.0 exponent of its scale: that of the maximum less 2.
+EXPONENTS = {1.0: -2, 1.9999999: -2, 2.0: -1, 7.9: 0, 8.0: 1, 2.0**-60: -62, 3e-7: -24, 1e-30: -102, 2.0**100: 98}
+
+
+@BACKENDS
+@pytest.mark.parametrize("maximum", EXPONENTS)
+def test_b34_scales_come_from_the_bits_of_the_maximum(maximum, backend):
+    """An epsilon in a logarithm distorts small blocks, and a rounded logarithm those just below a power of two."""
+    x = torch.zeros(32)
+    x[7] = maximum
+    assert quantize(x, scale_rule="floor", backend=backend).scale.flatten().tolist() == [EXPONENTS[maximum] + 127]
