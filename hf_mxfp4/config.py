@@ -2,8 +2,6 @@
 """`MXFP4RLConfig`: one frozen, validated description of how a model is quantized."""
 
 import enum
-import re
-from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -20,6 +18,7 @@ from .gemm_options import (
     read_gemm,
     read_overrides,
 )
+from .module_names import read_names
 from .numerics import GEMM_OPERANDS, SAVED_FORMS, LinearScheme, QuantScheme, ScaleRule
 from .numerics.scheme import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
 from .presets import FORWARD_PRESETS, OPTION_DEFAULTS, PRESET_DEFAULTS, PRESETS, preset_gemms
@@ -36,6 +35,8 @@ OPERANDS = ("both", "weights", "activations")
 #: Rows x columns of a weight that share a block scale, and the rows of it.
 WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
 BACKENDS = ("auto", "eager", "cpu", "triton")
+#: What multiplies; see [`hf_mxfp4.ops.engine_for`].
+ENGINES = ("auto", "dense", "fp8", "mxfp4")
 
 
 class _Default(enum.Enum):
@@ -191,6 +192,14 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         },
     )
 
+    engine: str = field(
+        default="auto",
+        metadata={
+            "help": "What multiplies quantized operands: 'auto' (on GPUs the fastest that is exact for the product), "
+            "'dense' (ordinary products of the values), 'fp8' (FP8 tensor cores) or 'mxfp4' (those for MXFP4)."
+        },
+    )
+
     def __new__(cls, *args: Any, **kwargs: Any):
         known = [f.name for f in fields(cls) if f.init]
         for key in kwargs:
@@ -221,6 +230,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         one_of("macro_search", self.macro_search, MACRO_SEARCHES)
         one_of("outlier_fallback_operands", self.outlier_fallback_operands, OPERANDS)
         one_of("backend", self.backend, BACKENDS)
+        one_of("engine", self.engine, ENGINES)
         check_alpha(self.outlier_fallback)
         check_fallback_rate("outlier_fallback_rate", self.outlier_fallback_rate, self.outlier_fallback)
         one_of("weight_block", self.weight_block, tuple(WEIGHT_BLOCKS))
@@ -237,7 +247,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} has no effect in mode='packed' {reason}; leave it out"
                 )
-        object.__setattr__(self, "modules_to_not_convert", _as_names(self.modules_to_not_convert))
+        object.__setattr__(
+            self, "modules_to_not_convert", read_names("modules_to_not_convert", self.modules_to_not_convert)
+        )
         object.__setattr__(self, "_frozen", True)
 
     # dataclass(frozen=True) cannot extend the mixin, which is a dataclass and not frozen.
@@ -321,6 +333,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             idle["outlier_fallback_operands"] = ("without outlier_fallback, which is off there by default", "both")
         if self.macro_block is None and self.macro_search != "hybrid":
             idle["macro_search"] = ("without macro_block", "hybrid")
+        if self.engine != "auto":
+            idle["engine"] = ("whose products unpack the weights themselves", "auto")
         if self.saved_activations != "full":
             idle["saved_activations"] = ("whose frozen weights need no input kept", "full")
         return idle
@@ -367,8 +381,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             options[gemm] = options[gemm] and dict(options[gemm])
         options["layer_overrides"] = options["layer_overrides"] and overrides_as_dicts(self.layer_overrides)
         # Written where they say something, so that other files stay readable by versions without them.
-        for name in (*GEMM_OPERANDS, "layer_overrides", "stochastic_seed", "saved_activations"):
-            if options[name] in (None, 0, "full"):
+        for name in (*GEMM_OPERANDS, "layer_overrides", "stochastic_seed", "saved_activations", "engine"):
+            if options[name] in (None, 0, "full", "auto"):
                 del options[name]
         return options
 
@@ -378,20 +392,3 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     def __repr__(self) -> str:
         options = ", ".join(f"{key}={value!r}" for key, value in self.to_dict().items() if key != "quant_method")
         return f"{type(self).__name__}({options})"
-
-
-def _as_names(names: Any) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    problem = f"modules_to_not_convert={names!r} must be a list of module names"
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ValueError(problem)
-    names = tuple(names)
-    if not all(isinstance(name, str) and name for name in names):
-        raise ValueError(problem)
-    for name in names:
-        try:
-            re.compile(name[3:] if name.startswith("re:") else "")
-        except re.error as error:
-            raise ValueError(f"modules_to_not_convert has {name!r}, which is no regular expression: {error}") from error
-    return names

@@ -4,13 +4,15 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
 from .experts_layout import matrix_names, obstacle
 
 
-#: Parts of a model that always keep full precision: heads, routers, and the towers beside a multimodal decoder.
+#: Parts of a model that always keep full precision: heads, routers, adapters, and the towers beside a multimodal
+#: decoder.
 ALWAYS_SKIPPED = (
     "lm_head",
     "embed_out",
@@ -23,6 +25,8 @@ ALWAYS_SKIPPED = (
     "router",
     "router_gate",
     "modality_router",
+    "lora_A",
+    "lora_B",
     "vision_tower",
     "vision_model",
     "vision_encoder",
@@ -135,3 +139,21 @@ def full_names(model: nn.Module, name: str) -> tuple[str, ...]:
 def _matches(model: nn.Module, name: str, pattern: str) -> bool:
     """[`name_matches`] for any of the module's names."""
     return any(name_matches(full, pattern) for full in full_names(model, name))
+
+
+def read_names(option: str, names: Any) -> tuple[str, ...] | None:
+    """A list of module names or patterns as a tuple. Raises `ValueError`, naming the option, for anything else."""
+    if names is None:
+        return None
+    problem = f"{option}={names!r} must be a list of module names"
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ValueError(problem)
+    names = tuple(names)
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError(problem)
+    for name in names:
+        try:
+            re.compile(name[3:] if name.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{option} has {name!r}, which is no regular expression: {error}") from error
+    return names

@@ -193,6 +193,11 @@ class MXFP4RLQuantizer(HfQuantizer):
         return True
 
     @property
+    def is_compileable(self) -> bool:
+        # Asked by `generate` with a static cache. What CUDA graphs cannot hold is tagged so on its operator.
+        return True
+
+    @property
     def is_trainable(self) -> bool:
         return True
 

@@ -10,7 +10,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from ..ops import Groups, grouped_linear
+from ..ops import Groups
+from ..ops.library import plain_grouped_linear
 from ..ops.packed import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor, quantize_weight
 from .merge_report import MergeError
 from .merging import MergesIntoPacked
@@ -118,8 +119,8 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
         for name in self._names():
             a, b = (getattr(side[name], projection) for side in (self.lora_A, self.lora_B))
             inner = self.lora_dropout[name](self._cast_input_dtype(x, a.dtype))
-            inner = grouped_linear(inner, a, None, groups, _in_dtype, _in_dtype)
-            total = total + grouped_linear(inner, b, None, groups, _in_dtype, _in_dtype) * self.scaling[name]
+            inner = plain_grouped_linear(inner, a, groups)
+            total = total + plain_grouped_linear(inner, b, groups) * self.scaling[name]
         return total.to(result.dtype)
 
     def _names(self, adapter_names: list[str] | None = None) -> list[str]:
@@ -214,8 +215,3 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
 
     def __repr__(self) -> str:
         return f"lora.{super().__repr__()}"
-
-
-def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What [`grouped_linear`] takes for an operand that is not quantized."""
-    return tensor.to(dtype)

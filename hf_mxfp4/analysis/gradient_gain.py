@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..config import MXFP4RLConfig
+from ..layers import TRAINABLE, full_precision
 from ..numerics import QuantScheme
 from .injection import inject_component, injectable_linears
 from .policy import IGNORED, evaluation_mode, forward_logits, next_tokens
@@ -104,55 +105,55 @@ def gradient_gain(
     layers = decoder_layers(model, skips)
 
     def gradients(what: str) -> tuple[float, list[torch.Tensor], int]:
-        with (
-            evaluation_mode(model),
-            torch.enable_grad(),
-            inject_component(
-                model,
-                what,
-                scheme,
-                operands=operands,
-                modules_to_not_convert=skips,
-                backward_only=backward_only and what != "none",
-            ) as injection,
-        ):
-            states: list[torch.Tensor] = []
-            handles = [
-                layer.register_forward_pre_hook(_recorder(states), with_kwargs=True) for layer in layers.values()
-            ]
-            last = list(layers.values())[-1]
-            handles.append(
-                last.register_forward_hook(
-                    lambda module, args, output: states.append(output[0] if isinstance(output, tuple) else output)
-                )
-            )
-            try:
-                logits = forward_logits(model, input_ids, attention_mask)[:, :-1].float()
-            finally:
-                for handle in handles:
-                    handle.remove()
-            if len(states) != len(layers) + 1:
-                raise ValueError(f"{len(layers)} decoder layers were called {len(states) - 1} times in one pass")
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-            grads = torch.autograd.grad(loss, states)
-            return loss.item(), [grad.double() for grad in reversed(grads)], injection.n_layers
+        with inject_component(
+            model,
+            what,
+            scheme,
+            operands=operands,
+            modules_to_not_convert=skips,
+            backward_only=backward_only and what != "none",
+        ) as injection:
+            return *_hidden_gradients(model, layers, input_ids, attention_mask, targets), injection.n_layers
 
     loss, reference, _ = gradients("none")
     loss_quantized, quantized, n_layers = gradients(component)
-    names = ["output", *reversed(layers)]
-    depths = tuple(_compare(name, depth, reference[depth], quantized[depth]) for depth, name in enumerate(names))
-    return GradientGain(depths, loss, loss_quantized, n_layers)
+    return GradientGain(_compare_all(layers, reference, quantized), loss, loss_quantized, n_layers)
+
+
+def training_gradient_gain(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> GradientGain:
+    """[`gradient_gain`] of a quantized model as it trains, whatever its scheme is: the three products of every layer as
+    they are computed, against the same model in full precision. Experts and rotations are no obstacle here.
+
+    Arguments, and errors, as there; `ValueError` too when the model has packed layers or none that is quantized.
+    """
+    targets = next_tokens(input_ids, labels, attention_mask).to(next(model.parameters()).device)
+    quantized_layers = [name for name, module in model.named_modules() if isinstance(module, TRAINABLE)]
+    layers = _largest_stack(model, quantized_layers)
+    with full_precision(model):
+        loss, reference = _hidden_gradients(model, layers, input_ids, attention_mask, targets)
+    loss_quantized, quantized = _hidden_gradients(model, layers, input_ids, attention_mask, targets)
+    return GradientGain(_compare_all(layers, reference, quantized), loss, loss_quantized, len(quantized_layers))
 
 
 def decoder_layers(model: nn.Module, modules_to_not_convert: Iterable[str] = ()) -> dict[str, nn.Module]:
     """The layers of the decoder by name, in order: the outermost `nn.ModuleList` with most of the linear layers to
     quantize. Raises `ValueError` when there is none, or none with more than the others."""
-    linears = injectable_linears(model, modules_to_not_convert)
+    return _largest_stack(model, injectable_linears(model, modules_to_not_convert))
+
+
+def _largest_stack(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules of the outermost `nn.ModuleList` that holds most of the layers called ``names``."""
+    names = list(names)
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
         if isinstance(module, nn.ModuleList) and not inside:
-            found[name] = sum(linear.startswith(f"{name}.") for linear in linears)
+            found[name] = sum(linear.startswith(f"{name}.") for linear in names)
     largest = max(found.values(), default=0)
     stacks = [name for name, count in found.items() if count == largest]
     if largest == 0 or len(stacks) > 1:
@@ -160,6 +161,35 @@ def decoder_layers(model: nn.Module, modules_to_not_convert: Iterable[str] = ())
             f"{type(model).__name__} has no single stack of decoder layers: " + (", ".join(stacks) or "no ModuleList")
         )
     return {f"{stacks[0]}.{name}": layer for name, layer in model.get_submodule(stacks[0]).named_children()}
+
+
+def _hidden_gradients(
+    model: nn.Module,
+    layers: dict[str, nn.Module],
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    targets: torch.Tensor,
+) -> tuple[float, list[torch.Tensor]]:
+    """The loss, and its gradients for the hidden states from the output of the last layer to the input of the first."""
+    states: list[torch.Tensor] = []
+    with evaluation_mode(model), torch.enable_grad():
+        handles = [layer.register_forward_pre_hook(_recorder(states), with_kwargs=True) for layer in layers.values()]
+        last = list(layers.values())[-1]
+        handles.append(
+            last.register_forward_hook(
+                lambda module, args, output: states.append(output[0] if isinstance(output, tuple) else output)
+            )
+        )
+        try:
+            logits = forward_logits(model, input_ids, attention_mask)[:, :-1].float()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(states) != len(layers) + 1:
+            raise ValueError(f"{len(layers)} decoder layers were called {len(states) - 1} times in one pass")
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        grads = torch.autograd.grad(loss, states)
+    return loss.item(), [grad.double() for grad in reversed(grads)]
 
 
 def _recorder(states: list[torch.Tensor]):
@@ -175,6 +205,13 @@ def _recorder(states: list[torch.Tensor]):
         return args, kwargs
 
     return record
+
+
+def _compare_all(
+    layers: Iterable[str], reference: list[torch.Tensor], quantized: list[torch.Tensor]
+) -> tuple[GradientAtDepth, ...]:
+    names = ["output", *reversed(list(layers))]
+    return tuple(_compare(name, depth, reference[depth], quantized[depth]) for depth, name in enumerate(names))
 
 
 def _compare(name: str, depth: int, reference: torch.Tensor, quantized: torch.Tensor) -> GradientAtDepth:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`report.html`: one file without external references, readable on a telephone."""
 
-import base64
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
 from .columns import COLUMNS
-from .figures import Figure, cosine_figure, delta_figure, layer_labels, precision_figure, ratio_figure
+from .figures import cosine_figure, delta_figure, layer_labels, precision_figure, ratio_figure
+from .html_parts import image, page, table
 from .results import Analysis
 from .statements import changes, orthogonality
 from .statistics import ErrorStatistics
@@ -20,14 +19,6 @@ _SWEEP_NOTE = (
     '<p class="small">Ceiling rule, on the first '
     + f"{SAMPLE_ELEMENTS} elements (whole rows, at least one) of every tensor.</p>"
 )
-_STYLE = """
-:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:0 auto;padding:1rem}
-h1{font-size:1.5rem}h2{font-size:1.25rem;margin-top:2rem}h3{font-size:1.05rem}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem}
-th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #8885;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}img{max-width:100%;height:auto;background:#fff}
-.problem{border-left:.3rem solid #c33;padding-left:.7rem}.small{font-size:.85rem;opacity:.8}
-""".strip().replace("\n", "")
 
 
 def render_html(analysis: Analysis, source: Mapping[str, Any], version: str) -> str:
@@ -43,12 +34,7 @@ def render_html(analysis: Analysis, source: Mapping[str, Any], version: str) -> 
     for kind in analysis.kinds:
         body += _kind_section(analysis, kind)
     body += _skipped(analysis)
-    title = escape(f"MXFP4 error of {analysis.model}")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
-    )
+    return page(f"MXFP4 error of {analysis.model}", body)
 
 
 def _kind_section(analysis: Analysis, kind: str) -> list[str]:
@@ -69,25 +55,25 @@ def _kind_section(analysis: Analysis, kind: str) -> list[str]:
         "</p>",
         _table("scheme", totals),
         *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
-        _image(cosine_figure(layers, f"Cosines of the error components, {first}"), "cosines per layer"),
+        image(cosine_figure(layers, f"Cosines of the error components, {first}"), "cosines per layer"),
     ]
     if sweep.energy:
-        parts.append(_image(precision_figure(sweep), "error against the mantissa bits of the scale"))
+        parts.append(image(precision_figure(sweep), "error against the mantissa bits of the scale"))
         parts.append(_SWEEP_NOTE)
     if any(total.blocks for total in totals.values()):
-        parts.append(_image(delta_figure(totals), "histogram of the scale over the ideal scale"))
+        parts.append(image(delta_figure(totals), "histogram of the scale over the ideal scale"))
     if depths[first]:
-        parts.append(_image(ratio_figure(depths, "depth"), "error by depth"))
-    parts.append(_image(ratio_figure(types, "layer type"), "error by layer type"))
+        parts.append(image(ratio_figure(depths, "depth"), "error by depth"))
+    parts.append(image(ratio_figure(types, "layer type"), "error by layer type"))
     for scheme in schemes:
         parts.append(f"<h3>{escape(scheme)}, by layer type</h3>{_table('layer type', types[scheme])}")
     for scheme in schemes:
         if depths[scheme]:
-            table = _table("depth", depths[scheme])
-            parts.append(f"<details><summary>{escape(scheme)}, by depth</summary>{table}</details>")
+            rows = _table("depth", depths[scheme])
+            parts.append(f"<details><summary>{escape(scheme)}, by depth</summary>{rows}</details>")
         worst = {r.name: r.statistics[scheme] for r in analysis.worst(kind, scheme)}
-        table = _table("tensor", worst)
-        parts.append(f"<details><summary>{escape(scheme)}, largest relative errors</summary>{table}</details>")
+        rows = _table("tensor", worst)
+        parts.append(f"<details><summary>{escape(scheme)}, largest relative errors</summary>{rows}</details>")
     return parts
 
 
@@ -102,22 +88,9 @@ def _skipped(analysis: Analysis) -> list[str]:
     if not analysis.skipped:
         return []
     rows = [[reason, str(len(names)), ", ".join(sorted(names)[:3])] for reason, names in analysis.skipped.items()]
-    return ["<h2>Left out</h2>", _raw_table(["reason", "tensors", "such as"], rows)]
+    return ["<h2>Left out</h2>", table(["reason", "tensors", "such as"], rows)]
 
 
 def _table(heading: str, statistics: Mapping[Any, ErrorStatistics]) -> str:
     rows = [[str(name), *(column(s) for column in COLUMNS.values())] for name, s in statistics.items()]
-    return _raw_table([heading, *COLUMNS], rows)
-
-
-def _raw_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _image(figure: Figure, alt: str) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return f'<p><img alt="{escape(alt)}" src="data:image/png;base64,{data}"></p>'
+    return table([heading, *COLUMNS], rows)

@@ -5,11 +5,11 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import json_clean, replace_file
 from .html import render_html
 from .results import Analysis
 from .statements import changes, orthogonality
@@ -28,7 +28,7 @@ def build_report(analysis: Analysis, source: Mapping[str, Any], version: str) ->
         source: what to say about where the model came from.
         version: of this package.
     """
-    return _clean(
+    return json_clean(
         {
             "format": FORMAT,
             "hf_mxfp4": version,
@@ -52,7 +52,7 @@ def build_report(analysis: Analysis, source: Mapping[str, Any], version: str) ->
 
 def build_summary(analysis: Analysis, source: Mapping[str, Any]) -> dict[str, Any]:
     """[`build_report`] without the single tensors: what `--json` prints."""
-    return _clean(
+    return json_clean(
         {
             "model": analysis.model,
             "source": dict(source),
@@ -72,9 +72,9 @@ def write_reports(analysis: Analysis, source: Mapping[str, Any], version: str, f
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(build_report(analysis, source, version), indent=1, allow_nan=False) + "\n"
     paths = [folder / JSON_NAME, folder / CSV_NAME, folder / HTML_NAME]
-    _replace(paths[0], text)
-    _replace(paths[1], _csv_text(analysis))
-    _replace(paths[2], render_html(analysis, source, version))
+    replace_file(paths[0], text)
+    replace_file(paths[1], _csv_text(analysis))
+    replace_file(paths[2], render_html(analysis, source, version))
     return paths
 
 
@@ -124,20 +124,5 @@ def _csv_text(analysis: Analysis) -> str:
     return out.getvalue()
 
 
-def _clean(value: Any) -> Any:
-    """``value`` with null for numbers that JSON has no word for."""
-    if isinstance(value, dict):
-        return {key: _clean(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_clean(entry) for entry in value]
-    return None if _missing(value) else value
-
-
 def _missing(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)

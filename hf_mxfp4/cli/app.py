@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, compare, env, export, pack, plan, simulate
+from . import analyze, compare, env, export, pack, plan, report, simulate
 
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app.command("analyze")(analyze.analyze)
 app.command("compare")(compare.compare)
 app.command("simulate")(simulate.simulate)
 app.command("plan")(plan.plan)
+app.command("report")(report.report)
 app.command("pack")(pack.pack)
 app.command("export")(export.export)
 app.command("import")(export.import_)

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 env`: versions, devices, and what computes what here; for bug reports."""
 
-import importlib.metadata
 import json
-import os
-import platform
 from typing import Any
 
 import typer
 
+from ..environment import machine, package_versions
 from .options import JsonOption
 
 
-PACKAGES = ("hf-mxfp4", "torch", "transformers", "trl", "peft", "accelerate", "triton", "safetensors")
 _KERNEL_SCHEMES = (
     "rceil",
     "floor",
@@ -24,6 +21,8 @@ _KERNEL_SCHEMES = (
     "rceil+mbs128-static+of0.5",
     "rceil+stochastic",
 )
+#: Where engines are shown for when there is no GPU.
+_TYPICAL_HARDWARE = ("sm_80", "sm_90", "sm_100")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -47,27 +46,39 @@ def env(as_json: JsonOption = False) -> None:
     console.print(plain_table("what quantizes", ["device", "dtype", "scheme", "backend", "why not faster"], rows))
     kernels = [[name, reason or "yes"] for name, reason in facts["triton_kernels"].items()]
     console.print(plain_table("covered by the Triton kernels", ["scheme", ""], kernels))
-    console.print(facts["products"], markup=False, highlight=False)
+    _show_products(console, facts["products"])
+
+
+def _show_products(console: Any, products: list[dict[str, Any]]) -> None:
+    """Engines as a table whose last column refers to the reasons below it."""
+    from .console import plain_table
+
+    rows, reasons = [], []
+    for row in products:
+        found, experts = ([of[gemm] for gemm in ("fprop", "dgrad", "wgrad")] for of in (row, row["experts"]))
+        why = list(dict.fromkeys(engine["reason"] for engine in found + experts if engine["engine"] == "dense"))
+        reasons += [reason for reason in why if reason not in reasons]
+        numbers = ", ".join(str(reasons.index(reason) + 1) for reason in why)
+        names = [engine["engine"] for engine in found]
+        rows.append([row["config"], row["hardware"], *names, "/".join(e["engine"] for e in experts), numbers])
+    header = ["config", "hardware", "fprop", "dgrad", "wgrad", "of experts", "why dense"]
+    console.print(plain_table("what multiplies", header, rows))
+    for number, reason in enumerate(reasons, 1):
+        console.print(f"{number}: {reason}", markup=False, highlight=False)
 
 
 def environment() -> dict[str, Any]:
     """What [`env`] shows, JSON-clean."""
     import torch
 
-    from .. import __version__
-
-    versions = {name: _version(name) for name in PACKAGES}
-    versions["hf-mxfp4"] = __version__
-    gpus = _gpus(torch)
+    facts = machine()
+    gpus = facts["gpus"]
     return {
-        "versions": {"python": platform.python_version(), **versions},
-        "system": platform.platform(),
-        "cpu": {"name": _cpu_name(), "cores": os.cpu_count()},
-        "gpus": gpus,
+        "versions": package_versions(),
+        **facts,
         "quantization": _quantization(torch, ["cpu", *sorted({gpu["type"] for gpu in gpus})]),
         "triton_kernels": _kernel_coverage(torch),
-        "products": "Products: the layers multiply quantized values in the dtype of the model (or of autocast) with "
-        "torch's ordinary matrix product, on every device. No FP4 or FP8 instruction is used.",
+        "products": _products(torch, [gpu["type"] for gpu in gpus]),
     }
 
 
@@ -89,6 +100,35 @@ def _quantization(torch: Any, devices: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def _products(torch: Any, gpus: list[str]) -> list[dict[str, Any]]:
+    """Per config and hardware, the engine of each product of a layer and why, and under ``"experts"`` those of experts;
+    without a GPU, on hardware as it is sold."""
+    from ..config import MXFP4RLConfig
+    from ..ops import hardware_of
+    from ..presets import PRESETS
+
+    devices = [torch.device(kind, sum(other == kind for other in gpus[:i])) for i, kind in enumerate(gpus)]
+    found = list(dict.fromkeys(map(hardware_of, devices))) or _TYPICAL_HARDWARE
+    rows = []
+    for preset in PRESETS:
+        plain = {"outlier_fallback": None}
+        for options in ({}, plain, {**plain, "macro_block": None}):
+            config = MXFP4RLConfig(preset=preset, **options)
+            label = preset + "".join(f", no {name}" for name in options if options[name] is None)
+            for hardware in found:
+                layer, experts = (_engines(config.gemms(), hardware, of_experts) for of_experts in (False, True))
+                rows.append({"config": label, "hardware": hardware, **layer, "experts": experts})
+    return rows
+
+
+def _engines(scheme: Any, hardware: str, of_experts: bool) -> dict[str, dict[str, str]]:
+    from ..numerics import GEMM_OPERANDS
+    from ..ops import engine_for
+
+    found = {gemm: engine_for(gemm, scheme, hardware, experts=of_experts) for gemm in GEMM_OPERANDS}
+    return {gemm: {"engine": engine.name, "reason": engine.reason} for gemm, engine in found.items()}
+
+
 def _kernel_coverage(torch: Any) -> dict[str, str | None]:
     """Scheme to `None`, or to why the Triton kernels do not cover it for bfloat16 tensors."""
     import mxfp4_kernels
@@ -107,33 +147,3 @@ def _kernel_coverage(torch: Any) -> dict[str, str | None]:
             rounding=scheme.rounding,
         )
     return coverage
-
-
-def _gpus(torch: Any) -> list[dict[str, Any]]:
-    found = []
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind)
-        for i in range(module.device_count() if module.is_available() else 0):
-            capability = f"compute capability {'.'.join(map(str, module.get_device_capability(i)))}"
-            if kind == "xpu":
-                capability = "xpu"
-            elif torch.version.hip:
-                capability = torch.cuda.get_device_properties(i).gcnArchName
-            found.append({"type": kind, "name": module.get_device_name(i), "capability": capability})
-    return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as stream:
-            names = [line.split(":", 1)[1].strip() for line in stream if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()

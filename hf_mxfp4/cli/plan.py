@@ -36,6 +36,11 @@ class Optimizer(str, Enum):
     SGD = "sgd"
 
 
+class RolloutWeights(str, Enum):
+    DENSE = "dense"
+    PACKED = "packed"
+
+
 class Logits(str, Enum):
     CHUNKED = "chunked"
     FULL = "full"
@@ -63,6 +68,10 @@ def plan(
         bool,
         typer.Option("--cache-rollout-weights/--no-cache-rollout-weights", help="As in MXFP4GRPOConfig."),
     ] = True,
+    rollout_weights: Annotated[
+        RolloutWeights,
+        typer.Option("--rollout-weights", help="As in MXFP4GRPOConfig, where 'auto' is 'packed' if Triton is there."),
+    ] = RolloutWeights.DENSE,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Of trained weights.")] = Dtype.FLOAT32,
     compute_dtype: Annotated[Dtype, typer.Option("--compute-dtype", help="Of products.")] = Dtype.BFLOAT16,
     optimizer: Annotated[Optimizer, typer.Option("--optimizer")] = Optimizer.ADAMW,
@@ -108,6 +117,7 @@ def plan(
             reference=beta > 0,
             rollouts=not vllm_server,
             cache_rollout_weights=cache_rollout_weights,
+            rollout_weights=rollout_weights.value,
             lora_rank=lora_rank,
             headroom=headroom,
         )

@@ -11,6 +11,8 @@ import torch
 from transformers import PretrainedConfig
 
 from ..config import MXFP4RLConfig
+from ..numerics import QuantScheme
+from ..ops.packed import packed_shapes
 from .sizes import Activations, ModelSizes, activations, cache_bytes_per_token, model_sizes
 from .skeleton import build
 from .strategies import OPTIMIZERS, STRATEGIES, Strategy, reference_bytes, state_parts
@@ -43,6 +45,7 @@ class Setup:
         reference: whether there is a reference model (beta > 0).
         rollouts: whether this process samples; not so with a vLLM server.
         cache_rollout_weights: as in `MXFP4GRPOConfig`.
+        rollout_weights: likewise, ``"dense"`` or ``"packed"``: the latter is what ``"auto"`` means where Triton runs.
         lora_rank: of the adapters on packed weights.
         headroom: share of the memory left for the CUDA context, fragmentation and communication.
 
@@ -65,6 +68,7 @@ class Setup:
     reference: bool = False
     rollouts: bool = True
     cache_rollout_weights: bool = True
+    rollout_weights: str = "dense"
     lora_rank: int = 16
     headroom: float = 0.1
 
@@ -76,6 +80,8 @@ class Setup:
             raise ValueError("headroom must be in [0, 1), and gpu_memory above 0")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={self.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
+        if self.rollout_weights not in ("dense", "packed"):
+            raise ValueError(f"rollout_weights={self.rollout_weights!r} is not known; choose 'dense' or 'packed'")
         if self.logits not in ("chunked", "full"):
             raise ValueError(f"logits={self.logits!r} is not known; choose 'chunked' or 'full'")
 
@@ -185,7 +191,7 @@ class Planner:
         parts["reference model"] = reference_bytes(strategy, sizes, setup.gpus) if setup.reference else 0
         if strategy.engine == "zero3":
             parts["gathered for generation"] = 2 * sizes.elements
-        parts["quantized weights"] = self._quantized(setup, strategy, all_kept=setup.cache_rollout_weights)
+        parts["quantized weights"] = self._rollout_copies(setup, strategy)
         parts["KV cache"] = sequences * setup.length * model.cache_per_token
         parts["logits"] = sequences * sizes.vocabulary * (compute + 4)
         return parts
@@ -198,6 +204,20 @@ class Planner:
         sizes = self.model(strategy.packed).sizes
         elements = max(sizes.largest_copy, sizes.cached_elements if all_kept else 0)
         return elements * setup.compute.itemsize
+
+    def _rollout_copies(self, setup: Setup, strategy: Strategy) -> float:
+        """[`_quantized`] of rollouts. Packed copies are computed with as they are; long prompts take a dequantized one
+        of one layer beside. Packed layers need no copy then."""
+        dense = self._quantized(setup, strategy, all_kept=setup.cache_rollout_weights)
+        if setup.rollout_weights == "dense" or not setup.cache_rollout_weights or not dense:
+            return dense
+        scheme = setup.quantization
+        if not strategy.packed and scheme.packing_obstacle is not None:
+            return dense
+        sizes = self.model(strategy.packed).sizes
+        others = (sizes.cached_elements - sizes.linear_elements) * setup.compute.itemsize
+        kept = 0 if strategy.packed else sizes.linear_elements * _packed_bytes(scheme.weight_scheme)
+        return sizes.largest_copy * setup.compute.itemsize + others + kept
 
     def _largest_batch(self, setup: Setup, strategy: Strategy) -> int:
         def fits(batch: int) -> bool:
@@ -242,3 +262,9 @@ class Planner:
         others = [s for s in STRATEGIES if s.packed and s not in strategies]
         found += [f"mode packed ({p.strategy.name})" for p in self.plan(setup, tuple(others)) if p.fits]
         return found
+
+
+def _packed_bytes(scheme: QuantScheme) -> float:
+    """Bytes for each element of a packed weight with long rows."""
+    length = 1 << 16
+    return sum(columns for _, columns in packed_shapes(1, length, scheme).values()) / length

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4RLConfig, decompose
+from hf_mxfp4 import MXFP4RLConfig, decompose, environment, ops
 from hf_mxfp4.analysis.distributions import DISTRIBUTIONS, sample
 from hf_mxfp4.cli import app, console, main
-from hf_mxfp4.cli import env as env_module
 from hf_mxfp4.cli.simulate import Distribution
 
 
@@ -26,8 +25,8 @@ def run(*arguments):
 def test_version_and_help():
     assert run("--version").stdout == f"hf-mxfp4 {hf_mxfp4.__version__}\n"
     text = run("--help").stdout
-    assert all(name in text for name in ("analyze", "compare", "simulate", "env"))
-    for name in ("analyze", "compare", "simulate", "env"):
+    assert all(name in text for name in ("analyze", "compare", "simulate", "report", "env"))
+    for name in ("analyze", "compare", "simulate", "report", "env"):
         assert run(name, "--help").exit_code == 0
     assert run("analyse").exit_code == 2
 
@@ -134,18 +133,30 @@ def test_every_distribution_can_be_named():
 def test_environment():
     data = json.loads(run("env", "--json").stdout)
     assert data["versions"]["hf-mxfp4"] == hf_mxfp4.__version__ and data["versions"]["torch"] == torch.__version__
-    assert set(env_module.PACKAGES) < set(data["versions"])
+    assert set(environment.PACKAGES) < set(data["versions"])
     assert data["cpu"]["cores"] == os.cpu_count()
     cpu = [row for row in data["quantization"] if row["device"] == "cpu"]
     assert len(cpu) == 9 and {row["backend"] for row in cpu} <= {"cpu", "eager"}
-    assert data["triton_kernels"]["rceil"] is None and "to nearest only" in data["triton_kernels"]["rceil+stochastic"]
-    assert "No FP4 or FP8 instruction is used" in data["products"]
+    assert set(data["triton_kernels"].values()) == {None} and "rceil+stochastic" in data["triton_kernels"]
+    found = {(row["config"], row["hardware"]): row for row in data["products"]}
+    default = found["w4a4", "sm_90"]
+    assert default["fprop"]["engine"] == "dense" and "outlier fallback" in default["fprop"]["reason"]
+    assert found["w4a4, no outlier_fallback", "sm_90"]["fprop"] == {
+        "engine": "fp8",
+        "reason": "folded exactly into E4M3",
+    }
+    fast = found["w4a4g4, no outlier_fallback", "sm_100"]
+    assert [fast[gemm]["engine"] for gemm in ("fprop", "dgrad", "wgrad")] == ["mxfp4"] * 3
+    assert [fast["experts"][gemm]["engine"] for gemm in ("fprop", "dgrad", "wgrad")] == ["fp8"] * 3
+    assert {row["fprop"]["engine"] for row in data["products"] if row["hardware"] == "sm_80"} == {"dense"}
 
 
 def test_environment_on_screen(monkeypatch):
     gpu = {"type": "cuda", "name": "A GPU", "capability": "compute capability 9.0"}
-    monkeypatch.setattr(env_module, "_gpus", lambda torch: [gpu])
+    monkeypatch.setattr(environment, "present_gpus", lambda: [gpu])
+    monkeypatch.setattr(ops, "hardware_of", lambda device: "sm_90")
     text = run("env").stdout
+    assert "what multiplies" in text and "1: x is in full precision" in text and "fp8" in text
     assert "A GPU, compute capability 9.0" in text and "GPU 0" in text
     assert text.count("cuda") == 9 and "covered by the Triton kernels" in text
 

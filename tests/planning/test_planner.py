@@ -121,6 +121,20 @@ def test_rollouts_without_kept_copies_hold_one_at_a_time(planner):
         assert kept[name].rollouts["quantized weights"] == 2 * QUANTIZED
 
 
+def test_packed_copies_take_a_quarter_and_packed_layers_need_none(planner):
+    setup = replace(SETUP, gpus=2, rollout_weights="packed")
+    found = {name: plan.rollouts["quantized weights"] for name, plan in plans(planner, setup).items()}
+    one_dense = 2 * H * INNER
+    # Macro blocks of 128 and the residual of the default config: 4.25 bits twice, and a byte for 128.
+    assert found["DDP"] == one_dense + QUANTIZED * (2 * 4.25 / 8 + 1 / 128)
+    assert found["packed+LoRA, FSDP2"] == one_dense
+    w4a16 = replace(setup, quantization=MXFP4RLConfig(preset="w4a16", macro_block=None, outlier_fallback=None))
+    kept = plans(Planner(DENSE, w4a16), w4a16)["DDP"].rollouts["quantized weights"]
+    assert kept == one_dense + QUANTIZED * 4.25 / 8
+    none = replace(setup, cache_rollout_weights=False)
+    assert plans(planner, none)["DDP"].rollouts["quantized weights"] == one_dense
+
+
 def test_which_copies_of_experts_exist_in_rollouts():
     attention, experts = LAYERS * H * (H + 32 + 32 + H), LAYERS * 4 * 3 * H * 48
     planner = Planner(MOE, SETUP)
