@@ -24,7 +24,9 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "tiny_cpu.yaml"
 class RecipeArguments:
     """The task, the model made on the spot when none is named, and what is reported."""
 
-    task: str = field(default="arithmetic", metadata={"help": "'arithmetic' (made on the spot) or 'gsm8k'."})
+    task: str = field(
+        default="arithmetic", metadata={"help": "'arithmetic' or 'word_problems' (made on the spot), or 'gsm8k'."}
+    )
     dataset_name: str | None = field(default=None, metadata={"help": "Hub dataset; gsm8k: openai/gsm8k."})
     dataset_config: str | None = field(default=None, metadata={"help": "Its configuration; gsm8k: main."})
     train_file: str | None = field(default=None, metadata={"help": "JSON lines to train on instead of a Hub dataset."})
@@ -32,6 +34,10 @@ class RecipeArguments:
     n_train: int | None = field(default=None, metadata={"help": "Rows of the train split to use; default all."})
     n_test: int | None = field(default=None, metadata={"help": "Rows of the test split to use; default all."})
     data_seed_split: int = field(default=0, metadata={"help": "Seed of the task's split and subsets."})
+    problem_count: int | None = field(default=None, metadata={"help": "word_problems: problems to generate; 40000."})
+    problem_steps: list[int] | None = field(
+        default=None, metadata={"help": "word_problems: fewest and most steps of a problem; 2 4."}
+    )
     conversational: bool = field(default=False, metadata={"help": "Send prompts as chat messages."})
     prompt_template: str | None = field(default=None, metadata={"help": "Prompt text with the field {question}."})
 
@@ -50,6 +56,14 @@ class RecipeArguments:
     sft_learning_rate: float = field(default=5e-4, metadata={"help": "Peak learning rate of the supervised steps."})
 
     greedy_batch_size: int = field(default=128, metadata={"help": "Prompts in a batch of the greedy evaluation."})
+    evaluate_before: bool = field(default=True, metadata={"help": "Evaluate before RL too."})
+    evaluate_every: int = field(
+        default=0, metadata={"help": "Steps between greedy evaluations while training, in log_history.json; 0: none."}
+    )
+    evaluate_every_n: int = field(default=256, metadata={"help": "Test problems, from the first on, of each of these."})
+    save_policy: bool = field(
+        default=True, metadata={"help": "Save the trained policy; without, there is nothing to reload either."}
+    )
     reload_check: int = field(
         default=64, metadata={"help": "Test prompts whose completions are compared after reloading; 0: no reload."}
     )
@@ -79,6 +93,9 @@ def _quantization_arguments() -> type:
 
 
 QuantizationArguments = _quantization_arguments()
+
+#: Everything that has options of `grpo.py`.
+GROUPS = (RecipeArguments, QuantizationArguments, MXFP4GRPOConfig, ModelConfig)
 
 
 def quantization_config(arguments: object) -> MXFP4RLConfig:
@@ -113,9 +130,8 @@ def parse(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP4GRPOCon
     """
     if not any(word == "--config" or word.startswith("--config=") for word in argv):
         argv = [*argv, "--config", str(DEFAULT_CONFIG)]
-    groups = (RecipeArguments, QuantizationArguments, MXFP4GRPOConfig, ModelConfig)
-    refuse_unknown(argv, {option.name: option.default for group in groups for option in fields(group)})
-    recipe, quantization, training, model = TrlParser(groups).parse_args_and_config(argv)
+    refuse_unknown(argv, {option.name: option.default for group in GROUPS for option in fields(group)})
+    recipe, quantization, training, model = TrlParser(GROUPS).parse_args_and_config(argv)
     for arguments in (recipe, quantization, model):
         read_none(arguments)
     if model.load_in_4bit or model.load_in_8bit:

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy evaluation of a policy on a task's test split."""
+"""Completions of a task's test split by a policy, in batches and by all processes, and their greedy evaluation."""
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mxfp4 import cached_weights, uncached_weights
 
@@ -34,7 +35,112 @@ class Evaluation:
         return math.sqrt(p * (1 - p) / len(self.correct[score]))
 
 
+@dataclass(frozen=True)
+class Completion:
+    """What a model wrote.
+
+    Attributes:
+        text: without special tokens.
+        n_tokens: generated tokens, the end of sequence included.
+        truncated: whether the end of sequence was not among them.
+    """
+
+    text: str
+    n_tokens: int
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: from the distribution at ``temperature``, of its ``top_p`` most probable mass."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are completed together.
+
+    Attributes:
+        rows: which prompts. A batch without any takes part in sharded computation and yields nothing.
+        sampling: `None`: greedy.
+        sample: number of the sample of each prompt; `None`: the greedy one.
+        seed: of the draws.
+    """
+
+    rows: tuple[int, ...]
+    sampling: Sampling | None = None
+    sample: int | None = None
+    seed: int = 0
+
+
 @torch.no_grad()
+def complete_batches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | list[dict[str, str]]],
+    batches: Sequence[Batch],
+    on_round: Callable[[list[tuple[Batch, int, Completion]]], None],
+    *,
+    max_new_tokens: int,
+    cache_weights: bool = True,
+) -> None:
+    """Complete every batch. Under a launcher the processes take turns: process r of w takes batches r, r + w, ...
+
+    Each time that every process has finished one, ``on_round`` gets, on all of them, what all have written: batch, row
+    and completion. The draws of a batch depend on its seed and rows alone; the global random state stays as it was.
+    ``cache_weights`` as `cache_rollout_weights` of `MXFP4GRPOConfig`.
+    """
+    state = PartialState()
+    was_training = model.training
+    model.eval()
+    try:
+        with cached_weights() if cache_weights else uncached_weights():
+            # Sharded weights are gathered by all processes together: all run as many batches.
+            for start in range(0, len(batches), state.num_processes):
+                mine = start + state.process_index
+                batch = batches[mine] if mine < len(batches) else Batch(())
+                rows = batch.rows or (0,)
+                found = _complete(model, tokenizer, [prompts[row] for row in rows], batch, max_new_tokens)
+                on_round(gather_object([(batch, row, one) for row, one in zip(batch.rows, found, strict=False)]))
+    finally:
+        model.train(was_training)
+
+
+def _complete(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list, batch: Batch, max_new_tokens: int
+) -> list[Completion]:
+    inputs = tokenize(tokenizer, prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
+    inputs.pop("token_type_ids", None)
+    # As TRL's rollouts, whatever the checkpoint's generation_config.json has (Qwen2.5-Instruct: 1.05).
+    how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
+    if batch.sampling is not None:
+        how |= {"do_sample": True, **asdict(batch.sampling), "top_k": 0}
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, enabled=batch.sampling is not None):
+        if batch.sampling is not None:
+            torch.manual_seed(batch.seed)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **how)
+    written = output[:, inputs["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+    ends = _end_tokens(model, tokenizer)
+    return [_completion(text, tokens, ends) for text, tokens in zip(texts, written.tolist(), strict=True)]
+
+
+def _completion(text: str, tokens: list[int], ends: set[int]) -> Completion:
+    """What follows the first end of sequence is padding."""
+    end = next((place for place, token in enumerate(tokens) if token in ends), None)
+    return Completion(text, len(tokens) if end is None else end + 1, end is None)
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids that `generate` stops at."""
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return set(ends) if isinstance(ends, list) else {ends}
+
+
 def evaluate_greedy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -52,39 +158,22 @@ def evaluate_greedy(
     `cache_rollout_weights` of `MXFP4GRPOConfig`.
     """
     state = PartialState()
-    share = list(range(state.process_index, len(dataset), state.num_processes))
-    was_training = model.training
-    model.eval()
-    mine: list[tuple[int, str]] = []
-    bar = tqdm(total=len(share), desc=title, unit="problem", disable=not state.is_main_process)
-    try:
-        with cached_weights() if cache_weights else uncached_weights():
-            # Sharded weights are gathered by all processes together: all run as many batches as the longest share.
-            for start in range(0, -(-len(dataset) // state.num_processes), batch_size):
-                mine_now = share[start : start + batch_size]
-                indices = mine_now or [0]
-                texts = [as_text(tokenizer, dataset[i]["prompt"]) for i in indices]
-                batch = tokenizer(
-                    texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
-                ).to(model.device)
-                batch.pop("token_type_ids", None)
-                output = model.generate(
-                    **batch,
-                    max_new_tokens=max_new_tokens,
-                    do_sample=False,
-                    temperature=None,
-                    top_p=None,
-                    top_k=None,
-                    pad_token_id=tokenizer.pad_token_id,
-                )
-                new_tokens = output[:, batch["input_ids"].shape[1] :]
-                texts = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
-                mine += zip(mine_now, texts[: len(mine_now)], strict=True)
-                bar.update(len(mine_now))
-    finally:
-        bar.close()
-        model.train(was_training)
-    completions = dict(gather_object(mine))
+    shares = [range(rank, len(dataset), state.num_processes) for rank in range(state.num_processes)]
+    # In the order of the dataset, so that a part of it is completed in the batches of the whole.
+    batches = [
+        Batch(tuple(share[start : start + batch_size]))
+        for start in range(0, len(shares[0]), batch_size)
+        for share in shares
+    ]
+    completions: dict[int, str] = {}
+    with tqdm(total=len(dataset), desc=title, unit="problem", disable=not state.is_main_process) as bar:
+
+        def keep(found: list[tuple[Batch, int, Completion]]) -> None:
+            completions.update((row, completion.text) for _, row, completion in found)
+            bar.update(len(found))
+
+        options = {"max_new_tokens": max_new_tokens, "cache_weights": cache_weights}
+        complete_batches(model, tokenizer, list(dataset["prompt"]), batches, keep, **options)
     ordered = [completions[i] for i in range(len(dataset))]
     correct = {
         name: [score(text, row["answer"]) for text, row in zip(ordered, dataset, strict=True)]
@@ -93,11 +182,15 @@ def evaluate_greedy(
     return Evaluation(ordered, correct)
 
 
-def as_text(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]) -> str:
-    """A prompt as the text that the model continues."""
-    if isinstance(prompt, str):
-        return prompt
-    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[dict[str, str]]], **options: Any
+) -> BatchEncoding:
+    """Prompts as TRL's trainer tokenizes them: text with the special tokens that the tokenizer puts around it (as the
+    begin of sequence of Llama), conversations by the chat template, which writes its own."""
+    if isinstance(prompts[0], str):
+        return tokenizer(list(prompts), **options)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in prompts]
+    return tokenizer(texts, add_special_tokens=False, **options)
 
 
 def write_completions(evaluation: Evaluation, dataset: Dataset, path: Path) -> None:

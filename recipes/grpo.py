@@ -7,6 +7,7 @@ Without `--config` it runs `tiny_cpu.yaml`. Every option of the recipe, of `MXFP
 TRL's `ModelConfig` can stand in the YAML file or on the command line, which wins.
 """
 
+import functools
 import json
 import os
 import sys
@@ -19,8 +20,10 @@ from accelerate import PartialState
 from arguments import RecipeArguments, exit_on_wrong_options, parse
 from checksum import frozen_checksum
 from evaluation import Evaluation, evaluate_greedy, write_completions
+from evaluation_callback import GreedyEvaluation
 from peft import PeftModel
 from progress import TrainingBar
+from resolved_config import FILE_NAME, write_resolved_config
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,9 +33,8 @@ from trl import ModelConfig, get_peft_config
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.analysis import plot_training
 from hf_mxfp4.checkpoint import add_evaluation, last_complete_checkpoint
-from tasks import Task, load_task
-from tasks.arithmetic import ALPHABET
-from tasks.tiny_model import TINY_MODELS, build_byte_tokenizer, build_char_tokenizer, supervised_warmup
+from tasks import Task, build_tokenizer, load_task
+from tasks.tiny_model import TINY_MODELS, supervised_warmup
 
 
 console = Console()
@@ -69,12 +71,16 @@ def main(argv: list[str]) -> dict:
         peft_config=get_peft_config(model_args),
     )
     TrainingBar.install(trainer)
+    # Not earlier: a start that fails is to leave an empty folder, which can be used again.
+    if PartialState().is_main_process:
+        run = write_resolved_config(output, recipe, quantization, training, model_args)
+        tell("options", f"all of them in {output / FILE_NAME} (run {run})")
 
-    def evaluate(title: str) -> Evaluation:
+    def evaluate(title: str, most: int | None = None) -> Evaluation:
         return evaluate_greedy(
             trainer.accelerator.unwrap_model(trainer.model),
             tokenizer,
-            task.test,
+            task.test.select(range(min(most or len(task.test), len(task.test)))),
             task.scores,
             max_new_tokens=training.max_completion_length,
             batch_size=recipe.greedy_batch_size,
@@ -82,17 +88,24 @@ def main(argv: list[str]) -> dict:
             cache_weights=training.cache_rollout_weights,
         )
 
+    if recipe.evaluate_every:
+        during = functools.partial(evaluate, "evaluating", recipe.evaluate_every_n)
+        trainer.add_callback(GreedyEvaluation(recipe.evaluate_every, during))
+
     def checksum() -> str | None:
         return frozen_checksum(trainer.accelerator.unwrap_model(trainer.model)) if model_args.use_peft else None
 
     base_before = checksum()
-    before = evaluate("evaluating before RL")
+    before = evaluate("evaluating before RL") if recipe.evaluate_before else None
+    add_to_report(trainer, "before RL", 0, before)
     trainer.train(resume_from_checkpoint=resume_choice(training))
     after = evaluate("evaluating after RL")
+    add_to_report(trainer, "after RL", trainer.state.global_step, after)
     base_after = checksum()
 
-    saved = output / "policy"
-    trainer.save_model(str(saved))
+    saved = output / "policy" if recipe.save_policy else None
+    if saved is not None:
+        trainer.save_model(str(saved))
     trainer.accelerator.wait_for_everyone()
 
     def load_saved() -> PreTrainedModel:
@@ -102,7 +115,7 @@ def main(argv: list[str]) -> dict:
         return PeftModel.from_pretrained(base, saved)
 
     # All processes take part: the evaluation is shared between them.
-    reloaded = reload_and_compare(saved, load_saved, recipe, task, training, after)
+    reloaded = saved and reload_and_compare(saved, load_saved, recipe, task, training, after)
     summary = {}
     if trainer.is_world_process_zero():
         write_completions(after, task.test, output / "completions_after.jsonl")
@@ -110,9 +123,11 @@ def main(argv: list[str]) -> dict:
         summary = summarize(trainer, task, before, after, saved, plot, reloaded, origin)
         summary["base_checksum"] = base_before and {"before": base_before, "after": base_after}
         summary["seconds"] = round(time.monotonic() - started, 1)
-        if not model_args.use_peft and not recipe.full_precision:
-            add_evaluation(saved, summary)
-        summary["bytes_on_disk"] = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+        if saved is not None:
+            if not model_args.use_peft and not recipe.full_precision and before is not None:
+                add_evaluation(saved, summary)
+            summary["bytes_on_disk"] = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+        (output / "log_history.json").write_text(json.dumps(trainer.state.log_history) + "\n")
         (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print_summary(summary)
     trainer.accelerator.wait_for_everyone()
@@ -169,6 +184,8 @@ def load_task_or_exit(recipe: RecipeArguments) -> Task:
             n_test=recipe.n_test,
             prompt_template=recipe.prompt_template,
             conversational=recipe.conversational,
+            problem_count=recipe.problem_count,
+            problem_steps=recipe.problem_steps,
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
@@ -179,7 +196,7 @@ def make_base_model(recipe: RecipeArguments, training: MXFP4GRPOConfig, task: Ta
     if resume_choice(training) is not None and (folder / "config.json").is_file():
         return folder
     if PartialState().is_main_process:
-        tokenizer = build_char_tokenizer(ALPHABET) if task.name == "arithmetic" else build_byte_tokenizer()
+        tokenizer = build_tokenizer(task.name)
         model = TINY_MODELS[recipe.tiny_architecture](
             tokenizer,
             hidden_size=recipe.tiny_hidden_size,
@@ -248,6 +265,20 @@ def load_policy(
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
+def add_to_report(trainer: MXFP4GRPOTrainer, when: str, step: int, evaluation: Evaluation | None) -> None:
+    """Put the accuracy by each score into the run report, where there are both."""
+    if trainer.report_callback is not None and evaluation is not None:
+        scores = {
+            name: {
+                "accuracy": evaluation.accuracy(name),
+                "standard_error": evaluation.standard_error(name),
+                "n": len(evaluation.completions),
+            }
+            for name in evaluation.correct
+        }
+        trainer.report_callback.add_evaluation(when, step, scores)
+
+
 def reload_and_compare(
     saved: Path,
     load_saved: Callable[[], PreTrainedModel],
@@ -285,9 +316,9 @@ def reload_and_compare(
 def summarize(
     trainer: MXFP4GRPOTrainer,
     task: Task,
-    before: Evaluation,
+    before: Evaluation | None,
     after: Evaluation,
-    saved: Path,
+    saved: Path | None,
     plot: Path,
     reloaded: dict | None,
     model: str,
@@ -295,6 +326,7 @@ def summarize(
     """Everything the closing table shows, as JSON."""
     history = [entry for entry in trainer.state.log_history if "entropy" in entry]
     sigmas = [entry["aqn/sigma"] for entry in history if "aqn/sigma" in entry]
+    written = trainer.report_callback and trainer.report_callback.path
     report = getattr(trainer.accelerator.unwrap_model(trainer.model), "quantization_report", None)
     return {
         "task": task.name,
@@ -303,9 +335,9 @@ def summarize(
         "seed": trainer.args.seed,
         "steps": trainer.state.global_step,
         "n_test": len(task.test),
-        "accuracy_before": {name: before.accuracy(name) for name in task.scores},
+        "accuracy_before": before and {name: before.accuracy(name) for name in task.scores},
         "accuracy_after": {name: after.accuracy(name) for name in task.scores},
-        "standard_error_before": {name: before.standard_error(name) for name in task.scores},
+        "standard_error_before": before and {name: before.standard_error(name) for name in task.scores},
         "standard_error_after": {name: after.standard_error(name) for name in task.scores},
         "entropy_first": history[0]["entropy"] if history else None,
         "entropy_last": history[-1]["entropy"] if history else None,
@@ -314,9 +346,10 @@ def summarize(
         "n_quantized": trainer.n_quantized,
         "n_skipped": report.n_skipped if report else None,
         "weight_sqnr_db": report.sqnr_db if report else None,
-        "saved": str(saved),
-        "adapter": (saved / "adapter_config.json").is_file(),
+        "saved": saved and str(saved),
+        "adapter": saved is not None and (saved / "adapter_config.json").is_file(),
         "plot": str(plot),
+        "run_report": str(written) if written else None,
         "reloaded": reloaded,
     }
 
@@ -334,10 +367,12 @@ def print_summary(summary: dict) -> None:
 
     table.add_row("model", Text(summary["model"]))
     table.add_row("scheme", Text(summary["scheme"]))
-    for name in summary["accuracy_before"]:
-        gained = summary["accuracy_after"][name] - summary["accuracy_before"][name]
-        table.add_row(f"{name}, greedy, before RL", f"{accuracy('before', name)}  (n = {summary['n_test']})")
-        table.add_row(f"{name}, greedy, after RL", f"{accuracy('after', name)}  ({gained:+.3f})")
+    for name, after in summary["accuracy_after"].items():
+        remark = f"n = {summary['n_test']}"
+        if summary["accuracy_before"]:
+            table.add_row(f"{name}, greedy, before RL", f"{accuracy('before', name)}  ({remark})")
+            remark = f"{after - summary['accuracy_before'][name]:+.3f}"
+        table.add_row(f"{name}, greedy, after RL", f"{accuracy('after', name)}  ({remark})")
     if summary["entropy_first"] is not None:
         alarms = f", {len(summary['entropy_alarms'])} alarms"
         table.add_row("entropy", f"{summary['entropy_first']:.3f} -> {summary['entropy_last']:.3f} nats{alarms}")
@@ -351,9 +386,8 @@ def print_summary(summary: dict) -> None:
         before, after = summary["base_checksum"]["before"], summary["base_checksum"]["after"]
         verdict = "bit-identical after training" if before == after else f"CHANGED to {after[:12]}"
         table.add_row("frozen base", f"sha256 {before[:12]}, {verdict}")
-    table.add_row("size on disk", f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})")
-    table.add_row("saved model", summary["saved"])
-    table.add_row("plot", summary["plot"])
+    if summary["saved"]:
+        table.add_row("size on disk", f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})")
     if summary["reloaded"]:
         same, compared = summary["reloaded"]["identical"], summary["reloaded"]["compared"]
         table.add_row("after reloading", f"{same} of {compared} completions identical")
@@ -361,12 +395,17 @@ def print_summary(summary: dict) -> None:
         table.add_row("after reloading", "not compared (reload_check is 0)")
     table.add_row("time", f"{summary['seconds']:.0f} s")
     console.print(table)
+    # Paths are for copying: a table would break them on a narrow terminal.
+    if summary["saved"]:
+        tell("saved model", summary["saved"])
+    tell("plot", summary["plot"])
+    tell("run report", summary["run_report"] or "none (see report_every)")
 
 
 def tell(subject: str, message: str) -> None:
     """Print a line once per job."""
     if os.environ.get("RANK", "0") == "0":
-        console.print(Text.assemble((subject, "bold"), " ", message), highlight=False)
+        console.print(Text.assemble((subject, "bold"), " ", message), highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 
-from . import arithmetic, gsm8k
+from transformers import PreTrainedTokenizerFast
+
+from . import arithmetic, file, gsm8k, math500, word_problems
 from .base import Task
+from .tiny_model import build_byte_tokenizer, build_char_tokenizer
+from .word_tokenizer import build_word_tokenizer
 
 
-__all__ = ["TASKS", "Task", "load_task"]
+__all__ = ["TASKS", "Task", "build_tokenizer", "load_task"]
 
-TASKS = ("arithmetic", "gsm8k")
+TASKS = ("arithmetic", "gsm8k", "math500", "file", "word_problems")
 
 
 def load_task(
@@ -27,17 +32,27 @@ def load_task(
     n_test: int | None = None,
     prompt_template: str | None = None,
     conversational: bool = False,
+    problem_count: int | None = None,
+    problem_steps: Sequence[int] | None = None,
+    test_only: bool = False,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+    score: str | None = None,
 ) -> Task:
     """Loads a task by name.
 
     Args:
         name: one of `TASKS`.
-        train_file, test_file: local JSON lines (gsm8k only); a split without a file is loaded from the Hub.
-        dataset_name, dataset_config: a Hub dataset in the same format (gsm8k only).
+        train_file, test_file: local JSON lines (gsm8k, math500, file); a split without a file is loaded from the Hub.
+        dataset_name, dataset_config: a Hub dataset in the same format (gsm8k, math500).
         seed: of the split (arithmetic) and of the subsets.
         n_train, n_test: the number of rows to draw; None takes all.
-        prompt_template: a format string with the field ``{question}`` (gsm8k only).
+        prompt_template: a format string with the field ``{question}`` (gsm8k, math500, file).
+        problem_count, problem_steps: how many problems to generate, and from how many to how many steps each
+            (word_problems only).
         conversational: prompts are ``[{"role": "user", "content": ...}]`` instead of text.
+        test_only: for evaluation: a train split that would have to be read is left out (the task's `train` is None).
+        prompt_column, answer_column, score: see `file.load` (file only).
 
     Raises:
         ValueError: an unknown name, an option that the task does not have, or an empty split.
@@ -51,13 +66,41 @@ def load_task(
         "prompt_template": prompt_template,
     }
     common = {"seed": seed, "n_train": n_train, "n_test": n_test, "conversational": conversational}
-    if name == "gsm8k":
-        return gsm8k.load(**sources, **common)
+    generated = {"problem_count": problem_count, "problem_steps": problem_steps}
+    columns = {"prompt_column": prompt_column, "answer_column": answer_column, "score": score}
+    if name != "file":
+        _refuse(name, "has columns and scores of its own", columns)
+    if name in ("gsm8k", "math500", "file"):
+        _refuse(name, "reads its problems", generated)
+    if name == "file":
+        _refuse(name, "reads local files", {key: sources.pop(key) for key in ("dataset_name", "dataset_config")})
+        return file.load(**sources, **common, **columns, test_only=test_only)
+    if name in ("gsm8k", "math500"):
+        return {"gsm8k": gsm8k, "math500": math500}[name].load(**sources, **common, test_only=test_only)
     if name == "arithmetic":
-        unused = [key for key, value in sources.items() if value is not None]
-        if unused:
-            raise ValueError(f"the task 'arithmetic' generates its problems and does not take {', '.join(unused)}")
+        _refuse(name, "generates its problems", sources | generated)
         return arithmetic.load(**common)
+    if name == "word_problems":
+        _refuse(name, "generates its problems", sources)
+        sizes = {} if problem_count is None else {"size": problem_count}
+        sizes |= {} if problem_steps is None else {"steps": tuple(problem_steps)}
+        return word_problems.load(**common, **sizes)
     guess = difflib.get_close_matches(str(name).lower(), TASKS, n=1, cutoff=0.5)
     hint = f"did you mean {guess[0]!r}? " if guess else ""
     raise ValueError(f"unknown task {name!r}: {hint}the tasks are {', '.join(map(repr, TASKS))}")
+
+
+def _refuse(task: str, does: str, options: dict[str, object]) -> None:
+    unused = [key for key, value in options.items() if value is not None]
+    if unused:
+        raise ValueError(f"the task {task!r} {does} and does not take {', '.join(unused)}")
+
+
+def build_tokenizer(task: str) -> PreTrainedTokenizerFast:
+    """The smallest tokenizer that a model made for a task needs: its characters or words; bytes where the text is
+    anybody's."""
+    if task == "arithmetic":
+        return build_char_tokenizer(arithmetic.ALPHABET)
+    if task == "word_problems":
+        return build_word_tokenizer(word_problems.vocabulary())
+    return build_byte_tokenizer()

@@ -26,20 +26,26 @@ class Task:
         reward_funcs: TRL reward functions ``f(completions, answer, **kwargs) -> list[float]``.
         scores: metric name -> ``f(completion, answer) -> bool``; the first entry is the headline accuracy.
         max_completion_length: a sufficient number of new tokens (a hint).
+        metric: the folder in `recipes/metrics` that gives the same scores as an `evaluate` metric, if there is one.
+
+    A task that is only evaluated on has no `train`.
 
     Raises:
         ValueError: a split is empty or lacks a column, or there is no reward function or no score.
     """
 
     name: str
-    train: Dataset
+    train: Dataset | None
     test: Dataset
     reward_funcs: list[Callable[..., list[float]]]
     scores: dict[str, Callable[[str, str], bool]]
     max_completion_length: int
+    metric: str | None = None
 
     def __post_init__(self) -> None:
         for split, dataset in (("train", self.train), ("test", self.test)):
+            if dataset is None and split == "train":
+                continue
             if len(dataset) == 0:
                 raise ValueError(f"task {self.name!r}: the {split} split is empty")
             missing = [column for column in COLUMNS if column not in dataset.column_names]

@@ -40,7 +40,8 @@ _LOSS_WINDOW = 20
 _BETAS = (0.9, 0.98)  # Adam's usual 0.999 would average over more steps than the warm-up has
 
 
-def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
+def wrap_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """A tokenizer of this module's conventions (left padding, chat template) around `backend`."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
@@ -68,7 +69,7 @@ def build_char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocab))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    return _wrap(backend)
+    return wrap_tokenizer(backend)
 
 
 def build_byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -86,7 +87,7 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return _wrap(backend)
+    return wrap_tokenizer(backend)
 
 
 def build_qwen2(

@@ -64,7 +64,12 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
     assert summary["bytes_on_disk"] == sum(f.stat().st_size for f in (folder / "policy").iterdir())
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    report = (folder / "run_report.html").read_text()
+    for when in ("before", "after"):
+        accuracy, error = (summary[f"{name}_{when}"]["exact_match"] for name in ("accuracy", "standard_error"))
+        assert f"{accuracy:.3f} ± {error:.3f} ({when} RL)" in report
     table = capsys.readouterr().out
+    assert f"run report {folder / 'run_report.html'}\n" in table  # on one line, however long the path
     for row in ("greedy, before RL", "greedy, after RL", "entropy", "AQN sigma", "quantized layers", "size on disk"):
         assert row in table
 
@@ -122,8 +127,8 @@ def test_an_interrupted_recipe_resumes_where_it_was(tmp_path):
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-# The others are those of pretrain.py.
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("[!p]*.yaml")), ids=lambda path: path.stem)
+# The others are those of pretrain.py and ablation.py.
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("[!ap]*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configurations_parse(path):
     overrides = ["--use_cpu=true", "--bf16=false"]
     recipe, quantization, training, model = parse(["--config", str(path), *overrides])
@@ -302,6 +307,7 @@ def test_gsm8k_recipe_on_the_real_data(tmp_path):
             "--gradient_accumulation_steps=1",
             "--save_strategy=no",
             "--max_completion_length=4",
+            "--overlong_buffer=0",
             "--greedy_batch_size=64",
             "--reload_check=64",
             f"--output_dir={tmp_path / 'out'}",

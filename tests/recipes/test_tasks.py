@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
-from tasks import TASKS, Task, arithmetic, gsm8k, load_task, tiny_model
+from tasks import TASKS, Task, arithmetic, gsm8k, load_task, sources, tiny_model
 
 
 ROWS = [
@@ -51,7 +51,8 @@ def test_signature_of_load_task():
     parameters = inspect.signature(load_task).parameters
     assert list(parameters) == [
         "name", "train_file", "test_file", "dataset_name", "dataset_config", "seed", "n_train", "n_test",
-        "prompt_template", "conversational",
+        "prompt_template", "conversational", "problem_count", "problem_steps", "test_only", "prompt_column",
+        "answer_column", "score",
     ]  # fmt: skip
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "name")
 
@@ -63,9 +64,9 @@ def test_unknown_names_get_a_suggestion_and_the_list(name, guess):
 
 
 def test_unknown_names_without_a_near_one_get_the_list():
-    with pytest.raises(ValueError, match="unknown task 'zzz': the tasks are 'arithmetic', 'gsm8k'"):
+    with pytest.raises(ValueError, match="the tasks are 'arithmetic', 'gsm8k', 'math500', 'file', 'word_problems'"):
         load_task("zzz")
-    assert TASKS == ("arithmetic", "gsm8k")
+    assert TASKS == ("arithmetic", "gsm8k", "math500", "file", "word_problems")
 
 
 def test_a_task_without_rows_columns_or_scores_is_refused():
@@ -213,7 +214,7 @@ def test_gsm8k_empty_and_missing_files(tmp_path, files, content):
 
 
 def test_gsm8k_offline_says_what_to_do(monkeypatch, files):
-    monkeypatch.setattr(gsm8k.datasets, "load_dataset", no_hub)
+    monkeypatch.setattr(sources.datasets, "load_dataset", no_hub)
     assert len(load_task("gsm8k", **files).train) == 3  # files need no Hub
     with pytest.raises(
         RuntimeError, match=r"train split of openai/gsm8k \(main\).*out of reach[\s\S]*train_file"
@@ -232,7 +233,7 @@ def test_gsm8k_from_the_hub(monkeypatch):
         asked.append((name, config, split))
         return Dataset.from_list(ROWS if split == "train" else ROWS[:1])
 
-    monkeypatch.setattr(gsm8k.datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources.datasets, "load_dataset", load_dataset)
     task = load_task("gsm8k")
     assert (len(task.train), len(task.test)) == (3, 1)
     load_task("gsm8k", dataset_name="me/maths", dataset_config="hard", n_train=1)
@@ -241,11 +242,11 @@ def test_gsm8k_from_the_hub(monkeypatch):
     assert asked == [(*name, split) for name in names for split in ("train", "test")]
 
     monkeypatch.setattr(
-        gsm8k.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"question": [], "answer": []})
+        sources.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"question": [], "answer": []})
     )
     with pytest.raises(ValueError, match=r"the train split of openai/gsm8k \(main\) is empty"):
         load_task("gsm8k")
-    monkeypatch.setattr(gsm8k.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"text": ["a"]}))
+    monkeypatch.setattr(sources.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"text": ["a"]}))
     with pytest.raises(ValueError, match="has no column question, answer"):
         load_task("gsm8k")
 

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runs of a grid say: records, statistics over seeds, and the table."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from benchmarks.hardware import hardware
+from pretraining.summary import t_interval
+
+from .base import stored_base
+from .grid import Grid, Run
+from .runner import finished, stored_state, summary
+
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
+#: What is logged and says nothing in the mean.
+_NO_METRICS = ("step", "epoch", "num_tokens", "total_flos", "learning_rate", "train_", "greedy")
+#: Logged quantities that are kept as curves; `greedy` is the first score of evaluations while training.
+CURVES = ("greedy", "reward", "entropy", "error/scale_bias", "error/deadzone", "error/grid", "aqn/sigma")
+_POINTS = 40
+
+Record = Mapping[str, Any]
+
+
+def stored_seeds(grid: Grid) -> tuple[int, ...]:
+    """The seeds that there are runs of, beside the grid's."""
+    found = {
+        int(folder.name.removeprefix("seed"))
+        for model in grid.models
+        for folder in (grid.output / model.key / "cells").glob("*/seed*")
+    }
+    return tuple(dict.fromkeys([*grid.seeds, *sorted(found)]))
+
+
+def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """One record for every complete run, in the order of the grid, and the names of runs with other settings.
+
+    `value` is the accuracy after RL under the cell's own scheme (0 to 1), `baseline` that of the reference with the
+    same seed.
+    """
+    today = datetime.date.today().isoformat()
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    found, parameters, left_out = {}, {}, []
+    for run in grid.runs:
+        key = run.model.key, run.cell.name, run.seed
+        try:
+            base = stored_base(grid, run.model, run.seed)
+            complete = base is not None and finished(run, base["fingerprint"])
+        except ValueError:
+            left_out.append(run.name)
+            complete = False
+        found[key] = summary(run) if complete else None
+        parameters[key] = base["parameters"] if complete else None
+    records = []
+    for run in grid.runs:
+        key = run.model.key, run.cell.name, run.seed
+        result = found[key]
+        if result is None:
+            continue
+        score = next(iter(result["accuracy_after"]))
+        reference = found.get((run.model.key, grid.reference, run.seed))
+        after, baseline = result["accuracy_after"][score], reference and reference["accuracy_after"][score]
+        size = f"{parameters[key] / 1e6:.2f} M parameters, " if parameters[key] else ""
+        records.append(
+            {
+                "name": f"{grid.name}/{run.name}",
+                "shape": f"{size}{result['n_test']} problems, {result['steps']} GRPO steps",
+                "value": after,
+                "unit": f"greedy {score} accuracy",
+                "baseline": baseline,
+                "ratio": round(after / baseline, 4) if baseline else None,
+                "ceiling_fraction": after,
+                "model": run.model.label,
+                "cell": run.cell.name,
+                "label": run.cell.label,
+                "seed": run.seed,
+                "options": dict(run.cell.options),
+                "paper": dict(run.cell.paper),
+                "reference": grid.reference,
+                "naive": run.cell.naive,
+                "before": result["accuracy_before"] and result["accuracy_before"][score],
+                "standard_error": result["standard_error_after"][score],
+                "scores": result["accuracy_after"],
+                "n_test": result["n_test"],
+                "steps": result["steps"],
+                "entropy": [result["entropy_first"], result["entropy_last"]],
+                "entropy_alarms": len(result["entropy_alarms"]),
+                "scheme": result["scheme"],
+                "n_quantized": result["n_quantized"],
+                "weight_sqnr_db": result["weight_sqnr_db"],
+                **_logged(run),
+                "seconds": result["seconds"],
+                "hardware": hardware(stored_state(run.folder).get("threads")),
+                "versions": versions,
+                "command": command,
+                "date": today,
+            }
+        )
+    return records, left_out
+
+
+def _logged(run: Run) -> dict[str, Any]:
+    """Means and thinned curves of what the trainer logged."""
+    history = json.loads((run.folder / "log_history.json").read_text())
+    for entry in history:
+        if (score := next((key for key in entry if key.startswith("greedy/")), None)) is not None:
+            entry["greedy"] = entry[score]
+    metrics: dict[str, list[float]] = {}
+    for entry in history:
+        for key, value in entry.items():
+            if not key.startswith(_NO_METRICS) and isinstance(value, int | float) and math.isfinite(value):
+                metrics.setdefault(key, []).append(value)
+    curves = {}
+    for key in CURVES:
+        points = [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
+        if points:
+            curves[key] = [[step, float(f"{value:.5g}")] for step, value in thinned(points, _POINTS)]
+    return {"metrics": {key: float(f"{fmean(values):.6g}") for key, values in metrics.items()}, "curves": curves}
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """At most that many points: means over neighbours, at the last of their steps."""
+    width = -(-len(points) // most)
+    groups = [points[i : i + width] for i in range(0, len(points), width)]
+    return [(group[-1][0], fmean(value for _, value in group)) for group in groups]
+
+
+# ---- statistics -----------------------------------------------------------------------------------------------------
+
+
+def models(records: Sequence[Record]) -> list[str]:
+    """The models that records are about, in their order."""
+    return list(dict.fromkeys(record["model"] for record in records))
+
+
+def statistics(records: Sequence[Record], model: str) -> list[dict[str, Any]]:
+    """One entry per cell of a model, accuracies from 0 to 1:
+
+    * ``before``: of the starting point under the cell's scheme, mean over seeds; `None` where it was not evaluated;
+    * ``after``: mean over seeds, with the standard error of this mean (``over_seeds``, `None` for one seed) and the one
+      that follows from the number of problems (``of_problems``; the seeds share the problems);
+    * ``difference``: to the reference within a seed, with the 95 % interval of [`t_interval`];
+    * ``given_back``: the share of the distance of the naive cell from the reference that this cell is above it, from
+      means over the seeds that all three have; `None` where the naive cell is not below the reference.
+    """
+    by_cell: dict[str, dict[int, Record]] = {}
+    for record in records:
+        if record["model"] == model:
+            by_cell.setdefault(record["cell"], {})[record["seed"]] = record
+    rows = []
+    for cell, of_seed in by_cell.items():
+        first = next(iter(of_seed.values()))
+        values = {seed: record["value"] for seed, record in of_seed.items()}
+        mean = fmean(values.values())
+        spread = t_interval(list(values.values()))
+        reference = {seed: record["value"] for seed, record in by_cell.get(first["reference"], {}).items()}
+        naive = {seed: record["value"] for seed, record in by_cell.get(first["naive"], {}).items()}
+        paired = [values[seed] - reference[seed] for seed in values if seed in reference]
+        given_back = _share(values, naive, reference)
+        before = [record["before"] for record in of_seed.values() if record["before"] is not None]
+        rows.append(
+            {
+                "cell": cell,
+                "label": first["label"],
+                "reference": first["reference"],
+                "scheme": first["scheme"],
+                "paper": first["paper"],
+                "seeds": sorted(values),
+                "before": fmean(before) if before else None,
+                "after": mean,
+                "over_seeds": None if spread["sd"] is None else spread["sd"] / math.sqrt(len(values)),
+                "of_problems": math.sqrt(mean * (1 - mean) / first["n_test"]),
+                "difference": t_interval(paired) if paired and cell != first["reference"] else None,
+                "given_back": None if cell in (first["reference"], first["naive"]) else given_back,
+                "entropy": [_mean([r["entropy"][i] for r in of_seed.values()]) for i in (0, 1)],
+                "seconds": fmean(record["seconds"] for record in of_seed.values()),
+            }
+        )
+    return rows
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    return None if None in values else fmean(values)
+
+
+def _share(values: Mapping[int, float], naive: Mapping[int, float], reference: Mapping[int, float]) -> float | None:
+    seeds = [seed for seed in values if seed in naive and seed in reference]
+    lost = sum(reference[seed] - naive[seed] for seed in seeds)
+    return sum(values[seed] - naive[seed] for seed in seeds) / lost if lost > 0 else None
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def table_rows(records: Sequence[Record], model: str) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of a model's table, accuracies in percent."""
+    rows = statistics(records, model)
+    papers = list(dict.fromkeys(name for row in rows for name in row["paper"]))
+    columns = ["cell", "before RL", "after RL", "seeds ±", "problems ±", "minus reference", "given back"]
+    columns += [*(f"paper: {name}" for name in papers)]
+    lines = []
+    for row in rows:
+        lines.append(
+            [
+                row["label"],
+                _percent(row["before"]),
+                _percent(row["after"]),
+                _percent(row["over_seeds"]),
+                _percent(row["of_problems"]),
+                _interval(row["difference"]),
+                "" if row["given_back"] is None else f"{100 * row['given_back']:.0f} %",
+                *(f"{row['paper'][name]:.1f}" if name in row["paper"] else "" for name in papers),
+            ]
+        )
+    return columns, lines
+
+
+def markdown(records: Sequence[Record], model: str) -> str:
+    """A model's table in Markdown."""
+    columns, rows = table_rows(records, model)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}"
+
+
+def _interval(difference: Mapping[str, Any] | None) -> str:
+    if difference is None:
+        return ""
+    text = f"{100 * difference['mean']:+.1f}"
+    if difference["interval"] is None:
+        return f"{text} (one seed)"
+    low, high = difference["interval"]
+    return f"{text} [{100 * low:+.1f}, {100 * high:+.1f}]"

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Free-form mathematical answers, compared by math-verify, as an `evaluate` metric."""
+
+import datasets
+import evaluate
+
+from .math_answers import is_boxed_correct, is_math_correct
+
+
+_DESCRIPTION = """
+Share of texts whose final answer is mathematically equal to the gold answer (fractions, tuples, sets, intervals,
+matrices, expressions), as judged by math-verify, read in two ways: `boxed`, the content of the last `\\boxed{...}`, and
+`flexible`, that or, without one, the last formula or number that math-verify finds.
+"""
+_INPUTS = """
+Args:
+    predictions: list of str, completions.
+    references: list of str, gold answers in LaTeX, without dollar signs.
+    verdicts: bool, whether to return a bool for each text too.
+Returns:
+    boxed, flexible: float, shares from 0 to 1.
+    verdicts: with verdicts=True, {"boxed": list of bool, "flexible": list of bool}.
+Examples:
+    >>> metric = evaluate.load("math_answer")
+    >>> metric.compute(predictions=["so \\\\boxed{0.5}", "it is $\\\\frac12$"], references=["\\\\frac{1}{2}"] * 2)
+    {'boxed': 0.5, 'flexible': 1.0}
+"""
+_CITATION = """
+@misc{kydlicek2025mathverify,
+  title={Math-Verify: Math Verification Library},
+  author={Kydl\\'{i}\\v{c}ek, Hynek},
+  year={2025},
+  url={https://github.com/huggingface/math-verify}
+}
+"""
+_SCORES = {"boxed": is_boxed_correct, "flexible": is_math_correct}
+
+
+class MathAnswer(evaluate.Metric):
+    def _info(self):
+        return evaluate.MetricInfo(
+            description=_DESCRIPTION,
+            citation=_CITATION,
+            inputs_description=_INPUTS,
+            features=datasets.Features(
+                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
+            ),
+            reference_urls=["https://github.com/huggingface/math-verify"],
+        )
+
+    def _compute(self, predictions, references, verdicts=False):
+        found = {
+            name: [score(text, gold) for text, gold in zip(predictions, references, strict=True)]
+            for name, score in _SCORES.items()
+        }
+        shares = {name: sum(flags) / len(flags) for name, flags in found.items()}
+        return {**shares, "verdicts": found} if verdicts else shares

@@ -1,0 +1,1 @@
+../../../hf_mxfp4/rl/math_answers.py

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numeric answers in the format of GSM8K, read strictly and flexibly, as an `evaluate` metric."""
+
+import datasets
+import evaluate
+
+from .rewards import is_flexible_correct, is_strict_correct
+
+
+_DESCRIPTION = """
+Share of texts whose final number is the gold number, read in two ways that measure different things: `strict`, the
+number after the last `####` (the format of the GSM8K solutions), and `flexible`, the last number anywhere in the text.
+Numbers are compared as exact decimals; currency signs, thousands separators and LaTeX around them are understood.
+"""
+_INPUTS = """
+Args:
+    predictions: list of str, completions.
+    references: list of str, gold numbers ("1234", "-5", "0.25").
+    verdicts: bool, whether to return a bool for each text too.
+Returns:
+    strict, flexible: float, shares from 0 to 1.
+    verdicts: with verdicts=True, {"strict": list of bool, "flexible": list of bool}.
+Examples:
+    >>> metric = evaluate.load("number_answer")
+    >>> metric.compute(predictions=["2 + 3 = 5 apples\\n#### 5", "So it is 5."], references=["5", "5"])
+    {'strict': 0.5, 'flexible': 1.0}
+"""
+_CITATION = """
+@article{cobbe2021gsm8k,
+  title={Training Verifiers to Solve Math Word Problems},
+  author={Cobbe, Karl and Kosaraju, Vineet and Bavarian, Mohammad and others},
+  journal={arXiv preprint arXiv:2110.14168},
+  year={2021}
+}
+"""
+_SCORES = {"strict": is_strict_correct, "flexible": is_flexible_correct}
+
+
+class NumberAnswer(evaluate.Metric):
+    def _info(self):
+        return evaluate.MetricInfo(
+            description=_DESCRIPTION,
+            citation=_CITATION,
+            inputs_description=_INPUTS,
+            features=datasets.Features(
+                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
+            ),
+            reference_urls=["https://huggingface.co/datasets/openai/gsm8k"],
+        )
+
+    def _compute(self, predictions, references, verdicts=False):
+        found = {
+            name: [score(text, gold) for text, gold in zip(predictions, references, strict=True)]
+            for name, score in _SCORES.items()
+        }
+        shares = {name: sum(flags) / len(flags) for name, flags in found.items()}
+        return {**shares, "verdicts": found} if verdicts else shares

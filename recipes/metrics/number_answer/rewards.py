@@ -1,0 +1,1 @@
+../../../hf_mxfp4/rl/rewards.py

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Your own problems: JSON lines with a prompt and an answer in columns of your choice, and one of several scores."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hf_mxfp4.rl.math_answers import check_math_answer, is_boxed_correct, is_math_correct
+from hf_mxfp4.rl.rewards import (
+    exact_match_reward,
+    gsm8k_flexible_reward,
+    is_exact_match,
+    is_flexible_correct,
+    is_strict_correct,
+    math_reward,
+    normalize_number,
+)
+
+from .base import Task, as_prompt, choose_rows, make_dataset
+from .sources import check_template, read_json_lines
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    check: Callable[[str], object]
+    scores: dict[str, Callable[[str, str], bool]]
+    reward: Callable[..., list[float]]
+    metric: str | None
+
+
+#: How completions can be scored: as the answer to the letter, as numbers, or as mathematics.
+SCORES = {
+    "exact_match": _Scoring(str, {"exact_match": is_exact_match}, exact_match_reward, None),
+    "number": _Scoring(
+        normalize_number,
+        {"strict": is_strict_correct, "flexible": is_flexible_correct},
+        gsm8k_flexible_reward,
+        "number_answer",
+    ),
+    "math": _Scoring(
+        check_math_answer, {"boxed": is_boxed_correct, "flexible": is_math_correct}, math_reward, "math_answer"
+    ),
+}
+
+
+def load(
+    *,
+    train_file: str | os.PathLike[str] | None = None,
+    test_file: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    n_train: int | None = None,
+    n_test: int | None = None,
+    prompt_template: str | None = None,
+    conversational: bool = False,
+    test_only: bool = False,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+    score: str | None = None,
+) -> Task:
+    """Problems from JSON lines.
+
+    Args:
+        prompt_template: a format string with the field ``{question}``, which stands for the prompt column; by default
+            the column alone.
+        prompt_column, answer_column: default ``prompt`` and ``answer``.
+        score: one of `SCORES`, default ``exact_match``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ModuleNotFoundError: the score ``math`` without math-verify.
+        ValueError: a file is not given, malformed or empty, an unknown score, or an answer that the score cannot read.
+    """
+    score = score or "exact_match"
+    if score not in SCORES:
+        guess = difflib.get_close_matches(score, SCORES, n=1)
+        hint = f"did you mean {guess[0]!r}? " if guess else ""
+        raise ValueError(f"unknown score {score!r}: {hint}the scores are {', '.join(SCORES)}")
+    template, scoring = prompt_template or "{question}", SCORES[score]
+    check_template(template)
+    columns = prompt_column or "prompt", answer_column or "answer"
+    splits = {}
+    wanted_splits = (("train", train_file, n_train), ("test", test_file, n_test))
+    for split, path, wanted in wanted_splits[test_only:]:
+        if path is None:
+            raise ValueError(f"the task 'file' needs {split}_file: JSON lines with {' and '.join(map(repr, columns))}")
+        source = read_json_lines(path, columns)
+        rows = []
+        for index in choose_rows(len(source), wanted, what=f"file: the {split} split", seed=seed):
+            where, row = source[index]
+            question, answer = (row[column] for column in columns)
+            try:
+                scoring.check(answer)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            prompt = as_prompt(template.format(question=question), conversational)
+            rows.append({"prompt": prompt, "completion": answer, "answer": answer})
+        splits[split] = make_dataset(rows)
+    return Task(
+        name="file",
+        train=splits.get("train"),
+        test=splits["test"],
+        reward_funcs=[scoring.reward],
+        scores=scoring.scores,
+        max_completion_length=512,
+        metric=scoring.metric,
+    )

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of the tables: means, errors, paired differences, shares given back."""
+
+import math
+
+import pytest
+
+from ablations.plots import draw_accuracy, draw_all, draw_curves
+from ablations.results import markdown, models, statistics, table_rows, thinned
+
+
+def record(cell, seed, value, **changes):
+    return {
+        "model": "m", "cell": cell, "label": cell.upper(), "seed": seed, "value": value, "reference": "bf16",
+        "naive": "mxfp4", "scheme": "s", "paper": {}, "before": None, "n_test": 100, "entropy": [1.0, 0.5],
+        "seconds": 10.0, "metrics": {}, "curves": {}, **changes,
+    }  # fmt: skip
+
+
+RECORDS = [
+    record("bf16", 0, 0.80, before=0.5, paper={"dense": 82.0, "MoE": 91.51}),
+    record("bf16", 1, 0.84),
+    record("bf16", 2, 0.88),
+    record("mxfp4", 0, 0.60, before=0.2, paper={"dense": 60.1, "MoE": 88.8}),
+    record("mxfp4", 1, 0.64),
+    record("mxfp4", 2, 0.68),
+    record("mbs", 0, 0.70, paper={"MoE": 90.1}),
+    record("mbs", 1, 0.72),
+    record("mbs", 2, 0.80),
+]
+
+
+def row(records, cell, model="m"):
+    return next(row for row in statistics(records, model) if row["cell"] == cell)
+
+
+def test_means_and_the_two_standard_errors():
+    found = row(RECORDS, "mbs")
+    assert found["after"] == pytest.approx(0.74) and found["before"] is None and found["seeds"] == [0, 1, 2]
+    # Deviations -4, -2, 6 points: variance 28 points squared.
+    assert found["over_seeds"] == pytest.approx(math.sqrt(28 / 3) / 100)
+    assert found["of_problems"] == pytest.approx(math.sqrt(0.74 * 0.26 / 100))
+    assert row(RECORDS, "bf16")["before"] == 0.5 and found["entropy"] == [1.0, 0.5]
+
+
+def test_differences_are_taken_within_seeds():
+    difference = row(RECORDS, "mbs")["difference"]
+    # -10, -12, -8 points: mean -10, standard deviation 2, and t(2) is 4.303.
+    assert difference["mean"] == pytest.approx(-0.10)
+    half = 4.303 * 0.02 / math.sqrt(3)
+    assert difference["interval"] == pytest.approx([-0.10 - half, -0.10 + half])
+    # Equal shifts leave nothing between seeds, however far apart the seeds are.
+    assert row(RECORDS, "mxfp4")["difference"]["interval"] == pytest.approx([-0.2, -0.2])
+    assert row(RECORDS, "bf16")["difference"] is None
+
+
+def test_only_seeds_that_both_have_are_compared():
+    records = [r for r in RECORDS if (r["cell"], r["seed"]) not in {("bf16", 1), ("mbs", 2)}]
+    found = row(records, "mbs")
+    assert found["difference"]["n"] == 1 and found["difference"]["interval"] is None
+    assert found["difference"]["mean"] == pytest.approx(-0.10)
+    assert found["given_back"] == pytest.approx(0.5)
+    alone = row([r for r in RECORDS if r["cell"] == "mbs"], "mbs")
+    assert alone["difference"] is None and alone["given_back"] is None
+
+
+def test_the_share_of_the_gap_that_is_given_back():
+    # Of three times 20 points, 10, 8 and 12.
+    assert row(RECORDS, "mbs")["given_back"] == pytest.approx(0.5)
+    assert row(RECORDS, "mxfp4")["given_back"] is None and row(RECORDS, "bf16")["given_back"] is None
+    # Nothing was lost: there is nothing to give back.
+    no_gap = [record(r["cell"], r["seed"], 0.9 if r["cell"] == "mxfp4" else r["value"]) for r in RECORDS]
+    assert row(no_gap, "mbs")["given_back"] is None
+
+
+def test_a_cell_may_have_a_naive_cell_of_its_own():
+    records = [
+        *RECORDS,
+        *(record("w4a16", seed, 0.70 + 0.04 * seed) for seed in range(3)),
+        *(record("w4a16_mbs", seed, 0.78 + 0.04 * seed, naive="w4a16") for seed in range(3)),
+    ]
+    assert row(records, "w4a16_mbs")["given_back"] == pytest.approx(0.8)
+    assert row(records, "w4a16")["given_back"] == pytest.approx(0.5)
+
+
+def test_one_seed_has_no_spread():
+    records = [r for r in RECORDS if r["seed"] == 0]
+    assert row(records, "mbs")["over_seeds"] is None
+    assert "-10.0 (one seed)" in markdown(records, "m")
+
+
+def test_the_table_to_the_letter():
+    assert markdown(RECORDS, "m") == (
+        "| cell | before RL | after RL | seeds ± | problems ± | minus reference | given back | paper: dense | "
+        "paper: MoE |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| BF16 | 50.0 | 84.0 | 2.3 | 3.7 |  |  | 82.0 | 91.5 |\n"
+        "| MXFP4 | 20.0 | 64.0 | 2.3 | 4.8 | -20.0 [-20.0, -20.0] |  | 60.1 | 88.8 |\n"
+        "| MBS |  | 74.0 | 3.1 | 4.4 | -10.0 [-15.0, -5.0] | 50 % |  | 90.1 |\n"
+    )
+
+
+def test_models_have_tables_of_their_own():
+    records = [*RECORDS, record("bf16", 0, 0.5, model="other"), record("mxfp4", 0, 0.4, model="other")]
+    assert models(records) == ["m", "other"]
+    _, rows = table_rows(records, "other")
+    assert [line[2] for line in rows] == ["50.0", "40.0"] and rows[1][5] == "-10.0 (one seed)"
+    assert len(rows[0]) == 7  # no column of the paper
+
+
+def test_curves_are_thinned_to_means_of_neighbours():
+    points = [(step, float(step)) for step in range(1, 11)]
+    assert thinned(points, 4) == [(3, 2.0), (6, 5.0), (9, 8.0), (10, 10.0)]
+    assert thinned(points, 10) == points
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def with_curves():
+    curves = {"reward": [[1, 0.25], [2, 0.5], [3, 0.75]], "entropy": [[1, 1.0], [3, 0.5]]}
+    metrics = {"error/scale_bias": 1.7, "error/deadzone": 0.02, "error/grid": 0.7}
+    found = [{**r, "curves": curves, "metrics": metrics if r["cell"] != "bf16" else {}} for r in RECORDS]
+    found[-1] = {**found[-1], "curves": {"reward": [[1, 0.75], [2, 1.0]], "entropy": [[1, 1.0]]}}
+    return found
+
+
+def test_curves_are_means_with_bands_over_the_steps_that_all_seeds_have():
+    axes = draw_curves(with_curves(), "m", "reward", "reward").axes[0]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert lines["BF16"] == [[1, 0.25], [2, 0.5], [3, 0.75]]
+    assert lines["MBS"] == [[1, pytest.approx(1.25 / 3)], [2, pytest.approx(2 / 3)]]
+    assert len(axes.collections) == 3  # a band per cell
+    assert draw_curves(RECORDS, "m", "reward", "reward") is None
+
+
+def test_accuracy_is_shown_beside_the_papers_distances():
+    left, right = draw_accuracy(with_curves(), "m").axes
+    assert [patch.get_width() for patch in left.patches] == pytest.approx([84.0, 64.0, 74.0])
+    stated = {line.get_label(): list(line.get_xdata()) for line in right.get_lines()}
+    assert stated["paper: dense"] == pytest.approx([0.0, -21.9])
+    assert stated["paper: MoE"] == pytest.approx([0.0, -2.71, -1.41])
+    # A reference that has not been run says nothing about distances.
+    _, right = draw_accuracy([r for r in with_curves() if r["cell"] != "bf16"], "m").axes
+    assert not any(line.get_label().startswith("paper") for line in right.get_lines())
+
+
+def test_every_figure_that_there_is_something_for():
+    assert sorted(draw_all(with_curves(), "m")) == ["accuracy", "entropy", "errors", "reward"]
+    assert sorted(draw_all(RECORDS, "m")) == ["accuracy"]
+    errors = draw_all(with_curves(), "m")["errors"].axes[0]
+    assert [label.get_text() for label in errors.get_yticklabels()] == ["MXFP4", "MBS"]

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grids of runs that are finished, killed, failed or changed, with a stand-in for `grpo.py`; and one real grid."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import ablations.base
+import ablations.runner
+from ablations.base import make_base, stored_base
+from ablations.grid import read_grid
+from ablations.runner import locked
+from tasks import load_task
+from tasks.tiny_model import wrap_tokenizer
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "recipes" / "ablation.py"
+
+#: Does what its configuration's `learning_rate` says: 0.5 fails, 0.25 waits to be killed, others are the accuracy.
+STAND_IN = """
+import json, os, sys, time, yaml
+from pathlib import Path
+config = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+folder = Path(config["output_dir"])
+with (folder / "starts").open("a") as file:
+    file.write(" ".join(sys.argv[4:]) + " threads=" + os.environ["OMP_NUM_THREADS"] + "\\n")
+if config["learning_rate"] == 0.5:
+    sys.exit("out of luck")
+while config["learning_rate"] == 0.25 and not (folder / "go").exists():
+    time.sleep(0.02)
+value = config["learning_rate"] + 0.01 * config["seed"]
+history = [{"step": i, "reward": value * i, "entropy": 1 / i, "sampling/ess": 0.5} for i in (1, 2, 3)]
+history += [{"step": 2, "greedy/strict": value / 2, "greedy/flexible": value}]
+(folder / "log_history.json").write_text(json.dumps(history))
+summary = {
+    "accuracy_before": {"strict": 0.125} if config["evaluate_before"] else None, "accuracy_after": {"strict": value},
+    "standard_error_after": {"strict": 0.1}, "n_test": 16, "steps": 3, "entropy_first": 1.0, "entropy_last": 0.5,
+    "entropy_alarms": [], "scheme": "some", "n_quantized": 14, "weight_sqnr_db": None, "seconds": 1.0,
+}
+(folder / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+@pytest.fixture
+def ablation(monkeypatch):
+    """`ablation(argv)` is the exit code of `recipes/ablation.py`."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("ablation_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(ablations.runner, "_POLL_SECONDS", 0.01)
+    return module.main
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """`grid(**cells)` writes a grid on the stand-in, each cell given by its learning rate; its path."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+
+    def write(seeds=(0, 1), **cells):
+        content = {
+            "output_dir": str(tmp_path / "out"),
+            "seeds": list(seeds),
+            "label": "stand-in",
+            "launcher": f"{sys.executable} {tmp_path / 'stand_in.py'}",
+            "task": {"task": "word_problems", "problem_count": 100},
+            "base": {"model_name_or_path": str(tmp_path / "model")},
+            "train": {"use_cpu": True, "bf16": False, "learning_rate": 0.5, "save_steps": 2},
+            "cells": {name: {"options": {"learning_rate": rate}} for name, rate in cells.items()},
+        }
+        (tmp_path / "grid.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        return str(tmp_path / "grid.yaml")
+
+    return write
+
+
+def starts(tmp_path, cell, seed):
+    return (tmp_path / "out" / "cells" / cell / f"seed{seed}" / "starts").read_text().splitlines()
+
+
+def test_every_cell_and_seed_is_run_once_and_reported(ablation, grid, tmp_path, capsys):
+    path = grid(bf16=0.75, mxfp4=0.375)
+    assert ablation(["--config", path, "--jobs", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "runs 4 of 4, 2 at a time" in printed and "4/4 " in printed and "left" in printed
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert all(starts(tmp_path, cell, seed) == [f" threads={threads}"] for cell in ("bf16", "mxfp4") for seed in (0, 1))
+    out = tmp_path / "out"
+    config = yaml.safe_load((out / "cells" / "mxfp4" / "seed1" / "config.yaml").read_text())
+    assert (config["seed"], config["learning_rate"], config["save_steps"]) == (1, 0.375, 2)
+    records = json.loads((out / "ablation.json").read_text())
+    assert [(r["cell"], r["seed"], r["value"], r["baseline"]) for r in records] == [
+        ("bf16", 0, 0.75, 0.75), ("mxfp4", 0, 0.375, 0.75), ("bf16", 1, 0.76, 0.76), ("mxfp4", 1, 0.385, 0.76),
+    ]  # fmt: skip
+    assert [r["before"] for r in records] == [0.125, 0.125, None, None]
+    assert records[0]["metrics"] == {"reward": 1.5, "entropy": pytest.approx(11 / 18, rel=1e-5), "sampling/ess": 0.5}
+    assert records[0]["curves"]["greedy"] == [[2, 0.375]]
+    assert records[0]["hardware"].endswith(f", {threads} threads")
+    assert records[0]["curves"]["reward"][-1] == [3, 2.25]
+    assert "| mxfp4 | 12.5 | 38.0 |" in (out / "table.md").read_text()
+    for name in ("greedy", "reward", "entropy", "accuracy"):
+        assert (out / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+    assert ablation(["--config", path]) == 0  # all there
+    assert "runs 0 of 4, 1 at a time; 4 are finished" in capsys.readouterr().out
+    assert len(starts(tmp_path, "bf16", 0)) == 1
+
+
+def test_parts_of_a_grid_are_reported_together(ablation, grid, tmp_path):
+    path = grid(bf16=0.75, mxfp4=0.375)
+    ablation(["--config", path, "--only", "mxfp4", "--seeds", "0,5"])
+    ablation(["--config", path, "--only", "bf16", "--seeds", "1"])
+    records = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    assert {(r["cell"], r["seed"]) for r in records} == {("mxfp4", 0), ("mxfp4", 5), ("bf16", 1)}
+
+
+def test_a_failed_run_is_recorded_and_tried_again(ablation, grid, tmp_path, capsys):
+    path = grid(bf16=0.75, mxfp4=0.5, mbs=0.375, seeds=[0])
+    assert ablation(["--config", path]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED with exit code 1: out of luck" in printed and "failed mxfp4/seed0" in printed
+    state = json.loads((tmp_path / "out" / "cells" / "mxfp4" / "seed0" / "cell.json").read_text())
+    assert (state["status"], state["exit_code"]) == ("failed", 1) and "out of luck" in state["reason"]
+    records = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    assert [record["cell"] for record in records] == ["bf16", "mbs"]
+    assert ablation(["--config", path]) == 1
+    assert [len(starts(tmp_path, cell, 0)) for cell in ("bf16", "mxfp4", "mbs")] == [1, 2, 1]
+    # Repaired, it needs no --rerun.
+    assert ablation(["--config", grid(bf16=0.75, mxfp4=0.625, mbs=0.375, seeds=[0])]) == 0
+
+
+def test_other_settings_are_refused_and_run_again_on_request(ablation, grid, tmp_path, capsys):
+    ablation(["--config", grid(bf16=0.75, mxfp4=0.375, seeds=[0])])
+    changed = grid(bf16=0.75, mxfp4=0.25 + 0.125 / 2, seeds=[0])
+    with pytest.raises(SystemExit, match="mxfp4/seed0 was run with other learning_rate; .*--rerun"):
+        ablation(["--config", changed])
+    capsys.readouterr()
+    assert ablation(["--config", changed, "--report-only"]) == 0
+    assert "left out run with other settings: mxfp4/seed0" in capsys.readouterr().out
+    assert [r["cell"] for r in json.loads((tmp_path / "out" / "ablation.json").read_text())] == ["bf16"]
+    assert ablation(["--config", changed, "--rerun"]) == 0
+    assert [len(starts(tmp_path, cell, 0)) for cell in ("bf16", "mxfp4")] == [1, 2]
+    assert json.loads((tmp_path / "out" / "ablation.json").read_text())[1]["value"] == 0.3125
+
+
+def test_another_starting_point_makes_runs_stale(ablation, grid, tmp_path):
+    path = grid(bf16=0.75, mxfp4=0.375, seeds=[0])
+    ablation(["--config", path])
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(SystemExit, match="was run with other base;"):
+        ablation(["--config", path])
+
+
+@pytest.mark.parametrize("with_checkpoint", [False, True])
+def test_a_killed_run_goes_on_from_its_checkpoint_or_from_the_start(ablation, grid, tmp_path, with_checkpoint):
+    path = grid(bf16=0.75, mxfp4=0.375, seeds=[0])
+    ablation(["--config", path])
+    folder = tmp_path / "out" / "cells" / "mxfp4" / "seed0"
+    (folder / "summary.json").write_text('{"accuracy_af')  # as if killed while it was writing
+    if with_checkpoint:
+        (folder / "checkpoint-2").mkdir()
+        (folder / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 2}')
+    assert ablation(["--config", path]) == 0
+    first, second = starts(tmp_path, "mxfp4", 0)
+    assert ("--resume_from_checkpoint true" in second) == with_checkpoint and "resume" not in first
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+
+
+def test_a_run_of_other_settings_is_not_resumed_from(ablation, grid, tmp_path):
+    ablation(["--config", grid(bf16=0.75, mxfp4=0.375, seeds=[0])])
+    checkpoint = tmp_path / "out" / "cells" / "mxfp4" / "seed0" / "checkpoint-2"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 2}')
+    ablation(["--config", grid(bf16=0.75, mxfp4=0.625, seeds=[0]), "--rerun"])
+    assert "resume" not in starts(tmp_path, "mxfp4", 0)[1] and not checkpoint.exists()
+
+
+def test_ending_the_runner_ends_its_runs_and_frees_the_folder(grid, tmp_path, ablation):
+    path = grid(bf16=0.25, mxfp4=0.75, seeds=[0])
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    runner = subprocess.Popen([sys.executable, str(SCRIPT), "--config", path], env=environment)
+    folder = tmp_path / "out" / "cells" / "bf16" / "seed0"
+    deadline = time.monotonic() + 120
+    while not (folder / "starts").is_file():
+        assert runner.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    with pytest.raises(SystemExit, match="another process is at work in"):
+        ablation(["--config", path])
+    runner.send_signal(signal.SIGTERM)
+    assert runner.wait(timeout=60) == 128 + signal.SIGTERM
+    with locked(tmp_path / "out"):  # so no run is alive
+        pass
+    assert json.loads((folder / "cell.json").read_text())["status"] == "running"
+    (folder / "go").touch()
+    assert ablation(["--config", path]) == 0  # started again
+
+
+def test_a_run_that_outlives_the_runner_keeps_the_folder_locked(tmp_path):
+    with locked(tmp_path) as lock:
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock.fileno(),))
+    with pytest.raises(ValueError, match="or a run that it had started still is"), locked(tmp_path):
+        pass
+    child.communicate(b"\n", timeout=60)
+    with locked(tmp_path):
+        pass
+
+
+def test_a_run_that_failed_after_its_summary_has_failed(ablation, grid, tmp_path):
+    path = grid(bf16=0.75, mxfp4=0.375, seeds=[0])
+    stand_in = tmp_path / "stand_in.py"
+    stand_in.write_text(STAND_IN + "sys.exit(3 if config['learning_rate'] == 0.375 else 0)\n")
+    assert ablation(["--config", path]) == 1
+    assert [r["cell"] for r in json.loads((tmp_path / "out" / "ablation.json").read_text())] == ["bf16"]
+    stand_in.write_text(STAND_IN)
+    assert ablation(["--config", path]) == 0 and len(starts(tmp_path, "mxfp4", 0)) == 2
+
+
+def test_nothing_to_report_and_no_jobs_are_errors(ablation, grid):
+    path = grid(bf16=0.75, mxfp4=0.375)
+    with pytest.raises(SystemExit, match="no run has finished"):
+        ablation(["--config", path, "--report-only"])
+    with pytest.raises(SystemExit, match="jobs=0 must be at least 1"):
+        ablation(["--config", path, "--jobs", "0"])
+    with pytest.raises(SystemExit, match="no file .*nowhere.yaml"):
+        ablation(["--config", "nowhere.yaml"])
+
+
+def test_dry_run_prints_cells_and_runs_nothing(ablation, grid, tmp_path, capsys):
+    assert ablation(["--config", grid(bf16=0.75, mxfp4=0.375), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 cells x 2 seeds" in printed and "learning_rate=0.375" in printed
+    assert not (tmp_path / "out").exists()
+
+
+# ---- the starting point ----------------------------------------------------------------------------------------------
+
+TINY = {
+    "seeds": [0],
+    "label": "tiny",
+    "task": {"task": "word_problems", "problem_count": 60, "problem_steps": [1, 2]},
+    "evaluation": {"n_test": 4, "greedy_batch_size": 4, "evaluate_every": 1, "evaluate_every_n": 2},
+    "base": {
+        "architecture": "qwen2",
+        "sizes": {"hidden_size": 32, "num_layers": 2, "intermediate_size": 64, "max_positions": 96},
+        "attn_implementation": "eager",
+        "pretraining": {
+            "max_steps": 4, "per_device_train_batch_size": 4, "use_cpu": True, "bf16": True, "logging_steps": 2,
+            "save_strategy": "steps", "save_steps": 2, "dataloader_pin_memory": False,
+        },
+    },
+    "train": {
+        "macro_block": None, "outlier_fallback": None, "aqn": False, "max_steps": 2, "max_completion_length": None,
+        "per_device_train_batch_size": 8, "num_generations": 4, "logging_steps": 1, "error_every": 1, "use_cpu": True,
+        "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False,
+    },
+    "cells": {"bf16": {"options": {"full_precision": True}}, "mxfp4": {"label": "MXFP4", "paper": {"dense": 60.1}}},
+}  # fmt: skip
+
+
+def tiny(tmp_path, **changes):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**TINY, "output_dir": str(tmp_path / "out"), **changes}, sort_keys=False))
+    return path
+
+
+def test_a_killed_pretraining_goes_on_and_gives_the_same_weights(tmp_path, monkeypatch):
+    grid = read_grid(tiny(tmp_path))
+    (model,) = grid.models
+    monkeypatch.setattr(ablations.base.shutil, "rmtree", lambda *args, **kwargs: None)
+    assert stored_base(grid, model, 0) is None
+    whole = make_base(grid, model, 0)
+    assert not whole["resumed"] and whole["steps"] == 4 and whole["loss"] > 0
+    folder = tmp_path / "out" / "base"
+    weights = load_file(folder / "model.safetensors")
+    assert stored_base(grid, model, 0) == whole
+    monkeypatch.undo()
+    (checkpoints,) = folder.glob("checkpoints-*")
+    shutil.rmtree(checkpoints / "checkpoint-4")
+    (folder / "base.json").unlink()
+    resumed = make_base(grid, model, 0)
+    assert resumed["resumed"] and resumed["fingerprint"] == whole["fingerprint"] and not checkpoints.exists()
+    again = load_file(folder / "model.safetensors")
+    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_a_starting_point_of_other_settings_is_refused(tmp_path):
+    grid = read_grid(tiny(tmp_path))
+    make_base(grid, grid.models[0], 0)
+    other = read_grid(tiny(tmp_path, task={**TINY["task"], "problem_count": 61}))
+    with pytest.raises(ValueError, match="was made with other task; .*--rerun"):
+        stored_base(other, other.models[0], 0)
+    assert stored_base(other, other.models[0], 0, rerun=True) is None
+    # How much of the test split is evaluated makes no other model.
+    fewer = read_grid(tiny(tmp_path, evaluation={"n_test": 2}))
+    assert stored_base(fewer, fewer.models[0], 0)["steps"] == 4
+
+
+def test_sequences_that_do_not_fit_are_named(tmp_path):
+    base = {**TINY["base"], "sizes": {**TINY["base"]["sizes"], "max_positions": 16}}
+    grid = read_grid(tiny(tmp_path, base=base))
+    with pytest.raises(ValueError, match="the longest sequence has .* tokens, the model has 16 positions"):
+        make_base(grid, grid.models[0], 0)
+
+
+def test_a_tokenizer_that_reads_otherwise_once_saved_is_noticed(tmp_path, monkeypatch):
+    """As one of whole words does beside a Qwen2, where `AutoTokenizer` makes Qwen2's class of its vocabulary."""
+
+    def whole_words(task):
+        words = sorted({word for row in load_task(task, problem_count=60).train for word in row["completion"].split()})
+        backend = Tokenizer(models.WordLevel({"<pad>": 0, **{word: i + 1 for i, word in enumerate(words)}}, "<pad>"))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return wrap_tokenizer(backend)
+
+    monkeypatch.setattr(ablations.base, "build_tokenizer", whole_words)
+    grid = read_grid(tiny(tmp_path))
+    with pytest.raises(RuntimeError, match="splits .* in another way"):
+        make_base(grid, grid.models[0], 0)
+    assert stored_base(grid, grid.models[0], 0) is None
+
+
+# ---- the real thing --------------------------------------------------------------------------------------------------
+
+
+def run_script(*options):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+
+
+@pytest.mark.slow
+def test_a_whole_grid(tmp_path):
+    """Two cells, one seed, two steps: from random weights to the table."""
+    process = run_script("--config", tiny(tmp_path))
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    full, plain = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    assert full["scheme"] == "full precision" and full["n_quantized"] == 0
+    assert plain["scheme"] == "w4a4 [weights mxfp4+rceil, activations mxfp4+rceil]" and plain["n_quantized"] == 14
+    assert plain["steps"] == 2 and plain["n_test"] == 4 and plain["before"] is not None
+    assert plain["metrics"]["error/grid"] > 0 and len(plain["curves"]["entropy"]) == 2
+    assert [step for step, _ in plain["curves"]["greedy"]] == [1, 2]
+    assert {file.name for file in (tmp_path / "out" / "plots").iterdir()} == {
+        "accuracy.png", "entropy.png", "errors.png", "greedy.png", "reward.png",
+    }  # fmt: skip
+    # Runs start from the saved model, and keep none of their own.
+    *_, run = read_grid(tiny(tmp_path)).runs
+    assert not list(run.folder.rglob("*.safetensors"))
+    assert json.loads((run.folder / "summary.json").read_text())["model"] == str(run.base_folder)
+
+
+@pytest.mark.large
+def test_the_grid_for_one_gpu_in_the_small(tmp_path):
+    """`ablation_h200.yaml`, dense and mixture of experts, with the sizes and steps of a test."""
+    content = yaml.safe_load((ROOT / "recipes" / "configs" / "ablation_h200.yaml").read_text())
+    content |= {"output_dir": str(tmp_path / "out"), "seeds": [0]}
+    content |= {name: TINY[name] for name in ("task", "evaluation")}
+    content["cells"] = str(ROOT / "recipes" / "configs" / content["cells"])
+    for model in content["models"].values():
+        model["base"]["sizes"] |= TINY["base"]["sizes"] | {"num_heads": 4, "num_kv_heads": 2}
+        model["base"]["pretraining"] = TINY["base"]["pretraining"]
+    content["train"] |= {"per_device_train_batch_size": 8, "save_steps": 1, "use_cpu": True, "bf16": False}
+    content["train"] |= {name: TINY["train"][name] for name in ("max_steps", "dataloader_pin_memory")}
+    path = tmp_path / "grid.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    process = run_script("--config", path, "--only", "best_aqn,mbs_of_free")
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    records = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    assert [record["name"].split("/", 1)[1] for record in records] == [
+        "dense/best_aqn/seed0", "moe/best_aqn/seed0", "moe/mbs_of_free/seed0",
+    ]  # fmt: skip
+    replayed = [any(key.startswith("router_replay/") for key in record["metrics"]) for record in records]
+    assert replayed == [False, True, False]
+    assert records[0]["metrics"]["aqn/sigma"] > 0
+    assert len(list((tmp_path / "out" / "plots").iterdir())) == 10

@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`evaluate.py` from the command line to the result."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import evaluate
+import evaluation
+import pytest
+import torch
+from evaluation import Batch, Sampling, complete_batches, tokenize
+from tiny_models import make_model
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM
+
+from evaluating import run
+from evaluating.policy import load_policy
+from evaluating.records import CompletionFile
+from evaluating.run import main
+from hf_mxfp4 import MXFP4RLConfig
+from tasks import load_task
+from tasks.arithmetic import ALPHABET
+from tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
+
+
+ROOT = Path(__file__).resolve().parents[2]
+TASK = ["--task=arithmetic", "--limit=30", "--batch_size=8", "--use_cpu"]
+SAMPLED = ["--samples=4", "--k=1,4"]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """A quantized policy that solves a part of the problems when it samples."""
+    folder = tmp_path_factory.mktemp("policy") / "policy"
+    base = folder.parent / "base"
+    tokenizer = build_char_tokenizer(ALPHABET)
+    model = build_qwen2(tokenizer, hidden_size=32, num_layers=2, intermediate_size=64, num_heads=2, max_positions=64)
+    problems = load_task("arithmetic", n_test=30).test  # learned by heart, in part
+    supervised_warmup(model, tokenizer, problems, steps=45, batch_size=30, learning_rate=3e-3, progress=False)
+    model.save_pretrained(base)
+    quantized = AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig())
+    quantized.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(policy, tmp_path_factory):
+    """An evaluation that nobody disturbed: its folder and result."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, main([policy, *TASK, *SAMPLED, f"--output_dir={folder}"])
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def completions(folder, name):
+    """What a file of completions holds, by sample and problem."""
+    return {(line["sample"], line["problem"]): line for line in lines(folder / name)[1:]}
+
+
+def test_the_result_has_scheme_intervals_counts_and_what_is_needed_to_repeat_it(whole, policy, capsys):
+    folder, result = whole
+    assert json.loads((folder / "result.json").read_text()) == result
+    assert result["scheme"] == result["computed_in"] == MXFP4RLConfig().describe()
+    assert (result["n"], result["n_quantized"], result["n_skipped"], result["control"]) == (30, 14, 1, None)
+    assert result["weight_sqnr_db"] == pytest.approx(load_policy(policy).sqnr_db)
+    measures = result["scores"]["exact_match"]
+    assert list(measures) == ["greedy", "pass@1", "pass@4"]
+    for name, of in measures.items():
+        assert of["low"] <= of["value"] <= of["high"] and of["low"] < of["high"] and of["n"] == 30, name
+    assert measures["greedy"]["method"] == "Wilson" and "bootstrap" in measures["pass@4"]["method"]
+    assert 0 < measures["pass@1"]["value"] < measures["pass@4"]["value"] <= 1
+    assert result["generated"] == 150 and result["generation"]["temperature"] == 1.0
+    assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_estimates_are_those_of_the_completions(whole):
+    folder, result = whole
+    rows = load_task("arithmetic", n_test=30).test
+    greedy, samples = completions(folder, "greedy.jsonl"), completions(folder, "samples.jsonl")
+    assert len(greedy) == 30 and len(samples) == 120
+    for (_, problem), line in [*greedy.items(), *samples.items()]:
+        assert line["correct"] == {"exact_match": line["completion"] == rows[problem]["answer"]}
+        assert 1 <= line["n_tokens"] <= 4
+        # What does not end has all four tokens; the end takes one.
+        assert line["n_tokens"] == 4 if line["truncated"] else len(line["completion"]) < line["n_tokens"]
+    measures = result["scores"]["exact_match"]
+    right = [sum(samples[sample, problem]["correct"]["exact_match"] for sample in range(4)) for problem in range(30)]
+    assert measures["pass@1"]["value"] == pytest.approx(sum(right) / 120)
+    assert measures["pass@4"]["value"] == pytest.approx(sum(count > 0 for count in right) / 30)
+    assert measures["greedy"]["value"] == sum(line["correct"]["exact_match"] for line in greedy.values()) / 30
+    assert result["problems"]["correct"]["sampled"]["exact_match"] == right
+    assert result["lengths"]["sampled"]["truncated"] == sum(line["truncated"] for line in samples.values())
+    assert len({line["completion"] for line in samples.values()}) > 10
+
+
+def test_the_scheme_is_printed_before_anything_is_generated(policy, tmp_path, capsys, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "complete_batches", stop)
+    with pytest.raises(SystemExit, match="interrupted; the same command goes on from here"):
+        main([policy, *TASK, f"--output_dir={tmp_path}"])
+    said = capsys.readouterr().out
+    assert MXFP4RLConfig().describe() in said and "n_quantized=14 n_skipped=1, weight SQNR" in said
+
+
+# ---- going on -------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_that_was_killed_goes_on_to_the_same_completions(whole, policy, tmp_path, monkeypatch):
+    append, calls = CompletionFile.append, []
+
+    def die_after_three(self, found):
+        calls.append(1)
+        if len(calls) > 12:
+            raise OSError("killed")
+        append(self, found)
+
+    command = [policy, *TASK, *SAMPLED, f"--output_dir={tmp_path}"]
+    monkeypatch.setattr(CompletionFile, "append", die_after_three)
+    with pytest.raises(OSError, match="killed"):
+        main(command)
+    monkeypatch.undo()
+    there = len(lines(tmp_path / "greedy.jsonl")) + len(lines(tmp_path / "samples.jsonl")) - 2
+    assert 0 < there < 150 and not (tmp_path / "result.json").exists()
+    # The process died as it wrote: half a line.
+    with (tmp_path / "samples.jsonl").open("r+b") as file:
+        file.truncate(file.seek(0, 2) - 20)
+    resumed = main(command)
+    assert resumed["generated"] == 150 - there + 1
+    folder, result = whole
+    for name in ("greedy.jsonl", "samples.jsonl"):
+        assert completions(tmp_path, name) == completions(folder, name)
+        assert len(lines(tmp_path / name)) == len(lines(folder / name))  # none twice
+    assert resumed["scores"] == result["scores"]
+    assert main(command)["generated"] == 0
+
+
+def test_more_samples_are_added_to_those_that_are_there(whole, policy, tmp_path):
+    command = [policy, *TASK, f"--output_dir={tmp_path}"]
+    assert main([*command, "--samples=2"])["generated"] == 90
+    assert main([*command, *SAMPLED])["generated"] == 60
+    assert completions(tmp_path, "samples.jsonl") == completions(whole[0], "samples.jsonl")
+    assert main([*command, "--samples=1", "--no_greedy"])["scores"]["exact_match"].keys() == {"pass@1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--temperature=0.5"], "temperature: 1.0, now 0.5"),
+        (["--seed=1"], "seed: 0, now 1"),
+        (["--max_new_tokens=3"], "max_new_tokens: 4, now 3"),
+        (["--limit=29"], "problems: 30, now 29"),
+        (["--dequantize"], "computed_in: 'w4a4"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_completions_made_in_another_way_are_not_mixed(whole, policy, change, named):
+    folder, _ = whole
+    task = [word for word in TASK if not (word.startswith("--limit") and change[0].startswith("--limit"))]
+    before = (folder / "samples.jsonl").read_bytes()
+    with pytest.raises(SystemExit) as caught:
+        main([policy, *task, *SAMPLED, f"--output_dir={folder}", *change])
+    assert named in str(caught.value) and "--overwrite to start again" in str(caught.value)
+    assert (folder / "samples.jsonl").read_bytes() == before
+
+
+def test_overwrite_starts_again(policy, tmp_path):
+    command = [policy, *TASK, f"--output_dir={tmp_path}", "--samples=1"]
+    main(command)
+    again = main([*command, "--temperature=0.01", "--overwrite"])
+    assert again["generated"] == 60
+    cold, greedy = (completions(tmp_path, name) for name in ("samples.jsonl", "greedy.jsonl"))
+    same = sum(cold[0, i]["completion"] == greedy[None, i]["completion"] for i in range(30))
+    assert same >= 27 and len(cold) == 30  # almost no temperature is almost greedy
+
+
+def test_a_damaged_line_is_named(policy, tmp_path):
+    (tmp_path / "greedy.jsonl").write_text('{"fingerprint": {}}\n{"problem": 1}\n')
+    with pytest.raises(SystemExit, match=r"greedy.jsonl:2 is not a line of an evaluation"):
+        main([policy, *TASK, f"--output_dir={tmp_path}"])
+
+
+# ---- comparisons ----------------------------------------------------------------------------------------------------
+
+
+def test_a_control_is_compared_problem_by_problem(whole, policy, tmp_path, capsys):
+    folder, own = whole
+    control = main([policy, *TASK, "--dequantize", f"--output_dir={tmp_path}", f"--compare={folder / 'result.json'}"])
+    assert control["control"] and control["n_quantized"] == 0
+    [row] = control["differences"]
+    a, b = (result["problems"]["correct"]["greedy"]["exact_match"] for result in (control, own))
+    assert row["difference"]["value"] == pytest.approx((sum(a) - sum(b)) / 30)
+    assert row["only_first"] == sum(x > y for x, y in zip(a, b, strict=True))
+    assert row["only_second"] == sum(x < y for x, y in zip(a, b, strict=True))
+    assert "CONTROL: full precision on the master weights" in capsys.readouterr().out
+    files = [str(folder / "result.json"), f"--compare={tmp_path / 'result.json'}"]
+    [reverse] = main(files)["differences"]
+    assert reverse["difference"]["value"] == -row["difference"]["value"]
+    assert reverse["difference"]["low"] == pytest.approx(-row["difference"]["high"])
+
+
+def test_results_of_other_problems_are_not_compared(whole, policy, tmp_path):
+    compare = f"--compare={whole[0] / 'result.json'}"
+    with pytest.raises(
+        SystemExit, match="not of the same problems .29 of arithmetic and 30 of arithmetic, .* in common"
+    ):
+        main([policy, "--task=arithmetic", "--limit=29", f"--output_dir={tmp_path}", compare])
+    assert not (tmp_path / "greedy.jsonl").exists()  # said before any work is done
+    (tmp_path / "no.json").write_text('{"task": "arithmetic"}')
+    with pytest.raises(SystemExit, match="is no result of evaluate.py: it has no model, computed_in, scores, problems"):
+        main([str(tmp_path / "no.json"), compare])
+    with pytest.raises(SystemExit, match="name another one with --compare"):
+        main([str(whole[0] / "result.json")])
+
+
+def test_sampled_results_are_compared_by_the_pass_at_k_of_each_problem(whole, policy, tmp_path):
+    other = main(
+        [policy, *TASK, *SAMPLED, "--seed=3", f"--output_dir={tmp_path}", f"--compare={whole[0] / 'result.json'}"]
+    )
+    rows = {row["measure"]: row for row in other["differences"]}
+    assert rows["greedy"]["difference"]["value"] == 0 and rows["greedy"]["p_value"] == 1
+    for measure in ("pass@1", "pass@4"):
+        of = rows[measure]["difference"]
+        values = [result["scores"]["exact_match"][measure]["value"] for result in (other, whole[1])]
+        assert of["value"] == pytest.approx(values[0] - values[1]) and of["low"] <= 0 <= of["high"]
+
+
+# ---- tasks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    """A model of bytes that has learned nothing."""
+    folder = tmp_path_factory.mktemp("writer")
+    tokenizer = build_byte_tokenizer()
+    build_qwen2(tokenizer, hidden_size=32, num_layers=1, num_heads=2, max_positions=512).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def golden_completions(monkeypatch, texts):
+    """Let the model write what the test says."""
+    decode = iter(texts)
+    original = evaluation._complete
+
+    def complete(*args):
+        return [evaluation.Completion(next(decode), one.n_tokens, False) for one in original(*args)]
+
+    monkeypatch.setattr(evaluation, "_complete", complete)
+
+
+def test_b27_gsm8k_from_a_file_is_read_strictly_and_flexibly(writer, tmp_path, monkeypatch):
+    rows = [{"question": "3 + 4?", "answer": "3+4=<<3+4=7>>7\n#### 7"}, {"question": "1 + 1?", "answer": "two\n#### 2"}]
+    golden_completions(monkeypatch, ["so it is 7", "that is two\n#### 2"])
+    file = write(tmp_path / "test.jsonl", rows)
+    result = main([writer, "--task=gsm8k", f"--test_file={file}", "--max_new_tokens=2", f"--output_dir={tmp_path}/out"])
+    greedy = {name: measures["greedy"]["value"] for name, measures in result["scores"].items()}
+    assert greedy == {"strict": 0.5, "flexible": 1.0}
+    assert result["scheme"] is None and result["computed_in"].startswith("full precision")
+
+
+@pytest.mark.parametrize(
+    ("score", "answer", "right", "wrong"),
+    [
+        ("exact_match", "blue", " blue\n", "blue."),
+        ("number", "1200", "#### 1,200", "1201"),
+        ("math", r"\frac{1}{2}", r"\boxed{0.5}", r"\boxed{2}"),
+    ],
+)
+def test_your_own_file_with_a_score_of_your_choice(writer, tmp_path, monkeypatch, score, answer, right, wrong):
+    if score == "math":
+        pytest.importorskip("math_verify")
+    file = write(tmp_path / "mine.jsonl", [{"q": f"question {i}", "gold": answer} for i in range(2)])
+    golden_completions(monkeypatch, [right, wrong])
+    options = ["--task=file", f"--test_file={file}", "--prompt_column=q", "--answer_column=gold", f"--score={score}"]
+    result = main([writer, *options, "--max_new_tokens=2", f"--output_dir={tmp_path}/out"])
+    assert {measures["greedy"]["value"] for measures in result["scores"].values()} == {0.5}
+
+
+def test_your_own_file_can_be_trained_on_too(tmp_path):
+    file = write(tmp_path / "mine.jsonl", [{"prompt": f"{i}?", "answer": str(i)} for i in range(5)])
+    options = {"score": "number", "prompt_template": "Q: {question}"}
+    task = load_task("file", train_file=file, test_file=file, n_train=3, **options)
+    assert (len(task.train), len(task.test), task.metric) == (3, 5, "number_answer")
+    assert task.test[1] == {"prompt": "Q: 1?", "completion": "1", "answer": "1"}
+    [reward] = task.reward_funcs
+    assert reward(completions=["it is 3", "4"], answer=["3", "5"]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="the task 'file' needs train_file"):
+        load_task("file", test_file=file)
+    with pytest.raises(ValueError, match="does not take dataset_name"):
+        load_task("file", test_file=file, test_only=True, dataset_name="x")
+    write(tmp_path / "mine.jsonl", [{"prompt": "?", "answer": "three"}])
+    with pytest.raises(ValueError, match="mine.jsonl:1: not a decimal number"):
+        load_task("file", test_file=file, test_only=True, score="number")
+
+
+def test_math500_from_a_file(writer, tmp_path, monkeypatch):
+    pytest.importorskip("math_verify")
+    rows = [
+        {"problem": "What is $1/2$?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "answer": r"\frac{1}{2}"},
+        {"problem": "Roots of $x^2=1$?", "solution": r"$\boxed{\pm 1}$", "answer": r"\{1,-1\}"},
+    ]
+    file = write(tmp_path / "math.jsonl", rows)
+    golden_completions(monkeypatch, [r"\boxed{\{-1, 1\}}", r"half, so \boxed{0.5}"])  # the longest prompt first
+    options = ["--task=math500", f"--test_file={file}", "--max_new_tokens=2", f"--output_dir={tmp_path}/out"]
+    result = main([writer, *options])
+    assert {name: of["greedy"]["value"] for name, of in result["scores"].items()} == {"boxed": 1.0, "flexible": 1.0}
+    task = load_task("math500", test_file=file, test_only=True)
+    assert task.train is None and "\\boxed{}" in task.test[0]["prompt"]
+    write(tmp_path / "math.jsonl", [*rows, {"problem": "?", "solution": "", "answer": " "}])
+    with pytest.raises(SystemExit, match=r"math.jsonl:3: math-verify finds no answer in ' '"):
+        main([writer, *options])
+
+
+def test_conversations_go_through_the_chat_template(writer, tmp_path):
+    file = write(tmp_path / "mine.jsonl", [{"prompt": "hello", "answer": "x"}] * 3)
+    options = ["--task=file", f"--test_file={file}", "--max_new_tokens=2"]
+    main([writer, *options, f"--output_dir={tmp_path}/plain"])
+    main([writer, *options, "--conversational", f"--output_dir={tmp_path}/chat"])
+    plain, chat = (lines(tmp_path / name / "greedy.jsonl")[0]["fingerprint"]["prompts"] for name in ("plain", "chat"))
+    assert plain != chat
+    tokenizer = build_byte_tokenizer()
+    ids = tokenize(tokenizer, [[{"role": "user", "content": "hello"}]])["input_ids"]
+    assert tokenizer.decode(ids[0]) == "user: hello\nassistant: "
+
+
+# ---- completions ----------------------------------------------------------------------------------------------------
+
+
+def test_plain_prompts_get_the_begin_of_sequence_that_training_gave_them_and_chats_do_not_get_two():
+    tokenizer = build_byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    assert tokenize(tokenizer, ["a"])["input_ids"] == tokenizer(["a"])["input_ids"] == [[begin, ord("a") + 2]]
+    chat = tokenize(tokenizer, [[{"role": "user", "content": "a"}]])["input_ids"]
+    assert begin not in chat[0]
+
+
+def test_lengths_end_at_the_first_end_of_sequence():
+    assert evaluation._completion("ab", [5, 6, 1, 0, 0], {1}) == evaluation.Completion("ab", 3, False)
+    assert evaluation._completion("ab", [5, 6, 7], {1, 2}) == evaluation.Completion("ab", 3, True)
+    assert evaluation._completion("", [2, 1, 1], {1, 2}) == evaluation.Completion("", 1, False)  # padded with the end
+
+
+def drawn(model, tokenizer, batches):
+    found = {}
+
+    def keep(new):
+        found.update({(batch.sample, row): completion.text for batch, row, completion in new})
+
+    complete_batches(model, tokenizer, ["1+1=", "2+20=", "3+3="], batches, keep, max_new_tokens=4)
+    return found
+
+
+def test_draws_depend_on_the_seed_and_leave_the_random_state_alone():
+    model, tokenizer = make_model(layers=1, hidden=32, intermediate=32, vocab_size=14), build_char_tokenizer(ALPHABET)
+    first, second = (Batch((2, 0), Sampling(), 0, seed) for seed in (1, 2))
+    state = torch.random.get_rng_state()
+    once = drawn(model, tokenizer, [first])
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(99)
+    assert drawn(model, tokenizer, [second, first]) == once
+    assert drawn(model, tokenizer, [second]) != once
+    cold = drawn(model, tokenizer, [Batch((0, 1, 2), Sampling(temperature=1e-4), 0, 1), Batch((0, 1, 2))])
+    assert [cold[0, i] for i in range(3)] == [cold[None, i] for i in range(3)]
+    nucleus = drawn(model, tokenizer, [Batch((0, 1, 2), Sampling(top_p=1e-6), 0, 1)])
+    assert [nucleus[0, i] for i in range(3)] == [cold[None, i] for i in range(3)]
+
+
+def test_defaults_of_the_checkpoint_do_not_change_what_is_generated():
+    model, tokenizer = make_model(layers=1, hidden=32, intermediate=32, vocab_size=14), build_char_tokenizer(ALPHABET)
+    batches = [Batch((0, 1, 2)), Batch((0, 1, 2), Sampling(), 0, 1)]
+    plain = drawn(model, tokenizer, batches)
+    model.generation_config.update(repetition_penalty=5.0, top_k=1, temperature=0.1, do_sample=True)
+    assert drawn(model, tokenizer, batches) == plain
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task=gsm9k"], "unknown task 'gsm9k': did you mean 'gsm8k'"),
+        (["--sampels=3"], "no option 'sampels'; did you mean 'samples'"),
+        (["extra"], "'extra' is one word more"),
+        (["--task=gsm8k", "--test_file=missing.jsonl"], "missing.jsonl"),
+        (["--task=file"], "the task 'file' needs test_file"),
+        (["--task=file", "--test_file=x", "--score=maths"], "unknown score 'maths': did you mean 'math'"),
+        (["--task=arithmetic", "--score=math"], "does not take score"),
+        (["--task=arithmetic", "--task_options={sede: 1}"], "has no option 'sede'; did you mean 'seed'"),
+        (["--task=arithmetic", "--task_options=3"], "--task_options: '3' is no mapping"),
+        (["--task=arithmetic", "--task_options={a"], "--task_options: '{a' is neither YAML nor JSON"),
+        (["--task=arithmetic", "--task_options={n_test: 501}"], "has 500 rows, 501 were asked for"),
+        (["--task=arithmetic", "--test_file=x"], "does not take test_file"),
+        (["--task=arithmetic", "--limit=501"], "has 500 rows, 501 were asked for"),
+        (["--task=arithmetic", "--limit=0"], "--limit 0 must be at least 1"),
+        (["--samples=4", "--k=1,8"], "--k 1,8 needs 1 <= k <= --samples, which is 4"),
+        (["--k=1"], "needs 1 <= k <= --samples, which is 0"),
+        (["--samples=4", "--k=a"], "must be whole numbers"),
+        (["--no_greedy"], "leaves nothing to do"),
+        (["--samples=1", "--temperature=0"], "--temperature 0.0 must be above 0"),
+        (["--samples=1", "--top_p=1.5"], "--top_p 1.5 must be above 0 and at most 1"),
+        (["--dequantize=all"], "invalid choice: 'all'"),
+        (["--task=arithmetic", "--max_new_tokens=64"], "more than the 64 positions of the model"),
+        (["--task=arithmetic", "--compare=no.json"], "no.json"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_wrong_options_end_with_a_message(policy, tmp_path, options, message):
+    with pytest.raises(SystemExit, match="error: ") as caught:
+        main([policy, f"--output_dir={tmp_path / 'out'}", *options])
+    assert message in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_file_is_named(policy, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(SystemExit, match="empty.jsonl is empty: no JSON lines in it"):
+        main([policy, "--task=gsm8k", f"--test_file={tmp_path / 'empty.jsonl'}"])
+
+
+def test_the_default_folder_tells_models_and_controls_apart(policy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main([policy, *TASK, "--limit=2"])
+    main([policy, *TASK, "--limit=2", "--dequantize"])
+    folder = tmp_path / "outputs" / "evaluation" / "-".join(Path(policy).parts[-2:])
+    assert {path.parent.name for path in folder.rglob("result.json")} == {"arithmetic", "arithmetic-masters"}
+
+
+# ---- the script -----------------------------------------------------------------------------------------------------
+
+
+def test_the_library_of_the_same_name_stays_importable():
+    assert Path(evaluate.__file__).name == "__init__.py" and callable(evaluate.load)
+
+
+def test_two_processes_find_what_one_finds(whole, policy, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(ROOT / "recipes" / "evaluate.py"), policy, *TASK, *SAMPLED, f"--output_dir={tmp_path}"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    folder, alone = whole
+    assert result["processes"] == 2 and result["scores"] == alone["scores"]
+    for name in ("greedy.jsonl", "samples.jsonl"):
+        assert completions(tmp_path, name) == completions(folder, name)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an evaluation loads: the policy's own scheme is in force and said, and a control is one."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+import hf_mxfp4
+from evaluating import policy as policy_module
+from evaluating.policy import folder_digest, load_policy
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.layers import QUANTIZED
+from tasks.arithmetic import ALPHABET
+from tasks.tiny_model import build_char_tokenizer
+
+
+SCHEME = MXFP4RLConfig(outlier_fallback=None)
+IDS = torch.tensor([[3, 5, 12, 4, 13], [7, 2, 12, 9, 13]])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A base and, made from it: a trained-looking policy, packed weights, and adapters on each kind of base."""
+    root = tmp_path_factory.mktemp("policies")
+    tokenizer = build_char_tokenizer(ALPHABET)
+    made = {name: str(root / name) for name in ("base", "policy", "packed", "on_policy", "on_base", "on_packed")}
+    make_model(layers=2, hidden=32, intermediate=48).save_pretrained(made["base"])
+    tokenizer.save_pretrained(made["base"])
+    policy = AutoModelForCausalLM.from_pretrained(made["base"], quantization_config=SCHEME)
+    policy.save_pretrained(made["policy"])
+    tokenizer.save_pretrained(made["policy"])
+    hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(made["policy"])).save_pretrained(made["packed"])
+    tokenizer.save_pretrained(made["packed"])
+    for name, base, scheme in (
+        ("on_policy", "policy", None),
+        ("on_base", "base", MXFP4RLConfig(mode="packed")),
+        ("on_packed", "packed", None),
+    ):
+        options = {} if scheme is None else {"quantization_config": scheme}
+        model = AutoModelForCausalLM.from_pretrained(made[base], **options)
+        torch.manual_seed(1)
+        lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(model, lora).save_pretrained(made[name])
+    return made
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def n_layers(policy):
+    return sum(isinstance(module, QUANTIZED) for module in policy.model.modules())
+
+
+def test_b24_a_policy_is_evaluated_under_its_own_scheme(folders):
+    """73.31 % was reported as W4A4 and was BF16: the scheme comes from the checkpoint, is counted and named."""
+    found = load_policy(folders["policy"])
+    assert found.computed_in == found.scheme == SCHEME.describe()
+    assert (found.n_quantized, found.n_skipped, n_layers(found)) == (14, 1, 14) and found.sqnr_db > 10
+    assert torch.equal(logits(found.model), logits(AutoModelForCausalLM.from_pretrained(folders["policy"])))
+    assert not torch.equal(logits(found.model), logits(load_policy(folders["base"]).model))
+
+
+def test_the_control_on_masters_is_full_precision_and_says_so(folders):
+    control = load_policy(folders["policy"], control="masters")
+    assert torch.equal(logits(control.model), logits(load_policy(folders["base"]).model))
+    assert (control.n_quantized, n_layers(control), control.sqnr_db) == (0, 0, None)
+    assert control.computed_in.startswith("CONTROL: full precision on the master weights (float32)")
+    assert control.scheme == SCHEME.describe() and SCHEME.describe() in control.computed_in
+    in_16_bits = load_policy(folders["policy"], control="masters", dtype="bfloat16")
+    assert in_16_bits.dtype == "bfloat16" and "(bfloat16)" in in_16_bits.computed_in
+
+
+def test_the_control_on_quantized_weights_leaves_activations_alone(folders):
+    control = load_policy(folders["policy"], control="quantized")
+    dequantized = AutoModelForCausalLM.from_pretrained(folders["policy"]).dequantize()
+    assert n_layers(control) == 0 and torch.equal(logits(control.model), logits(dequantized))
+    own, masters = load_policy(folders["policy"]), load_policy(folders["policy"], control="masters")
+    assert not torch.equal(logits(control.model), logits(own.model))
+    assert not torch.equal(logits(control.model), logits(masters.model))
+    assert "dequantized weights" in control.computed_in
+
+
+def test_packed_weights(folders):
+    packed = load_policy(folders["packed"])
+    assert packed.n_quantized == n_layers(packed) == 14 and packed.scheme == SCHEME.describe()
+    assert torch.equal(logits(packed.model), logits(load_policy(folders["policy"]).model))
+    assert n_layers(load_policy(folders["packed"], control="quantized")) == 0
+    for name in ("packed", "on_packed"):
+        with pytest.raises(ValueError, match="master weights are gone: .* --dequantize quantized"):
+            load_policy(folders[name], control="masters")
+
+
+@pytest.mark.parametrize(("adapter", "base"), [("on_policy", "policy"), ("on_base", "base"), ("on_packed", "packed")])
+def test_an_adapter_is_evaluated_on_its_base_in_the_scheme_it_was_trained_on(folders, adapter, base):
+    found = load_policy(folders[adapter])
+    recorded = json.loads(open(f"{folders[adapter]}/adapter_config.json").read())["base_quantization"]
+    assert found.scheme == MXFP4RLConfig.from_dict(recorded).describe()
+    assert (found.n_quantized, n_layers(found), found.adapter_on) == (14, 14, folders[base])
+    assert not torch.equal(logits(found.model), logits(load_policy(folders[base]).model))  # the adapter does something
+
+
+def test_the_control_of_an_adapter_keeps_the_adapter(folders):
+    control = load_policy(folders["on_base"], control="masters")
+    plain = load_policy(folders["base"])
+    assert n_layers(control) == 0 and not torch.equal(logits(control.model), logits(plain.model))
+    with control.model.disable_adapter():
+        assert torch.equal(logits(control.model), logits(plain.model))
+    assert control.computed_in.startswith("CONTROL")
+    for name, base in (("on_policy", "policy"), ("on_packed", "packed")):
+        control, plain = (
+            load_policy(folders[name], control="quantized"),
+            load_policy(folders[base], control="quantized"),
+        )
+        assert n_layers(control) == 0 and not torch.equal(logits(control.model), logits(plain.model))
+        with control.model.disable_adapter():
+            assert torch.equal(logits(control.model), logits(plain.model))
+
+
+def test_a_base_that_moved_is_named(folders, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(folders["base"], moved)
+    found = load_policy(folders["on_base"], base=str(moved))
+    assert found.adapter_on == str(moved)
+    assert torch.equal(logits(found.model), logits(load_policy(folders["on_base"]).model))
+    with pytest.raises(ValueError, match="is no adapter, so it takes no base"):
+        load_policy(folders["policy"], base=str(moved))
+
+
+def test_a_model_without_a_scheme_is_called_that_and_has_no_control(folders):
+    plain = load_policy(folders["base"])
+    assert plain.scheme is None and plain.computed_in == "full precision (float32); the checkpoint carries no scheme"
+    for control in ("masters", "quantized"):
+        with pytest.raises(ValueError, match="carries no MXFP4 scheme, so there is nothing to dequantize"):
+            load_policy(folders["base"], control=control)
+
+
+def test_a_scheme_that_quantized_nothing_is_refused(folders, monkeypatch):
+    load = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        policy_module.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda name, **options: load(name, **{**options, "quantization_config": None}),
+    )
+    with pytest.raises(ValueError, match="carries the scheme w4a4 .* not one layer of Qwen2ForCausalLM was quantized"):
+        load_policy(folders["policy"])
+
+
+def test_missing_models_are_named(tmp_path):
+    for name in (str(tmp_path / "nowhere"), "outputs/no/policy", "~/no/policy"):
+        with pytest.raises(FileNotFoundError, match="cannot load the model .*: there is no such folder"):
+            load_policy(name)
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        load_policy(str(tmp_path))
+
+
+def test_the_digest_follows_the_weights_and_survives_a_copy(folders, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folders["policy"], copy)
+    assert folder_digest(copy) == folder_digest(copy.parent / "copy") == load_policy(folders["policy"]).identity
+    (copy / "README.md").write_text("another card")
+    assert folder_digest(copy) == load_policy(folders["policy"]).identity
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert folder_digest(copy) != load_policy(folders["policy"]).identity
+
+
+def test_the_digest_of_a_large_file_takes_pieces_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_module, "_PIECES", 4)
+    monkeypatch.setattr(policy_module, "_PIECE_BYTES", 10)
+    path = tmp_path / "model.safetensors"
+    content = bytes(range(100))
+    path.write_bytes(content)
+    before = folder_digest(tmp_path)
+    for place in (0, 99, 65):  # pieces at 0, 30, 60 and 90
+        path.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+        assert folder_digest(tmp_path) != before
+    path.write_bytes(content + b"\0")
+    assert folder_digest(tmp_path) != before
