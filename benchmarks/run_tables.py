@@ -106,3 +106,26 @@ def pretrain() -> str:
         )
     columns = ["arm", "quantized operands", "more tokens, %", "seeds that got there", "loss above the baseline's"]
     return table([*columns, "loss above that of `all`", "paper: more tokens"], rows)
+
+
+def soak() -> str:
+    rows = []
+    for r in records("soak_cpu"):
+        low, high = r["interval_95"]
+        (first, start), (last, end) = r["resident_mib"][0], r["resident_mib"][-1]
+        spread = [f"{value:.3f}" for value in r["measured_over_intended_std"]]
+        rows.append(
+            [r["name"].removeprefix("soak_"), r["shape"].split(",")[0], f"{r['value']:+.2f} [{low:+.2f}, {high:+.2f}]"]
+            + [f"{start:.1f} at {first}, {end:.1f} at {last}", f"{r['tensors_alive'][-1][1]}"]
+            + [f"{len(r['traces_of_noise'])} of {r['rollouts_compared']}", " / ".join(spread)]
+            + [f"{len(r['not_finite'])} of {r['logged_numbers']}"]
+        )
+    columns = [
+        "run",
+        "length",
+        "KiB per step [95 %]",
+        "resident MiB at step",
+        "tensors alive",
+        "rollouts that left a trace",
+    ]
+    return table([*columns, "measured / intended sigma, least / mean / most", "logged numbers not finite"], rows)

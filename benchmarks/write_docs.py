@@ -12,17 +12,21 @@ import re
 import sys
 from collections.abc import Callable
 
-from . import error_tables, run_tables
+from . import ablation_tables, error_tables, gpu_tables, run_tables
 from .records import PLOTS, ROOT
 
 
 DOCUMENTS = (
     "README.md",
     "docs/backward.md",
+    "docs/configuration.md",
     "docs/error-analysis.md",
+    "docs/evidence.md",
     "docs/checkpoints.md",
+    "docs/lora.md",
     "docs/moe.md",
     "docs/performance.md",
+    "docs/robustness.md",
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -31,7 +35,9 @@ TABLES: dict[str, Callable[[], str]] = {
     name: getattr(module, name)
     for module, names in (
         (error_tables, "schemes weighted mantissas alphas components statements rollouts gradients readme_schemes"),
-        (run_tables, "quantize_cpu demo lora moe merge_cost packed_loading memory planned saved_error pretrain"),
+        (run_tables, "quantize_cpu demo lora moe merge_cost packed_loading memory planned saved_error pretrain soak"),
+        (gpu_tables, "gpu"),
+        (ablation_tables, "ablation ablation_claims ablation_diagnostics readme_ablation"),
     )
     for name in names.split()
 }

@@ -3,6 +3,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -176,3 +177,17 @@ def test_nothing_of_the_package_imports_recipes():
     for file in [*files_of(PACKAGE), *files_of(KERNELS)]:
         root = PACKAGE if PACKAGE in file.parents else KERNELS
         assert not any(is_in(name, "recipes") or is_in(name, "tasks") for name in imports_of(file, root)), file
+
+
+def test_every_folder_of_the_sources_is_a_package_that_the_build_finds():
+    from setuptools import find_packages
+
+    settings = (PACKAGE.parent / "pyproject.toml").read_text().partition("[tool.setuptools.packages.find]")[2]
+    where, include = (
+        ast.literal_eval(re.search(rf"^{name} = (.*)", settings, re.M)[1]) for name in ("where", "include")
+    )
+    found = {name for root in where for name in find_packages(str(PACKAGE.parent / root), include=include)}
+    folders = set()
+    for top in (PACKAGE, KERNELS):
+        folders |= {str(path.parent.relative_to(top.parent)).replace("/", ".") for path in top.rglob("*.py")}
+    assert found == folders and "mxfp4_kernels" in found and "hf_mxfp4.planning" in found

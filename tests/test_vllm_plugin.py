@@ -210,7 +210,6 @@ def test_the_entry_point_names_register():
     section = text.partition('[project.entry-points."vllm.general_plugins"]\n')[2]
     module, _, name = re.match(r'mxfp4_rl = "(.*)"', section)[1].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
-    assert f'"{module}"' in text.partition("packages = [")[2].partition("]")[0]
 
 
 def test_importing_the_plugin_needs_no_vllm():

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The claims of arXiv 2605.20402 about RL, one by one, against the records of an ablation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .records import table
+
+
+#: What is claimed, the cell that should be better (or, with -1, worse) than the other, in points of the sign given.
+CLAIMS = (
+    ("Plain MXFP4 costs accuracy", "mxfp4", "bf16", -1),
+    ("Weights alone in MXFP4 cost less than weights and activations", "w4a16", "mxfp4", 1),
+    ("Macro-block scaling gives some of it back", "mbs", "mxfp4", 1),
+    ("Outlier fallback gives some of it back", "of", "mxfp4", 1),
+    ("Both together are better than fallback alone", "mbs_of", "of", 1),
+    ("Noise alone helps", "aqn", "mxfp4", 1),
+    ("Noise helps on top of both", "aqn_mbs_of", "mbs_of", 1),
+    ("Fallback with alpha 0.5 is better than with 1", "mbs_of", "mbs_of1", 1),
+    ("All three are still below full precision", "aqn_mbs_of", "bf16", -1),
+    ("Ours: a better number format of the same size beats MBS", "best", "mbs", 1),
+)
+
+
+def claims_table(
+    records: Sequence[Mapping[str, Any]], model: str, t_interval: Callable[[Sequence[float]], Mapping[str, Any]]
+) -> str:
+    """Differences of accuracies after RL in points, paired by seed, with 95 % intervals over seeds.
+
+    *Holds* and *contradicted*: the interval is on one side of zero. *Points that way* and *points the other way*: it is
+    not, and all seeds are. *Not seen*: neither.
+    """
+    values: dict[str, dict[int, float]] = {}
+    papers: dict[str, Mapping[str, float]] = {}
+    for record in records:
+        if record["model"] == model:
+            values.setdefault(record["cell"], {})[record["seed"]] = 100 * record["value"]
+            papers[record["cell"]] = record["paper"]
+    rows = []
+    for claim, cell, other, sign in CLAIMS:
+        seeds = sorted(set(values.get(cell, {})) & set(values.get(other, {})))
+        if not seeds:
+            continue
+        differences = [values[cell][seed] - values[other][seed] for seed in seeds]
+        found = t_interval(differences)
+        text = f"{found['mean']:+.1f}"
+        if found["interval"] is not None:
+            text += " [{:+.1f}, {:+.1f}]".format(*found["interval"])
+        rows.append(
+            [
+                claim,
+                text,
+                " ".join(f"{value:+.1f}" for value in differences),
+                verdict([sign * value for value in differences], found["interval"]),
+                _in_the_paper(papers[cell], papers[other]),
+            ]
+        )
+    return table(["claim", "measured, points", "by seed", "verdict", "in the paper"], rows)
+
+
+def verdict(in_favour: Sequence[float], interval: Sequence[float] | None) -> str:
+    """In words; ``in_favour`` is positive for a seed that agrees with the claim."""
+    decided = interval is not None and interval[0] * interval[1] > 0
+    if all(value > 0 for value in in_favour):
+        return "holds" if decided else "points that way"
+    if all(value < 0 for value in in_favour):
+        return "contradicted" if decided else "points the other way"
+    return "not seen"
+
+
+def _in_the_paper(one: Mapping[str, float], other: Mapping[str, float]) -> str:
+    shared = [name for name in one if name in other]
+    return ", ".join(f"{one[name] - other[name]:+.1f} ({name})" for name in shared)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and figures of recorded ablations."""
+
+import json
+
+import pytest
+
+from benchmarks.ablation_claims import verdict
+from benchmarks.ablation_tables import (
+    NONE_YET,
+    ablation,
+    ablation_claims,
+    ablation_diagnostics,
+    figures,
+    readme_ablation,
+)
+
+
+def record(cell, seed, value, model="small", **metrics):
+    return {
+        "name": f"grid/{cell}/seed{seed}", "shape": "0.50 M parameters", "model": model, "cell": cell, "label": cell,
+        "seed": seed, "value": value, "reference": "bf16", "naive": "mxfp4", "scheme": "s", "paper": {}, "before": None,
+        "n_test": 100, "entropy": [1.0 + seed, 0.25], "seconds": 1800.0, "n_quantized": 14 * (cell != "bf16"),
+        "hardware": "a machine", "command": "made so",
+        "date": "2026-01-02", "metrics": metrics, "curves": {"reward": [[1, 0.5], [2, value]]},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    found = [record(cell, seed, value) for seed in (0, 1) for cell, value in (("bf16", 0.75), ("mxfp4", 0.5))]
+    found[1]["metrics"], found[3]["metrics"] = {"sampling/kl": 0.25}, {"sampling/kl": 0.5}
+    (tmp_path / "ablation_cpu.json").write_text(json.dumps(found))
+    (tmp_path / "other.json").write_text("[]")
+    return tmp_path
+
+
+def test_the_table_says_what_ran_where_and_shows_the_figures(folder):
+    text = ablation(folder)
+    assert text.startswith("**small**: 0.50 M parameters; 4 runs, 2.0 h on a machine; `made so`, 2026-01-02\n")
+    assert "| mxfp4 |  | 50.0 | 0.0 | 5.0 | -25.0 [-25.0, -25.0] |" in text
+    assert "![small](plots/ablation_cpu_reward.png)" in text
+    assert sorted(figures(folder)) == ["ablation_cpu_accuracy", "ablation_cpu_reward"]
+
+
+def test_models_of_one_grid_have_figures_of_their_own(folder):
+    path = folder / "ablation_cpu.json"
+    path.write_text(json.dumps([*json.loads(path.read_text()), record("bf16", 0, 0.5, model="mixture")]))
+    assert "**mixture**: 0.50 M parameters; 1 runs, 0.5 h" in ablation(folder)
+    assert "![mixture](plots/ablation_cpu_2_accuracy.png)" in ablation(folder)
+    assert {"ablation_cpu_1_accuracy", "ablation_cpu_2_accuracy"} < set(figures(folder))
+
+
+def test_diagnostics_show_what_was_logged(folder):
+    assert ablation_diagnostics(folder) == (
+        "**small**\n\n"
+        "| cell | quantized layers | minutes a run | entropy, first to last | KL, rollout to training |\n"
+        "| --- | --- | --- | --- | --- |\n"
+        "| bf16 | 0 | 30.0 | 1.500 -> 0.250 |  |\n"
+        "| mxfp4 | 14 | 30.0 | 1.500 -> 0.250 | 0.37500 |\n"
+    )
+
+
+def test_without_records_the_table_says_how_to_make_them(tmp_path):
+    assert ablation(tmp_path) == NONE_YET and "recipes/ablation.py" in NONE_YET
+    assert "No ablation" in ablation_diagnostics(tmp_path) and figures(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("in_favour", "interval", "words"),
+    [
+        ([9.0, 11.0], [3.6, 16.4], "holds"),
+        ([1.0, 19.0], [-104.4, 124.4], "points that way"),
+        ([-9.0, -11.0], [3.6, 16.4], "contradicted"),
+        ([-1.0, -19.0], [-124.4, 104.4], "points the other way"),
+        ([-1.0, 2.0], [-18.6, 19.6], "not seen"),
+        ([0.0, 2.0], [-11.7, 13.7], "not seen"),
+        ([3.0], None, "points that way"),
+    ],
+)
+def test_a_verdict_needs_all_seeds_and_a_claim_that_holds_the_interval_too(in_favour, interval, words):
+    assert verdict(in_favour, interval) == words
+
+
+def test_claims_are_paired_by_seed_and_stand_beside_the_paper(tmp_path):
+    cells = {"bf16": (0.75, 0.5), "mxfp4": (0.5, 0.26), "of": (0.625, 0.24)}
+    found = [record(cell, seed, value) for cell, values in cells.items() for seed, value in enumerate(values)]
+    for entry in found:
+        entry["paper"] = {"bf16": {"dense": 82.0, "MoE": 91.5}, "mxfp4": {"dense": 60.0}, "of": {}}[entry["cell"]]
+    (tmp_path / "ablation_cpu.json").write_text(json.dumps(found))
+    lines = ablation_claims(tmp_path).splitlines()
+    assert "| Plain MXFP4 costs accuracy | -24.5 [-30.9, -18.1] | -25.0 -24.0 | holds | -22.0 (dense) |" in lines
+    # +12.5 and -2: mean 5.25, standard error 7.25, times 12.706 with one degree of freedom
+    assert "| Outlier fallback gives some of it back | +5.2 [-86.9, +97.4] | +12.5 -2.0 | not seen |  |" in lines
+    assert not any("Macro-block" in line for line in lines)
+
+
+def test_the_readme_shows_the_larger_of_both_errors(folder):
+    lines = readme_ablation(folder).splitlines()
+    assert lines[2:] == ["| bf16 |  | 75.0 ± 4.3 |  |  |", "| mxfp4 |  | 50.0 ± 5.0 |  |  |"]
