@@ -19,8 +19,8 @@ from hf_mxfp4.rl.rewards import (
     normalize_number,
 )
 
-from .base import Task, as_prompt, choose_rows, make_dataset
-from .sources import check_template, read_json_lines
+from .base import Task, as_prompt
+from .sources import check_template, make_splits, read_json_lines
 
 
 @dataclass(frozen=True)
@@ -81,23 +81,21 @@ def load(
     template, scoring = prompt_template or "{question}", SCORES[score]
     check_template(template)
     columns = prompt_column or "prompt", answer_column or "answer"
-    splits = {}
-    wanted_splits = (("train", train_file, n_train), ("test", test_file, n_test))
-    for split, path, wanted in wanted_splits[test_only:]:
+
+    def read(split, path):
         if path is None:
             raise ValueError(f"the task 'file' needs {split}_file: JSON lines with {' and '.join(map(repr, columns))}")
-        source = read_json_lines(path, columns)
-        rows = []
-        for index in choose_rows(len(source), wanted, what=f"file: the {split} split", seed=seed):
-            where, row = source[index]
-            question, answer = (row[column] for column in columns)
-            try:
-                scoring.check(answer)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-            prompt = as_prompt(template.format(question=question), conversational)
-            rows.append({"prompt": prompt, "completion": answer, "answer": answer})
-        splits[split] = make_dataset(rows)
+        return read_json_lines(path, columns)
+
+    def make_row(row):
+        question, answer = (row[column] for column in columns)
+        scoring.check(answer)
+        prompt = as_prompt(template.format(question=question), conversational)
+        return {"prompt": prompt, "completion": answer, "answer": answer}
+
+    files = {"test": test_file} if test_only else {"train": train_file, "test": test_file}
+    sizes = {"train": n_train, "test": n_test}
+    splits = make_splits("file", read, make_row, files=files, sizes=sizes, seed=seed)
     return Task(
         name="file",
         train=splits.get("train"),

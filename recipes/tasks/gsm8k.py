@@ -13,8 +13,8 @@ from hf_mxfp4.rl.rewards import (
     is_strict_correct,
 )
 
-from .base import Task, as_prompt, choose_rows, make_dataset
-from .sources import check_template, read_split
+from .base import Task, as_prompt
+from .sources import check_template, make_splits, read_split
 
 
 DATASET_NAME, DATASET_CONFIG = "openai/gsm8k", "main"
@@ -62,21 +62,18 @@ def load(
     check_template(template)
     if dataset_name is None:
         dataset_name, dataset_config = DATASET_NAME, dataset_config or DATASET_CONFIG
-    splits = {}
-    wanted_splits = (("train", train_file, n_train), ("test", test_file, n_test))
-    for split, path, wanted in wanted_splits[test_only:]:
-        source = read_split(dataset_name, dataset_config, split, path, ("question", "answer"))
-        what = f"gsm8k: the {split} split" + (f" ({os.fspath(path)})" if path is not None else "")
-        rows = []
-        for index in choose_rows(len(source), wanted, what=what, seed=seed):
-            where, row = source[index]
-            try:
-                answer = gsm8k_gold(row["answer"])
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{where}: {error}") from error
-            prompt = as_prompt(template.format(question=row["question"]), conversational)
-            rows.append({"prompt": prompt, "completion": strip_annotations(row["answer"]), "answer": answer})
-        splits[split] = make_dataset(rows)
+
+    def read(split, path):
+        return read_split(dataset_name, dataset_config, split, path, ("question", "answer"))
+
+    def make_row(row):
+        answer = gsm8k_gold(row["answer"])
+        prompt = as_prompt(template.format(question=row["question"]), conversational)
+        return {"prompt": prompt, "completion": strip_annotations(row["answer"]), "answer": answer}
+
+    files = {"test": test_file} if test_only else {"train": train_file, "test": test_file}
+    sizes = {"train": n_train, "test": n_test}
+    splits = make_splits("gsm8k", read, make_row, files=files, sizes=sizes, seed=seed)
     return Task(
         name="gsm8k",
         train=splits.get("train"),

@@ -9,8 +9,8 @@ import os
 from hf_mxfp4.rl.math_answers import check_math_answer, is_boxed_correct, is_math_correct
 from hf_mxfp4.rl.rewards import math_reward
 
-from .base import Task, as_prompt, choose_rows, make_dataset
-from .sources import check_template, read_split
+from .base import Task, as_prompt
+from .sources import check_template, make_splits, read_split
 
 
 DATASET_NAME = "HuggingFaceH4/MATH-500"
@@ -45,20 +45,18 @@ def load(
     if template is None:
         template = DEFAULT_CHAT_TEMPLATE if conversational else DEFAULT_TEMPLATE
     check_template(template)
-    splits = {}
-    wanted_splits = (("train", train_file, n_train), ("test", test_file, n_test))
-    for split, path, wanted in wanted_splits[test_only:]:
-        source = read_split(dataset_name or DATASET_NAME, dataset_config, split, path, _COLUMNS)
-        rows = []
-        for index in choose_rows(len(source), wanted, what=f"math500: the {split} split", seed=seed):
-            where, row = source[index]
-            try:
-                check_math_answer(row["answer"])
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-            prompt = as_prompt(template.format(question=row["problem"]), conversational)
-            rows.append({"prompt": prompt, "completion": row["solution"], "answer": row["answer"]})
-        splits[split] = make_dataset(rows)
+
+    def read(split, path):
+        return read_split(dataset_name or DATASET_NAME, dataset_config, split, path, _COLUMNS)
+
+    def make_row(row):
+        check_math_answer(row["answer"])
+        prompt = as_prompt(template.format(question=row["problem"]), conversational)
+        return {"prompt": prompt, "completion": row["solution"], "answer": row["answer"]}
+
+    files = {"test": test_file} if test_only else {"train": train_file, "test": test_file}
+    sizes = {"train": n_train, "test": n_test}
+    splits = make_splits("math500", read, make_row, files=files, sizes=sizes, seed=seed)
     return Task(
         name="math500",
         train=splits.get("train"),

@@ -6,13 +6,19 @@ from __future__ import annotations
 import json
 import os
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import datasets
 
+from .base import choose_rows, make_dataset
 
-def read_json_lines(path: str | os.PathLike[str], columns: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+
+#: Rows with where each is from, for error messages.
+Source = list[tuple[str, dict[str, Any]]]
+
+
+def read_json_lines(path: str | os.PathLike[str], columns: Sequence[str]) -> Source:
     """The rows of a JSON lines file as (``"path:line"``, row); blank lines are skipped.
 
     Raises:
@@ -44,7 +50,7 @@ def read_json_lines(path: str | os.PathLike[str], columns: Sequence[str]) -> lis
     return rows
 
 
-def read_hub(name: str, config: str | None, split: str, columns: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+def read_hub(name: str, config: str | None, split: str, columns: Sequence[str]) -> Source:
     """The rows of a Hub dataset (or of the local cache), as `read_json_lines` gives them.
 
     Raises:
@@ -70,9 +76,45 @@ def read_hub(name: str, config: str | None, split: str, columns: Sequence[str]) 
 
 def read_split(
     name: str, config: str | None, split: str, path: str | os.PathLike[str] | None, columns: Sequence[str]
-) -> list[tuple[str, dict[str, Any]]]:
+) -> Source:
     """`read_json_lines` of ``path`` or, without one, `read_hub` of a split."""
     return read_hub(name, config, split, columns) if path is None else read_json_lines(path, columns)
+
+
+def make_splits(
+    task: str,
+    read: Callable[[str, str | os.PathLike[str] | None], Source],
+    make_row: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    files: Mapping[str, str | os.PathLike[str] | None],
+    sizes: Mapping[str, int | None],
+    seed: int,
+) -> dict[str, datasets.Dataset]:
+    """A dataset for each split.
+
+    Args:
+        task: its name, for error messages.
+        read: the rows of a split, from the file given for it.
+        make_row: the prompt, the completion and the answer of a row; what it raises is blamed on the row.
+        files: the splits that there shall be, with the file of each.
+        sizes: how many rows to draw for each split by `seed`, or `None` for all.
+
+    Raises:
+        ValueError: what `make_row` raised, or more rows are asked for than there are.
+    """
+    splits = {}
+    for split, path in files.items():
+        source = read(split, path)
+        what = f"{task}: the {split} split" + (f" ({os.fspath(path)})" if path is not None else "")
+        rows = []
+        for index in choose_rows(len(source), sizes[split], what=what, seed=seed):
+            where, row = source[index]
+            try:
+                rows.append(make_row(row))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{where}: {error}") from error
+        splits[split] = make_dataset(rows)
+    return splits
 
 
 def check_template(template: str) -> None:
