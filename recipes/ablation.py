@@ -6,16 +6,19 @@
 Pretrains the starting point of the grid once (or takes a checkpoint), then runs `grpo.py` for every cell and seed in a
 process and a folder of its own, and writes `ablation.json` (one record per run), `table.md` and `plots/`. A grid that
 was stopped goes on where it was: finished runs are kept, a killed one is started again. A run that fails is reported,
-and the others go on; the exit code is then 1.
+and the others go on; the exit code is then 1. A grid may be spread over machines of one kind: `--only` and `--seeds`
+run parts of it, and `--records` adds the results of the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +33,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from ablations.base import describe_base, write_json
 from ablations.grid import Grid, Run, check_cells, read_grid
+from ablations.merging import merge
 from ablations.plots import draw_all
-from ablations.results import make_records, markdown, models, stored_seeds, table_rows
+from ablations.results import Record, make_records, markdown, models, stored_seeds, table_rows
 from ablations.runner import leaving_on_sigterm, locked, prepare_bases, run_grid
 
 
@@ -54,6 +58,7 @@ def main(argv: list[str]) -> int:
             models=arguments.models,
         )
         check_cells(grid)
+        elsewhere = read_records(arguments.records) if arguments.records else []
         if arguments.dry_run:
             describe(grid)
             return 0
@@ -65,7 +70,7 @@ def main(argv: list[str]) -> int:
             # Everything that is there, not only the part that was asked for.
             whole = read_grid(arguments.config, output=arguments.out)
             whole = replace(whole, seeds=stored_seeds(whole))
-            report(whole, "python recipes/ablation.py " + shlex.join(["--config", arguments.config]))
+            report(whole, "python recipes/ablation.py " + shlex.join(["--config", arguments.config]), elsewhere)
     except FileNotFoundError as error:
         raise SystemExit(f"error: no file {error.filename}") from error
     except (RuntimeError, ValueError, yaml.YAMLError) as error:
@@ -93,8 +98,17 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seeds", type=numbers, help="seeds instead of the grid's, separated by commas")
     result.add_argument("--rerun", action="store_true", help="run again what was run with other settings")
     result.add_argument("--dry-run", action="store_true", help="print the cells and what differs, and stop")
+    result.add_argument("--records", help="an ablation.json with other runs of this grid, to report beside")
     result.add_argument("--report-only", action="store_true", help="write the results of what is finished, run nothing")
     return result
+
+
+def read_records(path: str) -> list[Record]:
+    """The records of an earlier `ablation.json`."""
+    try:
+        return json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def describe(grid: Grid) -> None:
@@ -112,11 +126,15 @@ def describe(grid: Grid) -> None:
         tell("folders", f"{Run(grid, model, model.cells[0], grid.seeds[0]).folder} ...")
 
 
-def report(grid: Grid, command: str) -> None:
-    """Write records, tables and plots of the finished runs, and print the tables."""
+def report(grid: Grid, command: str, elsewhere: Sequence[Record] = ()) -> None:
+    """Write records, tables and plots of the finished runs, here and elsewhere, and print the tables."""
     records, left_out = make_records(grid, command)
     if left_out:
         tell("left out", f"run with other settings: {', '.join(left_out)}")
+    if elsewhere:
+        both = {record["name"] for record in records} & {record["name"] for record in elsewhere}
+        records = merge(grid, records, elsewhere)
+        tell("merged", f"{len(elsewhere)} runs from elsewhere, {len(both)} of them made here too, with equal results")
     if not records:
         raise RuntimeError("no run has finished, so there is nothing to report")
     write_json(grid.output / "ablation.json", records)

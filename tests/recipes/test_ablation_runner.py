@@ -129,6 +129,24 @@ def test_parts_of_a_grid_are_reported_together(ablation, grid, tmp_path):
     assert {(r["cell"], r["seed"]) for r in records} == {("mxfp4", 0), ("mxfp4", 5), ("bf16", 1)}
 
 
+def test_parts_that_ran_in_other_folders_are_added(ablation, grid, tmp_path, capsys):
+    path, other = grid(bf16=0.75, mxfp4=0.375), str(tmp_path / "other")
+    ablation(["--config", path, "--only", "bf16"])
+    ablation(["--config", path, "--out", other, "--seeds", "1"])
+    argv = ["--config", path, "--out", other, "--report-only", "--records", str(tmp_path / "out" / "ablation.json")]
+    assert ablation(argv) == 0
+    assert "2 runs from elsewhere, 1 of them made here too, with equal results" in capsys.readouterr().out
+    records = json.loads((tmp_path / "other" / "ablation.json").read_text())
+    assert [(r["cell"], r["seed"], r["value"], r["baseline"]) for r in records] == [
+        ("bf16", 0, 0.75, 0.75), ("bf16", 1, 0.76, 0.76), ("mxfp4", 1, 0.385, 0.76),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="no file .*absent.json"):
+        ablation(["--config", path, "--report-only", "--records", f"{tmp_path}/absent.json"])
+    (tmp_path / "broken.json").write_text("[")
+    with pytest.raises(SystemExit, match="error: .*broken.json is not JSON"):
+        ablation(["--config", path, "--report-only", "--records", f"{tmp_path}/broken.json"])
+
+
 def test_a_failed_run_is_recorded_and_tried_again(ablation, grid, tmp_path, capsys):
     path = grid(bf16=0.75, mxfp4=0.5, mbs=0.375, seeds=[0])
     assert ablation(["--config", path]) == 1
