@@ -59,12 +59,13 @@ def claims_table(
 
 
 def verdict(in_favour: Sequence[float], interval: Sequence[float] | None) -> str:
-    """In words; ``in_favour`` is positive for a seed that agrees with the claim."""
-    decided = interval is not None and interval[0] * interval[1] > 0
+    """In words; ``in_favour`` is positive for a seed that agrees with the claim. The interval may be of either sign."""
+    if interval is not None and interval[0] * interval[1] > 0:
+        return "holds" if sum(in_favour) > 0 else "contradicted"
     if all(value > 0 for value in in_favour):
-        return "holds" if decided else "points that way"
+        return "points that way"
     if all(value < 0 for value in in_favour):
-        return "contradicted" if decided else "points the other way"
+        return "points the other way"
     return "not seen"
 
 

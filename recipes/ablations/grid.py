@@ -191,6 +191,13 @@ def read_grid(
     for name in (*(models or ()), *(name for cell in cells for name in cell.models or ())):
         if name not in described:
             raise ValueError(unknown_key_message("models", name, list(described)))
+    built = [
+        _model(name, model, content, cells, only)
+        for name, model in described.items()
+        if models is None or name in models
+    ]
+    if not any(model.cells for model in built):
+        raise ValueError(f"none of the cells {', '.join(only or known)} is run on {', '.join(models or described)}")
     chosen = tuple(content["seeds"] if seeds is None else seeds)
     if not chosen or len(set(chosen)) != len(chosen) or not all(isinstance(seed, int) for seed in chosen):
         raise ValueError(f"seeds={list(chosen)} must be distinct whole numbers, at least one")
@@ -199,11 +206,7 @@ def read_grid(
         output=Path(output or content["output_dir"]),
         seeds=chosen,
         reference=reference,
-        models=tuple(
-            _model(name, model, content, cells, only)
-            for name, model in described.items()
-            if models is None or name in models
-        ),
+        models=tuple(model for model in built if model.cells),
     )
 
 

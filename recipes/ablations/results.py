@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks.hardware import hardware
 from pretraining.summary import t_interval
 
 from .base import stored_base
@@ -19,7 +17,6 @@ from .grid import Grid, Run
 from .runner import finished, stored_state, summary
 
 
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 #: What is logged and says nothing in the mean.
 _NO_METRICS = ("step", "epoch", "num_tokens", "total_flos", "learning_rate", "train_", "greedy")
 #: Logged quantities that are kept as curves; `greedy` is the first score of evaluations while training.
@@ -32,9 +29,10 @@ Record = Mapping[str, Any]
 def stored_seeds(grid: Grid) -> tuple[int, ...]:
     """The seeds that there are runs of, beside the grid's."""
     found = {
-        int(folder.name.removeprefix("seed"))
+        int(name[1])
         for model in grid.models
         for folder in (grid.output / model.key / "cells").glob("*/seed*")
+        if (name := re.fullmatch(r"seed(\d+)", folder.name))
     }
     return tuple(dict.fromkeys([*grid.seeds, *sorted(found)]))
 
@@ -45,8 +43,6 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
     `value` is the accuracy after RL under the cell's own scheme (0 to 1), `baseline` that of the reference with the
     same seed.
     """
-    today = datetime.date.today().isoformat()
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     found, parameters, left_out = {}, {}, []
     for run in grid.runs:
         key = run.model.key, run.cell.name, run.seed
@@ -64,6 +60,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
         result = found[key]
         if result is None:
             continue
+        state = stored_state(run.folder)
         score = next(iter(result["accuracy_after"]))
         reference = found.get((run.model.key, grid.reference, run.seed))
         after, baseline = result["accuracy_after"][score], reference and reference["accuracy_after"][score]
@@ -96,11 +93,9 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "n_quantized": result["n_quantized"],
                 "weight_sqnr_db": result["weight_sqnr_db"],
                 **_logged(run),
-                "seconds": result["seconds"],
-                "hardware": hardware(stored_state(run.folder).get("threads")),
-                "versions": versions,
+                "seconds": round(result["seconds"] + state.get("earlier", 0.0), 1),
+                **{key: state[key] for key in ("hardware", "versions", "date")},
                 "command": command,
-                "date": today,
             }
         )
     return records, left_out

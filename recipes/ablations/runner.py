@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import datetime
 import fcntl
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -21,6 +23,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from benchmarks.hardware import hardware
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 
 from .base import make_base, stored_base, write_json
@@ -30,6 +33,7 @@ from .grid import Grid, Run, changed, fingerprint
 GRPO = Path(__file__).resolve().parents[1] / "grpo.py"
 _STATE, _SUMMARY = "cell.json", "summary.json"
 _POLL_SECONDS = 0.5
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 Tell = Callable[[str, str], None]
 
 
@@ -87,7 +91,7 @@ def summary(run: Run) -> dict[str, Any] | None:
 
 
 def stored_state(folder: Path) -> dict[str, Any] | None:
-    """How a run stands: settings, threads, and when it ended status, exit code and seconds; `None` for none."""
+    """How a run stands: settings, where and when it was made, status, exit code, seconds; `None` for none."""
     try:
         return json.loads((folder / _STATE).read_text())
     except FileNotFoundError:
@@ -120,8 +124,10 @@ def prepare_bases(grid: Grid, *, rerun: bool, tell: Tell) -> dict[tuple[str, int
                     raise RuntimeError(f"{model.label} could not be pretrained, see above")
                 tell(
                     "base",
-                    f"{model.label}: {record['parameters'] / 1e6:.2f} M parameters, {record['steps']} steps, "
-                    f"loss {record['loss']:.4f}, {record['seconds']:.0f} s",
+                    f"{model.label}: {record['parameters'] / 1e6:.2f} M parameters, {record['steps']} steps"
+                    # Not logged in fewer steps than `logging_steps`.
+                    + ("" if record["loss"] is None else f", loss {record['loss']:.4f}")
+                    + f", {record['seconds']:.0f} s",
                 )
             records[model.key, seed] = record
     return records
@@ -219,7 +225,13 @@ def _start(run: Run, settings: dict[str, Any], jobs: int, lock: TextIO) -> _Proc
     (folder / "config.yaml").write_text(yaml.safe_dump(run.config, sort_keys=False))
     earlier = stored.get("seconds", 0.0) if resumed else 0.0
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
-    state = {"fingerprint": fingerprint(settings), "settings": settings, "threads": threads}
+    # With the run and not with the report, which may be made on another machine.
+    made = {
+        "hardware": hardware(threads),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "date": datetime.date.today().isoformat(),
+    }
+    state = {"fingerprint": fingerprint(settings), "settings": settings, "threads": threads, "earlier": earlier, **made}
     write_json(folder / _STATE, {"status": "running", **state})
     command = [*(run.model.launcher or (sys.executable,)), str(GRPO), "--config", str(folder / "config.yaml")]
     command += ["--resume_from_checkpoint", "true"] if resumed else []

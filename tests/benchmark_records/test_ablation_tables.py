@@ -76,9 +76,11 @@ def test_without_records_the_table_says_how_to_make_them(tmp_path):
         ([-1.0, 2.0], [-18.6, 19.6], "not seen"),
         ([0.0, 2.0], [-11.7, 13.7], "not seen"),
         ([3.0], None, "points that way"),
+        ([5.0, 4.0, 6.0, 5.0, -0.2], [0.94, 6.98], "holds"),
+        ([-5.0, -4.0, -6.0, -5.0, 0.2], [0.94, 6.98], "contradicted"),  # of the difference before its sign is turned
     ],
 )
-def test_a_verdict_needs_all_seeds_and_a_claim_that_holds_the_interval_too(in_favour, interval, words):
+def test_a_verdict_is_the_intervals_and_where_it_is_open_that_of_all_seeds(in_favour, interval, words):
     assert verdict(in_favour, interval) == words
 
 

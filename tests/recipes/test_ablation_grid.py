@@ -95,6 +95,13 @@ def test_seeds_cells_and_models_can_be_chosen(tmp_path):
     assert next(grid.runs).config["model_name_or_path"] == "b"
 
 
+def test_models_without_a_chosen_cell_are_left_out():
+    path = CONFIGS / "ablation_h200.yaml"
+    assert [model.key for model in read_grid(path, only=["mxfp4_free"]).models] == ["moe"]
+    with pytest.raises(ValueError, match="none of the cells mxfp4_free is run on dense"):
+        read_grid(path, only=["mxfp4_free"], models=["dense"])
+
+
 def test_options_that_a_cell_does_not_name_must_be_equal(tmp_path, monkeypatch):
     grid = read_grid(write(tmp_path / "grid.yaml"))
     check_cells(grid)

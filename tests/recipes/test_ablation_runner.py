@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grids of runs that are finished, killed, failed or changed, with a stand-in for `grpo.py`; and one real grid."""
 
+import datetime
 import json
 import os
 import shutil
@@ -145,6 +146,19 @@ def test_parts_that_ran_in_other_folders_are_added(ablation, grid, tmp_path, cap
     (tmp_path / "broken.json").write_text("[")
     with pytest.raises(SystemExit, match="error: .*broken.json is not JSON"):
         ablation(["--config", path, "--report-only", "--records", f"{tmp_path}/broken.json"])
+
+
+def test_records_say_where_the_run_was_made_and_not_the_report(ablation, grid, tmp_path, monkeypatch):
+    path = grid(bf16=0.75, mxfp4=0.375)
+    monkeypatch.setattr(ablations.runner, "hardware", lambda threads: f"an old machine, {threads} threads")
+    ablation(["--config", path, "--seeds", "0", "--only", "bf16"])
+    monkeypatch.setattr(ablations.runner, "hardware", lambda threads: "a new machine")
+    (tmp_path / "out" / "cells" / "bf16" / "seed0_old").mkdir()  # kept aside by hand
+    ablation(["--config", path, "--seeds", "1", "--only", "bf16"])
+    records = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    threads = len(os.sched_getaffinity(0))
+    assert [r["hardware"] for r in records] == [f"an old machine, {threads} threads", "a new machine"]
+    assert records[0]["versions"]["torch"] == torch.__version__ and records[0]["date"] == str(datetime.date.today())
 
 
 def test_a_failed_run_is_recorded_and_tried_again(ablation, grid, tmp_path, capsys):
