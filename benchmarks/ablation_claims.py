@@ -15,10 +15,14 @@ CLAIMS = (
     ("Outlier fallback gives some of it back", "of", "mxfp4", 1),
     ("Both together are better than fallback alone", "mbs_of", "of", 1),
     ("Noise alone helps", "aqn", "mxfp4", 1),
+    ("Noise helps on top of macro-block scaling", "aqn_mbs", "mbs", 1),
     ("Noise helps on top of both", "aqn_mbs_of", "mbs_of", 1),
     ("Fallback with alpha 0.5 is better than with 1", "mbs_of", "mbs_of1", 1),
     ("All three are still below full precision", "aqn_mbs_of", "bf16", -1),
+    ("Scales that round up cost less than OCP's floor rule", "mxfp4", "floor", 1),
+    ("Macro-block scaling helps where weights alone are in MXFP4", "w4a16_mbs", "w4a16", 1),
     ("Ours: a better number format of the same size beats MBS", "best", "mbs", 1),
+    ("Ours: noise helps on top of that format", "best_aqn", "best", 1),
 )
 
 
