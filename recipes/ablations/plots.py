@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from .results import Record, statistics
@@ -29,27 +28,51 @@ def draw_all(records: Sequence[Record], model: str) -> dict[str, Figure]:
 
 
 def draw_curves(records: Sequence[Record], model: str, key: str, label: str) -> Figure | None:
-    """A logged quantity over steps: for each cell the mean over seeds, and a band from the lowest to the highest."""
+    """A logged quantity over steps, a panel for each cell: its mean over seeds, a band from the lowest to the highest,
+    and the means of the reference and of the naive cell."""
     cells: dict[str, list[Mapping[int, float]]] = {}
+    backdrop: dict[str, str] = {}
     for record in records:
         if record["model"] == model and key in record["curves"]:
             cells.setdefault(record["label"], []).append(dict(record["curves"][key]))
+            if record["cell"] == record["reference"]:
+                backdrop[record["label"]] = "black"
+            elif record["cell"] == record["naive"]:
+                backdrop.setdefault(record["label"], "tab:red")
     if not cells:
         return None
-    figure = Figure(figsize=(9, 4.8), layout="constrained")
-    axes = figure.subplots()
-    colors = colormaps["tab20"].colors
-    for i, (name, curves) in enumerate(cells.items()):
-        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-        values = [[curve[step] for curve in curves] for step in steps]
-        color = "black" if i == 0 else colors[(i - 1) % len(colors)]
-        axes.plot(steps, [fmean(v) for v in values], color=color, label=name, linewidth=1.2)
-        if len(curves) > 1:
-            axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.12)
-    axes.set(xlabel="step", ylabel=label)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
+    panels = [name for name in cells if name not in backdrop] or list(cells)
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(2.6 * columns + 0.6, 2.0 * rows + 1.0), layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, name in zip(grid.flat, panels, strict=False):
+        for other, color in backdrop.items():
+            axes.plot(*_means(cells[other]), color=color, linewidth=0.9, label=other)
+        if name not in backdrop:
+            axes.plot(*_means(cells[name]), color="tab:blue", linewidth=1.4, label="the cell")
+        steps = _shared_steps(cells[name])
+        values = [[curve[step] for curve in cells[name]] for step in steps]
+        axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color="tab:blue", alpha=0.2)
+        axes.set_title(name, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.3)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel(label, fontsize=9)
+    lines, names = grid.flat[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside upper center", ncols=3, fontsize=8)
     return figure
+
+
+def _shared_steps(curves: Sequence[Mapping[int, float]]) -> list[int]:
+    return sorted(set.intersection(*(set(curve) for curve in curves)))
+
+
+def _means(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], list[float]]:
+    steps = _shared_steps(curves)
+    return steps, [fmean(curve[step] for curve in curves) for step in steps]
 
 
 def draw_accuracy(records: Sequence[Record], model: str) -> Figure:

@@ -129,13 +129,23 @@ def with_curves():
     return found
 
 
-def test_curves_are_means_with_bands_over_the_steps_that_all_seeds_have():
-    axes = draw_curves(with_curves(), "m", "reward", "reward").axes[0]
+def test_every_cell_has_a_panel_before_the_reference_and_the_naive_one():
+    (axes,) = draw_curves(with_curves(), "m", "reward", "reward").axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
-    assert lines["BF16"] == [[1, 0.25], [2, 0.5], [3, 0.75]]
-    assert lines["MBS"] == [[1, pytest.approx(1.25 / 3)], [2, pytest.approx(2 / 3)]]
-    assert len(axes.collections) == 3  # a band per cell
+    assert axes.get_title() == "MBS" and lines["BF16"] == lines["MXFP4"] == [[1, 0.25], [2, 0.5], [3, 0.75]]
+    # Over the steps that all seeds have.
+    assert lines["the cell"] == [[1, pytest.approx(1.25 / 3)], [2, pytest.approx(2 / 3)]]
+    (band,) = axes.collections
+    assert band.get_paths()[0].get_extents().extents.tolist() == [1.0, 0.25, 2.0, 1.0]
     assert draw_curves(RECORDS, "m", "reward", "reward") is None
+
+
+def test_five_cells_need_two_rows_of_panels_and_two_have_one_each():
+    more = [record(f"cell{i}", 0, 0.5, curves={"reward": [[1, 0.5]]}) for i in range(5)]
+    figure = draw_curves([*with_curves(), *more], "m", "reward", "reward")
+    assert [axes.get_title() for axes in figure.axes if axes.axison] == ["MBS", *(f"CELL{i}" for i in range(5))]
+    figure = draw_curves([r for r in with_curves() if r["cell"] != "mbs"], "m", "reward", "reward")
+    assert [axes.get_title() for axes in figure.axes] == ["BF16", "MXFP4"]
 
 
 def test_accuracy_is_shown_beside_the_papers_distances():
