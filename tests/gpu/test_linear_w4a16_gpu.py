@@ -126,6 +126,20 @@ def test_inductors_graphs_hold_products_in_parts(monkeypatch, compiler, n_cols):
     assert compiler["inductor"]["cudagraph_skips"] == 0
 
 
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_inductors_graphs_hold_packed_layers_without_kernels(compiler, preset):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(520, 96, device="cuda", dtype=torch.bfloat16)
+    config = MXFP4RLConfig(mode="packed", preset=preset, macro_search="static", backend="eager")
+    layer = MXFP4PackedLinear.from_linear(linear, config)
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(4):  # warm-up, recording, replays
+            x = torch.randn(3, 520, device="cuda", dtype=torch.bfloat16)
+            assert torch.equal(compiled(x), layer(x))
+    assert compiler["inductor"]["cudagraph_skips"] == 0
+
+
 def test_nothing_waits_for_the_gpu():
     packed = hf_mxfp4.quantize(torch.randn(1024, 4096, device="cuda"), backend="triton", macro_block=128)
     x = torch.randn(3, 4096, device="cuda", dtype=torch.bfloat16)
