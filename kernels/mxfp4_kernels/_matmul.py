@@ -72,6 +72,7 @@ def matmul_e4m3(
         ValueError: shapes that do not fit together, strides, or tensors that are not on one GPU.
     """
     _check_e4m3(a, a_scale, b, b_scale, out_dtype, bias)
+    bias = None if bias is None else bias.detach().contiguous()
     (m, k), n = a.shape, b.shape[0]
     per_group = a_scale.shape[1] != 1 or b_scale.shape[1] != 1
     if not per_group and m and n and k and _torch_takes(a.device, out_dtype, n, bias):
@@ -115,6 +116,7 @@ def matmul_mxf4(
     Returns and raises as [`matmul_e4m3`] does.
     """
     _check_mxf4(a_codes, a_scale, b_codes, b_scale, a_macro, b_macro, out_dtype, bias)
+    bias = None if bias is None else bias.detach().contiguous()
     (m, n_codes), n = a_codes.shape, b_codes.shape[0]
     out = torch.empty(m, n, dtype=out_dtype, device=a_codes.device)
     if not out.numel():

@@ -25,7 +25,7 @@ def test_the_matrix_of_shapes_dtypes_and_schemes(run_script):
 
 def test_special_values_sizes_and_repeated_calls(run_script):
     report = run_script("run_linear_special.py", interpret=True)
-    assert report.pop("checks") == 9
+    assert report.pop("checks") == 10
     assert not any(report.values()), report
 
 
