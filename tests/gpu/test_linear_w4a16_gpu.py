@@ -40,7 +40,10 @@ def linear_w4a16(x, packed, **options):
     )
 
 
-@pytest.mark.parametrize(("what", "cases"), [("few", 12), ("matrix", 540)])
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize(
+    ("what", "cases"), [("few", 12), *((f"matrix-{dtype}", 180) for dtype in ("bfloat16", "float16", "float32"))]
+)
 def test_products_with_packed_weights(what, cases):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), what, "cuda"]
