@@ -6,7 +6,9 @@
   that do not fit, which are counted, and sums in float32.
 * ``mxfp4``: packed operands, on the tensor cores for MXFP4. The same values.
 
-The result of either differs from the dense one by the rounding of sums and of the output alone.
+The result of either differs from the dense one by the rounding of sums and of the output alone. FP8 tensor cores add up
+folded MXFP4 exactly in nearly all cases; with FP8 gradients those of sm_90 may lose about 2**-13 of the largest product
+at every 32 elements (what a model of the hardware says, not measured).
 """
 
 import functools

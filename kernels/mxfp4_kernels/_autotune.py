@@ -9,9 +9,10 @@ A kernel's host code lists the configs that may run (dictionaries of compile-tim
 
 Nothing is measured unless asked for: by ``HF_MXFP4_AUTOTUNE=1`` in the environment, or within [`autotune`]. What was
 measured is used ever after, from ``$HF_MXFP4_CACHE/autotune/<gpu>.json`` (``~/.cache/hf_mxfp4`` by default), for as
-long as Triton and the sources of this package are the same. Otherwise the table that is shipped for the GPU decides
-(``configs/<gpu>.json`` beside this file, of the same form), and then the first config. An entry that is not among the
-configs offered is passed over, so that no file can make a launch fail.
+long as Triton and the sources of this package are the same. What first runs under capture in a CUDA graph, where
+nothing can be measured, is measured when it next runs outside of one. Otherwise the table that is shipped for the GPU
+decides (``configs/<gpu>.json`` beside this file, of the same form), and then the first config. An entry that is not
+among the configs offered is passed over, so that no file can make a launch fail.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ Config = Mapping[str, Any]
 
 _SHIPPED = Path(__file__).with_name("configs")
 _lock = threading.RLock()
-#: (GPU, kernel, key) -> config, of this process.
-_chosen: dict[tuple[str, str, str], Config] = {}
+#: (GPU, kernel, key) -> config, of this process, and whether that was measured (or could not be).
+_chosen: dict[tuple[str, str, str], tuple[Config, bool]] = {}
 _asked = 0
 
 
@@ -48,7 +49,6 @@ def autotune() -> Iterator[None]:
     """Measure, within this context, every kernel and class of shapes that was not measured on this GPU before."""
     global _asked
     _asked += 1
-    _forget_unmeasured()
     try:
         yield
     finally:
@@ -84,20 +84,23 @@ def choose(
     if device.type == "cpu" or len(configs) == 1:
         return configs[0]
     gpu, text = gpu_name(device), " ".join(map(str, key))
-    tuning = _is_tuning()
     place = (gpu, kernel_name, text)
-    found = _chosen.get(place)
-    if found is not None:
-        return found
+    config, settled = _chosen.get(place, (None, False))
+    # What was chosen without a measurement stays, but for one that is asked for.
+    if config is not None and (settled or not _is_tuning(device)):
+        return config
     with _lock:
+        tuning = _is_tuning(device)
         found = _offered(_measured(gpu).get(kernel_name, {}).get(text), configs)
+        settled = tuning or found is not None
         if found is None and tuning:
-            found = _fastest(kernel_name, text, configs, bench)
+            with _on(device):
+                found = _fastest(kernel_name, text, configs, bench)
             if found is not None:
                 _remember(gpu, kernel_name, text, found)
         if found is None:
             found = _offered(_table(_SHIPPED / f"{gpu}.json").get(kernel_name, {}).get(text), configs) or configs[0]
-        _chosen[place] = found
+        _chosen[place] = found, settled
     return found
 
 
@@ -128,11 +131,17 @@ def version() -> str:
     return f"triton {triton.__version__}, kernels {digest.hexdigest()[:16]}"
 
 
-def _is_tuning() -> bool:
+def _is_tuning(device: torch.device) -> bool:
     if not _asked and os.environ.get("HF_MXFP4_AUTOTUNE") != "1":
         return False
     # A measurement waits for the GPU, which a graph under capture cannot.
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    with _on(device):
+        return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes a GPU the current one, which streams, clocks and the buffers that clear caches belong to."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _fastest(kernel_name: str, text: str, configs: Sequence[Config], bench: Callable[[Config], float]) -> Config | None:
@@ -152,12 +161,6 @@ def _fastest(kernel_name: str, text: str, configs: Sequence[Config], bench: Call
 
 def _offered(entry: object, configs: Sequence[Config]) -> Config | None:
     return next((config for config in configs if dict(config) == entry), None)
-
-
-def _forget_unmeasured() -> None:
-    """What was chosen without a measurement is chosen anew."""
-    with _lock:
-        _chosen.clear()
 
 
 def _measured(gpu: str) -> Mapping[str, Any]:

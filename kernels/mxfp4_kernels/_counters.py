@@ -7,6 +7,8 @@ counters; a captured graph may run beside any stream, so each launch captured ha
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 
@@ -26,15 +28,31 @@ def zeros_of_a_launch(count: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
         return _captured(count, device)
+    stream = torch.cuda.current_stream(device)
     if device not in _for_graphs:
-        # Cleared before any graph runs: torch waits for the device when a capture begins.
-        _for_graphs[device] = torch.zeros(_GRAPH_COUNTERS, dtype=torch.int32, device=device), 0
-    place = device, torch.cuda.current_stream(device).cuda_stream
+        _for_graphs[device] = _kept_zeros(_GRAPH_COUNTERS, device, stream), 0
+        # Once per device: a graph may run on any stream, and nothing orders that after this one.
+        stream.synchronize()
+    place = device, stream.cuda_stream
     counters = _of_stream.get(place)
     if counters is None or counters.numel() < count:
-        counters = torch.zeros(max(count, _LEAST), dtype=torch.int32, device=device)
-        _of_stream[place] = counters
+        counters = _of_stream[place] = _kept_zeros(max(count, _LEAST), device, stream)
     return counters
+
+
+def _kept_zeros(count: int, device: torch.device, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Zeros that outlive the caller's allocations, cleared on ``stream``.
+
+    What a thread allocates may go to a pool that others take over: inductor warms up its CUDA graphs in their pool, and
+    refuses, or overwrites, what is left there but outputs. Pools belong to a thread, so another one allocates.
+    """
+
+    def allocate() -> torch.Tensor:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(allocate).result()
 
 
 def _captured(count: int, device: torch.device) -> torch.Tensor:

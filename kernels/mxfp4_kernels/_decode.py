@@ -67,20 +67,20 @@ def linear_w4a16(
     scheme = _launch.Scheme("rceil", macro_block, macro_search, outlier_fallback)
     _check(x, packed, length, scheme, bias, out)
     n_rows = codes.shape[0]
-    x = x.detach()
+    x, bias = x.detach(), None if bias is None else bias.detach().contiguous()
     tokens = x.reshape(-1, length) if length else x.new_empty(x.numel(), 0)
     n_tokens = x.shape[:-1].numel()
     result = x.new_empty(*x.shape[:-1], n_rows) if out is None else out
     if n_tokens == 0 or n_rows == 0:
         return result
     if length == 0:
-        return result.copy_(0 if bias is None else bias.detach().expand_as(result))
+        return result.copy_(0 if bias is None else bias.expand_as(result))
     plan = _plan_for(n_tokens, n_rows, length, scheme, x)
     if plan.route == "fused" and all(_in_words(part) for part in (codes, residual_codes) if part is not None):
         _launch_fused(tokens, packed, scheme, bias, result.view(n_tokens, n_rows), plan)
         return result
     weight = _launch.dequantize(packed, length, scheme, x.dtype)
-    product = F.linear(tokens, weight, None if bias is None else bias.detach().to(x.dtype)).view(result.shape)
+    product = F.linear(tokens, weight, None if bias is None else bias.to(x.dtype)).view(result.shape)
     return product if out is None else out.copy_(product)
 
 
@@ -115,7 +115,7 @@ def _launch_fused(
                 # As bits, which the interpreter needs.
                 x.view(torch.int16) if x.dtype == torch.bfloat16 else x,
                 *parts,
-                None if bias is None else bias.detach(),
+                bias,
                 target,
                 partial,
                 arrived,

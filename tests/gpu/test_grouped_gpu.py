@@ -104,7 +104,9 @@ def test_one_graph_serves_every_routing():
 def test_the_automatic_engine_trains_experts_like_the_dense_one():
     report = run("../ops/run_fast_experts.py", "cuda")
     for label, layer in report["experts"].items():
-        bound = 1e-5 if label.endswith("float32") else 2.0**-6
+        # FP8 tensor cores of sm_90 keep about 14 bits of sums, which those of folded MXFP4 fit into.
+        exact = 2.0**-12 if layer["fp8 operands"] else 1e-5
+        bound = exact if label.endswith("float32") else 2.0**-6
         assert max(layer["distance"].values()) <= bound, (label, layer)
         if label.startswith("w4a4g4"):
             assert layer["engines"] == ["fp8"] * 3

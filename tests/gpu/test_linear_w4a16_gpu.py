@@ -40,7 +40,10 @@ def linear_w4a16(x, packed, **options):
     )
 
 
-@pytest.mark.parametrize(("what", "cases"), [("few", 12), ("matrix", 540)])
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize(
+    ("what", "cases"), [("few", 12), *((f"matrix-{dtype}", 180) for dtype in ("bfloat16", "float16", "float32"))]
+)
 def test_products_with_packed_weights(what, cases):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), what, "cuda"]
@@ -95,6 +98,49 @@ def test_graphs_replay_beside_other_launches():
         expected = step()
         torch.cuda.synchronize()
         assert all(torch.equal(output, expected) for output in outputs)
+
+
+@pytest.fixture
+def compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("n_cols", [4096, 14336])
+def test_inductors_graphs_hold_products_in_parts(monkeypatch, compiler, n_cols):
+    """Counters that a first launch allocates must not lie in the memory of the graph that is warmed up around it."""
+    from mxfp4_kernels import _counters
+
+    # As in a fresh process: the first launch of all is that of the warm-up.
+    monkeypatch.setattr(_counters, "_of_stream", {})
+    monkeypatch.setattr(_counters, "_for_graphs", {})
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(n_cols, 256, device="cuda", dtype=torch.bfloat16)
+    layer = MXFP4PackedLinear.from_linear(linear, MXFP4RLConfig(mode="packed", preset="w4a16"))
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    inputs = [torch.randn(2, n_cols, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
+    with torch.no_grad():
+        found = [compiled(x).clone() for x in inputs]  # warm-up, recording, replays
+        ((_, used),) = _counters._for_graphs.values()
+        assert used > 0, "no product in parts was recorded"
+        assert all(torch.equal(y, layer(x)) for x, y in zip(inputs, found, strict=True))
+    assert compiler["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_inductors_graphs_hold_packed_layers_without_kernels(compiler, preset):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(520, 96, device="cuda", dtype=torch.bfloat16)
+    config = MXFP4RLConfig(mode="packed", preset=preset, macro_search="static", backend="eager")
+    layer = MXFP4PackedLinear.from_linear(linear, config)
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(4):  # warm-up, recording, replays
+            x = torch.randn(3, 520, device="cuda", dtype=torch.bfloat16)
+            assert torch.equal(compiled(x), layer(x))
+    assert compiler["inductor"]["cudagraph_skips"] == 0
 
 
 def test_nothing_waits_for_the_gpu():

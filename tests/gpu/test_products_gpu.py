@@ -39,14 +39,16 @@ def test_folding_equals_eager_bit_for_bit():
 def test_products_stay_within_the_bound_of_float32_sums():
     report = run("kernels/run_matmul.py")
     assert max(report["excess"].values()) <= 1, report["excess"]
-    assert report["nan"] and report["extremes"]
+    assert report["nan"] and report["extremes"] and report["biases"]
 
 
 @pytest.mark.skipif("not has_fp8()", reason="no FP8 products")
 def test_the_automatic_engine_trains_like_the_dense_one():
     report = run("ops/run_engines.py")
     for label, layer in report["layers"].items():
-        bound = 1e-5 if label.endswith("float32") else 2.0**-6
+        # FP8 tensor cores of sm_90 keep about 14 bits of sums, which those of folded MXFP4 fit into.
+        exact = 2.0**-12 if layer["fp8 operands"] else 1e-5
+        bound = exact if label.endswith("float32") else 2.0**-6
         assert max(layer["distance"].values()) <= bound, (label, layer)
     fast = report["layers"]["w4a4g4, auto, bfloat16"]["engines"]
     assert "dense" not in fast

@@ -76,6 +76,11 @@ def main() -> dict:
         if (y.float() - plain.float()).abs().max() > 0.02 * plain.float().abs().max():
             report[name] = "differs from codes at a multiple of four"
 
+    for name, bias in {"strided bias": random(140)[::2], "expanded bias": random(1).expand(70)}.items():
+        y = linear_w4a16(x, codes, scale, length=512, bias=bias)
+        if not torch.equal(y, linear_w4a16(x, codes, scale, length=512, bias=bias.contiguous())):
+            report[name] = "differs from a contiguous copy"
+
     out = torch.empty(3, 70, dtype=torch.bfloat16)
     if linear_w4a16(x, codes, scale, length=512, out=out) is not out or not torch.equal(out, plain):
         report["out"] = "is not the result"
@@ -89,7 +94,7 @@ def main() -> dict:
         report["counters"] = "were left set"
     if problem(long, numerics.dequantize(codes, scale, length=4096), None, first):
         report["splits"] = "wrong sums"
-    return report | {"checks": 9}
+    return report | {"checks": 10}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
     TRITON_INTERPRET=1 python run_linear_w4a16.py [few|matrix]      the interpreted kernel
     python run_linear_w4a16.py matrix cuda                          the compiled kernel, on a GPU
+    python run_linear_w4a16.py matrix-bfloat16 cuda                 the third of it that has this dtype
 
 A process of its own, because Triton decides when it is imported whether kernels are interpreted.
 """
@@ -50,8 +51,12 @@ def cases(what: str) -> Iterator[tuple]:
         yield from few
         return
     shapes = itertools.product((1, 4, 9, 16, 33, 70), (1, 31, 130), (8, 56, 128, 320, 1152))
+    wanted = what.partition("-")[2]
     for number, (shape, scheme) in enumerate(itertools.product(shapes, SCHEMES)):
-        yield *shape, DTYPES[number % 3], scheme, number % 2 == 0
+        # Neither is settled by the scheme: dtypes turn with the shape, and every three shapes the bias changes.
+        dtype, has_bias = DTYPES[(number + number // len(SCHEMES)) % 3], number // (3 * len(SCHEMES)) % 2 == 0
+        if wanted in ("", str(dtype).removeprefix("torch.")):
+            yield *shape, dtype, scheme, has_bias
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -86,7 +86,7 @@ def compare() -> dict:
             "mxf4 macro": mxf4(*macro, dtype, bias),
         }.items():
             found[name] = max(found.get(name, 0.0), value)
-    return {"excess": found, "nan": nan_rows(), "extremes": extremes()}
+    return {"excess": found, "nan": nan_rows(), "extremes": extremes(), "biases": strided_biases()}
 
 
 def nan_rows() -> bool:
@@ -114,6 +114,24 @@ def extremes() -> bool:
         parts = [part.to(DEVICE) for part in (left.elements, left.scale, right.elements, right.scale)]
         outs.append(mxfp4_kernels.matmul_e4m3(*parts, out_dtype=torch.float32))
     return all(bool((out == 128).all()) for out in outs)
+
+
+def strided_biases() -> bool:
+    """Biases that are no plain vectors in memory count as what they hold."""
+    rng = torch.Generator().manual_seed(1)
+    a, b = (numerics.quantize(torch.randn(rows, 96, generator=rng)) for rows in (5, 20))
+    codes = [part.to(DEVICE) for part in (a.codes, a.scale, b.codes, b.scale)]
+    numbers = torch.randn(40, generator=rng).to(DEVICE)
+    for bias in (numbers[::2], numbers[:1].expand(20)):
+        for group in (128, "row"):
+            left, right = fold(a, group), fold(b, group)
+            parts = [part.to(DEVICE) for part in (left.elements, left.scale, right.elements, right.scale)]
+            for multiply, operands in ((mxfp4_kernels.matmul_e4m3, parts), (mxfp4_kernels.matmul_mxf4, codes)):
+                outs = [multiply(*operands, out_dtype=torch.float32, bias=given) for given in (bias, bias.contiguous())]
+                plain = multiply(*operands, out_dtype=torch.float32)
+                if not torch.equal(*outs) or not torch.allclose(outs[0], plain + bias):
+                    return False
+    return True
 
 
 if __name__ == "__main__":

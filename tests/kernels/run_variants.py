@@ -10,17 +10,17 @@ A mode is stochastic, rotated, both or whole_rows.
 A process of its own, because Triton decides when it is imported whether kernels are interpreted.
 """
 
-import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from run_interpreted import adversarial_rows
 from run_quantize import DEVICE, DTYPES, PARTS, counted, differences, same
+from spread_cases import spread_cases
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
@@ -88,11 +88,10 @@ def wrong_both(x: torch.Tensor, scheme: QuantScheme, sides: tuple[Side, Side], d
     return bad
 
 
-def combinations(*choices: tuple) -> Iterator[tuple]:
+def combinations(*choices: Sequence) -> Iterator[tuple]:
     """Interpreted, as many as the longest of the choices has, running through each; on a GPU 15 times as many, in which
-    schemes and shapes meet in every way."""
-    count = max(map(len, choices)) * (1 if DEVICE == "cpu" else 15)
-    return zip(*(itertools.islice(itertools.cycle(choice), count) for choice in choices), strict=True)
+    any two of the choices meet in every way."""
+    return spread_cases(max(map(len, choices)) * (1 if DEVICE == "cpu" else 15), *choices)
 
 
 def stochastic() -> Iterator[tuple[str, list[str]]]:

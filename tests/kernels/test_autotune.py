@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of launch parameters and the files it is kept in; the GPU and the clock are stand-ins."""
 
+import contextlib
 import json
 
 import pytest
@@ -14,14 +15,29 @@ CONFIGS = [{"BLOCK_M": 64, "num_warps": 4}, {"BLOCK_M": 128, "num_warps": 8}, {"
 DEVICE = torch.device("cuda", 0)
 
 
+class Gpu:
+    """Stands for torch.cuda: which device is current, and whether its stream is under capture."""
+
+    current, capturing = torch.device("cuda", 3), False
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch, tmp_path):
+def gpu(monkeypatch, tmp_path):
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "device", gpu.device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setenv("HF_MXFP4_CACHE", str(tmp_path))
     monkeypatch.delenv("HF_MXFP4_AUTOTUNE", raising=False)
     monkeypatch.setattr(_autotune, "gpu_name", lambda device: "some_gpu")
     monkeypatch.setattr(_autotune, "_SHIPPED", tmp_path / "shipped")
     _autotune._chosen.clear()
-    yield
+    yield gpu
     _autotune._chosen.clear()
 
 
@@ -61,6 +77,42 @@ def test_the_fastest_is_measured_once_and_found_again_by_other_processes(monkeyp
     assert [path.name for path in cache_file("some_gpu").parent.iterdir()] == ["some_gpu.json"]
 
 
+def test_what_was_chosen_under_capture_or_before_is_measured_once_that_is_asked_for(gpu, monkeypatch):
+    ran = []
+    ask(bench(128, ran), key=(1,))
+    monkeypatch.setenv("HF_MXFP4_AUTOTUNE", "1")
+    gpu.capturing = True
+    for key in ((1,), (2,)):
+        # The same for as long as the capture lasts.
+        assert ask(bench(128, ran), key=key) is ask(bench(256, ran), key=key) is CONFIGS[0]
+    assert ran == []
+    gpu.capturing = False
+    for key in ((1,), (2,)):
+        assert ask(bench(128, ran), key=key) is ask(bench(256, ran), key=key) is CONFIGS[1]
+    assert ran == [64, 128, 256] * 2
+
+
+def test_measurements_are_of_the_device_that_the_kernel_runs_on(gpu):
+    devices = []
+
+    def time(config):
+        devices.append(gpu.current)
+        return 1.0
+
+    with autotune():
+        ask(time)
+    assert devices == [DEVICE] * 3 and gpu.current != DEVICE
+
+
+def test_a_measurement_that_is_kept_nowhere_counts_in_its_process(monkeypatch):
+    monkeypatch.setattr(_autotune, "_remember", lambda *entry: None)
+    ran = []
+    for _ in range(2):
+        with autotune():
+            assert ask(bench(128, ran)) is CONFIGS[1]
+    assert len(ran) == 3
+
+
 def test_configs_that_fail_are_out():
     def fails_at_first(config):
         if config is CONFIGS[1]:
@@ -72,8 +124,9 @@ def test_configs_that_fail_are_out():
 
     with autotune():
         assert ask(fails_at_first) is CONFIGS[0]
-        with pytest.warns(UserWarning, match="no config ran.*out of resource"):
-            assert ask(fails, key=(1,)) is CONFIGS[0]
+        with pytest.warns(UserWarning, match="no config ran.*out of resource") as warned:
+            assert ask(fails, key=(1,)) is ask(fails, key=(1,)) is CONFIGS[0]
+        assert len(warned) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": "v", "matmul": 3}', "\x00"])

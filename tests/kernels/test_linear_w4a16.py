@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with packed weights: interpreted, against float64 products of the dequantized weight."""
 
+import contextlib
+import threading
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,7 +25,7 @@ def test_the_matrix_of_shapes_dtypes_and_schemes(run_script):
 
 def test_special_values_sizes_and_repeated_calls(run_script):
     report = run_script("run_linear_special.py", interpret=True)
-    assert report.pop("checks") == 9
+    assert report.pop("checks") == 10
     assert not any(report.values()), report
 
 
@@ -131,3 +134,34 @@ def test_captured_launches_never_share_counters(monkeypatch):
     other = _counters._captured(65, device)
     assert other.numel() == 65 and other.storage_offset() == 0 and not other.any()
     assert other.untyped_storage().data_ptr() != given[0].untyped_storage().data_ptr()
+
+
+def test_counters_are_never_allocated_by_the_launching_thread(monkeypatch):
+    """Its allocations may go to the memory of a CUDA graph that is warmed up, which later graphs overwrite."""
+    from mxfp4_kernels import _counters
+
+    synchronized, threads = [], []
+
+    class Stream:
+        cuda_stream = 7
+
+        def synchronize(self):
+            synchronized.append(len(threads))
+
+    def zeros(count, *, dtype, device):
+        threads.append(threading.get_ident())
+        return torch.empty(count, dtype=dtype).zero_()
+
+    monkeypatch.setattr(_counters, "_of_stream", {})
+    monkeypatch.setattr(_counters, "_for_graphs", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    device = torch.device("cuda", 0)
+    few, same, many = (_counters.zeros_of_a_launch(count, device) for count in (3, 4000, 5000))
+    assert few is same and many.numel() >= 5000 and not many.any()
+    # Those of graphs, those of the stream, and more of these; the first are cleared before any graph can run.
+    assert len(threads) == 3 and threading.get_ident() not in threads
+    assert synchronized == [1]

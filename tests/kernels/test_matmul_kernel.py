@@ -14,7 +14,7 @@ def test_interpreted_products_stay_within_the_bound_of_float32_sums(run_script):
     assert set(report["excess"]) == {"row", "row bf16", "128", "mixed", "macro", "mxf4", "mxf4 macro"}
     for name, excess in report["excess"].items():
         assert 0 < excess <= 1, name
-    assert report["nan"] and report["extremes"]
+    assert report["nan"] and report["extremes"] and report["biases"]
 
 
 E4M3 = torch.zeros(4, 128, dtype=torch.float8_e4m3fn)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stochastic rounding, rotations and both directions of the quantize kernels: results, and the interface."""
 
+import itertools
+
 import pytest
 import torch
+from spread_cases import spread_cases
 
 import mxfp4_kernels
 from mxfp4_kernels._plan import Scheme, both_tile
@@ -13,6 +16,22 @@ def test_interpreted_kernels_equal_eager_bit_for_bit(run_script):
     report = run_script("run_variants.py", ",".join(cases), interpret=True)
     assert report["mismatches"] == []
     assert report["cases"] == cases
+
+
+#: How many options of each kind the modes of run_variants.py and run_producers.py have.
+OPTIONS = ((8, 5, 3, 3), (8, 5, 3, 4, 3, 3), (3, 8, 3), (8, 6, 3, 3), (7, 7, 3, 4, 4, 3, 3, 3), (7, 8, 3, 4, 5))
+
+
+@pytest.mark.parametrize("sizes", OPTIONS, ids=str)
+def test_cases_of_several_options_are_spread(sizes):
+    few, many = (list(spread_cases(times * max(sizes), *map(range, sizes))) for times in (1, 15))
+    assert (len(few), len(many)) == (max(sizes), 15 * max(sizes))
+    for place, size in enumerate(sizes):
+        assert {case[place] for case in few} == set(range(size))
+    for a, b in itertools.combinations(range(len(sizes)), 2):
+        assert {(case[a], case[b]) for case in many} == set(itertools.product(range(sizes[a]), range(sizes[b])))
+        # Of pairs, few cases can hold one each.
+        assert len({(case[a], case[b]) for case in few}) >= 0.7 * min(len(few), sizes[a] * sizes[b])
 
 
 X = torch.ones(4, 40)

@@ -6,8 +6,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_mxfp4.numerics import E2M1_MAGNITUDES, dequantize, pack_codes, quantize
+from hf_mxfp4.numerics import E2M1_MAGNITUDES, apply_scheme, dequantize, pack_codes, parse_scheme, quantize
 
 
 FLOAT32_MAX = Fraction(float(np.finfo(np.float32).max))
@@ -182,3 +183,17 @@ def test_dequantize_dtype(dtype):
     # Two significant bits fit everywhere: the plain result is the same number in every dtype.
     assert torch.equal(packed.dequantize().double(), packed.dequantize(torch.float64))
     assert packed.dequantize(torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "scheme", ["rceil", "mse+mbs128-dynamic+of0.5", "even+mbs128-blockwise", "floor+mbsrow", "rceil+of0.5@0.1"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_no_host_reads_a_value_or_sends_one(scheme, dtype):
+    """Fake tensors have no values to read, and refuse a tensor that the host makes beside them. What is left can be
+    captured in a CUDA graph. Meta: the branches for devices, on a machine without one."""
+    scheme = parse_scheme(scheme)
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        x = torch.empty(40, 70, dtype=dtype, device="meta")
+        assert apply_scheme(x, scheme).shape == x.shape
+        assert quantize(x, **vars(scheme)).dequantize().shape == x.shape

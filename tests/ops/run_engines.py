@@ -12,6 +12,7 @@ import torch
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.layers import cached_weights
+from hf_mxfp4.numerics import FP8
 from hf_mxfp4.ops import engine_counts, reset_engine_counts
 
 
@@ -61,6 +62,12 @@ def distance(found: torch.Tensor, dense: torch.Tensor) -> float:
     return float((found - dense).abs().max() / dense.abs().max())
 
 
+def has_fp8_operands(options: dict) -> bool:
+    """Whether gradients are E4M3 of their own, not folded MXFP4, of which FP8 tensor cores lose digits."""
+    scheme = MXFP4RLConfig(**options).gemms()
+    return any(FP8 in (gemm.left, gemm.right) for gemm in (scheme.dgrad, scheme.wgrad))
+
+
 def compare() -> dict:
     report = {}
     for name, options in CONFIGS.items():
@@ -75,6 +82,7 @@ def compare() -> dict:
                     "distance": {part: distance(found[part], dense[part]) for part in dense},
                     "engines": [next(iter(counts[gemm])) for gemm in ("fprop", "dgrad", "wgrad")],
                     "inexact": counts["inexact_blocks"],
+                    "fp8 operands": has_fp8_operands(options),
                 }
     return report
 

@@ -14,6 +14,7 @@ from torch import nn
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import MXFP4Experts, cached_weights
+from hf_mxfp4.numerics import FP8
 from hf_mxfp4.ops import engine_counts, group_by_expert, reset_engine_counts
 from hf_mxfp4.ops.fast_experts import self_check
 
@@ -88,6 +89,12 @@ def distance(found: torch.Tensor, dense: torch.Tensor) -> float:
     return float((found - dense).abs().max() / dense.abs().max())
 
 
+def has_fp8_operands(options: dict) -> bool:
+    """Whether gradients are E4M3 of their own, not folded MXFP4, of which FP8 tensor cores lose digits."""
+    scheme = MXFP4RLConfig(**options).gemms()
+    return any(FP8 in (gemm.left, gemm.right) for gemm in (scheme.dgrad, scheme.wgrad))
+
+
 def compare(everything: bool) -> dict:
     report = {}
     for number, (name, options) in enumerate(CONFIGS.items()):
@@ -101,6 +108,7 @@ def compare(everything: bool) -> dict:
                 "distance": {part: distance(found[part], dense[part]) for part in dense},
                 "engines": [next(iter(counts[gemm])) for gemm in ("fprop", "dgrad", "wgrad")],
                 "inexact": counts["inexact_blocks"],
+                "fp8 operands": has_fp8_operands(options),
             }
     return report
 
