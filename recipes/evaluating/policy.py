@@ -58,6 +58,11 @@ class Policy:
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
+    def attention(self) -> str | None:
+        """The implementation that the model really uses, whether or not one was asked for."""
+        return getattr(self.model.config.get_text_config(), "_attn_implementation", None)
+
+    @property
     def computed_in(self) -> str:
         """One line for people: the scheme, or what stands in its place."""
         if self.control is not None:
@@ -74,6 +79,7 @@ class Policy:
             "control": self.control and CONTROLS[self.control],
             "computed_in": self.computed_in,
             "dtype": self.dtype,
+            "attention": self.attention,
             "n_quantized": self.n_quantized,
             "n_skipped": self.n_skipped,
             "weight_sqnr_db": self.sqnr_db,

@@ -178,6 +178,8 @@ def _open_files(
         "prompts": _digest([token_ids, list(task.test["answer"])]),
         "model": policy.identity,
         "computed_in": policy.computed_in,
+        "dtype": policy.dtype,
+        "attention": policy.attention,
         "n_quantized": policy.n_quantized,
         "max_new_tokens": max_new_tokens,
         "scores": scorer.digest,

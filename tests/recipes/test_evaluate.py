@@ -158,6 +158,8 @@ def test_more_samples_are_added_to_those_that_are_there(whole, policy, tmp_path)
         (["--max_new_tokens=3"], "max_new_tokens: 4, now 3"),
         (["--limit=29"], "problems: 30, now 29"),
         (["--dequantize"], "computed_in: 'w4a4"),
+        (["--dtype=bfloat16"], "dtype: 'float32', now 'bfloat16'"),
+        (["--attn_implementation=eager"], "attention: 'sdpa', now 'eager'"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
