@@ -17,6 +17,8 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.config import QUANT_METHOD
 from hf_mxfp4.layers import QUANTIZED
 
+from .results import RESULT_FILE
+
 
 #: What `--dequantize` can leave out of the scheme; neither control quantizes activations.
 CONTROLS = {
@@ -224,9 +226,11 @@ def _identity(name: str, commit: str | None) -> str:
 
 def folder_digest(folder: Path) -> str:
     """SHA-256 (12 digits) of a checkpoint's configuration and tokenizer and of evenly spaced pieces of its weights: it
-    changes with training, costs no time, and survives a copy."""
+    changes with training, costs no time, and survives a copy. The result of an evaluation that was written into the
+    folder does not count."""
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)}):
+    found = {path for pattern in _WEIGHTS for path in folder.glob(pattern)}
+    for path in sorted(found - {folder / RESULT_FILE}):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as file:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,15 @@ def test_completions_made_in_another_way_are_not_mixed(whole, policy, change, na
         main([policy, *task, *SAMPLED, f"--output_dir={folder}", *change])
     assert named in str(caught.value) and "--overwrite to start again" in str(caught.value)
     assert (folder / "samples.jsonl").read_bytes() == before
+
+
+def test_an_evaluation_in_the_folder_of_its_policy_goes_on(policy, tmp_path):
+    folder = shutil.copytree(policy, tmp_path / "policy")
+    command = [str(folder), *TASK, f"--output_dir={folder}"]
+    first = main([*command, "--samples=1"])
+    second = main([*command, "--samples=2"])
+    assert (first["generated"], second["generated"]) == (60, 30)
+    assert first["identity"] == second["identity"]
 
 
 def test_overwrite_starts_again(policy, tmp_path):
