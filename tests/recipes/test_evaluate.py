@@ -414,6 +414,7 @@ def test_defaults_of_the_checkpoint_do_not_change_what_is_generated():
         (["--task=file", "--test_file=x", "--score=maths"], "unknown score 'maths': did you mean 'math'"),
         (["--task=arithmetic", "--score=math"], "does not take score"),
         (["--task=arithmetic", "--task_options={sede: 1}"], "has no option 'sede'; did you mean 'seed'"),
+        (["--task=word_problems", "--task_options={problem_steps: 3}"], "error: problem_steps=3 must be the fewest"),
         (["--task=arithmetic", "--task_options=3"], "--task_options: '3' is no mapping"),
         (["--task=arithmetic", "--task_options={a"], "--task_options: '{a' is neither YAML nor JSON"),
         (["--task=arithmetic", "--task_options={n_test: 501}"], "has 500 rows, 501 were asked for"),
