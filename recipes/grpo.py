@@ -187,7 +187,7 @@ def load_task_or_exit(recipe: RecipeArguments) -> Task:
             problem_count=recipe.problem_count,
             problem_steps=recipe.problem_steps,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from arguments import QuantizationArguments, parse
+from arguments import QuantizationArguments, RecipeArguments, parse
 from grpo import main, parse_or_exit
 
 from hf_mxfp4 import MXFP4RLConfig
+from tasks import TASKS
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,6 +227,25 @@ def test_wrong_yaml_ends_with_a_message(text, message, tmp_path):
     with pytest.raises(SystemExit) as caught:
         parse_or_exit(["--config", str(path), f"--output_dir={tmp_path}"])
     assert message in str(caught.value)
+
+
+def test_a_folder_for_a_configuration_ends_with_a_message(tmp_path):
+    with pytest.raises(SystemExit, match=f"error: cannot read {tmp_path}: Is a directory"):
+        parse_or_exit(["--config", str(tmp_path)])
+
+
+def test_math500_without_math_verify_says_what_to_install(tmp_path, monkeypatch):
+    row = json.dumps({"problem": "1+1?", "solution": "two", "answer": "2"})
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    files = [f"--{split}_file={tmp_path / 'rows.jsonl'}" for split in ("train", "test")]
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(SystemExit, match=r"error: .*math-verify"):
+        main([*TINY, "--task=math500", f"--output_dir={tmp_path / 'out'}", *files])
+
+
+def test_the_help_names_every_task():
+    text = next(option.metadata["help"] for option in fields(RecipeArguments) if option.name == "task")
+    assert all(task in text for task in TASKS)
 
 
 def test_missing_gpu_is_named(tmp_path):
