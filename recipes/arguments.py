@@ -69,7 +69,10 @@ class RecipeArguments:
         default=64, metadata={"help": "Test prompts whose completions are compared after reloading; 0: no reload."}
     )
     samples_shown: int = field(default=3, metadata={"help": "Completions of the reloaded model to print."})
-    overwrite: bool = field(default=False, metadata={"help": "Write into an output folder that is not empty."})
+    overwrite: bool = field(
+        default=False,
+        metadata={"help": "Write into an output folder that is not empty; checkpoints in it are removed."},
+    )
 
 
 #: Options of `MXFP4RLConfig` that are mappings or lists of them: nested in a YAML file, as YAML or JSON on the command

@@ -9,7 +9,6 @@ TRL's `ModelConfig` can stand in the YAML file or on the command line, which win
 
 import functools
 import json
-import os
 import sys
 import time
 import warnings
@@ -21,23 +20,23 @@ from arguments import RecipeArguments, exit_on_wrong_options, parse
 from checksum import frozen_checksum
 from evaluation import Evaluation, evaluate_greedy, write_completions
 from evaluation_callback import GreedyEvaluation
+from output_folder import refuse_used_folder, remove_old_checkpoints, resume_choice
 from peft import PeftModel
 from progress import TrainingBar
 from resolved_config import FILE_NAME, write_resolved_config
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from terminal import console, tell
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import ModelConfig, get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.analysis import plot_training
-from hf_mxfp4.checkpoint import add_evaluation, last_complete_checkpoint
+from hf_mxfp4.checkpoint import add_evaluation
 from tasks import Task, build_tokenizer, load_task
 from tasks.tiny_model import TINY_MODELS, supervised_warmup
 
 
-console = Console()
 # TRL's own default still has the old name of this option.
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
 
@@ -71,7 +70,8 @@ def main(argv: list[str]) -> dict:
         peft_config=get_peft_config(model_args),
     )
     TrainingBar.install(trainer)
-    # Not earlier: a start that fails is to leave an empty folder, which can be used again.
+    # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
+    remove_old_checkpoints(output, recipe, training)
     if PartialState().is_main_process:
         run = write_resolved_config(output, recipe, quantization, training, model_args)
         tell("options", f"all of them in {output / FILE_NAME} (run {run})")
@@ -145,29 +145,6 @@ def parse_or_exit(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP
         "Run it on a GPU machine, or on the CPU with --use_cpu true (and a model small enough for it); without "
         "--config a small model trains there.",
     )
-
-
-def refuse_used_folder(output: Path, recipe: RecipeArguments, training: MXFP4GRPOConfig) -> None:
-    """Exit rather than mix a new run into the folder of an old one."""
-    resuming = resume_choice(training) is not None
-    if resume_choice(training) is True and last_complete_checkpoint(output) is None:
-        raise SystemExit(
-            f"error: nothing to resume: {output} holds no complete checkpoint (see save_strategy and save_steps)"
-        )
-    if output.is_dir() and any(output.iterdir()) and not (recipe.overwrite or resuming):
-        raise SystemExit(
-            f"error: output_dir {output} is not empty; choose another --output_dir, continue with "
-            "--resume_from_checkpoint true, or write over it with --overwrite true"
-        )
-    output.mkdir(parents=True, exist_ok=True)
-
-
-def resume_choice(training: MXFP4GRPOConfig) -> str | bool | None:
-    """What `Trainer.train` takes: a folder, True for the newest checkpoint, or None."""
-    choice = training.resume_from_checkpoint
-    if choice in (None, "", "false", "False"):
-        return None
-    return True if choice in ("true", "True") else choice
 
 
 def load_task_or_exit(recipe: RecipeArguments) -> Task:
@@ -400,12 +377,6 @@ def print_summary(summary: dict) -> None:
         tell("saved model", summary["saved"])
     tell("plot", summary["plot"])
     tell("run report", summary["run_report"] or "none (see report_every)")
-
-
-def tell(subject: str, message: str) -> None:
-    """Print a line once per job."""
-    if os.environ.get("RANK", "0") == "0":
-        console.print(Text.assemble((subject, "bold"), " ", message), highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from arguments import QuantizationArguments, RecipeArguments, parse
 from grpo import main, parse_or_exit
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.analysis.run_log import RUN_LOG
+from hf_mxfp4.checkpoint import last_complete_checkpoint
 from tasks import TASKS
 
 
@@ -36,6 +38,12 @@ TINY = [
 
 def short_run(folder, *options):
     return main([*TINY, "--n_test=16", f"--output_dir={folder}", *options])
+
+
+def starts(folder):
+    """The steps at which training began, once for each time that it did."""
+    lines = map(json.loads, (folder / RUN_LOG).read_text().splitlines())
+    return [line["step"] for line in lines if line["kind"] == "start"]
 
 
 RELOAD = """
@@ -123,6 +131,7 @@ def test_an_interrupted_recipe_resumes_where_it_was(tmp_path):
     resumed = short_run(tmp_path / "out", "--overwrite=false", "--resume_from_checkpoint=true", *checkpoints)
     assert resumed["steps"] == 3
     assert resumed["accuracy_before"]["exact_match"] >= 0
+    assert starts(tmp_path / "out") == [0, 2]
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -275,6 +284,33 @@ def test_a_used_folder_is_not_written_over(tmp_path):
     with pytest.raises(SystemExit, match="is not empty; choose another"):
         main([*TINY, f"--output_dir={tmp_path}", "--overwrite=false"])
     assert (tmp_path / "precious.txt").read_text() == "results"
+
+
+def test_checkpoints_of_a_run_that_is_written_over_are_removed_when_nothing_is_refused_any_more(tmp_path):
+    out = tmp_path / "out"
+    for name in ("checkpoint-2", "checkpoint-9"):
+        (out / name).mkdir(parents=True)
+        (out / name / "trainer_state.json").write_text('{"global_step": 9}')
+    (out / "checkpoint-best").mkdir()  # not a trainer's
+    for refused in ("--task=nothing", f"--model_name_or_path={tmp_path}/nowhere", "--per_device_train_batch_size=7"):
+        with pytest.raises((SystemExit, ValueError)):
+            short_run(out, "--overwrite=true", refused)
+        assert (out / "checkpoint-9" / "trainer_state.json").is_file(), refused
+    short_run(out, "--overwrite=true", "--reload_check=0", "--save_strategy=steps", "--save_steps=2")
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3", "checkpoint-best"}
+    assert last_complete_checkpoint(out) == str(out / "checkpoint-3")
+    # Whoever resumes needs them, whatever is written over beside.
+    short_run(out, "--overwrite=true", "--resume_from_checkpoint=true", "--reload_check=0")
+    assert (out / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("choice", ["false", '"false"', "null", "none"])
+def test_not_to_resume_guards_a_used_folder_in_yaml_too(tmp_path, choice):
+    (tmp_path / "precious.txt").write_text("results")
+    config = tmp_path / "run.yaml"
+    config.write_text(f"resume_from_checkpoint: {choice}\nuse_cpu: true\nbf16: false\n")
+    with pytest.raises(SystemExit, match="is not empty; choose another"):
+        main(["--config", str(config), f"--output_dir={tmp_path}"])
 
 
 def test_nothing_to_resume_is_named(tmp_path):
