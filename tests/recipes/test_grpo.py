@@ -7,10 +7,13 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import grpo
 import pytest
+import torch
 import yaml
 from arguments import QuantizationArguments, RecipeArguments, parse
 from grpo import main, parse_or_exit
+from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.run_log import RUN_LOG
@@ -132,6 +135,34 @@ def test_an_interrupted_recipe_resumes_where_it_was(tmp_path):
     assert resumed["steps"] == 3
     assert resumed["accuracy_before"]["exact_match"] >= 0
     assert starts(tmp_path / "out") == [0, 2]
+
+
+def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsys, monkeypatch):
+    load, asked = AutoModelForCausalLM.from_pretrained, []
+
+    def no_room_for_a_second_one(source, **options):
+        asked.append(options)
+        if Path(source).name == "policy":
+            raise torch.OutOfMemoryError("no memory left\nand a long table")
+        return load(source, **options)
+
+    monkeypatch.setattr(grpo.AutoModelForCausalLM, "from_pretrained", no_room_for_a_second_one)
+    out = tmp_path / "out"
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        short_run(out, "--trust_remote_code=true", "--attn_implementation=eager")
+    assert [options["trust_remote_code"] for options in asked] == [True, True]
+    assert [options["attn_implementation"] for options in asked] == ["eager", "eager"]
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["reloaded"] is None and summary["reload_error"].startswith("OutOfMemoryError: no memory left")
+    assert summary["accuracy_after"]["exact_match"] >= 0 and summary["seconds"] > 0
+    assert len((out / "completions_after.jsonl").read_text().splitlines()) == 16
+    assert len(json.loads((out / "log_history.json").read_text())) >= 3
+    assert "exact_match" in (out / "policy" / "README.md").read_text()
+    assert "(after RL)" in (out / "run_report.html").read_text()
+    table = capsys.readouterr().out
+    assert "FAILED, see below" in table and "reloading failed OutOfMemoryError: no memory left" in table
+    assert "--reload_check 0 leaves the comparison out" in table
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
