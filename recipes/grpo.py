@@ -21,6 +21,7 @@ from evaluation import Evaluation, evaluate_greedy
 from evaluation_callback import GreedyEvaluation
 from output_folder import refuse_used_folder, remove_old_checkpoints, resume_choice
 from peft import PeftModel
+from placement import placed, why_not_on
 from progress import TrainingBar
 from resolved_config import FILE_NAME, write_resolved_config
 from run_summary import print_summary, write_results, write_summary
@@ -92,7 +93,15 @@ def main(argv: list[str]) -> dict:
         return frozen_checksum(trainer.accelerator.unwrap_model(trainer.model)) if model_args.use_peft else None
 
     base_before = checksum()
-    before = evaluate("evaluating before RL") if recipe.evaluate_before else None
+    before = None
+    if recipe.evaluate_before:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        reason = why_not_on(training.device, model, copies=training.cache_rollout_weights and trainer.n_quantized > 0)
+        if reason is not None:
+            tell("not evaluated before RL:", reason)
+        else:
+            with placed(model, training.device):
+                before = evaluate("evaluating before RL")
     add_to_report(trainer, "before RL", 0, before)
     trainer.train(resume_from_checkpoint=resume_choice(training))
     after = evaluate("evaluating after RL")

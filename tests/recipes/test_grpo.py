@@ -137,6 +137,13 @@ def test_an_interrupted_recipe_resumes_where_it_was(tmp_path):
     assert starts(tmp_path / "out") == [0, 2]
 
 
+def test_without_room_before_training_the_evaluation_before_rl_is_left_out_and_said_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(grpo, "why_not_on", lambda device, model, copies: f"no room on {device}, copies: {copies}")
+    summary = short_run(tmp_path / "out", "--reload_check=0", "--cache_rollout_weights=false")
+    assert summary["accuracy_before"] is None and summary["accuracy_after"]["exact_match"] >= 0
+    assert "not evaluated before RL: no room on cpu, copies: False" in capsys.readouterr().out
+
+
 def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsys, monkeypatch):
     load, asked = AutoModelForCausalLM.from_pretrained, []
 
