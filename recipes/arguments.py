@@ -12,6 +12,7 @@ from trl import ModelConfig, TrlParser
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.config import unknown_key_message
+from tasks import TASKS
 from tasks.tiny_model import TINY_MODELS
 
 
@@ -24,10 +25,10 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "tiny_cpu.yaml"
 class RecipeArguments:
     """The task, the model made on the spot when none is named, and what is reported."""
 
-    task: str = field(
-        default="arithmetic", metadata={"help": "'arithmetic' or 'word_problems' (made on the spot), or 'gsm8k'."}
+    task: str = field(default="arithmetic", metadata={"help": f"One of {', '.join(TASKS)}."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "gsm8k, math500: Hub dataset; openai/gsm8k, HuggingFaceH4/MATH-500."}
     )
-    dataset_name: str | None = field(default=None, metadata={"help": "Hub dataset; gsm8k: openai/gsm8k."})
     dataset_config: str | None = field(default=None, metadata={"help": "Its configuration; gsm8k: main."})
     train_file: str | None = field(default=None, metadata={"help": "JSON lines to train on instead of a Hub dataset."})
     test_file: str | None = field(default=None, metadata={"help": "JSON lines to evaluate on instead."})
@@ -68,7 +69,10 @@ class RecipeArguments:
         default=64, metadata={"help": "Test prompts whose completions are compared after reloading; 0: no reload."}
     )
     samples_shown: int = field(default=3, metadata={"help": "Completions of the reloaded model to print."})
-    overwrite: bool = field(default=False, metadata={"help": "Write into an output folder that is not empty."})
+    overwrite: bool = field(
+        default=False,
+        metadata={"help": "Write into an output folder that is not empty; checkpoints in it are removed."},
+    )
 
 
 #: Options of `MXFP4RLConfig` that are mappings or lists of them: nested in a YAML file, as YAML or JSON on the command
@@ -183,6 +187,8 @@ def exit_on_wrong_options(parse_options: Callable[[list[str]], Parsed], argv: li
         return parse_options(argv)
     except FileNotFoundError as error:
         raise SystemExit(f"error: no configuration file {error.filename}") from error
+    except OSError as error:
+        raise SystemExit(f"error: cannot read {error.filename}: {error.strerror}") from error
     except yaml.YAMLError as error:
         raise SystemExit(f"error: the configuration is not valid YAML: {error}") from error
     except (TypeError, ValueError) as error:

@@ -8,8 +8,6 @@ TRL's `ModelConfig` can stand in the YAML file or on the command line, which win
 """
 
 import functools
-import json
-import os
 import sys
 import time
 import warnings
@@ -19,25 +17,23 @@ from pathlib import Path
 from accelerate import PartialState
 from arguments import RecipeArguments, exit_on_wrong_options, parse
 from checksum import frozen_checksum
-from evaluation import Evaluation, evaluate_greedy, write_completions
+from evaluation import Evaluation, evaluate_greedy
 from evaluation_callback import GreedyEvaluation
+from output_folder import refuse_used_folder, remove_old_checkpoints, resume_choice
 from peft import PeftModel
+from placement import placed, why_not_on
 from progress import TrainingBar
 from resolved_config import FILE_NAME, write_resolved_config
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from run_summary import print_summary, write_results, write_summary
+from terminal import console, tell
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import ModelConfig, get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
-from hf_mxfp4.analysis import plot_training
-from hf_mxfp4.checkpoint import add_evaluation, last_complete_checkpoint
 from tasks import Task, build_tokenizer, load_task
 from tasks.tiny_model import TINY_MODELS, supervised_warmup
 
 
-console = Console()
 # TRL's own default still has the old name of this option.
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
 
@@ -71,7 +67,8 @@ def main(argv: list[str]) -> dict:
         peft_config=get_peft_config(model_args),
     )
     TrainingBar.install(trainer)
-    # Not earlier: a start that fails is to leave an empty folder, which can be used again.
+    # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
+    remove_old_checkpoints(output, recipe, training)
     if PartialState().is_main_process:
         run = write_resolved_config(output, recipe, quantization, training, model_args)
         tell("options", f"all of them in {output / FILE_NAME} (run {run})")
@@ -96,7 +93,15 @@ def main(argv: list[str]) -> dict:
         return frozen_checksum(trainer.accelerator.unwrap_model(trainer.model)) if model_args.use_peft else None
 
     base_before = checksum()
-    before = evaluate("evaluating before RL") if recipe.evaluate_before else None
+    before = None
+    if recipe.evaluate_before:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        reason = why_not_on(training.device, model, copies=training.cache_rollout_weights and trainer.n_quantized > 0)
+        if reason is not None:
+            tell("not evaluated before RL:", reason)
+        else:
+            with placed(model, training.device):
+                before = evaluate("evaluating before RL")
     add_to_report(trainer, "before RL", 0, before)
     trainer.train(resume_from_checkpoint=resume_choice(training))
     after = evaluate("evaluating after RL")
@@ -108,28 +113,36 @@ def main(argv: list[str]) -> dict:
         trainer.save_model(str(saved))
     trainer.accelerator.wait_for_everyone()
 
+    summary: dict = {}
+    if trainer.is_world_process_zero():
+        checksums = base_before and {"before": base_before, "after": base_after}
+        seconds = round(time.monotonic() - started, 1)
+        summary = write_results(output, trainer, task, before, after, saved, origin, checksums, seconds)
+    # Only now, and when nobody writes any more: a second model beside the states of training may not fit into memory.
+    trainer.accelerator.wait_for_everyone()
+
     def load_saved() -> PreTrainedModel:
         if not model_args.use_peft:
-            return AutoModelForCausalLM.from_pretrained(saved)
+            return AutoModelForCausalLM.from_pretrained(
+                saved,
+                attn_implementation=model_args.attn_implementation,
+                trust_remote_code=training.trust_remote_code,
+            )
         base, _ = load_policy(source, recipe, quantization, training, model_args)
         return PeftModel.from_pretrained(base, saved)
 
-    # All processes take part: the evaluation is shared between them.
-    reloaded = saved and reload_and_compare(saved, load_saved, recipe, task, training, after)
-    summary = {}
-    if trainer.is_world_process_zero():
-        write_completions(after, task.test, output / "completions_after.jsonl")
-        plot = plot_training(trainer.state.log_history, output / "training.png")
-        summary = summarize(trainer, task, before, after, saved, plot, reloaded, origin)
-        summary["base_checksum"] = base_before and {"before": base_before, "after": base_after}
-        summary["seconds"] = round(time.monotonic() - started, 1)
-        if saved is not None:
-            if not model_args.use_peft and not recipe.full_precision and before is not None:
-                add_evaluation(saved, summary)
-            summary["bytes_on_disk"] = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-        (output / "log_history.json").write_text(json.dumps(trainer.state.log_history) + "\n")
-        (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        print_summary(summary)
+    found: dict = {}
+    try:
+        # All processes take part: the evaluation is shared between them.
+        found["reloaded"] = saved and reload_and_compare(saved, load_saved, recipe, task, training, after)
+    except BaseException as error:
+        found["reload_error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if trainer.is_world_process_zero():
+            summary |= found | {"seconds": round(time.monotonic() - started, 1)}
+            write_summary(output, summary)
+            print_summary(summary)
     trainer.accelerator.wait_for_everyone()
     return summary
 
@@ -145,29 +158,6 @@ def parse_or_exit(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP
         "Run it on a GPU machine, or on the CPU with --use_cpu true (and a model small enough for it); without "
         "--config a small model trains there.",
     )
-
-
-def refuse_used_folder(output: Path, recipe: RecipeArguments, training: MXFP4GRPOConfig) -> None:
-    """Exit rather than mix a new run into the folder of an old one."""
-    resuming = resume_choice(training) is not None
-    if resume_choice(training) is True and last_complete_checkpoint(output) is None:
-        raise SystemExit(
-            f"error: nothing to resume: {output} holds no complete checkpoint (see save_strategy and save_steps)"
-        )
-    if output.is_dir() and any(output.iterdir()) and not (recipe.overwrite or resuming):
-        raise SystemExit(
-            f"error: output_dir {output} is not empty; choose another --output_dir, continue with "
-            "--resume_from_checkpoint true, or write over it with --overwrite true"
-        )
-    output.mkdir(parents=True, exist_ok=True)
-
-
-def resume_choice(training: MXFP4GRPOConfig) -> str | bool | None:
-    """What `Trainer.train` takes: a folder, True for the newest checkpoint, or None."""
-    choice = training.resume_from_checkpoint
-    if choice in (None, "", "false", "False"):
-        return None
-    return True if choice in ("true", "True") else choice
 
 
 def load_task_or_exit(recipe: RecipeArguments) -> Task:
@@ -187,7 +177,7 @@ def load_task_or_exit(recipe: RecipeArguments) -> Task:
             problem_count=recipe.problem_count,
             problem_steps=recipe.problem_steps,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
 
 
@@ -235,7 +225,12 @@ def load_policy(
     if source.startswith((".", "/", "~")) and not Path(source).is_dir():
         raise SystemExit(f"error: cannot load the model {source!r}: there is no such folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=model_args.model_revision, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(
+            source,
+            revision=model_args.model_revision,
+            padding_side="left",
+            trust_remote_code=training.trust_remote_code,
+        )
         policy = AutoModelForCausalLM.from_pretrained(
             source,
             revision=model_args.model_revision,
@@ -293,7 +288,7 @@ def reload_and_compare(
     count = min(recipe.reload_check, len(task.test))
     # Whole batches of the evaluation, so that padding is the same and completions can be compared to the letter.
     count = min(-(-count // recipe.greedy_batch_size) * recipe.greedy_batch_size, len(task.test))
-    tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left", trust_remote_code=training.trust_remote_code)
     model = load_saved().to(training.device)
     subset = task.test.select(range(count))
     evaluation = evaluate_greedy(
@@ -304,6 +299,7 @@ def reload_and_compare(
         max_new_tokens=training.max_completion_length,
         batch_size=recipe.greedy_batch_size,
         title="reloaded policy",
+        cache_weights=training.cache_rollout_weights,
     )
     same = sum(a == b for a, b in zip(evaluation.completions, after.completions, strict=False))
     for i in range(min(recipe.samples_shown, count) if PartialState().is_main_process else 0):
@@ -311,101 +307,6 @@ def reload_and_compare(
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         console.print(f"  {prompt!r} -> {evaluation.completions[i]!r}  (answer {row['answer']})", markup=False)
     return {"compared": count, "identical": same}
-
-
-def summarize(
-    trainer: MXFP4GRPOTrainer,
-    task: Task,
-    before: Evaluation | None,
-    after: Evaluation,
-    saved: Path | None,
-    plot: Path,
-    reloaded: dict | None,
-    model: str,
-) -> dict:
-    """Everything the closing table shows, as JSON."""
-    history = [entry for entry in trainer.state.log_history if "entropy" in entry]
-    sigmas = [entry["aqn/sigma"] for entry in history if "aqn/sigma" in entry]
-    written = trainer.report_callback and trainer.report_callback.path
-    report = getattr(trainer.accelerator.unwrap_model(trainer.model), "quantization_report", None)
-    return {
-        "task": task.name,
-        "model": model,
-        "scheme": report.scheme if report else "full precision",
-        "seed": trainer.args.seed,
-        "steps": trainer.state.global_step,
-        "n_test": len(task.test),
-        "accuracy_before": before and {name: before.accuracy(name) for name in task.scores},
-        "accuracy_after": {name: after.accuracy(name) for name in task.scores},
-        "standard_error_before": before and {name: before.standard_error(name) for name in task.scores},
-        "standard_error_after": {name: after.standard_error(name) for name in task.scores},
-        "entropy_first": history[0]["entropy"] if history else None,
-        "entropy_last": history[-1]["entropy"] if history else None,
-        "entropy_alarms": trainer.entropy_callback.alarms,
-        "aqn_sigma_logged": sigmas and {"largest": max(sigmas), "last": sigmas[-1]},
-        "n_quantized": trainer.n_quantized,
-        "n_skipped": report.n_skipped if report else None,
-        "weight_sqnr_db": report.sqnr_db if report else None,
-        "saved": saved and str(saved),
-        "adapter": saved is not None and (saved / "adapter_config.json").is_file(),
-        "plot": str(plot),
-        "run_report": str(written) if written else None,
-        "reloaded": reloaded,
-    }
-
-
-def print_summary(summary: dict) -> None:
-    """The closing table."""
-    table = Table(
-        title=f"{summary['task']} · {summary['steps']} GRPO steps · seed {summary['seed']}", show_header=False
-    )
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-
-    def accuracy(when: str, name: str) -> str:
-        return f"{summary[f'accuracy_{when}'][name]:.3f} ± {summary[f'standard_error_{when}'][name]:.3f}"
-
-    table.add_row("model", Text(summary["model"]))
-    table.add_row("scheme", Text(summary["scheme"]))
-    for name, after in summary["accuracy_after"].items():
-        remark = f"n = {summary['n_test']}"
-        if summary["accuracy_before"]:
-            table.add_row(f"{name}, greedy, before RL", f"{accuracy('before', name)}  ({remark})")
-            remark = f"{after - summary['accuracy_before'][name]:+.3f}"
-        table.add_row(f"{name}, greedy, after RL", f"{accuracy('after', name)}  ({remark})")
-    if summary["entropy_first"] is not None:
-        alarms = f", {len(summary['entropy_alarms'])} alarms"
-        table.add_row("entropy", f"{summary['entropy_first']:.3f} -> {summary['entropy_last']:.3f} nats{alarms}")
-    if summary["aqn_sigma_logged"]:
-        table.add_row("AQN sigma", "largest {largest:.2g}, last {last:.2g}".format(**summary["aqn_sigma_logged"]))
-    sqnr = f", weight SQNR {summary['weight_sqnr_db']:.1f} dB" if summary["weight_sqnr_db"] is not None else ""
-    left = f" ({summary['n_skipped']} left in full precision)" if summary["n_quantized"] else ""
-    table.add_row("quantized layers", f"{summary['n_quantized']}{left}{sqnr}")
-    kind = "adapter alone" if summary["adapter"] else "master weights"
-    if summary["base_checksum"]:
-        before, after = summary["base_checksum"]["before"], summary["base_checksum"]["after"]
-        verdict = "bit-identical after training" if before == after else f"CHANGED to {after[:12]}"
-        table.add_row("frozen base", f"sha256 {before[:12]}, {verdict}")
-    if summary["saved"]:
-        table.add_row("size on disk", f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})")
-    if summary["reloaded"]:
-        same, compared = summary["reloaded"]["identical"], summary["reloaded"]["compared"]
-        table.add_row("after reloading", f"{same} of {compared} completions identical")
-    elif summary["adapter"]:
-        table.add_row("after reloading", "not compared (reload_check is 0)")
-    table.add_row("time", f"{summary['seconds']:.0f} s")
-    console.print(table)
-    # Paths are for copying: a table would break them on a narrow terminal.
-    if summary["saved"]:
-        tell("saved model", summary["saved"])
-    tell("plot", summary["plot"])
-    tell("run report", summary["run_report"] or "none (see report_every)")
-
-
-def tell(subject: str, message: str) -> None:
-    """Print a line once per job."""
-    if os.environ.get("RANK", "0") == "0":
-        console.print(Text.assemble((subject, "bold"), " ", message), highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -31,11 +31,14 @@ def write_run_report(folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def write_run_picture(folder: str | Path, out: str | Path) -> Path:
-    """Draw the plots of the run in ``folder`` as one picture; the format follows the suffix of ``out``.
+    """Draw the plots of the run in ``folder`` as one picture; the format follows the suffix of ``out``, which gets
+    `.png` where it has none. The file that was written.
 
     Raises [`RunLogError`] when there is no run, and `ValueError` for a format that cannot be written.
     """
     record, out = read_run(folder), Path(out)
+    if not out.suffix:  # matplotlib would add one by itself, and the file be elsewhere than is told
+        out = out.with_name(f"{out.name}.png")
     figure = panels_figure(record, summary(record, verdict(record)))
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=80)

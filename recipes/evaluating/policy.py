@@ -17,6 +17,8 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.config import QUANT_METHOD
 from hf_mxfp4.layers import QUANTIZED
 
+from .results import RESULT_FILE
+
 
 #: What `--dequantize` can leave out of the scheme; neither control quantizes activations.
 CONTROLS = {
@@ -58,6 +60,11 @@ class Policy:
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
+    def attention(self) -> str | None:
+        """The implementation that the model really uses, whether or not one was asked for."""
+        return getattr(self.model.config.get_text_config(), "_attn_implementation", None)
+
+    @property
     def computed_in(self) -> str:
         """One line for people: the scheme, or what stands in its place."""
         if self.control is not None:
@@ -74,6 +81,7 @@ class Policy:
             "control": self.control and CONTROLS[self.control],
             "computed_in": self.computed_in,
             "dtype": self.dtype,
+            "attention": self.attention,
             "n_quantized": self.n_quantized,
             "n_skipped": self.n_skipped,
             "weight_sqnr_db": self.sqnr_db,
@@ -218,9 +226,11 @@ def _identity(name: str, commit: str | None) -> str:
 
 def folder_digest(folder: Path) -> str:
     """SHA-256 (12 digits) of a checkpoint's configuration and tokenizer and of evenly spaced pieces of its weights: it
-    changes with training, costs no time, and survives a copy."""
+    changes with training, costs no time, and survives a copy. The result of an evaluation that was written into the
+    folder does not count."""
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)}):
+    found = {path for pattern in _WEIGHTS for path in folder.glob(pattern)}
+    for path in sorted(found - {folder / RESULT_FILE}):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as file:

@@ -17,6 +17,8 @@ from .records import ScoredCompletion
 
 PACKAGES = ("hf-mxfp4", "torch", "transformers", "peft", "accelerate", "evaluate", "math-verify")
 GREEDY = "greedy"
+#: Its name in the folder of an evaluation.
+RESULT_FILE = "result.json"
 
 
 def problem_keys(prompts: Sequence[Any], answers: Sequence[str]) -> list[str]:

@@ -95,11 +95,11 @@ def main(argv: list[str]) -> dict[str, Any]:
     if other is not None:
         result["compared_with"] = str(options.compare)
         result["differences"] = comparison.compare(result, other)
-    results.write_result(result, folder / "result.json")
+    results.write_result(result, folder / results.RESULT_FILE)
     console.print(results.table(result))
     if other is not None:
         console.print(comparison.table(result["differences"], result, other))
-    console.print(f"written to {folder / 'result.json'}", highlight=False, markup=False)
+    console.print(f"written to {folder / results.RESULT_FILE}", highlight=False, markup=False)
     return result
 
 
@@ -178,6 +178,8 @@ def _open_files(
         "prompts": _digest([token_ids, list(task.test["answer"])]),
         "model": policy.identity,
         "computed_in": policy.computed_in,
+        "dtype": policy.dtype,
+        "attention": policy.attention,
         "n_quantized": policy.n_quantized,
         "max_new_tokens": max_new_tokens,
         "scores": scorer.digest,

@@ -66,6 +66,7 @@ def load_task(
         "prompt_template": prompt_template,
     }
     common = {"seed": seed, "n_train": n_train, "n_test": n_test, "conversational": conversational}
+    _check_numbers({"problem_count": problem_count, **common}, problem_steps)
     generated = {"problem_count": problem_count, "problem_steps": problem_steps}
     columns = {"prompt_column": prompt_column, "answer_column": answer_column, "score": score}
     if name != "file":
@@ -88,6 +89,21 @@ def load_task(
     guess = difflib.get_close_matches(str(name).lower(), TASKS, n=1, cutoff=0.5)
     hint = f"did you mean {guess[0]!r}? " if guess else ""
     raise ValueError(f"unknown task {name!r}: {hint}the tasks are {', '.join(map(repr, TASKS))}")
+
+
+def _check_numbers(options: dict[str, object], problem_steps: object) -> None:
+    """YAML gives whatever was written. All `options` but `conversational` are whole numbers, where they are given."""
+    for key, value in options.items():
+        if key != "conversational" and value is not None and not _is_whole(value):
+            raise ValueError(f"{key}={value!r} must be a whole number")
+    if problem_steps is None:
+        return
+    if not isinstance(problem_steps, Sequence) or not all(map(_is_whole, problem_steps)):
+        raise ValueError(f"problem_steps={problem_steps!r} must be the fewest and the most steps, such as [2, 4]")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _refuse(task: str, does: str, options: dict[str, object]) -> None:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,8 @@ def test_more_samples_are_added_to_those_that_are_there(whole, policy, tmp_path)
         (["--max_new_tokens=3"], "max_new_tokens: 4, now 3"),
         (["--limit=29"], "problems: 30, now 29"),
         (["--dequantize"], "computed_in: 'w4a4"),
+        (["--dtype=bfloat16"], "dtype: 'float32', now 'bfloat16'"),
+        (["--attn_implementation=eager"], "attention: 'sdpa', now 'eager'"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -169,6 +172,15 @@ def test_completions_made_in_another_way_are_not_mixed(whole, policy, change, na
         main([policy, *task, *SAMPLED, f"--output_dir={folder}", *change])
     assert named in str(caught.value) and "--overwrite to start again" in str(caught.value)
     assert (folder / "samples.jsonl").read_bytes() == before
+
+
+def test_an_evaluation_in_the_folder_of_its_policy_goes_on(policy, tmp_path):
+    folder = shutil.copytree(policy, tmp_path / "policy")
+    command = [str(folder), *TASK, f"--output_dir={folder}"]
+    first = main([*command, "--samples=1"])
+    second = main([*command, "--samples=2"])
+    assert (first["generated"], second["generated"]) == (60, 30)
+    assert first["identity"] == second["identity"]
 
 
 def test_overwrite_starts_again(policy, tmp_path):
@@ -402,6 +414,7 @@ def test_defaults_of_the_checkpoint_do_not_change_what_is_generated():
         (["--task=file", "--test_file=x", "--score=maths"], "unknown score 'maths': did you mean 'math'"),
         (["--task=arithmetic", "--score=math"], "does not take score"),
         (["--task=arithmetic", "--task_options={sede: 1}"], "has no option 'sede'; did you mean 'seed'"),
+        (["--task=word_problems", "--task_options={problem_steps: 3}"], "error: problem_steps=3 must be the fewest"),
         (["--task=arithmetic", "--task_options=3"], "--task_options: '3' is no mapping"),
         (["--task=arithmetic", "--task_options={a"], "--task_options: '{a' is neither YAML nor JSON"),
         (["--task=arithmetic", "--task_options={n_test: 501}"], "has 500 rows, 501 were asked for"),

@@ -7,12 +7,18 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import grpo
 import pytest
+import torch
 import yaml
-from arguments import QuantizationArguments, parse
+from arguments import QuantizationArguments, RecipeArguments, parse
 from grpo import main, parse_or_exit
+from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.analysis.run_log import RUN_LOG
+from hf_mxfp4.checkpoint import last_complete_checkpoint
+from tasks import TASKS
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +41,12 @@ TINY = [
 
 def short_run(folder, *options):
     return main([*TINY, "--n_test=16", f"--output_dir={folder}", *options])
+
+
+def starts(folder):
+    """The steps at which training began, once for each time that it did."""
+    lines = map(json.loads, (folder / RUN_LOG).read_text().splitlines())
+    return [line["step"] for line in lines if line["kind"] == "start"]
 
 
 RELOAD = """
@@ -122,6 +134,42 @@ def test_an_interrupted_recipe_resumes_where_it_was(tmp_path):
     resumed = short_run(tmp_path / "out", "--overwrite=false", "--resume_from_checkpoint=true", *checkpoints)
     assert resumed["steps"] == 3
     assert resumed["accuracy_before"]["exact_match"] >= 0
+    assert starts(tmp_path / "out") == [0, 2]
+
+
+def test_without_room_before_training_the_evaluation_before_rl_is_left_out_and_said_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(grpo, "why_not_on", lambda device, model, copies: f"no room on {device}, copies: {copies}")
+    summary = short_run(tmp_path / "out", "--reload_check=0", "--cache_rollout_weights=false")
+    assert summary["accuracy_before"] is None and summary["accuracy_after"]["exact_match"] >= 0
+    assert "not evaluated before RL: no room on cpu, copies: False" in capsys.readouterr().out
+
+
+def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsys, monkeypatch):
+    load, asked = AutoModelForCausalLM.from_pretrained, []
+
+    def no_room_for_a_second_one(source, **options):
+        asked.append(options)
+        if Path(source).name == "policy":
+            raise torch.OutOfMemoryError("no memory left\nand a long table")
+        return load(source, **options)
+
+    monkeypatch.setattr(grpo.AutoModelForCausalLM, "from_pretrained", no_room_for_a_second_one)
+    out = tmp_path / "out"
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        short_run(out, "--trust_remote_code=true", "--attn_implementation=eager")
+    assert [options["trust_remote_code"] for options in asked] == [True, True]
+    assert [options["attn_implementation"] for options in asked] == ["eager", "eager"]
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["reloaded"] is None and summary["reload_error"].startswith("OutOfMemoryError: no memory left")
+    assert summary["accuracy_after"]["exact_match"] >= 0 and summary["seconds"] > 0
+    assert len((out / "completions_after.jsonl").read_text().splitlines()) == 16
+    assert len(json.loads((out / "log_history.json").read_text())) >= 3
+    assert "exact_match" in (out / "policy" / "README.md").read_text()
+    assert "(after RL)" in (out / "run_report.html").read_text()
+    table = capsys.readouterr().out
+    assert "FAILED, see below" in table and "reloading failed OutOfMemoryError: no memory left" in table
+    assert "--reload_check 0 leaves the comparison out" in table
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -228,6 +276,25 @@ def test_wrong_yaml_ends_with_a_message(text, message, tmp_path):
     assert message in str(caught.value)
 
 
+def test_a_folder_for_a_configuration_ends_with_a_message(tmp_path):
+    with pytest.raises(SystemExit, match=f"error: cannot read {tmp_path}: Is a directory"):
+        parse_or_exit(["--config", str(tmp_path)])
+
+
+def test_math500_without_math_verify_says_what_to_install(tmp_path, monkeypatch):
+    row = json.dumps({"problem": "1+1?", "solution": "two", "answer": "2"})
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    files = [f"--{split}_file={tmp_path / 'rows.jsonl'}" for split in ("train", "test")]
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(SystemExit, match=r"error: .*math-verify"):
+        main([*TINY, "--task=math500", f"--output_dir={tmp_path / 'out'}", *files])
+
+
+def test_the_help_names_every_task():
+    text = next(option.metadata["help"] for option in fields(RecipeArguments) if option.name == "task")
+    assert all(task in text for task in TASKS)
+
+
 def test_missing_gpu_is_named(tmp_path):
     with pytest.raises(SystemExit, match="made for a GPU and none was found"):
         parse_or_exit(["--config", str(CONFIGS / "qwen2.5_3b_gsm8k.yaml"), f"--output_dir={tmp_path}"])
@@ -255,6 +322,33 @@ def test_a_used_folder_is_not_written_over(tmp_path):
     with pytest.raises(SystemExit, match="is not empty; choose another"):
         main([*TINY, f"--output_dir={tmp_path}", "--overwrite=false"])
     assert (tmp_path / "precious.txt").read_text() == "results"
+
+
+def test_checkpoints_of_a_run_that_is_written_over_are_removed_when_nothing_is_refused_any_more(tmp_path):
+    out = tmp_path / "out"
+    for name in ("checkpoint-2", "checkpoint-9"):
+        (out / name).mkdir(parents=True)
+        (out / name / "trainer_state.json").write_text('{"global_step": 9}')
+    (out / "checkpoint-best").mkdir()  # not a trainer's
+    for refused in ("--task=nothing", f"--model_name_or_path={tmp_path}/nowhere", "--per_device_train_batch_size=7"):
+        with pytest.raises((SystemExit, ValueError)):
+            short_run(out, "--overwrite=true", refused)
+        assert (out / "checkpoint-9" / "trainer_state.json").is_file(), refused
+    short_run(out, "--overwrite=true", "--reload_check=0", "--save_strategy=steps", "--save_steps=2")
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3", "checkpoint-best"}
+    assert last_complete_checkpoint(out) == str(out / "checkpoint-3")
+    # Whoever resumes needs them, whatever is written over beside.
+    short_run(out, "--overwrite=true", "--resume_from_checkpoint=true", "--reload_check=0")
+    assert (out / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("choice", ["false", '"false"', "null", "none"])
+def test_not_to_resume_guards_a_used_folder_in_yaml_too(tmp_path, choice):
+    (tmp_path / "precious.txt").write_text("results")
+    config = tmp_path / "run.yaml"
+    config.write_text(f"resume_from_checkpoint: {choice}\nuse_cpu: true\nbf16: false\n")
+    with pytest.raises(SystemExit, match="is not empty; choose another"):
+        main(["--config", str(config), f"--output_dir={tmp_path}"])
 
 
 def test_nothing_to_resume_is_named(tmp_path):

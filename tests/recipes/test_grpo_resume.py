@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_grpo import short_run
+from test_grpo import short_run, starts
 
 
 CHECKPOINTS = ("--save_strategy=steps", "--save_steps=1", "--num_iterations=2")
@@ -24,6 +24,6 @@ def test_a_resumed_recipe_ends_with_the_same_policy(tmp_path, capsys):
     weights: Path = out / "checkpoint-2" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     resumed = short_run(out, "--overwrite=false", "--resume_from_checkpoint=true", *CHECKPOINTS)
-    assert resumed["steps"] == 3
+    assert resumed["steps"] == 3 and starts(out) == [0, 1]
     assert (out / "policy" / "model.safetensors").read_bytes() == policy
     assert "checkpoint-2 is not resumed from: it has no trainer_state.json" in capsys.readouterr().err

@@ -184,6 +184,9 @@ def test_the_command_writes_where_it_is_told(run, tmp_path):
     assert not (tmp_path / "run" / RUN_REPORT).exists()
     done = CliRunner().invoke(app, [*command, "--png", str(tmp_path / "page.png")])
     assert done.exit_code == 0 and (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    done = CliRunner().invoke(app, [*command, "--png", str(tmp_path / "picture")])
+    assert done.exit_code == 0 and done.stdout.strip() == str(tmp_path / "picture.png")
+    assert Path(done.stdout.strip()).read_bytes().startswith(b"\x89PNG")
     done = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
     assert done.exit_code == 2 and "there is no folder" in done.stderr
     done = CliRunner().invoke(app, [*command, "--png", str(tmp_path / "page.xyz")])
