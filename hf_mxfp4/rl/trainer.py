@@ -153,6 +153,7 @@ class MXFP4GRPOTrainer(
             rollouts = state["rollouts"]
             self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
             self.state.num_input_tokens_seen = rollouts["tokens_seen"]
+            self._metrics["train"].clear()  # of what the step that failed had added to them
             self._metrics["train"].update(state["metrics"])
         if self.use_adaptive_entropy:
             self.entropy_coef, self._last_world_entropy = state["entropy"]["coefficient"], state["entropy"]["last"]

@@ -100,6 +100,29 @@ def test_the_last_finished_step_is_saved_and_goes_on_to_the_same_bits(build, who
     assert_same(everything(resumed), whole)
 
 
+def test_what_half_a_step_has_logged_is_not_saved(build, tmp_path):
+    """It stops between the two micro-batches of its third step, which resuming takes from the start."""
+    options = {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    whole = build(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    trainer = build(output_dir=str(tmp_path / "parts"), **options)
+    computed, original = [], trainer._compute_loss
+
+    def interrupted(*args):
+        if len(computed) == 2 * 2 + 1:
+            send(signal.SIGTERM)
+        computed.append(original(*args))
+        return computed[-1]
+
+    trainer._compute_loss = interrupted
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = build(output_dir=str(tmp_path / "parts"), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(everything(resumed), everything(whole))
+
+
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 2), (signal.SIGINT, 5)], ids=["SIGTERM", "Ctrl-C"])
 def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monkeypatch):
     """Weights of which some are updated belong to no step. Step 5 is the last one: the run ends with it, and stops."""
