@@ -158,6 +158,11 @@ class MXFP4GRPOTrainer(
         if self.use_adaptive_entropy:
             self.entropy_coef, self._last_world_entropy = state["entropy"]["coefficient"], state["entropy"]["last"]
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        # The epoch has begun before a Trainer loads them, and the states of then belong to no step.
+        self._boundary.remember(self.state.global_step)
+
     def _restore_process(self, checkpoint: str) -> None:
         super()._restore_process(checkpoint)
         # The order of prompts is drawn once an epoch from a generator that belongs to the sampler of this trainer.

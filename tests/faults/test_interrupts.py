@@ -123,6 +123,22 @@ def test_what_half_a_step_has_logged_is_not_saved(build, tmp_path):
     assert_same(everything(resumed), everything(whole))
 
 
+@pytest.mark.parametrize("step", [2, 4], ids=["within an epoch", "between epochs"])
+def test_a_resumed_run_that_stops_in_its_first_step_goes_on_in_another_folder(build, step, tmp_path):
+    """What it saves there is the checkpoint that it was resumed from."""
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": step}
+    whole = build(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    source = tmp_path / "whole" / f"checkpoint-{step}"
+    trainer = build(at_step(step, lambda: send(signal.SIGTERM)), output_dir=str(tmp_path / "parts"), **options)
+    with pytest.raises(SystemExit):
+        trainer.train(resume_from_checkpoint=str(source))
+    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == [source.name]
+    resumed = build(output_dir=str(tmp_path / "parts"), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(everything(resumed), everything(whole))
+
+
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 2), (signal.SIGINT, 5)], ids=["SIGTERM", "Ctrl-C"])
 def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monkeypatch):
     """Weights of which some are updated belong to no step. Step 5 is the last one: the run ends with it, and stops."""
