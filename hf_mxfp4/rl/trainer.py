@@ -141,17 +141,36 @@ class MXFP4GRPOTrainer(
             "micro_step": self._step,
             "batches": self._buffered_inputs,
             "tokens_seen": self.state.num_input_tokens_seen,
+            "split": self._batch_split(),
         }
         metrics = {name: [float(value) for value in values] for name, values in self._metrics["train"].items()}
         # TRL writes these two as well, but after the checkpoint is complete.
         entropy = {"coefficient": self.entropy_coef, "last": self._last_world_entropy}
         return {**super()._process_state(), "rollouts": rollouts, "metrics": metrics, "entropy": entropy}
 
+    def _batch_split(self) -> dict[str, int]:
+        """What decides which micro-batch of which rollout an optimizer step trains on."""
+        return {
+            "steps_per_generation": self.args.steps_per_generation,
+            "num_iterations": self.num_iterations,
+            "per_device_train_batch_size": self.args.per_device_train_batch_size,
+        }
+
     def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
         super()._load_process_state(state, exact)
         if exact:
             rollouts = state["rollouts"]
-            self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
+            split = self._batch_split()
+            before = rollouts.get("split", split)  # unknown in older checkpoints
+            if before == split:
+                self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
+            else:
+                get_logger().warning(
+                    "the checkpoint was written with %s and is resumed with %s: rollouts start anew, so that this run "
+                    "does not repeat one that was never stopped",
+                    _in_words(before),
+                    _in_words(split),
+                )
             self.state.num_input_tokens_seen = rollouts["tokens_seen"]
             self._metrics["train"].clear()  # of what the step that failed had added to them
             self._metrics["train"].update(state["metrics"])
@@ -178,6 +197,10 @@ class MXFP4GRPOTrainer(
             next(iter(sampler), None)
         self._epochs_begun = 0
         return sampler
+
+
+def _in_words(options: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _check_dataset(name: str, dataset: Any, needs_prompt: bool) -> None:
