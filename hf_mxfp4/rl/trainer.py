@@ -14,7 +14,9 @@ from .config import MXFP4GRPOConfig
 from .dynamic_sampling import DynamicSampling
 from .interruption import InterruptibleTraining
 from .overlong_penalty import add_overlong_penalty
+from .policy_callbacks import thresholds_kept
 from .reference_policy import check_reference, count_quantized, reference_config
+from .resume import random_states, restore_random_states
 from .reward_guard import guard_reward
 from .rollout_correction import RolloutCorrection
 from .rollout_generation import RolloutGeneration
@@ -108,6 +110,19 @@ class MXFP4GRPOTrainer(
 
     def _rollout_weights(self) -> contextlib.AbstractContextManager[None]:
         return rollout_context(self.args.cache_rollout_weights, self.args.rollout_weights)
+
+    # ---- evaluation -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """[`transformers.Trainer.evaluate`], which leaves training as it was, also where it is cut short: its rollouts
+        draw from the random generators of training, and its forward passes count for selective outlier fallback.
+        """
+        states = random_states()
+        try:
+            with thresholds_kept(self.model):
+                return super().evaluate(*args, **kwargs)
+        finally:
+            restore_random_states(states)
 
     # ---- checks ---------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,11 @@ import threading
 
 import pytest
 import torch
-from grpo_runs import even_digits, trainer_factory
+from grpo_runs import even_digits, prompts, trainer_factory
 from same_bits import assert_same
 from transformers import TrainerState
 
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl import RewardError
 from hf_mxfp4.rl.interruption import signals_as_exceptions
 from hf_mxfp4.rl.step_boundary import StepBoundary
@@ -121,6 +122,38 @@ def test_what_half_a_step_has_logged_is_not_saved(build, tmp_path):
     resumed = build(output_dir=str(tmp_path / "parts"), **options)
     resumed.train(resume_from_checkpoint=True)
     assert_same(everything(resumed), everything(whole))
+
+
+def test_a_stop_in_an_evaluation_goes_on_to_the_same_bits(build, tmp_path):
+    """That of this step is not repeated."""
+    options = {
+        "scheme": MXFP4RLConfig(outlier_fallback_rate=0.2),
+        "max_steps": 3,
+        "eval_dataset": prompts(4),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+    }
+    whole = build(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 2 and not trainer.model.training:
+            send(signal.SIGTERM)
+        return even_digits(completions)
+
+    reward.__name__ = even_digits.__name__
+    trainer = build(reward, output_dir=str(tmp_path / "parts"), **options)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    resumed = build(output_dir=str(tmp_path / "parts"), **options)
+    resumed.train(resume_from_checkpoint=True)
+    ends = [everything(whole), everything(resumed)]
+    evaluated = [[entry["step"] for entry in end["logs"] if "eval_loss" in entry] for end in ends]
+    assert evaluated == [[2, 3], [3]]
+    for end in ends:
+        end["logs"] = [entry for entry in end["logs"] if "eval_loss" not in entry]
+    assert_same(*ends)
 
 
 @pytest.mark.parametrize("step", [2, 4], ids=["within an epoch", "between epochs"])
