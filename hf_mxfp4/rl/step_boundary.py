@@ -40,6 +40,14 @@ class StepBoundary(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._update = state, state.global_step
 
+    def on_step_end(self, args, state, control, **kwargs):
+        self._update = None
+
+    @property
+    def finishes_step(self) -> bool:
+        """Whether the optimizer began to change the weights and callbacks have not all seen the end of the step."""
+        return self._update is not None
+
     @property
     def inside_update(self) -> bool:
         """Whether the optimizer began to change the weights and the step has not been counted yet."""

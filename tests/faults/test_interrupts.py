@@ -192,6 +192,32 @@ def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monke
     assert_same(everything(resumed)["weights"], whole["weights"])
 
 
+def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
+    """The step is counted by then, and neither its thresholds of the fallback nor its log are there yet."""
+    options = {
+        "scheme": MXFP4RLConfig(outlier_fallback_rate=0.2),
+        "max_steps": 3,
+        "gradient_gain_every": 2,
+        "error_every": 0,
+    }
+    whole = build(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    trainer = build(output_dir=str(tmp_path / "parts"), **options)
+    measure = trainer.gradient_gain_callback._measure
+
+    def interrupted(*args):
+        send(signal.SIGTERM)
+        return measure(*args)
+
+    trainer.gradient_gain_callback._measure = interrupted
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = build(output_dir=str(tmp_path / "parts"), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(everything(resumed), everything(whole))
+
+
 def test_a_second_signal_does_not_wait_for_the_update(tmp_path):
     boundary = StepBoundary(dict)
     with pytest.raises(SystemExit), signals_as_exceptions(boundary):

@@ -2,12 +2,12 @@
 """Trackers and other callbacks that fail: training goes on, or stops with what was trained saved, and says which."""
 
 import pytest
-import torch
 from grpo_runs import trainer_factory
 from same_bits import assert_same
 from transformers import TrainerCallback
 from transformers.integrations import WandbCallback
 
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl.tracker_guard import guard_trackers, is_tracker
 
 
@@ -90,16 +90,43 @@ def test_a_tracker_that_works_is_left_to_itself(run, capsys):
     assert "tracker" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("event", ["on_log", "on_step_end"])
-def test_a_callback_of_the_user_that_fails_stops_training_with_everything_saved(run, tmp_path, event, capsys):
+#: A step moves two states beside the weights: the strength of the noise, and the thresholds of the fallback.
+STATEFUL = {
+    "scheme": MXFP4RLConfig(outlier_fallback_rate=0.2),
+    "max_steps": 4,
+    "aqn_schedule": "entropy",
+    "aqn_target_entropy": 4.0,
+    "aqn_rate_limit": 0.9,
+    "aqn_sigma_start": 0.9,
+    "aqn_sigma_end": 0.3,
+    "error_every": 0,
+}
+TIMES = {
+    "step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos",
+}  # fmt: skip
+
+
+def lines(trainer):
+    return [{key: value for key, value in e.items() if key not in TIMES} for e in trainer.state.log_history]
+
+
+@pytest.mark.parametrize(
+    ("event", "lacks"), [("on_log", set()), ("on_step_end", {"loss", "grad_norm", "learning_rate"})]
+)
+def test_a_callback_of_the_user_that_fails_stops_training_with_everything_saved(run, tmp_path, event, lacks, capsys):
     with pytest.raises(KeyError, match="mistake"):
-        run(callbacks=[Broken(event, 2)], max_steps=4).train()
+        run(callbacks=[Broken(event, 2)], **STATEFUL).train()
     saved = tmp_path / "run" / "checkpoint-2"
     assert f"training stopped at step 2 by KeyError: 'mistake'; saved as {saved}" in capsys.readouterr().err
-    resumed = run(max_steps=4)
+    resumed = run(**STATEFUL)
     resumed.train(resume_from_checkpoint=True)
-    whole = run(max_steps=4, output_dir=str(tmp_path / "whole"))
+    whole = run(output_dir=str(tmp_path / "whole"), **STATEFUL)
     whole.train()
     assert resumed.state.global_step == 4
-    for one, other in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same(weights(resumed), weights(whole))
+    assert resumed.noise_controller.sigma == whole.noise_controller.sigma > 0
+    expected = lines(whole)
+    assert lacks < set(expected[1])
+    expected[1] = {key: value for key, value in expected[1].items() if key not in lacks}
+    assert_same(sorted(lines(resumed)[1].items()), sorted(expected[1].items()))
+    assert_same(lines(resumed)[2:], expected[2:])
