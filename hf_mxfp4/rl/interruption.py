@@ -15,7 +15,7 @@ from .._logging import get_logger
 from ..checkpoint import last_complete_checkpoint, why_incomplete
 from .resume import ExactResumeMixin
 from .step_boundary import StepBoundary
-from .tracker_guard import guard_trackers
+from .tracker_guard import guard_direct_writes, guard_trackers
 
 
 class Terminated(SystemExit):
@@ -45,14 +45,15 @@ class InterruptibleTraining(ExactResumeMixin):
         """
         guard_trackers(self.callback_handler.callbacks)
         single = self.accelerator.num_processes == 1
-        try:
-            # Several processes could not save together, each somewhere else; signals end them as they always do.
-            with signals_as_exceptions(self._boundary) if single else contextlib.nullcontext():
-                return super().train(resume_from_checkpoint, *args, **kwargs)
-        except BaseException as error:
-            self._save_before_leaving(error)
-            self._report_error(error)
-            raise
+        with guard_direct_writes():
+            try:
+                # Several processes could not save together, each somewhere else; signals end them as they always do.
+                with signals_as_exceptions(self._boundary) if single else contextlib.nullcontext():
+                    return super().train(resume_from_checkpoint, *args, **kwargs)
+            except BaseException as error:
+                self._save_before_leaving(error)
+                self._report_error(error)
+                raise
 
     def _save_before_leaving(self, error: BaseException) -> None:
         step = self.state.global_step

@@ -6,6 +6,8 @@ from grpo_runs import trainer_factory
 from same_bits import assert_same
 from transformers import TrainerCallback
 from transformers.integrations import WandbCallback
+from trl.extras import profiling
+from trl.trainer import grpo_trainer
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl.tracker_guard import guard_trackers, is_tracker
@@ -81,6 +83,41 @@ def test_trackers_are_told_from_other_callbacks_and_guarded_once():
     first = tracker.on_log
     guard_trackers([tracker])
     assert tracker.on_log is first
+
+
+class Server:
+    """What TRL calls of a tracker's module, without a callback in between; gone after the first few calls."""
+
+    def __init__(self, calls):
+        self.calls, self.run, self.Table = calls, object(), dict
+        self.active_run = object
+
+    def log(self, values, step=None):
+        self.calls -= 1
+        if self.calls < 0:
+            raise ConnectionError("tracker.example.org is unreachable")
+
+    log_metrics = log
+
+
+def test_training_goes_on_where_trl_writes_to_a_tracker_itself(run, tmp_path, monkeypatch, capsys):
+    plain = run(max_steps=2, output_dir=str(tmp_path / "plain"))
+    plain.train()
+    mlflow, trackio = Server(4), Server(0)
+    monkeypatch.setattr(profiling, "is_mlflow_available", lambda: True)
+    monkeypatch.setattr(profiling, "mlflow", mlflow, raising=False)
+    monkeypatch.setattr(grpo_trainer, "trackio", trackio, raising=False)  # the table of completions
+    trainer = run(max_steps=2, log_completions=True)
+    trainer.args.report_to = ["mlflow", "trackio"]
+    trainer.train()
+    assert_same(weights(trainer), weights(plain))
+    assert mlflow.calls < -1 and trackio.calls == -3  # a table for each log: two steps, and the end
+    assert profiling.mlflow is mlflow and grpo_trainer.trackio is trackio
+    said = capsys.readouterr().err
+    assert said.count("mlflow failed (ConnectionError: tracker.example.org is unreachable): training goes on") == 1
+    assert said.count("trackio failed (ConnectionError") == 1
+    assert f"mlflow failed {-mlflow.calls} times" in said and "trackio failed 3 times" in said
+    assert len(list((tmp_path / "run" / "completions").glob("*.parquet"))) == 2
 
 
 def test_a_tracker_that_works_is_left_to_itself(run, capsys):
