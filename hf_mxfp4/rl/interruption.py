@@ -15,7 +15,7 @@ from .._logging import get_logger
 from ..checkpoint import last_complete_checkpoint, why_incomplete
 from .resume import ExactResumeMixin
 from .step_boundary import StepBoundary
-from .tracker_guard import guard_trackers
+from .tracker_guard import guard_direct_writes, guard_trackers
 
 
 class Terminated(SystemExit):
@@ -45,14 +45,15 @@ class InterruptibleTraining(ExactResumeMixin):
         """
         guard_trackers(self.callback_handler.callbacks)
         single = self.accelerator.num_processes == 1
-        try:
-            # Several processes could not save together, each somewhere else; signals end them as they always do.
-            with signals_as_exceptions(self._boundary) if single else contextlib.nullcontext():
-                return super().train(resume_from_checkpoint, *args, **kwargs)
-        except BaseException as error:
-            self._save_before_leaving(error)
-            self._report_error(error)
-            raise
+        with guard_direct_writes():
+            try:
+                # Several processes could not save together, each somewhere else; signals end them as they always do.
+                with signals_as_exceptions(self._boundary) if single else contextlib.nullcontext():
+                    return super().train(resume_from_checkpoint, *args, **kwargs)
+            except BaseException as error:
+                self._save_before_leaving(error)
+                self._report_error(error)
+                raise
 
     def _save_before_leaving(self, error: BaseException) -> None:
         step = self.state.global_step
@@ -77,6 +78,8 @@ class InterruptibleTraining(ExactResumeMixin):
                     state = self._boundary.rewind(step)
                     if state is not None:
                         self._load_process_state(state, exact=True)
+                    elif self.control.should_log:
+                        self._log_what_there_is()
                     self._save_checkpoint(self.model, trial=None)
             except Exception as failure:
                 get_logger().error(
@@ -89,6 +92,22 @@ class InterruptibleTraining(ExactResumeMixin):
                 )
             else:
                 get_logger().error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
+
+    def _log_what_there_is(self) -> None:
+        """A line for a step that ended before its log: what was measured must not be averaged into the next one's."""
+        try:
+            self.log({})
+        except Exception as failure:
+            get_logger().error("logging it failed too: %s: %s", type(failure).__name__, failure)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """[`transformers.Trainer.log`]. A callback that fails in it leaves nothing of this line for the next."""
+        metrics, lines = self._metrics["train" if self.model.training else "eval"], len(self.state.log_history)
+        try:
+            super().log(logs, start_time)
+        finally:
+            if len(self.state.log_history) > lines:
+                metrics.clear()
 
     def _newest_checkpoint(self) -> str:
         path = last_complete_checkpoint(self.args.output_dir)
@@ -107,8 +126,8 @@ def free_gigabytes(folder: str) -> str:
 
 @contextlib.contextmanager
 def signals_as_exceptions(boundary: StepBoundary) -> Iterator[None]:
-    """Within this context SIGTERM raises [`Terminated`], and neither it nor Ctrl-C interrupts an optimizer update: they
-    are raised before the next step. A second one does not wait.
+    """Within this context SIGTERM raises [`Terminated`], and neither it nor Ctrl-C interrupts an optimizer update or
+    the callbacks at the end of its step: they are raised before the next step. A second one does not wait.
 
     Only in the main thread, and only in place of the handlers that Python starts with: those of others stay.
     """
@@ -123,7 +142,7 @@ def signals_as_exceptions(boundary: StepBoundary) -> Iterator[None]:
             os.kill(os.getpid(), number)
             return
         error = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
-        if boundary.inside_update and not waiting:
+        if boundary.finishes_step and not waiting:
             waiting.append(error)
             boundary.leave_with(error)
             return

@@ -58,7 +58,8 @@ class RolloutNoise(GRPOTrainer):
             self.linear_noise = LinearNoise(self.model, seed, args.aqn_linear_sigma_scale, args.aqn_layers)
         if args.aqn_schedule == "entropy":
             self.noise_controller = args.noise_controller(record=self._record)
-            self.add_callback(self.noise_controller)
+            # Ahead of all callbacks that may fail: a step that is counted has moved it.
+            self.callback_handler.callbacks.insert(0, self.noise_controller)
 
     def _check_layers(self) -> None:
         targets, names = self.args.aqn_targets, []

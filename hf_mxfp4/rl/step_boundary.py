@@ -29,16 +29,24 @@ class StepBoundary(TrainerCallback):
         self._step = self._update = self._waiting = None
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        self._remember(state.global_step)
+        self.remember(state.global_step)
 
     def on_step_begin(self, args, state, control, **kwargs):
         # An epoch's data loader draws a number before its first step: there, the state before it counts.
         if self._step != state.global_step:
-            self._remember(state.global_step)
+            self.remember(state.global_step)
         self.raise_what_waits()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._update = state, state.global_step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._update = None
+
+    @property
+    def finishes_step(self) -> bool:
+        """Whether the optimizer began to change the weights and callbacks have not all seen the end of the step."""
+        return self._update is not None
 
     @property
     def inside_update(self) -> bool:
@@ -63,5 +71,6 @@ class StepBoundary(TrainerCallback):
         restore_random_states(self._random)
         return self._state
 
-    def _remember(self, step: int) -> None:
+    def remember(self, step: int) -> None:
+        """Take the states of now for those of the end of optimizer step ``step``."""
         self._step, self._random, self._state = step, random_states(), self.process_state()

@@ -49,7 +49,8 @@ class Telemetry(GRPOTrainer):
         if args.gradient_gain_every:
             self._watch_gradients()
         if fallback_thresholds(self.model):
-            self.add_callback(FallbackCallback(record=self._record))
+            # Ahead of all callbacks that may fail: a step that is counted has moved the thresholds.
+            self.callback_handler.callbacks.insert(0, FallbackCallback(record=self._record))
         if random_layers(self.model):
             self.add_callback(QuantizationStepCallback())
 

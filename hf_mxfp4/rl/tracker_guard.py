@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experiment trackers (`report_to`) that become unreachable do not end a run that is under way."""
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from transformers import TrainerCallback
+from trl.extras import profiling
+from trl.trainer import grpo_trainer
 
 from .._logging import get_logger
 
+
+#: Where TRL writes to trackers itself, past the callbacks: the modules' names of them, and what it calls.
+_WRITERS, _TRACKERS, _CALLED = (profiling, grpo_trainer), ("wandb", "mlflow", "trackio"), ("log", "log_metrics")
 
 _EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
@@ -30,6 +36,49 @@ def guard_trackers(callbacks: Iterable[TrainerCallback]) -> list[str]:
         for event in _EVENTS:
             setattr(tracker, event, _guarded(tracker, event, getattr(tracker, event), failures))
     return [type(tracker).__name__ for tracker in trackers]
+
+
+@contextlib.contextmanager
+def guard_direct_writes() -> Iterator[None]:
+    """Within this context a tracker that fails where TRL writes to it without a callback (the times of its methods, and
+    the table of `log_completions`) is a warning, the first time; the end of the context says how often it failed."""
+    replaced = [(module, name, vars(module)[name]) for module in _WRITERS for name in _TRACKERS if name in vars(module)]
+    failures: Counter[str] = Counter()
+    for module, name, tracker in replaced:
+        setattr(module, name, _DirectWrites(tracker, name, failures))
+    try:
+        yield
+    finally:
+        for module, name, tracker in replaced:
+            setattr(module, name, tracker)
+        for name, number in failures.items():
+            get_logger().warning("%s failed %d times where TRL writes to it without a callback", name, number)
+
+
+class _DirectWrites:
+    """The module of a tracker, of which what TRL calls reports exceptions instead of raising them."""
+
+    def __init__(self, tracker: Any, name: str, failures: Counter):
+        self._tracker, self._name, self._failures = tracker, name, failures
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(self._tracker, attribute)  # now: wandb puts others in their place when a run begins
+        return functools.partial(self._attempt, value) if attribute in _CALLED else value
+
+    def _attempt(self, write: Callable, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(*args, **kwargs)
+        except Exception as error:
+            self._failures[self._name] += 1
+            if self._failures[self._name] == 1:
+                get_logger().warning(
+                    "%s failed (%s: %s): training goes on. TRL writes the times of its methods there, and the table of "
+                    "log_completions, which is in the output folder too",
+                    self._name,
+                    type(error).__name__,
+                    error,
+                )
+            return None
 
 
 def is_tracker(callback: TrainerCallback) -> bool:

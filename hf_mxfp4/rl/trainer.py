@@ -14,7 +14,9 @@ from .config import MXFP4GRPOConfig
 from .dynamic_sampling import DynamicSampling
 from .interruption import InterruptibleTraining
 from .overlong_penalty import add_overlong_penalty
+from .policy_callbacks import thresholds_kept
 from .reference_policy import check_reference, count_quantized, reference_config
+from .resume import random_states, restore_random_states
 from .reward_guard import guard_reward
 from .rollout_correction import RolloutCorrection
 from .rollout_generation import RolloutGeneration
@@ -109,6 +111,19 @@ class MXFP4GRPOTrainer(
     def _rollout_weights(self) -> contextlib.AbstractContextManager[None]:
         return rollout_context(self.args.cache_rollout_weights, self.args.rollout_weights)
 
+    # ---- evaluation -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """[`transformers.Trainer.evaluate`], which leaves training as it was, also where it is cut short: its rollouts
+        draw from the random generators of training, and its forward passes count for selective outlier fallback.
+        """
+        states = random_states()
+        try:
+            with thresholds_kept(self.model):
+                return super().evaluate(*args, **kwargs)
+        finally:
+            restore_random_states(states)
+
     # ---- checks ---------------------------------------------------------------------------------------------------
 
     def _check_model(self) -> None:
@@ -141,21 +156,46 @@ class MXFP4GRPOTrainer(
             "micro_step": self._step,
             "batches": self._buffered_inputs,
             "tokens_seen": self.state.num_input_tokens_seen,
+            "split": self._batch_split(),
         }
         metrics = {name: [float(value) for value in values] for name, values in self._metrics["train"].items()}
         # TRL writes these two as well, but after the checkpoint is complete.
         entropy = {"coefficient": self.entropy_coef, "last": self._last_world_entropy}
         return {**super()._process_state(), "rollouts": rollouts, "metrics": metrics, "entropy": entropy}
 
+    def _batch_split(self) -> dict[str, int]:
+        """What decides which micro-batch of which rollout an optimizer step trains on."""
+        return {
+            "steps_per_generation": self.args.steps_per_generation,
+            "num_iterations": self.num_iterations,
+            "per_device_train_batch_size": self.args.per_device_train_batch_size,
+        }
+
     def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
         super()._load_process_state(state, exact)
         if exact:
             rollouts = state["rollouts"]
-            self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
+            split = self._batch_split()
+            before = rollouts.get("split", split)  # unknown in older checkpoints
+            if before == split:
+                self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
+            else:
+                get_logger().warning(
+                    "the checkpoint was written with %s and is resumed with %s: rollouts start anew, so that this run "
+                    "does not repeat one that was never stopped",
+                    _in_words(before),
+                    _in_words(split),
+                )
             self.state.num_input_tokens_seen = rollouts["tokens_seen"]
+            self._metrics["train"].clear()  # of what the step that failed had added to them
             self._metrics["train"].update(state["metrics"])
         if self.use_adaptive_entropy:
             self.entropy_coef, self._last_world_entropy = state["entropy"]["coefficient"], state["entropy"]["last"]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        # The epoch has begun before a Trainer loads them, and the states of then belong to no step.
+        self._boundary.remember(self.state.global_step)
 
     def _restore_process(self, checkpoint: str) -> None:
         super()._restore_process(checkpoint)
@@ -172,6 +212,10 @@ class MXFP4GRPOTrainer(
             next(iter(sampler), None)
         self._epochs_begun = 0
         return sampler
+
+
+def _in_words(options: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _check_dataset(name: str, dataset: Any, needs_prompt: bool) -> None:

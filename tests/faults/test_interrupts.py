@@ -7,10 +7,11 @@ import threading
 
 import pytest
 import torch
-from grpo_runs import even_digits, trainer_factory
+from grpo_runs import even_digits, prompts, trainer_factory
 from same_bits import assert_same
 from transformers import TrainerState
 
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl import RewardError
 from hf_mxfp4.rl.interruption import signals_as_exceptions
 from hf_mxfp4.rl.step_boundary import StepBoundary
@@ -100,6 +101,77 @@ def test_the_last_finished_step_is_saved_and_goes_on_to_the_same_bits(build, who
     assert_same(everything(resumed), whole)
 
 
+def test_what_half_a_step_has_logged_is_not_saved(build, tmp_path):
+    """It stops between the two micro-batches of its third step, which resuming takes from the start."""
+    options = {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    whole = build(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    trainer = build(output_dir=str(tmp_path / "parts"), **options)
+    computed, original = [], trainer._compute_loss
+
+    def interrupted(*args):
+        if len(computed) == 2 * 2 + 1:
+            send(signal.SIGTERM)
+        computed.append(original(*args))
+        return computed[-1]
+
+    trainer._compute_loss = interrupted
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = build(output_dir=str(tmp_path / "parts"), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(everything(resumed), everything(whole))
+
+
+def test_a_stop_in_an_evaluation_goes_on_to_the_same_bits(build, tmp_path):
+    """That of this step is not repeated."""
+    options = {
+        "scheme": MXFP4RLConfig(outlier_fallback_rate=0.2),
+        "max_steps": 3,
+        "eval_dataset": prompts(4),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+    }
+    whole = build(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 2 and not trainer.model.training:
+            send(signal.SIGTERM)
+        return even_digits(completions)
+
+    reward.__name__ = even_digits.__name__
+    trainer = build(reward, output_dir=str(tmp_path / "parts"), **options)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    resumed = build(output_dir=str(tmp_path / "parts"), **options)
+    resumed.train(resume_from_checkpoint=True)
+    ends = [everything(whole), everything(resumed)]
+    evaluated = [[entry["step"] for entry in end["logs"] if "eval_loss" in entry] for end in ends]
+    assert evaluated == [[2, 3], [3]]
+    for end in ends:
+        end["logs"] = [entry for entry in end["logs"] if "eval_loss" not in entry]
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("step", [2, 4], ids=["within an epoch", "between epochs"])
+def test_a_resumed_run_that_stops_in_its_first_step_goes_on_in_another_folder(build, step, tmp_path):
+    """What it saves there is the checkpoint that it was resumed from."""
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": step}
+    whole = build(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    source = tmp_path / "whole" / f"checkpoint-{step}"
+    trainer = build(at_step(step, lambda: send(signal.SIGTERM)), output_dir=str(tmp_path / "parts"), **options)
+    with pytest.raises(SystemExit):
+        trainer.train(resume_from_checkpoint=str(source))
+    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == [source.name]
+    resumed = build(output_dir=str(tmp_path / "parts"), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(everything(resumed), everything(whole))
+
+
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 2), (signal.SIGINT, 5)], ids=["SIGTERM", "Ctrl-C"])
 def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monkeypatch):
     """Weights of which some are updated belong to no step. Step 5 is the last one: the run ends with it, and stops."""
@@ -118,6 +190,32 @@ def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monke
     resumed = build(output_dir=str(tmp_path), **RUN)
     resumed.train(resume_from_checkpoint=True)
     assert_same(everything(resumed)["weights"], whole["weights"])
+
+
+def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
+    """The step is counted by then, and neither its thresholds of the fallback nor its log are there yet."""
+    options = {
+        "scheme": MXFP4RLConfig(outlier_fallback_rate=0.2),
+        "max_steps": 3,
+        "gradient_gain_every": 2,
+        "error_every": 0,
+    }
+    whole = build(output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    trainer = build(output_dir=str(tmp_path / "parts"), **options)
+    measure = trainer.gradient_gain_callback._measure
+
+    def interrupted(*args):
+        send(signal.SIGTERM)
+        return measure(*args)
+
+    trainer.gradient_gain_callback._measure = interrupted
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = build(output_dir=str(tmp_path / "parts"), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(everything(resumed), everything(whole))
 
 
 def test_a_second_signal_does_not_wait_for_the_update(tmp_path):

@@ -147,6 +147,24 @@ def test_a_run_that_failed_is_continued_as_if_it_had_not(tmp_path):
     assert_same(everything(train("failing", resume=True)), everything(whole))
 
 
+@pytest.mark.parametrize("steps", [1, 4], ids=["shorter", "longer"])
+def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, steps, capsys):
+    """The micro-batches of the checkpoint are those of another number of optimizer steps."""
+    options = {"num_iterations": 2, "per_device_train_batch_size": 4}
+    build(steps_per_generation=2, max_steps=3, save_steps=3, **options).train()
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    resumed = build(steps_per_generation=steps, max_steps=6, output_dir=str(tmp_path / "resumed"), **options)
+    capsys.readouterr()
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert f"is resumed with steps_per_generation={steps}, num_iterations=2" in capsys.readouterr().err
+    assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    # Checkpoints from before the split was kept have the one that they are resumed with.
+    state = torch.load(checkpoint / "mxfp4_state_0.pt", weights_only=True)
+    assert state["rollouts"].pop("split") == {**resumed._batch_split(), "steps_per_generation": 2}
+    resumed._load_process_state(state, exact=True)
+    assert resumed._step == 3 and len(resumed._buffered_inputs) == 2
+
+
 def test_an_interrupted_update_is_not_saved(build, tmp_path, capsys):
     trainer = build()
     step = torch.optim.AdamW.step

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from grpo_runs import trainer_factory
+from grpo_runs import prompts, trainer_factory
+from same_bits import assert_same
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, TrlParser
@@ -116,6 +117,24 @@ def test_evaluation_is_the_same_with_noise_on_and_off(run, tmp_path):
         completions[aqn, "training"] = trainer._generate(["1+1=", "2+2=", "3+3=", "4+4="])[1]
     assert completions[True] == completions[False]
     assert completions[True, "training"] != completions[False, "training"]
+
+
+def test_how_often_is_evaluated_does_not_change_training(run, tmp_path):
+    """Neither by the random numbers of its rollouts, nor by what its forward passes count for the fallback."""
+    ends = []
+    for options in ({}, {"eval_dataset": prompts(4), "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
+        trainer = run(
+            scheme=MXFP4RLConfig(outlier_fallback_rate=0.2),
+            max_steps=3,
+            per_device_eval_batch_size=4,
+            output_dir=str(tmp_path / str(len(ends))),
+            **options,
+        )
+        trainer.train()
+        logs = [logged(trainer, key) for key in ("loss", "entropy", "fallback/rate", "completions/mean_length")]
+        ends.append((snapshot(trainer.model), logs, torch.get_rng_state()))
+    assert sorted(logged(trainer, "eval_loss")) == [0, 1, 2, 3]
+    assert_same(*ends)
 
 
 def test_noise_that_cannot_reach_the_sampler_is_an_error(run):
