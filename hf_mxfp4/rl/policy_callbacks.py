@@ -66,7 +66,7 @@ class _LastBatchCallback(TrainerCallback):
         batch = self.batch()
         if batch is None:
             return
-        with _thresholds_kept(model):
+        with thresholds_kept(model):
             metrics = self._measure(model, batch.sample(), state.global_step, args)
         for name, value in metrics.items():
             self.record(name, value if math.isfinite(value) else math.nan)
@@ -179,7 +179,7 @@ def can_compare(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _thresholds_kept(model: nn.Module) -> Iterator[None]:
+def thresholds_kept(model: nn.Module) -> Iterator[None]:
     """What is computed in this context does not move the thresholds of selective outlier fallback."""
     thresholds = fallback_thresholds(model)
     states = [threshold.state_dict() for threshold in thresholds]
