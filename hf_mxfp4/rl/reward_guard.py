@@ -15,14 +15,15 @@ class RewardError(RuntimeError):
 
 
 def guard_reward(function: Any) -> Any:
-    """Wrap a reward function so that its failures become [`RewardError`]; its name and signature stay.
+    """Wrap a reward function so that its failures become [`RewardError`]; its name and signature stay. A
+    `functools.partial` has the name of its function, as in TRL.
 
     Reward models and model names are returned as they are. A function may return `None` for a completion it does not
     apply to, but not NaN or infinity.
     """
     if isinstance(function, (str, nn.Module)) or not callable(function):
         return function
-    name = getattr(function, "__name__", type(function).__name__)
+    name = _name(function)
     wrapped = _guard_async(function, name) if _is_async(function) else _guard_sync(function, name)
     wrapped.__name__ = name
     return wrapped
@@ -52,7 +53,19 @@ def _guard_async(function: Callable, name: str) -> Callable:
     return guarded
 
 
+def _name(function: Callable) -> str:
+    function = _without_partial(function)
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _without_partial(function: Callable) -> Callable:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def _is_async(function: Callable) -> bool:
+    function = _without_partial(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
