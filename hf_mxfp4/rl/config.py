@@ -113,7 +113,7 @@ class MXFP4GRPOConfig(GRPOConfig):
         default=False,
         metadata={
             "help": "Replace groups whose completions all earn the same, and so train nothing, by groups of other "
-            "prompts of the training dataset (DAPO)."
+            "prompts of the training dataset (DAPO): of none that the batch has, unless there are no others."
         },
     )
     dynamic_sampling_max_rounds: int = field(
