@@ -185,7 +185,7 @@ class MXFP4GRPOConfig(GRPOConfig):
         default=50,
         metadata={
             "help": "Steps between comparisons of the gradients at each depth with those in full precision, on 8 "
-            "sequences of the last training batch, or more of few tokens; 0: never."
+            "sequences of the last training batch, more of few tokens, fewer if they have over 2048 together; 0: never."
         },
     )
     report_every: int = field(
