@@ -26,6 +26,10 @@ from .injection import inject_component, injectable_linears
 from .policy import IGNORED, evaluation_mode, forward_logits, next_tokens
 
 
+#: Rows of logits that the loss is computed of at a time.
+_ROWS = 128
+
+
 @dataclass(frozen=True)
 class GradientAtDepth:
     """The gradient of the loss for one hidden state, quantized against full precision.
@@ -181,15 +185,28 @@ def _hidden_gradients(
             )
         )
         try:
-            logits = forward_logits(model, input_ids, attention_mask)[:, :-1].float()
+            logits = forward_logits(model, input_ids, attention_mask, targets != IGNORED)
         finally:
             for handle in handles:
                 handle.remove()
         if len(states) != len(layers) + 1:
             raise ValueError(f"{len(layers)} decoder layers were called {len(states) - 1} times in one pass")
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        grads = torch.autograd.grad(loss, states)
-    return loss.item(), [grad.double() for grad in reversed(grads)]
+        loss, gradient = _loss_and_gradient(logits.detach(), targets[targets != IGNORED].to(logits.device))
+        grads = torch.autograd.grad(logits, states, gradient)
+    return loss, list(reversed(grads))
+
+
+def _loss_and_gradient(logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """The mean cross-entropy in float32 of logits ``[tokens, vocabulary]``, and its gradient for them in their dtype.
+    Some rows at a time: what is computed on the way is several times as large."""
+    gradient, loss = torch.empty_like(logits), 0.0
+    for start in range(0, len(logits), _ROWS):
+        rows = slice(start, start + _ROWS)
+        part = logits[rows].float().requires_grad_(True)
+        share = F.cross_entropy(part, targets[rows], reduction="sum") / len(logits)
+        gradient[rows] = torch.autograd.grad(share, part)[0].to(logits.dtype)
+        loss += share.item()
+    return loss, gradient
 
 
 def _recorder(states: list[torch.Tensor]):
@@ -215,6 +232,7 @@ def _compare_all(
 
 
 def _compare(name: str, depth: int, reference: torch.Tensor, quantized: torch.Tensor) -> GradientAtDepth:
+    reference, quantized = reference.double(), quantized.double()
     norm, norm_quantized = float(reference.norm()), float(quantized.norm())
     product = float((reference * quantized).sum())
     rows = torch.stack([quantized.flatten(1).norm(dim=1), reference.flatten(1).norm(dim=1)])

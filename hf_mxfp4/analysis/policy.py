@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -60,6 +61,7 @@ def policy_logits(
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Float32 logits ``[tokens, vocabulary]`` at the positions that predict a token that counts, in evaluation mode.
+    No others are computed.
 
     Arguments, and errors, as of [`next_tokens`]; the tensors are moved to the model's device. Padding is best on the
     right: without position ids, a model counts positions from the first token, padding or not.
@@ -67,13 +69,38 @@ def policy_logits(
     device = next(model.parameters()).device
     counted = (next_tokens(input_ids, labels, attention_mask) != IGNORED).to(device)
     with torch.no_grad(), evaluation_mode(model):
-        return forward_logits(model, input_ids, attention_mask)[:, :-1][counted].float()
+        return forward_logits(model, input_ids, attention_mask, counted).float()
 
 
 def forward_logits(
-    model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, counted: torch.Tensor
 ) -> torch.Tensor:
-    """Logits ``[batch, length, vocabulary]`` of one forward pass without a cache, in the model's dtype and mode."""
+    """Logits ``[tokens, vocabulary]`` of one forward pass without a cache, in the model's dtype and mode.
+
+    The model's head is given the hidden states of the counted positions alone, where the model tells which module it
+    is: the logits of all positions would be the largest tensor by far. What the model does to logits after the head is
+    done to these.
+
+    Args:
+        input_ids, attention_mask: ``[batch, length]``.
+        counted: bool ``[batch, length - 1]``.
+    """
     device = next(model.parameters()).device
     mask = None if attention_mask is None else attention_mask.to(device)
-    return model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False).logits
+    positions, narrowed = F.pad(counted, (0, 1)), []
+
+    def narrow(module: nn.Module, args: tuple) -> tuple | None:
+        if not args or args[0].shape[:2] != positions.shape:
+            return None
+        narrowed.append(True)
+        return args[0][positions.to(args[0].device)].unsqueeze(0), *args[1:]
+
+    # Not every model has a head of its own, and compiled code calls no hook.
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    handle = None if head is None else head.register_forward_pre_hook(narrow)
+    try:
+        logits = model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False).logits
+    finally:
+        if handle is not None:
+            handle.remove()
+    return logits.squeeze(0) if narrowed else logits[positions.to(logits.device)]

@@ -113,7 +113,7 @@ class MXFP4GRPOConfig(GRPOConfig):
         default=False,
         metadata={
             "help": "Replace groups whose completions all earn the same, and so train nothing, by groups of other "
-            "prompts of the training dataset (DAPO)."
+            "prompts of the training dataset (DAPO): of none that the batch has, unless there are no others."
         },
     )
     dynamic_sampling_max_rounds: int = field(
@@ -185,7 +185,7 @@ class MXFP4GRPOConfig(GRPOConfig):
         default=50,
         metadata={
             "help": "Steps between comparisons of the gradients at each depth with those in full precision, on 8 "
-            "sequences of the last training batch, or more of few tokens; 0: never."
+            "sequences of the last training batch, more of few tokens, fewer if they have over 2048 together; 0: never."
         },
     )
     report_every: int = field(

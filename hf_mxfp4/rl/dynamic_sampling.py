@@ -8,6 +8,7 @@ rewards are constant; here the rounds are limited, and what could not be replace
 
 import contextlib
 import copy
+import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
@@ -54,19 +55,20 @@ class DynamicSampling(GRPOTrainer):
         equal = self._equal_groups()
         self._record("dynamic_sampling/zero_variance_share", equal.float().mean().item())
         if self.args.dynamic_sampling:
-            output = self._replace_groups(output, equal.nonzero().flatten().tolist(), len(equal))
+            output = self._replace_groups(output, inputs, equal.nonzero().flatten().tolist(), len(equal))
         return output
 
     def _equal_groups(self) -> torch.Tensor:
         return equal_rewards(self._rewards, self.reward_weights.to(self._rewards.device), self.num_generations)
 
-    def _replace_groups(self, output: Batch, equal: list[int], n_groups: int) -> Batch:
+    def _replace_groups(self, output: Batch, inputs: list[dict[str, Any]], equal: list[int], n_groups: int) -> Batch:
         """Every process decides the same, from the rewards of all; rows move between them where they must."""
         movable(output)
         size, world, rank = self.num_generations, self.accelerator.num_processes, self.accelerator.process_index
         # Groups are dealt to processes in rows, as the sampler does it: each gets the same number.
         unit = world // np.gcd(world, size)
-        prompts = self._other_prompts()
+        # Gathered, so that all processes leave out the same.
+        prompts = self._other_prompts(set(gather_object([prompt_digest(row) for row in inputs]))) if equal else iter(())
         left, rows, rounds = equal, {}, 0
         with self._logs_set_aside():
             while left and rounds < self.args.dynamic_sampling_max_rounds:
@@ -103,10 +105,19 @@ class DynamicSampling(GRPOTrainer):
         output["num_items_in_batch"] = self.accelerator.gather(tokens).sum()
         return output
 
-    def _other_prompts(self) -> Iterator[dict[str, Any]]:
-        """Rows of the dataset in an order of this rollout's own, the same on all processes and after resuming."""
+    def _other_prompts(self, drawn: set[str]) -> Iterator[dict[str, Any]]:
+        """Rows of the dataset in an order of this rollout's own, the same on all processes and after resuming. Without
+        those of the prompts ``drawn``, given as [`prompt_digest`], unless the dataset has no others."""
         order = np.random.default_rng([self.args.seed, self._step]).permutation(len(self.train_dataset))
-        return (self.train_dataset[int(index)] for index in itertools.cycle(order))
+        while True:
+            found = False
+            for index in order:
+                row = self.train_dataset[int(index)]
+                if prompt_digest(row) not in drawn:
+                    found = True
+                    yield row
+            if not found:
+                drawn = set()
 
     def _gathered_rows(self, found: Batch, wanted: list[int], share: int) -> dict[int, Batch]:
         """Rows of a rollout by their number over all processes, of which each holds ``share``."""
@@ -130,6 +141,11 @@ class DynamicSampling(GRPOTrainer):
             self._metrics["train"], self._logs = metrics, logs
             if tokens:
                 metrics["num_tokens"] = tokens
+
+
+def prompt_digest(row: dict[str, Any]) -> str:
+    """The same for rows of the same prompt, in all processes; where environments make the prompts, for equal rows."""
+    return hashlib.sha256(repr(row.get("prompt", row)).encode()).hexdigest()
 
 
 def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:

@@ -17,9 +17,9 @@ from ..analysis.temperature import effective_temperature
 from ..layers import PACKED, fallback_thresholds, full_precision
 
 
-#: What is measured on, to bound time and memory: 8 sequences, more if they have few tokens, and of the logits those of
-#: 256 positions.
-_SEQUENCES, _TOKENS, _MAX_POSITIONS = 8, 1024, 256
+#: What is measured on, to bound time and memory: 8 sequences, more if they have few tokens; of the logits those of 256
+#: positions; and for gradients, of whose way down everything is kept, 2048 tokens.
+_SEQUENCES, _TOKENS, _MAX_POSITIONS, _MAX_TOKENS = 8, 1024, 256, 2048
 #: Ids, labels and attention mask ``[sequences, length]``.
 Sample = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -32,11 +32,21 @@ class TrainingBatch:
     attention_mask: torch.Tensor
     completion_mask: torch.Tensor
 
-    def sample(self) -> Sample:
+    def sample(self, max_tokens: int | None = None) -> Sample:
         """Ids, labels (-100 but for completions) and attention mask of the first sequences with a completion that
         counts: 8, or as many as have 1024 tokens together. Where none counts, of the first as they are: all processes
-        of a job are to measure at the same time."""
-        count = max(_SEQUENCES, _TOKENS // self.input_ids.shape[1])
+        of a job are to measure at the same time.
+
+        Args:
+            max_tokens: limit of the tokens together, padding included: fewer sequences then. One that is longer is cut
+                at its end, and at its start as far as half of the limit is left for the prompt.
+        """
+        if max_tokens is not None and self.input_ids.shape[1] > max_tokens:
+            return self._cut(max_tokens).sample(max_tokens)
+        length = self.input_ids.shape[1]
+        count = max(_SEQUENCES, _TOKENS // length)
+        if max_tokens is not None:
+            count = min(count, max_tokens // length)
         rows = self.completion_mask.bool().any(dim=1).nonzero().flatten()[:count]
         if len(rows) == 0:
             ids = self.input_ids[:count]
@@ -44,9 +54,19 @@ class TrainingBatch:
         ids = self.input_ids[rows]
         return ids, ids.masked_fill(~self.completion_mask[rows].bool(), IGNORED), self.attention_mask[rows]
 
+    def _cut(self, length: int) -> "TrainingBatch":
+        """Columns around the first token of a completion, which is in the same column for all sequences."""
+        first = int(self.completion_mask.bool().any(dim=0).int().argmax())
+        start = min(max(0, first - length // 2), self.input_ids.shape[1] - length)
+        columns = slice(start, start + length)
+        return TrainingBatch(*(x[:, columns] for x in (self.input_ids, self.attention_mask, self.completion_mask)))
+
 
 class _LastBatchCallback(TrainerCallback):
     """Measures every ``every`` steps, and after the last one, on the last training batch."""
+
+    #: As of [`TrainingBatch.sample`].
+    max_tokens: int | None = None
 
     def __init__(
         self,
@@ -67,7 +87,7 @@ class _LastBatchCallback(TrainerCallback):
         if batch is None:
             return
         with thresholds_kept(model):
-            metrics = self._measure(model, batch.sample(), state.global_step, args)
+            metrics = self._measure(model, batch.sample(self.max_tokens), state.global_step, args)
         for name, value in metrics.items():
             self.record(name, value if math.isfinite(value) else math.nan)
 
@@ -92,7 +112,7 @@ class TemperatureCallback(_LastBatchCallback):
     sequences, or more of few tokens, and 256 positions at the most), at the sampling temperature of the run.
 
     Cost of a measurement: two forward passes of these sequences without gradients, and float64 copies of the logits
-    of 256 positions (about 1.5 GB for a vocabulary of 150,000).
+    of 256 positions (about 2.5 GB for a vocabulary of 150,000). No other logits are computed.
 
     Args:
         model: the policy.
@@ -122,18 +142,22 @@ class TemperatureCallback(_LastBatchCallback):
 class GradientGainCallback(_LastBatchCallback):
     """What quantization does to gradients on their way down the stack of decoder layers.
 
-    The loss is the negative log-likelihood of the completions in the last training batch (8 sequences, or more of few
-    tokens). For the input of each decoder layer, the norm of its gradient in the quantized model is divided by that in
-    full precision: log2 of this gain is 0 when quantization leaves the size of gradients alone. arXiv 2605.20402
-    (section 3) has scale bias multiply up from layer to layer, which would show as a gain that grows (or spreads) with
-    the distance from the output; see [`hf_mxfp4.analysis.gradient_gain`] for why it need not, and what was measured.
+    The loss is the negative log-likelihood of the completions in the last training batch: 8 sequences, or more of few
+    tokens. Together they have at most 2048 tokens: of long ones fewer are taken, and a single longer one is cut.
+
+    For the input of each decoder layer, the norm of its gradient in the quantized model is divided by that in full
+    precision: log2 of this gain is 0 when quantization leaves the size of gradients alone. arXiv 2605.20402 (section 3)
+    has scale bias multiply up from layer to layer, which would show as a gain that grows (or spreads) with the distance
+    from the output; see [`hf_mxfp4.analysis.gradient_gain`] for why it need not, and what was measured.
 
     Metrics: `gradient_gain/last`, `gradient_gain/middle` and `gradient_gain/first`, the log2 gain at the input of the
     last, middle and first decoder layer (the first is where gradients went through all layers);
     `gradient_gain/log2_per_layer`, its slope over depth; `gradient_gain/cosine`, between the two gradients at the first
     layer: 1 is the same direction.
 
-    Cost of a measurement: two forward and backward passes of these sequences; no gradient of a parameter is touched.
+    Cost of a measurement: two forward and backward passes of these tokens, without gradient checkpointing; the logits
+    of those in completions and their gradients, in the dtype of the weights (about 2.5 GB for 2048 tokens, float32 and
+    a vocabulary of 150,000). No gradient of a parameter is touched.
 
     Args:
         model, every, batch, record: as of [`TemperatureCallback`].
@@ -144,6 +168,8 @@ class GradientGainCallback(_LastBatchCallback):
 
     Raises `ValueError` for a model without master weights in full precision, or without a quantized layer.
     """
+
+    max_tokens = _MAX_TOKENS
 
     def _measure(self, model, sample, step, args):
         gain = training_gradient_gain(model, *sample)

@@ -7,6 +7,7 @@ in the weights that vLLM is given for one.
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,15 +141,26 @@ class RolloutNoise(GRPOTrainer):
             report.measured_std,
         )
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        metrics = self._metrics["train"]
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        metrics = self._metrics["train"]  # evaluation's are others
         before = len(metrics.get("entropy", ()))
-        loss = super().compute_loss(*args, **kwargs)
-        if self.noise_controller is not None and self.model.training:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        entropies = metrics.get("entropy", [])
+        if len(entropies) == before:
+            return loss
+        if not self._any_token_counts(inputs):
+            # TRL logs 0, which is the entropy of a policy that has collapsed. What is NaN, its log leaves out.
+            entropies[before:] = [math.nan] * (len(entropies) - before)
+        if self.noise_controller is not None:
             # Of the tokens of all processes.
-            for entropy in metrics.get("entropy", ())[before:]:
+            for entropy in entropies[before:]:
                 self.noise_controller.observe(entropy)
         return loss
+
+    def _any_token_counts(self, inputs: dict[str, Any]) -> bool:
+        """Whether the loss has a token in the micro-batch of any process, all of which must call this."""
+        counted = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()
+        return self.accelerator.reduce(counted, reduction="sum").item() > 0
 
     def _push_rollout_policy_to_vllm(self) -> None:
         generation = self.vllm_generation

@@ -93,6 +93,11 @@ class Telemetry(GRPOTrainer):
                 self.model, self.args.gradient_gain_every, batch=lambda: self._last_batch, record=self._record_mean
             )
             self.add_callback(self.gradient_gain_callback)
+            get_logger().info(
+                "gradient gain every %d steps, on at most %d tokens of the last training batch",
+                self.args.gradient_gain_every,
+                self.gradient_gain_callback.max_tokens,
+            )
             return
         get_logger().info("gradient gain is not measured: %s", reason)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from torch import nn
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.injection import inject_component, injectable_linears
@@ -295,6 +296,25 @@ def test_policy_logits_ignore_padding_and_modes():
     assert logits.shape == (10, 32) and logits.dtype == torch.float32 and not logits.requires_grad
     torch.testing.assert_close(logits, logits_of(model)[:, :-1].flatten(0, 1), rtol=0, atol=1e-5)
     assert model.training and model.model.layers[0].training and not model.model.norm.training
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "LoRA"])
+def test_the_head_computes_the_counted_positions_alone_and_what_follows_it_stays(adapters):
+    config = Gemma2Config(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, final_logit_softcapping=0.1,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config).eval()
+    if adapters:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2)).eval()
+    labels = IDS.clone()
+    labels[0, :3] = labels[1, :5] = -100
+    sizes = []
+    model.get_output_embeddings().register_forward_hook(lambda module, args, out: sizes.append(out.shape[:-1].numel()))
+    logits = policy_logits(model, IDS, labels)
+    expected = logits_of(model)
+    torch.testing.assert_close(logits, torch.cat([expected[0, 2:5], expected[1, 4:5]]), rtol=0, atol=1e-6)
+    assert sizes == [4, 12] and 0 < logits.abs().max() < 0.1
 
 
 # ---- damage ---------------------------------------------------------------------------------------------------------

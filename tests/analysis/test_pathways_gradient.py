@@ -12,7 +12,7 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.analysis.gradient_gain import decoder_layers, gradient_gain
+from hf_mxfp4.analysis.gradient_gain import _loss_and_gradient, decoder_layers, gradient_gain
 from hf_mxfp4.analysis.injection import INJECTABLE
 from hf_mxfp4.numerics import QuantScheme, decompose_scheme
 from hf_mxfp4.quantizer import quantize_linears
@@ -122,6 +122,17 @@ def test_labels_select_the_loss():
     assert gain.loss == pytest.approx(alone.loss, rel=1e-5)
     assert gain.depths[2].log2_gain == pytest.approx(alone.depths[2].log2_gain, abs=1e-4)
     assert math.isnan(gain.depths[0].log2_gain_spread)  # one sequence with a gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_loss_in_parts_has_the_gradient_of_the_whole(monkeypatch, dtype):
+    monkeypatch.setattr("hf_mxfp4.analysis.gradient_gain._ROWS", 3)
+    logits, targets = torch.randn(8, 5).to(dtype), torch.arange(8) % 5
+    whole = logits.clone().requires_grad_(True)
+    expected = F.cross_entropy(whole.float(), targets)
+    loss, gradient = _loss_and_gradient(logits, targets)
+    assert loss == pytest.approx(expected.item(), rel=1e-6) and gradient.dtype == dtype
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, whole)[0])
 
 
 def test_the_spread_is_over_sequences_that_have_a_gradient():

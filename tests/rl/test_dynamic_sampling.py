@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.rl.dynamic_sampling import equal_rewards
+from hf_mxfp4.rl.dynamic_sampling import equal_rewards, prompt_digest
 from hf_mxfp4.rl.rollout_routing import BATCH_KEY
 from hf_mxfp4.rl.rollout_rows import put_rows, take_rows
 
@@ -212,12 +212,30 @@ def test_prompts_are_a_function_of_seed_and_step(run, tmp_path):
     def drawn(step, **options):
         trainer = run(dynamic_sampling=True, dataset=prompts(50), **options)
         trainer._step = step
-        rows = trainer._other_prompts()
+        rows = trainer._other_prompts(set())
         return [next(rows)["prompt"] for _ in range(60)]
 
     first = drawn(3)
     assert first == drawn(3) and first != drawn(4) and first != drawn(3, seed=1)
     assert len(set(first[:50])) == 50 and first[50:] == first[:10]  # none twice before all have been drawn
+
+
+def test_prompts_of_the_batch_are_drawn_only_if_there_are_no_others(run):
+    trainer = run(rewarded, dynamic_sampling=True, dynamic_sampling_max_rounds=20, dataset=DATA.select(range(5)))
+    for step in range(3):
+        assert texts(rollout(trainer, [2, 1, 4, 3], step))[4:8] == ["0+0="] * 4
+        left_out = {prompt_digest(DATA[number]) for number in (2, 1, 4)}
+        rows = trainer._other_prompts(left_out)
+        assert {next(rows)["prompt"] for _ in range(6)} == {"0+0=", "3+3="}
+        rows = trainer._other_prompts({prompt_digest(row) for row in DATA})
+        assert {next(rows)["prompt"] for _ in range(5)} == {f"{i}+{i}=" for i in range(5)}
+
+
+def test_prompts_are_compared_and_answers_are_not():
+    row = {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}
+    other = {"prompt": [{"role": "user", "content": "1+2="}], "answer": "2"}
+    assert prompt_digest(row) == prompt_digest({**row, "answer": "3"}) != prompt_digest(other)
+    assert prompt_digest({"seed": 1}) != prompt_digest({"seed": 2}) == prompt_digest({"seed": 2})
 
 
 TWO_PROCESSES = """
@@ -248,6 +266,7 @@ assert len(everything) == 2, everything
 prompts = everything[0][1] + everything[1][1]
 assert all(int(prompt[0]) % 2 == 0 for prompt in prompts), prompts
 assert all(len(set(prompts[i : i + 4])) == 1 for i in (0, 4, 8)), prompts
+assert prompts[8] == "2+2=" and "2+2=" not in prompts[:8], prompts
 advantages = torch.tensor(everything[0][2] + everything[1][2]).view(3, 4)
 assert (advantages.abs() > 0.1).all() and advantages.sum(1).abs().max() < 1e-3, advantages
 assert everything[0][4] == everything[1][4] == everything[0][3] + everything[1][3], everything

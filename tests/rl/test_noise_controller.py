@@ -6,7 +6,8 @@ import math
 import random
 
 import pytest
-from grpo_runs import trainer_factory
+import torch
+from grpo_runs import prompts, trainer_factory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TrainerCallback
@@ -187,6 +188,36 @@ def test_the_loop_is_driven_by_the_logged_entropy(tmp_path):
     assert logged(trainer, "aqn/n_modules") == {1: 0, 2: 5, 3: 5, 4: 5, 5: 5}
 
 
+@pytest.mark.parametrize("schedule", ["entropy", "exponential"])
+def test_a_run_whose_completions_are_all_masked_has_no_entropy_and_no_alarm(tmp_path, schedule):
+    options = {**LOOP, "aqn_schedule": schedule, "max_completion_length": 2, "mask_truncated_completions": True}
+    # None ends in time.
+    trainer = trainer_factory(tmp_path)(generation_kwargs={"min_new_tokens": 2}, **options)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert logged(trainer, "entropy") == dict.fromkeys(range(1, 5))
+    assert logged(trainer, "entropy/alarm") == {} and trainer.entropy_callback.alarms == []
+    if schedule == "entropy":
+        assert set(logged(trainer, "aqn/sigma").values()) == {0.0} and trainer.noise_controller.target is None
+
+
+def test_a_micro_batch_without_tokens_leaves_the_entropy_of_its_step_alone(tmp_path):
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
+    trainer = trainer_factory(tmp_path)(aqn_target_entropy=4.0, **LOOP, **options)
+    observed, observe, prepare = [], trainer.noise_controller.observe, trainer._prepare_inputs
+    trainer.noise_controller.observe = lambda entropy: observed.append(entropy) or observe(entropy)
+
+    def every_other_masked(batch):
+        inputs = prepare(batch)
+        mask = inputs["completion_mask"]
+        return {**inputs, "completion_mask": torch.zeros_like(mask) if len(observed) % 2 else mask}
+
+    trainer._prepare_inputs = every_other_masked
+    trainer.train()
+    assert [math.isnan(entropy) for entropy in observed] == [False, True, False, True]
+    assert logged(trainer, "entropy") == {1: observed[0], 2: observed[2]} and observed[0] > 0
+
+
 class StopAfter(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = state.global_step == 4
@@ -207,10 +238,14 @@ def test_a_resumed_loop_repeats_the_one_that_was_not_stopped(tmp_path):
 
 def test_evaluation_neither_moves_the_loop_nor_gets_noise(tmp_path):
     build = trainer_factory(tmp_path)
-    trainer = build(aqn_target_entropy=4.0, **LOOP)
+    trainer = build(aqn_target_entropy=4.0, eval_dataset=prompts(4), per_device_eval_batch_size=4, **LOOP)
     trainer.noise_controller.sigma = 1e-2
     state = trainer.noise_controller.state_dict()
-    trainer.model.eval()
-    trainer._generate(["1+1=", "2+2="])
-    assert trainer._sigma() == 0 and trainer.noise_controller.state_dict() == state
-    assert "aqn/sigma" not in trainer._metrics["train"]
+    # Training's log is not empty when evaluation comes between two of its entries.
+    trainer._metrics["train"]["entropy"].append(1.0)
+    sigmas, generate = [], trainer._generate
+    trainer._generate = lambda prompts: sigmas.append(trainer._sigma()) or generate(prompts)
+    assert trainer.evaluate()["eval_entropy"] > 0
+    assert sigmas and not any(sigmas)
+    assert trainer.noise_controller.state_dict() == state and trainer.noise_controller._observed == []
+    assert trainer._metrics["train"] == {"entropy": [1.0]}

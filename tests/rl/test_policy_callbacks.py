@@ -73,6 +73,43 @@ def test_of_short_sequences_more_are_taken():
     assert len(batch(rows=200, length=512).sample()[0]) == 8
 
 
+def test_for_gradients_tokens_are_limited():
+    given = batch(rows=8, length=20, prompt=6)
+    for limit, rows in ((200, 8), (160, 8), (159, 7), (20, 1)):
+        for ours, whole in zip(given.sample(limit), given.sample(), strict=True):
+            assert torch.equal(ours, whole[:rows])
+    assert len(batch(rows=200).sample(2048)[0]) == 102  # as without a limit
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "columns"), [(4, 10, (0, 10)), (8, 10, (3, 13)), (18, 10, (10, 20)), (6, 19, (0, 19))]
+)
+def test_a_sequence_over_the_limit_is_cut_around_the_start_of_its_completion(prompt, limit, columns):
+    given = batch(rows=3, length=20, prompt=prompt)
+    given.completion_mask[0] = 0
+    ids, labels, mask = given.sample(limit)
+    assert torch.equal(ids, given.input_ids[1:2, slice(*columns)]) and mask.shape == ids.shape
+    assert torch.equal(labels != -100, given.completion_mask[1:2, slice(*columns)].bool()) and (labels != -100).any()
+    given.completion_mask[:] = 0
+    assert torch.equal(given.sample(limit)[0], given.input_ids[:1, :limit])
+
+
+@pytest.mark.parametrize(
+    ("cls", "sizes"),
+    [
+        (TemperatureCallback, [7, 7]),  # every eighth of 56
+        (GradientGainCallback, [42, 42]),  # of six sequences, whole completions
+    ],
+)
+def test_logits_of_the_compared_positions_alone_are_computed(monkeypatch, cls, sizes):
+    monkeypatch.setattr("hf_mxfp4.rl.policy_callbacks._MAX_POSITIONS", 7)
+    monkeypatch.setattr(GradientGainCallback, "max_tokens", 69)
+    model, found = quantized_model(layers=1), []
+    model.lm_head.register_forward_hook(lambda module, args, out: found.append(out.shape[:-1].numel()))
+    recorded, _ = measure(cls, model, batch(rows=8, length=11))
+    assert found == sizes and all(math.isfinite(value) for value in recorded.values())
+
+
 # ---- effective temperature ------------------------------------------------------------------------------------------
 
 

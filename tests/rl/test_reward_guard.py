@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+import functools
 import math
 
 import pytest
+from grpo_runs import trainer_factory
 from torch import nn
 
 from hf_mxfp4.rl.reward_guard import RewardError, guard_reward
@@ -69,3 +71,34 @@ def test_reward_models_and_names_are_left_alone():
     model = nn.Linear(1, 1)
     assert guard_reward(model) is model
     assert guard_reward("org/reward-model") == "org/reward-model"
+
+
+def test_partials_have_the_name_of_their_function_and_stay_async():
+    async def judged(completions, scale, **kwargs):
+        return [scale * len(text) for text in completions]
+
+    twice = functools.partial(functools.partial(judged, scale=2.0))
+    names = [guard_reward(function).__name__ for function in (functools.partial(length), twice)]
+    assert names == ["length", "judged"]
+    assert asyncio.iscoroutinefunction(guard_reward(twice))
+    assert asyncio.run(guard_reward(twice)(completions=["abc"])) == [6.0]
+
+    class Judge:
+        async def __call__(self, completions, scale, **kwargs):
+            return [math.nan]
+
+    guarded = guard_reward(functools.partial(Judge(), scale=1.0))
+    with pytest.raises(RewardError, match="'Judge' returned nan"):
+        asyncio.run(guarded(completions=["x"]))
+
+
+def test_partials_of_different_functions_have_series_of_their_own(tmp_path):
+    def constant(completions, value, **kwargs):
+        return [value] * len(completions)
+
+    rewards = [functools.partial(length, unused=1), functools.partial(constant, value=100.0)]
+    trainer = trainer_factory(tmp_path)(rewards, max_steps=1, error_every=0)
+    assert trainer.reward_func_names == ["length", "constant"]
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["rewards/constant/mean"] == 100.0 and logs["rewards/length/mean"] <= 4.0

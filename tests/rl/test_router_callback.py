@@ -63,7 +63,15 @@ def test_routers_are_measured_every_few_steps_and_after_the_last(build, tmp_path
     assert [row["agreement"] for row in history[-2:]] == [statistics.agreement for statistics in again]
 
 
-@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "x": "rceil"}}])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {},
+        {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "x": "rceil"}},
+        {"outlier_fallback_rate": 0.2},
+    ],
+    ids=str,
+)
 def test_measuring_does_not_change_training(build, scheme):
     weights = []
     for every in (0, 1):

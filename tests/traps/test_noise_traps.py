@@ -5,7 +5,6 @@ Against what users see: options, logged numbers, weights and completions.
 """
 
 import multiprocessing
-import socket
 
 import pytest
 import torch
@@ -263,9 +262,9 @@ def test_b09_schedules_of_few_stages_and_short_runs_are_finite_and_noisy(stages,
 # ---- B11: ranks that draw different noise ---------------------------------------------------------------------------
 
 
-def noisy_logits(rank, port, answers):
+def noisy_logits(rank, rendezvous, answers):
     """What one of two ranks computes under noise; each has its own global random state."""
-    store = torch.distributed.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    store = torch.distributed.FileStore(rendezvous, 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model = make_model()
     torch.manual_seed(rank)
@@ -280,13 +279,12 @@ def noisy_logits(rank, port, answers):
     torch.distributed.destroy_process_group()
 
 
-def test_b11_two_ranks_draw_the_same_noise_and_leave_global_random_state_alone():
+def test_b11_two_ranks_draw_the_same_noise_and_leave_global_random_state_alone(tmp_path):
     context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     answers = context.SimpleQueue()
-    ranks = [context.Process(target=noisy_logits, args=(rank, port, answers)) for rank in range(2)]
+    # A file, where a port that was free a moment ago may be another test's by now.
+    rendezvous = str(tmp_path / "rendezvous")
+    ranks = [context.Process(target=noisy_logits, args=(rank, rendezvous, answers)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
