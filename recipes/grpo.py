@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from accelerate import PartialState
@@ -30,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from trl import ModelConfig, get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4.rl.policy_callbacks import thresholds_kept
 from tasks import Task, build_tokenizer, load_task
 from tasks.tiny_model import TINY_MODELS, supervised_warmup
 
@@ -74,16 +76,19 @@ def main(argv: list[str]) -> dict:
         tell("options", f"all of them in {output / FILE_NAME} (run {run})")
 
     def evaluate(title: str, most: int | None = None) -> Evaluation:
-        return evaluate_greedy(
-            trainer.accelerator.unwrap_model(trainer.model),
-            tokenizer,
-            task.test.select(range(min(most or len(task.test), len(task.test)))),
-            task.scores,
-            max_new_tokens=training.max_completion_length,
-            batch_size=recipe.greedy_batch_size,
-            title=title,
-            cache_weights=training.cache_rollout_weights,
-        )
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        # In the precision of training, which a model has in itself only once it is trained; and leaving training alone.
+        with trainer.accelerator.autocast(), thresholds_kept(model):
+            return evaluate_greedy(
+                model,
+                tokenizer,
+                task.test.select(range(min(most or len(task.test), len(task.test)))),
+                task.scores,
+                max_new_tokens=training.max_completion_length,
+                batch_size=recipe.greedy_batch_size,
+                title=title,
+                cache_weights=training.cache_rollout_weights,
+            )
 
     if recipe.evaluate_every:
         during = functools.partial(evaluate, "evaluating", recipe.evaluate_every_n)
@@ -134,7 +139,8 @@ def main(argv: list[str]) -> dict:
     found: dict = {}
     try:
         # All processes take part: the evaluation is shared between them.
-        found["reloaded"] = saved and reload_and_compare(saved, load_saved, recipe, task, training, after)
+        autocast = trainer.accelerator.autocast
+        found["reloaded"] = saved and reload_and_compare(saved, load_saved, recipe, task, training, autocast, after)
     except BaseException as error:
         found["reload_error"] = f"{type(error).__name__}: {error}"
         raise
@@ -280,6 +286,7 @@ def reload_and_compare(
     recipe: RecipeArguments,
     task: Task,
     training: MXFP4GRPOConfig,
+    autocast: Callable[[], AbstractContextManager],
     after: Evaluation,
 ) -> dict | None:
     """Load the saved policy afresh, compare its completions with the trained one's, and print some."""
@@ -291,16 +298,17 @@ def reload_and_compare(
     tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left", trust_remote_code=training.trust_remote_code)
     model = load_saved().to(training.device)
     subset = task.test.select(range(count))
-    evaluation = evaluate_greedy(
-        model,
-        tokenizer,
-        subset,
-        task.scores,
-        max_new_tokens=training.max_completion_length,
-        batch_size=recipe.greedy_batch_size,
-        title="reloaded policy",
-        cache_weights=training.cache_rollout_weights,
-    )
+    with autocast():
+        evaluation = evaluate_greedy(
+            model,
+            tokenizer,
+            subset,
+            task.scores,
+            max_new_tokens=training.max_completion_length,
+            batch_size=recipe.greedy_batch_size,
+            title="reloaded policy",
+            cache_weights=training.cache_rollout_weights,
+        )
     same = sum(a == b for a, b in zip(evaluation.completions, after.completions, strict=False))
     for i in range(min(recipe.samples_shown, count) if PartialState().is_main_process else 0):
         row = subset[i]

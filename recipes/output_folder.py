@@ -21,7 +21,7 @@ def resume_choice(training: MXFP4GRPOConfig) -> str | bool | None:
 
 
 def refuse_used_folder(output: Path, recipe: RecipeArguments, training: MXFP4GRPOConfig) -> None:
-    """Exit rather than mix a new run into the folder of an old one."""
+    """Exit rather than mix a new run into the folder of an old one. To be called by all processes."""
     resuming = resume_choice(training) is not None
     if resume_choice(training) is True and last_complete_checkpoint(output) is None:
         raise SystemExit(
@@ -32,6 +32,8 @@ def refuse_used_folder(output: Path, recipe: RecipeArguments, training: MXFP4GRP
             f"error: output_dir {output} is not empty; choose another --output_dir, continue with "
             "--resume_from_checkpoint true, or write over it with --overwrite true"
         )
+    # No process may write there before the last one has looked.
+    PartialState().wait_for_everyone()
     output.mkdir(parents=True, exist_ok=True)
 
 

@@ -7,12 +7,14 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import evaluation
 import grpo
 import pytest
 import torch
 import yaml
 from arguments import QuantizationArguments, RecipeArguments, parse
 from grpo import main, parse_or_exit
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -125,6 +127,31 @@ def test_full_precision_baseline(tmp_path):
     summary = short_run(tmp_path / "out", "--full_precision=true", "--aqn=false")
     assert summary["scheme"] == "full precision" and summary["n_quantized"] == 0
     assert "quantization_config" not in json.loads((tmp_path / "out" / "policy" / "config.json").read_text())
+
+
+def test_all_evaluations_of_a_run_in_mixed_precision_are_in_it(tmp_path, monkeypatch):
+    found, original = [], evaluation.complete_batches
+
+    def recording(*args, **kwargs):
+        found.append(torch.is_autocast_enabled("cpu"))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(evaluation, "complete_batches", recording)
+    summary = short_run(tmp_path / "out", "--bf16=true", "--evaluate_every=3", "--max_steps=3")
+    assert found == [True] * 4  # before, while training, after, reloaded
+    assert summary["reloaded"]["identical"] == summary["reloaded"]["compared"] == 16
+
+
+def test_evaluations_while_training_do_not_change_it(tmp_path):
+    weights, rates = [], []
+    for every in (1, 0):
+        folder = tmp_path / f"every{every}"
+        short_run(folder, "--outlier_fallback_rate=0.2", f"--evaluate_every={every}", "--reload_check=0")
+        weights.append(load_file(folder / "policy" / "model.safetensors"))
+        history = json.loads((folder / "log_history.json").read_text())
+        rates.append([entry["fallback/rate"] for entry in history if "fallback/rate" in entry])
+    assert len(rates[0]) == 3 and rates[0] == rates[1]  # what evaluations count would be in them
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_an_interrupted_recipe_resumes_where_it_was(tmp_path):
