@@ -96,13 +96,14 @@ def train_plainly(cls, base, scheme, out, resume=None):
     return trainer
 
 
-def with_simulated_vllm(trainer) -> list[dict]:
+def with_simulated_vllm(trainer, *, walk: bool = True) -> list[dict]:
     """Rollouts of two tokens from something with the interface of TRL's `VLLMGeneration`; the list of the weights that
-    are pushed to it, by name."""
+    are pushed to it, by name. Without ``walk`` its own walk over the parameters, which merges adapters, is an error."""
     pushed = []
 
     class Generation:
         def _iter_named_params(self):
+            assert walk, "TRL's own walk merges the adapters"
             yield from trainer.model.named_parameters()
 
         def sync_weights(self):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equality of nested states, tensors to the bit, and the tensors of a saved model."""
+"""Equality of nested states, tensors to the bit, and the tensors of a model in memory or in a folder."""
 
 import math
 from pathlib import Path
@@ -23,6 +23,11 @@ def assert_same(a, b):
             assert_same(x, y)
     else:
         assert a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and buffers that a model would save."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def tensors_in(folder) -> dict[str, torch.Tensor]:

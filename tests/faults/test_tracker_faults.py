@@ -3,7 +3,7 @@
 
 import pytest
 from grpo_runs import trainer_factory
-from same_bits import assert_same
+from same_bits import assert_same, weights
 from transformers import TrainerCallback
 from transformers.integrations import WandbCallback
 from trl.extras import profiling
@@ -46,17 +46,13 @@ def run(tmp_path):
     return trainer_factory(tmp_path)
 
 
-def weights(trainer):
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-
 def test_training_goes_on_without_a_tracker_that_fails_later(run, tmp_path, capsys):
     tracker = Unreachable("on_log", "on_save")
     trainer = run(callbacks=[tracker], max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()
     plain = run(max_steps=4, output_dir=str(tmp_path / "plain"))
     plain.train()
-    assert_same(weights(trainer), weights(plain))
+    assert_same(weights(trainer.model), weights(plain.model))
     assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2, 3, 4]
     assert tracker.seen.count("on_log") >= 4 and "on_train_end" in tracker.seen  # all events are tried
     lines = [line for line in capsys.readouterr().err.splitlines() if "tracker Unreachable" in line]
@@ -110,7 +106,7 @@ def test_training_goes_on_where_trl_writes_to_a_tracker_itself(run, tmp_path, mo
     trainer = run(max_steps=2, log_completions=True)
     trainer.args.report_to = ["mlflow", "trackio"]
     trainer.train()
-    assert_same(weights(trainer), weights(plain))
+    assert_same(weights(trainer.model), weights(plain.model))
     assert mlflow.calls < -1 and trackio.calls == -3  # a table for each log: two steps, and the end
     assert profiling.mlflow is mlflow and grpo_trainer.trackio is trackio
     said = capsys.readouterr().err
@@ -160,7 +156,7 @@ def test_a_callback_of_the_user_that_fails_stops_training_with_everything_saved(
     whole = run(output_dir=str(tmp_path / "whole"), **STATEFUL)
     whole.train()
     assert resumed.state.global_step == 4
-    assert_same(weights(resumed), weights(whole))
+    assert_same(weights(resumed.model), weights(whole.model))
     assert resumed.noise_controller.sigma == whole.noise_controller.sigma > 0
     expected = lines(whole)
     assert lacks < set(expected[1])

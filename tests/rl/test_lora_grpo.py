@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from grpo_runs import trainer_factory
+from grpo_runs import trainer_factory, with_simulated_vllm
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
@@ -258,20 +258,7 @@ def test_the_trainer_pushes_the_packed_policy_without_merging(build):
     """Against the interface of TRL's `VLLMGeneration`: vLLM itself does not run here."""
     trainer = build(peft_config=lora(init_lora_weights=False))
     assert is_packed_with_adapters(trainer.model)
-    pushed = []
-
-    class Generation:
-        def _iter_named_params(self):
-            raise AssertionError("TRL's own walk merges the adapters")
-
-        def sync_weights(self):
-            pushed.append(dict(self._iter_named_params()))
-
-        def generate(self, prompts, **kwargs):
-            return None, [[2, 1]] * len(prompts), [[[0.0], [0.0]]] * len(prompts), None
-
-    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Generation(), -1
-    trainer._push_rollout_policy_to_vllm()
+    pushed = with_simulated_vllm(trainer, walk=False)
     trainer.model.train()
     before = stored(trainer.model)
     trainer.state.global_step, trainer.state.max_steps = 3, 4

@@ -10,6 +10,7 @@ import pytest
 import torch
 from grpo_runs import even_digits, prompts, trainer_factory
 from peft import LoraConfig
+from same_bits import assert_same, weights
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -32,16 +33,6 @@ def run(tmp_path):
 
 def logged(trainer, key):
     return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
-
-
-def weights(model):
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 def staircase(step, total, start=1e-2, end=1e-3, stages=4):

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from same_bits import assert_same, weights
 from tiny_models import make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
@@ -35,16 +36,6 @@ def layer_and_input(preset="w4a4", rows=5, size=(24, 64), seed=0, **options):
     torch.manual_seed(seed)
     layer = MXFP4Linear.from_linear(nn.Linear(size[1], size[0]), MXFP4RLConfig(preset=preset, **PLAIN, **options))
     return layer, torch.randn(rows, size[1], requires_grad=True), torch.randn(rows, size[0])
-
-
-def weights(model):
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 # ---- B16, B17, B19: what a layer computes ---------------------------------------------------------------------------
