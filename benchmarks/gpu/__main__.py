@@ -7,7 +7,8 @@
 
 Ceilings of the machine first, then every section; one JSON file of records per section in DIR, and a table last.
 Libraries beside ours take part where they are installed (bitsandbytes, gemlite, torchao, the hub's triton_kernels as a
-folder), and are named with the reason where not. Exit code 1 when something failed: raised, or was wrong.
+folder), and are named with the reason where not. Exit code 1 when something failed (raised, or was wrong), or when
+nothing was measured.
 """
 
 import argparse
@@ -21,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
-_STARTED = time.perf_counter()
 _ROOT = Path(__file__).resolve().parents[2]
 # A checkout that is not installed works as well.
 for _name, _folder in (("mxfp4_kernels", _ROOT / "kernels"), ("tasks", _ROOT / "recipes")):
@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code."""
+    started = time.perf_counter()
     options = parser().parse_args(argv)
     # Before libraries are imported that would ask the network, which nothing here needs.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -72,14 +73,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     bench = Bench(machine, options.out, _command(sys.argv[1:] if argv is None else argv), options.triton_kernels)
     print(machine.hardware, flush=True)
-    with stopped_after(bench, options.time_limit - _RESERVE - (time.perf_counter() - _STARTED)):
-        run_sections(bench, ["ceilings", *(name for name in SECTIONS if name in options.only)], options.time_limit)
-    print(report(bench, time.perf_counter() - _STARTED))
-    return 1 if bench.failed else 0
+    end = started + options.time_limit - _RESERVE
+    with stopped_after(bench, end - time.perf_counter()):
+        run_sections(bench, ["ceilings", *(name for name in SECTIONS if name in options.only)], end)
+    print(report(bench, time.perf_counter() - started))
+    if bench.failed:
+        return 1
+    if not any(record["status"] == "ok" for name in options.only for record in bench.records[name]):
+        print("error: nothing was measured; the reasons are above, under skipped", file=sys.stderr)
+        return 1
+    return 0
 
 
-def run_sections(bench, names: Sequence[str], time_limit: float) -> None:
-    """Each section gets its share of the time that is left, so that what one does not need goes to the next ones."""
+def run_sections(bench, names: Sequence[str], end: float) -> None:
+    """Each section gets its share of the time that is left until ``end`` of `time.perf_counter`, so that what one does
+    not need goes to the next ones."""
     left = list(names)
     shares = {}
     for name in names:
@@ -90,9 +98,8 @@ def run_sections(bench, names: Sequence[str], time_limit: float) -> None:
             shares[name] = error
     for name in names:
         total = sum(getattr(shares[other], "SHARE", 1) for other in left)
-        seconds = time_limit - _RESERVE - (time.perf_counter() - _STARTED)
         share = getattr(shares[name], "SHARE", 1) / total
-        bench.section(name, _runner(shares[name]), max(0.0, seconds * share))
+        bench.section(name, _runner(shares[name]), max(0.0, (end - time.perf_counter()) * share))
         left.remove(name)
 
 

@@ -276,11 +276,29 @@ def test_every_section_is_one_of_the_documented():
 def test_time_that_is_not_needed_goes_to_the_sections_after(bench, monkeypatch):
     given = {}
     monkeypatch.setattr(bench, "section", lambda name, run, seconds: given.update({name: seconds}))
-    monkeypatch.setattr(command, "_STARTED", command.time.perf_counter())
-    command.run_sections(bench, ["ceilings", "quantize_pack"], 105.0)
+    command.run_sections(bench, ["ceilings", "quantize_pack"], command.time.perf_counter() + 100)
     shares = quantize_pack.SHARE, command.importlib.import_module("benchmarks.gpu.ceilings").SHARE
     assert given["quantize_pack"] == pytest.approx(100, abs=1)
     assert given["ceilings"] == pytest.approx(100 * shares[1] / sum(shares), abs=1)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_time_of_a_run_begins_with_it_and_nothing_measured_is_an_error(tmp_path, monkeypatch, capsys, measured):
+    """However long this process has lived, which imported the module before."""
+    now = command.time.perf_counter()
+    monkeypatch.setattr(command, "time", SimpleNamespace(perf_counter=lambda: now + 1e6))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    given = []
+
+    def run_sections(bench, names, end):
+        given.append(end - now - 1e6)
+        for name in names:
+            bench.section(name, lambda bench: bench.case("one", [1], fine), 60.0 if measured else 0.0)
+
+    monkeypatch.setattr(command, "run_sections", run_sections)
+    assert command.main(["--tiny", "--only", "quantize_pack", "--out", str(tmp_path)]) == (0 if measured else 1)
+    assert given == [pytest.approx(475)]
+    assert ("nothing was measured" in capsys.readouterr().err) != measured
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -246,7 +246,9 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
     sigmas = []
     for rank in (0, 1):
         kept, none = json.loads((out / f"rank{rank}.json").read_text()).values()
-        assert [a - b for a, b in zip(kept["held"], none["held"], strict=True)] == [copies, copies]
+        extra = [a - b for a, b in zip(kept["held"], none["held"], strict=True)]
+        # The thread of a collective may still hold the few bytes it gathered; the smallest copy has 2048.
+        assert extra == [pytest.approx(copies, abs=1024)] * 2
         assert kept["logs"] == none["logs"]
         assert [log["router_replay/coverage"] for log in kept["logs"]] == [1, 1]
         assert [log["completions/min_length"] for log in kept["logs"]] == [1, 1]
