@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings and small models that all tests share."""
 
+import json
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -34,3 +37,27 @@ def checkpoint(tmp_path):
         return str(folder)
 
     return save
+
+
+@pytest.fixture
+def run_script(request, tmp_path) -> Callable[..., dict]:
+    """``run_script(name, *arguments, interpret)``: what a script beside the test prints, parsed as JSON, with Triton's
+    kernels interpreted or compiled.
+
+    A process of its own, because Triton looks at TRITON_INTERPRET when a kernel is defined, its own library functions
+    included: whichever test imports it first decides for the whole process.
+    """
+
+    def run(name: str, *arguments: str, interpret: bool) -> dict:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TRITON_INTERPRET": str(int(interpret)),
+            "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        }
+        runner = [str(Path(__file__).with_name("interpret.py"))] if interpret else []
+        command = [sys.executable, "-W", "ignore", *runner, str(request.path.with_name(name)), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels ahead of time for one target, without a GPU; prints the generated code as JSON.
 
-    python run_compiler.py cuda 90
+    python run_compiler.py cuda 90 [variant ...]
 
 A process of its own, because a process that interprets kernels cannot compile them.
 """
@@ -93,5 +93,6 @@ def compile_variant(
 
 
 if __name__ == "__main__":
-    target = gpu_target(*sys.argv[1:])
-    print(json.dumps({name: compile_variant(target, *variant) for name, variant in VARIANTS.items()}))
+    target = gpu_target(*sys.argv[1:3])
+    names = sys.argv[3:] or list(VARIANTS)
+    print(json.dumps({name: compile_variant(target, *VARIANTS[name]) for name in names}))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the folding kernels with the eager definition, bit for bit; prints a JSON report.
 
-TRITON_INTERPRET=1 python run_fold.py          interpreted
+TRITON_INTERPRET=1 python run_fold.py few      interpreted, of the searches for a factor one
+TRITON_INTERPRET=1 python run_fold.py all      interpreted
 python run_fold.py cuda                        compiled, on a GPU
 """
 
@@ -18,7 +19,8 @@ from hf_mxfp4 import numerics
 from hf_mxfp4.ops.gemms import rotate_padded
 
 
-DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+WHAT = sys.argv[1]
+DEVICE = "cuda" if WHAT == "cuda" else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MACROS = ((None, "static"), (128, "static"), (128, "dynamic"))
 SHAPES = ((5, 270), (3, 33), (130, 40), (1, 128), (9, 1))
@@ -42,6 +44,8 @@ def data(shape: tuple[int, int], dtype: torch.dtype, number: int) -> torch.Tenso
 
 def cases() -> Iterator[Case]:
     for number, scheme in enumerate(schemes()):
+        if WHAT == "few" and scheme["macro_search"] == "dynamic" and scheme["scale_rule"] != "mse":
+            continue
         shape = SHAPES[number % len(SHAPES)]
         yield f"{shape}", data(shape, DTYPES[number % 3], number), scheme
         if DEVICE != "cpu":
@@ -53,7 +57,7 @@ def cases() -> Iterator[Case]:
     yield "transposed", wide[:, :30].T, plain
     yield "no rows", wide[:0], plain
     yield "no columns", wide[:, :0], plain
-    yield "one row of many tiles", data((1, 2300), torch.bfloat16, 2), plain
+    yield "one row of many tiles", data((1, 1100), torch.bfloat16, 2), plain
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:

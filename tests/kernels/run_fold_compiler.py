@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the folding kernels ahead of time for one target; prints the generated code as JSON.
 
-python run_fold_compiler.py cuda 90
+python run_fold_compiler.py cuda 90 [variant ...]
 """
 
 import json
@@ -101,5 +101,6 @@ def compile_variant(target, name: str, dtype, scheme: Scheme, plan, others: dict
 
 
 if __name__ == "__main__":
-    target = gpu_target(*sys.argv[1:])
-    print(json.dumps({name: compile_variant(target, *variant) for name, variant in VARIANTS.items()}))
+    target = gpu_target(*sys.argv[1:3])
+    names = sys.argv[3:] or list(VARIANTS)
+    print(json.dumps({name: compile_variant(target, *VARIANTS[name]) for name in names}))

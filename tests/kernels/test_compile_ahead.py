@@ -6,9 +6,17 @@ import re
 import pytest
 
 
-#: One target of each maker in every run, the others in the long one.
-CUDA = ["90", *(pytest.param(arch, marks=pytest.mark.large) for arch in ("80", "100", "120"))]
-HIP = ["gfx950", pytest.param("gfx942", marks=pytest.mark.large)]
+#: Of one target of each maker, those that every run compiles; the long one compiles all, for all targets.
+FEW = (
+    "plain", "fallback", "default", "dynamic mse", "mse tiles", "quantize", "quantize odd huge", "quantize stochastic",
+    "dequantize", "rotated far", "quantize columns", "both", "both odd huge",
+)  # fmt: skip
+
+
+def targets(*archs: str) -> list:
+    return [(archs[0], FEW), *(pytest.param(arch, (), marks=pytest.mark.large) for arch in archs)]
+
+
 #: Fused multiply-adds written out in the kernel, per element: two for each rounding to the grid.
 FMA_PER_PASS = 2
 ELEMENTS_PER_THREAD = 16
@@ -57,10 +65,10 @@ def assert_no_contraction_on_the_way_to_machine_code(report: dict):
         assert len(re.findall(r"\bFFMA\b", report[name]["sass"])) == expected
 
 
-@pytest.mark.parametrize("arch", CUDA)
-def test_cuda(run_script, arch):
-    report = run_script("run_compiler.py", "cuda", arch, interpret=False)
-    assert len(report) == VARIANTS
+@pytest.mark.parametrize(("arch", "names"), targets("90", "80", "100", "120"))
+def test_cuda(run_script, arch, names):
+    report = run_script("run_compiler.py", "cuda", arch, *names, interpret=False)
+    assert len(report) == (len(names) or VARIANTS)
     for name, asm in report.items():
         assert_exact_arithmetic(asm["llir"])
         ptx = asm["ptx"]
@@ -86,10 +94,10 @@ def test_cuda(run_script, arch):
         assert_no_contraction_on_the_way_to_machine_code(report)
 
 
-@pytest.mark.parametrize("arch", HIP)
-def test_hip(run_script, arch):
-    report = run_script("run_compiler.py", "hip", arch, interpret=False)
-    assert len(report) == VARIANTS
+@pytest.mark.parametrize(("arch", "names"), targets("gfx950", "gfx942"))
+def test_hip(run_script, arch, names):
+    report = run_script("run_compiler.py", "hip", arch, *names, interpret=False)
+    assert len(report) == (len(names) or VARIANTS)
     for name, asm in report.items():
         assert_exact_arithmetic(asm["llir"])
         code = asm["amdgcn"]

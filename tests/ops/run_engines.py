@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a layer once on every engine and on the dense one; prints how far results are apart, as JSON.
 
-TRITON_INTERPRET=1 python run_engines.py          on the CPU
+TRITON_INTERPRET=1 python run_engines.py few      on the CPU, every scheme in one dtype
+TRITON_INTERPRET=1 python run_engines.py all      on the CPU, every scheme in both dtypes
 python run_engines.py cuda                        on a GPU, with engine="auto"
 """
 
@@ -16,7 +17,9 @@ from hf_mxfp4.numerics import FP8
 from hf_mxfp4.ops import engine_counts, reset_engine_counts
 
 
-DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+WHAT = sys.argv[1]
+DEVICE = "cuda" if WHAT == "cuda" else "cpu"
+DTYPES = (torch.float32, torch.bfloat16)
 ENGINES = ("fp8", "mxfp4") if DEVICE == "cpu" else ("auto",)
 PLAIN, NO_FALLBACK = {"outlier_fallback": None, "macro_block": None}, {"outlier_fallback": None}
 CONFIGS = {
@@ -70,8 +73,8 @@ def has_fp8_operands(options: dict) -> bool:
 
 def compare() -> dict:
     report = {}
-    for name, options in CONFIGS.items():
-        for dtype in (torch.float32, torch.bfloat16):
+    for number, (name, options) in enumerate(CONFIGS.items()):
+        for dtype in DTYPES[number % 2 :][:1] if WHAT == "few" else DTYPES:
             dense = results("dense", dtype, options)
             for engine in ENGINES:
                 reset_engine_counts()

@@ -122,7 +122,7 @@ def weights_are_folded_once() -> list[int]:
         return original(x, **options)
 
     mxfp4_kernels.fold_e4m3 = counted
-    layer = experts(ENGINE, CONFIGS["w4a4"])
+    layer = experts(ENGINE, CONFIGS["w4a4g8 plain"])
     x, ids, share = torch.randn(3, HIDDEN, device=DEVICE), torch.tensor([[0], [2], [2]]), torch.ones(3, 1)
     inputs, found = (x, ids.to(DEVICE), share.to(DEVICE)), []
     with torch.no_grad(), cached_weights():
@@ -139,7 +139,7 @@ def weights_are_folded_once() -> list[int]:
 
 def no_rows() -> bool:
     """No row at all: an empty result, and zeros as gradients."""
-    layer = experts(ENGINE, CONFIGS["w4a4g4"])
+    layer = experts(ENGINE, CONFIGS["w4a4g4 plain"])
     x = torch.empty(0, HIDDEN, device=DEVICE, requires_grad=True)
     out = layer.project("down_proj", x[:, :INNER], routed((0, 0, 0, 0)))
     out.sum().backward()

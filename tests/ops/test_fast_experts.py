@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts on the FP8 engine train as on the dense one."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -84,14 +78,6 @@ def test_experts_are_checked_apart_from_linear_layers(monkeypatch):
     assert engines.checked(fast, device, FastExperts.check) is fast
 
 
-def report(what: str, timeout: int) -> dict:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("run_fast_experts.py")), what]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def check(found: dict) -> None:
     """Sums in float32 of exact products; in bfloat16 dense operands are rounded once more, and so is the output."""
     for label, layer in found["experts"].items():
@@ -104,15 +90,15 @@ def check(found: dict) -> None:
     assert found["no rows"]
 
 
-def test_both_engines_train_experts_alike():
-    found = report("few", 300)
+def test_both_engines_train_experts_alike(run_script):
+    found = run_script("run_fast_experts.py", "few", interpret=True)
     assert len(found["experts"]) == 3
     check(found)
 
 
 @pytest.mark.large
-def test_both_engines_train_experts_alike_in_all_layouts_and_dtypes():
-    found = report("all", 900)
+def test_both_engines_train_experts_alike_in_all_layouts_and_dtypes(run_script):
+    found = run_script("run_fast_experts.py", "all", interpret=True)
     assert len(found["experts"]) == 4 * len(EXPECTED)
     check(found)
     assert found["self-check"] is None

@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engine multiplies what, and that all of them train alike."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -151,12 +145,10 @@ EXPECTED = {
 }
 
 
-def test_all_engines_train_alike():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("run_engines.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+@pytest.mark.parametrize("what", ["few", pytest.param("all", marks=pytest.mark.large)])
+def test_all_engines_train_alike(run_script, what):
+    report = run_script("run_engines.py", what, interpret=True)
+    assert len(report["layers"]) == len(EXPECTED) * (1 if what == "few" else 2)
     found = {}
     for label, layer in report["layers"].items():
         name, engine, dtype = label.split(", ")
