@@ -109,6 +109,11 @@ def test_a_macro_block_of_a_whole_row_is_one_tile():
     assert norm_tile(12288, 16384) == (1, 16384, 1)
 
 
+def targets(*archs: str) -> list:
+    """The first in every run, the others in the long one."""
+    return [archs[0], *(pytest.param(arch, marks=pytest.mark.large) for arch in archs[1:])]
+
+
 def is_norm(name: str) -> bool:
     return name.startswith("norm")
 
@@ -144,7 +149,7 @@ def test_cuda(run_script, arch):
     assert len(re.findall(r"\bld\.global", report["norm"]["ptx"])) == 4
 
 
-@pytest.mark.parametrize("arch", ["gfx950", pytest.param("gfx942", marks=pytest.mark.large)])
+@pytest.mark.parametrize("arch", targets("gfx950", "gfx942"))
 def test_hip(run_script, arch):
     report = run_script("run_producer_compiler.py", "hip", arch, interpret=False)
     assert len(report) == 7
