@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings and small models that all tests share."""
 
+import gc
 import json
 import os
 import subprocess
@@ -25,6 +26,20 @@ if str(RECIPES) not in sys.path:
     sys.path.insert(0, str(RECIPES))
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports():
+    """What a file leaves alive, most of it imported modules, is not searched for garbage again. Trainers collect it
+    after every run: of three of their files that was 39 % of the time."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def distributed(tmp_path_factory) -> dict:
         start_new_session=True,
     )
     try:
-        output, _ = job.communicate(timeout=120)
+        output, _ = job.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, signal.SIGKILL)  # the workers too, which outlive their launcher
         raise
