@@ -4,6 +4,7 @@
 import re
 
 import pytest
+from compile_targets import few_variants
 
 
 #: Of one target of each maker, those that every run compiles; the long one compiles all, for all targets.
@@ -11,10 +12,6 @@ FEW = (
     "plain", "fallback", "default", "dynamic mse", "mse tiles", "quantize", "quantize odd huge", "quantize stochastic",
     "dequantize", "rotated far", "quantize columns", "both", "both odd huge",
 )  # fmt: skip
-
-
-def targets(*archs: str) -> list:
-    return [(archs[0], FEW), *(pytest.param(arch, (), marks=pytest.mark.large) for arch in archs)]
 
 
 #: Fused multiply-adds written out in the kernel, per element: two for each rounding to the grid.
@@ -65,7 +62,7 @@ def assert_no_contraction_on_the_way_to_machine_code(report: dict):
         assert len(re.findall(r"\bFFMA\b", report[name]["sass"])) == expected
 
 
-@pytest.mark.parametrize(("arch", "names"), targets("90", "80", "100", "120"))
+@pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "90", "80", "100", "120"))
 def test_cuda(run_script, arch, names):
     report = run_script("run_compiler.py", "cuda", arch, *names, interpret=False)
     assert len(report) == (len(names) or VARIANTS)
@@ -94,7 +91,7 @@ def test_cuda(run_script, arch, names):
         assert_no_contraction_on_the_way_to_machine_code(report)
 
 
-@pytest.mark.parametrize(("arch", "names"), targets("gfx950", "gfx942"))
+@pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "gfx950", "gfx942"))
 def test_hip(run_script, arch, names):
     report = run_script("run_compiler.py", "hip", arch, *names, interpret=False)
     assert len(report) == (len(names) or VARIANTS)

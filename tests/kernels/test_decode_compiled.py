@@ -5,6 +5,7 @@ import re
 from collections import Counter
 
 import pytest
+from compile_targets import few_variants
 
 
 #: Instructions of the main loop for each weight, all of them counted, on sm_90. A GPU of 132 multiprocessors at 1.8 GHz
@@ -33,11 +34,7 @@ def main_loop(sass: str) -> Counter:
 FEW = ("macro", "fallback", "odd")
 
 
-def targets(*archs: str) -> list:
-    return [(archs[0], FEW), *(pytest.param(arch, (), marks=pytest.mark.large) for arch in archs)]
-
-
-@pytest.mark.parametrize(("arch", "names"), targets("90", "80", "100", "120"))
+@pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "90", "80", "100", "120"))
 def test_cuda(run_script, arch, names):
     report = run_script("run_decode_compiler.py", "cuda", arch, *names, interpret=False)
     assert len(report) == (len(names) or 8)
@@ -60,7 +57,7 @@ def test_cuda(run_script, arch, names):
             assert int(re.search(r"REG:(\d+)", asm["sass"])[1]) <= 168, name
 
 
-@pytest.mark.parametrize(("arch", "names"), targets("gfx942", "gfx950"))
+@pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "gfx942", "gfx950"))
 def test_hip(run_script, arch, names):
     report = run_script("run_decode_compiler.py", "hip", arch, *names, interpret=False)
     assert len(report) == (len(names) or 8)

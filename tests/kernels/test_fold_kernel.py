@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from compile_targets import few_variants
 
 import mxfp4_kernels
 
@@ -89,9 +90,7 @@ MOST_REGISTERS = {"groups": (48, 420), "rows 4096": (48, 380), "fp8": (40, 180),
 FEW = ("groups", "groups mse dynamic", "columns odd huge", "rows 4096", "fp8", "both", "rotated stochastic")
 
 
-@pytest.mark.parametrize(
-    ("arch", "names"), [("90", FEW), *(pytest.param(arch, (), marks=pytest.mark.large) for arch in ("80", "90", "120"))]
-)
+@pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "90", "80", "120"))
 def test_cuda(run_script, arch, names):
     report = run_script("run_fold_compiler.py", "cuda", arch, *names, interpret=False)
     assert len(report) == (len(names) or 16)

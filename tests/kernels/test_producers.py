@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from compile_targets import first_target
 from test_compile_ahead import ELEMENTS_PER_THREAD, FAST_MATH, FMA_PER_PASS, SHARED_MEMORY
 
 import mxfp4_kernels
@@ -109,18 +110,11 @@ def test_a_macro_block_of_a_whole_row_is_one_tile():
     assert norm_tile(12288, 16384) == (1, 16384, 1)
 
 
-def targets(*archs: str) -> list:
-    """The first in every run, the others in the long one."""
-    return [archs[0], *(pytest.param(arch, marks=pytest.mark.large) for arch in archs[1:])]
-
-
 def is_norm(name: str) -> bool:
     return name.startswith("norm")
 
 
-@pytest.mark.parametrize(
-    "arch", ["90", *(pytest.param(arch, marks=pytest.mark.large) for arch in ("80", "100", "120"))]
-)
+@pytest.mark.parametrize("arch", first_target("90", "80", "100", "120"))
 def test_cuda(run_script, arch):
     report = run_script("run_producer_compiler.py", "cuda", arch, interpret=False)
     assert len(report) == 7
@@ -149,7 +143,7 @@ def test_cuda(run_script, arch):
     assert len(re.findall(r"\bld\.global", report["norm"]["ptx"])) == 4
 
 
-@pytest.mark.parametrize("arch", targets("gfx950", "gfx942"))
+@pytest.mark.parametrize("arch", first_target("gfx950", "gfx942"))
 def test_hip(run_script, arch):
     report = run_script("run_producer_compiler.py", "hip", arch, interpret=False)
     assert len(report) == 7

@@ -74,7 +74,7 @@ def has_fp8_operands(options: dict) -> bool:
 def compare() -> dict:
     report = {}
     for number, (name, options) in enumerate(CONFIGS.items()):
-        for dtype in DTYPES[number % 2 :][:1] if WHAT == "few" else DTYPES:
+        for dtype in (DTYPES[number % 2],) if WHAT == "few" else DTYPES:
             dense = results("dense", dtype, options)
             for engine in ENGINES:
                 reset_engine_counts()
