@@ -26,6 +26,9 @@ def _become_the_library() -> None:
 if __name__ == "evaluate":
     _become_the_library()
 elif __name__ == "__main__":
+    from process_group import leave_together
+
     from evaluating.run import main
 
     main(sys.argv[1:])
+    leave_together()

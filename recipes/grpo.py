@@ -23,6 +23,7 @@ from evaluation_callback import GreedyEvaluation
 from output_folder import refuse_used_folder, remove_old_checkpoints, resume_choice
 from peft import PeftModel
 from placement import placed, why_not_on
+from process_group import leave_together
 from progress import TrainingBar
 from resolved_config import FILE_NAME, write_resolved_config
 from run_summary import print_summary, write_results, write_summary
@@ -319,3 +320,4 @@ def reload_and_compare(
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    leave_together()

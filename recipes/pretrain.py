@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import exit_on_wrong_options
+from process_group import leave_together
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -173,3 +174,4 @@ def tell(subject: str, message: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    leave_together()

@@ -71,3 +71,6 @@ if __name__ == "__main__":
     results = {(e, s): train(e, s) for e in ("ddp", "fsdp2") for s in SCHEMES}
     if dist.get_rank() == 0:
         torch.save(results, sys.argv[1])
+    # A process that leaves before the other has ended, and with its group open, can be aborted at its exit.
+    dist.barrier()
+    dist.destroy_process_group()

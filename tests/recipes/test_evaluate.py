@@ -27,7 +27,8 @@ from tasks.arithmetic import ALPHABET
 from tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
 
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 TASK = ["--task=arithmetic", "--limit=30", "--batch_size=8", "--use_cpu"]
 SAMPLED = ["--samples=4", "--k=1,4"]
 
@@ -463,10 +464,12 @@ def test_the_library_of_the_same_name_stays_importable():
 
 def test_two_processes_find_what_one_finds(whole, policy, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "recipes" / "evaluate.py"), policy, *TASK, *SAMPLED, f"--output_dir={tmp_path}"]
+    command += [str(HERE / "run_and_leave.py"), str(ROOT / "recipes" / "evaluate.py"), policy]
+    command += [*TASK, *SAMPLED, f"--output_dir={tmp_path}"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("left properly") == 2, done.stdout
     result = json.loads((tmp_path / "result.json").read_text())
     folder, alone = whole
     assert result["processes"] == 2 and result["scores"] == alone["scores"]

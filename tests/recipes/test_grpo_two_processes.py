@@ -11,12 +11,14 @@ from pathlib import Path
 from test_grpo import TINY
 
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 def launch(folder, processes, *options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [str(ROOT / "recipes" / "grpo.py"), *TINY, "--n_test=13", f"--output_dir={folder}", *options]
+    command += [str(HERE / "run_and_leave.py"), str(ROOT / "recipes" / "grpo.py")]
+    command += [*TINY, "--n_test=13", f"--output_dir={folder}", *options]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
@@ -27,6 +29,7 @@ def launch(folder, processes, *options):
         os.killpg(job.pid, signal.SIGKILL)  # the workers too, which outlive their launcher
         raise
     assert job.returncode == 0, output[-3000:]
+    assert output.count("left properly") == processes, output[-3000:]
     return json.loads((folder / "summary.json").read_text())
 
 

@@ -277,6 +277,8 @@ assert trainer.state.global_step == 2
 shares = [entry["sampling/kl"] for entry in trainer.state.log_history if "sampling/kl" in entry]
 assert len(shares) == 2
 print("agreed")
+from process_group import leave_together
+leave_together()
 """
 
 
