@@ -4,8 +4,10 @@
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_MXFP4_VERBOSITY", "warning")
 
+import numpy
 import pytest
 import torch
 from tiny_models import make_model
@@ -34,6 +37,25 @@ def frozen_imports():
     collect it after every run: of three of their files that was 39 % of the time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def randomness_of_the_file(request):
+    """What fixtures draw for a whole file is the same in every run, whichever files its process ran before."""
+    seed_from(request.node.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def randomness_of_the_test(request):
+    """What a test draws without a seed of its own is the same in every run, be it alone or after others."""
+    seed_from(request.node.nodeid)
+
+
+def seed_from(name: str) -> None:
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture
