@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a recipe as its script, and fail if it leaves its process group open: such a process can be aborted at its exit.
+"""Run a recipe as its script, then print whether it left its process group open, as no recipe should.
 
-torchrun ... run_and_leave.py recipes/NAME.py [options]
+With an open group a process can be aborted at its exit. Arguments: the script, and its own.
 """
 
 import os
