@@ -167,7 +167,17 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         },
     )
     stochastic_seed: int = field(
-        default=0, metadata={"help": "Seed of stochastic rounding and of the signs of random rotations."}
+        default=0,
+        metadata={"help": "Seed of stochastic rounding, of the signs of random rotations and of dither_ties."},
+    )
+    dither_ties: bool = field(
+        default=True,
+        metadata={
+            "help": "Mode 'qat': move float32 master weights that come from a 16-bit checkpoint to random places "
+            "within half an ulp of their 16-bit numbers as they are loaded. About 1 % of these lie exactly on a "
+            "rounding boundary of MXFP4, and the first training step of any size would flip them all. Codes, scales "
+            "and the checkpoint that rounding gives back stay the same."
+        },
     )
     saved_activations: str = field(
         default="full",
@@ -296,6 +306,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         for gemm in GEMM_OPERANDS:
             object.__setattr__(self, gemm, read_gemm(gemm, getattr(self, gemm), gemm))
         object.__setattr__(self, "layer_overrides", read_overrides(self.layer_overrides))
+        if type(self.dither_ties) is not bool:
+            raise ValueError(f"dither_ties={self.dither_ties!r} must be True or False")
         seed = self.stochastic_seed
         if type(seed) is not int or seed < 0:
             raise ValueError(f"stochastic_seed={seed!r} must be a whole number of at least 0")
@@ -311,7 +323,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         schemes = {"this config": self.gemms(), **each_overridden(self.gemms(), self.layer_overrides)}
         for owner, scheme in schemes.items():
             check_products(owner, scheme, self.backend, self.saved_activations)
-        if seed and not any(scheme.is_random for scheme in schemes.values()):
+        dithers = self.dither_ties and self.mode == "qat"
+        if seed and not dithers and not any(scheme.is_random for scheme in schemes.values()):
             raise ValueError(f"stochastic_seed={seed} has no effect, since nothing is random here; leave it out")
 
     def _scheme(self, operand: str, macro_search: str) -> QuantScheme:
@@ -335,6 +348,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             idle["macro_search"] = ("without macro_block", "hybrid")
         if self.engine != "auto":
             idle["engine"] = ("whose products unpack the weights themselves", "auto")
+        if not self.dither_ties:
+            idle["dither_ties"] = ("whose weights no step moves", True)
         if self.saved_activations != "full":
             idle["saved_activations"] = ("whose frozen weights need no input kept", "full")
         return idle
@@ -384,6 +399,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         for name in (*GEMM_OPERANDS, "layer_overrides", "stochastic_seed", "saved_activations", "engine"):
             if options[name] in (None, 0, "full", "auto"):
                 del options[name]
+        if self.dither_ties:
+            del options["dither_ties"]
         return options
 
     def __iter__(self):

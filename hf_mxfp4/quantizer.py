@@ -17,6 +17,7 @@ from ._logging import get_logger
 from .checkpoint import check_checkpoint, check_packed_files, make_record, take_state_dict, wrap_saving
 from .checkpoint.mapped import resolved
 from .config import QUANT_METHOD, MXFP4RLConfig
+from .dither import dither_masters
 from .experts_layout import projections
 from .layers import (
     PACKED,
@@ -127,6 +128,8 @@ class MXFP4RLQuantizer(HfQuantizer):
         if self._loads and (self._packed or self.pre_quantized):
             _check_loaded(model, whole=self.pre_quantized)
         quantized, skipped = self._swapped
+        dithers = self._loads and not self._packed and self.quantization_config.dither_ties
+        dither = dither_masters(model) if dithers else None
         n_weights, packed_bytes = count_weights(model)
         model.quantization_report = QuantizationReport(
             scheme=self.quantization_config.describe(),
@@ -135,6 +138,7 @@ class MXFP4RLQuantizer(HfQuantizer):
             sqnr_db=self.error_energy.sqnr_db if self._packed else master_sqnr(model),
             n_weights=n_weights,
             packed_bytes=packed_bytes,
+            dither=dither,
         )
         get_logger().info("%s: %s", type(model).__name__, model.quantization_report)
         if any(isinstance(module, MXFP4PackedExperts) for module in model.modules()):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .config import MXFP4RLConfig
+from .dither import DitherReport
 from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 from .ops import fake_quantize
 from .ops.packed import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor
@@ -32,6 +33,8 @@ class QuantizationReport:
         n_weights: elements of the quantized weights, each layer once. In packed models transformers'
             `num_parameters()` counts stored bytes in their place.
         packed_bytes: what those weights take in packed tensors; `None` when they are not packed.
+        dither: what was done about master weights on rounding boundaries; `None` where nothing was to be done, in
+            packed models and under ``dither_ties=False``.
     """
 
     scheme: str
@@ -40,6 +43,7 @@ class QuantizationReport:
     sqnr_db: float | None
     n_weights: int
     packed_bytes: int | None = None
+    dither: DitherReport | None = None
 
     @property
     def n_quantized(self) -> int:
@@ -61,7 +65,8 @@ class QuantizationReport:
         packed = "" if self.packed_bytes is None else f"packed {self.bits_per_weight:.5g} bits/weight "
         left = f" ({', '.join(self.skipped)})" if 0 < self.n_skipped <= 4 else ""
         counts = f"n_quantized={self.n_quantized} n_skipped={self.n_skipped}{left}"
-        return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}"
+        dither = "" if self.dither is None else f" | {self.dither}"
+        return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{dither}"
 
 
 class ErrorEnergy:

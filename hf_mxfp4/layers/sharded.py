@@ -9,13 +9,15 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def whole(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+def whole(parameter: nn.Parameter, writes: bool = False) -> Iterator[torch.Tensor]:
     """All of a parameter's values, detached, to be read within the context: gathered from all processes under FSDP2 and
-    ZeRO-3, whose processes must all enter it; elsewhere the parameter's own memory."""
+    ZeRO-3, whose processes must all enter it; elsewhere the parameter's own memory. With ``writes`` they can be changed
+    there, by all processes alike, but under FSDP2."""
     with contextlib.ExitStack() as stack:
         if hasattr(parameter, "ds_id"):
             import deepspeed
 
-            stack.enter_context(deepspeed.zero.GatheredParameters([parameter]))
+            rank = 0 if writes else None
+            stack.enter_context(deepspeed.zero.GatheredParameters([parameter], modifier_rank=rank))
         tensor = parameter.detach()
         yield tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -40,14 +40,23 @@ class Draws:
         rank = 0 if (gemm, operand) == ("fprop", "weight") else _rank()
         return self._seed(gemm, operand, rank)
 
+    @property
+    def dither_seed(self) -> int:
+        """Seed of the dither of the layer's master weight, equal on all ranks and at every step."""
+        return _hash((self.seed, self.layer, "dither"))
+
     def signs(self, gemm: str, length: int, device: torch.device) -> torch.Tensor:
         """Signs for both operands of a product, equal on all ranks."""
         return random_signs(length, self._seed(gemm, "signs", 0), device)
 
     def _seed(self, gemm: str, operand: str, rank: int) -> int:
         count = 0 if gemm == "fprop" else self.n_backward
-        key = (self.seed, rank, self.step, count, self.layer, gemm, operand)
-        return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
+        return _hash((self.seed, rank, self.step, count, self.layer, gemm, operand))
+
+
+def _hash(key: tuple) -> int:
+    """63 bits that depend on every part of the key."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _rank() -> int:
