@@ -15,7 +15,6 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from ._logging import get_logger
 from .layers import Matrix, trainable_matrices
 from .layers.sharded import whole
 from .numerics import BLOCK_SIZE, GemmScheme, QuantScheme, dequantize
@@ -33,6 +32,8 @@ _DRAWS = 20
 _SELECTIONS = 8
 #: A weight lies on a boundary when moving it by this share of itself, up or down, makes a difference.
 _NUDGE = 2.0**-21
+#: Why nothing is done to the weights of most checkpoints in float32.
+_FULL_NUMBERS = "are no 16-bit numbers"
 #: Rows of each weight, in bands of 32, on which boundaries are counted.
 _BAND, _BANDS = 32, 8
 
@@ -68,6 +69,11 @@ class DitherReport:
         """Share of the weights that lie on a boundary after the dither."""
         return self.n_after / max(1, self.n_sampled)
 
+    @property
+    def is_worth_a_word(self) -> bool:
+        """Whether more is to say than that the masters lie on no boundaries anyway."""
+        return self.n_weights > 0 or set(self.skipped) != {_FULL_NUMBERS}
+
     def __str__(self) -> str:
         if self.n_weights == 0:
             return "no dither: " + "; ".join(f"{count} weights {reason}" for reason, count in self.skipped.items())
@@ -98,7 +104,6 @@ def dither_masters(model: nn.Module) -> DitherReport:
         raise ValueError(f"{type(model).__name__} has no quantized layer with master weights to dither")
     for _, group in groupby(matrices, key=lambda matrix: (id(matrix.layer), matrix.parameter)):
         _dither_parameter(list(group), report)
-    get_logger().info("%s: %s", type(model).__name__, report)
     return report
 
 
@@ -113,7 +118,7 @@ def _dither_parameter(matrices: list[Matrix], report: DitherReport) -> None:
         with whole(parameter, writes=True) as value:
             dtype = sixteen_bit_dtype(value)
             if dtype is None:
-                reason = "are no 16-bit numbers"
+                reason = _FULL_NUMBERS
             else:
                 for matrix in matrices:
                     _dither_matrix(matrix, matrix.of(value), dtype, report)

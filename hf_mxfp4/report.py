@@ -33,8 +33,8 @@ class QuantizationReport:
         n_weights: elements of the quantized weights, each layer once. In packed models transformers'
             `num_parameters()` counts stored bytes in their place.
         packed_bytes: what those weights take in packed tensors; `None` when they are not packed.
-        dither: what was done about master weights on rounding boundaries; `None` where nothing was to be done, in
-            packed models and under ``dither_ties=False``.
+        dither: what was done about master weights on rounding boundaries; `None` in packed models and under
+            ``dither_ties=False``.
     """
 
     scheme: str
@@ -65,7 +65,7 @@ class QuantizationReport:
         packed = "" if self.packed_bytes is None else f"packed {self.bits_per_weight:.5g} bits/weight "
         left = f" ({', '.join(self.skipped)})" if 0 < self.n_skipped <= 4 else ""
         counts = f"n_quantized={self.n_quantized} n_skipped={self.n_skipped}{left}"
-        dither = "" if self.dither is None else f" | {self.dither}"
+        dither = f" | {self.dither}" if self.dither is not None and self.dither.is_worth_a_word else ""
         return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{dither}"
 
 
