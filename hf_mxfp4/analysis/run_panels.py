@@ -9,6 +9,7 @@ from typing import Any
 from .figures import Figure
 from .files import is_number
 from .run_log import RunRecord
+from .run_movement import logged_movements, movement_kinds
 
 
 #: Values of a reward curve that its moving mean is over, at the most; a fifth of the run in short ones.
@@ -129,6 +130,24 @@ def _gain_profiles(axes: Axes, record: RunRecord) -> bool:
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set_xlabel("layers that the gradient passed through")
     return True
+
+
+def _movement(axes: Axes, record: RunRecord) -> bool:
+    """Layer types as thin lines beside the total and its intervals; logarithmic above 1 where one exceeds 10."""
+    found = logged_movements(record)
+    highest = max((movement.total for movement in found), default=0.0)
+    for kind in movement_kinds(record.keys):
+        steps, values = record.series(f"movement/{kind}")
+        axes.plot(steps, values, marker=".", markersize=3, linewidth=0.7, label=kind)
+        highest = max(highest, *values)
+    if found:
+        steps, totals = [movement.step for movement in found], [movement.total for movement in found]
+        intervals = [movement.interval for movement in found]
+        axes.errorbar(steps, totals, intervals, color="black", marker=".", linewidth=1.5, capsize=2, label="total")
+        axes.axhline(1, color="0.6", linewidth=0.8)
+    if highest > 10:
+        axes.set_yscale("symlog", linthresh=1)
+    return bool(found)
 
 
 PANELS: tuple[Panel, ...] = (
@@ -284,6 +303,15 @@ PANELS: tuple[Panel, ...] = (
         ),
         "The gain at three layers; drifting apart means that the depth profile steepens.",
         "gradient_gain_every (needs master weights: mode='qat')",
+    ),
+    Panel(
+        "Movement of quantized weights in a step",
+        "movement / movement of masters",
+        (),
+        "1 is what training assumes; far above it masters lie at the boundaries of quantized values and jump with any "
+        "step, however small. Bars are two standard errors of the total; layer types scatter more.",
+        "movement_every (needs master weights that are trained: mode='qat')",
+        extra=_movement,
     ),
     Panel(
         "Gradient norm",
