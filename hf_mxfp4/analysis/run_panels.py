@@ -59,8 +59,8 @@ class Panel:
             positive = any(y > 0 for line in axes.get_lines() for y in line.get_ydata())
             if self.near_zero and positive:
                 axes.set_yscale("symlog", linthresh=1e-4)
-            if len(axes.get_legend_handles_labels()[0]) > 1:
-                axes.legend(fontsize=7)
+            if (count := len(axes.get_legend_handles_labels()[0])) > 1:
+                axes.legend(fontsize=7, ncols=2 if count > 6 else 1)
         return drawn
 
 
@@ -135,19 +135,21 @@ def _gain_profiles(axes: Axes, record: RunRecord) -> bool:
 def _movement(axes: Axes, record: RunRecord) -> bool:
     """Layer types as thin lines beside the total and its intervals; logarithmic above 1 where one exceeds 10."""
     found = logged_movements(record)
-    highest = max((movement.total for movement in found), default=0.0)
+    if not found:
+        return False
+    shown = [movement.total for movement in found]
     for kind in movement_kinds(record.keys):
         steps, values = record.series(f"movement/{kind}")
         axes.plot(steps, values, marker=".", markersize=3, linewidth=0.7, label=kind)
-        highest = max(highest, *values)
-    if found:
-        steps, totals = [movement.step for movement in found], [movement.total for movement in found]
-        intervals = [movement.interval for movement in found]
-        axes.errorbar(steps, totals, intervals, color="black", marker=".", linewidth=1.5, capsize=2, label="total")
-        axes.axhline(1, color="0.6", linewidth=0.8)
-    if highest > 10:
+        shown += values
+    steps, intervals = [movement.step for movement in found], [movement.interval for movement in found]
+    totals = shown[: len(found)]
+    axes.errorbar(steps, totals, intervals, color="black", marker=".", linewidth=1.5, capsize=2, label="total")
+    axes.axhline(1, color="0.6", linewidth=0.8)
+    if max(shown) > 10:
         axes.set_yscale("symlog", linthresh=1)
-    return bool(found)
+        axes.set_ylim(bottom=1.2 * min(0.0, *shown))
+    return True
 
 
 PANELS: tuple[Panel, ...] = (
@@ -305,8 +307,8 @@ PANELS: tuple[Panel, ...] = (
         "gradient_gain_every (needs master weights: mode='qat')",
     ),
     Panel(
-        "Movement of quantized weights in a step",
-        "movement / movement of masters",
+        "Step movement",
+        "of quantized weights / of masters",
         (),
         "1 is what training assumes; far above it masters lie at the boundaries of quantized values and jump with any "
         "step, however small. Bars are two standard errors of the total; layer types scatter more.",

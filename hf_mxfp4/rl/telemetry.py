@@ -106,12 +106,13 @@ class Telemetry(GRPOTrainer):
         get_logger().info("gradient gain is not measured: %s", reason)
 
     def _watch_movement(self) -> None:
-        obstacle = movement_obstacle(self.model)
-        if obstacle is None:
+        trainable = self._trainable_layer()
+        obstacle = trainable.config.packing_obstacle if trainable is not None else None
+        if obstacle:
+            get_logger().warning("no movement of quantized weights is measured: %s", obstacle)
+        elif movement_obstacle(self.model) is None:  # frozen and packed weights do not move
             self.movement_callback = StepMovementCallback(self.args.movement_every, record=self._record)
             self.add_callback(self.movement_callback)
-        else:
-            get_logger().info("no movement of quantized weights is measured: %s", obstacle)
 
     def _trainable_layer(self) -> nn.Module | None:
         return next((module for module in self.model.modules() if isinstance(module, TRAINABLE)), None)

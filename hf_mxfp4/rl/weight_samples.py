@@ -102,10 +102,10 @@ def _scheme(matrix: Matrix) -> QuantScheme:
 
 
 def _shape(matrix: Matrix) -> tuple[int, int]:
-    """Rows and columns; the parameter itself may be sharded."""
-    if matrix.expert is None:
-        return matrix.layer.out_features, matrix.layer.in_features
-    return matrix.layer.weight_size(matrix.parameter)[1:]
+    """Rows and columns of the matrix, of which ZeRO-3 leaves a parameter of no elements between uses."""
+    parameter = getattr(matrix.layer, matrix.parameter)
+    rows, columns = getattr(parameter, "ds_shape", parameter.shape)[-2:]
+    return (columns, rows) if matrix.expert is not None and matrix.layer.is_transposed else (rows, columns)
 
 
 def _units(matrix: torch.Tensor, size: int) -> torch.Tensor:
