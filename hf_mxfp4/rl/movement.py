@@ -140,7 +140,9 @@ class StepMovementCallback(TrainerCallback):
 
     Args:
         every: steps between measurements.
-        record: called with a metric's name and value; by default they are added to the next log.
+        record: called with a metric's name and value; by default they are added to the next line of the log history and
+            reach the callbacks after this one (trackers come before those that a Trainer was given: put it first in
+            `trainer.callback_handler.callbacks`).
         max_weights: how many weights are watched.
 
     Attributes:
