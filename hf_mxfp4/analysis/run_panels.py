@@ -9,6 +9,7 @@ from typing import Any
 from .figures import Figure
 from .files import is_number
 from .run_log import RunRecord
+from .run_movement import logged_movements, movement_kinds
 
 
 #: Values of a reward curve that its moving mean is over, at the most; a fifth of the run in short ones.
@@ -58,8 +59,8 @@ class Panel:
             positive = any(y > 0 for line in axes.get_lines() for y in line.get_ydata())
             if self.near_zero and positive:
                 axes.set_yscale("symlog", linthresh=1e-4)
-            if len(axes.get_legend_handles_labels()[0]) > 1:
-                axes.legend(fontsize=7)
+            if (count := len(axes.get_legend_handles_labels()[0])) > 1:
+                axes.legend(fontsize=7, ncols=2 if count > 6 else 1)
         return drawn
 
 
@@ -128,6 +129,26 @@ def _gain_profiles(axes: Axes, record: RunRecord) -> bool:
         axes.plot(*zip(*gains, strict=True), marker=".", label=f"step {step}")
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set_xlabel("layers that the gradient passed through")
+    return True
+
+
+def _movement(axes: Axes, record: RunRecord) -> bool:
+    """Layer types as thin lines beside the total and its intervals; logarithmic above 1 where one exceeds 10."""
+    found = logged_movements(record)
+    if not found:
+        return False
+    shown = [movement.total for movement in found]
+    for kind in movement_kinds(record.keys):
+        steps, values = record.series(f"movement/{kind}")
+        axes.plot(steps, values, marker=".", markersize=3, linewidth=0.7, label=kind)
+        shown += values
+    steps, intervals = [movement.step for movement in found], [movement.interval for movement in found]
+    totals = shown[: len(found)]
+    axes.errorbar(steps, totals, intervals, color="black", marker=".", linewidth=1.5, capsize=2, label="total")
+    axes.axhline(1, color="0.6", linewidth=0.8)
+    if max(shown) > 10:
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(bottom=1.2 * min(0.0, *shown))
     return True
 
 
@@ -284,6 +305,15 @@ PANELS: tuple[Panel, ...] = (
         ),
         "The gain at three layers; drifting apart means that the depth profile steepens.",
         "gradient_gain_every (needs master weights: mode='qat')",
+    ),
+    Panel(
+        "Step movement",
+        "of quantized weights / of masters",
+        (),
+        "1 is what training assumes; far above it masters lie at the boundaries of quantized values and jump with any "
+        "step, however small. Bars are two standard errors of the total; layer types scatter more.",
+        "movement_every (needs master weights that are trained: mode='qat')",
+        extra=_movement,
     ),
     Panel(
         "Gradient norm",

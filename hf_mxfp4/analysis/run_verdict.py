@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from .files import is_number
 from .run_log import RunRecord
+from .run_movement import MOVEMENT_ALARM, logged_movements, movement_advice
 
 
 #: From worst to best; "none": there is nothing to judge.
@@ -29,6 +30,8 @@ _SAMPLE_SIZE = (0.7, 0.3)
 _SQNR_FALL = (1.0, 3.0)
 #: |log2| of the gradient gain over all layers, that is amber, and red.
 _GRADIENT_GAIN = (0.5, 1.0)
+#: Movement of quantized weights over that of masters, below and above which, beyond two standard errors, it is amber.
+_MOVEMENT = (0.5, 1.5)
 #: Router agreement below which it is amber, and red.
 _AGREEMENT = (0.9, 0.7)
 
@@ -310,6 +313,28 @@ def _gradient(record: RunRecord) -> Check | None:
     return _graded("Gradient gain", words, abs(values[-1]), _GRADIENT_GAIN, advice)
 
 
+def _movement(record: RunRecord) -> Check | None:
+    found = logged_movements(record)
+    if not found:
+        return None
+    few, many = _MOVEMENT
+    highest = max(found, key=lambda movement: movement.total - movement.interval)
+    shown = ", ".join(dict.fromkeys(str(movement) for movement in (found[0], highest, found[-1])))
+    words = f"Quantized weights moved {shown} times as far as their masters, where training assumes 1."
+    least = highest.total - highest.interval
+    if least > many:
+        words += f" Most in {highest.worst}." if highest.kinds else ""
+        state = "red" if least > MOVEMENT_ALARM else "amber"
+        return Check(state, "Step movement", words, movement_advice(is_first=highest is found[0]))
+    if min(movement.total + movement.interval for movement in found) < few:
+        advice = (
+            "Masters near their quantized values, as those of a checkpoint that was quantized before, have to go half "
+            "the way to the next value before a step shows."
+        )
+        return Check("amber", "Step movement", words, advice)
+    return Check("green", "Step movement", words)
+
+
 def _finite(record: RunRecord) -> Check | None:
     watched = ("loss", "grad_norm")
     bad = [entry["step"] for entry in record.logs if any(k in entry and not is_number(entry[k]) for k in watched)]
@@ -348,6 +373,7 @@ _CHECKS: tuple[Callable[[RunRecord], Check | None], ...] = (
     _length,
     _temperature,
     _gradient,
+    _movement,
     _finite,
     _routers,
 )

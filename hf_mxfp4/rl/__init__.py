@@ -24,6 +24,7 @@ _LAZY = {
     "RewardError": "reward_guard",
     "RouterCallback": "router_callback",
     "RunReportCallback": "report_callback",
+    "StepMovementCallback": "movement",
     "TemperatureCallback": "policy_callbacks",
 }
 

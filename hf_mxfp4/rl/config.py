@@ -188,6 +188,14 @@ class MXFP4GRPOConfig(GRPOConfig):
             "sequences of the last training batch, more of few tokens, fewer if they have over 2048 together; 0: never."
         },
     )
+    movement_every: int = field(
+        default=50,
+        metadata={
+            "help": "Steps between measurements of how far a step moves quantized weights over how far it moves their "
+            "masters, on at most 16.8 M weights (64 MiB in float32); also measured in the first step that moves one "
+            "and in the last; 0: never."
+        },
+    )
     report_every: int = field(
         default=100,
         metadata={
@@ -225,7 +233,7 @@ class MXFP4GRPOConfig(GRPOConfig):
             raise ValueError(f"overlong_buffer={self.overlong_buffer} must not be negative")
         if not self.overlong_penalty > 0 or not math.isfinite(self.overlong_penalty):
             raise ValueError(f"overlong_penalty={self.overlong_penalty} must be a positive number: it is subtracted")
-        cadences = ("error_every", "gradient_gain_every", "report_every", "router_every")
+        cadences = ("error_every", "gradient_gain_every", "movement_every", "report_every", "router_every")
         for name in ("entropy_collapse", "entropy_explosion", "error_layers", *cadences):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")

@@ -12,6 +12,7 @@ from .._logging import get_logger
 from ..layers import TRAINABLE, fallback_thresholds, random_layers
 from .activation_errors import ActivationErrorCallback, spread_modules
 from .callbacks import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
+from .movement import StepMovementCallback, movement_obstacle
 from .policy_callbacks import GradientGainCallback, TemperatureCallback, TrainingBatch, can_compare
 from .report_callback import RunReportCallback
 from .run_facts import run_facts
@@ -22,13 +23,14 @@ class Telemetry(GRPOTrainer):
 
     Attributes:
         entropy_callback, error_callback, activation_callback, temperature_callback, gradient_gain_callback,
-        report_callback: what watches.
+        movement_callback, report_callback: what watches.
     """
 
     error_callback: ErrorCallback | None = None
     activation_callback: ActivationErrorCallback | None = None
     temperature_callback: TemperatureCallback | None = None
     gradient_gain_callback: GradientGainCallback | None = None
+    movement_callback: StepMovementCallback | None = None
     report_callback: RunReportCallback | None = None
 
     def _watch_policy(self) -> None:
@@ -48,6 +50,8 @@ class Telemetry(GRPOTrainer):
             self._watch_errors()
         if args.gradient_gain_every:
             self._watch_gradients()
+        if args.movement_every:
+            self._watch_movement()
         if fallback_thresholds(self.model):
             # Ahead of all callbacks that may fail: a step that is counted has moved the thresholds.
             self.callback_handler.callbacks.insert(0, FallbackCallback(record=self._record))
@@ -100,6 +104,15 @@ class Telemetry(GRPOTrainer):
             )
             return
         get_logger().info("gradient gain is not measured: %s", reason)
+
+    def _watch_movement(self) -> None:
+        trainable = self._trainable_layer()
+        obstacle = trainable.config.packing_obstacle if trainable is not None else None
+        if obstacle:
+            get_logger().warning("no movement of quantized weights is measured: %s", obstacle)
+        elif movement_obstacle(self.model) is None:  # frozen and packed weights do not move
+            self.movement_callback = StepMovementCallback(self.args.movement_every, record=self._record)
+            self.add_callback(self.movement_callback)
 
     def _trainable_layer(self) -> nn.Module | None:
         return next((module for module in self.model.modules() if isinstance(module, TRAINABLE)), None)

@@ -70,6 +70,13 @@ def values(step, **changed):
     }
 
 
+def moved(total, error, **kinds):
+    """What is logged of the movement of quantized weights."""
+    measured = {"total": total, **kinds}
+    errors = {f"movement_se/{name}": error for name in measured}
+    return {**{f"movement/{name}": value for name, value in measured.items()}, **errors, "movement/flipped_share": 0.01}
+
+
 def write_log(folder, count=20, end="finished", facts=FACTS, **changed):
     log = RunLog(folder)
     log.start(0, 20, facts, [])
@@ -225,6 +232,13 @@ def test_a_healthy_run_is_green(tmp_path):
         ({"completions/clipped_ratio": 0.4}, "Response length", "amber", "max_completion_length"),
         ({"entropy/effective_temperature": 1.5}, "Effective temperature", "red", "macro_block"),
         ({"gradient_gain/first": -0.7}, "Gradient gain", "amber", "0.62 times"),
+        (moved(2224.0, 12.0, q_proj=90.0, down_proj=2500.0), "Step movement", "red", "Most in down_proj, 2.5e+03."),
+        (moved(2224.0, 12.0), "Step movement", "red", "dither_ties"),
+        (moved(8.0, 2.6), "Step movement", "amber", "8 ± 5.2 (step 1)"),
+        (moved(8.0, 3.3), "Step movement", "green", "8 ± 6.6 (step 1)"),
+        (moved(2.0, 0.2), "Step movement", "amber", "ties of a checkpoint in 16 bits"),
+        (moved(0.0, 0.2), "Step movement", "amber", "quantized before"),
+        (moved(0.6, 0.3), "Step movement", "green", "where training assumes 1"),
         ({"router/agreement": 0.5}, "Router agreement", "red", "router_replay"),
         ({"grad_norm": float("nan")}, "Finite numbers", "red", "NaN or infinite in 20 logged steps, first at step 1"),
         ({"reward": 0.3}, "Reward", "amber", "chance"),
@@ -248,6 +262,16 @@ def test_a_falling_reward_and_falling_sqnr_are_seen(tmp_path):
     assert (found["Reward"], found["Quantization error"]) == ("red", "amber")
     # In the words that the list below the summary has.
     assert "1 BAD" in summary(record, verdict(record)) and "LOOK" in summary(record, verdict(record))
+
+
+def test_a_later_jump_is_not_blamed_on_ties(tmp_path):
+    log = RunLog(tmp_path)
+    log.start(0, 20, FACTS, [])
+    for step in range(1, 11):
+        log.write("log", **values(step, **(moved(9.0 if step == 6 else 1.1, 0.1) if step in (1, 6, 10) else {})))
+    (check,) = [check for check in verdict(read_run(tmp_path)) if check.title == "Step movement"]
+    assert check.state == "red" and "moved 1.1 ± 0.2 (step 1), 9 ± 0.2 (step 6), 1.1 ± 0.2 (step 10)" in check.finding
+    assert "gathered at the boundaries" in check.advice and "dither" not in check.advice
 
 
 def test_an_alarm_that_is_over_is_amber(tmp_path):
@@ -295,7 +319,7 @@ def test_the_interval_covers_no_change_as_often_as_it_says():
 
 def everything(step):
     keys = {key for panel in PANELS for key, _ in panel.lines}
-    return {**dict.fromkeys(keys, 0.5), **values(step)}
+    return {**dict.fromkeys(keys, 0.5), **moved(1.0, 0.1), **values(step)}
 
 
 def test_the_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
@@ -326,6 +350,19 @@ def test_alarms_are_marked_in_the_plot(tmp_path):
     axes = panels_figure(read_run(tmp_path), "title", [panel]).axes[0]
     (alarms,) = [line for line in axes.get_lines() if line.get_label() == "alarm"]
     assert len(alarms.get_xdata()) == 20
+
+
+@pytest.mark.parametrize(("total", "scale"), [(9.0, "linear"), (2224.0, "symlog")])
+def test_movement_is_drawn_by_layer_type_with_its_interval(tmp_path, total, scale):
+    write_log(tmp_path, **moved(total, 0.5, q_proj=2.0, up_proj=-1.0))
+    (panel,) = [panel for panel in PANELS if panel.title == "Step movement"]
+    axes = panels_figure(read_run(tmp_path), "title", [panel]).axes[0]
+    assert axes.get_legend_handles_labels()[1] == ["q_proj", "up_proj", "total"] and axes.get_yscale() == scale
+    by_label = {line.get_label(): set(line.get_ydata()) for line in axes.get_lines()}
+    assert by_label["q_proj"] == {2.0} and by_label["up_proj"] == {-1.0}
+    (bars,) = axes.containers
+    low, high = bars.lines[2][0].get_segments()[0][:, 1]
+    assert (low, high) == (total - 1, total + 1)
 
 
 @pytest.mark.parametrize("share", [None, 0.2])

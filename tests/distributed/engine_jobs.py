@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.planning import LiveTensors
-from hf_mxfp4.rl import ExactResumeMixin
+from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
 
 
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
@@ -125,6 +125,8 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
     for kind in ("plain", "grpo", "resumed"):
         build, options = (plain_trainer, {}) if kind == "plain" else (grpo_trainer, {"aqn_targets": "both"})
         trainer = build(base, mode, out / kind, bf16=mixed_precision == "bf16", **options)
+        if kind == "plain" and not mode.endswith("lora"):
+            trainer.add_callback(StepMovementCallback())
         trainer.train(resume_from_checkpoint=str(out / "grpo" / "checkpoint-2") if kind == "resumed" else None)
         logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         results[kind] = {
@@ -133,6 +135,7 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
             "distributed_type": trainer.accelerator.distributed_type.value,
             "processes": trainer.accelerator.num_processes,
             "errors": getattr(getattr(trainer, "error_callback", None), "history", None),
+            "movement": [c.history for c in trainer.callback_handler.callbacks if isinstance(c, StepMovementCallback)],
             "noise": None if kind == "plain" else noise_of_each_rank(trainer),
             "n_quantized": getattr(trainer, "n_quantized", None),
         }

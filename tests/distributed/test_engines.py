@@ -208,6 +208,20 @@ def test_error_components_are_of_whole_weights(mixture, jobs):
     assert errors[:4] == alone["grpo"]["errors"][:4]  # before the first step
 
 
+def test_movement_of_quantized_weights_is_that_of_whole_weights(job, jobs):
+    _, mode, _, results = job
+    if mode.endswith("lora"):  # frozen weights do not move
+        assert not any(results[kind]["movement"] for kind in ("plain", "grpo", "resumed"))
+        return
+    (found,), (expected,) = results["plain"]["movement"], jobs(None, mode)[1]["plain"]["movement"]
+    assert [entry["step"] for entry in found] == [1, 4] and found[0].keys() == expected[0].keys()
+    for kind in found[0].keys() - {"step"}:
+        assert found[0][kind]["n_weights"] == expected[0][kind]["n_weights"]
+        assert found[0][kind]["ratio"] == pytest.approx(expected[0][kind]["ratio"], abs=0.02)
+    assert [entry["step"] for entry in results["grpo"]["movement"][0]] == [1, 4]
+    assert results["resumed"]["movement"] == results["grpo"]["movement"]
+
+
 def test_mixtures_are_saved_as_transformers_saves_them_and_checkpoints_have_whole_experts(mixture, jobs):
     engine, mode, out, _ = mixture
     if mode == "moe_lora":
