@@ -22,9 +22,12 @@ from pathlib import Path
 from statistics import variance
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4RLConfig, QuantScheme
+from hf_mxfp4.checkpoint.costs import LayerCost
+from hf_mxfp4.ops.packed import dequantize, packed_tensor
 
 from . import perplexity
 from .hardware import hardware
@@ -55,9 +58,27 @@ def without_the_package(folder: Path, texts: list[str]) -> Losses:
         return json.loads(out.read_text())
 
 
-def convert(*arguments: str | Path) -> dict:
-    """Run a command of `hf-mxfp4`; its report."""
-    return json.loads(_run([sys.executable, "-m", "hf_mxfp4.cli", *map(str, arguments), "--json"]))
+def convert(*arguments: str | Path) -> None:
+    """Run a command of `hf-mxfp4`."""
+    _run([sys.executable, "-m", "hf_mxfp4.cli", *map(str, arguments), "--json"])
+
+
+def sqnr_db(model: Path, exported: Path) -> float:
+    """The SQNR of exported weights against those of the full-precision ``model``, in decibels, from the files alone."""
+    original, stored = tensors_in(model), tensors_in(exported)
+    cost = LayerCost("all", "packed")
+    for name in [name.removesuffix("_packed") for name in stored if name.endswith(".weight_packed")]:
+        packed = {"weight": stored[f"{name}_packed"], "weight_scale": stored[f"{name}_scale"]}
+        values = packed_tensor(packed, original[name].shape[1], QuantScheme(), torch.float32)
+        cost.add(original[name], dequantize(values, torch.float32))
+    return cost.sqnr_db
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
 
 
 def _run(command: list[str]) -> str:
@@ -82,14 +103,15 @@ def measure(model: Path, texts: list[str], folder: Path) -> dict[str, tuple[Loss
         name = f'{rule}, `mode="packed"`'
         found[name] = (*in_memory(model, texts, options), None)
         out = folder / rule
-        report = convert("export", model, out, "--format", "compressed-tensors", "--scale-rule", rule)
-        found[f"{rule}, exported"] = (without_the_package(out, texts), report["sqnr_db"], name)
+        convert("export", model, out, "--format", "compressed-tensors", "--scale-rule", rule)
+        found[f"{rule}, exported"] = (without_the_package(out, texts), sqnr_db(model, out), name)
         _say(found)
     convert("pack", model, folder / "packed")
     twice = ["--format", "compressed-tensors", "--on-mismatch", "requantize"]
     convert("export", folder / "packed", folder / "twice", *twice)
     name = "packed with macro factors, then exported with `--on-mismatch requantize`"
-    found[name] = (without_the_package(folder / "twice", texts), None, f'{RULES[1]}, `mode="packed"`')
+    losses = without_the_package(folder / "twice", texts)
+    found[name] = (losses, sqnr_db(model, folder / "twice"), f'{RULES[1]}, `mode="packed"`')
     _say(found)
     return found
 

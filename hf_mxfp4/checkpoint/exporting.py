@@ -85,7 +85,7 @@ def export(
         config = None
         for name, value in (("preset", preset), ("modules_to_not_convert", modules_to_not_convert)):
             if value is not None:
-                raise CheckpointError(f"{folder.path} has a scheme of its own ({own.describe()}); give no {name}")
+                raise _own_scheme(folder.path, own, name, value)
     packed = own is not None and own.mode == "packed"
     source: LayerSource = PackedSource(folder) if packed else MasterSource(folder, config)
     if reason := target.architecture_misfit(source.model.config.model_type):
@@ -132,6 +132,12 @@ def export(
 def plain_scheme(scheme: QuantScheme, scale_rule: str | None = None) -> QuantScheme:
     """The scheme without macro factors and outlier fallback: the same blocks, and the same rule unless one is given."""
     return QuantScheme(ScaleRule(scale_rule or scheme.scale_rule), block_rows=scheme.block_rows)
+
+
+def _own_scheme(path: Path, own: MXFP4RLConfig, name: str, value: Any) -> ArgumentError:
+    return ArgumentError(
+        lambda spell: f"{path} has a scheme of its own ({own.describe()}); leave out {spell(name, value)}"
+    )
 
 
 def _plain_config(

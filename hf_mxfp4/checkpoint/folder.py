@@ -34,7 +34,9 @@ SIDE_FILES = (
 
 
 #: Writes an argument and its value: as Python has it, or as an option of the command.
-Spelling = Callable[[str, str], str]
+Spelling = Callable[[str, Any], str]
+#: Options of the command that are called otherwise than the argument.
+_OPTIONS = {"modules_to_not_convert": "skip"}
 
 
 class CheckpointError(ValueError):
@@ -57,12 +59,13 @@ class ArgumentError(CheckpointError):
         return self._message(_as_option)
 
 
-def _as_argument(name: str, value: str) -> str:
+def _as_argument(name: str, value: Any) -> str:
     return f"{name}={value!r}"
 
 
-def _as_option(name: str, value: str) -> str:
-    return f"--{name.replace('_', '-')} {value}"
+def _as_option(name: str, value: Any) -> str:
+    option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
+    return " ".join(f"{option} {one}" for one in (value if isinstance(value, list) else [value]))
 
 
 @dataclass(frozen=True)

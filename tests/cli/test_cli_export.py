@@ -2,6 +2,7 @@
 """`hf-mxfp4 pack`, `export` and `import`: what they print, what they write, how they fail."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -157,7 +158,8 @@ def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(run, plain, tmp_
     assert [row[0] for row in table_in(result)] == [f"self_attn.{name}_proj" for name in "qkvo"] + [
         f"mlp.{name}_proj" for name in ("gate", "up", "down")
     ]
-    assert "is not empty" in run(*arguments, "dequantize", code=2).stderr
+    stderr = run(*arguments, "dequantize", code=2).stderr
+    assert "is not empty" in stderr and "--overwrite" in stderr
     result = run(*arguments, "dequantize", "--overwrite")
     assert "7 dequantized" in result.stdout and "plain checkpoint" in result.stdout
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
@@ -167,6 +169,10 @@ def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(run, plain, tmp_
     ("arguments", "words"),
     [
         (["export", "nowhere", "out", "--format", "bf16"], "nowhere is not a folder"),
+        (
+            ["export", "qat", "out", "--format", "quark", "--skip", "mlp", "--skip", "v_proj"],
+            "out --skip mlp --skip v_",
+        ),
         (["import", "plain", "out"], "is not quantized; what can be imported"),
         (["export", "plain", "out", "--format", "bf16", "--preset", "w4a4"], "--preset w4a4 has no effect in format"),
         (["export", "plain", "out", "--format", "quark", "--scale-rule", "ceil"], "'ceil' is not one of"),
@@ -180,6 +186,10 @@ def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(run, plain, tmp_
 )
 def test_mistakes_are_told_and_nothing_is_written(arguments, words, run, plain, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(plain, tmp_path / "qat")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = MXFP4RLConfig().to_dict()
+    (tmp_path / "qat" / "config.json").write_text(json.dumps(config))
     result = run(*arguments, code=2)
     assert words in result.stderr and "Traceback" not in result.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "qat"]
