@@ -73,7 +73,7 @@ def export(
         ScaleRuleName | None,
         typer.Option(
             "--scale-rule",
-            help="How block scales are chosen. [default: even for a plain checkpoint, its own for any other]",
+            help="How block scales are chosen: by default even for a plain checkpoint, its own for any other.",
         ),
     ] = None,
     preset: Annotated[

@@ -28,7 +28,7 @@ def pack(
         str | None, typer.Option("--macro-search", help="static, dynamic, hybrid (default) or blockwise.")
     ] = None,
     outlier_fallback: Annotated[
-        float | None, typer.Option("--outlier-fallback", help="Weight of the residual, such as 0.5. [default: none]")
+        float | None, typer.Option("--outlier-fallback", help="Weight of the residual, such as 0.5 (default: none).")
     ] = None,
     weight_block: Annotated[str | None, typer.Option("--weight-block", help="1x32 (default) or 32x32.")] = None,
     skip: Annotated[
