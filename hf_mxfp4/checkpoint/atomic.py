@@ -62,7 +62,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not entries:
         return
     if not overwrite:
-        raise FolderError(f"{target} is not empty; give a new folder, or allow overwriting it")
+        raise FolderError(f"{target} is not empty; give a new folder, or overwrite=True (--overwrite)")
     if subfolders := sorted(entry.name for entry in entries if entry.is_dir()):
         raise FolderError(f"{target} is not replaced because it holds the folder {subfolders[0]}; give a new one")
     if not (target / "config.json").is_file():

@@ -4,6 +4,7 @@
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import transformers
 from ..config import MXFP4RLConfig
 from ..numerics import PLAIN, OperandScheme, QuantScheme, decompose_scheme
 from ..presets import ALL_OPERANDS
+from ..report import QuantizationReport
 
 
 if TYPE_CHECKING:
@@ -22,25 +24,46 @@ if TYPE_CHECKING:
 HERE = "<this repository or folder>"
 _NO_EVALUATION = "No evaluation came with these weights: nothing is claimed about their quality on any task."
 _EVALUATION = re.compile(r"(?<=## Evaluation\n\n).*?(?=\n\n## |\Z)", re.DOTALL)
+_ERROR_TITLE = "## Quantization error of the weights\n\n"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Rows of a weight that the error is measured on, evenly spaced: enough for two digits, and cheap at every checkpoint.
 _ROWS = 64
 
 
-def card_text(model: "PreTrainedModel", state_dict: Mapping[str, torch.Tensor] | None = None) -> str:
+@dataclass(frozen=True)
+class Subject:
+    """What a card is about.
+
+    Attributes:
+        architecture: the class of the model.
+        generates: whether it is a language model that writes text.
+        source: Hub name or folder that the weights came from; may be empty.
+        packed_sqnr_db: of packed weights, measured when they were packed, in decibels; `None` where it was not.
+        errors: of trainable weights, see [`weight_errors`].
+    """
+
+    architecture: str
+    generates: bool
+    config: MXFP4RLConfig
+    report: QuantizationReport
+    source: str
+    packed_sqnr_db: float | None = None
+    errors: dict[str, float] | str | None = None
+
+
+def card_text(subject: Subject) -> str:
     """Everything below the metadata."""
-    config: MXFP4RLConfig = model.hf_quantizer.quantization_config
-    packed = config.mode == "packed"
-    experts = any(_EXPERT.search(name) for name in model.quantization_report.quantized)
+    packed = subject.config.mode == "packed"
+    experts = any(_EXPERT.search(name) for name in subject.report.quantized)
     what = "Linear layers and experts" if experts else "Linear layers"
     kind = "packed 4-bit weights" if packed else "full-precision master weights, quantized as the model computes"
     return "\n\n".join(
         [
-            f"# {type(model).__name__} in MXFP4",
+            f"# {subject.architecture} in MXFP4",
             f"{what} in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.",
-            _loading(model, packed),
-            _scheme(model, config),
-            _errors(model, state_dict, packed),
+            _loading(subject.generates, packed),
+            _scheme(subject.config, subject.report),
+            _packed_error(subject.packed_sqnr_db) if packed else _errors(subject.errors),
             f"## Evaluation\n\n{_NO_EVALUATION}",
             _unmeasured(),
         ]
@@ -71,8 +94,8 @@ def replace_evaluation(body: str, section: str) -> str:
     return _EVALUATION.sub(lambda _: section, body, count=1)
 
 
-def _loading(model: "PreTrainedModel", packed: bool) -> str:
-    auto = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"
+def _loading(generates: bool, packed: bool) -> str:
+    auto = "AutoModelForCausalLM" if generates else "AutoModel"
     without = (
         "Without it the files cannot be loaded."
         if packed
@@ -89,8 +112,7 @@ def _operand(scheme: OperandScheme) -> str:
     return f"`{scheme}`" if isinstance(scheme, QuantScheme) else str(scheme)
 
 
-def _scheme(model: "PreTrainedModel", config: MXFP4RLConfig) -> str:
-    report = model.quantization_report
+def _scheme(config: MXFP4RLConfig, report: QuantizationReport) -> str:
     scheme = config.gemms()
     everything = dict.fromkeys(ALL_OPERANDS, "all operands of the three products")
     operands = {"w4a16": "weights alone", **everything}.get(config.preset, "weights and activations")
@@ -120,19 +142,19 @@ def _scheme(model: "PreTrainedModel", config: MXFP4RLConfig) -> str:
     return f"## Scheme\n\n| | |\n|---|---|\n{table}"
 
 
-def _errors(model: "PreTrainedModel", state_dict: Mapping[str, torch.Tensor] | None, packed: bool) -> str:
-    title = "## Quantization error of the weights\n\n"
-    if packed:
-        sqnr = model.hf_quantizer.recorded_sqnr_db
-        if sqnr is None:
-            return title + "Not measured: the weights before packing were not at hand."
-        return title + (
-            f"Signal to quantization noise ratio {_number(sqnr)} dB, measured when the weights were packed, against "
-            "what was packed (evenly spaced rows of every layer). The components of the error were not recorded."
-        )
-    sums = weight_errors(model, state_dict)
+def _packed_error(sqnr_db: float | None) -> str:
+    if sqnr_db is None:
+        return f"{_ERROR_TITLE}Not measured: the weights before packing were not at hand."
+    return (
+        f"{_ERROR_TITLE}Signal to quantization noise ratio {_number(sqnr_db)} dB, measured when the weights were "
+        "packed, against what was packed (evenly spaced rows of every layer). The components of the error were not "
+        "recorded."
+    )
+
+
+def _errors(sums: dict[str, float] | str) -> str:
     if isinstance(sums, str):
-        return title + f"Not measured: {sums}."
+        return f"{_ERROR_TITLE}Not measured: {sums}."
     ratio = {part: sums[part] / sums["error"] for part in ("scale_bias", "deadzone", "grid")}
     cosine = sums["scale_dot_grid"] / (math.sqrt(sums["scale_bias"] * sums["grid"]) or math.nan)
     rows = {
@@ -145,8 +167,8 @@ def _errors(model: "PreTrainedModel", state_dict: Mapping[str, torch.Tensor] | N
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        f"{title}Measured on these master weights, on at most {_ROWS} evenly spaced rows of every quantized layer.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n"
+        f"{_ERROR_TITLE}Measured on these master weights, on at most {_ROWS} evenly spaced rows of every quantized "
+        f"layer.\n\n| | |\n|---|---|\n{table}\n\n"
         "Scale bias and grid noise are not orthogonal, so each can exceed 1 "
         "([arXiv 2605.20402](https://arxiv.org/abs/2605.20402) defines the components)."
     )

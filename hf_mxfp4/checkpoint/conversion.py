@@ -64,16 +64,18 @@ def convert(
     report_file: str | None = None,
     metadata: Mapping[str, str] | None = None,
     final_metadata: Callable[[], Mapping[str, str]] | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> ConversionReport:
     """Write a checkpoint: every layer as ``layers`` says, ``others`` beside them, ``config`` as `config.json`.
 
     Args:
         others: all other tensors.
         cast: those of this dtype are converted to bfloat16.
-        report: gets the layers' costs, and is returned.
+        report: gets the layers' costs and sizes, and is returned.
         report_file: name of a file in the new folder that the report is written to.
         metadata: for the headers of the files.
         final_metadata: takes its place when all is written; it must not be longer.
+        finish: called with the new folder before it gets its name, to write more files into it.
 
     Raises `FolderError` when ``out`` cannot be written, and `ShardError` when the source cannot be read.
     """
@@ -83,10 +85,17 @@ def convert(
         raise FolderError(f"{target} and the checkpoint {origin} must be folders apart")
     with atomic_folder(target, overwrite=overwrite) as folder:
         others = [tensor.cast(cast, torch.bfloat16) for tensor in others]
-        with ShardWriter(folder, _ordered_specs(layers, others), max_shard_size, metadata) as writer:
+        specs = _ordered_specs(layers, others)
+        report.bytes_before = source.total_bytes
+        report.bytes_after = sum(spec.nbytes for spec in specs.values())
+        with ShardWriter(folder, specs, max_shard_size, metadata) as writer:
             for layer, layer_writer in layers.items():
-                report.layers.append(layer_writer.write(writer))
-                on_bytes(source.bytes_of(layer), layer)
+                cost = layer_writer.write(writer)
+                cost.n_weights = source.shapes[layer].n_weights
+                cost.bytes_before = source.bytes_of(layer)
+                cost.bytes_after = sum(spec.nbytes for spec in layer_writer.specs.values())
+                report.layers.append(cost)
+                on_bytes(cost.bytes_before, layer)
             for tensor in others:
                 writer.write_parts(tensor.name, tensor.parts())
                 on_bytes(tensor.nbytes, tensor.name)
@@ -95,7 +104,10 @@ def convert(
         write_json(folder / "config.json", config)
         source.folder.copy_side_files(folder)
         if report_file is not None:
+            report.file = report_file
             write_json(folder / report_file, report.to_dict())
+        if finish is not None:
+            finish(folder)
     return report
 
 

@@ -10,8 +10,12 @@ from typing import Any
 import torch
 
 
-#: What can happen to a layer: the same bytes, MXFP4 again in a plainer scheme, full precision, or packed from it.
-ACTIONS = ("kept", "requantized", "dequantized", "packed")
+#: What can happen to a layer: the same bytes, MXFP4 again from its packed values, full precision with the quantized
+#: values, MXFP4 straight from full precision, or full precision as it was.
+ACTIONS = ("kept", "requantized", "dequantized", "packed", "left")
+
+#: What an error is the distance to: full-precision weights that were read, or the values of packed ones.
+ORIGINAL, PACKED = "the full-precision weights", "the packed values"
 
 
 @dataclass
@@ -24,6 +28,8 @@ class LayerCost:
         reason: why, where it was not the user's choice for all layers.
         matrices: how many linear maps it is, more than one of experts alone.
         signal, noise: energy of the values before, and of their change; elements that are not finite left out.
+        n_weights: elements.
+        bytes_before, bytes_after: what its tensors take in the files read and written, biases not counted.
     """
 
     name: str
@@ -32,6 +38,9 @@ class LayerCost:
     signal: float = 0.0
     noise: float = 0.0
     matrices: int = 1
+    n_weights: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
 
     def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """Count values before and after the change, in any dtype."""
@@ -54,6 +63,13 @@ def sqnr_db(costs: Iterable[LayerCost]) -> float:
     return 10.0 * math.log10(signal / noise) if signal else -math.inf
 
 
+def bits_per_weight(costs: Iterable[LayerCost], when: str = "after") -> float | None:
+    """Bits in the files for each element of some layers, ``"before"`` or ``"after"``; `None` without elements."""
+    costs = list(costs)
+    n_weights = sum(cost.n_weights for cost in costs)
+    return 8 * sum(getattr(cost, f"bytes_{when}") for cost in costs) / n_weights if n_weights else None
+
+
 @dataclass
 class ConversionReport:
     """What a conversion wrote.
@@ -64,6 +80,12 @@ class ConversionReport:
         scheme: of the checkpoint read, one line.
         layers: one entry per quantized layer, and per fused weight of experts.
         notes: what else is different, in sentences.
+        weights: the scheme of the weights written, where it is another than that of those read.
+        against: [`ORIGINAL`] or [`PACKED`], what errors are measured against.
+        source_sqnr_db: of a packed checkpoint that was read, the SQNR of its values against what was packed, in
+            decibels, where that was recorded.
+        bytes_before, bytes_after: all tensors in the files read and written.
+        file: name of the file in ``path`` that holds this report.
     """
 
     path: Path
@@ -71,6 +93,12 @@ class ConversionReport:
     scheme: str
     layers: list[LayerCost] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    weights: str | None = None
+    against: str = ORIGINAL
+    source_sqnr_db: float | None = None
+    bytes_before: int = 0
+    bytes_after: int = 0
+    file: str | None = None
 
     def counts(self) -> dict[str, int]:
         """Number of linear maps by action, those that happened; each expert's count."""
@@ -79,7 +107,7 @@ class ConversionReport:
 
     @property
     def n_layers(self) -> int:
-        """Linear maps that are quantized, before or after."""
+        """Linear maps that are quantized, before or after, or that the format alone leaves in full precision."""
         return sum(layer.matrices for layer in self.layers)
 
     @property
@@ -91,6 +119,17 @@ class ConversionReport:
     def total_sqnr_db(self) -> float:
         return sqnr_db(self.layers)
 
+    def error(self) -> str:
+        """The error of all weights in one sentence, and what it is measured against."""
+        if self.against == ORIGINAL:
+            exact = "no weight differs from the full-precision ones"
+            return f"{_sqnr(self.total_sqnr_db)} against {ORIGINAL}" if self.changed else exact
+        before = "whose distance from the original weights is not recorded"
+        if self.source_sqnr_db is not None:
+            before = f"which themselves have {_sqnr(self.source_sqnr_db)} against the original weights"
+        measured = f"{_sqnr(self.total_sqnr_db)} against" if self.changed else "bit for bit"
+        return f"{measured} {PACKED}, {before}"
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-clean; `sqnr_db` is null where nothing changed."""
         layers = [
@@ -100,19 +139,32 @@ class ConversionReport:
                 "action": c.action,
                 "reason": c.reason,
                 "sqnr_db": _finite(c.sqnr_db),
+                "bytes_before": c.bytes_before,
+                "bytes_after": c.bytes_after,
             }
             for c in self.layers
         ]
         return {
             "format": self.format,
             "source_scheme": self.scheme,
+            "weights": self.weights,
             "n_layers": self.n_layers,
             "actions": self.counts(),
             "n_changed": len(self.changed),
             "sqnr_db": _finite(self.total_sqnr_db),
+            "sqnr_against": self.against,
+            "source_sqnr_db": None if self.source_sqnr_db is None else _finite(self.source_sqnr_db),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bits_per_weight_before": bits_per_weight(self.layers, "before"),
+            "bits_per_weight_after": bits_per_weight(self.layers),
             "notes": self.notes,
             "layers": layers,
         }
+
+
+def _sqnr(value: float) -> str:
+    return f"SQNR {value:.2f} dB"
 
 
 def _finite(value: float) -> float | None:

@@ -4,7 +4,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,39 @@ SIDE_FILES = (
 )
 
 
+#: Writes an argument and its value: as Python has it, or as an option of the command.
+Spelling = Callable[[str, Any], str]
+#: Options of the command that are called otherwise than the argument.
+_OPTIONS = {"modules_to_not_convert": "skip"}
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read or converted; the message says which part and what to do."""
+
+
+class ArgumentError(CheckpointError):
+    """A conversion that another argument would make possible, or one that has no effect.
+
+    ``message`` writes the text with the spelling that it is given: that of Python in the error itself, that of options
+    by [`on_command_line`].
+    """
+
+    def __init__(self, message: Callable[[Spelling], str]):
+        super().__init__(message(_as_argument))
+        self._message = message
+
+    def on_command_line(self) -> str:
+        """The text with ``--on-mismatch requantize`` in place of ``on_mismatch='requantize'``."""
+        return self._message(_as_option)
+
+
+def _as_argument(name: str, value: Any) -> str:
+    return f"{name}={value!r}"
+
+
+def _as_option(name: str, value: Any) -> str:
+    option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
+    return " ".join(f"{option} {one}" for one in (value if isinstance(value, list) else [value]))
 
 
 @dataclass(frozen=True)

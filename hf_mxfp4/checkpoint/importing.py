@@ -8,8 +8,9 @@ from pathlib import Path
 from safetensors import safe_open
 
 from .conversion import KeptLayer, OnBytes, convert
-from .costs import ConversionReport
+from .costs import PACKED, ConversionReport
 from .folder import CheckpointError, open_checkpoint
+from .folder_card import write_packed_card
 from .formats import FORMATS, PackedFormat
 from .other_tensors import model_tensors
 from .sources import ForeignSource
@@ -44,17 +45,26 @@ def import_checkpoint(
         what = f"is quantized by {method!r}" if method else "is not quantized"
         raise CheckpointError(f"{folder.path} {what}; what can be imported are MXFP4 checkpoints of {names}")
     source = ForeignSource(folder, known[method])
+    sqnr_db = _recorded_sqnr(source)
     return convert(
         source,
         out_dir,
         {layer: KeptLayer(source, layer) for layer in source.shapes},
         model_tensors(source),
         {**folder.config, "quantization_config": source.config.to_dict()},
-        ConversionReport(Path(out_dir), "mxfp4_rl", source.config.describe(), notes=source.notes),
+        ConversionReport(
+            Path(out_dir),
+            "mxfp4_rl",
+            source.config.describe(),
+            notes=source.notes,
+            against=PACKED,
+            source_sqnr_db=sqnr_db,
+        ),
         overwrite=overwrite,
         max_shard_size=max_shard_size,
         on_bytes=on_bytes,
-        metadata=make_record(source.config, _recorded_sqnr(source)),
+        metadata=make_record(source.config, sqnr_db),
+        finish=lambda new: write_packed_card(source, sqnr_db, new, existing=out_dir),
     )
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..config import MXFP4RLConfig
-from .card_text import HERE, card_text, evaluation_section, replace_evaluation
+from .card_text import HERE, Subject, card_text, evaluation_section, replace_evaluation, weight_errors
 
 
 if TYPE_CHECKING:
@@ -43,15 +44,40 @@ def make_card(
         evaluation: contents of a `summary.json` of `recipes/grpo.py`.
     """
     config: MXFP4RLConfig = model.hf_quantizer.quantization_config
-    base_model = _base_model(model.config.name_or_path)
+    packed = config.mode == "packed"
+    subject = Subject(
+        type(model).__name__,
+        model.can_generate(),
+        config,
+        model.quantization_report,
+        model.config.name_or_path,
+        packed_sqnr_db=model.hf_quantizer.recorded_sqnr_db if packed else None,
+        errors=None if packed else weight_errors(model, state_dict),
+    )
+    return card_of(subject, evaluation)
+
+
+def card_of(subject: Subject, evaluation: Mapping[str, Any] | None = None) -> ModelCard:
+    """The card of a checkpoint."""
+    base_model = _base_model(subject.source)
     data = ModelCardData(
         base_model=base_model,
-        base_model_relation="quantized" if base_model and config.mode == "packed" else None,
+        base_model_relation="quantized" if base_model and subject.config.mode == "packed" else None,
         library_name="transformers",
-        pipeline_tag="text-generation" if model.can_generate() else None,
-        tags=[*TAGS, config.mode],
+        pipeline_tag="text-generation" if subject.generates else None,
+        tags=[*TAGS, subject.config.mode],
     )
-    return _card(data, card_text(model, state_dict), evaluation)
+    return _card(data, card_text(subject), evaluation)
+
+
+def write_card(subject: Subject, folder: Path, *, existing: str | os.PathLike) -> None:
+    """Write a card into a new ``folder`` that takes the place of ``existing``, or copy the one there that somebody
+    wrote or edited."""
+    found = Path(existing).expanduser() / CARD
+    if found.is_file() and not is_generated(found.read_text(encoding="utf-8", errors="replace")):
+        shutil.copyfile(found, folder / CARD)
+    else:
+        card_of(subject).save(folder / CARD)
 
 
 def save_card(

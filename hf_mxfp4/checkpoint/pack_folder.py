@@ -2,7 +2,6 @@
 """From a full-precision checkpoint to a packed one without loading the model."""
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -13,17 +12,18 @@ from ..report import ErrorEnergy, add_packed
 from .conversion import LayerWriter, OnBytes, convert
 from .costs import ConversionReport, LayerCost
 from .folder import open_checkpoint
+from .folder_card import write_packed_card
 from .other_tensors import model_tensors
 from .sources import MasterSource
 from .stored_weights import packed_names, packed_specs
-from .validate import make_record
+from .validate import WIDEST_FLOAT, make_record
 from .writer import MAX_SHARD_SIZE, ShardWriter
 
 
 #: Rows of a weight that are compared with their packed values at a time.
 _ROWS = 1024
-#: No number is longer in JSON.
-_WIDEST_FLOAT = -sys.float_info.max
+#: The report in the new folder.
+REPORT = "pack_report.json"
 
 
 def pack_checkpoint(
@@ -35,8 +35,8 @@ def pack_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = lambda count, name: None,
 ) -> ConversionReport:
-    """Write the packed checkpoint that `hf_mxfp4.pack(model).save_pretrained` would, one matrix in memory at a time (of
-    experts that files keep in one tensor too).
+    """Write the packed checkpoint that `hf_mxfp4.pack(model).save_pretrained` would, model card included, one matrix in
+    memory at a time (of experts that files keep in one tensor too).
 
     Args:
         source_dir: a checkpoint trained with ``mode="qat"``, or a plain one.
@@ -44,7 +44,8 @@ def pack_checkpoint(
         config: of mode ``"packed"``, for a plain checkpoint; a QAT one is packed under its own scheme.
 
     Returns:
-        The SQNR of every packed weight against the full-precision one.
+        The SQNR of every packed weight against the full-precision one, which is also in `pack_report.json` in the
+        folder.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, is packed already, or has no scheme and got none, or both.
@@ -60,12 +61,14 @@ def pack_checkpoint(
         {layer: _PackedLayer(source, layer, energy) for layer in source.shapes},
         model_tensors(source),
         {**folder.config, "quantization_config": source.config.to_dict()},
-        ConversionReport(Path(out_dir), "mxfp4_rl", source.config.describe()),
+        ConversionReport(Path(out_dir), "mxfp4_rl", source.config.describe(), weights=str(source.config.weight_scheme)),
         overwrite=overwrite,
         max_shard_size=max_shard_size,
         on_bytes=on_bytes,
-        metadata=make_record(source.config, _WIDEST_FLOAT),
+        report_file=REPORT,
+        metadata=make_record(source.config, WIDEST_FLOAT),
         final_metadata=lambda: make_record(source.config, energy.sqnr_db),
+        finish=lambda new: write_packed_card(source, energy.sqnr_db, new, existing=out_dir),
     )
 
 

@@ -107,11 +107,13 @@ class PackedSource(LayerSource):
 class MasterSource(LayerSource):
     """A full-precision checkpoint, trained with ``mode="qat"`` or plain, packed as it is read.
 
-    ``config``: of mode ``"packed"``; without one the checkpoint's own scheme.
+    ``config``: of mode ``"packed"``; without one the checkpoint's own scheme. ``is_plain``: it was not trained under
+    one.
     """
 
     def __init__(self, folder: CheckpointFolder, config: MXFP4RLConfig | None = None):
         own = own_config(folder)
+        self.is_plain = own is None
         if own is not None and own.mode != "qat":
             raise CheckpointError(f"{folder.path} is packed already")
         if own is not None and config is not None:

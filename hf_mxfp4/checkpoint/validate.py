@@ -8,6 +8,7 @@ headers cannot show is a change inside the data of a tensor: there are no checks
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from .stream import ShardError, StoredTensor, read_header
 
 #: Where the record stands in the metadata of a safetensors file.
 RECORD = "mxfp4_rl"
+#: No number is longer in JSON: keeps room in a header for one that is not known yet.
+WIDEST_FLOAT = -sys.float_info.max
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 

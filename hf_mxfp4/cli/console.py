@@ -32,9 +32,11 @@ _WIDE, _NARROW_COLUMNS = 160, 6
 
 
 class ByteProgress:
-    """Bytes done of a total: a bar with MB/s and remaining time on a terminal, a line every ten seconds elsewhere.
+    """Bytes done of a total: a bar with MB/s and remaining time on a terminal, a line every ten seconds elsewhere, and
+    there, if any was written, a last one at 100 %.
 
-    Call it with a number of bytes and what they belong to. Use as a context manager.
+    Call it with a number of bytes and what they belong to. Use as a context manager; to leave it without an exception
+    is to be done.
     """
 
     def __init__(self, total: int | None):
@@ -60,9 +62,14 @@ class ByteProgress:
             self._task = self._bar.add_task("reading", total=self._total)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind, *exception) -> None:
         if self._bar is not None:
+            if kind is None:
+                self._bar.update(self._task, total=self._total or self._done, completed=self._total or self._done)
             self._bar.stop()
+        elif kind is None and self._said > self._started:
+            seconds = time.monotonic() - self._started
+            print(f"{(self._total or self._done) / 1e6:.0f} MB (100%) in {seconds:.0f} s", file=sys.stderr, flush=True)
 
     def __call__(self, count: int, name: str) -> None:
         self._done += count

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .conversions import OutArgument, OverwriteOption, bytes_in, show, told_conversion_errors
+from .conversions import OutArgument, OverwriteOption, VerboseOption, bytes_in, show, told_conversion_errors
 from .options import JsonOption, fail
 
 
@@ -28,7 +28,7 @@ def pack(
         str | None, typer.Option("--macro-search", help="static, dynamic, hybrid (default) or blockwise.")
     ] = None,
     outlier_fallback: Annotated[
-        float | None, typer.Option("--outlier-fallback", help="Weight of the residual, such as 0.5. [default: none]")
+        float | None, typer.Option("--outlier-fallback", help="Weight of the residual, such as 0.5 (default: none).")
     ] = None,
     weight_block: Annotated[str | None, typer.Option("--weight-block", help="1x32 (default) or 32x32.")] = None,
     skip: Annotated[
@@ -37,11 +37,12 @@ def pack(
     ] = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Pack the weights of a checkpoint into 4 bits, one at a time.
 
     A checkpoint trained with mode='qat' is packed under its own scheme, a plain one under the options. The result is
-    what `hf_mxfp4.pack` and `save_pretrained` give.
+    what `hf_mxfp4.pack` and `save_pretrained` give, model card included.
     """
     options = {
         "preset": preset,
@@ -60,7 +61,7 @@ def pack(
         config = _config(source, given)
         with ByteProgress(bytes_in(source)) as progress:
             report = pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
-    show(report, as_json)
+    show(report, as_json, verbose)
 
 
 def _config(source: Path, given: dict[str, Any]) -> "MXFP4RLConfig | None":

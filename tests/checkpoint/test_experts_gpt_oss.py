@@ -116,7 +116,7 @@ def test_a_qat_checkpoint_goes_out_at_once(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config)
     model.save_pretrained(tmp_path / "qat")
     report = export(tmp_path / "qat", tmp_path / "out", "gpt-oss")
-    assert report.counts() == {"kept": 8} and len(report.notes) == 1 and "W4A16" in report.notes[0]
+    assert report.counts() == {"packed": 8} and len(report.notes) == 1 and "W4A16" in report.notes[0]
     stored = tensors_in(tmp_path / "out")
     values = convert_moe_packed_tensors(stored[f"{EXPERTS}.down_proj_blocks"], stored[f"{EXPERTS}.down_proj_scales"])
     assert torch.equal(values, model.dequantize().model.layers[0].mlp.experts.down_proj)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from export_files import save_packed
+from export_files import save_packed, save_plain
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
@@ -17,6 +17,8 @@ from hf_mxfp4.checkpoint import export
 pytest.importorskip("compressed_tensors")
 
 IDS = torch.arange(2, 14).view(2, 6)
+#: Exported from plain checkpoints, with the rule of the scales.
+PLAIN = {"plain-llama": ("llama", "even"), "plain-rceil": ("qwen2", "rceil"), "plain-experts": ("qwen3_moe", "even")}
 MODELS = {
     "qwen2-biases-tied": {"family": "qwen2", "tie": True},
     "qwen2-float32": {"family": "qwen2", "dtype": torch.float32},
@@ -55,13 +57,19 @@ def test_logits_are_ours_bit_for_bit(tmp_path):
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         expected[name] = model(IDS).logits
+    for name, (family, rule) in PLAIN.items():
+        folder = save_plain(tmp_path / name, family)
+        export(folder, tmp_path / f"out-{name}", "compressed-tensors", scale_rule=rule)
+        config = hf_mxfp4.MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule=rule, macro_block=None)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+        expected[name] = model(IDS).logits
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", LOADER, *MODELS], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", LOADER, *expected], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "logits.pt")
-    for name in MODELS:
+    for name in expected:
         assert found[name].dtype == torch.bfloat16
         assert torch.equal(found[name], expected[name]), name
 

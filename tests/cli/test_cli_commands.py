@@ -167,7 +167,12 @@ def test_lines_where_there_is_no_terminal(monkeypatch, capsys):
         progress(1_000_000, "layers.0")
         progress(1_000_000, "layers.1")
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and lines[1].startswith("2 MB of 4 MB (50%), ") and lines[1].endswith(" s left, at layers.1")
+    assert len(lines) == 3 and lines[1].startswith("2 MB of 4 MB (50%), ") and lines[1].endswith(" s left, at layers.1")
+    assert lines[2] == "4 MB (100%) in 0 s"
+    with pytest.raises(KeyboardInterrupt), console.ByteProgress(4_000_000) as progress:
+        progress(1_000_000, "layers.0")
+        raise KeyboardInterrupt
+    assert "100%" not in capsys.readouterr().err
     with console.ByteProgress(None) as progress:
         progress(1_000_000, "layers.0")
     assert capsys.readouterr().err.startswith("1 MB, ")
@@ -187,3 +192,4 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
         progress(1_000_000, "layers.0.up_proj")
         progress._bar.refresh()
     assert "layers.0.up_proj" in capsys.readouterr().err
+    assert progress._bar.tasks[0].percentage == 100

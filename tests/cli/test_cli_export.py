@@ -2,13 +2,16 @@
 """`hf-mxfp4 pack`, `export` and `import`: what they print, what they write, how they fail."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.cli import app
 
@@ -29,6 +32,12 @@ def plain(tmp_path):
     return tmp_path / "plain"
 
 
+def table_in(result) -> list[list[str]]:
+    """The cells of the rows of a table."""
+    rows = [line for line in result.stdout.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+
+
 def scheme_in(folder):
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
@@ -36,11 +45,13 @@ def scheme_in(folder):
 def test_pack_export_import(run, plain, tmp_path):
     packed, out, back = (tmp_path / name for name in ("packed", "out", "back"))
     result = run("pack", plain, packed, "--scale-rule", "even", "--macro-block", "none", "--skip", "mlp.up_proj")
-    assert "6 layers (6 packed), SQNR 1" in result.stdout and "model.layers.0.self_attn.q_proj" in result.stdout
+    assert "mxfp4_rl, 6 layers: 6 quantized from full precision" in result.stdout
+    assert "weights: SQNR 1" in result.stdout and " dB against the full-precision weights" in result.stdout
     expected = MXFP4RLConfig(mode="packed", scale_rule="even", macro_block=None, modules_to_not_convert=["mlp.up_proj"])
     assert scheme_in(packed) == expected.to_dict()
     result = run("export", packed, out, "--format", "compressed-tensors")
-    assert "6 layers (6 kept), SQNR exact" in result.stdout and "q_proj" not in result.stdout
+    assert "6 layers: 6 kept byte for byte" in result.stdout and "q_proj" not in result.stdout
+    assert "weights: bit for bit the packed values, which themselves have SQNR 1" in result.stdout
     assert scheme_in(out)["ignore"] == ["lm_head", "model.layers.0.mlp.up_proj"]
     result = run("import", out, back, "--json")
     report = json.loads(result.stdout)
@@ -54,13 +65,58 @@ def test_experts_are_one_line_for_each_weight(run, tmp_path):
     make_model("gpt_oss", layers=1, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
     options = ("--macro-block", "none", "--skip", "self_attn")
     result = run("pack", tmp_path / "plain", tmp_path / "packed", *options)
-    assert "8 layers (8 packed), SQNR 1" in result.stdout
-    assert result.stdout.count("experts.down_proj (4 experts)") == 1
+    assert "8 layers: 8 quantized from full precision" in result.stdout
+    assert [row[:3] for row in table_in(result)] == [
+        ["mlp.experts.gate_up_proj", "4", "packed"],
+        ["mlp.experts.down_proj", "4", "packed"],
+    ]
     result = run("export", tmp_path / "packed", tmp_path / "out", "--format", "gpt-oss")
-    assert "gpt-oss, 8 layers (8 kept), SQNR exact" in result.stdout
+    assert "gpt-oss, 8 layers: 8 kept byte for byte" in result.stdout
     assert scheme_in(tmp_path / "out")["quant_method"] == "mxfp4"
     report = json.loads(run("import", tmp_path / "out", tmp_path / "back", "--json").stdout)
     assert report["n_layers"] == 8 and [layer["matrices"] for layer in report["layers"]] == [4, 4]
+
+
+def test_export_takes_a_plain_checkpoint_and_a_rule(run, plain, tmp_path):
+    arguments = ("export", plain, tmp_path / "out", "--format", "quark")
+    result = run(*arguments, "--scale-rule", "floor", "--preset", "w4a4", "--skip", "mlp")
+    assert "weights in mxfp4+floor" in result.stdout and "4 layers: 4 quantized from full precision" in result.stdout
+    scheme = scheme_in(tmp_path / "out")["global_quant_config"]
+    assert scheme["input_tensors"]["scale_calculation_mode"] == "floor"
+    weight = load_file(plain / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    codes = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(codes, hf_mxfp4.quantize(weight, scale_rule="floor").codes)
+    run(*arguments, "--overwrite")
+    weight = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"]
+    assert weight.dtype == torch.uint8 and "mlp" not in str(scheme_in(tmp_path / "out")["exclude"])
+
+
+def test_output_fits_a_screen_and_lists_every_layer_elsewhere(run, tmp_path):
+    make_model("llama", layers=12, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
+    result = run("pack", tmp_path / "plain", tmp_path / "packed")
+    lines = result.stdout.splitlines()
+    assert len(lines) < 25 and all(len(line) <= 120 for line in lines if str(tmp_path) not in line)
+    rows = table_in(result)
+    assert [row[:3] for row in rows] == [
+        [f"{name}_proj", "12", "packed"]
+        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    ]
+    report = json.loads((tmp_path / "packed" / "pack_report.json").read_text())
+    values = sorted(layer["sqnr_db"] for layer in report["layers"] if layer["name"].endswith("q_proj"))
+    assert rows[0][3:] == [f"{(values[5] + values[6]) / 2:.2f}", f"{values[0]:.2f}", "4.375"]
+    assert "tensors: 0.7 MB -> 0.2 MB; bits per weight of these layers: 16 -> 4.3" in result.stdout
+    assert f"every layer: {tmp_path / 'packed' / 'pack_report.json'}, or --verbose" in result.stdout
+    result = run("pack", tmp_path / "plain", tmp_path / "other", "--verbose")
+    assert all(f"{layer['name']} " in result.stdout for layer in report["layers"]) and len(report["layers"]) == 84
+
+
+def test_why_a_format_left_no_choice_is_said_once(run, tmp_path):
+    make_model("llama", layers=2, intermediate=80, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
+    arguments = ("--format", "compressed-tensors", "--on-mismatch", "dequantize")
+    result = run("export", tmp_path / "plain", tmp_path / "out", *arguments)
+    assert ["mlp.down_proj", "2", "left", "-", "-", "16"] in table_in(result)
+    assert "2 layers were left in full precision: in_features=80 is not a multiple of 32." in result.stdout
+    assert result.stdout.count("multiple of 32") == 1
 
 
 def test_pack_takes_the_options_of_the_scheme(run, plain, tmp_path):
@@ -90,15 +146,20 @@ def test_a_qat_checkpoint_keeps_its_scheme(run, plain, tmp_path):
 def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(run, plain, tmp_path):
     run("pack", plain, tmp_path / "packed")
     result = run("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", code=2)
-    assert "error: format 'quark' cannot hold 7 of 7 layers" in result.stderr and "requantize" in result.stderr
+    assert "error: format 'quark' cannot hold 7 of 7 layers" in result.stderr
+    assert "--on-mismatch requantize" in result.stderr and "on_mismatch" not in result.stderr
+    assert result.stderr.index("export the original full-precision checkpoint") < result.stderr.index("--on-mismatch")
     assert not (tmp_path / "out").exists() and result.stdout == ""
     arguments = ("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", "--on-mismatch")
     result = run(*arguments, "requantize")
-    assert "requantized" in result.stdout and "7 layers (7 requantized), SQNR " in result.stdout
+    assert "7 layers: 7 quantized again" in result.stdout and "quantized a second time" in result.stdout
     report = json.loads((tmp_path / "out" / "export_report.json").read_text())
     assert report["actions"] == {"requantized": 7} and 10 < report["sqnr_db"] < 40
-    assert all(f"{layer['name']} " in result.stdout for layer in report["layers"])
-    assert "is not empty" in run(*arguments, "dequantize", code=2).stderr
+    assert [row[0] for row in table_in(result)] == [f"self_attn.{name}_proj" for name in "qkvo"] + [
+        f"mlp.{name}_proj" for name in ("gate", "up", "down")
+    ]
+    stderr = run(*arguments, "dequantize", code=2).stderr
+    assert "is not empty" in stderr and "--overwrite" in stderr
     result = run(*arguments, "dequantize", "--overwrite")
     assert "7 dequantized" in result.stdout and "plain checkpoint" in result.stdout
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
@@ -108,8 +169,14 @@ def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(run, plain, tmp_
     ("arguments", "words"),
     [
         (["export", "nowhere", "out", "--format", "bf16"], "nowhere is not a folder"),
+        (
+            ["export", "qat", "out", "--format", "quark", "--skip", "mlp", "--skip", "v_proj"],
+            "out --skip mlp --skip v_",
+        ),
         (["import", "plain", "out"], "is not quantized; what can be imported"),
-        (["export", "plain", "out", "--format", "bf16"], "has no scheme"),
+        (["export", "plain", "out", "--format", "bf16", "--preset", "w4a4"], "--preset w4a4 has no effect in format"),
+        (["export", "plain", "out", "--format", "quark", "--scale-rule", "ceil"], "'ceil' is not one of"),
+        (["export", "plain", "out", "--format", "quark", "--skip", "nonsense"], "'nonsense', which matches no module"),
         (["export", "plain", "out", "--format", "gguf"], "'gguf'"),
         (["pack", "plain", "out", "--macro-block", "48"], "macro_block=48 is not supported"),
         (["pack", "plain", "out", "--skip", "nonsense"], "'nonsense', which matches no module"),
@@ -119,6 +186,10 @@ def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(run, plain, tmp_
 )
 def test_mistakes_are_told_and_nothing_is_written(arguments, words, run, plain, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(plain, tmp_path / "qat")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = MXFP4RLConfig().to_dict()
+    (tmp_path / "qat" / "config.json").write_text(json.dumps(config))
     result = run(*arguments, code=2)
     assert words in result.stderr and "Traceback" not in result.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "qat"]

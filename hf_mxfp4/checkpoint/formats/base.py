@@ -46,6 +46,11 @@ class LayerShape:
     def n_matrices(self) -> int:
         return 1 if self.experts is None else self.experts
 
+    @property
+    def n_weights(self) -> int:
+        """Elements of all matrices."""
+        return self.n_matrices * self.out_features * self.in_features
+
     @cached_property
     def _pieces_by_expert(self) -> dict[int, list[Piece]]:
         found: dict[int, list[Piece]] = {}
@@ -78,6 +83,8 @@ class Format(ABC):
 
     #: What users call it.
     name: ClassVar[str]
+    #: Whether engines that read it quantize activations too, where it says so.
+    quantizes_activations: ClassVar[bool] = False
 
     def architecture_misfit(self, model_type: str) -> str | None:
         """Why no model of this architecture can be stored; `None` if it can."""

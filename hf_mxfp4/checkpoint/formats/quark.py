@@ -30,6 +30,7 @@ _MODES = {ScaleRule.EVEN: "even", ScaleRule.FLOOR: "floor"}
 
 class QuarkFormat(RenamedFormat):
     name = quant_method = "quark"
+    quantizes_activations = True
     names = {"weight": "weight", "weight_scale": "weight_scale"}
     foreign = {
         "weight_scale_2": "a second scale (NVFP4)",
