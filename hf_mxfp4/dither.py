@@ -10,7 +10,6 @@ to the side that rounding had chosen, and the quantized policy of the first forw
 """
 
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 import torch
 from torch import nn
@@ -102,8 +101,11 @@ def dither_masters(model: nn.Module) -> DitherReport:
     matrices = list(trainable_matrices(model))
     if not matrices:
         raise ValueError(f"{type(model).__name__} has no quantized layer with master weights to dither")
-    for _, group in groupby(matrices, key=lambda matrix: (id(matrix.layer), matrix.parameter)):
-        _dither_parameter(list(group), report)
+    parameters: dict[tuple[int, str], list[Matrix]] = {}
+    for matrix in matrices:
+        parameters.setdefault((id(matrix.layer), matrix.parameter), []).append(matrix)
+    for held in parameters.values():
+        _dither_parameter(held, report)
     return report
 
 

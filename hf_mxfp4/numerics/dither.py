@@ -25,9 +25,14 @@ def sixteen_bit_dtype(weight: torch.Tensor) -> torch.dtype | None:
         return None
     rows = max(1, _PORTION * weight.shape[0] // max(1, weight.numel()))
     for dtype in HALF_CELL:
-        if all(torch.equal(some.to(dtype).to(torch.float32), some) for some in weight.split(rows)):
+        if all(_holds(dtype, some) for some in weight.split(rows)):
             return dtype
     return None
+
+
+def _holds(dtype: torch.dtype, weight: torch.Tensor) -> bool:
+    """Whether all float32 elements are numbers of ``dtype``; NaN is."""
+    return bool(((weight.to(dtype).to(torch.float32) == weight) | weight.isnan()).all())
 
 
 class Cells:
