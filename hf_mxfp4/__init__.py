@@ -27,9 +27,6 @@ if TYPE_CHECKING or not _is_own_command():
     from .quantizer import MXFP4RLQuantizer
 
 _LAZY = {
-    # These two only where they were not imported above. The quantizer's module registers both.
-    "MXFP4RLConfig": "quantizer",
-    "MXFP4RLQuantizer": "quantizer",
     "ErrorDecomposition": "numerics",
     "MXFP4Experts": "layers",
     "MXFP4GRPOConfig": "rl",
@@ -50,10 +47,11 @@ _LAZY = {
     "uncached_weights": "layers",
 }
 
-__all__ = ["__version__", *_LAZY]
+__all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__", *_LAZY]
 
 
-__getattr__ = lazy_names(__name__, _LAZY)
+# The first two only where they were not imported above. The quantizer's module registers both.
+__getattr__ = lazy_names(__name__, {"MXFP4RLConfig": "quantizer", "MXFP4RLQuantizer": "quantizer", **_LAZY})
 
 
 def __dir__():
