@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoint.stream import ShardError, StoredTensor, read_header, slices
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..module_names import name_matches
+from ..module_names import CONV1D_HINT, CONV1D_MODELS, name_matches
 from ..numerics import QuantScheme
 from .layer_names import Verdict, judge, module_name
 from .progress import ProgressLog
@@ -127,7 +127,9 @@ def analyze_weights(
             progress.sync()
     if not analysis.results and not analysis.problems:
         counts = ", ".join(f"{len(names)} {reason}" for reason, names in analysis.skipped.items())
-        raise SourceError(f"no weight of {source.name} would be quantized; skipped: {counts or 'nothing, it is empty'}")
+        hint = f". {CONV1D_HINT}" if selection.model_type in CONV1D_MODELS else ""
+        counted = counts or "nothing, it is empty"
+        raise SourceError(f"no weight of {source.name} would be quantized; skipped: {counted}{hint}")
     return analysis
 
 
