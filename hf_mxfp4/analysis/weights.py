@@ -36,6 +36,11 @@ class Selection:
     skips: tuple[str, ...] = ()
     model_type: str = ""
 
+    def wants(self, name: str) -> bool:
+        """Whether the user wants the layer of this name."""
+        included = not self.include or any(name_matches(name, pattern) for pattern in self.include)
+        return included and not any(name_matches(name, pattern) for pattern in self.exclude)
+
     def judge(self, tensor: StoredTensor) -> Verdict:
         name = module_name(tensor.name)
         if self.include and not any(name_matches(name, pattern) for pattern in self.include):
@@ -63,7 +68,8 @@ def own_config(source: Source) -> MXFP4RLConfig | None:
         what = f"{QUANT_METHOD!r}, mode='packed'" if method == QUANT_METHOD else repr(method)
         raise SourceError(
             f"{source.name} stores quantized weights already (quant_method {what} in its config.json), so their "
-            "original values, and the error, are gone; analyse the full-precision checkpoint they were made from"
+            "original values, and the error, are gone; analyse the full-precision checkpoint they were made from, or "
+            "compare the two: hf-mxfp4 compare ORIGINAL PACKED"
         )
     try:
         return MXFP4RLConfig.from_dict(options)
