@@ -166,13 +166,15 @@ def compare_packed(
     if unmatched := selection.unmatched(names):
         raise SourceError(f"no quantized layer of {packed.name} matches the pattern {unmatched[0]!r}")
     chosen = [name for name in names if selection.wants(name)]
+    # Other formats do not record how scales were chosen.
+    own_format = isinstance(stored, PackedSource)
     result = PackedComparison(
         original.name,
         packed.name,
         only_first=[name for name in chosen if name not in stored.shapes],
         only_second=[name for name in chosen if name not in masters.shapes],
-        scheme=str(stored.config.weight_scheme),
-        repacked=isinstance(stored, PackedSource),
+        scheme=str(stored.config.weight_scheme) if own_format else str(stored.folder.quantization["quant_method"]),
+        repacked=own_format,
     )
     common = [name for name in chosen if name in stored.shapes and name in masters.shapes]
     if not common:
