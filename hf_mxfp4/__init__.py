@@ -2,15 +2,29 @@
 """hf-mxfp4: reinforcement-learning post-training of language models in MXFP4.
 
 Importing the package registers the quantization method `mxfp4_rl` with transformers. Everything else is imported when
-it is first used, so that trl, triton and matplotlib cost nothing until then.
+it is first used, so that trl, triton and matplotlib cost nothing until then. In the process of the `hf-mxfp4` command
+the registration waits until a command runs, too: its help needs none of the seconds that transformers takes.
 """
 
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from ._lazy import lazy_names
-from .config import MXFP4RLConfig
-from .quantizer import MXFP4RLQuantizer
 
 
 __version__ = "0.1.0"
+
+
+def _is_own_command() -> bool:
+    """Whether this process is `hf-mxfp4`, or `python -m hf_mxfp4.cli` looking for its module."""
+    started = sys.argv[0] if sys.argv else ""
+    return Path(started).stem == "hf-mxfp4" or started == "-m" and "hf_mxfp4.cli" in sys.orig_argv
+
+
+if TYPE_CHECKING or not _is_own_command():
+    from .config import MXFP4RLConfig
+    from .quantizer import MXFP4RLQuantizer
 
 _LAZY = {
     "ErrorDecomposition": "numerics",
@@ -36,7 +50,8 @@ _LAZY = {
 __all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__", *_LAZY]
 
 
-__getattr__ = lazy_names(__name__, _LAZY)
+# The first two only where they were not imported above. The quantizer's module registers both.
+__getattr__ = lazy_names(__name__, {"MXFP4RLConfig": "quantizer", "MXFP4RLQuantizer": "quantizer", **_LAZY})
 
 
 def __dir__():

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ._logging import get_logger
 from .experts_layout import matrix_names, obstacle
 
 
@@ -36,6 +37,14 @@ ALWAYS_SKIPPED = (
     "multi_modal_projector",
     "embed_vision",
     "embed_audio",
+)
+
+
+#: Architectures that keep their projections in transformers' `Conv1D`, which is no linear layer to the quantizer.
+CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+CONV1D_HINT = (
+    "This architecture keeps its projections in transformers' Conv1D, as GPT-2 does, which is not supported; what is "
+    "are models on nn.Linear, such as Llama, Qwen, Mistral, Gemma and SmolLM, and their mixtures of experts"
 )
 
 
@@ -106,14 +115,17 @@ def find_layers(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict
             skipped += [name] if obstacle(module) else matrix_names(name, module)
     if not layers:
         raise _nothing_left(model, skipped, extra_skips)
+    if conv1d := sum(type(module).__name__ == "Conv1D" for module in model.modules()):
+        get_logger().warning("%d layers of %s stay in full precision. %s", conv1d, type(model).__name__, CONV1D_HINT)
     return layers, skipped
 
 
 def _nothing_left(model: nn.Module, skipped: list[str], extra_skips: tuple[str, ...]) -> ValueError:
     kinds = Counter(type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
+    hint = f". {CONV1D_HINT}" if "Conv1D" in kinds else ""
     return ValueError(
         f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
-        f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}"
+        f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}{hint}"
     )
 
 

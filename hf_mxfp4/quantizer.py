@@ -5,15 +5,15 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
-from transformers.quantizers.auto import (
+
+from ._logging import get_logger
+from ._quantizer_tables import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
+    HfQuantizer,
     register_quantization_config,
     register_quantizer,
 )
-from transformers.quantizers.base import HfQuantizer
-
-from ._logging import get_logger
 from .checkpoint import check_checkpoint, check_packed_files, make_record, take_state_dict, wrap_saving
 from .checkpoint.mapped import resolved
 from .config import QUANT_METHOD, MXFP4RLConfig

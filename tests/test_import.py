@@ -2,6 +2,7 @@
 """What importing the package does and costs, and which way its parts depend on each other."""
 
 import ast
+import logging
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 import hf_mxfp4
 import mxfp4_kernels
+from hf_mxfp4._quantizer_tables import _without_noise
 
 
 PACKAGE = Path(hf_mxfp4.__file__).parent
@@ -46,6 +48,72 @@ def test_import_registers_the_method_and_loads_nothing_heavy():
     )
     description = hf_mxfp4.MXFP4RLConfig().describe()
     assert out.splitlines() == ["[]", "True True", f"{description} 8", "[]"]
+
+
+HELP = """
+import contextlib, io, sys
+sys.argv = ["/somewhere/bin/hf-mxfp4", "--help"]
+from hf_mxfp4.cli import app, main
+commands = [command.name for command in app.registered_commands]
+for arguments in (["--help"], ["--version"], *([name, "--help"] for name in commands)):
+    sys.argv[1:] = arguments
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        main()
+    assert printed.getvalue(), arguments
+print(len(commands), sorted({"torch", "transformers", "matplotlib"} & sys.modules.keys()))
+import hf_mxfp4
+print(hf_mxfp4.MXFP4RLConfig.__name__)
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
+print(quantizers["mxfp4_rl"] is hf_mxfp4.MXFP4RLQuantizer)
+"""
+
+
+def test_help_of_the_command_imports_neither_torch_nor_transformers():
+    assert run_python("import sys; sys.modules['torchao'] = None\n" + HELP).splitlines() == [
+        "9 []",
+        "MXFP4RLConfig",
+        "True",
+    ]
+
+
+def test_help_of_the_module_imports_neither_torch_nor_transformers():
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "hf_mxfp4.cli", "--help"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(KERNELS.parent)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "analyze" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "hf_mxfp4.cli.plan" in imported and not {"torch", "transformers"} & imported
+
+
+def test_a_command_registers_the_method_before_it_runs(tmp_path):
+    run_python(
+        "import sys\n"
+        "sys.modules['torchao'] = None\n"
+        "sys.argv = ['hf-mxfp4', 'simulate', '--elements', '1024', '--scheme', 'even']\n"
+        "from hf_mxfp4.cli import app\n"
+        "assert 'transformers' not in sys.modules\n"
+        "app(standalone_mode=False)\n"
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
+        "assert quantizers['mxfp4_rl'].__name__ == 'MXFP4RLQuantizer'\n"
+    )
+
+
+def test_only_the_noise_of_torchao_is_kept_off_the_terminal(caplog):
+    messages = {
+        "torchao": ["Failed to load /x/_C_mxfp8.so: no such symbol", "int4 is slow here"],
+        "torch.utils._pytree": ["<enum 'E'> is an Enum subclass and is now supported", "something else"],
+    }
+    with _without_noise():
+        for name, texts in messages.items():
+            for text in texts:
+                logging.getLogger(name).warning(text)
+    logging.getLogger("torchao").warning("Failed to load once more")
+    heard = [record.getMessage() for record in caplog.records]
+    assert heard == ["int4 is slow here", "something else", "Failed to load once more"]
 
 
 def test_reloading_registers_again():

@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import validate_quantization_for_training
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, MXFP4RLQuantizer, fake_quantize
+from hf_mxfp4._logging import get_logger
 from hf_mxfp4.quantizer import quantize_linears
 
 
@@ -196,8 +198,18 @@ def test_nothing_left_to_quantize_is_an_error(skips, checkpoint):
 def test_a_model_of_other_layers_is_an_error(tmp_path):
     config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=32, bos_token_id=0, eos_token_id=1)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"matches no layer of GPT2LMHeadModel: it has 1 nn.Linear.*'Conv1D': 4"):
+    message = r"matches no layer of GPT2LMHeadModel: it has 1 nn.Linear.*'Conv1D': 4"
+    with pytest.raises(ValueError, match=message) as error:
         load(tmp_path)
+    assert "Conv1D, as GPT-2 does, which is not supported; what is are models on nn.Linear, such as" in str(error.value)
+
+
+def test_conv1d_beside_linear_layers_is_told(caplog, monkeypatch):
+    model = make_model("qwen2")
+    model.model.layers[1].mlp.extra = Conv1D(8, 64)
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    quantize_linears(model, MXFP4RLConfig())
+    assert "1 layers of Qwen2ForCausalLM stay in full precision. This architecture keeps" in caplog.text
 
 
 def test_a_misspelt_skip_is_an_error(checkpoint):

@@ -3,7 +3,7 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -72,7 +72,9 @@ def analyze_activations(
 ) -> tuple[list[TensorResult], list[Problem]]:
     """Statistics of the inputs of every quantized linear layer over forward passes of the model.
 
-    Inputs are seen as the layer is given them, in the precision the model runs in, blocks along the last axis.
+    Inputs are seen as the layer is given them, in the precision the model runs in, blocks along the last axis. Layers
+    of one module that are always given the very same tensor (``q_proj``, ``k_proj`` and ``v_proj``) are one result,
+    named after all of them: ``...self_attn.q_proj/k_proj/v_proj``.
 
     Args:
         batches: token ids ``[1, tokens]`` on the model's device; no padding, which would be counted.
@@ -85,22 +87,13 @@ def analyze_activations(
     layers = quantized_layers(model)
     if not layers:
         raise SourceError(f"{type(model).__name__} has no linear layer that would be quantized")
-    statistics = {name: {str(scheme): ErrorStatistics() for scheme in schemes} for name in layers}
-    sweeps: dict[str, PrecisionSweep] = {}
-    widths: dict[str, tuple[int, str]] = {}
-    bad: dict[str, int] = {}
+    inputs = {name: _Inputs(schemes) for name in layers}
+    last = _LastInput(schemes)
 
     def hook(name: str):
         def observe(module: nn.Module, args: tuple) -> None:
-            x = args[0].detach()
-            widths[name] = (x.shape[-1], str(x.dtype).removeprefix("torch."))
-            if non_finite := int((~torch.isfinite(x)).sum()):
-                bad[name] = bad.get(name, 0) + non_finite
-                return
-            for scheme in schemes:
-                statistics[name][str(scheme)] += error_statistics(x.reshape(-1, x.shape[-1]), scheme)
-            if name not in sweeps:
-                sweeps[name] = precision_sweep(x)
+            owner = last.see(name, args[0])
+            inputs[name].add(last, owner)
 
         return observe
 
@@ -112,16 +105,79 @@ def analyze_activations(
     finally:
         for handle in handles:
             handle.remove()
-    problems = [Problem(name, f"{count} elements of its input are NaN or infinite") for name, count in bad.items()]
-    problems += [Problem(name, "no text reached this layer") for name in layers if name not in widths]
-    results = []
-    for name in layers:
-        if name in widths and name not in bad:
-            width, dtype = widths[name]
-            elements = next(iter(statistics[name].values())).elements
-            shape = (elements // max(1, width), width)
-            results.append(TensorResult(name, "activation", shape, dtype, statistics[name], sweeps[name]))
-    return results, problems
+    results, not_finite, not_reached = [], [], []
+    for names in _sharing(inputs):
+        seen = inputs[names[0]]
+        name = "/".join([names[0], *(other.rpartition(".")[2] for other in names[1:])])
+        if seen.calls == 0:
+            not_reached.append(Problem(name, "no text reached this layer"))
+        elif seen.bad:
+            not_finite.append(Problem(name, f"{seen.bad} elements of its input are NaN or infinite"))
+        else:
+            elements = next(iter(seen.statistics.values())).elements
+            shape = (elements // max(1, seen.width), seen.width)
+            results.append(TensorResult(name, "activation", shape, seen.dtype, seen.statistics, seen.sweep))
+    return results, not_finite + not_reached
+
+
+class _LastInput:
+    """The tensor that a layer was given last, and its statistics, for the layers that are given it too."""
+
+    def __init__(self, schemes: Sequence[QuantScheme]):
+        self._schemes = schemes
+        self._tensor: torch.Tensor | None = None
+        self._version = -1
+        self._owner = ""
+        self.values: torch.Tensor = torch.empty(0)
+        self.bad = 0
+        self.statistics: dict[str, ErrorStatistics] = {}
+
+    def see(self, name: str, tensor: torch.Tensor) -> str:
+        """Name of the layer that was given this tensor first, which may be ``name`` itself."""
+        if tensor is self._tensor and tensor._version == self._version:
+            return self._owner
+        self._tensor, self._version, self._owner = tensor, tensor._version, name
+        self.values = tensor.detach()
+        self.bad = int((~torch.isfinite(self.values)).sum())
+        rows = self.values.reshape(-1, self.values.shape[-1])
+        self.statistics = {} if self.bad else {str(scheme): error_statistics(rows, scheme) for scheme in self._schemes}
+        return name
+
+
+class _Inputs:
+    """What one layer was given in all passes.
+
+    Attributes:
+        calls: how often it was given something.
+        bad: elements of that which are NaN or infinite.
+        owner: the layer that was given each of those tensors first; empty where it is not one layer.
+    """
+
+    def __init__(self, schemes: Sequence[QuantScheme]):
+        self.statistics = {str(scheme): ErrorStatistics() for scheme in schemes}
+        self.sweep: PrecisionSweep | None = None
+        self.width = self.calls = self.bad = 0
+        self.dtype = ""
+        self.owner: str | None = None
+
+    def add(self, last: _LastInput, owner: str) -> None:
+        self.owner = owner if self.owner in (None, owner) else ""
+        self.calls += 1
+        self.width, self.dtype = last.values.shape[-1], str(last.values.dtype).removeprefix("torch.")
+        self.bad += last.bad
+        for scheme, statistics in last.statistics.items():
+            self.statistics[scheme] += statistics
+        if self.sweep is None and not last.bad:
+            self.sweep = precision_sweep(last.values)
+
+
+def _sharing(inputs: Mapping[str, _Inputs]) -> list[list[str]]:
+    """Names of layers in groups: those of one module that were given the same tensors in every pass, others alone."""
+    groups: dict[tuple, list[str]] = {}
+    for name, seen in inputs.items():
+        key = (seen.owner, name.rpartition(".")[0], seen.calls) if seen.owner else (name,)
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
 
 
 def load_for_activations(model: str) -> tuple[nn.Module, object]:

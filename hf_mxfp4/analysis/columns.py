@@ -14,6 +14,12 @@ def number(value: float, digits: int) -> str:
     return "inf" if math.isinf(value) else f"{value:.{digits}f}"
 
 
+#: Units that the titles have no room for.
+LEGEND = (
+    "scale bias, deadzone, grid: energy of that part of the error over that of the whole error; floor: error of the "
+    "ideal scale amax / 6"
+)
+
 #: Titles, and how to fill the cells.
 COLUMNS: dict[str, Callable[[ErrorStatistics], str]] = {
     "rel. MSE %": lambda s: number(100 * s.relative_mse, 4),

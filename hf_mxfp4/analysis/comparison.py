@@ -2,13 +2,16 @@
 """Two checkpoints side by side: how far their weights are apart, and the quantization error of each."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
 from ..checkpoint.stream import ShardError, StoredTensor
 from ..numerics import QuantScheme
+from .columns import number
+from .files import json_clean
 from .layer_names import place_of
 from .results import Problem, natural_key
 from .source import Source, SourceError
@@ -52,27 +55,92 @@ class Pair:
         difference = self.second.sqnr_db - self.first.sqnr_db
         return difference if math.isfinite(difference) else math.nan
 
+    def summary(self) -> dict[str, float]:
+        """The derived numbers by name."""
+        return {
+            "first_relative_mse": self.first.relative_mse,
+            "second_relative_mse": self.second.relative_mse,
+            "mse_ratio": self.mse_ratio,
+            "sqnr_gain_db": self.sqnr_gain_db,
+            "relative_difference": self.relative_difference,
+        }
+
 
 @dataclass
 class Comparison:
-    """Pairs by tensor name; ``only_first`` and ``only_second`` are names that one side has alone."""
+    """Pairs by tensor name; ``only_first`` and ``only_second`` are names that one side has alone.
+
+    ``scheme``: the one that two checkpoints are compared under; `None` for two schemes on one checkpoint, whose weights
+    do not differ.
+    """
 
     first: str
     second: str
-    pairs: dict[str, Pair] = field(default_factory=dict)
+    pairs: dict[str, Any] = field(default_factory=dict)
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    scheme: str | None = None
 
-    def total(self) -> Pair:
-        return sum(self.pairs.values(), Pair())
+    #: What sums of pairs start from.
+    zero: ClassVar[Any] = Pair()
+    #: Over the table of [`worst`].
+    worst_title: ClassVar[str] = "where B is worst against A"
 
-    def by_layer_type(self) -> dict[str, Pair]:
-        groups: dict[str, Pair] = {}
+    @property
+    def columns(self) -> dict[str, Callable[[Any], str]]:
+        """Titles of a table of pairs, and how to fill the cells."""
+        columns: dict[str, Callable[[Any], str]] = {
+            "A rel. MSE %": lambda pair: number(100 * pair.first.relative_mse, 4),
+            "B rel. MSE %": lambda pair: number(100 * pair.second.relative_mse, 4),
+            "B / A": lambda pair: number(pair.mse_ratio, 4),
+            "SQNR gain dB": lambda pair: number(pair.sqnr_gain_db, 2),
+        }
+        if self.scheme is not None:
+            columns["|A-B| / |A|"] = lambda pair: number(pair.relative_difference, 6)
+        return columns
+
+    @property
+    def groups_title(self) -> str:
+        return "by layer" if self.scheme is None else f"under {self.scheme}, by layer"
+
+    def lines(self) -> list[str]:
+        """Sentences on what is compared."""
+        return [f"A: {self.first}", f"B: {self.second}"]
+
+    def total(self) -> Any:
+        return sum(self.pairs.values(), self.zero)
+
+    def by_layer_type(self) -> dict[str, Any]:
+        groups: dict[str, Any] = {}
         for name in sorted(self.pairs, key=natural_key):
             layer_type = place_of(name).layer_type
-            groups[layer_type] = groups.get(layer_type, Pair()) + self.pairs[name]
+            groups[layer_type] = groups.get(layer_type, self.zero) + self.pairs[name]
         return groups
+
+    def numbers(self, pair: Any) -> dict[str, float]:
+        """The derived numbers of a pair that mean something in this comparison."""
+        found = pair.summary()
+        if self.scheme is None:
+            found.pop("relative_difference", None)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, JSON-clean; numbers that do not exist are null."""
+        return json_clean(
+            {
+                "first": self.first,
+                "second": self.second,
+                "scheme": self.scheme,
+                "total": self.numbers(self.total()),
+                "by_layer_type": {name: self.numbers(pair) for name, pair in self.by_layer_type().items()},
+                "worst": self.worst(),
+                "tensors": {name: self.numbers(pair) for name, pair in self.pairs.items()},
+                "only_first": self.only_first,
+                "only_second": self.only_second,
+                "problems": [{"where": problem.where, "reason": problem.reason} for problem in self.problems],
+            }
+        )
 
     def worst(self, count: int = 20) -> list[str]:
         """Tensors whose error grew most from the first to the second; those without a ratio are left out."""
@@ -91,7 +159,7 @@ def compare_checkpoints(
 
     Raises [`SourceError`] when they have no tensor to quantize in common, or one stores quantized weights.
     """
-    result = Comparison(first.name, second.name)
+    result = Comparison(first.name, second.name, scheme=str(scheme))
     mine = _selected(first, selections[0], result.problems)
     theirs = _selected(second, selections[1], result.problems)
     result.only_first = sorted(mine.keys() - theirs.keys(), key=natural_key)

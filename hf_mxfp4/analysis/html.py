@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from .columns import COLUMNS
+from .columns import COLUMNS, LEGEND
 from .figures import cosine_figure, delta_figure, layer_labels, precision_figure, ratio_figure
 from .html_parts import image, page, table
 from .results import Analysis
-from .statements import changes, orthogonality
+from .statements import SQNR_NOTE, statements, verdict
 from .statistics import ErrorStatistics
 from .sweep import SAMPLE_ELEMENTS
 
@@ -44,17 +44,16 @@ def _kind_section(analysis: Analysis, kind: str) -> list[str]:
     types = {scheme: analysis.by_layer_type(kind, scheme) for scheme in schemes}
     depths = {scheme: analysis.by_depth(kind, scheme) for scheme in schemes}
     first = schemes[0]
-    sentences = [line for scheme, total in totals.items() for line in orthogonality(scheme, total)] + changes(totals)
     labels = layer_labels([result.name for result in results])
     layers = {label: result.statistics[first] for label, result in zip(labels, results, strict=True)}
     sweep = analysis.sweep(kind)
     parts = [
         f"<h2>{_TITLES[kind]}</h2>",
-        f"<p>{len(results)} tensors, {totals[first].elements:,} elements. Scale bias, deadzone and grid are "
-        "energies of the components over that of the whole error. The floor is the error of the ideal scale amax / 6."
-        "</p>",
+        f"<p>{len(results)} tensors, {totals[first].elements:,} elements.</p>",
+        f"<p><b>{escape(verdict(totals))}</b> {escape(SQNR_NOTE)}</p>",
         _table("scheme", totals),
-        *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
+        f'<p class="small">{escape(LEGEND)}</p>',
+        f"<p>{escape(' '.join(statements(totals)))}</p>",
         image(cosine_figure(layers, f"Cosines of the error components, {first}"), "cosines per layer"),
     ]
     if sweep.energy:
@@ -88,7 +87,7 @@ def _skipped(analysis: Analysis) -> list[str]:
     if not analysis.skipped:
         return []
     rows = [[reason, str(len(names)), ", ".join(sorted(names)[:3])] for reason, names in analysis.skipped.items()]
-    return ["<h2>Left out</h2>", table(["reason", "tensors", "such as"], rows)]
+    return ["<h2>Left out</h2>", table(["reason", "tensors", "such as"], rows, numbers=False)]
 
 
 def _table(heading: str, statistics: Mapping[Any, ErrorStatistics]) -> str:

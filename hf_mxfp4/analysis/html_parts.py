@@ -13,8 +13,12 @@ _STYLE = """
 :root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:0 auto;padding:1rem}
 h1{font-size:1.5rem}h2{font-size:1.25rem;margin-top:2rem}h3{font-size:1.05rem}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem}
-th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #8885;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}img{max-width:100%;height:auto;background:#fff}
+th,td{padding:.25rem .5rem;text-align:right;border-bottom:1px solid #8885}th{vertical-align:bottom}
+td{white-space:nowrap}th:first-child,td:first-child{text-align:left}
+td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:8rem}
+.texts th,.texts td{text-align:left;vertical-align:top}.texts td{white-space:normal;overflow-wrap:anywhere}
+.texts td:first-child{overflow-wrap:normal}
+img{max-width:100%;height:auto;background:#fff}
 .problem{border-left:.3rem solid #c33;padding-left:.7rem}.small{font-size:.85rem;opacity:.8}
 .checks{list-style:none;padding:0}.checks li{border-left:.3rem solid #888;padding:.1rem .7rem;margin:.4rem 0}
 .checks .green{border-color:#2a2}.checks .amber{border-color:#d90}.checks .red{border-color:#c33}
@@ -32,11 +36,17 @@ def page(title: str, body: Iterable[str]) -> str:
     )
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts, which are escaped."""
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
+    """A table of texts, which are escaped; without ``headings``, of rows alone.
+
+    Cells after the first hold ``numbers``, right-aligned and never broken; or else texts, which break wherever the
+    width of the page asks for it. Where even that does not fit, the table scrolls inside its own box.
+    """
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    attribute = "" if numbers else ' class="texts"'
+    first = f"<tr>{head}</tr>" if head else ""
+    return f'<div class="scroll"><table{attribute}>{first}{body}</table></div>'
 
 
 def image(figure: Figure, alt: str) -> str:

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..module_names import ALWAYS_SKIPPED, name_matches
+from ..module_names import ALWAYS_SKIPPED, CONV1D_MODELS, name_matches
 
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 #: Architectures whose fused experts are ``[experts, in, out]``, contracted along the middle axis.
 _TRANSPOSED_EXPERTS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")
-#: Architectures that keep their projections in transformers' `Conv1D`, which is no linear layer to the quantizer.
-_CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _EMBEDDING = re.compile(r"(?:.*_)?(?:embeds?|embed_tokens|embed_in|embed_positions|embeddings?)|wte|wpe", re.IGNORECASE)
 _EXPERTS = re.compile(r".*\.experts(?=\.)")
 _NORM = re.compile(r"(?:.*_)?(?:layer_?norm|rms_?norm|norm)\d*|ln_\w+", re.IGNORECASE)
@@ -79,7 +77,7 @@ def judge(
     if any(name_matches(owner, pattern) for owner in _owners(name) for pattern in skips):
         return Verdict(skipped="modules_to_not_convert")
     is_expert = len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
-    is_linear = len(shape) == 2 and tensor.endswith(".weight") and model_type not in _CONV1D_MODELS
+    is_linear = len(shape) == 2 and tensor.endswith(".weight") and model_type not in CONV1D_MODELS
     if is_linear and _NORM.fullmatch(parts[-1]):
         return Verdict(skipped="norm, bias or other vector")
     if not is_expert and not is_linear:

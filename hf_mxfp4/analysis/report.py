@@ -12,7 +12,7 @@ from typing import Any
 from .files import json_clean, replace_file
 from .html import render_html
 from .results import Analysis
-from .statements import changes, orthogonality
+from .statements import statements, verdict
 from .statistics import ErrorStatistics
 from .sweep import SAMPLE_ELEMENTS
 
@@ -85,7 +85,8 @@ def _kind_summary(analysis: Analysis, kind: str) -> dict[str, Any]:
     return {
         "tensors": len(analysis.of_kind(kind)),
         "total": {scheme: {**t.summary(), "delta_histogram": list(t.histogram)} for scheme, t in totals.items()},
-        "statements": [line for scheme, t in totals.items() for line in orthogonality(scheme, t)] + changes(totals),
+        "verdict": verdict(totals),
+        "statements": statements(totals),
         "by_layer_type": _groups(schemes, lambda scheme: analysis.by_layer_type(kind, scheme)),
         "by_depth": _groups(schemes, lambda scheme: analysis.by_depth(kind, scheme)),
         "worst": {

@@ -92,7 +92,7 @@ def _absent(panels: Sequence[Panel]) -> list[str]:
     if not panels:
         return []
     rows = [[panel.title, panel.option] for panel in panels]
-    return ["<h2>Not measured</h2>", table(["plot", "what turns it on"], rows)]
+    return ["<h2>Not measured</h2>", table(["plot", "what turns it on"], rows, numbers=False)]
 
 
 def _facts(record: RunRecord) -> list[str]:
@@ -106,7 +106,7 @@ def _facts(record: RunRecord) -> list[str]:
     options = facts.get("options", {})
     changed = {name: options.get(name) for name in facts.get("changed_options", [])}
     quantization = facts.get("quantization") or {}
-    parts = ["<h2>Run</h2>", table(["", ""], _overview(record))]
+    parts = ["<h2>Run</h2>", table([], _overview(record), numbers=False)]
     parts.append(
         "<h3>Options that differ from their defaults</h3>"
         f'<p class="small">Some of these transformers and TRL fill in by themselves.</p>{_options(changed)}'
@@ -150,7 +150,7 @@ def _overview(record: RunRecord) -> list[list[str]]:
 
 def _options(options: dict[str, Any]) -> str:
     rows = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in sorted(options.items())]
-    return table(["option", "value"], rows)
+    return table(["option", "value"], rows, numbers=False)
 
 
 def _name(record: RunRecord) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoint.stream import ShardError, StoredTensor, read_header, slices
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..module_names import name_matches
+from ..module_names import CONV1D_HINT, CONV1D_MODELS, name_matches
 from ..numerics import QuantScheme
 from .layer_names import Verdict, judge, module_name
 from .progress import ProgressLog
@@ -35,6 +35,11 @@ class Selection:
     exclude: tuple[str, ...] = ()
     skips: tuple[str, ...] = ()
     model_type: str = ""
+
+    def wants(self, name: str) -> bool:
+        """Whether the user wants the layer of this name."""
+        included = not self.include or any(name_matches(name, pattern) for pattern in self.include)
+        return included and not any(name_matches(name, pattern) for pattern in self.exclude)
 
     def judge(self, tensor: StoredTensor) -> Verdict:
         name = module_name(tensor.name)
@@ -63,7 +68,8 @@ def own_config(source: Source) -> MXFP4RLConfig | None:
         what = f"{QUANT_METHOD!r}, mode='packed'" if method == QUANT_METHOD else repr(method)
         raise SourceError(
             f"{source.name} stores quantized weights already (quant_method {what} in its config.json), so their "
-            "original values, and the error, are gone; analyse the full-precision checkpoint they were made from"
+            "original values, and the error, are gone; analyse the full-precision checkpoint they were made from, or "
+            "compare the two: hf-mxfp4 compare ORIGINAL PACKED"
         )
     try:
         return MXFP4RLConfig.from_dict(options)
@@ -127,7 +133,9 @@ def analyze_weights(
             progress.sync()
     if not analysis.results and not analysis.problems:
         counts = ", ".join(f"{len(names)} {reason}" for reason, names in analysis.skipped.items())
-        raise SourceError(f"no weight of {source.name} would be quantized; skipped: {counts or 'nothing, it is empty'}")
+        hint = f". {CONV1D_HINT}" if selection.model_type in CONV1D_MODELS else ""
+        counted = counts or "nothing, it is empty"
+        raise SourceError(f"no weight of {source.name} would be quantized; skipped: {counted}{hint}")
     return analysis
 
 

@@ -131,39 +131,14 @@ def _finish(analysis: "Analysis", source: "Source", folder: Path, as_json: bool)
     from .. import __version__
     from ..analysis.report import build_summary, write_reports
     from ..analysis.weights import describe_source
-    from .console import report_problems
+    from .analysis_summary import print_summary
+    from .console import out, report_problems
 
     facts = describe_source(source)
     paths = write_reports(analysis, facts, __version__, folder)
     if as_json:
         typer.echo(json.dumps(build_summary(analysis, facts), indent=1, allow_nan=False))
     else:
-        _print(analysis)
+        print_summary(analysis, out())
     report_problems(analysis.problems)
     typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
-
-
-def _print(analysis: "Analysis") -> None:
-    from ..analysis.statements import changes, orthogonality
-    from .console import out, plain_table, statistics_table
-
-    console = out()
-    for kind in analysis.kinds:
-        schemes = analysis.schemes_of(kind)
-        totals = {scheme: analysis.total(kind, scheme) for scheme in schemes}
-        count = len(analysis.of_kind(kind))
-        console.print(statistics_table(f"{analysis.model}: {count} {kind} tensors", "scheme", totals))
-        for line in [line for s, total in totals.items() for line in orthogonality(s, total)] + changes(totals):
-            console.print(line, markup=False, highlight=False)
-        for scheme in schemes:
-            console.print(statistics_table(f"{scheme}, by layer", "layer type", analysis.by_layer_type(kind, scheme)))
-            if depths := analysis.by_depth(kind, scheme):
-                console.print(statistics_table(f"{scheme}, by depth", "depth", depths))
-            worst = {result.name: result.statistics[scheme] for result in analysis.worst(kind, scheme)}
-            console.print(statistics_table(f"{scheme}, largest relative errors", "tensor", worst))
-    if analysis.skipped:
-        rows = [[reason, str(len(names)), min(names)] for reason, names in analysis.skipped.items()]
-        console.print(plain_table("left out", ["reason", "tensors", "such as"], rows))
-    if analysis.problems:
-        rows = [[problem.where, problem.reason] for problem in analysis.problems]
-        console.print(plain_table("problems", ["where", "reason"], rows))

@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands put together."""
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from . import analyze, compare, env, export, pack, plan, report, simulate
+
+
+class _Command(TyperCommand):
+    """Registers the quantization method with transformers before it runs. Help and mistakes in options come before
+    that, and without the seconds that importing transformers takes."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        importlib.import_module("..quantizer", __package__)
+        return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -16,15 +27,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("analyze")(analyze.analyze)
-app.command("compare")(compare.compare)
-app.command("simulate")(simulate.simulate)
-app.command("plan")(plan.plan)
-app.command("report")(report.report)
-app.command("pack")(pack.pack)
-app.command("export")(export.export)
-app.command("import")(export.import_)
-app.command("env")(env.env)
+app.command("analyze", cls=_Command)(analyze.analyze)
+app.command("compare", cls=_Command)(compare.compare)
+app.command("simulate", cls=_Command)(simulate.simulate)
+app.command("plan", cls=_Command)(plan.plan)
+app.command("report", cls=_Command)(report.report)
+app.command("pack", cls=_Command)(pack.pack)
+app.command("export", cls=_Command)(export.export)
+app.command("import", cls=_Command)(export.import_)
+app.command("env", cls=_Command)(env.env)
 
 
 def _print_version(wanted: bool) -> None:

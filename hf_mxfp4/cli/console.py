@@ -106,13 +106,15 @@ def statistics_table(title: str, heading: str, rows: Mapping[Any, ErrorStatistic
     )
 
 
-def plain_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Text left, numbers right."""
+def plain_table(title: str, headings: Sequence[str], *sections: Sequence[Sequence[str]]) -> Table:
+    """Text left, numbers right; a line between sections of rows."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
+    for rows in sections:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
     return table
 
 

@@ -164,27 +164,28 @@ def _as_json(model: str, setup: "Setup", plans: list["StrategyPlan"], advice: li
 def _show(model: str, setup: "Setup", plans: list["StrategyPlan"]) -> None:
     from .console import out, plain_table
 
-    def rows(phase: str) -> list[list[str]]:
+    def part(label: str, phase: str) -> list[list[str]]:
+        """The sum of a phase under its name, and what it consists of, indented."""
         tables = [getattr(each, phase) for each in plans]
         names = list(dict.fromkeys(name for table in tables for name in table))
-        lines = [[name, *(f"{table.get(name, 0) / 1e9:.2f}" for table in tables)] for name in names]
-        if names:
-            lines.append([f"all of {phase}", *(f"{sum(table.values()) / 1e9:.2f}" for table in tables)])
-        return lines
+        lines = [[f"  {name}", *(f"{table.get(name, 0) / 1e9:.2f}" for table in tables)] for name in names]
+        return [[label, *(f"{sum(table.values()) / 1e9:.2f}" for table in tables)], *lines]
 
     headings = ["GB per GPU", *(each.strategy.name for each in plans)]
-    lines = rows("training")
+    sections = [part("IN A TRAINING STEP", "training")]
     if setup.rollouts:
-        lines += [["", *[""] * len(plans)], *rows("rollouts")]
-    lines += [
-        ["", *[""] * len(plans)],
-        [f"fits {setup.usable / 1e9:.1f} GB", *("yes" if each.fits else "no" for each in plans)],
-        ["largest batch per GPU", *(str(each.largest_batch) for each in plans)],
-        ["recipes/accelerate/", *(each.strategy.recipe if setup.gpus > 1 else "" for each in plans)],
-    ]
+        sections.append(part("WHILE ROLLOUTS ARE SAMPLED", "rollouts"))
+    sections.append(
+        [
+            [f"fits {setup.usable / 1e9:.1f} GB", *("yes" if each.fits else "no" for each in plans)],
+            ["largest batch per GPU", *(str(each.largest_batch) for each in plans)],
+        ]
+    )
+    if setup.gpus > 1:
+        sections[-1].append(["recipes/accelerate/", *(each.strategy.recipe for each in plans)])
     title = f"{model}, GPUs: {setup.gpus}, {setup.batch} x {setup.length} tokens each"
     console = out()
-    console.print(plain_table(title, headings, lines))
+    console.print(plain_table(title, headings, *sections))
     console.print(
         "Saved activations and states follow from the model's code; buffers of engines, logits and working memory are "
         "estimates (docs/performance.md).",

@@ -33,6 +33,7 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure schemes on random data, whose rows have standard deviations spread over one octave."""
+    from ..analysis.columns import LEGEND
     from ..analysis.distributions import sample
     from ..analysis.schemes import PAPER_SCHEMES
     from ..analysis.statistics import error_statistics
@@ -54,4 +55,6 @@ def simulate(
         typer.echo(json.dumps({**parameters, "schemes": summaries}, indent=1, allow_nan=False))
         return
     named = f"{distribution.value}({df:g})" if distribution is Distribution.STUDENT_T else distribution.value
-    out().print(statistics_table(f"{named}, {x.numel():,} elements, seed {seed}", "scheme", results))
+    console = out()
+    console.print(statistics_table(f"{named}, {x.numel():,} elements, seed {seed}", "scheme", results))
+    console.print(LEGEND, markup=False, highlight=False)

@@ -4,6 +4,7 @@
 from dataclasses import MISSING, fields
 from typing import Any
 
+from torch import nn
 from transformers import Trainer
 
 from ..environment import machine, package_versions
@@ -19,9 +20,8 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
     return {
         "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
         "architecture": type(model).__name__,
-        # Under ZeRO-3 the shape of a parameter that is sharded away is empty.
-        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
-        "trained_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad),
+        "parameters": count_parameters(model),
+        "trained_parameters": sum(_size(p) for p in model.parameters() if p.requires_grad),
         "scheme": report.scheme if report else "full precision",
         "n_quantized": trainer.n_quantized,
         "n_skipped": report.n_skipped if report else None,
@@ -38,6 +38,20 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
         "versions": package_versions(),
         "machine": machine(),
     }
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Elements of all parameters, those of packed weights included: the elements that they stand for, and not the bytes
+    that hold them, which transformers' `num_parameters` counts."""
+    report = getattr(model, "quantization_report", None)
+    if report is None or report.packed_bytes is None:
+        return sum(_size(parameter) for parameter in model.parameters())
+    return report.n_weights + sum(_size(p) for p in model.parameters() if p.is_floating_point())
+
+
+def _size(parameter: nn.Parameter) -> int:
+    # Under ZeRO-3 the shape of a parameter that is sharded away is empty.
+    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def _changed(args: Any, options: dict[str, Any]) -> list[str]:

@@ -25,7 +25,16 @@ def batches():
 def test_inputs_of_every_layer():
     model = make_model("qwen2")
     results, problems = analyze_activations(model, batches(), SCHEMES)
-    assert problems == [] and len(results) == 14
+    assert problems == [] and [r.name.removeprefix("model.layers.") for r in results] == [
+        "0.self_attn.q_proj/k_proj/v_proj",
+        "0.self_attn.o_proj",
+        "0.mlp.gate_proj/up_proj",
+        "0.mlp.down_proj",
+        "1.self_attn.q_proj/k_proj/v_proj",
+        "1.self_attn.o_proj",
+        "1.mlp.gate_proj/up_proj",
+        "1.mlp.down_proj",
+    ]
     seen = []
     layer = model.model.layers[1].mlp.down_proj
     handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()[0]))
@@ -41,6 +50,30 @@ def test_inputs_of_every_layer():
         found = result.statistics[str(scheme)]
         assert found.histogram == expected.histogram and found.total == pytest.approx(expected.total, rel=1e-9)
     assert result.sweep.energy > 0
+
+
+class Branches(torch.nn.Module):
+    """Layers that are given the same tensor: always, in the first pass alone, or after it was changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.twin, self.once, self.changed = (torch.nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.passes = 0
+
+    def forward(self, input_ids):
+        x = torch.arange(64.0).view(2, 32) + self.passes
+        out = self.always(x) + self.twin(x) + self.once(x if self.passes == 0 else x.clone())
+        self.passes += 1
+        return out + self.changed(x.add_(1))
+
+
+def test_only_layers_that_always_share_their_input_are_one_result():
+    results, problems = analyze_activations(Branches(), batches(), SCHEMES[:1])
+    assert problems == [] and [r.name for r in results] == ["always/twin", "once", "changed"]
+    energies = {r.name: r.statistics["mxfp4+rceil"].energy for r in results}
+    x = torch.arange(64.0)
+    assert energies["always/twin"] == energies["once"] == float(x.square().sum() + (x + 1).square().sum())
+    assert energies["changed"] == float((x + 1).square().sum() + (x + 2).square().sum())
 
 
 def test_no_hook_stays_and_outputs_are_the_same():
@@ -66,7 +99,7 @@ def test_a_quantized_policy(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     assert set(quantized_layers(model)) == set(model.quantization_report.quantized)
     results, problems = analyze_activations(model, batches(), [config.activation_scheme])
-    assert len(results) == 7 and problems == []
+    assert len(results) == 4 and problems == []
 
 
 def test_nan_inputs_are_problems():
@@ -74,8 +107,8 @@ def test_nan_inputs_are_problems():
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[3] = float("nan")
     results, problems = analyze_activations(model, batches(), SCHEMES)
-    assert [r.place.depth for r in results] == [0] * 7
-    assert problems[0].where == "model.layers.1.self_attn.q_proj"
+    assert [r.place.depth for r in results] == [0] * 4
+    assert problems[0].where == "model.layers.1.self_attn.q_proj/k_proj/v_proj"
     assert problems[0].reason == "14 elements of its input are NaN or infinite"
 
 

@@ -2,6 +2,7 @@
 """The report files: complete, valid, self-contained, and the same bytes for the same analysis."""
 
 import csv
+import dataclasses
 import html.parser
 import json
 import math
@@ -14,8 +15,9 @@ from safetensors.torch import save_file
 from hf_mxfp4.analysis import ErrorStatistics, error_statistics, parse_scheme
 from hf_mxfp4.analysis.report import build_report, build_summary, write_reports
 from hf_mxfp4.analysis.results import Analysis, Problem, natural_key
+from hf_mxfp4.analysis.schemes import bits_per_element
 from hf_mxfp4.analysis.source import open_source
-from hf_mxfp4.analysis.statements import changes, orthogonality
+from hf_mxfp4.analysis.statements import statements, verdict
 from hf_mxfp4.analysis.weights import Selection, analyze_weights
 
 
@@ -111,7 +113,8 @@ def test_html_is_one_file_for_any_screen(analysis, tmp_path):
     assert '<meta name="viewport" content="width=device-width,initial-scale=1">' in page
     assert "my &lt;model&gt;" in page and "<model>" not in page
     assert "it is &lt;broken&gt;" in page and "A note &amp; more." in page
-    assert "exactly orthogonal (cosine 0)" in page and "not orthogonal" in page
+    assert "exactly orthogonal under mxfp4+rceil:" in page and "not orthogonal under mxfp4+floor (" in page
+    assert "Verdict, least error: at 4.25 bits an element mxfp4+" in page
 
 
 def test_a_report_of_problems_alone(tmp_path):
@@ -130,34 +133,77 @@ def statistics(text, x=None):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("rceil", "exactly orthogonal (cosine 0)"),
-        ("rceil+mbs128-static", "exactly orthogonal (cosine 0)"),
-        ("floor", "are not orthogonal (cosine -0.0"),
-        ("even", "are not orthogonal (cosine -0.0"),
-        ("rceil+of0.5", "are not orthogonal (cosine -0."),
+        ("rceil", "are exactly orthogonal under rceil:"),
+        ("rceil+mbs128-static", "are exactly orthogonal under rceil+mbs128-static:"),
+        ("floor", "are not orthogonal under floor (cosine -0.0"),
+        ("even", "are not orthogonal under even (cosine -0.0"),
+        ("rceil+of0.5", "are not orthogonal under rceil+of0.5 (cosine -0."),
     ],
 )
 def test_words_follow_the_numbers(text, words):
-    sentences = orthogonality(text, statistics(text))
-    assert sentences[0].startswith(f"{text}: ") and words in sentences[0]
-    ratio = sum(statistics(text).energy_ratio.values())
-    assert f"sum to {ratio:.2f} times" in sentences[1]
+    found = statistics(text)
+    sentences = statements({text: found})
+    assert len(sentences) == 2 and words in sentences[0]
+    ratio, cosine = sum(found.energy_ratio.values()), found.paper_cosines["scale_bias/grid"]
+    assert sentences[1] == (
+        f"Scale bias and grid noise have cosine {cosine:+.2f}, so the three energies sum to {ratio:.2f} times the "
+        "error's."
+    )
 
 
 def test_words_where_no_angle_exists():
-    [sentence] = orthogonality("rceil", statistics("rceil", torch.full((1, 32), 6.0)))
-    assert "no angle is defined" in sentence
+    sentences = statements({"rceil": statistics("rceil", torch.full((1, 32), 6.0))})
+    assert sentences == ["Under rceil scale bias or deadzone error is zero throughout, so no angle is defined."]
 
 
-def test_words_of_a_change():
-    base, better = statistics("rceil"), statistics("rceil+mbs128-static")
-    [sentence] = changes({"a": base, "b": better})
-    assert sentence.startswith(f"b has {100 * (1 - better.total / base.total):.1f} % less error energy than a (+")
-    assert (
-        changes({"b": better, "a": base})[0].startswith("a has ")
-        and "more error energy than b (-" in changes({"b": better, "a": base})[0]
+def test_few_sentences_for_many_schemes():
+    texts = ("rceil", "even", "rceil+mbs128-static", "even+mbs128-blockwise")
+    sentences = statements({text: statistics(text) for text in texts})
+    assert len(sentences) == 4
+    assert "exactly orthogonal under rceil and rceil+mbs128-static:" in sentences[0]
+    assert "not orthogonal under even (cosine -0." in sentences[1]
+
+
+def test_grid_noise_is_called_the_same_only_where_it_is():
+    def words(second):
+        return [line for line in statements({"a": first, "b": second}) if "grid noise is the same" in line]
+
+    first, second = statistics("rceil"), statistics("even")
+    share = 100 * first.grid / first.energy
+    assert words(second) == [
+        f"The energy of grid noise is the same under all 2 schemes, {share:.4f} % of the tensors'; its share of the "
+        "error differs because the error does."
+    ]
+    assert words(dataclasses.replace(second, grid=1.001 * second.grid)) == []
+    assert words(statistics("rceil+32x32")) == []
+
+
+def test_the_verdict_names_the_best_at_each_number_of_bits():
+    texts = ("rceil", "even", "rceil+mbs128-static", "rceil+of0.5@0.1")
+    found = {text: statistics(text) for text in texts}
+    rceil, even, macro, selective = (f"{found[text].sqnr_db:.2f}" for text in texts)
+    assert verdict(found) == (
+        f"Verdict, least error: at 4.25 bits an element even (SQNR {even} dB, next is rceil with {rceil}); at 4.31 "
+        f"bits an element rceil+mbs128-static (SQNR {macro} dB); at 4.68 bits an element rceil+of0.5@0.1 (SQNR "
+        f"{selective} dB)."
     )
-    assert changes({"a": base}) == [] and changes({"a": base, "none": ErrorStatistics()}) == []
+    assert found["even"].sqnr_db > found["rceil"].sqnr_db
+    assert verdict({"rceil": ErrorStatistics()}) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("rceil", 4.25),
+        ("even+mbs128-blockwise", 4.3125),
+        ("rceil+mbs32-static", 4.5),
+        ("rceil+mbsrow-static", 4.25),
+        ("rceil+mbs128-static+of0.5", 8.5625),
+        ("even+mbs128-blockwise+of1@0.1", 4.7375),
+    ],
+)
+def test_bits_of_an_element(text, bits):
+    assert bits_per_element(parse_scheme(text)) == pytest.approx(bits)
 
 
 def test_natural_order():

@@ -330,6 +330,14 @@ def test_the_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
     assert "Not measured" in page.text and "router_every (mixtures of experts)" in page.text
 
 
+def test_long_values_break_instead_of_running_out_of_the_page(tmp_path):
+    write_log(tmp_path, **{"entropy/alarm": 1})
+    text = render_run(read_run(tmp_path))
+    assert '<h2>Run</h2>\n<div class="scroll"><table class="texts"><tr><td>model</td>' in text
+    assert '<table class="texts"><tr><th>option</th><th>value</th></tr>' in text
+    assert ".texts td{white-space:normal;overflow-wrap:anywhere}" in text
+
+
 def test_every_panel_is_drawn_when_its_values_are_there(tmp_path):
     log = RunLog(tmp_path)
     log.start(0, 3, FACTS, [])

@@ -113,6 +113,13 @@ def test_nothing_selected_is_an_error(checkpoint):
         analyzed(checkpoint(), include=["embed_tokens", "norm"])
 
 
+def test_a_model_of_conv1d_is_told_so(tmp_path):
+    save_file({"transformer.h.0.attn.c_attn.weight": torch.ones(32, 96)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(SourceError, match="skipped: 1 not the weight of a linear layer. This .* Conv1D, as GPT-2 does"):
+        analyzed(tmp_path)
+
+
 def test_own_scheme_and_skips(checkpoint, tmp_path):
     config = hf_mxfp4.MXFP4RLConfig(scale_rule="even", modules_to_not_convert=["layers.0"])
     folder = Path(checkpoint())

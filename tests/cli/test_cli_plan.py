@@ -46,8 +46,25 @@ def test_the_table(model):
     done = run(model / "config.json", "--mode", "packed", "--vllm-server")
     assert done.exit_code == 0, done.output
     assert "packed+LoRA, DDP" in done.stdout and "FSDP2" not in done.stdout and "rollouts" not in done.stdout
+    rows = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if "│" in line]
+    assert rows and all(any(row) for row in rows)
+    assert "IN A TRAINING STEP" in done.stdout and "WHILE ROLLOUTS" not in done.stdout
     for part in ("weights", "optimizer", "saved activations", "logits", "largest batch per GPU", "fits 72.0 GB"):
         assert part in done.stdout
+
+
+def test_both_halves_of_the_table_have_a_name_and_their_sum(model):
+    done = run(model, "--gpu-memory", 0.1)
+    data = json.loads(run(model, "--gpu-memory", 0.1, "--json").stdout)["strategies"][0]
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in done.stdout.splitlines() if "│" in line]
+    found = dict(rows)
+    assert found["IN A TRAINING STEP"] == f"{sum(data['training_bytes'].values()) / 1e9:.2f}"
+    assert found["WHILE ROLLOUTS ARE SAMPLED"] == f"{sum(data['rollout_bytes'].values()) / 1e9:.2f}"
+    names = [name for name, _ in rows]
+    halves = names.index("IN A TRAINING STEP"), names.index("WHILE ROLLOUTS ARE SAMPLED"), names.index("fits 0.1 GB")
+    assert set(names[halves[0] + 1 : halves[1]]) == set(data["training_bytes"])
+    assert set(names[halves[1] + 1 : halves[2]]) == set(data["rollout_bytes"])
+    assert "" not in names
 
 
 def test_full_precision_has_no_quantized_weights(model):
