@@ -35,9 +35,10 @@ class PlainTrainer(ExactResumeMixin, Trainer):
 
 
 def make_base(folder: Path, moe: bool = False) -> Path:
-    """Save the model that all jobs start from: dense, or a mixture of experts."""
+    """Save the model that all jobs start from: dense, or a mixture of experts. In bfloat16, as most checkpoints are:
+    every rank dithers its float32 masters as it loads them."""
     model = make_moe("qwen3_moe") if moe else make_model(layers=2, hidden=32, intermediate=48)
-    model.save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
     return folder
 
@@ -45,7 +46,7 @@ def make_base(folder: Path, moe: bool = False) -> Path:
 def load(base: str, mode: str) -> torch.nn.Module:
     """The policy: trainable masters, or packed weights with new adapters."""
     config = MXFP4RLConfig(mode="packed" if mode.endswith("lora") else "qat")
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32)
     if mode.endswith("lora"):
         torch.manual_seed(0)
         model = get_peft_model(model, LoraConfig(**(LORA | (MOE_LORA if mode == "moe_lora" else {}))))
