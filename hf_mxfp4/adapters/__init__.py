@@ -14,6 +14,7 @@ from .lora_model import MXFP4LoraModel, merge_adapters
 from .master_lora import MXFP4LoraMasterLinear
 from .merge_report import MergeReport
 from .rollout import is_packed_with_adapters, policy_parameters
+from .target_names import strict_targets
 
 
 # PEFT's own tables of what stands for "LORA": both classes behave as PEFT's wherever no quantized layer is concerned.
@@ -31,4 +32,5 @@ __all__ = [
     "is_packed_with_adapters",
     "merge_adapters",
     "policy_parameters",
+    "strict_targets",
 ]

@@ -22,6 +22,7 @@ from .lora_layer import MXFP4LoraLinear
 from .master_lora import MXFP4LoraMasterLinear
 from .merge_report import MergeReport
 from .merging import Merges, MergesIntoPacked
+from .target_names import check_target_names
 
 
 #: The way that PEFT documents for layers of its users (developer guide, custom models): what stands for LoRA on which.
@@ -70,6 +71,7 @@ class MXFP4LoraModel(LoraModel):
                 setattr(config, option, value)
             check_expert_targets(config, self.model)
         super()._check_new_adapter_config(config)
+        check_target_names(config, self.model, any(isinstance(module, QUANTIZED) for module in self.model.modules()))
         packed = _packed_layers(self.model)
         if packed:
             _check_computation(config)

@@ -253,9 +253,7 @@ def test_fan_in_fan_out_is_pefts_mistake_to_correct():
 def load(checkpoint):
     def load(family="qwen2", **scheme):
         config = MXFP4RLConfig(**{"preset": "w4a16", **scheme})
-        return AutoModelForCausalLM.from_pretrained(
-            checkpoint(family), dtype=torch.float32, quantization_config=config
-        )
+        return AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32, quantization_config=config)
 
     return load
 
