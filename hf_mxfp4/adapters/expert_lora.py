@@ -226,6 +226,19 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
             update.addmm_(b, a, alpha=self.scaling[name])
         return weight + update, update
 
+    def first_sum(self, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the first expert's first projection in float32: the unmerged weight with these adapters, and the adapters'
+        part alone."""
+        return self._sum(self.get_base_layer().projections[0], 0, names)
+
+    @torch.no_grad()
+    def repacked(self, rows: torch.Tensor) -> torch.Tensor:
+        """What rows of such a sum become when they are packed, in float32."""
+        base = self.get_base_layer()
+        return self._dequantized(
+            quantize_weight(rows, base.config.weight_scheme, base.config.backend), base.projections[0]
+        )
+
     def _dequantized(self, packed: dict[str, torch.Tensor], projection: str) -> torch.Tensor:
         base = self.get_base_layer()
         columns = base.weight_size(projection)[2]

@@ -16,10 +16,11 @@ from ..layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4Linear, MX
 from ..packing import pack
 from .base_scheme import record_base
 from .expert_lora import MXFP4LoraExperts
-from .expert_parameters import MXFP4LoraExpertParameter, lora_on_experts
+from .expert_parameters import lora_on_experts
 from .expert_targets import check_expert_targets
 from .lora_layer import MXFP4LoraLinear
 from .master_lora import MXFP4LoraMasterLinear
+from .merge_cost import LOSSY_DB, adapted_layers
 from .merge_report import MergeReport
 from .merging import Merges, MergesIntoPacked
 from .target_names import check_target_names
@@ -36,9 +37,6 @@ _LAYERS = {
 _TARGETS = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
 #: Initial values of adapters that are made without looking at the base weight.
 _INITS = (True, False, "gaussian")
-#: Below this SQNR of the adapters' change, a merge into quantized weights is pointed out: at 4 to 5 dB the policies of
-#: `recipes/configs/tiny_cpu_lora.yaml` lose half of what training gained (accuracy 0.80 to 0.64, from 0.50).
-_LOSSY_DB = 10.0
 #: Options of `LoraConfig` that change what an adapter computes; PEFT marks them in newer versions.
 _VARIANTS = ("use_dora", "use_qalora")
 
@@ -87,7 +85,7 @@ class MXFP4LoraModel(LoraModel):
         """[`peft.LoraModel.merge_adapter`]; what quantizing the sums costs is kept in `merge_report`, and logged: when
         the same adapters are merged again and again, as for the weights of another engine, the first time."""
         super().merge_adapter(*args, **kwargs)
-        layers = _lora_layers(self.model)
+        layers = adapted_layers(self.model)
         merged = tuple(dict.fromkeys(adapter for layer in layers.values() for adapter in layer.merged_adapters))
         self._report(layers, told=merged == self._told)
         self._told = merged
@@ -95,7 +93,7 @@ class MXFP4LoraModel(LoraModel):
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
         """[`peft.LoraModel.merge_and_unload`]; a quantized model stays quantized, and `merge_report` on it says what
         quantizing the sums cost."""
-        layers = _lora_layers(self.model)
+        layers = adapted_layers(self.model)
         model = super().merge_and_unload(*args, **kwargs)
         self._report(layers)
         if self.merge_report is not None:
@@ -114,7 +112,7 @@ class MXFP4LoraModel(LoraModel):
             return
         get_logger().info("%s", self.merge_report)
         lost = self.merge_report.total.update_sqnr_db
-        if lost < _LOSSY_DB:
+        if lost < LOSSY_DB:
             get_logger().warning(
                 "%s the merged weights kept the adapters' change at an SQNR of only %.1f dB: part of what was "
                 "trained is lost. Keep the adapter beside its base, or merge into bfloat16 with "
@@ -143,7 +141,7 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
         raise ValueError(f"into={into!r} is not supported; choose one of 'packed', 'bf16'")
     if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
         raise TypeError(f"merge_adapters takes a PeftModel with LoRA adapters, not {type(model).__name__}")
-    layers = _lora_layers(model)
+    layers = adapted_layers(model)
     if not layers:
         raise ValueError(
             "no adapter of this model is on a quantized layer; use model.merge_and_unload(), which sums in full "
@@ -172,17 +170,6 @@ def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4Packe
     """Packed layers by the names that they have without adapters."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, PACKED)}
     return {name.removesuffix(".base_layer"): layer for name, layer in layers.items()}
-
-
-def _lora_layers(model: nn.Module) -> dict[str, Merges]:
-    """Adapters on quantized layers by the names of what they adapt: layers, or single parameters of experts."""
-    layers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, MXFP4LoraExpertParameter):
-            name = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
-        if isinstance(module, Merges):
-            layers[name] = module
-    return layers
 
 
 def _check_computation(config: LoraConfig) -> None:
