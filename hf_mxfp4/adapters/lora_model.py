@@ -147,9 +147,18 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
             "no adapter of this model is on a quantized layer; use model.merge_and_unload(), which sums in full "
             "precision"
         )
+    masters = [layer for layer in layers.values() if not isinstance(layer, MergesIntoPacked)]
     if into == "packed":
+        for layer in masters[:1]:
+            layer.get_base_layer().config.packed()  # raises for a scheme whose weights cannot be packed
         merged = model.merge_and_unload()
-        return merged if _packed_layers(merged) else pack(merged)
+        return pack(merged) if masters else merged
+    for layer in masters:
+        if any(name in layer.lora_variant for name in layer.active_adapters):
+            raise ValueError(
+                "an adapter of this model is a variant of LoRA that does more than add to a weight, as DoRA does; "
+                "merge it with model.merge_and_unload(), or keep it beside its base"
+            )
     for layer in layers.values():
         layer.unload_dtype = torch.bfloat16
         layer.merge_error = None

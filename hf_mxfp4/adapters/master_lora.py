@@ -54,10 +54,7 @@ class MXFP4LoraMasterLinear(MergesIntoMasters, LoraLinear):
         for name in names:
             delta = self.delta(name)
             if delta is None:
-                raise ValueError(
-                    f"{base.name}: adapter {name!r} is a variant of LoRA that does more than add to the weight; merge "
-                    "it with model.merge_and_unload(), or keep it beside its base"
-                )
+                raise ValueError(f"{base.name}: adapter {name!r} is a variant of LoRA that does more than add")
             linear.weight += delta
             if self.lora_bias[name]:
                 if linear.bias is None:

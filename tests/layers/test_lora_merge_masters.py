@@ -157,8 +157,16 @@ def test_variants_of_lora_are_measured_by_what_they_changed():
     change = layer.base_layer.weight.detach() - before
     assert change.norm() > 0.4 * before.norm()
     assert layer.merge_error.update == pytest.approx(energy(change), rel=1e-4)
-    with pytest.raises(ValueError, match="a variant of LoRA that does more than add to the weight"):
-        merge_adapters(with_lora(qat(), use_dora=True), into="bf16")
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_touched():
+    dora, rotated = with_lora(qat(), use_dora=True), with_lora(qat(**ROTATED))
+    for model, into, words in ((dora, "bf16", "a variant of LoRA"), (rotated, "packed", "rotat")):
+        before = [(name, type(module)) for name, module in model.named_modules()], masters(model)
+        with pytest.raises(ValueError, match=words):
+            merge_adapters(model, into=into)
+        assert [(name, type(module)) for name, module in model.named_modules()] == before[0]
+        assert all(torch.equal(value, before[1][name]) for name, value in masters(model).items())
 
 
 # ---- merged and taken apart -----------------------------------------------------------------------------------------
