@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT adapters on quantized models: LoRA on packed layers, merging, and the base's scheme in the adapter's files.
+"""PEFT adapters on quantized models: LoRA on quantized layers, merging, and the base's scheme in the adapter's files.
 
-Importing this package imports PEFT and makes its LoRA know packed layers. Loading a quantized model does so.
+Importing this package imports PEFT and makes its LoRA know quantized layers. Loading a quantized model does so.
 """
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
 
 from .base_scheme import MXFP4LoraConfig
 from .expert_lora import MXFP4LoraExperts
+from .expert_parameters import MXFP4LoraExpertParameter
 from .lora_layer import MXFP4LoraLinear
 from .lora_model import MXFP4LoraModel, merge_adapters
+from .master_lora import MXFP4LoraMasterLinear
 from .merge_report import MergeReport
 from .rollout import is_packed_with_adapters, policy_parameters
+from .target_names import strict_targets
 
 
 # PEFT's own tables of what stands for "LORA": both classes behave as PEFT's wherever no quantized layer is concerned.
@@ -20,11 +23,14 @@ PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
 
 __all__ = [
     "MXFP4LoraConfig",
+    "MXFP4LoraExpertParameter",
     "MXFP4LoraExperts",
     "MXFP4LoraLinear",
+    "MXFP4LoraMasterLinear",
     "MXFP4LoraModel",
     "MergeReport",
     "is_packed_with_adapters",
     "merge_adapters",
     "policy_parameters",
+    "strict_targets",
 ]

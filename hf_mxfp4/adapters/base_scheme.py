@@ -2,6 +2,7 @@
 """The quantization scheme of the base, carried in an adapter's configuration and compared when it is loaded."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
@@ -9,6 +10,7 @@ from torch import nn
 
 from .._logging import get_logger
 from ..config import MXFP4RLConfig
+from .adapter_card import Base, write_adapter_card
 
 
 @dataclass
@@ -16,13 +18,22 @@ class MXFP4LoraConfig(LoraConfig):
     """[`peft.LoraConfig`] of an adapter on a quantized base; `adapter_config.json` holds the base's scheme too.
 
     There is no need to write one: a [`peft.LoraConfig`] becomes one when its adapter is attached to a quantized model.
-    Without hf_mxfp4, PEFT reads the file as well, and warns of the additional entry.
+    Without hf_mxfp4, PEFT reads the file as well, and warns of the additional entry. Saving an adapter also puts a card
+    in the place of PEFT's empty one.
     """
+
+    _base = None  # no field: it is not saved
 
     base_quantization: dict[str, Any] | None = field(
         default=None,
         metadata={"help": "The MXFP4RLConfig of the model that the adapter was trained on, as in its config.json."},
     )
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """[`peft.LoraConfig.save_pretrained`], which PEFT calls when it saves an adapter, after it wrote a card."""
+        super().save_pretrained(save_directory, **kwargs)
+        if self._base is not None and self.base_quantization is not None:
+            write_adapter_card(self, self._base, Path(save_directory))
 
 
 def base_scheme(model: nn.Module) -> MXFP4RLConfig | None:
@@ -38,6 +49,8 @@ def record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> None
     names both. An adapter loaded for inference keeps what it has; one that is to be trained gets that of ``model``.
     """
     found = base_scheme(model)
+    if found is not None and isinstance(config, LoraConfig):
+        config._base = Base.of(model, adapter_name)
     stored = getattr(config, "base_quantization", None)
     if stored is not None:
         _compare(adapter_name, stored, found)

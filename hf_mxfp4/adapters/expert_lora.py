@@ -2,12 +2,13 @@
 """LoRA on packed experts: a pair of factors for each projection of each expert, as a PEFT layer."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from ..ops import Groups
@@ -15,6 +16,28 @@ from ..ops.library import plain_grouped_linear
 from ..ops.packed import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor, quantize_weight
 from .merge_report import MergeError
 from .merging import MergesIntoPacked
+
+
+#: Of one adapter and projection: ``A`` ``[experts, r, K]``, ``B`` ``[experts, N, r]``, the scaling and the dropout.
+Factors = tuple[torch.Tensor, torch.Tensor, float, nn.Module]
+
+
+def add_factors(
+    layer: BaseTunerLayer, result: torch.Tensor, x: torch.Tensor, groups: Groups, factors: Iterable[Factors]
+) -> torch.Tensor:
+    """What a projection of experts gives, and on top of it ``s B_e A_e x`` of each adapter for the rows of expert
+    ``e``.
+
+    Args:
+        layer: whose adapters they are.
+        result: ``[S, N]``, rows sorted by expert.
+        x: ``[S, K]``, the same rows of the input in full precision.
+    """
+    total = result
+    for a, b, scaling, dropout in factors:
+        inner = plain_grouped_linear(dropout(layer._cast_input_dtype(x, a.dtype)), a, groups)
+        total = total + plain_grouped_linear(inner, b, groups) * scaling
+    return total.to(result.dtype)
 
 
 class ExpertFactors(nn.Module):
@@ -115,13 +138,11 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
         result = self.get_base_layer().project(projection, x, groups)
         if self.disable_adapters or self.merged:
             return result
-        total = result
+        factors = []
         for name in self._names():
             a, b = (getattr(side[name], projection) for side in (self.lora_A, self.lora_B))
-            inner = self.lora_dropout[name](self._cast_input_dtype(x, a.dtype))
-            inner = plain_grouped_linear(inner, a, groups)
-            total = total + plain_grouped_linear(inner, b, groups) * self.scaling[name]
-        return total.to(result.dtype)
+            factors.append((a, b, self.scaling[name], self.lora_dropout[name]))
+        return add_factors(self, result, x, groups, factors)
 
     def _names(self, adapter_names: list[str] | None = None) -> list[str]:
         names = self.active_adapters if adapter_names is None else adapter_names
@@ -204,6 +225,19 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
             a, b = (getattr(side[name], projection)[expert].to(update) for side in (self.lora_A, self.lora_B))
             update.addmm_(b, a, alpha=self.scaling[name])
         return weight + update, update
+
+    def first_sum(self, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the first expert's first projection in float32: the unmerged weight with these adapters, and the adapters'
+        part alone."""
+        return self._sum(self.get_base_layer().projections[0], 0, names)
+
+    @torch.no_grad()
+    def repacked(self, rows: torch.Tensor) -> torch.Tensor:
+        """What rows of such a sum become when they are packed, in float32."""
+        base = self.get_base_layer()
+        return self._dequantized(
+            quantize_weight(rows, base.config.weight_scheme, base.config.backend), base.projections[0]
+        )
 
     def _dequantized(self, packed: dict[str, torch.Tensor], projection: str) -> torch.Tensor:
         base = self.get_base_layer()

@@ -92,6 +92,18 @@ class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):
         weight = packed_tensor(packed, base.in_features, base.config.weight_scheme, torch.float32)
         return dequantize(weight, torch.float32, base.config.backend) + update, update, bias
 
+    def first_sum(self, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """In float32: the unmerged weight with these adapters, and the adapters' part alone."""
+        return self._sum(names)[:2]
+
+    @torch.no_grad()
+    def repacked(self, rows: torch.Tensor) -> torch.Tensor:
+        """What rows of a sum become when they are packed, in float32."""
+        base = self.get_base_layer()
+        scheme, backend = base.config.weight_scheme, base.config.backend
+        packed = packed_tensor(quantize_weight(rows, scheme, backend), base.in_features, scheme, torch.float32)
+        return dequantize(packed, torch.float32, backend)
+
     def _bias(self) -> torch.Tensor | None:
         return self._before("bias", self.get_base_layer().bias)
 

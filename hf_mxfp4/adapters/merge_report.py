@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What merging adapters into packed weights cost."""
+"""What merging adapters into quantized weights cost."""
 
 import math
 from collections.abc import Iterable
@@ -11,16 +11,20 @@ import torch
 @dataclass(frozen=True)
 class MergeError:
     """Energies (sums of squares) of one merged weight: of the sum ``W + delta``, of ``delta``, and of the error that
-    packing the sum made."""
+    quantizing the sum made.
+
+    Of packed weights and of trainable ones in the same way: ``W`` are the values that the layer computes with before
+    adapters are merged, which for a master weight are those of ``Q(master)``.
+    """
 
     signal: float
     update: float
     noise: float
 
     @classmethod
-    def of(cls, total: torch.Tensor, update: torch.Tensor, packed: torch.Tensor) -> "MergeError":
-        """From the float32 sum, the adapters' part of it, and the values that were packed."""
-        parts = (total, update, packed - total)
+    def of(cls, total: torch.Tensor, update: torch.Tensor, merged: torch.Tensor) -> "MergeError":
+        """From the float32 sum, the adapters' part of it, and the values that the merged layer computes with."""
+        parts = (total, update, merged - total)
         return cls(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts))
 
     @classmethod
@@ -35,15 +39,21 @@ class MergeError:
 
     @property
     def update_sqnr_db(self) -> float:
-        """The same for what the adapters add: below 0, more was lost in packing than they had changed."""
+        """The same for what the adapters add: below 0, more was lost in quantizing than they had changed."""
         return _decibels(self.update, self.noise)
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """The errors of merging, by the layers' names; `model.merge_report` after `merge_and_unload`."""
+    """The errors of merging, by the layers' names; `model.merge_report` after `merge_and_unload`.
+
+    Attributes:
+        layers: by name; of experts whose adapters are on single parameters, by the parameters' names.
+        kind: of the weights: ``"packed"``, ``"trainable"``, or both.
+    """
 
     layers: dict[str, MergeError]
+    kind: str = "packed"
 
     @property
     def total(self) -> MergeError:
@@ -51,7 +61,7 @@ class MergeReport:
         return MergeError.summed(self.layers.values())
 
     def __str__(self) -> str:
-        lines = [f"merged into {len(self.layers)} packed layers: {_line(self.total)}"]
+        lines = [f"merged into {len(self.layers)} {self.kind} layers: {_line(self.total)}"]
         return "\n".join([*lines, *(f"  {name}: {_line(error)}" for name, error in self.layers.items())])
 
 

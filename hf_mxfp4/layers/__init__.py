@@ -3,7 +3,7 @@
 
 from .experts import MXFP4Experts
 from .fallback import fallback_thresholds, named_fallback_thresholds, update_fallback_thresholds
-from .full_precision import full_precision
+from .full_precision import full_precision, is_full_precision
 from .linear import MXFP4Linear
 from .matrices import PACKED, QUANTIZED, TRAINABLE, Matrix, matrix_names, trainable_matrices
 from .packed_experts import MXFP4PackedExperts
@@ -26,6 +26,7 @@ __all__ = [
     "cached_weights",
     "fallback_thresholds",
     "full_precision",
+    "is_full_precision",
     "matrix_names",
     "named_fallback_thresholds",
     "random_layers",

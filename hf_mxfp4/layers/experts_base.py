@@ -14,6 +14,10 @@ from ..ops import Groups, autocast_dtype, group_by_expert
 from ..ops.library import new_handle
 
 
+#: See [`ExpertsBase.project`].
+Projection = Callable[[str, torch.Tensor, Groups], torch.Tensor]
+
+
 class ExpertsBase(nn.Module):
     """Mixin before a class of transformers' experts, whose parameters' names, activation and gating it keeps.
 
@@ -82,7 +86,11 @@ class ExpertsBase(nn.Module):
         }
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        project: Projection | None = None,
     ) -> torch.Tensor:
         """As transformers' experts, whatever implementation the model's config names.
 
@@ -90,6 +98,7 @@ class ExpertsBase(nn.Module):
             hidden_states: ``[tokens, hidden]``.
             top_k_index: ``[tokens, k]``, the experts of each token.
             top_k_weights: ``[tokens, k]``, their weights in the sum.
+            project: takes the place of [`project`], as adapters do.
 
         Returns:
             ``[tokens, hidden]`` in the dtype of ``hidden_states``. The ``k`` outputs of a token are summed in the order
@@ -99,11 +108,11 @@ class ExpertsBase(nn.Module):
             ValueError: the experts are spread over processes, or ``hidden_states`` has another size.
             TypeError: the dtypes of ``hidden_states`` and the weights differ outside of autocast.
         """
-        return self.forward_with(self.project, hidden_states, top_k_index, top_k_weights)
+        return self.forward_with(project or self.project, hidden_states, top_k_index, top_k_weights)
 
     def forward_with(
         self,
-        project: Callable[[str, torch.Tensor, Groups], torch.Tensor],
+        project: Projection,
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,

@@ -34,6 +34,12 @@ def full_precision(model: nn.Module) -> Iterator[int]:
         yield len(layers)
 
 
+def is_full_precision(layer: nn.Module) -> bool:
+    """Whether a quantized layer computes in full precision now, within [`full_precision`]."""
+    own = layer.__dict__.get("forward")
+    return own is not None and own == getattr(layer, "full_precision_forward", None)
+
+
 @contextlib.contextmanager
 def _plain(layer: nn.Module) -> Iterator[None]:
     own = layer.__dict__.get("forward")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What adaptive quantization noise is put on: kinds of layers, and the ones that are chosen by name."""
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 from ..module_names import name_matches
+from ..suggestions import nearest_names
 
 
 #: What `aqn_targets` can be.
@@ -33,21 +33,9 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], what: str) -> 
     """
     for pattern in patterns:
         if not any(name_matches(name, pattern) for name in names):
+            nearest = nearest_names(pattern.removeprefix("re:"), names)
             raise ValueError(
                 f"aqn_layers has {pattern!r}, which matches none of the {len(names)} {what} that noise can be put on; "
-                f"nearest: {', '.join(_nearest_names(pattern, names)) or 'none'}. Give whole dotted name parts such as "
+                f"nearest: {', '.join(nearest) or 'none'}. Give whole dotted name parts such as "
                 "'layers.0' or 'input_layernorm', or 're:<regex on the full name>'"
             )
-
-
-def _nearest_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """At most three names that a misspelled pattern may have meant: the ends of names, which patterns mostly are, as
-    long as the pattern and one part longer; else, whole names."""
-    pattern = pattern.removeprefix("re:")
-    length = pattern.count(".") + 1
-    runs: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        for size in (length, length + 1):
-            runs |= dict.fromkeys(".".join(parts[i : i + size]) for i in range(len(parts) - size + 1))
-    return difflib.get_close_matches(pattern, list(runs), n=3, cutoff=0.5) or list(names[:3])

@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerState
 
 from .._logging import get_logger
+from ..adapters import strict_targets
 from ..layers import TRAINABLE
 from .config import MXFP4GRPOConfig
 from .dynamic_sampling import DynamicSampling
@@ -39,11 +40,13 @@ class MXFP4GRPOTrainer(
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
-            norm for the noise, or an option would damage the master weights.
+            norm for the noise, an option would damage the master weights, or `peft_config` names a target that the
+            model has not.
     """
 
     _tag_names = ["trl", "grpo", "mxfp4", "hf-mxfp4"]
 
+    @strict_targets()
     def __init__(
         self,
         model: Any,

@@ -85,7 +85,7 @@ def test_options_of_single_layers():
         model.model.layers[0].mlp.experts.set_gemms(MXFP4RLConfig(preset="w4a16").gemms(), "down_proj")
 
 
-def test_adapters_on_trainable_experts_are_quantized_with_the_weight():
+def test_adapters_on_trainable_experts_train_beside_the_quantized_weight():
     model = quantized(layers=1, preset="w4a16")
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     peft = get_peft_model(model, LoraConfig(r=4, target_modules=[], target_parameters=targets))
@@ -105,7 +105,9 @@ def test_adapters_on_trainable_experts_are_quantized_with_the_weight():
         expected = peft(IDS).logits
     merged = peft.merge_and_unload()
     assert isinstance(merged.model.layers[0].mlp.experts, MXFP4Experts)
-    torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        error = (merged(IDS).logits - expected).norm() / expected.norm()
+    assert 0 < error < 0.2  # the sum is quantized again
 
 
 @pytest.mark.parametrize("target", ["mlp.experts.gate_up_proj", "experts.down_proj", "down_proj_scale"])

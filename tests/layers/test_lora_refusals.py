@@ -12,6 +12,7 @@ from torch import nn
 
 import hf_mxfp4.adapters
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
+from hf_mxfp4.adapters import strict_targets
 from hf_mxfp4.quantizer import quantize_linears
 
 
@@ -148,3 +149,56 @@ def test_plain_models_get_pefts_own_layers():
     assert isinstance(model.base_model, peft.LoraModel)
     assert not hasattr(model.peft_config["default"], "base_quantization")
     assert type(model.get_output_embeddings()) is nn.Linear
+
+
+# ---- names of nothing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_a_target_that_is_the_name_of_nothing_is_said(mode, capsys):
+    model = attach(model_of(mode), target_modules=["q_proj", "k_porj"])
+    said = capsys.readouterr().err
+    assert "target_modules has 'k_porj', the name of no module of Qwen2ForCausalLM (near: 'k_proj'" in said
+    assert "'q_proj'," not in said and sum(hasattr(m, "lora_A") for m in model.modules()) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_modules": ["q_proj", "nonsense"]}, "target_modules has 'nonsense', the name of no module"),
+        ({"target_modules": ["mlp.q_proj", "v_proj"]}, "'mlp.q_proj', the name of .*near: 'self_attn.q_proj'"),
+        (
+            {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up"]},
+            "target_parameters has 'experts.gate_up', the name of no parameter .*near: 'experts.gate_up_proj'",
+        ),
+    ],
+    ids=["module", "part", "parameter"],
+)
+def test_within_strict_targets_it_is_an_error_and_nothing_is_touched(options, words):
+    model = model_of("qat", family="qwen3_moe")
+    before = [type(module) for module in model.modules()]
+    with strict_targets(), pytest.raises(ValueError, match=words):
+        attach(model, **options)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_names_that_are_there_are_no_matter(capsys):
+    with strict_targets():
+        model = attach(model_of("qat"), target_modules=["q_proj", "layers.1.mlp.up_proj"])
+        model.add_adapter("second", LoraConfig(target_modules=["q_proj", "model.layers.0.self_attn.k_proj"]))
+        attach(model_of("packed"), target_modules="all-linear")
+        attach(model_of("qat"), target_modules=r".*\.q_proj")
+        experts = ["experts.gate_up_proj", "experts.down_proj"]
+        moe = attach(model_of("qat", family="qwen3_moe"), target_modules=["q_proj"], target_parameters=experts)
+        moe.add_adapter("second", LoraConfig(target_modules=["q_proj"], target_parameters=experts))
+        # Names that these experts had in older checkpoints, which PEFT translates.
+        attach(model_of("qat", family="qwen3_moe"), target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+        attach(model_of("qat"), target_modules=None)
+    assert "the name of no" not in capsys.readouterr().err
+
+
+def test_plain_models_are_pefts_own_matter_but_for_strict_targets(capsys):
+    attach(make_model(), target_modules=["q_proj", "nonsense"])
+    assert "the name of no" not in capsys.readouterr().err
+    with strict_targets(), pytest.raises(ValueError, match="'nonsense', the name of no module"):
+        attach(make_model(), target_modules=["q_proj", "nonsense"])

@@ -44,6 +44,16 @@ def stored(model, adapters=False):
     return {n: p.detach().clone() for n, p in model.named_parameters() if ("lora_" in n) == adapters}
 
 
+# ---- targets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", [PACKED, MXFP4RLConfig()], ids=["packed", "qat"])
+def test_a_target_that_the_policy_has_not_is_an_error(build, scheme):
+    with pytest.raises(ValueError, match="target_modules has 'up_porj', the name of no module .*near: 'up_proj'"):
+        build(scheme=scheme, peft_config=lora(target_modules=["q_proj", "up_porj"]))
+    build(scheme=scheme, peft_config=lora(target_modules=["q_proj", "up_proj"]))
+
+
 # ---- training -------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging adapters into trainable weights: PEFT's sums, and what quantizing them costs, measured and said."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+import hf_mxfp4.adapters
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, fake_quantize, merge_adapters
+from hf_mxfp4.adapters import MXFP4LoraMasterLinear
+from hf_mxfp4.layers import MXFP4Experts
+from hf_mxfp4.quantizer import quantize_linears
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+UP = "base_model.model.model.layers.0.mlp.up_proj"
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+ROTATED = {"fprop": {"x": "full", "weight": "rceil", "rotation": "deterministic-32"}}
+
+
+def qat(family="qwen2", dtype=torch.float32, layers=1, **scheme):
+    assert hf_mxfp4.adapters.MXFP4LoraModel  # registered by its import; loading a model does it too
+    model = make_model(family, layers=layers, dtype=dtype)
+    quantize_linears(model, MXFP4RLConfig(**{"preset": "w4a16", **scheme}))
+    return model
+
+
+def with_lora(model, std=0.01, adapter="default", **options) -> PeftModel:
+    """Adapters whose ``B`` are normal of deviation ``std``."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options}
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings), adapter_name=adapter)
+    fill(model, adapter, std)
+    return model.eval()
+
+
+def fill(model, adapter, std):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if f".{adapter}." in name and ("lora_A" in name or "lora_B" in name):
+                size = std if "lora_B" in name else 0.1
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+
+
+def delta(layer, name="default"):
+    return layer.scaling[name] * (layer.lora_B[name].weight @ layer.lora_A[name].weight).detach()
+
+
+def energy(tensor) -> float:
+    return tensor.double().square().sum().item()
+
+
+def quantized(layer, weight):
+    scheme = layer.config.weight_scheme
+    return fake_quantize(
+        weight,
+        scale_rule=scheme.scale_rule,
+        macro_block=scheme.macro_block,
+        macro_search=scheme.macro_search,
+        outlier_fallback=scheme.outlier_fallback,
+    )
+
+
+def masters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
+
+
+# ---- what it costs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("std", "loses_more_than_half"), [(1e-3, True), (1e-2, False)])
+@torch.no_grad()
+def test_the_loss_is_measured_as_it_is_and_said(std, loses_more_than_half, capsys):
+    base = qat()
+    plain = base(IDS).logits
+    model = with_lora(base, std)
+    layers = {n: m for n, m in model.base_model.model.named_modules() if isinstance(m, MXFP4LoraMasterLinear)}
+    assert len(layers) == 7
+    update = noise = 0.0
+    for layer in layers.values():
+        weight, change = layer.base_layer.weight, delta(layer)
+        error = quantized(layer.base_layer, weight + change) - (quantized(layer.base_layer, weight) + change)
+        update, noise = update + energy(change), noise + energy(error)
+    adapted = model(IDS).logits
+    capsys.readouterr()
+    merged = model.merge_and_unload()
+    report = merged.merge_report
+    assert report.kind == "trainable" and list(report.layers) == list(layers)
+    assert report.total.update_sqnr_db == pytest.approx(10 * math.log10(update / noise), abs=1e-3)
+    # Of the logits: more than the whole effect is gone at the smaller one, and nobody was told.
+    lost = ((merged(IDS).logits - adapted).norm() / (adapted - plain).norm()).item()
+    assert (lost > 1) == (report.total.update_sqnr_db < 0) == loses_more_than_half
+    said = capsys.readouterr().err
+    assert "quantizing the merged weights kept the adapters' change at an SQNR of only" in said
+    assert f"{report.total.update_sqnr_db:.1f} dB: part of what was trained is lost" in said
+    assert "merge_adapters(model, into='bf16')" in said
+    assert str(report).startswith("merged into 7 trainable layers: SQNR ")
+
+
+def test_a_change_that_survives_is_no_alarm(capsys):
+    merged = with_lora(qat(), std=1.0).merge_and_unload()
+    assert merged.merge_report.total.update_sqnr_db > 10
+    assert "lost" not in capsys.readouterr().err
+
+
+def test_an_adapter_that_does_nothing_costs_nothing(capsys):
+    model = with_lora(qat(), std=0.0)
+    model.merge_adapter()
+    total = model.base_model.merge_report.total
+    assert total.noise == 0 and total.signal > 0 and math.isnan(total.update_sqnr_db)
+    assert "lost" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", [{"outlier_fallback": 0.5}, {"weight_block": "32x32"}, ROTATED], ids=str)
+@torch.no_grad()
+def test_the_measured_weights_are_those_of_the_forward_pass(scheme):
+    model = with_lora(qat(**scheme), target_modules=["up_proj"])
+    layer = model.get_submodule(UP)
+    x = torch.eye(64)
+    before = layer(x).T
+    layer.merge()
+    assert layer.merge_error.signal == pytest.approx(energy(before), rel=1e-3)
+    assert layer.merge_error.noise == pytest.approx(energy(layer(x).T - before), rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@torch.no_grad()
+def test_experts_are_measured_parameter_by_parameter(family, capsys):
+    model = with_lora(qat(family), target_modules=["q_proj"], target_parameters=EXPERTS)
+    experts = next(m for m in model.modules() if isinstance(m, MXFP4Experts))
+    before = {name: experts.to_experts().get_parameter(name).clone() for name in experts.projections}
+    masters_before = {name: getattr(experts, name).clone() for name in experts.projections}
+    capsys.readouterr()
+    merged = model.merge_and_unload()
+    report = merged.merge_report
+    names = [f"model.layers.0.mlp.experts.{name}" for name in experts.projections]
+    assert set(report.layers) == {"model.layers.0.self_attn.q_proj", *names}
+    for name, place in zip(experts.projections, names, strict=True):
+        change = getattr(experts, name) - masters_before[name]
+        noise = energy(experts.to_experts().get_parameter(name) - before[name] - change)
+        assert report.layers[place].noise == pytest.approx(noise, rel=1e-3) and noise > 0
+        assert report.layers[place].update == pytest.approx(energy(change), rel=1e-3)
+    assert "merged weights kept the adapters' change" in capsys.readouterr().err
+
+
+def test_variants_of_lora_are_measured_by_what_they_changed():
+    model = with_lora(qat(), target_modules=["up_proj"], use_dora=True)
+    layer = model.get_submodule(UP)
+    before = layer.base_layer.weight.detach().clone()
+    layer.lora_magnitude_vector["default"].weight.data *= 1.5
+    model.merge_adapter()
+    change = layer.base_layer.weight.detach() - before
+    assert change.norm() > 0.4 * before.norm()
+    assert layer.merge_error.update == pytest.approx(energy(change), rel=1e-4)
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_touched():
+    dora, rotated = with_lora(qat(), use_dora=True), with_lora(qat(**ROTATED))
+    for model, into, words in ((dora, "bf16", "a variant of LoRA"), (rotated, "packed", "rotat")):
+        before = [(name, type(module)) for name, module in model.named_modules()], masters(model)
+        with pytest.raises(ValueError, match=words):
+            merge_adapters(model, into=into)
+        assert [(name, type(module)) for name, module in model.named_modules()] == before[0]
+        assert all(torch.equal(value, before[1][name]) for name, value in masters(model).items())
+
+
+# ---- merged and taken apart -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("safe", [False, True], ids=["in-place", "safe"])
+def test_merging_and_unmerging_are_pefts(safe):
+    model, plain = with_lora(qat()), with_lora(make_model(layers=1))
+    before = masters(model)
+    for one in (model, plain):
+        one.merge_adapter(safe_merge=safe)
+    theirs = masters(plain)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in masters(model).items())
+    assert model.get_submodule(UP).merge_error is not None
+    for one in (model, plain):
+        one.unmerge_adapter()
+    theirs = masters(plain)
+    for name, tensor in masters(model).items():
+        assert torch.equal(tensor, theirs[name])
+        torch.testing.assert_close(tensor, before[name], rtol=1e-6, atol=1e-7)
+    assert model.get_submodule(UP).merge_error is None
+
+
+@torch.no_grad()
+def test_several_adapters_are_measured_together_however_they_are_merged():
+    errors = []
+    for steps in ([["default", "second"]], [["default"], ["second"]]):
+        model = with_lora(qat(), target_modules=["up_proj"])
+        model.add_adapter("second", LoraConfig(r=2, lora_alpha=2, target_modules=["up_proj"]))
+        fill(model, "second", 0.02)
+        layer = model.get_submodule(UP)
+        before = quantized(layer.base_layer, layer.base_layer.weight.clone())
+        change = delta(layer) + delta(layer, "second")
+        for names in steps:
+            layer.merge(adapter_names=names)
+        expected = energy(quantized(layer.base_layer, layer.base_layer.weight) - before - change)
+        assert layer.merged_adapters == ["default", "second"]
+        assert layer.merge_error.noise == pytest.approx(expected, rel=1e-2)
+        assert layer.merge_error.update == pytest.approx(energy(change), rel=1e-4)
+        errors.append(layer.merge_error.update_sqnr_db)
+    assert errors[0] == pytest.approx(errors[1], abs=0.05)
+
+
+def test_a_sum_that_is_not_finite_is_refused_by_a_safe_merge():
+    model = with_lora(qat(), target_modules=["up_proj"])
+    layer = model.get_submodule(UP)
+    layer.lora_B["default"].weight.data[0, 0] = math.nan
+    before = masters(model)
+    with pytest.raises(ValueError, match="NaNs detected in the merged weights"):
+        model.merge_adapter(safe_merge=True)
+    assert not layer.merged and layer.merge_error is None
+    assert all(torch.equal(value, before[name]) for name, value in masters(model).items())
+
+
+def test_merging_the_same_adapters_again_and_again_is_said_once(capsys):
+    model = with_lora(qat(), std=1e-3)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["up_proj"]))
+    fill(model, "second", 1e-3)
+    capsys.readouterr()
+    said = []
+    for names in (["default"], ["default"], ["second"], ["second"]):
+        model.merge_adapter(adapter_names=names)
+        said.append("merged weights kept" in capsys.readouterr().err)
+        assert model.base_model.merge_report is not None
+        model.unmerge_adapter()
+    assert said == [True, False, True, False]
+
+
+def test_masters_in_bfloat16():
+    model = with_lora(qat(dtype=torch.bfloat16), std=1.0)
+    before = masters(model)
+    model.merge_adapter()
+    assert 5 < model.base_model.merge_report.total.update_sqnr_db < 40
+    model.unmerge_adapter()
+    for name, tensor in masters(model).items():
+        torch.testing.assert_close(tensor, before[name], rtol=0.02, atol=0.02)
+
+
+def test_fan_in_fan_out_is_pefts_mistake_to_correct():
+    with pytest.warns(UserWarning, match="fan_in_fan_out is set to True but the target module is a linear layer"):
+        model = with_lora(qat(), target_modules=["o_proj"], fan_in_fan_out=True)
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
+    weight = layer.base_layer.weight.detach().clone()
+    model.merge_adapter()
+    torch.testing.assert_close(layer.base_layer.weight.detach(), weight + delta(layer))
+
+
+# ---- without a loss -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(checkpoint):
+    def load(family="qwen2", **scheme):
+        config = MXFP4RLConfig(**{"preset": "w4a16", **scheme})
+        return AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32, quantization_config=config)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen2", {"lora_bias": True, "target_modules": ["q_proj", "k_proj", "v_proj"]}),
+        ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+        ("gpt_oss", {"target_modules": [], "target_parameters": [*EXPERTS, "experts.down_proj_bias"]}),
+    ],
+)
+@pytest.mark.parametrize("merged_before", [False, True], ids=["", "merged"])
+@torch.no_grad()
+def test_merged_into_bfloat16_the_policy_stays(load, family, targets, merged_before, tmp_path):
+    base = load(family)
+    plain = base(IDS).logits
+    model = with_lora(base, std=0.03, **targets)
+    adapted = model(IDS).logits
+    if merged_before:
+        model.merge_adapter()
+    merged = merge_adapters(model, into="bf16")
+    assert not hasattr(merged.config, "quantization_config") and merged.dtype == torch.bfloat16
+    assert not any(isinstance(m, (MXFP4Linear, MXFP4Experts)) for m in merged.modules())
+    assert (merged.float()(IDS).logits - adapted).norm() < 0.15 * (adapted - plain).norm()
+    merged.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_merged_and_packed(load):
+    model = with_lora(load(), std=0.03)
+    twin = with_lora(load(), std=0.03).merge_and_unload()
+    packed = merge_adapters(model)
+    assert sum(isinstance(m, MXFP4PackedLinear) for m in packed.modules()) == 14
+    assert packed.merge_report.kind == "trainable" and len(packed.merge_report.layers) == 14
+    assert torch.equal(packed(IDS).logits, twin(IDS).logits)
+
+
+def test_the_forward_pass_is_pefts():
+    model = with_lora(qat())
+    layer = model.get_submodule(UP)
+    x = torch.randn(3, 64)
+    expected = F.linear(x, quantized(layer.base_layer, layer.base_layer.weight)) + x @ delta(layer).T
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert repr(layer).startswith("lora.MXFP4LoraMasterLinear(")
