@@ -163,7 +163,7 @@ def _compiles(batching: Any) -> bool:
 
 @contextlib.contextmanager
 def _autocast_in_threads(generator: Any, accelerator: Any) -> Iterator[None]:
-    """Within this context the forward pass of ``generator`` runs under autocast in whichever thread: continuous batching
+    """Within this context the forward pass of ``generator`` runs under autocast in any thread: continuous batching
     has one of its own, and autocast is a state of threads."""
     forward, replaced = generator.forward, vars(generator).get("forward")  # by TRL
 

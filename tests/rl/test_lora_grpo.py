@@ -210,7 +210,9 @@ def test_adapters_in_bfloat16_sample_under_autocast(tmp_path, batching):
     base = make_model(dtype=torch.bfloat16)
     quantize_linears(base, PACKED)
     policy = get_peft_model(base, lora(), autocast_adapter_dtype=False)
-    options = {"transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64}} if batching else {}
+    options = (
+        {"transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64}} if batching else {}
+    )
     trainer = trainer_factory(tmp_path)(
         policy=policy, bf16=True, aqn=False, use_transformers_continuous_batching=batching, **options
     )
