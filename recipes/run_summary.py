@@ -105,7 +105,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     table.add_row("model", Text(summary["model"]))
     table.add_row("scheme", Text(summary["scheme"]))
     for name, after in summary["accuracy_after"].items():
-        remark = f"n = {summary['n_test']}, 95 % interval"
+        remark = f"95 %, n = {summary['n_test']}"
         if summary["accuracy_before"]:
             table.add_row(f"{name}, greedy, before RL", f"{accuracy('before', name)}  ({remark})")
             remark = f"{after - summary['accuracy_before'][name]:+.3f}"

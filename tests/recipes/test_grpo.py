@@ -86,7 +86,7 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
         assert f"{accuracy} ({when} RL)" in report
     table = capsys.readouterr().out
     assert f"run report {folder / 'run_report.html'}\n" in table  # on one line, however long the path
-    assert f"{accuracy}  (" in table and "n = 16, 95 % interval" in table
+    assert f"{accuracy}  (" in table and "(95 %, n = 16)" in table
     for row in ("greedy, before RL", "greedy, after RL", "entropy", "AQN sigma", "quantized layers", "size on disk"):
         assert row in table
 
