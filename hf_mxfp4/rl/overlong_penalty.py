@@ -22,6 +22,7 @@ class OverlongPenalty(GRPOTrainer):
 
     #: Among the reward functions; `None` without a buffer.
     _overlong_column: int | None = None
+    _warned_of_unscored = False
 
     def _set_up_overlong_penalty(self) -> None:
         buffer, weight, longest = self.args.overlong_buffer, self.args.overlong_penalty, self.max_completion_length
@@ -42,7 +43,21 @@ class OverlongPenalty(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)  # [all processes' completions, functions]
-        return rewards if self._overlong_column is None else unscored_kept(rewards, self._overlong_column)
+        if self._overlong_column is None:
+            return rewards
+        kept = unscored_kept(rewards, self._overlong_column)
+        unscored = int(kept.isnan().all(dim=1).sum())
+        if unscored and not self._warned_of_unscored:
+            # TRL says so where no function returned anything, which the punishment always does.
+            self._warned_of_unscored = True
+            get_logger().warning(
+                "step %d: no reward function scores %d of %d completions; they train nothing, and are not punished for "
+                "their length. Said once",
+                self.state.global_step,
+                unscored,
+                len(kept),
+            )
+        return kept
 
 
 def unscored_kept(rewards: torch.Tensor, column: int) -> torch.Tensor:

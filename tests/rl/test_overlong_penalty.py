@@ -67,7 +67,7 @@ def scored(trainer):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_what_no_function_scores_stays_unscored(run, scale):
+def test_what_no_function_scores_stays_unscored(run, scale, capsys):
     """The punishment alone would be its reward, near 0 where the others earn 1: an advantage of -1.5."""
 
     def three_of_four(completions, **kwargs):
@@ -79,6 +79,8 @@ def test_what_no_function_scores_stays_unscored(run, scale):
     assert trainer._rewards[:, 1].isnan().tolist() == ([False] * 3 + [True]) * 2
     assert trainer._rewards[0].tolist() == [1.0, -1.0]
     assert trainer._equal_groups().tolist() == [True, True]
+    scored(trainer)
+    assert capsys.readouterr().err.count("no reward function scores 2 of 8 completions") == 1
 
 
 def test_functions_that_score_some_completions_each(run):
