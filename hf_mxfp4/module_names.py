@@ -12,6 +12,19 @@ from ._logging import get_logger
 from .experts_layout import matrix_names, obstacle
 
 
+#: Where models of images and sound keep what is no part of the decoder.
+OTHER_MODALITIES = (
+    "vision_tower",
+    "vision_model",
+    "vision_encoder",
+    "visual",
+    "audio_tower",
+    "audio_encoder",
+    "multi_modal_projector",
+    "embed_vision",
+    "embed_audio",
+)
+
 #: Parts of a model that always keep full precision: heads, routers, adapters, and the towers beside a multimodal
 #: decoder.
 ALWAYS_SKIPPED = (
@@ -28,15 +41,7 @@ ALWAYS_SKIPPED = (
     "modality_router",
     "lora_A",
     "lora_B",
-    "vision_tower",
-    "vision_model",
-    "vision_encoder",
-    "visual",
-    "audio_tower",
-    "audio_encoder",
-    "multi_modal_projector",
-    "embed_vision",
-    "embed_audio",
+    *OTHER_MODALITIES,
 )
 
 

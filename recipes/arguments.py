@@ -59,7 +59,7 @@ class RecipeArguments:
     greedy_batch_size: int = field(default=128, metadata={"help": "Prompts in a batch of the greedy evaluation."})
     evaluate_before: bool = field(default=True, metadata={"help": "Evaluate before RL too."})
     evaluate_every: int = field(
-        default=0, metadata={"help": "Steps between greedy evaluations while training, in log_history.json; 0: none."}
+        default=0, metadata={"help": "Steps between greedy evaluations while training, logged as greedy/*; 0: none."}
     )
     evaluate_every_n: int = field(default=256, metadata={"help": "Test problems, from the first on, of each of these."})
     save_policy: bool = field(

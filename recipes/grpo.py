@@ -28,7 +28,7 @@ from progress import TrainingBar
 from resolved_config import FILE_NAME, write_resolved_config
 from run_summary import print_summary, write_results, write_summary
 from terminal import console, tell
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from trl import ModelConfig, get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
@@ -49,6 +49,7 @@ def main(argv: list[str]) -> dict:
     refuse_used_folder(output, recipe, training)
     task = load_task_or_exit(recipe)
     training.max_completion_length = training.max_completion_length or task.max_completion_length
+    exit_on_wrong_lengths(training)
     tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems")
     tell("scheme", "full precision" if recipe.full_precision else quantization.describe())
 
@@ -93,7 +94,8 @@ def main(argv: list[str]) -> dict:
 
     if recipe.evaluate_every:
         during = functools.partial(evaluate, "evaluating", recipe.evaluate_every_n)
-        trainer.add_callback(GreedyEvaluation(recipe.evaluate_every, during))
+        log = functools.partial(Trainer.log, trainer)
+        trainer.add_callback(GreedyEvaluation(recipe.evaluate_every, during, log))
 
     def checksum() -> str | None:
         return frozen_checksum(trainer.accelerator.unwrap_model(trainer.model)) if model_args.use_peft else None
@@ -165,6 +167,14 @@ def parse_or_exit(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP
         "Run it on a GPU machine, or on the CPU with --use_cpu true (and a model small enough for it); without "
         "--config a small model trains there.",
     )
+
+
+def exit_on_wrong_lengths(training: MXFP4GRPOConfig) -> None:
+    """A message about lengths that do not fit together, of which the task may have set one; before a model is made."""
+    try:
+        training.check_overlong_buffer()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 def load_task_or_exit(recipe: RecipeArguments) -> Task:

@@ -13,6 +13,7 @@ from terminal import console, tell
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.analysis import plot_training
 from hf_mxfp4.analysis.files import replace_file
+from hf_mxfp4.analysis.shares import share_text
 from hf_mxfp4.checkpoint import add_evaluation
 from tasks import Task
 
@@ -99,12 +100,12 @@ def print_summary(summary: dict[str, Any]) -> None:
     table.add_column(overflow="fold")
 
     def accuracy(when: str, name: str) -> str:
-        return f"{summary[f'accuracy_{when}'][name]:.3f} ± {summary[f'standard_error_{when}'][name]:.3f}"
+        return share_text(summary[f"accuracy_{when}"][name], summary["n_test"])
 
     table.add_row("model", Text(summary["model"]))
     table.add_row("scheme", Text(summary["scheme"]))
     for name, after in summary["accuracy_after"].items():
-        remark = f"n = {summary['n_test']}"
+        remark = f"95 %, n = {summary['n_test']}"
         if summary["accuracy_before"]:
             table.add_row(f"{name}, greedy, before RL", f"{accuracy('before', name)}  ({remark})")
             remark = f"{after - summary['accuracy_before'][name]:+.3f}"

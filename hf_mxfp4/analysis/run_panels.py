@@ -10,6 +10,7 @@ from .figures import Figure
 from .files import is_number
 from .run_log import RunRecord
 from .run_movement import logged_movements, movement_kinds
+from .shares import wilson_interval
 
 
 #: Values of a reward curve that its moving mean is over, at the most; a fifth of the run in short ones.
@@ -81,12 +82,18 @@ def _accuracy(axes: Axes, record: RunRecord) -> bool:
         axes.errorbar(
             [step for step, _ in points],
             [score["accuracy"] for _, score in points],
-            yerr=[1.96 * score["standard_error"] for _, score in points],
+            yerr=list(zip(*(_error_bar(score["accuracy"], score["n"]) for _, score in points), strict=True)),
             marker="o",
             capsize=4,
             label=f"{name}, 95 % interval",
         )
     return bool(names)
+
+
+def _error_bar(accuracy: float, n: int) -> tuple[float, float]:
+    """How far Wilson's interval reaches below and above."""
+    low, high = wilson_interval(round(accuracy * n), n)
+    return max(accuracy - low, 0.0), max(high - accuracy, 0.0)
 
 
 def _alarms(axes: Axes, record: RunRecord) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .files import is_number
 from .run_log import RunRecord
 from .run_movement import MOVEMENT_ALARM, logged_movements, movement_advice
+from .shares import difference_interval, share_text
 
 
 #: From worst to best; "none": there is nothing to judge.
@@ -150,16 +151,15 @@ def _accuracy(record: RunRecord) -> Check | None:
     if name is None:
         return None
     a, b = first["scores"][name], last["scores"][name]
-    half = 1.96 * math.hypot(a["standard_error"], b["standard_error"])
-    change = b["accuracy"] - a["accuracy"]
+    low, high = difference_interval(*((round(score["accuracy"] * score["n"]), score["n"]) for score in (a, b)))
     words = (
-        f"{name}: {a['accuracy']:.3f} ± {a['standard_error']:.3f} ({first['when']}) to {b['accuracy']:.3f} ± "
-        f"{b['standard_error']:.3f} ({last['when']}), n = {b['n']}: {change:+.3f} ± {half:.3f} "
-        "(95 % interval, one run)."
+        f"{name}: {share_text(a['accuracy'], a['n'])} ({first['when']}) to {share_text(b['accuracy'], b['n'])} "
+        f"({last['when']}), n = {b['n']}: {b['accuracy'] - a['accuracy']:+.3f} [{low:+.3f}, {high:+.3f}] "
+        "(95 % intervals, one run)."
     )
-    if change > half:
+    if low > 0:
         return Check("green", "Accuracy", words)
-    if -change > half:
+    if high < 0:
         return Check("red", "Accuracy", words, "The policy got worse on held-out problems.")
     return Check("amber", "Accuracy", words, "Not a difference: more test problems or more seeds would narrow it.")
 

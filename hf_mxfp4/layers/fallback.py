@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..numerics import FallbackThreshold, QuantScheme, apply_scheme_delayed
+from ..numerics.fallback import fetch_counts
 
 
 def quantize_delayed(
@@ -56,5 +57,6 @@ def update_fallback_thresholds(model: nn.Module) -> float:
             f"{type(model).__name__} has no layer with selective outlier fallback of activations; "
             "set outlier_fallback_rate in MXFP4RLConfig"
         )
+    fetch_counts(thresholds)
     rates = [rate for rate in (threshold.update() for threshold in thresholds) if not math.isnan(rate)]
     return sum(rates) / len(rates) if rates else math.nan

@@ -6,6 +6,8 @@ threshold that follows a target rate with a delay (INT8 block fallback, arXiv 25
 """
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from fractions import Fraction
 
 import torch
@@ -129,6 +131,18 @@ class FallbackThreshold:
     def load_state_dict(self, state: dict[str, float | int | None]) -> None:
         """Continue from what [`state_dict`] returned."""
         self.value, self._selected, self._total = state["value"], state["selected"], state["total"]
+
+
+def fetch_counts(thresholds: Iterable[FallbackThreshold]) -> None:
+    """Wait once per device, not once per threshold, for what these have counted there."""
+    waiting = defaultdict(list)
+    for threshold in thresholds:
+        if isinstance(threshold._selected, torch.Tensor):
+            waiting[threshold._selected.device].append(threshold)
+    for group in waiting.values():
+        counts = torch.stack([threshold._selected.reshape(()) for threshold in group]).tolist()
+        for threshold, count in zip(group, counts, strict=True):
+            threshold._selected = count
 
 
 def select_above(errors: torch.Tensor, threshold: float) -> torch.Tensor:

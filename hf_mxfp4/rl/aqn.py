@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
-from ..module_names import name_matches
+from ..devices import widest_float
+from ..module_names import OTHER_MODALITIES, name_matches
 from ..routing import present_routers
 from .aqn_targets import chosen_names, plain_name
 
@@ -32,13 +34,18 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
     Found by structure, whichever library defines the class: a leaf with one parameter, a 1-D ``weight``, and "norm" in
     the name of its class or of its place. In a decoder layer with a router, of the layer's own norms only
     ``input_layernorm`` is taken: the others feed the router, whose choices noise would scramble. Of a norm that PEFT
-    trains a copy of (``modules_to_save``), the copy is taken.
+    trains a copy of (``modules_to_save``), the copy is taken. Of a model of images or sound, the norms of its language
+    model's decoder are.
     """
     norms = {}
-    routers = router_names(model)
+    routers, decoder = router_names(model), _decoder_of_many(model)
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or any(module.children()):
+            continue
+        if decoder is not None and module not in decoder:
+            continue
+        if any(name_matches(plain_name(name), tower) for tower in OTHER_MODALITIES):
             continue
         place = plain_name(name).rpartition(".")[2]
         if "norm" not in type(module).__name__.lower() and "norm" not in place.lower():
@@ -53,6 +60,15 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
         if (_owner(name) not in routed or name_matches(name, "input_layernorm"))
         and not any(name_matches(plain_name(name), router) for router in routers)
     }
+
+
+def _decoder_of_many(model: nn.Module) -> set[nn.Module] | None:
+    """The modules of the language model's decoder in a model that has more than that; else `None`."""
+    whole = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if whole is None or whole.config.get_text_config() is whole.config:
+        return None
+    decoder = whole.get_decoder()
+    return None if decoder is None or decoder is whole else set(decoder.modules())
 
 
 def router_names(model: nn.Module) -> set[str]:
@@ -205,7 +221,8 @@ class _NormHook:
             )
         self.noise = self._draw(clean)
         deviation = (clean + self.noise) - clean
-        self.deviation = float(deviation.double().square().sum()), deviation.numel()
+        exact = deviation.to(widest_float(deviation.device))
+        self.deviation = float(exact.square().sum()), deviation.numel()
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
         # Traced by the compiler: what it reads here is checked before each run of what it made.

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..devices import widest_float
 from ..layers import QUANTIZED, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
 from ..layers.weight_cache import WeightCache, form_in_force
 from ..numerics.noise import counted_uniform
@@ -211,6 +212,7 @@ class LinearNoise:
     ) -> torch.Tensor:
         """``clean [n, N, K]`` with noise on the chosen matrices, whose mean squares are ``sizes``."""
         out = torch.empty(clean.shape, dtype=clean.dtype, device=clean.device)
+        exact = widest_float(clean.device)
         for matrix, noisy, size, name, chosen in zip(clean, out, sizes, target.names, target.chosen, strict=True):
             if not chosen:
                 noisy.copy_(matrix)
@@ -219,7 +221,7 @@ class LinearNoise:
             for chunk, z in enumerate(self.noise(name, flat.numel(), step, flat.device)):
                 own = slice(chunk * _CHUNK, chunk * _CHUNK + z.numel())
                 place[own] = (flat[own].float() + z * (sigma * size.sqrt())).to(clean.dtype)
-                energy = energy + (place[own].double() - flat[own].double()).square().sum()
+                energy = energy + (place[own].to(exact) - flat[own].to(exact)).square().sum()
             self._measured[name] = energy, size, flat.numel()
         return out
 

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -46,7 +47,7 @@ class MXFP4GRPOConfig(GRPOConfig):
         default=1e-3,
         metadata={
             "help": "Standard deviation at the end of training: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL; the lower "
-            "bound of aqn_schedule='entropy'."
+            "bound of aqn_schedule='entropy'. None under 'constant'."
         },
     )
     aqn_num_stages: int = field(
@@ -229,18 +230,12 @@ class MXFP4GRPOConfig(GRPOConfig):
                 f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} must be at least 1; to take none, set "
                 "dynamic_sampling=False"
             )
-        if self.overlong_buffer < 0:
-            raise ValueError(f"overlong_buffer={self.overlong_buffer} must not be negative")
-        if not self.overlong_penalty > 0 or not math.isfinite(self.overlong_penalty):
-            raise ValueError(f"overlong_penalty={self.overlong_penalty} must be a positive number: it is subtracted")
+        self._check_overlong_penalty()
         cadences = ("error_every", "gradient_gain_every", "movement_every", "report_every", "router_every")
         for name in ("entropy_collapse", "entropy_explosion", "error_layers", *cadences):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if self.rollout_weights not in WEIGHT_FORMS:
-            raise ValueError(
-                f"rollout_weights={self.rollout_weights!r} is not known; choose one of {', '.join(WEIGHT_FORMS)}"
-            )
+        self._check_weight_copies()
         if self.router_replay:
             self._check_router_replay()
         super().__post_init__()
@@ -252,6 +247,52 @@ class MXFP4GRPOConfig(GRPOConfig):
             )
         if self.compile_rollouts:
             self._check_compiled_rollouts()
+
+    def check_overlong_buffer(self) -> None:
+        """Raise `ValueError` for an `overlong_buffer` longer than a completion may be. For who sets
+        `max_completion_length` only after the config was made, too."""
+        buffer, longest = self.overlong_buffer, self.max_completion_length
+        if buffer and longest is not None and buffer > longest:
+            raise ValueError(f"overlong_buffer={buffer} is more than max_completion_length={longest}")
+
+    def _check_overlong_penalty(self) -> None:
+        if self.overlong_buffer < 0:
+            raise ValueError(f"overlong_buffer={self.overlong_buffer} must not be negative")
+        if not self.overlong_penalty > 0 or not math.isfinite(self.overlong_penalty):
+            raise ValueError(f"overlong_penalty={self.overlong_penalty} must be a positive number: it is subtracted")
+        if not self.overlong_buffer and self._is_set("overlong_penalty"):
+            raise ValueError(
+                f"overlong_penalty={self.overlong_penalty} has no effect without overlong_buffer; set overlong_buffer, "
+                f"or leave overlong_penalty at {self._default('overlong_penalty')}"
+            )
+        if self.overlong_buffer and self.multi_objective_aggregation == "normalize_then_sum":
+            raise ValueError(
+                "overlong_buffer adds a reward function, of which multi_objective_aggregation='normalize_then_sum' "
+                "would make the same, however small the punishment: use 'sum_then_normalize', or overlong_buffer=0"
+            )
+        self.check_overlong_buffer()
+
+    def _check_weight_copies(self) -> None:
+        if self.rollout_weights not in WEIGHT_FORMS:
+            raise ValueError(
+                f"rollout_weights={self.rollout_weights!r} is not known; choose one of {', '.join(WEIGHT_FORMS)}"
+            )
+        for reason, idle in (
+            ("cache_rollout_weights=False, which keeps no copies", not self.cache_rollout_weights),
+            ("use_vllm=True: vLLM has its own copy of the weights", self.use_vllm),
+        ):
+            if idle and self._is_set("rollout_weights"):
+                raise ValueError(
+                    f"rollout_weights={self.rollout_weights!r} has no effect with {reason}; leave rollout_weights at "
+                    f"{self._default('rollout_weights')!r}"
+                )
+
+    def _default(self, name: str) -> Any:
+        return type(self).__dataclass_fields__[name].default
+
+    def _is_set(self, name: str) -> bool:
+        """Whether an option has another value than by default."""
+        return getattr(self, name) != self._default(name)
 
     def _check_rollout_correction(self) -> None:
         mode, cap, minimum = self.rollout_correction_mode, self.rollout_correction_cap, self.rollout_correction_min
@@ -275,6 +316,12 @@ class MXFP4GRPOConfig(GRPOConfig):
             self.noise_controller()
         else:
             self.noise_schedule  # noqa: B018
+            constant = self.aqn and self.aqn_schedule == "constant"
+            if constant and self._is_set("aqn_sigma_end") and self.aqn_sigma_end != self.aqn_sigma_start:
+                raise ValueError(
+                    f"aqn_sigma_end={self.aqn_sigma_end} has no effect on aqn_schedule='constant', whose noise is that "
+                    f"of aqn_sigma_start throughout; leave aqn_sigma_end at {self._default('aqn_sigma_end')}"
+                )
             if self.aqn_target_entropy is not None:
                 raise ValueError(
                     f"aqn_target_entropy has no effect on aqn_schedule={self.aqn_schedule!r}; set 'entropy'"
@@ -316,7 +363,8 @@ class MXFP4GRPOConfig(GRPOConfig):
     @property
     def noise_schedule(self) -> NoiseSchedule:
         """The closed form that the `aqn_*` options describe; `ValueError` for the closed loop, which has none."""
-        return NoiseSchedule(self.aqn_sigma_start, self.aqn_sigma_end, self.aqn_num_stages, self.aqn_schedule)
+        end = self.aqn_sigma_start if self.aqn_schedule == "constant" else self.aqn_sigma_end
+        return NoiseSchedule(self.aqn_sigma_start, end, self.aqn_num_stages, self.aqn_schedule)
 
     def noise_controller(self, record: Callable[[str, float], None] | None = None) -> EntropyNoiseController:
         """The closed loop that the `aqn_*` options describe."""

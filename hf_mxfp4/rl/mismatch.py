@@ -7,6 +7,8 @@
 
 import torch
 
+from ..devices import widest_float
+
 
 #: As in TRL's `vllm_importance_sampling_mode`: a weight per token, or one per sequence, the product of its tokens'
 #: ratios; those outside of the limits are set to the limit, or to zero.
@@ -57,21 +59,21 @@ class MismatchSums:
 
     def add(self, log_ratio: torch.Tensor, mask: torch.Tensor, mode: str, cap: float | None, minimum: float | None):
         """One batch; the limits are those that clipped ratios are counted by."""
-        mask = mask.bool()
+        mask, exact = mask.bool(), widest_float(log_ratio.device)
         has_tokens = mask.any(dim=1)
-        by_sequence = importance_ratios(log_ratio, "sequence")[has_tokens, 0].double()
+        by_sequence = importance_ratios(log_ratio, "sequence")[has_tokens, 0].to(exact)
         ratio = importance_ratios(log_ratio, mode)
         judged = ratio[has_tokens, 0] if mode.startswith("sequence") else ratio[mask]
         clipped = outside(judged, cap, minimum)
-        log_ratio = log_ratio[mask].double()
+        log_ratio = log_ratio[mask].to(exact)
         ratio = log_ratio.clamp(-_LARGEST, _LARGEST).exp()
         parts = [
             torch.ones_like(ratio), ratio, ratio.square(), -log_ratio, ratio - 1 - log_ratio, log_ratio.abs(),
-            torch.ones_like(by_sequence), by_sequence, by_sequence.square(), clipped.double(),
-            torch.ones_like(clipped, dtype=torch.double),
+            torch.ones_like(by_sequence), by_sequence, by_sequence.square(), clipped.to(exact),
+            torch.ones_like(clipped, dtype=exact),
         ]  # fmt: skip
         sums = torch.stack([part.sum() for part in parts])
-        largest = [torch.full((), -torch.inf, dtype=torch.double, device=ratio.device)] * 3
+        largest = [torch.full((), -torch.inf, dtype=exact, device=ratio.device)] * 3
         if ratio.numel():
             largest = [(-ratio).max(), ratio.max(), log_ratio.abs().max()]
         extremes = torch.stack(largest)

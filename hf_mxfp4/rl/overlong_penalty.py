@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), as one more reward function."""
+"""The part of [`MXFP4GRPOTrainer`] that punishes completions for their length: soft overlong punishment (DAPO, arXiv
+2503.14476, equation 13), as one more reward function."""
+
+from typing import Any
 
 import torch
 from trl import GRPOTrainer
@@ -9,19 +12,57 @@ from .._logging import get_logger
 from .reward_guard import guard_reward
 
 
-def add_overlong_penalty(trainer: GRPOTrainer, buffer: int, weight: float) -> None:
-    """Add TRL's punishment to a trainer's rewards: 0 up to `max_completion_length` less ``buffer`` tokens, from there
-    falling to -``weight`` at `max_completion_length`. Logged as `rewards/soft_overlong_punishment_reward/*`.
+class OverlongPenalty(GRPOTrainer):
+    """TRL's punishment among the rewards (`overlong_buffer`, `overlong_penalty`): 0 up to `max_completion_length` less
+    the buffer's tokens, from there falling to minus the weight at `max_completion_length`. Logged as
+    `rewards/soft_overlong_punishment_reward/*`.
 
-    Raises `ValueError` when the buffer is longer than a completion may be.
+    A completion that no other reward function scores is not punished either: its advantage is 0, as without.
     """
-    longest = trainer.max_completion_length
-    if buffer > longest:
-        raise ValueError(f"overlong_buffer={buffer} is more than max_completion_length={longest}")
-    punishment = guard_reward(get_soft_overlong_punishment(longest, buffer))
-    # As TRL adds the rewards of environments.
-    trainer.reward_funcs.append(punishment)
-    trainer.reward_func_names.append(punishment.__name__)
-    trainer.reward_processing_classes.append(None)
-    trainer.reward_weights = torch.cat([trainer.reward_weights, torch.tensor([weight], dtype=torch.float32)])
-    get_logger().info("overlong punishment: from %d to %d tokens, weight %g", longest - buffer, longest, weight)
+
+    #: Among the reward functions; `None` without a buffer.
+    _overlong_column: int | None = None
+    _warned_of_unscored = False
+
+    def _set_up_overlong_penalty(self) -> None:
+        buffer, weight, longest = self.args.overlong_buffer, self.args.overlong_penalty, self.max_completion_length
+        if not buffer:
+            return
+        if longest is None:
+            raise ValueError(
+                f"overlong_buffer={buffer} is part of a completion's length: set max_completion_length too"
+            )
+        punishment = guard_reward(get_soft_overlong_punishment(longest, buffer))
+        # As TRL adds the rewards of environments.
+        self._overlong_column = len(self.reward_funcs)
+        self.reward_funcs.append(punishment)
+        self.reward_func_names.append(punishment.__name__)
+        self.reward_processing_classes.append(None)
+        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([weight], dtype=torch.float32)])
+        get_logger().info("overlong punishment: from %d to %d tokens, weight %g", longest - buffer, longest, weight)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)  # [all processes' completions, functions]
+        if self._overlong_column is None:
+            return rewards
+        kept = unscored_kept(rewards, self._overlong_column)
+        unscored = int(kept.isnan().all(dim=1).sum())
+        if unscored and not self._warned_of_unscored:
+            # TRL says so where no function returned anything, which the punishment always does.
+            self._warned_of_unscored = True
+            get_logger().warning(
+                "step %d: no reward function scores %d of %d completions; they train nothing, and are not punished for "
+                "their length. Said once",
+                self.state.global_step,
+                unscored,
+                len(kept),
+            )
+        return kept
+
+
+def unscored_kept(rewards: torch.Tensor, column: int) -> torch.Tensor:
+    """Rewards ``[completions, functions]`` with NaN in ``column`` too where all others are NaN."""
+    others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
+    rewards = rewards.clone()
+    rewards[others.isnan().all(dim=1), column] = torch.nan
+    return rewards

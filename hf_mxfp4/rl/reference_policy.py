@@ -15,6 +15,15 @@ def count_quantized(model: nn.Module) -> int:
     return sum(len(matrix_names("", module)) for module in model.modules() if isinstance(module, QUANTIZED))
 
 
+def check_scheme(option: str, given: Any) -> None:
+    """Raise `TypeError` for the name of a scheme in the place of a config, which transformers fails on without a
+    message."""
+    if isinstance(given, str):
+        raise TypeError(
+            f"{option} must be an MXFP4RLConfig, such as MXFP4RLConfig(preset='w4a4'), or its dict; got {given!r}"
+        )
+
+
 def reference_config(model: Any, given: Any, args: MXFP4GRPOConfig) -> Any:
     """The `quantization_config` to give [`trl.GRPOTrainer`], which loads the reference with it, and the policy too when
     ``model`` is a name. TRL by itself would load the reference of a policy that is no name in full precision.

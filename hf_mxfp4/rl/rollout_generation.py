@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of [`MXFP4GRPOTrainer`] that has to do with how transformers generates: compiled, or in continuous batches.
+"""The part of [`MXFP4GRPOTrainer`] that has to do with how transformers generates: in the dtype of training and without
+dropout, compiled, or in continuous batches.
 
 `generate` compiles the forward pass of single tokens by itself when its cache is static; prompts run in eager mode. TRL
 switches that off. Where it is on, state that moves from rollout to rollout must not end in the compiled code: quantized
@@ -18,6 +19,7 @@ from transformers import CompileConfig, GenerationConfig, GenerationMixin, Stati
 from trl import GRPOTrainer
 
 from .._logging import get_logger
+from ..analysis.policy import evaluation_mode
 
 
 #: Static caches hold a multiple of this many tokens, so that prompts of other lengths fit code that was compiled.
@@ -25,7 +27,13 @@ _CACHE_STEP = 64
 
 
 class RolloutGeneration(GRPOTrainer):
-    """Compiled rollouts (`compile_rollouts`), and continuous batching that does not lose completions."""
+    """Rollouts by the policy that training computes, compiled (`compile_rollouts`) or not, and continuous batching that
+    does not lose completions.
+
+    accelerate puts autocast on the forward pass of what TRL trains. For adapters that is PEFT's, which `generate` goes
+    past, so that the policy would sample in the dtype of its parameters; and the policy samples in training mode, in
+    which dropout would draw another policy for each token.
+    """
 
     def _set_up_generation(self) -> None:
         """Set up what the config asks for; raises `ValueError` where it cannot work."""
@@ -48,18 +56,22 @@ class RolloutGeneration(GRPOTrainer):
         return self.args.compile_rollouts or batching is not None and _compiles(batching)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
-        if self.args.compile_rollouts:
-            with _static_caches(self.model):
-                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        if not self.use_transformers_continuous_batching:
+        if self.use_vllm:
+            # Weights that are merged for it are to be summed in their own dtype.
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        training = self.model.training
-        try:
-            with _complete_batches(self.model, self.args.cache_rollout_weights):
-                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        finally:
-            # TRL puts the model in training mode, in evaluation too: the next prompts would be sampled with noise.
-            self.model.train(training)
+        with contextlib.ExitStack() as stack:
+            # Which mode the model was in comes back with the end of this context: after continuous batching TRL puts
+            # it in training mode, in evaluation too, and the next prompts would be sampled with noise.
+            stack.enter_context(evaluation_mode(self.model))
+            stack.enter_context(self.accelerator.autocast())
+            if self.args.compile_rollouts:
+                stack.enter_context(_static_caches(self.model))
+            elif self.use_transformers_continuous_batching:
+                stack.enter_context(_complete_batches(self.model, self.args.cache_rollout_weights))
+                generator = generating_module(self.model)
+                if generator is not self.accelerator.unwrap_model(self.model):
+                    stack.enter_context(_autocast_in_threads(generator, self.accelerator))
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
 
 class RolloutCache(StaticCache):
@@ -147,6 +159,26 @@ def _compiles(batching: Any) -> bool:
     """Whether a `ContinuousBatchingConfig` has forward passes compiled."""
     configs = batching.varlen_compile_config, batching.decode_compile_config
     return bool(batching.default_compile_level) or any(config is not None for config in configs)
+
+
+@contextlib.contextmanager
+def _autocast_in_threads(generator: Any, accelerator: Any) -> Iterator[None]:
+    """Within this context the forward pass of ``generator`` runs under autocast in any thread: continuous batching
+    has one of its own, and autocast is a state of threads."""
+    forward, replaced = generator.forward, vars(generator).get("forward")  # by TRL
+
+    @functools.wraps(forward)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with accelerator.autocast():
+            return forward(*args, **kwargs)
+
+    generator.forward = under_autocast
+    try:
+        yield
+    finally:
+        del generator.forward
+        if replaced is not None:
+            generator.forward = replaced
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 
 import contextlib
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import TrainerState
 
 from .._logging import get_logger
@@ -14,9 +16,9 @@ from ..layers import TRAINABLE
 from .config import MXFP4GRPOConfig
 from .dynamic_sampling import DynamicSampling
 from .interruption import InterruptibleTraining
-from .overlong_penalty import add_overlong_penalty
+from .overlong_penalty import OverlongPenalty
 from .policy_callbacks import thresholds_kept
-from .reference_policy import check_reference, count_quantized, reference_config
+from .reference_policy import check_reference, check_scheme, count_quantized, reference_config
 from .resume import random_states, restore_random_states
 from .reward_guard import guard_reward
 from .rollout_correction import RolloutCorrection
@@ -24,11 +26,18 @@ from .rollout_generation import RolloutGeneration
 from .rollout_noise import RolloutNoise
 from .rollout_weights import describe_rollout_weights, rollout_context
 from .router_training import RouterTraining
+from .run_card import mend_card
 from .step_boundary import StepBoundary
 
 
 class MXFP4GRPOTrainer(
-    InterruptibleTraining, RouterTraining, DynamicSampling, RolloutCorrection, RolloutNoise, RolloutGeneration
+    InterruptibleTraining,
+    RouterTraining,
+    DynamicSampling,
+    OverlongPenalty,
+    RolloutCorrection,
+    RolloutNoise,
+    RolloutGeneration,
 ):
     """[`trl.GRPOTrainer`] with adaptive quantization noise in rollouts, correction of the mismatch it makes, and
     callbacks for policy entropy and quantization error.
@@ -42,6 +51,7 @@ class MXFP4GRPOTrainer(
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
             norm for the noise, an option would damage the master weights, or `peft_config` names a target that the
             model has not.
+        TypeError: `args` is another config, or `quantization_config` is the name of a scheme.
     """
 
     _tag_names = ["trl", "grpo", "mxfp4", "hf-mxfp4"]
@@ -61,6 +71,11 @@ class MXFP4GRPOTrainer(
         args = MXFP4GRPOConfig() if args is None else args
         if not isinstance(args, MXFP4GRPOConfig):
             raise TypeError(f"args must be an MXFP4GRPOConfig, got {type(args).__name__}")
+        check_scheme("quantization_config", quantization_config)
+        check_scheme(
+            "quantization_config in model_init_kwargs", (args.model_init_kwargs or {}).get("quantization_config")
+        )
+        args.check_overlong_buffer()
         needs_prompt = kwargs.get("environment_factory") is None
         _check_dataset("train_dataset", train_dataset, needs_prompt)
         for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}).items():
@@ -84,8 +99,7 @@ class MXFP4GRPOTrainer(
         self._set_up_noise()
         self._set_up_correction()
         self._set_up_dynamic_sampling()
-        if args.overlong_buffer:
-            add_overlong_penalty(self, args.overlong_buffer, args.overlong_penalty)
+        self._set_up_overlong_penalty()
         self._watch_policy()
         self._watch_routers()
         if self.use_vllm:
@@ -146,12 +160,23 @@ class MXFP4GRPOTrainer(
             )
         casts = self.args.use_transformers_continuous_batching and (self.args.bf16 or self.args.fp16)
         if casts and any(p.dtype == torch.float32 for p in self.model.parameters() if p.requires_grad):
+            # PEFT makes adapters in float32 whatever the model is loaded in.
+            adapters = isinstance(self.accelerator.unwrap_model(self.model), PeftModel)
+            what, remedy = ("adapters", ", with the model loaded in bfloat16") if adapters else ("master weights", "")
+            half = "bf16" if self.args.bf16 else "fp16"
             raise ValueError(
-                "use_transformers_continuous_batching casts the model for good before generating, which would "
-                "round float32 master weights; load the model in bfloat16, or set bf16=False"
+                "use_transformers_continuous_batching casts the model for good before generating, which would round "
+                f"float32 {what}; set use_transformers_continuous_batching=False, or {half}=False{remedy}"
             )
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """[`trl.GRPOTrainer.create_model_card`], without its links to `None` where the model comes from a folder."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            source = Path(getattr(self.model.config, "_name_or_path", "")).name or type(self.model).__name__
+            mend_card(Path(self.args.output_dir) / "README.md", source, self.n_quantized > 0)
 
     def _process_state(self) -> dict[str, Any]:
         # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.

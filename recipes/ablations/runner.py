@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import yaml
 
 from benchmarks.hardware import hardware
+from hf_mxfp4.analysis.shares import share_text
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 
 from .base import make_base, stored_base, write_json
@@ -209,7 +210,7 @@ def _duration(seconds: float) -> str:
 def _outcome(run: Run) -> str:
     found = summary(run)
     score, after = next(iter(found["accuracy_after"].items()))
-    return f"{score} accuracy {after:.3f} ± {found['standard_error_after'][score]:.3f}"
+    return f"{score} accuracy {share_text(after, found['n_test'])}"
 
 
 def _start(run: Run, settings: dict[str, Any], jobs: int, lock: TextIO) -> _Process:

@@ -8,8 +8,9 @@ from statistics import NormalDist
 
 import numpy as np
 
+from hf_mxfp4.analysis.shares import CONFIDENCE, wilson_interval
 
-CONFIDENCE = 0.95
+
 _RESAMPLES = 10_000
 #: Resamples whose indices are held in memory at a time.
 _CHUNK = 500
@@ -46,15 +47,8 @@ def wilson(correct: int, n: int, confidence: float = CONFIDENCE) -> Estimate:
 
     Raises `ValueError` unless 0 <= ``correct`` <= ``n`` and ``n`` >= 1.
     """
-    if not 0 <= correct <= n or n < 1:
-        raise ValueError(f"a share needs 0 <= correct <= n and n >= 1, got {correct} of {n}")
-    z, p = NormalDist().inv_cdf((1 + confidence) / 2), correct / n
-    center = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    # The ends are exactly 0 and 1 there; rounding errors are not.
-    low = 0.0 if correct == 0 else center - half
-    high = 1.0 if correct == n else center + half
-    return Estimate(p, low, high, n, "Wilson", confidence)
+    low, high = wilson_interval(correct, n, confidence)
+    return Estimate(correct / n, low, high, n, "Wilson", confidence)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

@@ -293,13 +293,24 @@ def test_how_a_run_ended(tmp_path):
 
 
 @pytest.mark.parametrize(("after", "state"), [(0.5, "green"), (0.22, "amber"), (0.05, "red")])
-def test_accuracy_is_judged_against_its_standard_errors(tmp_path, after, state):
+def test_accuracy_is_judged_against_its_interval(tmp_path, after, state):
     log = write_log(tmp_path)
     # A run that is resumed when it had finished evaluates its start last.
     for when, step, accuracy in (("after RL", 20, after), ("before RL", 0, 0.2)):
         scores = {"exact": {"accuracy": accuracy, "standard_error": 0.02, "n": 400}}
         log.write("evaluation", when=when, step=step, scores=scores)
     assert states(read_run(tmp_path))["Accuracy"] == state
+
+
+def test_none_of_few_problems_is_no_certainty(tmp_path):
+    log = write_log(tmp_path)
+    for when, step in (("before RL", 0), ("after RL", 20)):
+        scores = {"exact": {"accuracy": 0.0, "standard_error": 0.0, "n": 8}}
+        log.write("evaluation", when=when, step=step, scores=scores)
+    record = read_run(tmp_path)
+    assert states(record)["Accuracy"] == "amber"
+    words = "to 0.000 [0.000, 0.324] (after RL), n = 8: +0.000 [-0.324, +0.324] (95 % intervals, one run)."
+    assert words in Reader(render_run(record)).text
 
 
 def test_the_interval_covers_no_change_as_often_as_it_says():

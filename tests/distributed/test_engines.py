@@ -289,6 +289,19 @@ def test_in_bfloat16_the_float32_masters_are_saved(jobs, engine, mode):
 
 
 @pytest.mark.large
+@NO_DEEPSPEED
+@pytest.mark.parametrize(("engine", "plain"), [("ddp", "ddp"), ("fsdp2_lora", "fsdp2"), ("zero3", "zero3")])
+def test_in_bfloat16_adapters_sample_in_the_dtype_of_training(jobs, engine, plain):
+    """At the first step, which has no noise, rollouts differ from training as without adapters: on the CPU not at all
+    but under FSDP2, whose own mixed precision rounds activations too."""
+
+    def divergence(engine, mode):
+        return jobs(engine, mode, mixed_precision="bf16")[1]["grpo"]["logs"][0]["sampling/kl"]
+
+    assert divergence(engine, "lora") <= 2 * divergence(plain, "qat") + 1e-8
+
+
+@pytest.mark.large
 @pytest.mark.parametrize("mode", ["qat", "moe"])
 def test_sharded_checkpoints_resume_and_the_model_is_saved_whole(jobs, mode):
     out, results = jobs("fsdp2", mode, fsdp={"fsdp_state_dict_type": "SHARDED_STATE_DICT"})

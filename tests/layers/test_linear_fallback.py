@@ -72,6 +72,24 @@ def test_the_threshold_stands_still_within_a_step():
     assert torch.equal(quantized_input(layer, x), apply_scheme(x, scheme, fallback_threshold=1.3 * start))
 
 
+def test_counts_of_all_layers_are_read_at_once(monkeypatch):
+    """Reading a number waits for a GPU: once per step, not once per layer."""
+    model = nn.Sequential(make_layer(), make_layer(seed=1), make_layer(seed=2), nn.Identity())
+    for seed, layer in enumerate(model[:2]):
+        quantized_input(layer, batch(seed=seed))
+        quantized_input(layer, batch(seed=seed, scale=100.0 * seed))
+    expected = [int(layer.fallback_threshold._selected) for layer in model[:2]]
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
+    monkeypatch.setattr(torch.Tensor, "__int__", None)
+    monkeypatch.setattr(torch.Tensor, "item", None)
+    rate = update_fallback_thresholds(model)
+    assert reads == [(2,)]
+    blocks = 2 * 64 * 128 // 32
+    assert rate == sum(expected) / (2 * blocks) and expected[0] != expected[1]
+    assert model[2].fallback_threshold.value is None
+
+
 class Recorder(nn.Module):
     """A layer that keeps what its input was quantized to, at every pass."""
 

@@ -15,8 +15,10 @@ import yaml
 from arguments import QuantizationArguments, RecipeArguments, parse
 from grpo import main, parse_or_exit
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.integrations import integration_utils
 
+from evaluating.intervals import wilson
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.run_log import RUN_LOG
 from hf_mxfp4.checkpoint import last_complete_checkpoint
@@ -80,10 +82,11 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
     report = (folder / "run_report.html").read_text()
     for when in ("before", "after"):
-        accuracy, error = (summary[f"{name}_{when}"]["exact_match"] for name in ("accuracy", "standard_error"))
-        assert f"{accuracy:.3f} ± {error:.3f} ({when} RL)" in report
+        accuracy = wilson(round(16 * summary[f"accuracy_{when}"]["exact_match"]), 16)
+        assert f"{accuracy} ({when} RL)" in report
     table = capsys.readouterr().out
     assert f"run report {folder / 'run_report.html'}\n" in table  # on one line, however long the path
+    assert f"{accuracy}  (" in table and "(95 %, n = 16)" in table
     for row in ("greedy, before RL", "greedy, after RL", "entropy", "AQN sigma", "quantized layers", "size on disk"):
         assert row in table
 
@@ -152,6 +155,26 @@ def test_evaluations_while_training_do_not_change_it(tmp_path):
         rates.append([entry["fallback/rate"] for entry in history if "fallback/rate" in entry])
     assert len(rates[0]) == 3 and rates[0] == rates[1]  # what evaluations count would be in them
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_evaluations_while_training_reach_the_trackers(tmp_path, monkeypatch):
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append((state.global_step, logs))
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
+    short_run(tmp_path / "out", "--evaluate_every=2", "--reload_check=0", "--report_to=wandb", "--max_steps=4")
+    greedy = [(step, logs["greedy/exact_match"]) for step, logs in seen if "greedy/exact_match" in logs]
+    assert [step for step, _ in greedy] == [2, 4] and all(0 <= accuracy <= 1 for _, accuracy in greedy)
+    # Beside what the steps log, whose averages they leave alone.
+    assert [step for step, logs in seen if "reward" in logs] == [1, 2, 3, 4]
+    assert not any("reward" in logs for _, logs in seen if "greedy/exact_match" in logs)
+    history = json.loads((tmp_path / "out" / "log_history.json").read_text())
+    assert [
+        (entry["step"], entry["greedy/exact_match"]) for entry in history if "greedy/exact_match" in entry
+    ] == greedy
 
 
 def test_an_interrupted_recipe_resumes_where_it_was(tmp_path):
@@ -277,8 +300,9 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
         (["--no_overwrite"], "no option 'no_overwrite'; did you mean 'overwrite'"),
         (["--outlier_fallback=abc"], "outlier_fallback='abc' must be a number or none"),
         (["--load_in_4bit=true"], "bitsandbytes"),
+        (["--overlong_buffer=9"], "overlong_buffer=9 is more than max_completion_length=4"),
     ],
-    ids=["misspelt", "preset", "stages", "no-file", "no-value", "negated", "number", "bitsandbytes"],
+    ids=["misspelt", "preset", "stages", "no-file", "no-value", "negated", "number", "bitsandbytes", "overlong"],
 )
 def test_wrong_options_end_with_a_message(options, message, tmp_path):
     with pytest.raises(SystemExit, match="error: ") as caught:
@@ -325,6 +349,12 @@ def test_the_help_names_every_task():
 def test_missing_gpu_is_named(tmp_path):
     with pytest.raises(SystemExit, match="made for a GPU and none was found"):
         parse_or_exit(["--config", str(CONFIGS / "qwen2.5_3b_gsm8k.yaml"), f"--output_dir={tmp_path}"])
+
+
+def test_a_buffer_longer_than_the_tasks_completions_ends_with_a_message_before_a_model_is_made(tmp_path):
+    words = ["--max_completion_length=none", "--overlong_buffer=9", "--model_name_or_path=no/such-model"]
+    with pytest.raises(SystemExit, match="^error: overlong_buffer=9 is more than max_completion_length=4$"):
+        short_run(tmp_path / "out", *words)
 
 
 def test_missing_model_is_named(tmp_path):

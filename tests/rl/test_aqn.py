@@ -6,9 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from torch import nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from hf_mxfp4.devices import widest_float
+from hf_mxfp4.rl import aqn
 from hf_mxfp4.rl.aqn import NormNoise, find_norms
 from hf_mxfp4.rl.noise_schedule import NoiseSchedule
 from hf_mxfp4.rl.vllm_sync import rollout_parameters
@@ -94,6 +98,33 @@ def test_norm_that_feeds_a_router_is_left_alone():
     assert "model.norm" in norms
 
 
+def test_of_a_model_of_images_the_decoder_gets_noise():
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {
+        "num_key_value_heads": 1,
+        "vocab_size": 32,
+        "rope_parameters": {"mrope_section": [1, 1, 2], "rope_type": "default"},
+    }
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    assert any("visual" in name and name.endswith("norm1") for name, _ in model.named_modules())
+    expected = [
+        f"model.language_model.layers.{i}.{kind}_layernorm" for i in range(2) for kind in ("input", "post_attention")
+    ] + ["model.language_model.norm"]
+    assert list(find_norms(model)) == expected
+    assert list(find_norms(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))) == [
+        f"base_model.model.{name}" for name in expected
+    ]
+
+
+def test_towers_are_left_out_by_name_too():
+    tower = nn.ModuleDict({"norm": nn.RMSNorm(4)})
+    model = nn.ModuleDict(
+        {"vision_tower": tower, "audio_tower": tower, "layers": nn.ModuleDict({"norm": nn.RMSNorm(4)})}
+    )
+    assert list(find_norms(model)) == ["layers.norm"]
+
+
 def test_model_without_norm_is_refused():
     with pytest.raises(ValueError, match="found no RMSNorm in Linear"):
         NormNoise(nn.Linear(2, 2), seed=0)
@@ -123,6 +154,20 @@ def test_noise_is_reported_as_measured():
         model(IDS)
     assert noise.last_report.modules == 5
     assert noise.last_report.measured_std == pytest.approx(0.02, rel=0.05)
+
+
+def test_noise_is_measured_on_devices_without_float64(monkeypatch):
+    model, found = make_model(), []
+    for dtype in (torch.float64, torch.float32):
+        monkeypatch.setattr(aqn, "widest_float", lambda device, dtype=dtype: dtype)
+        if dtype == torch.float32:
+            monkeypatch.setattr(torch.Tensor, "double", None)
+        noise = NormNoise(model, seed=0)
+        with torch.no_grad(), noise.active(5, 0.02):
+            model(IDS)
+        found.append(noise.last_report.measured_std)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert widest_float(torch.device("mps")) == torch.float32 and widest_float(torch.device("cuda")) == torch.float64
 
 
 def test_bfloat16_weights_do_not_swallow_small_noise():

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from grpo_runs import trainer_factory, with_simulated_vllm
+from grpo_runs import prompts, trainer_factory, with_simulated_vllm
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
@@ -11,6 +11,7 @@ from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, cached_weights
 from hf_mxfp4.adapters import is_packed_with_adapters, policy_parameters
 from hf_mxfp4.quantizer import quantize_linears
 from hf_mxfp4.rl.aqn import NormNoise, find_norms
+from hf_mxfp4.rl.rollout_generation import generating_module
 from hf_mxfp4.rl.vllm_sync import rollout_parameters
 
 
@@ -193,6 +194,75 @@ def test_rollout_and_training_log_probabilities_agree_to_the_bit():
     with torch.no_grad(), cached_weights():
         first, second = model(IDS).logits, model(IDS).logits
     assert torch.equal(first, expected) and torch.equal(second, expected)
+
+
+def sampling_kl(trainer):
+    trainer.train()
+    return next(entry["sampling/kl"] for entry in trainer.state.log_history if "sampling/kl" in entry)
+
+
+@pytest.mark.parametrize("policy", ["w4a4", "w4a16", "packed"])
+def test_rollouts_compute_in_the_dtype_of_training(build, tmp_path, policy):
+    """In bfloat16 without noise the policies differ by roundings alone, of which adapters add none to speak of: new
+    ones are zero. In the dtype of the parameters it was 7 to 35 times as much."""
+    options = {"bf16": True, "aqn": False, "max_steps": 1, "error_every": 0, "gradient_gain_every": 0}
+    options |= {"per_device_train_batch_size": 128, "dataset": prompts(32), "max_completion_length": 8}
+    scheme = MXFP4RLConfig(preset="w4a4" if policy == "w4a4" else "w4a16")
+    # What a packed policy without adapters cannot do, training, one with the same products in place of it does.
+    plain = sampling_kl(trainer_factory(tmp_path)(scheme=scheme, **options))
+    adapted = sampling_kl(build(PACKED if policy == "packed" else scheme, **options))
+    assert 0 < plain < 1e-6 and adapted < 2 * plain
+
+
+@pytest.mark.parametrize("batching", [False, True], ids=["generate", "continuous batching"])
+def test_adapters_in_bfloat16_sample_under_autocast(tmp_path, batching):
+    """Also in the thread of continuous batching."""
+    base = make_model(dtype=torch.bfloat16)
+    quantize_linears(base, PACKED)
+    policy = get_peft_model(base, lora(), autocast_adapter_dtype=False)
+    options = (
+        {"transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64}} if batching else {}
+    )
+    trainer = trainer_factory(tmp_path)(
+        policy=policy, bf16=True, aqn=False, use_transformers_continuous_batching=batching, **options
+    )
+    seen = []
+    for layer in policy.modules():
+        if isinstance(layer, MXFP4PackedLinear):
+            layer.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    forward = generating_module(policy).forward
+    trainer._generate(["1+1="])
+    assert seen and all(seen)
+    assert generating_module(policy).forward == forward
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_rollouts_run_without_dropout(build, training):
+    def sampled(dropout):
+        torch.manual_seed(0)
+        config = lora(init_lora_weights=False, lora_dropout=dropout, lora_alpha=32)
+        trainer = build(peft_config=config, gradient_checkpointing=True)
+        trainer.model.train(training)
+        trainer.model.gradient_checkpointing_enable()
+        modes = [module.training for module in trainer.model.modules()]
+        torch.manual_seed(1)
+        found = trainer._generate(["1+1=", "22+2=", "3+=", "4+4="])
+        assert [module.training for module in trainer.model.modules()] == modes
+        assert trainer.model.is_gradient_checkpointing
+        return found[1], found[4]  # tokens and, in training, their log-probabilities
+
+    tokens, log_probs = sampled(0.0)
+    assert sampled(0.5) == (tokens, log_probs)
+    assert (log_probs is not None) == training and len(tokens) == 4
+
+
+def test_training_keeps_its_dropout(build):
+    trainer, modes = build(peft_config=lora(lora_dropout=0.5), max_steps=1), []
+    dropout = next(m for name, m in trainer.model.named_modules() if name.endswith("lora_dropout.default"))
+    dropout.register_forward_pre_hook(lambda module, _: modes.append((torch.is_grad_enabled(), module.training)))
+    trainer.train()
+    assert set(modes) == {(False, False), (True, True)}
 
 
 def test_the_mismatch_that_noise_makes_is_corrected(build):

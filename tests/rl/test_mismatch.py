@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
+from hf_mxfp4.rl import mismatch
 from hf_mxfp4.rl.mismatch import CORRECTION_MODES, MismatchSums, importance_ratios, limit_ratios, log_ratios
 from hf_mxfp4.rl.rollout_logprobs import SampledLogProbs
 
@@ -89,6 +90,18 @@ def test_measures_do_not_depend_on_how_tokens_are_spread():
         sums.add(part, part_mask, "token_truncate", 2.0, None)
         sums.measures(lambda rows: ranks.append(rows) or rows)
     assert sums.measures(lambda rows: torch.cat(ranks)) == pytest.approx(whole)
+
+
+def test_measures_on_devices_without_float64(monkeypatch):
+    torch.manual_seed(0)
+    log_ratio, mask = 0.1 * torch.randn(8, 5), torch.rand(8, 5) > 0.3
+    expected = measured(log_ratio * mask, mask)
+    monkeypatch.setattr(mismatch, "widest_float", lambda device: torch.float32)
+    monkeypatch.setattr(torch.Tensor, "double", None)
+    sums = MismatchSums()
+    sums.add(log_ratio * mask, mask, "token_truncate", 2.0, None)
+    assert sums._sums.dtype == sums._extremes.dtype == torch.float32
+    assert sums.measures(lambda rows: rows) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def test_nothing_to_measure_is_no_measure():

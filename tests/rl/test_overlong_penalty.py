@@ -2,9 +2,9 @@
 """Soft overlong punishment, as one more reward function of the trainer."""
 
 import pytest
-from grpo_runs import even_digits, trainer_factory
+from grpo_runs import even_digits, prompts, trainer_factory
 
-from hf_mxfp4 import MXFP4GRPOConfig
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
 
 
 @pytest.fixture
@@ -58,16 +58,82 @@ def test_longer_completions_get_lower_advantages(run):
         assert length[advantage.argmin()] == length.max()
 
 
+def scored(trainer):
+    """Advantages of two prompts' completions, four each, all of the same length."""
+    trainer.model.train()
+    trainer.state.max_steps = 4
+    rows = [dict(row) for row in trainer.train_dataset.select(range(2)) for _ in range(4)]
+    return trainer._generate_and_score_completions(rows)["advantages"].tolist()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_what_no_function_scores_stays_unscored(run, scale, capsys):
+    """The punishment alone would be its reward, near 0 where the others earn 1: an advantage of -1.5."""
+
+    def three_of_four(completions, **kwargs):
+        return [None if place % 4 == 3 else 1.0 for place in range(len(completions))]
+
+    options = {"generation_kwargs": {"min_new_tokens": 4}, "scale_rewards": scale}
+    trainer = run(three_of_four, overlong_buffer=2, overlong_penalty=0.01, **options)
+    assert scored(trainer) == [0.0] * 8
+    assert trainer._rewards[:, 1].isnan().tolist() == ([False] * 3 + [True]) * 2
+    assert trainer._rewards[0].tolist() == [1.0, -1.0]
+    assert trainer._equal_groups().tolist() == [True, True]
+    scored(trainer)
+    assert capsys.readouterr().err.count("no reward function scores 2 of 8 completions") == 1
+
+
+def test_functions_that_score_some_completions_each(run):
+    """One that one function scores is punished; the column of the punishment is found among others."""
+
+    def even(completions, **kwargs):
+        return [1.0 if place % 2 == 0 else None for place in range(len(completions))]
+
+    def third(completions, **kwargs):
+        return [1.0 if place % 4 == 3 else None for place in range(len(completions))]
+
+    trainer = run([even, third], overlong_buffer=2, generation_kwargs={"min_new_tokens": 4})
+    scored(trainer)
+    assert trainer._rewards[:, 2].nan_to_num(9).tolist() == [-1.0, 9.0, -1.0, -1.0] * 2
+
+
 def test_none_by_default(run):
     assert run().reward_func_names == ["even_digits"]
 
 
-def test_a_buffer_longer_than_a_completion_is_refused(run):
-    with pytest.raises(ValueError, match="overlong_buffer=5 is more than max_completion_length=4"):
-        run(overlong_buffer=5)
+def config(tmp_path, **options):
+    return MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
-@pytest.mark.parametrize("options", [{"overlong_buffer": -1}, {"overlong_penalty": 0.0}], ids=str)
+def test_a_buffer_longer_than_a_completion_is_refused(tmp_path):
+    message = "overlong_buffer=5 is more than max_completion_length=4"
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, overlong_buffer=5, max_completion_length=4)
+    # A length that is only known later.
+    late = config(tmp_path, overlong_buffer=5, max_completion_length=None)
+    late.check_overlong_buffer()
+    late.max_completion_length = 4
+    with pytest.raises(ValueError, match=message):
+        late.check_overlong_buffer()
+    # Before anything is loaded.
+    with pytest.raises(ValueError, match=message):
+        MXFP4GRPOTrainer("no/such-model", even_digits, late, prompts())
+
+
+def test_a_buffer_of_completions_without_an_end_is_refused(run):
+    with pytest.raises(ValueError, match="set max_completion_length too"):
+        run(overlong_buffer=5, max_completion_length=None)
+
+
+def test_scores_that_each_function_has_of_its_own_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="overlong_buffer adds a reward function.*use 'sum_then_normalize'"):
+        config(tmp_path, overlong_buffer=8, multi_objective_aggregation="normalize_then_sum")
+    config(tmp_path, multi_objective_aggregation="normalize_then_sum")
+
+
+@pytest.mark.parametrize(
+    "options", [{"overlong_buffer": -1}, {"overlong_penalty": 0.0}, {"overlong_penalty": 0.5}], ids=str
+)
 def test_meaningless_penalties_are_refused(options, tmp_path):
     with pytest.raises(ValueError, match=next(iter(options))):
-        MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+        config(tmp_path, **options)

@@ -74,7 +74,10 @@ def test_a_whole_run(run, tmp_path):
     text = report_of(tmp_path / "run")
     assert "Finished at step 4 of 4" in text and "14 layers in MXFP4, 1 left in full precision" in text
     trainer.report_callback.add_evaluation("after RL", 4, {"exact": {**scores["exact"], "accuracy": 0.5}})
-    assert "exact: 0.250 ± 0.020 (before RL) to 0.500 ± 0.020 (after RL)" in report_of(tmp_path / "run")
+    words = (
+        "exact: 0.250 [0.210, 0.295] (before RL) to 0.500 [0.451, 0.549] (after RL), n = 400: +0.250 [+0.184, +0.313]"
+    )
+    assert words in report_of(tmp_path / "run")
 
 
 def test_a_report_is_written_along_the_way(run, tmp_path):

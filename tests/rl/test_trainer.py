@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from grpo_runs import prompts, trainer_factory
+from grpo_runs import even_digits, prompts, trainer_factory
+from peft import LoraConfig
 from same_bits import assert_same
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -297,8 +298,48 @@ def test_a_failing_save_does_not_hide_the_cause(run, monkeypatch, capsys):
 
 
 def test_continuous_batching_that_would_round_float32_masters_is_refused(run):
-    with pytest.raises(ValueError, match="would round float32 master weights"):
+    remedy = "set use_transformers_continuous_batching=False, or bf16=False$"
+    with pytest.raises(ValueError, match=f"would round float32 master weights; {remedy}"):
         run(use_transformers_continuous_batching=True, bf16=True)
+
+
+def test_continuous_batching_that_would_round_adapters_is_refused_with_advice_that_helps(run, tmp_path):
+    """PEFT keeps adapters in float32 whatever the model is loaded in, so that loading it in bfloat16 is not enough."""
+    run()
+    batching = {"transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64}}
+    options = {"use_transformers_continuous_batching": True, **batching, "max_steps": 1, "error_every": 0}
+
+    def build(bf16):
+        policy = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base", quantization_config=MXFP4RLConfig(mode="packed"), dtype=torch.bfloat16
+        )
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
+        return run(policy=policy, peft_config=lora, bf16=bf16, **options)
+
+    with pytest.raises(ValueError, match="float32 adapters; .* or bf16=False, with the model loaded in bfloat16$"):
+        build(bf16=True)
+    trainer = build(bf16=False)
+    trainer.train()
+    dtypes = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
+    assert dtypes == {torch.float32} and trainer.state.global_step == 1
+
+
+def test_the_name_of_a_scheme_is_refused_before_anything_is_loaded(tmp_path):
+    message = "must be an MXFP4RLConfig, such as .* got 'mxfp4_rl'"
+    config = MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match=f"^quantization_config {message}"):
+        MXFP4GRPOTrainer("no/such-model", even_digits, config, prompts(), quantization_config="mxfp4_rl")
+    config.model_init_kwargs = {"quantization_config": "mxfp4_rl"}
+    with pytest.raises(TypeError, match=f"^quantization_config in model_init_kwargs {message}"):
+        MXFP4GRPOTrainer("no/such-model", even_digits, config, prompts())
+
+
+def test_the_card_links_to_nothing_that_does_not_exist(run, tmp_path):
+    run(max_steps=1, save_strategy="steps", save_steps=1).train()
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "a fine-tuned version of the local model `base`." in card and "None" not in card
+    assert "import hf_mxfp4  # the layers\nfrom transformers import pipeline\n" in card
+    assert 'model="path/to/this/model"' in card and str(tmp_path) not in card
 
 
 def test_rollouts_from_packed_copies_train_the_same_weights(run):
@@ -326,12 +367,32 @@ def test_rollouts_from_packed_copies_train_the_same_weights(run):
         {"error_every": -1},
         {"entropy_collapse": -0.1},
         {"rollout_weights": "sparse"},
+        {"rollout_weights": "packed", "cache_rollout_weights": False},
+        {"rollout_weights": "dense", "use_vllm": True},
+        {"aqn_sigma_end": 1e-4, "aqn_schedule": "constant"},
     ],
     ids=str,
 )
 def test_meaningless_options_are_refused(options, tmp_path):
     with pytest.raises(ValueError, match=next(iter(options))):
         MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rollout_weights": "packed", "use_transformers_continuous_batching": True},
+        {"cache_rollout_weights": False},
+        {"aqn_sigma_start": 1e-4, "aqn_schedule": "constant"},
+        {"aqn_sigma_start": 0.1, "aqn_sigma_end": 0.1, "aqn_schedule": "constant"},
+        {"aqn": False, "aqn_sigma_end": 1e-4, "aqn_schedule": "constant"},
+    ],
+    ids=str,
+)
+def test_options_that_mean_something_are_accepted(options, tmp_path):
+    config = MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+    if options.get("aqn_schedule"):
+        assert config.noise_schedule.sigma(9, 10) == config.aqn_sigma_start
 
 
 def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
