@@ -39,6 +39,7 @@ _LAZY = {
     "ScaleRule": "numerics",
     "cached_weights": "layers",
     "decompose": "numerics",
+    "dither_masters": "dither",
     "fake_quantize": "ops.functional",
     "merge_adapters": "adapters",
     "pack": "packing",

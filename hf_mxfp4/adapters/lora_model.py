@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraModel
 from torch import nn
 
 from .._logging import get_logger
+from ..dither import round_frozen_masters
 from ..layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
 from ..packing import pack
 from .base_scheme import record_base
@@ -58,10 +59,12 @@ class MXFP4LoraModel(LoraModel):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """[`peft.LoraModel.inject_adapter`], but names of targets keep their meaning on models with packed experts:
-        PEFT would replace those that experts had in older models by ``target_parameters``."""
+        PEFT would replace those that experts had in older models by ``target_parameters``. Masters that become frozen
+        have their dither taken back."""
         config = self.peft_config[adapter_name]
         self._asked = {option: copy.copy(getattr(config, option)) for option in _TARGETS}
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+        round_frozen_masters(model)
 
     def _check_new_adapter_config(self, config: LoraConfig) -> None:
         if any(isinstance(module, MXFP4PackedExperts) for module in self.model.modules()):

@@ -30,6 +30,7 @@ class MXFP4Experts(ExpertsBase):
     Attributes, besides those of the experts and of [`ExpertsBase`]:
         gemms: by projection, what the scheme means for the three products; see [`set_gemms`].
         forms: by projection, what its operator's shapes depend on; see [`hf_mxfp4.ops.library`].
+        dithered: as of [`MXFP4Linear`].
         draws: by projection, the random numbers of each expert; see [`set_quantization_step`].
     """
 
@@ -47,6 +48,7 @@ class MXFP4Experts(ExpertsBase):
             )
             for projection in layer.projections
         }
+        layer.dithered = {}
         layer._caches = {projection: WeightCache() for projection in layer.projections}
         # A second copy of nearly all of a model is for rollouts; training folds its weights in each step anyway.
         layer._folded = {projection: WeightCache(only_in_context=True) for projection in layer.projections}
@@ -58,7 +60,7 @@ class MXFP4Experts(ExpertsBase):
         return layer
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "gemms", "forms", "draws", "_caches", "_folded", "_products")
+        return (*super()._own_attributes(), "gemms", "forms", "draws", "dithered", "_caches", "_folded", "_products")
 
     def set_gemms(self, gemms: LinearScheme, projection: str) -> None:
         """Compute the three products of a projection as ``gemms`` says, whose forward one must be the config's."""

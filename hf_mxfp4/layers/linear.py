@@ -44,6 +44,8 @@ class MXFP4Linear(nn.Linear):
         name: the layer's place in the model, for messages, the options of single layers, and random numbers.
         gemms: what the scheme means for the three products of this layer; see [`set_gemms`].
         draws: the layer's random numbers; see [`set_quantization_step`].
+        dithered: by parameter, the dtype whose numbers it held before it was dithered, and what tells whether it has
+            been trained since; see [`dither_masters`].
         form, packed_form, handle: of the layer's operators in compiled code; see [`hf_mxfp4.ops.library`].
         fallback_threshold: which blocks of its input get outlier fallback, where the scheme selects some; `None` where
             it does not. Moved by [`update_fallback_thresholds`] alone.
@@ -64,6 +66,7 @@ class MXFP4Linear(nn.Linear):
         self.config = config or MXFP4RLConfig()
         self.name = name
         self.handle = new_handle(self)
+        self.dithered: dict[str, tuple[torch.dtype, int]] = {}
         self.draws = Draws(self.config.stochastic_seed, name)
         self.set_gemms(self.config.gemms(name))
         self._cache, self._folded = WeightCache(), WeightCache()
