@@ -13,8 +13,8 @@ from terminal import console, tell
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.analysis import plot_training
 from hf_mxfp4.analysis.files import replace_file
-from hf_mxfp4.analysis.shares import share_text
 from hf_mxfp4.checkpoint import add_evaluation
+from hf_mxfp4.stats import share_text
 from tasks import Task
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..stats import wilson_interval
 from .figures import Figure
 from .files import is_number
 from .run_log import RunRecord
 from .run_movement import logged_movements, movement_kinds
-from .shares import wilson_interval
 
 
 #: Values of a reward curve that its moving mean is over, at the most; a fifth of the run in short ones.

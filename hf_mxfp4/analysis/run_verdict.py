@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..stats import difference_interval, share_text
 from .files import is_number
 from .run_log import RunRecord
 from .run_movement import MOVEMENT_ALARM, logged_movements, movement_advice
-from .shares import difference_interval, share_text
 
 
 #: From worst to best; "none": there is nothing to judge.

@@ -14,6 +14,7 @@ from ..config import MXFP4RLConfig
 from ..numerics import PLAIN, OperandScheme, QuantScheme, decompose_scheme
 from ..presets import ALL_OPERANDS
 from ..report import QuantizationReport
+from ..stats import share_text
 
 
 if TYPE_CHECKING:
@@ -74,13 +75,13 @@ def evaluation_section(summary: Mapping[str, Any]) -> str:
     """The text of the section on evaluation, from a `summary.json` of `recipes/grpo.py`."""
 
     def accuracy(when: str, name: str) -> str:
-        return f"{summary[f'accuracy_{when}'][name]:.3f} ± {summary[f'standard_error_{when}'][name]:.3f}"
+        return share_text(summary[f"accuracy_{when}"][name], summary["n_test"])
 
     rows = [f"| {n} | {accuracy('before', n)} | {accuracy('after', n)} |" for n in summary["accuracy_after"]]
     return "\n".join(
         [
-            f"Greedy accuracy on {summary['n_test']} held-out problems of `{summary['task']}` (± the standard error of "
-            f"so many problems), before and after {summary['steps']} steps of GRPO, seed {summary['seed']}, both under "
+            f"Greedy accuracy on {summary['n_test']} held-out problems of `{summary['task']}` (in brackets the "
+            f"95 % interval), before and after {summary['steps']} steps of GRPO, seed {summary['seed']}, both under "
             f"the scheme {summary['scheme']}. One run: it says nothing about other seeds.",
             "",
             "| score | before RL | after RL |",

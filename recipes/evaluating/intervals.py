@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from hf_mxfp4.analysis.shares import CONFIDENCE, wilson_interval
+from hf_mxfp4.stats import CONFIDENCE, wilson_interval
 
 
 _RESAMPLES = 10_000

@@ -175,7 +175,7 @@ def test_an_evaluation_goes_into_text_and_metadata(model, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
     add_evaluation(tmp_path, tmp_path / "summary.json")
     card = ModelCard.load(tmp_path / "README.md")
-    assert "| exact | 0.428 ± 0.022 | 0.696 ± 0.021 |" in card.text
+    assert "| exact | 0.428 [0.385, 0.472] | 0.696 [0.654, 0.735] |" in card.text
     assert "500 held-out problems of `arithmetic`" in card.text and "seed 7" in card.text
     assert "No evaluation came" not in card.text and "## Not measured" in card.text
     (result,) = card.data.eval_results

@@ -3,7 +3,7 @@
 
 import pytest
 
-from hf_mxfp4.analysis.shares import difference_interval, share_text, wilson_interval
+from hf_mxfp4.stats import difference_interval, share_text, wilson_interval
 
 
 @pytest.mark.parametrize(
