@@ -142,8 +142,8 @@ def copies_are_shared() -> bool:
 def kept_for_backward(quantize: Quantize) -> Quantize:
     """``quantize`` for one pass of a layer, whose backward pass gets what the forward pass has made of the weight.
 
-    On the CPU, in a job of one process. Elsewhere, and within [`uncached_weights`], it quantizes again, the weight as it
-    is then: kernels are fast there, and a copy of all weights between the two passes is not worth its memory.
+    On the CPU, in a job of one process. Elsewhere, and within [`uncached_weights`], the backward pass quantizes the
+    weight as it is then: kernels are fast there, and a copy of all weights between the passes is not worth its memory.
     """
     return quantize if _bypassed or _distributed() else _ForOnePass(quantize)
 
