@@ -306,8 +306,7 @@ def test_another_thread_trains_meanwhile(checkpoint):
         for _ in range(2):
             with torch.no_grad():
                 seen += [policy(IDS).logits, logits(policy)]
-            for parameter in policy.parameters():
-                parameter.data.mul_(-1.5)
+            policy.model.layers[0].mlp.down_proj.weight.data.mul_(-1.5)
     finally:
         go_on.set()
         thread.join()
@@ -317,23 +316,27 @@ def test_another_thread_trains_meanwhile(checkpoint):
 
 def test_two_threads_that_share_a_layer_have_contexts_of_their_own():
     layer, x = MXFP4Linear(32, 32), torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
-    results, barrier = {}, threading.Barrier(2, timeout=60)
+    seen, entered, changed = [], threading.Event(), threading.Event()
 
-    def run(name):
+    def first():
         with torch.no_grad(), cached_for_call():
-            results[name] = [layer(x)]
-            barrier.wait()
-            results[name].append(layer(x))
-            barrier.wait()
+            seen.append(layer(x))
+            entered.set()
+            changed.wait(60)
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    thread = threading.Thread(target=first)
+    thread.start()
+    try:
+        assert entered.wait(60)
+        layer.weight.data.mul_(-1.5)
+        with torch.no_grad(), cached_for_call():  # begins after the change, and so sees it
+            seen += [layer(x), layer(x)]
+            kept = layer._cache.value
+    finally:
+        changed.set()
         thread.join()
-    with torch.no_grad():
-        assert all(torch.equal(y, layer(x)) for found in results.values() for y in found)
-    assert len(results["a"] + results["b"]) == 4 and layer._cache.value is None
+    assert not torch.equal(seen[0], seen[1]) and torch.equal(seen[1], seen[2])
+    assert kept is not None and layer._cache.value is None
 
 
 def test_models_that_are_offloaded_keep_no_copies(checkpoint, quantizations):
