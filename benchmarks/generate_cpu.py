@@ -167,6 +167,12 @@ def records_of(times: dict[str, list[Seconds]], written: int) -> list[dict]:
     return records
 
 
+def command(options: argparse.Namespace) -> str:
+    """What makes such records again."""
+    model = "" if options.model is None else " --model FOLDER"
+    return f"{COMMAND}{model} --tokens {options.tokens} --rounds {options.rounds}"
+
+
 def described(record: dict) -> str:
     text = (
         f"{record['threads']} threads, batch {record['batch']}, {record['name']}: {record['value']:.1f} tokens/s "
@@ -214,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
                             "transformers": transformers.__version__,
                             "hf-mxfp4": hf_mxfp4.__version__,
                         },
-                        "command": COMMAND,
+                        "command": command(options),
                         "date": datetime.date.today().isoformat(),
                     }
                     records += [{**record, **common} for record in records_of(times, batch * options.tokens)]

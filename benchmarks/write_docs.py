@@ -35,10 +35,8 @@ TABLES: dict[str, Callable[[], str]] = {
     name: getattr(module, name)
     for module, names in (
         (error_tables, "schemes weighted mantissas alphas components statements rollouts gradients readme_schemes"),
-        (
-            run_tables,
-            "quantize_cpu demo lora moe merge_cost packed_loading generate_cpu memory planned saved_error pretrain soak",
-        ),
+        (run_tables, "quantize_cpu demo lora moe merge_cost packed_loading memory planned saved_error pretrain soak"),
+        (run_tables, "generate_cpu"),
         (gpu_tables, "gpu"),
         (ablation_tables, "ablation ablation_claims ablation_diagnostics readme_ablation"),
     )

@@ -198,8 +198,8 @@ class Planner:
         return parts
 
     def _quantized(self, setup: Setup, strategy: Strategy, all_kept: bool) -> float:
-        """Quantized or dequantized copies of weights: all that are kept in rollouts and, of trained weights, between the
-        passes of one process without checkpointing (on CPUs); otherwise that of one layer."""
+        """Quantized or dequantized copies of weights: all that are kept in rollouts and, of trained weights, between
+        the passes of one process without checkpointing (on CPUs); otherwise that of one layer."""
         if not strategy.packed and setup.quantization is None:
             return 0
         sizes = self.model(strategy.packed).sizes
