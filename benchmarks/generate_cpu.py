@@ -170,7 +170,8 @@ def records_of(times: dict[str, list[Seconds]], written: int) -> list[dict]:
 def command(options: argparse.Namespace) -> str:
     """What makes such records again."""
     model = "" if options.model is None else " --model FOLDER"
-    return f"{COMMAND}{model} --tokens {options.tokens} --rounds {options.rounds}"
+    threads = " ".join(map(str, options.threads))
+    return f"{COMMAND}{model} --tokens {options.tokens} --threads {threads} --rounds {options.rounds}"
 
 
 def described(record: dict) -> str:
@@ -226,10 +227,10 @@ def main(arguments: list[str] | None = None) -> None:
                     records += [{**record, **common} for record in records_of(times, batch * options.tokens)]
                     for record in records[-len(found) :]:
                         print(described(record), flush=True)
+                    if options.out != "-":  # what is measured so far, should the rest be cut off
+                        Path(options.out).write_text(json.dumps(records, indent=2) + "\n")
     finally:
         torch.set_num_threads(before)
-    if options.out != "-":
-        Path(options.out).write_text(json.dumps(records, indent=2) + "\n")
 
 
 if __name__ == "__main__":
