@@ -68,6 +68,19 @@ def packed_loading() -> str:
     return table([*columns, "bits per quantized weight on disk"], rows)
 
 
+def generate_cpu() -> str:
+    found = records("generate_cpu")
+    cells: dict[str, dict[tuple[int, int], str]] = {}
+    for r in found:
+        text = f"{r['value']:.1f} ({r['ratio']:.2f}, {r['cpu_ratio']:.2f})"
+        cells.setdefault(r["name"], {})[r["threads"], r["batch"]] = text
+    settings = sorted({(r["threads"], r["batch"]) for r in found})
+    columns = [f"{threads} thread{'s' * (threads > 1)}, batch {batch}" for threads, batch in settings]
+    rows = [[name, *(own[setting] for setting in settings)] for name, own in cells.items()]
+    load = max(found, key=lambda r: r["threads"])["hardware"]
+    return f"{table(['', *columns], rows)}\n{found[0]['model']}, {load}, {found[0]['date']}\n"
+
+
 def memory_runs() -> list[tuple[str, str, dict]]:
     """Mode, whether gradients are checkpointed, and the record."""
     found = [(r["name"].split(" / checkpointing "), r) for r in records("memory") if "measured" in r]

@@ -38,7 +38,7 @@ TABLES: dict[str, Callable[[], str]] = {
         (
             run_tables,
             "quantize_cpu demo lora moe merge_cost packed_loading memory planned saved_error pretrain soak "
-            "export_perplexity",
+            "export_perplexity generate_cpu",
         ),
         (gpu_tables, "gpu"),
         (ablation_tables, "ablation ablation_claims ablation_diagnostics readme_ablation"),

@@ -3,6 +3,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +20,7 @@ from .checkpoint.mapped import resolved
 from .config import QUANT_METHOD, MXFP4RLConfig
 from .dither import dither_masters
 from .experts_layout import projections
+from .generation import wrap_generation
 from .layers import (
     PACKED,
     QUANTIZED,
@@ -60,6 +62,17 @@ class MXFP4RLQuantizer(HfQuantizer):
         self.source_files: frozenset[str] = frozenset()
         #: What the files of a quantized checkpoint say of themselves.
         self.record: dict = {}
+        #: Of the model, whose methods know of quantized layers.
+        self.model_class: type | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._wrap_methods()  # a model that was unpickled has not been loaded here
+
+    def _wrap_methods(self) -> None:
+        if self.model_class is not None:
+            wrap_saving(self.model_class)
+            wrap_generation(self.model_class)
 
     @property
     def _packed(self) -> bool:
@@ -145,7 +158,8 @@ class MXFP4RLQuantizer(HfQuantizer):
             # transformers would split the experts' weights by name as it saves, and not their scales; so the files have
             # the names that the model has.
             model._weight_conversions = []
-        wrap_saving(model)
+        self.model_class = type(model)
+        self._wrap_methods()
         # From here on PEFT's tables know what LoRA on a quantized layer is.
         importlib.import_module(".adapters", __package__)
         return model

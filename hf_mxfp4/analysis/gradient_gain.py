@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..layers import TRAINABLE, full_precision
+from ..layers import TRAINABLE, cached_weights, full_precision
 from ..numerics import QuantScheme
 from .injection import inject_component, injectable_linears
 from .policy import IGNORED, evaluation_mode, forward_logits, next_tokens
@@ -109,14 +109,13 @@ def gradient_gain(
     layers = decoder_layers(model, skips)
 
     def gradients(what: str) -> tuple[float, list[torch.Tensor], int]:
-        with inject_component(
-            model,
-            what,
-            scheme,
-            operands=operands,
-            modules_to_not_convert=skips,
-            backward_only=backward_only and what != "none",
-        ) as injection:
+        back = backward_only and what != "none"
+        with (
+            cached_weights(),  # substitutes of weights are made once
+            inject_component(
+                model, what, scheme, operands=operands, modules_to_not_convert=skips, backward_only=back
+            ) as injection,
+        ):
             return *_hidden_gradients(model, layers, input_ids, attention_mask, targets), injection.n_layers
 
     loss, reference, _ = gradients("none")

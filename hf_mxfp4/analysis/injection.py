@@ -15,7 +15,7 @@ from torch import nn
 
 from ..config import OPERANDS, MXFP4RLConfig
 from ..layers import MXFP4Experts, MXFP4Linear
-from ..layers.weight_cache import WeightCache
+from ..layers.weight_cache import WeightCache, kept_for_backward
 from ..module_names import fused_experts, name_matches, split_linears
 from ..numerics import COMPONENTS, QuantScheme, apply_component
 from ..numerics.scheme import one_of
@@ -85,8 +85,8 @@ def inject_component(
     [`hf_mxfp4.ops.quantized_linear`], whatever a config says of them. Under w4a4 and w4a16 ``"all"`` gives the bits of
     the quantized model, forward and backward (but not those of selective outlier fallback, whose threshold follows
     activations over steps: here each call selects anew).
-    Substitutes of weights are kept until the weight changes, at the cost of one more copy of the weights. Adapters on
-    a plain model are linear layers like others: name them in ``modules_to_not_convert``.
+    Substitutes of weights are made in each pass, within [`hf_mxfp4.cached_weights`] once, at the cost of one more copy
+    of the weights. Adapters on a plain model are linear layers like others: name them in ``modules_to_not_convert``.
 
     Args:
         model: with `nn.Linear` or [`MXFP4Linear`] layers, in any floating-point dtype.
@@ -216,7 +216,7 @@ def _forward(
             return nn.functional.linear(x, layer.weight, layer.bias)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        output = quantized_linear(x, layer.weight, layer.bias, input_of, weight_of)
+        output = quantized_linear(x, layer.weight, layer.bias, input_of, kept_for_backward(weight_of))
         return output if not backward_only else _GradientOf.apply(full_precision(x), output)
 
     return forward

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
+from ..layers import cached_weights
 from ..numerics import COMPONENTS, QuantScheme
 from .injection import inject_component
 from .policy import IGNORED, evaluation_mode, next_tokens, policy_logits
@@ -83,6 +84,7 @@ def component_damage(
     def measure(component: str) -> tuple[int, list[float | None], torch.Tensor, float | None]:
         with (
             evaluation_mode(model),
+            cached_weights(),  # substitutes of weights are made once
             inject_component(
                 model, component, scheme, operands=operands, modules_to_not_convert=modules_to_not_convert
             ) as injection,

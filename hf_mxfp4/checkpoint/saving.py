@@ -19,17 +19,16 @@ if TYPE_CHECKING:
 _UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 
-def wrap_saving(model: "PreTrainedModel") -> None:
-    """Make saving safe and complete for the quantized models of the class of ``model``.
+def wrap_saving(cls: type["PreTrainedModel"]) -> None:
+    """Make saving safe and complete for the quantized models of a class.
 
     `save_pretrained` then heeds its ``state_dict``, writes beside the old checkpoint before it takes its place (see
     [`hf_mxfp4.checkpoint.replace.staged`]), and adds a model card; `push_to_hub` uploads that card instead of an empty
     one, and removes weights of an earlier push that would be loaded in place of the new ones.
 
-    Wraps the methods of the model's class, once; models of the class that are not quantized save as ever. (On the model
+    Wraps the methods of the class, once; models of the class that are not quantized save as ever. (On the model
     itself it would be a reference cycle, which keeps a deleted model in memory, and be lost in copies.)
     """
-    cls = type(model)
     if not getattr(cls.save_pretrained, "wraps_saving", False):
         cls.save_pretrained = _wrap_save(cls.save_pretrained)
         cls.push_to_hub = _wrap_push(cls.push_to_hub)

@@ -16,7 +16,7 @@ from ..ops.backends import choose_backend
 from ..ops.library import LinearForm, trainable_experts
 from .experts_base import ExpertsBase
 from .operands import input_operand, packed_operand, weight_operand
-from .weight_cache import WeightCache
+from .weight_cache import WeightCache, kept_for_backward
 
 
 class MXFP4Experts(ExpertsBase):
@@ -49,9 +49,9 @@ class MXFP4Experts(ExpertsBase):
             for projection in layer.projections
         }
         layer.dithered = {}
-        layer._caches = {projection: WeightCache() for projection in layer.projections}
-        # A second copy of nearly all of a model is for rollouts; training folds its weights in each step anyway.
-        layer._folded = {projection: WeightCache(only_in_context=True) for projection in layer.projections}
+        # A second copy of nearly all of a model: where memory is short, only if asked for.
+        layer._caches = {projection: WeightCache(unasked="cpu") for projection in layer.projections}
+        layer._folded = {projection: WeightCache(unasked="cpu") for projection in layer.projections}
         layer.gemms, layer.forms, layer._products = {}, {}, {}
         for projection in layer.projections:
             layer.set_gemms(config.gemms(f"{name}.{projection}"), projection)
@@ -127,12 +127,12 @@ class MXFP4Experts(ExpertsBase):
         return getattr(self, projection)
 
     def parts(self, projection: str, groups: Groups) -> dict[str, Any]:
-        """The arguments of [`hf_mxfp4.ops.grouped_linear`] that say how, by name."""
+        """The arguments of [`hf_mxfp4.ops.grouped_linear`] that say how, by name, for one pass."""
         gemms, engine = self.gemms[projection], self.config.engine
         options = engine, self.draws[projection][0], partial(self._keep_folded, projection)
         return {
             "quantize_input": partial(self._input, projection, groups),
-            "quantize_weight": partial(self.quantized_weight, projection),
+            "quantize_weight": kept_for_backward(partial(self.quantized_weight, projection)),
             "products": self._products[projection],
             "transposed": self.is_transposed,
             "saved": SavedInput(self.config.saved_activations, partial(self._packed_input, projection, groups)),
@@ -141,7 +141,7 @@ class MXFP4Experts(ExpertsBase):
         }
 
     def _keep_folded(self, projection: str, weight: torch.Tensor, compute: Callable[[], Any]) -> Any:
-        """The weights as a fast engine takes them, kept within [`cached_weights`]."""
+        """The weights as a fast engine takes them, kept as [`WeightCache`] says."""
         return self._folded[projection].get(weight, weight.dtype, compute)
 
     def _input(self, projection: str, groups: Groups, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -171,7 +171,7 @@ class MXFP4Experts(ExpertsBase):
 
     def quantized_weight(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight as the forward product takes it: ``Q(W)`` ``[experts, N, K]`` in ``dtype``, of the rotated and
-        padded weight where the scheme rotates. Kept until the weight changes."""
+        padded weight where the scheme rotates. Kept as [`WeightCache`] says."""
         fprop = self.gemms[projection].fprop
         if not isinstance(fprop.right, QuantScheme) and fprop.rotation is None:
             return self.rows_first(weight.detach()).to(dtype)

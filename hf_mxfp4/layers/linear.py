@@ -25,7 +25,7 @@ from ..ops import (
 from ..ops.library import LinearForm, PackedForm, new_handle, trainable_linear
 from ..ops.packed import PACKED_FIELDS, PackedWeight, dequantize, packed_tensor, quantize_weight
 from .operands import input_operand, nearest_input, packed_operand, weight_operand
-from .weight_cache import WeightCache, form_in_force
+from .weight_cache import WeightCache, copies_are_shared, form_in_force, kept_for_backward
 
 
 #: Up to this many rows dequantization is a notable part of a product, and a copy of the weight worth its memory.
@@ -70,7 +70,8 @@ class MXFP4Linear(nn.Linear):
         self.draws = Draws(self.config.stochastic_seed, name)
         self.set_gemms(self.config.gemms(name))
         self._cache, self._folded = WeightCache(), WeightCache()
-        self._values = WeightCache(only_in_context=True)
+        # Beside a packed copy, for prompts: one call reads one.
+        self._values = WeightCache(unasked="nowhere")
         rate = None if self._activation_scheme is None else self._activation_scheme.fallback_rate
         self.fallback_threshold = None if rate is None else FallbackThreshold(rate)
 
@@ -142,11 +143,11 @@ class MXFP4Linear(nn.Linear):
         return quantized_linear(x, self.weight, self.bias, **self.parts())
 
     def parts(self) -> dict[str, Any]:
-        """The arguments of [`hf_mxfp4.ops.quantized_linear`] that say how, by name."""
+        """The arguments of [`hf_mxfp4.ops.quantized_linear`] that say how, by name, for one pass."""
         engine = self.config.engine
         return {
             "quantize_input": self.forward_input,
-            "quantize_weight": self.quantized_weight,
+            "quantize_weight": kept_for_backward(self.quantized_weight),
             "products": self._products,
             "saved": SavedInput(self.config.saved_activations, self.packed_input),
             "fast": None if engine == "dense" else FastProducts(self.gemms, engine, self.draws, self._keep_folded),
@@ -190,7 +191,9 @@ class MXFP4Linear(nn.Linear):
 
     def _share_copy(self) -> None:
         # Of a prompt, which runs in eager mode before compiled code takes single tokens.
-        if self._cache.shared is None and self.fallback_threshold is None and not self.gemms.fprop.is_random:
+        if self._cache.shared is not None or not copies_are_shared():
+            return
+        if self.fallback_threshold is None and not self.gemms.fprop.is_random:
             packed = self._packed_copy()
             self._cache.share(tuple(getattr(packed, field) for field in PACKED_FIELDS.values()))
 
@@ -219,13 +222,13 @@ class MXFP4Linear(nn.Linear):
 
     def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight where
-        the scheme rotates. Kept until the weight changes."""
+        the scheme rotates. Kept as [`WeightCache`] says."""
         if self._weight_scheme is None and self.gemms.fprop.rotation is None:
             return weight.detach().to(dtype)
         return self._cache.get(weight, dtype, lambda: self.weight_operand(weight).to(dtype))
 
     def _keep_folded(self, weight: torch.Tensor, compute: Callable[[], Any]) -> Any:
-        """The weight as a fast engine takes it, kept until the weight changes."""
+        """The weight as a fast engine takes it, kept as [`WeightCache`] says."""
         return self._folded.get(weight, weight.dtype, compute)
 
     def effective_weight(self, weight: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ class MXFP4PackedLinear(nn.Linear):
         self._weight_scheme = self.config.weight_scheme
         self._activation_scheme = self.config.activation_scheme
         self.form = PackedForm.of(self._weight_scheme, self._activation_scheme, self.config.backend)
-        self._cache = WeightCache(only_in_context=True)
+        self._cache = WeightCache(unasked="nowhere")
         rate = None if self._activation_scheme is None else self._activation_scheme.fallback_rate
         self.fallback_threshold = None if rate is None else FallbackThreshold(rate)
         shapes = packed_shapes(out_features, in_features, self._weight_scheme)

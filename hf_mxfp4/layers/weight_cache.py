@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized weights kept between uses of a layer, for as long as the master weight has not changed.
+"""Quantized weights kept between uses of a layer, within contexts that promise that nobody changes the weight.
 
-Generation runs a layer many times on one weight. A stale copy would be a silent error, so outside of [`cached_weights`]
-a kept value is used only on the CPU of a single-process job, and only when the weight's identity, its autograd version
-and a checksum of its bits all agree: writes through ``.data`` change the bits without changing the version, and sharded
-engines refill a parameter's storage behind both. On a GPU the checksum would cost more than to quantize again, and make
-the host wait.
+Generation runs a layer many times on one weight. A stale copy would be a silent error, and no test for change is both
+safe and cheap: writes through ``.data`` and by fused optimizers change the bits without changing the version, sharded
+engines refill a parameter's storage behind both, and a checksum of all bits costs a CPU more than to quantize again. So
+outside of the contexts nothing is kept, and what was kept in one is gone at its end. A training pass quantizes a weight
+once: its backward pass has the operand of its own forward pass ([`kept_for_backward`]).
 """
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,24 +22,57 @@ import torch
 #: products of more rows than the kernel takes, as in rollouts of large batches.
 WEIGHT_FORMS = ("auto", "dense", "packed")
 
-#: Number of the outermost [`cached_weights`] context in force, 0 outside of any.
-_frozen = 0
-_contexts_entered = 0
-#: One of `WEIGHT_FORMS`, of the context in force.
-_form = "auto"
+#: Where a value is kept for one call of `generate`, without being asked to by [`cached_weights`].
+_UNASKED = ("anywhere", "cpu", "nowhere")
+
+Quantize = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+
+
+class _Context:
+    """One context that trusts weights.
+
+    Attributes:
+        form: one of `WEIGHT_FORMS`.
+        asked: whether it is a [`cached_weights`] context, and not that of one call.
+    """
+
+    def __init__(self, form: str, asked: bool):
+        self.form, self.asked = form, asked
+        self._filled: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+        self._lock = threading.Lock()  # a [`cached_weights`] context is that of all threads
+
+    def add(self, cache: "WeightCache") -> None:
+        with self._lock:
+            self._filled.add(cache)
+
+    def end(self) -> None:
+        """Let go what was kept."""
+        with self._lock:
+            for cache in list(self._filled):
+                cache.forget(self)
+
+
+#: The outermost [`cached_weights`] context in force.
+_asked: _Context | None = None
 #: Whether a [`uncached_weights`] context is in force.
 _bypassed = False
-_filled: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
+#: Has the context of the call of `generate` that a thread is in.
+_thread = threading.local()
+
+
+def _in_force() -> _Context | None:
+    return getattr(_thread, "context", None) or _asked
 
 
 @contextlib.contextmanager
 def cached_weights(form: str = "auto") -> Iterator[None]:
-    """Within this context every quantized layer quantizes its weight at most once and trusts that nobody changes it.
+    """Within this context every quantized layer quantizes (or dequantizes) its weight at most once and trusts that
+    nobody changes it; the copies are dropped at the end.
 
-    For rollouts and evaluation. A value kept from before the context is checked at its first use. The context also
-    makes caching available on GPUs and in distributed jobs, where the copies are dropped at its end, and for packed
-    weights, whose dequantized copies are dropped at its end everywhere. Of nested contexts the outermost one decides,
-    be it this one or [`uncached_weights`].
+    For rollouts, evaluation and whatever else computes often on the same weights. One call of `generate` of a model
+    that transformers loaded has such a context of its own, but for packed weights: their dequantized copies, which are
+    larger than they, are kept within this context alone. It holds for all threads. Of nested contexts the outermost one
+    decides, be it this one or [`uncached_weights`].
 
     Args:
         form: one of `WEIGHT_FORMS`. Linear layers alone can keep trainable weights packed, for products without
@@ -47,31 +81,44 @@ def cached_weights(form: str = "auto") -> Iterator[None]:
     Raises:
         ValueError: another form.
     """
-    global _frozen, _contexts_entered, _form
+    global _asked
     if form not in WEIGHT_FORMS:
         raise ValueError(f"form={form!r} is not known; choose one of {', '.join(WEIGHT_FORMS)}")
-    if _frozen or _bypassed:
+    if _in_force() or _bypassed:
         yield
         return
-    _contexts_entered += 1
-    _frozen, _form = _contexts_entered, form
+    context = _asked = _Context(form, asked=True)
     try:
         yield
     finally:
-        _frozen = 0
-        _forget(all_of_them=False)
+        _asked = None
+        context.end()
+
+
+@contextlib.contextmanager
+def cached_for_call() -> Iterator[None]:
+    """[`cached_weights`] for what this thread does alone: others may train meanwhile, also another model. Copies that
+    are larger than what they are computed from are not kept, see [`WeightCache`]."""
+    if _in_force() or _bypassed:
+        yield
+        return
+    context = _thread.context = _Context("auto", asked=False)
+    try:
+        yield
+    finally:
+        del _thread.context
+        context.end()
 
 
 @contextlib.contextmanager
 def uncached_weights() -> Iterator[None]:
     """Within this context every quantized layer quantizes (or dequantizes) its weight at each use, and no copy outlives
-    the use: the values of [`cached_weights`] in less memory and more time. Copies from before the context are dropped.
-    """
+    the use: the values of [`cached_weights`] in less memory and more time. For `generate` and for training, which keep
+    copies otherwise."""
     global _bypassed
-    if _frozen or _bypassed:
+    if _in_force() or _bypassed:
         yield
         return
-    _forget(all_of_them=True)
     _bypassed = True
     try:
         yield
@@ -81,50 +128,90 @@ def uncached_weights() -> Iterator[None]:
 
 def form_in_force() -> str | None:
     """The form that the [`cached_weights`] context in force asks for; `None` outside of any."""
-    return _form if _frozen else None
+    context = _in_force()
+    return None if context is None else context.form
+
+
+def copies_are_shared() -> bool:
+    """Whether [`WeightCache.share`] is possible. Not for one call of `generate`: the CUDA graphs of one call would hold
+    addresses that the next one has not."""
+    context = _in_force()
+    return context is not None and context.asked
+
+
+def kept_for_backward(quantize: Quantize) -> Quantize:
+    """``quantize`` for one pass of a layer, whose backward pass gets what the forward pass has made of the weight.
+
+    On the CPU, in a job of one process. Elsewhere, and within [`uncached_weights`], the backward pass quantizes the
+    weight as it is then: kernels are fast there, and a copy of all weights between the passes is not worth its memory.
+    """
+    return quantize if _bypassed or _distributed() else _ForOnePass(quantize)
+
+
+class _ForOnePass:
+    """Quantizes at its first call, and hands the result out a second time, once."""
+
+    def __init__(self, quantize: Quantize):
+        self._quantize = quantize
+        self._is_new = True
+        self._value: torch.Tensor | None = None
+
+    def __call__(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        value, self._value = self._value, None
+        if value is None or value.dtype != dtype:
+            value = self._quantize(weight, dtype)
+            self._value = value if self._is_new and weight.device.type == "cpu" else None
+        self._is_new = False
+        return value
 
 
 class WeightCache:
-    """The last quantized value of one weight.
+    """The quantized value of one weight, kept within a context that trusts the weight.
 
     Args:
-        only_in_context: keep it within [`cached_weights`] alone: for a value larger than what it is computed from.
+        unasked: where one call of `generate` keeps it without being asked to: ``"anywhere"``, on a ``"cpu"``, or
+            ``"nowhere"``, for a value larger than what it is computed from.
 
     Attributes:
         shared: the tensors of the value where compiled code may take them as inputs, which then does not ask for it:
             within a [`cached_weights`] context, from [`share`] on. `None` otherwise.
     """
 
-    def __init__(self, only_in_context: bool = False):
-        self.only_in_context = only_in_context
-        # Whether the value goes when the context ends.
-        self._dropped = only_in_context
-        self._key: tuple | None = None
-        self._value: Any = None
-        # The context in which the value was found to be current, and the weight that it was found for.
-        self._trusted: tuple | None = None
+    def __init__(self, unasked: str = "anywhere"):
+        if unasked not in _UNASKED:
+            raise ValueError(f"unasked={unasked!r} is not one of {', '.join(_UNASKED)}")
+        self.unasked = unasked
+        # Context, weight and value in one attribute: another thread finds all of them or none.
+        self._kept: tuple[_Context, tuple, Any] | None = None
         self.shared: tuple[torch.Tensor | None, ...] | None = None
+
+    @property
+    def value(self) -> Any:
+        """The kept value; `None` where there is none."""
+        kept = self._kept
+        return None if kept is None else kept[2]
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype, compute: Callable[[], Any]) -> Any:
         """The kept value for this weight and dtype (uint8: packed), or a fresh one from ``compute``."""
-        self._dropped = self.only_in_context or _distributed() or not _is_checked(weight)
-        if _bypassed or not _frozen and self._dropped:
+        context = _in_force()
+        if context is None or _bypassed or not (context.asked or self._is_kept_unasked(weight)):
             return compute()
-        identity = (_frozen, id(weight), weight.shape, weight.device, weight.dtype, dtype)
-        if _frozen and self._value is not None and self._trusted == identity:
-            return self._value
-        # A sharded engine refills a weight's storage unseen: there, nothing older than the context counts.
-        key = identity if self._dropped else (*identity[1:], *_state(weight))
-        if self._value is None or self._key != key:
-            self._value, self._key, self.shared = compute(), key, None
-            _filled.add(self)
-        self._trusted = identity
-        return self._value
+        key = id(weight), weight.shape, weight.device, weight.dtype, dtype
+        kept = self._kept
+        if kept is not None and kept[0] is context and kept[1] == key:
+            return kept[2]
+        value = compute()
+        self._kept, self.shared = (context, key, value), None
+        context.add(self)
+        return value
+
+    def _is_kept_unasked(self, weight: torch.Tensor) -> bool:
+        return self.unasked == "anywhere" or self.unasked == weight.device.type
 
     def share(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
         """Let compiled code take these tensors of the kept value while the context in force lasts. CUDA graphs read
         them where they are."""
-        if not _frozen:
+        if not copies_are_shared():
             raise RuntimeError("tensors of a quantized weight can be shared within cached_weights() alone")
         for tensor in tensors:
             if tensor is not None:
@@ -133,52 +220,19 @@ class WeightCache:
 
     def clear(self) -> None:
         """Forget the kept value and free its memory."""
-        self._key = self._value = self._trusted = self.shared = None
+        self._kept = self.shared = None
+
+    def forget(self, context: _Context) -> None:
+        """[`clear`], of a value that was kept within ``context``."""
+        kept = self._kept
+        if kept is not None and kept[0] is context:
+            self.clear()
 
     def __reduce__(self):
         # A copied or unpickled layer starts with an empty cache.
-        return WeightCache, (self.only_in_context,)
-
-
-def _is_checked(weight: torch.Tensor) -> bool:
-    """Whether a change of the weight is looked for, outside of contexts that promise there is none."""
-    return weight.device.type in ("cpu", "meta")
-
-
-def _state(weight: torch.Tensor) -> tuple:
-    """What changes when the weight does."""
-    if weight.is_meta:
-        return ()
-    return weight.data_ptr(), None if weight.is_inference() else weight._version, _checksum(weight)
-
-
-def _checksum(weight: torch.Tensor) -> int:
-    """Sum of the elements' bits, each times numbers that belong to its place along each axis, modulo 2**64."""
-    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[weight.element_size()]
-    *outer, rows, columns = (_multipliers(size, weight.device) for size in weight.shape)
-    matrices = weight.detach().view(bits).reshape(-1, *weight.shape[-2:]) if outer else (weight.detach().view(bits),)
-    # One matrix at a time: int64 products take several times the memory of the weight.
-    sums = torch.stack([((matrix * columns).sum(dim=1) * rows).sum() for matrix in matrices])
-    for numbers in outer:
-        sums = (sums.view(len(numbers), -1) * numbers[:, None]).sum(dim=0)
-    return int(sums.sum())
-
-
-def _multipliers(count: int, device: torch.device) -> torch.Tensor:
-    """Scattered odd int64 numbers (the finalizer of the splitmix64 generator; products wrap around)."""
-    x = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
-    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
-    return (x ^ (x >> 27)) | 1
+        return WeightCache, (self.unasked,)
 
 
 def _distributed() -> bool:
     dist = torch.distributed
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _forget(all_of_them: bool) -> None:
-    for cache in list(_filled):
-        cache.shared = None
-        if all_of_them or cache._dropped:
-            cache.clear()
-            _filled.discard(cache)

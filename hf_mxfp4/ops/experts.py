@@ -7,7 +7,7 @@ those of all experts are computed together ([`hf_mxfp4.ops.grouped`]), and the h
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -93,12 +93,13 @@ class GroupedPass:
     """What the backward pass must know of the forward pass beside tensors.
 
     Attributes:
-        groups, quantize_weight, products, transposed, backend, fast: as in [`grouped_linear`].
+        groups, quantize_weight, products, transposed, backend, fast: as in [`grouped_linear`]; the second is `None`
+            where the gradient of the input does not take it.
         record: of the input that was kept, the step and the dtypes, as in [`quantized_linear`].
     """
 
     groups: Groups
-    quantize_weight: Quantizer
+    quantize_weight: Quantizer | None
     products: Sequence[BackwardProducts] | None
     transposed: bool
     backend: str
@@ -173,7 +174,10 @@ def backward_grouped(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, *options):
-        out, kept, ctx.done = forward_grouped(x, weight, bias, *options)
+        out, kept, done = forward_grouped(x, weight, bias, *options)
+        reused = ctx.needs_input_grad[0] and (done.products is None or done.products[0].reuses_weight)
+        # It may hold what it has made of the weights.
+        ctx.done = done if reused else replace(done, quantize_weight=None)
         ctx.save_for_backward(weight, *kept)
         return out
 

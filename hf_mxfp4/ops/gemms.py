@@ -133,7 +133,7 @@ class BackwardProducts:
         self,
         grad: torch.Tensor,
         weight: torch.Tensor,
-        quantize_weight: Quantizer,
+        quantize_weight: Quantizer | None,
         quantized: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``[..., K]`` from ``grad [..., N]`` and the master weight ``[N, K]`` as it is now. ``quantized`` is the left

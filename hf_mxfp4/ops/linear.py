@@ -135,7 +135,7 @@ def backward_linear(
     weight: torch.Tensor,
     kept: SavedTensors,
     record: LinearRecord,
-    quantize_weight: Quantizer,
+    quantize_weight: Quantizer | None,
     products: BackwardProducts | None,
     fast: FastProducts | None,
     needs: Sequence[bool],
@@ -146,7 +146,7 @@ def backward_linear(
         grad: ``[..., N]``.
         weight: the master weight as it is now.
         kept, record: from [`forward_linear`].
-        quantize_weight, products, fast: as there.
+        quantize_weight, products, fast: as there; the first `None` where the gradient of ``x`` does not take it.
 
     Raises `RuntimeError` when the quantization step has moved on since the forward pass.
     """
@@ -192,7 +192,10 @@ class _QuantizedLinear(torch.autograd.Function):
             x, weight, bias, quantize_input, quantize_weight, products, dtype, saved, fast, needed
         )
         ctx.save_for_backward(weight, *kept)
-        ctx.quantize_weight, ctx.products, ctx.fast = quantize_weight, products, fast
+        # It may hold what it has made of the weight, and is let go where that is not used again.
+        reused = ctx.needs_input_grad[0] and (products is None or products.reuses_weight)
+        ctx.quantize_weight = quantize_weight if reused else None
+        ctx.products, ctx.fast = products, fast
         return out
 
     @staticmethod

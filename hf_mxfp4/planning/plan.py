@@ -169,7 +169,8 @@ class Planner:
         saved = model.activations(setup.length, logits=False).bytes(setup.batch, setup.checkpointing)
         parts = state_parts(strategy, sizes, setup.gpus, setup.optimizer, compute)
         parts["reference model"] = reference_bytes(strategy, sizes, setup.gpus) if setup.reference else 0
-        parts["quantized weights"] = self._quantized(setup, strategy, all_kept=setup.gpus == 1 and not strategy.packed)
+        held = setup.gpus == 1 and not strategy.packed and not setup.checkpointing
+        parts["quantized weights"] = self._quantized(setup, strategy, all_kept=held)
         parts["saved activations"] = saved
         if setup.logits == "full":
             with_logits = model.activations(setup.length, logits=True).bytes(setup.batch, setup.checkpointing)
@@ -197,8 +198,8 @@ class Planner:
         return parts
 
     def _quantized(self, setup: Setup, strategy: Strategy, all_kept: bool) -> float:
-        """Quantized or dequantized copies of weights: all that are kept in rollouts and, of trained weights, in the
-        training of one process; otherwise that of one layer."""
+        """Quantized or dequantized copies of weights: all that are kept in rollouts and, of trained weights, between
+        the passes of one process without checkpointing (on CPUs); otherwise that of one layer."""
         if not strategy.packed and setup.quantization is None:
             return 0
         sizes = self.model(strategy.packed).sizes

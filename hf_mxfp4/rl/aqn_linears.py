@@ -158,7 +158,7 @@ class LinearNoise:
         sigma *= self.scale
         with contextlib.ExitStack() as stack:
             for layer, own in self._by_layer().items():
-                draws = {part: _Copy(WeightCache(only_in_context=True), target) for part, target in own.items()}
+                draws = {part: _Copy(_cache_of(target), target) for part, target in own.items()}
                 if isinstance(layer, (MXFP4Linear, MXFP4PackedLinear)):
                     forward = partial(self._forward, draws[None], step, sigma)
                     stack.enter_context(_replaced(layer, "forward", forward))
@@ -305,6 +305,10 @@ class _Copy:
 
     cache: WeightCache
     target: WeightTarget
+
+
+def _cache_of(target: WeightTarget) -> WeightCache:
+    return WeightCache(unasked="nowhere" if target.is_packed else "cpu")
 
 
 def _mean_squares(values: torch.Tensor, columns: int) -> list[torch.Tensor]:

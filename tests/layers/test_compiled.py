@@ -125,11 +125,11 @@ def test_the_cached_weight_is_used_and_renewed():
     x, (call, _) = torch.randn(3, 64), compiled(layer)
     with torch.no_grad(), cached_weights():
         assert torch.equal(call(x), layer(x))
-        kept = layer._cache._value
-        assert torch.equal(call(x), layer(x)) and layer._cache._value is kept
+        kept = layer._cache.value
+        assert torch.equal(call(x), layer(x)) and layer._cache.value is kept
     with torch.no_grad():
         layer.weight.data.neg_()
-        assert torch.equal(call(x), layer(x)) and layer._cache._value is not kept
+        assert torch.equal(call(x), layer(x)) and layer._cache.value is not kept
 
 
 def test_rollouts_on_packed_copies():
@@ -139,7 +139,7 @@ def test_rollouts_on_packed_copies():
         dense = call(x)
         with cached_weights("packed"):
             assert torch.equal(call(x), dense)
-            assert isinstance(layer._cache._value, MXFP4Tensor)
+            assert isinstance(layer._cache.value, MXFP4Tensor)
         assert torch.equal(call(x), dense)
     assert counter.frame_count == 1
     layer.weight.requires_grad_(False)

@@ -452,8 +452,8 @@ def test_a_nested_context_keeps_the_copy_until_the_outer_one_ends():
         layer(x)
         with cached_weights():
             layer(x)
-        assert layer._cache._value is not None
-    assert layer._cache._value is None
+        assert layer._cache.value is not None
+    assert layer._cache.value is None
 
 
 def test_selective_fallback_continues_with_the_trainable_layers_threshold():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of quantized weights that are held after a forward pass, and none of them within `uncached_weights`."""
 
+import contextlib
 import gc
 
 import pytest
@@ -63,7 +64,7 @@ def held_after_a_pass(model, context):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bytes_held_after_a_forward_pass(name, two_processes):
+def test_bytes_held_after_a_forward_pass(name):
     make, options, elements = MODELS[name]
     model = make(**options)
     kept, expected = held_after_a_pass(model, cached_weights)
@@ -72,24 +73,21 @@ def test_bytes_held_after_a_forward_pass(name, two_processes):
     assert torch.equal(logits, expected)
 
 
-def test_copies_from_before_are_dropped_and_made_again_after():
+def test_only_a_context_holds_copies():
     model, sizes = dense(), []
     with torch.no_grad(), Held(model) as held:
-        model(input_ids=IDS, use_cache=False)
-        sizes.append(held())  # one process keeps them
-        with uncached_weights():
-            sizes.append(held())
-            model(input_ids=IDS, use_cache=False)
-            sizes.append(held())
-        model(input_ids=IDS, use_cache=False)
+        for context in (contextlib.nullcontext, uncached_weights, cached_weights, contextlib.nullcontext):
+            with context():
+                model(input_ids=IDS, use_cache=False)
+                sizes.append(held())
         sizes.append(held())
-    assert sizes == [4 * DENSE, 0, 0, 4 * DENSE]
+    assert sizes == [0, 0, 4 * DENSE, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("outer", "inner", "elements"), [(cached_weights, uncached_weights, DENSE), (uncached_weights, cached_weights, 0)]
 )
-def test_of_nested_contexts_the_outermost_decides(outer, inner, elements, two_processes):
+def test_of_nested_contexts_the_outermost_decides(outer, inner, elements):
     model = dense()
     with torch.no_grad(), outer(), Held(model) as held:
         with inner(), inner():
@@ -98,23 +96,15 @@ def test_of_nested_contexts_the_outermost_decides(outer, inner, elements, two_pr
         assert held() == 4 * elements
 
 
-def test_an_exception_ends_it(two_processes):
+def test_an_exception_ends_it():
     model = dense()
     with pytest.raises(KeyError), uncached_weights():
         raise KeyError
     assert held_after_a_pass(model, cached_weights)[0] == 4 * DENSE
 
 
-@pytest.fixture
-def two_processes(monkeypatch):
-    """What the layers see in a job of two processes: without a context, nothing is kept."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
-
-
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
-def test_packed_copies_of_trainable_weights(preset, two_processes):
+def test_packed_copies_of_trainable_weights(preset):
     model = dense(preset=preset)
     kept, expected = held_after_a_pass(model, lambda: cached_weights("dense"))
     packed, logits = held_after_a_pass(model, lambda: cached_weights("packed"))
@@ -129,7 +119,7 @@ def test_packed_copies_of_trainable_weights(preset, two_processes):
     assert held_after_a_pass(model, cached_weights)[0] == 4 * DENSE
 
 
-def test_packed_copies_follow_the_master_and_leave_training_alone(two_processes):
+def test_packed_copies_follow_the_master_and_leave_training_alone():
     model = dense(preset="w4a16")
     linear = next(module for module in model.modules() if isinstance(module, MXFP4Linear))
     x = torch.randn(3, linear.in_features)
@@ -143,7 +133,7 @@ def test_packed_copies_follow_the_master_and_leave_training_alone(two_processes)
             assert torch.equal(linear(x), 2 * before)
 
 
-def test_weights_that_cannot_be_packed_stay_dense(two_processes):
+def test_weights_that_cannot_be_packed_stay_dense():
     model = dense(**STOCHASTIC)
     assert held_after_a_pass(model, lambda: cached_weights("packed"))[0] == 4 * MODELS["stochastic"][2]
 

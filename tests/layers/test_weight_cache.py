@@ -12,8 +12,7 @@ from tiny_models import make_model
 from torch import nn
 
 import hf_mxfp4.layers.linear as linear_module
-import hf_mxfp4.layers.weight_cache as cache_module
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, uncached_weights
 from hf_mxfp4.quantizer import quantize_linears
 
 
@@ -167,7 +166,28 @@ def test_a_change_of_dtype_is_seen(dtype):
     assert torch.equal(layer(X), from_scratch(layer, X))
 
 
-def test_the_backward_pass_sees_the_weight_as_it_is_then():
+def test_the_backward_pass_takes_the_operand_of_its_forward_pass():
+    layer, x = make_layer(bias=False), X.clone().requires_grad_()
+    weight = fake_quantize(layer.weight.detach(), macro_block=128, macro_search="static", outlier_fallback=0.5)
+    y, other = layer(x), layer(x)
+    layer.weight.data.mul_(3.0)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 64))
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.sum().backward()
+
+
+@pytest.mark.parametrize("why", ["two processes", "uncached_weights"])
+def test_where_nothing_is_kept_the_backward_pass_sees_the_weight_as_it_is_then(why, request):
+    if why == "two processes":
+        request.getfixturevalue("two_processes")
+    with uncached_weights() if why == "uncached_weights" else contextlib.nullcontext():
+        check_the_weight_as_it_is_then()
+
+
+def check_the_weight_as_it_is_then():
     layer, x = make_layer(bias=False), X.clone().requires_grad_()
     y = layer(x)
     layer.weight.data.mul_(3.0)
@@ -176,19 +196,44 @@ def test_the_backward_pass_sees_the_weight_as_it_is_then():
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 64))
 
 
-def test_an_unchanged_weight_is_quantized_once(quantizations):
+def test_a_training_pass_quantizes_its_weight_once(quantizations):
     layer, x = make_layer(), X.clone().requires_grad_()
-    for _ in range(3):
+    for passes in (1, 2, 3):
         layer(x).sum().backward()
-    assert len(quantizations) == 1
-    step(layer, torch.optim.SGD)
-    layer(x).sum().backward()
+        assert len(quantizations) == passes
+    y = layer(x).sum()
+    y.backward(retain_graph=True)
+    assert len(quantizations) == 4
+    first = x.grad.clone()
+    y.backward()  # a second one makes the operand again, the same
+    assert len(quantizations) == 5
+    torch.testing.assert_close(x.grad - first, first / 4)
+
+
+def test_gradient_checkpointing_quantizes_once_more(quantizations):
+    layer, x = make_layer(), X.clone().requires_grad_()
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert len(quantizations) == 2
 
 
-def test_on_a_gpu_weights_are_kept_in_contexts_alone(quantizations, monkeypatch):
-    monkeypatch.setattr(cache_module, "_is_checked", lambda weight: False)
-    monkeypatch.setattr(cache_module, "_checksum", None)  # nothing waits for it
+@pytest.mark.parametrize(("options", "kept"), [({}, 1), ({"preset": "w4a4g4"}, 0)], ids=["reused", "another-operand"])
+def test_what_a_pass_holds_for_its_gradient_goes_with_it(options, kept, monkeypatch):
+    layer, made = MXFP4Linear(64, 64, config=MXFP4RLConfig(**options)), []
+    compute = layer.weight_operand
+    monkeypatch.setattr(layer, "weight_operand", lambda weight: made.append(weakref.ref(v := compute(weight))) or v)
+
+    def alive():
+        return sum(reference() is not None for reference in made)
+
+    layer(X)  # no gradient of the input is asked for
+    assert (len(made), alive()) == (1, 0)
+    y = layer(X.clone().requires_grad_()).sum()
+    assert alive() == kept
+    y.backward()
+    assert (len(made), alive()) == (2, 0)  # though the graph is still there
+
+
+def test_outside_of_contexts_nothing_is_kept(quantizations):
     layer = make_layer()
     for uses in (1, 2):
         layer(X)
@@ -197,7 +242,7 @@ def test_on_a_gpu_weights_are_kept_in_contexts_alone(quantizations, monkeypatch)
         with cached_weights(), torch.no_grad():
             outputs = [layer(X) for _ in range(3)]
         assert len(quantizations) == 2 + contexts and torch.equal(outputs[0], outputs[2])
-        assert layer._cache._value is None
+        assert layer._cache.value is None
 
 
 def test_one_quantization_per_layer_of_a_model_that_generates(quantizations):
@@ -217,7 +262,7 @@ def test_a_distributed_job_keeps_weights_inside_the_context_only(quantizations, 
     layer, x = make_layer(), X.clone().requires_grad_()
     for _ in range(2):
         layer(x).sum().backward()
-    assert len(quantizations) == 4
+    assert len(quantizations) == 4  # a sharded engine may have freed the weight meanwhile
     with cached_weights():
         for _ in range(3):
             layer(x).sum().backward()
@@ -236,7 +281,7 @@ def is_gone(reference: weakref.ref) -> bool:
     return reference() is None
 
 
-def test_a_distributed_job_drops_the_copies_at_the_end(two_processes):
+def test_the_copies_are_dropped_at_the_end():
     layer = make_layer()
     with cached_weights():
         copy_ = kept(layer)
@@ -246,7 +291,7 @@ def test_a_distributed_job_drops_the_copies_at_the_end(two_processes):
     assert is_gone(copy_)
 
 
-def test_a_distributed_job_drops_the_copies_after_an_exception(two_processes):
+def test_the_copies_are_dropped_after_an_exception():
     layer = make_layer()
     with pytest.raises(KeyError), cached_weights():
         copy_ = kept(layer)
@@ -254,24 +299,8 @@ def test_a_distributed_job_drops_the_copies_after_an_exception(two_processes):
     assert is_gone(copy_)
 
 
-def test_outside_of_the_context_a_distributed_job_keeps_nothing(two_processes):
+def test_outside_of_the_context_no_copy_lives():
     assert is_gone(kept(make_layer()))
-
-
-def test_an_older_copy_serves_a_context_only_while_it_is_current(quantizations):
-    layer = make_layer()
-    layer(X)
-    with cached_weights():
-        assert torch.equal(layer(X), from_scratch(layer, X))
-        assert len(quantizations) == 1
-    layer.weight.data.mul_(2.0)
-    with cached_weights():
-        assert torch.equal(layer(X), from_scratch(layer, X))
-        assert len(quantizations) == 2
-        layer(X)
-        assert len(quantizations) == 2
-    layer(X)
-    assert len(quantizations) == 2
 
 
 def test_trust_ends_with_the_context():
@@ -339,8 +368,7 @@ def test_the_context_is_a_decorator_too(quantizations):
         return [layer(X) for _ in range(3)]
 
     rollout()
-    rollout()
     assert len(quantizations) == 1
     layer.weight.data.mul_(2.0)
-    rollout()
+    assert torch.equal(rollout()[2], from_scratch(layer, X))
     assert len(quantizations) == 2

@@ -94,7 +94,7 @@ def test_experts_keep_what_their_tokens_need():
 
 
 def test_parts_of_one_gpu(planner):
-    plan = plans(planner, SETUP)["DDP"]
+    plan = plans(planner, replace(SETUP, checkpointing=False))["DDP"]
     n = planner.model(False).sizes.elements
     assert [plan.training[name] for name in ("gradients", "optimizer")] == [4 * n, 8 * n]
     assert plan.training["quantized weights"] == plan.rollouts["quantized weights"] == 2 * QUANTIZED
@@ -102,6 +102,10 @@ def test_parts_of_one_gpu(planner):
     # Keys and values of one head of 32, in float32 as the rotary embedding leaves them.
     assert plan.rollouts["KV cache"] == 2 * 32 * LAYERS * 2 * 32 * 4
     assert plan.peak == max(sum(plan.training.values()), sum(plan.rollouts.values()))
+
+
+def test_checkpointing_holds_one_quantized_weight_at_a_time(planner):
+    assert plans(planner, SETUP)["DDP"].training["quantized weights"] == 2 * H * INNER
 
 
 def test_several_gpus_keep_quantized_weights_in_rollouts_alone(planner):

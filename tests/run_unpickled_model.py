@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generate with a model that was written by `torch.save`, in a process that never loaded one. Prints JSON."""
+
+import json
+import sys
+
+import torch
+
+
+def main() -> None:
+    model = torch.load(sys.argv[1], weights_only=False)
+    from hf_mxfp4.layers import MXFP4Linear
+
+    calls, quantize = [], MXFP4Linear.weight_operand
+    MXFP4Linear.weight_operand = lambda self, weight: calls.append(1) or quantize(self, weight)
+    tokens = model.generate(torch.arange(2, 8)[None], max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    print(json.dumps({"tokens": tokens.tolist(), "quantizations": len(calls)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`model.generate()` keeps quantized weights while it runs, never longer, and never stale ones."""
+
+import copy
+import inspect
+import threading
+
+import accelerate
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationMixin,
+    Qwen2ForCausalLM,
+    TextIteratorStreamer,
+)
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, uncached_weights
+from hf_mxfp4.layers import QUANTIZED, MXFP4Experts
+from hf_mxfp4.layers.weight_cache import cached_for_call
+
+
+IDS = torch.arange(2, 8)[None]
+TOKENS = 5
+LINEARS = 14
+
+
+def load(checkpoint, family="qwen2", **options):
+    config = MXFP4RLConfig(**options)
+    return AutoModelForCausalLM.from_pretrained(checkpoint(family), quantization_config=config).eval()
+
+
+def generate(model, **options):
+    return model.generate(input_ids=IDS, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, **options)
+
+
+def logits(model):
+    """Of the generated tokens."""
+    return torch.stack(generate(model, output_logits=True, return_dict_in_generate=True).logits)
+
+
+@pytest.fixture
+def quantizations(monkeypatch):
+    """The layers that quantized (or dequantized) their weights so far, one entry each time."""
+    calls = []
+    originals = MXFP4Linear.weight_operand, MXFP4PackedLinear._tensor, MXFP4Experts.weight_operand
+
+    def counted(original):
+        def call(self, *args):
+            calls.append(self)
+            return original(self, *args)
+
+        return call
+
+    monkeypatch.setattr(MXFP4Linear, "weight_operand", counted(originals[0]))
+    monkeypatch.setattr(MXFP4PackedLinear, "_tensor", counted(originals[1]))
+    monkeypatch.setattr(MXFP4Experts, "weight_operand", counted(originals[2]))
+    return calls
+
+
+def nothing_is_kept(model):
+    return not any(layer._cache.value is not None for layer in model.modules() if hasattr(layer, "_cache"))
+
+
+def test_each_weight_is_quantized_once_per_call(checkpoint, quantizations):
+    model = load(checkpoint)
+    quantizations.clear()
+    with uncached_weights():
+        expected = logits(model)
+    assert len(quantizations) == LINEARS * TOKENS  # what it costs without
+    for calls in (1, 2):
+        quantizations.clear()
+        assert torch.equal(logits(model), expected)
+        assert len(quantizations) == LINEARS and len(set(quantizations)) == LINEARS, calls
+        assert nothing_is_kept(model)
+    quantizations.clear()
+    with cached_weights():
+        assert torch.equal(logits(model), expected) and torch.equal(logits(model), expected)
+    assert len(quantizations) == LINEARS
+
+
+def test_experts_are_quantized_once_per_call(checkpoint, quantizations):
+    model = load(checkpoint, "qwen3_moe")
+    quantizations.clear()
+    logits(model)
+    layers = [layer for layer in model.modules() if isinstance(layer, (MXFP4Linear, MXFP4Experts))]
+    assert len(layers) == 10  # attention, and two projections of the experts
+    assert len(quantizations) == 2 * 4 + 2 * 2
+
+
+def test_packed_weights_are_dequantized_where_they_are_used_unless_asked(checkpoint, quantizations):
+    """Whoever loads 4-bit weights for their memory does not get a dense copy of all of them unasked."""
+    model = load(checkpoint, mode="packed")
+    sizes = []
+
+    def look(module, args, output):
+        sizes.append(sum(layer._cache.value is not None for layer in model.modules() if hasattr(layer, "_cache")))
+
+    handle = model.lm_head.register_forward_hook(look)
+    plain = logits(model)
+    assert sizes == [0] * TOKENS
+    sizes.clear()
+    with cached_weights():
+        assert torch.equal(logits(model), plain)
+    assert sizes == [LINEARS] * TOKENS and nothing_is_kept(model)
+    handle.remove()
+
+
+def test_the_base_of_adapters_is_kept_too(checkpoint, quantizations):
+    model = load(checkpoint)
+    policy = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    quantizations.clear()
+    generate(policy)
+    assert len(quantizations) == LINEARS
+
+
+CHANGES = {
+    "data": lambda weight, _: weight.data.mul_(-1.5),
+    "no-grad": lambda weight, _: weight.detach().neg_(),
+    "numpy": lambda weight, _: weight.detach().numpy().__imul__(-1.5),
+    "replaced-data": lambda weight, _: setattr(weight, "data", weight.data * -1.5),
+    "reordered": lambda weight, _: weight.data.copy_(weight.data.flip(0)),
+    "load-state-dict": lambda _, model: model.load_state_dict({k: v.flip(0) for k, v in model.state_dict().items()}),
+    "there-and-back": lambda weight, model: (weight.data.mul_(-1.5), model.to(torch.bfloat16).to(torch.float32)),
+    "adamw-fused": lambda _, model: step(model, torch.optim.AdamW, fused=True),
+    "adamw-foreach": lambda _, model: step(model, torch.optim.AdamW, foreach=True),
+    "sgd-fused": lambda _, model: step(model, torch.optim.SGD, fused=True),
+    "vector-to-parameters": lambda _, model: torch.nn.utils.vector_to_parameters(
+        -1.5 * torch.nn.utils.parameters_to_vector(model.parameters()).detach(), model.parameters()
+    ),
+}
+
+
+def step(model, optimizer, **options):
+    model(IDS, labels=IDS).loss.backward()
+    optimizer(model.parameters(), lr=0.3, **options).step()
+
+
+@pytest.mark.parametrize("before", ["generate", "cached_weights"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_calls_is_seen(change, before, checkpoint):
+    model = load(checkpoint)
+    if before == "cached_weights":
+        with cached_weights():
+            old = logits(model)
+    else:
+        old = logits(model)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    CHANGES[change](weight, model)
+    new = logits(model)
+    with uncached_weights():
+        assert torch.equal(logits(model), new)
+    assert not torch.equal(new, old)
+
+
+def test_copies_of_a_model_generate_with_their_own_weights(checkpoint, quantizations):
+    model = load(checkpoint)
+    expected = logits(model)
+    other = copy.deepcopy(model)
+    assert torch.equal(logits(other), expected)
+    other.model.layers[1].mlp.up_proj.weight.data.neg_()
+    quantizations.clear()
+    assert not torch.equal(logits(other), expected)
+    assert len(quantizations) == LINEARS
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_model_that_was_pickled(checkpoint, tmp_path, run_script):
+    model = load(checkpoint)
+    torch.save(model, tmp_path / "model.pt")
+    found = run_script("run_unpickled_model.py", str(tmp_path / "model.pt"), interpret=False)
+    assert found == {"tokens": model.generate(IDS, max_new_tokens=4, min_new_tokens=4, do_sample=False).tolist(),
+                     "quantizations": LINEARS}  # fmt: skip
+
+
+def test_a_packed_and_a_plain_model_again(checkpoint, quantizations, monkeypatch):
+    model = load(checkpoint, preset="w4a16")
+    expected = logits(model)
+    hf_mxfp4.pack(model)
+    assert torch.equal(logits(model), expected)
+    model.dequantize()
+    entered = []
+    monkeypatch.setattr("hf_mxfp4.generation.cached_for_call", lambda: entered.append(1))
+    torch.testing.assert_close(logits(model), expected)
+    assert not entered and not any(isinstance(module, QUANTIZED) for module in model.modules())
+
+
+def test_the_method_looks_like_the_one_it_wraps(checkpoint):
+    load(checkpoint)
+    load(checkpoint)
+    own, original = Qwen2ForCausalLM.generate, GenerationMixin.generate
+    assert own.__wrapped__ is original  # once
+    assert inspect.signature(own) == inspect.signature(original)
+    assert own.__doc__ == original.__doc__ and own.__name__ == "generate"
+
+
+def test_a_replaced_method_of_the_base_class_is_called(checkpoint, monkeypatch):
+    model = load(checkpoint)
+    monkeypatch.setattr(GenerationMixin, "generate", lambda self, *args, **kwargs: (self, args, kwargs))
+    assert model.generate(IDS, top_k=3) == (model, (IDS,), {"top_k": 3})
+
+
+def test_a_class_that_generates_in_its_own_way(checkpoint):
+    class Own(Qwen2ForCausalLM):
+        def generate(self, *args, **kwargs):
+            return "own", super().generate(*args, **kwargs)
+
+    model = Own.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
+    mark, tokens = generate(model)
+    assert mark == "own" and tokens.shape == (1, IDS.shape[1] + TOKENS)
+
+
+def test_models_that_cannot_generate_load_as_ever(checkpoint):
+    config = MXFP4RLConfig()
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint("qwen2"), quantization_config=config)
+    assert not hasattr(model, "generate")
+
+
+def test_plain_models_of_the_class_generate_as_ever(checkpoint, monkeypatch):
+    load(checkpoint)
+    monkeypatch.setattr("hf_mxfp4.generation.cached_for_call", None)
+    assert generate(make_model("qwen2")).shape == (1, IDS.shape[1] + TOKENS)
+
+
+def test_outer_contexts_decide(checkpoint, quantizations):
+    model = load(checkpoint)
+    quantizations.clear()
+    with uncached_weights():
+        generate(model)
+        assert len(quantizations) == LINEARS * TOKENS
+    quantizations.clear()
+    with cached_weights():
+        old = logits(model)
+        model.model.layers[0].mlp.down_proj.weight.data.neg_()
+        assert torch.equal(logits(model), old)  # the context's promise was broken
+        assert len(quantizations) == LINEARS
+    assert not torch.equal(logits(model), old)
+
+
+def test_contexts_inside_a_call_change_nothing(checkpoint, quantizations):
+    model, entered = load(checkpoint), []
+
+    def inside(ids, scores):
+        with uncached_weights(), cached_weights("packed"):
+            entered.append(model.model.layers[0].mlp.down_proj._cache.value is not None)
+        return scores
+
+    quantizations.clear()
+    generate(model, logits_processor=[inside])
+    assert entered == [True] * TOKENS and len(quantizations) == LINEARS
+
+
+def test_the_call_ends_with_an_exception(checkpoint):
+    model = load(checkpoint)
+
+    def fail(ids, scores):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, logits_processor=[fail])
+    assert nothing_is_kept(model)
+    old = logits(model)
+    model.model.layers[0].mlp.down_proj.weight.data.neg_()
+    assert not torch.equal(logits(model), old)
+
+
+class Letters:
+    """A tokenizer for streamers."""
+
+    def decode(self, ids, **options):
+        return "".join(chr(97 + int(i)) for i in ids)
+
+
+def test_streaming_from_a_thread(checkpoint, quantizations):
+    model = load(checkpoint)
+    expected = Letters().decode(generate(model)[0])
+    streamer = TextIteratorStreamer(Letters(), timeout=60)
+    quantizations.clear()
+    thread = threading.Thread(target=generate, args=(model,), kwargs={"streamer": streamer})
+    thread.start()
+    assert "".join(streamer) == expected
+    thread.join()
+    assert len(quantizations) == LINEARS and nothing_is_kept(model)
+
+
+def test_another_thread_trains_meanwhile(checkpoint):
+    """A call trusts weights in its own thread alone."""
+    sampler, policy = load(checkpoint), load(checkpoint, "llama")
+    inside, go_on, failed = threading.Event(), threading.Event(), []
+
+    def wait(ids, scores):
+        inside.set()
+        if not go_on.wait(60):
+            failed.append("nobody let it go on")
+        return scores
+
+    thread = threading.Thread(target=generate, args=(sampler,), kwargs={"logits_processor": [wait]})
+    thread.start()
+    try:
+        assert inside.wait(60)
+        seen = []
+        for _ in range(2):
+            with torch.no_grad():
+                seen += [policy(IDS).logits, logits(policy)]
+            policy.model.layers[0].mlp.down_proj.weight.data.mul_(-1.5)
+    finally:
+        go_on.set()
+        thread.join()
+    assert not failed
+    assert not torch.equal(seen[0], seen[2]) and not torch.equal(seen[1], seen[3])
+
+
+def test_two_threads_that_share_a_layer_have_contexts_of_their_own():
+    layer, x = MXFP4Linear(32, 32), torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    seen, entered, changed = [], threading.Event(), threading.Event()
+
+    def first():
+        with torch.no_grad(), cached_for_call():
+            seen.append(layer(x))
+            entered.set()
+            changed.wait(60)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    try:
+        assert entered.wait(60)
+        layer.weight.data.mul_(-1.5)
+        with torch.no_grad(), cached_for_call():  # begins after the change, and so sees it
+            seen += [layer(x), layer(x)]
+            kept = layer._cache.value
+    finally:
+        changed.set()
+        thread.join()
+    assert not torch.equal(seen[0], seen[1]) and torch.equal(seen[1], seen[2])
+    assert kept is not None and layer._cache.value is None
+
+
+def test_models_that_are_offloaded_keep_no_copies(checkpoint, quantizations):
+    """Their weights come to the device one layer at a time, since they do not fit there together."""
+    model = load(checkpoint)
+    expected = generate(model)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    quantizations.clear()
+    assert torch.equal(generate(model), expected)
+    assert len(quantizations) == LINEARS * TOKENS
