@@ -13,16 +13,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from transformers.utils.logging import tqdm
 
 from ._logging import get_logger
 from .layers import Matrix, trainable_matrices
 from .layers.sharded import whole
-from .numerics import BLOCK_SIZE, GemmScheme, QuantScheme, dequantize
+from .numerics import BLOCK_SIZE, GemmScheme, QuantScheme
 from .numerics.dither import Cells, sixteen_bit_dtype
 from .ops import Draws, rotate_operand
-from .ops.packed import quantize_weight
+from .ops.packed import dequantize, packed_tensor, quantize_weight
 
 
+#: Seconds after which progress is shown.
+_PATIENCE = 2
 #: Weights are dithered in portions of about this many elements, to bound what lies beside them.
 _PORTION = 1 << 20
 #: How often places are tried before they are given up; how often they are drawn anew for blocks that change, and for
@@ -105,7 +108,7 @@ def dither_masters(model: nn.Module) -> DitherReport:
     parameters: dict[tuple[int, str], list[Matrix]] = {}
     for matrix in matrices:
         parameters.setdefault((id(matrix.layer), matrix.parameter), []).append(matrix)
-    for held in parameters.values():
+    for held in tqdm(parameters.values(), desc="Dithering weights", leave=False, delay=_PATIENCE):
         _dither_parameter(held, report)
     return report
 
@@ -291,14 +294,14 @@ class _ForwardWeight:
         """What the codes of the first pass stand for, and those of the residual pass, without their weight alpha."""
 
         def values(suffix: str) -> torch.Tensor:
-            return dequantize(
-                tensors[f"weight{suffix}"],
-                tensors[f"weight{suffix}_scale"],
-                length=columns,
-                macro=tensors.get("weight_macro"),
-                macro_block=self.scheme.macro_block,
-                macro_search=self.scheme.macro_search,
-            )
+            names = {
+                "weight": f"weight{suffix}",
+                "weight_scale": f"weight{suffix}_scale",
+                "weight_macro": "weight_macro",
+            }
+            one_pass = {name: tensors[own].flatten(0, -2) for name, own in names.items() if own in tensors}
+            tensor = packed_tensor(one_pass, columns, replace(self.scheme, outlier_fallback=None), torch.float32)
+            return dequantize(tensor, torch.float32, self.backend).view(*tensors["weight"].shape[:-1], columns)
 
         return values(""), values("_residual") if "weight_residual" in tensors else None
 
