@@ -1,20 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the processes of a recipe end together."""
 
+import atexit
+import os
+import sys
+import threading
+
 import torch
 from accelerate import PartialState
 
 
 def leave_together() -> None:
-    """Wait for the other processes, then end the process group; without one, do nothing.
+    """Wait for the other processes, end the process group, and end this process; without a group, do nothing.
 
-    To be called as the last thing of a run that succeeded. A process that just leaves can be aborted while the
-    interpreter shuts down ("terminate called without an active exception"): a thread of the process group may still
-    hold a tensor. The launcher takes that for a failure of the job, and kills the process that writes the results. A
-    process that failed must not call this: the others are not on their way here.
+    To be called as the last thing of a run that succeeded. Exit handlers are run and output is written, but the
+    interpreter is not taken apart: while it is, a process can be aborted ("terminate called without an active
+    exception": a thread of the process group may still hold a tensor, even of one that was ended). The launcher takes
+    that for a failure of the job, and kills the process that writes the results. A process that failed must not call
+    this: the others are not on their way here.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     state = PartialState()
     state.wait_for_everyone()
     state.destroy_process_group()
+    _end_process()
+
+
+def _end_process() -> None:
+    """End this process with code 0, after what an interpreter that exits runs first."""
+    for run_handlers in (getattr(threading, "_shutdown", None), getattr(atexit, "_run_exitfuncs", None)):
+        if run_handlers is not None:
+            run_handlers()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -104,7 +104,10 @@ REFUSED = [
     ({"dgrad": {"grad": "rceil+stochastic"}, "backend": "cpu"}, "backend='cpu' does not round stochastically"),
     ({"stochastic_seed": -1}, "stochastic_seed=-1"),
     ({"stochastic_seed": True}, "stochastic_seed=True"),
-    ({"stochastic_seed": 1, "preset": "w4a4g4"}, "stochastic_seed=1 has no effect, since nothing is random"),
+    (
+        {"stochastic_seed": 1, "preset": "w4a4g4", "dither_ties": False},
+        "stochastic_seed=1 has no effect, since nothing is random",
+    ),
     ({"layer_overrides": []}, r"layer_overrides=\[\] must be a list"),
     ({"layer_overrides": {"modules": "layers.0"}}, "must be a list"),
     ({"layer_overrides": [{"modules": "layers.0"}]}, "changes nothing of 'layers.0'"),

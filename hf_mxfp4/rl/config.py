@@ -8,6 +8,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from .._logging import get_logger
 from ..layers import WEIGHT_FORMS
 from ..module_names import read_names
 from .aqn_targets import TARGETS
@@ -261,10 +262,8 @@ class MXFP4GRPOConfig(GRPOConfig):
         if not self.overlong_penalty > 0 or not math.isfinite(self.overlong_penalty):
             raise ValueError(f"overlong_penalty={self.overlong_penalty} must be a positive number: it is subtracted")
         if not self.overlong_buffer and self._is_set("overlong_penalty"):
-            raise ValueError(
-                f"overlong_penalty={self.overlong_penalty} has no effect without overlong_buffer; set overlong_buffer, "
-                f"or leave overlong_penalty at {self._default('overlong_penalty')}"
-            )
+            # No error: who switches the buffer of a recipe off leaves its penalty in the file.
+            get_logger().warning("overlong_penalty=%s has no effect without overlong_buffer", self.overlong_penalty)
         if self.overlong_buffer and self.multi_objective_aggregation == "normalize_then_sum":
             raise ValueError(
                 "overlong_buffer adds a reward function, of which multi_objective_aggregation='normalize_then_sum' "

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a recipe as its script, then print whether it left its process group open, as no recipe should.
+"""Run a recipe as its script, and print at its exit whether it left its process group open, as no recipe should.
 
 With an open group a process can be aborted at its exit. Arguments: the script, and its own.
 """
 
+import atexit
 import os
 import runpy
 import sys
@@ -12,9 +13,13 @@ from pathlib import Path
 import torch
 
 
+def say_how_it_left() -> None:
+    print(f"rank {os.environ['RANK']} left {'its group open' if torch.distributed.is_initialized() else 'properly'}")
+
+
 if __name__ == "__main__":
     script = Path(sys.argv[1]).resolve()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.parent)
+    atexit.register(say_how_it_left)
     runpy.run_path(str(script), run_name="__main__")
-    print(f"rank {os.environ['RANK']} left {'its group open' if torch.distributed.is_initialized() else 'properly'}")

@@ -131,9 +131,16 @@ def test_scores_that_each_function_has_of_its_own_are_refused(tmp_path):
     config(tmp_path, multi_objective_aggregation="normalize_then_sum")
 
 
-@pytest.mark.parametrize(
-    "options", [{"overlong_buffer": -1}, {"overlong_penalty": 0.0}, {"overlong_penalty": 0.5}], ids=str
-)
+@pytest.mark.parametrize("options", [{"overlong_buffer": -1}, {"overlong_penalty": 0.0}], ids=str)
 def test_meaningless_penalties_are_refused(options, tmp_path):
     with pytest.raises(ValueError, match=next(iter(options))):
         config(tmp_path, **options)
+
+
+def test_a_penalty_that_is_not_used_is_said(tmp_path, caplog):
+    config(tmp_path, overlong_penalty=0.5)
+    assert "overlong_penalty=0.5 has no effect without overlong_buffer" in caplog.text
+    caplog.clear()
+    config(tmp_path)
+    config(tmp_path, overlong_buffer=2, overlong_penalty=0.5)
+    assert "overlong_penalty" not in caplog.text
