@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 
-from . import ablation_tables, error_tables, gpu_tables, run_tables
+from . import ablation_tables, error_tables, gpu_tables, run_tables, tie_tables
 from .records import PLOTS, ROOT
 
 
@@ -27,6 +27,7 @@ DOCUMENTS = (
     "docs/moe.md",
     "docs/performance.md",
     "docs/robustness.md",
+    "docs/ties.md",
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -41,6 +42,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "export_perplexity generate_cpu",
         ),
         (gpu_tables, "gpu"),
+        (tie_tables, "tie_movement tie_checks tie_densities tie_start tie_steps"),
         (ablation_tables, "ablation ablation_claims ablation_diagnostics readme_ablation"),
     )
     for name in names.split()

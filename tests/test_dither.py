@@ -211,6 +211,17 @@ def test_bf16_roundings_of_dithered_masters_neither_stand_nor_jump():
     assert 0.3 < along(dithered) < 1.0
 
 
+def test_weight_decay_does_not_put_masters_back():
+    weight = gaussian(384, 512)
+    model, layer = one_layer(weight, **PLAIN)
+    dither_masters(model)
+    decayed = layer.weight.detach().clone()
+    for _ in range(200):
+        decayed *= 1 - 1e-6
+    assert (decayed != layer.weight.detach()).double().mean() > 0.99
+    assert 0.5 < movement(layer, decayed, 2e-6) < 1.5
+
+
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
