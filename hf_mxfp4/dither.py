@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Master weights loaded from a 16-bit checkpoint, moved off the rounding boundaries of MXFP4.
 
-About .7 % of the weights of a bfloat16 checkpoint lie exactly on a boundary between two MXFP4 values. The first
+About 1 % of the weights of a bfloat16 checkpoint lie exactly on a boundary between two MXFP4 values. The first
 optimizer step, however small, flips them all along the gradient, while the straight-through estimator assumes that
 quantized weights move as far as their masters. A dither within the cell of each 16-bit number
 ([`hf_mxfp4.numerics.dither`]) puts the masters where those of a float32 checkpoint would be. Here it is one-sided
