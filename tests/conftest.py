@@ -71,19 +71,21 @@ def checkpoint(tmp_path):
 
 
 @pytest.fixture
-def run_script(request, tmp_path) -> Callable[..., dict]:
+def run_script(request) -> Callable[..., dict]:
     """``run_script(name, *arguments, interpret)``: what a script beside the test prints, parsed as JSON, with Triton's
     kernels interpreted or compiled.
 
     A process of its own, because Triton looks at TRITON_INTERPRET when a kernel is defined, its own library functions
-    included: whichever test imports it first decides for the whole process.
+    included: whichever test imports it first decides for the whole process. What is compiled is kept between runs, in
+    pytest's cache: Triton knows it by the sources, the options and its own version.
     """
+    compiled = request.config.cache.mkdir("triton")
 
     def run(name: str, *arguments: str, interpret: bool) -> dict:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "TRITON_INTERPRET": str(int(interpret)),
-            "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+            "TRITON_CACHE_DIR": str(compiled),
         }
         runner = [str(Path(__file__).with_name("interpret.py"))] if interpret else []
         command = [sys.executable, "-W", "ignore", *runner, str(request.path.with_name(name)), *arguments]
