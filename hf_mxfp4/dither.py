@@ -146,8 +146,7 @@ def _dither_parameter(matrices: list[Matrix], report: DitherReport) -> None:
     parameter = getattr(matrices[0].layer, matrices[0].parameter)
     if hasattr(parameter, "full_tensor"):
         raise ValueError(f"{matrices[0].full_name} is sharded already; dither the model before FSDP2 takes it")
-    fprop, _ = _forward_product(matrices[0])
-    reason = _unsupported_reason(parameter, fprop)
+    reason = _unsupported_reason(parameter, matrices[0].fprop)
     if reason is None:
         with whole(parameter, writes=True) as value:
             dtype = sixteen_bit_dtype(value)
@@ -173,16 +172,9 @@ def _unsupported_reason(parameter: nn.Parameter, fprop: GemmScheme) -> str | Non
     return None
 
 
-def _forward_product(matrix: Matrix) -> tuple[GemmScheme, Draws]:
-    layer = matrix.layer
-    if matrix.expert is None:
-        return layer.gemms.fprop, layer.draws
-    return layer.gemms[matrix.parameter].fprop, layer.draws[matrix.parameter][matrix.expert]
-
-
 def _dither_matrix(matrix: Matrix, weight: torch.Tensor, dtype: torch.dtype, report: DitherReport) -> None:
     """Dither one matrix ``[N, K]`` in place."""
-    fprop, draws = _forward_product(matrix)
+    fprop, draws = matrix.fprop, matrix.draws
     backend, scheme = matrix.layer.config.backend, fprop.right
     forward = _ForwardWeight(scheme, fprop, draws, backend)
     # Blocks are selected for fallback by comparison with all others: their codes are matched first, as if all were.
@@ -197,9 +189,10 @@ def _dither_matrix(matrix: Matrix, weight: torch.Tensor, dtype: torch.dtype, rep
         rows.copy_(each.ungrouped(_dithered(each.grouped(rows), dtype, each, generator), rows.shape))
     if each is not forward:
         _match_selection(weight, before, dtype, forward, each, generator)
+    sample = _bands(weight)
     report.n_before += forward.count_on_boundaries(_bands(before))
-    report.n_after += forward.count_on_boundaries(_bands(weight))
-    report.n_sampled += _bands(weight).numel()
+    report.n_after += forward.count_on_boundaries(sample)
+    report.n_sampled += sample.numel()
     report.n_weights += weight.numel()
     report.n_left += int(((weight == before) & (before != 0)).sum())
     report.dtypes = tuple(sorted({*report.dtypes, str(dtype).removeprefix("torch.")}))

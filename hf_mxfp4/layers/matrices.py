@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from .. import experts_layout
+from ..numerics import GemmScheme
+from ..ops import Draws
 from .experts import MXFP4Experts
 from .experts_base import ExpertsBase
 from .linear import MXFP4Linear
@@ -41,6 +43,16 @@ class Matrix:
         """The parameter's name in the model."""
         owner = self.name if self.expert is None else self.name.removesuffix(f".{self.expert}.{self.parameter}")
         return f"{owner}.{self.parameter}"
+
+    @property
+    def fprop(self) -> GemmScheme:
+        """How the forward product takes the matrix, as its right operand."""
+        return self.layer.gemms.fprop if self.expert is None else self.layer.gemms[self.parameter].fprop
+
+    @property
+    def draws(self) -> Draws:
+        """The random numbers of the linear map."""
+        return self.layer.draws if self.expert is None else self.layer.draws[self.parameter][self.expert]
 
     @property
     def siblings(self) -> int:

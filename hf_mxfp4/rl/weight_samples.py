@@ -61,7 +61,7 @@ def sample_weights(model: nn.Module, max_weights: int) -> list[WeightSample]:
     chosen: dict[tuple[int, str], list[tuple[Matrix, slice, int]]] = defaultdict(list)
     for matrix, (rows, _) in zip(matrices, shapes, strict=True):
         kind = layer_type(matrix)
-        count = -(-rows // _scheme(matrix).block_rows)
+        count = -(-rows // matrix.fprop.right.block_rows)
         units = slice(-passed[kind] % stride, count, stride)
         passed[kind] += count
         if units.start < count:
@@ -77,7 +77,7 @@ def layer_type(matrix: Matrix) -> str:
 
 def _sample(parts: list[tuple[Matrix, slice, int]]) -> WeightSample:
     matrix = parts[0][0]
-    scheme = _scheme(matrix)
+    scheme = matrix.fprop.right
     size, columns = scheme.block_rows, _shape(matrix)[1]
     taken = [range(units.start, units.stop, units.step) for _, units, _ in parts]
     n_rows = sum(
@@ -95,10 +95,6 @@ def _sample(parts: list[tuple[Matrix, slice, int]]) -> WeightSample:
         n_rows=n_rows,
         n_weights=n_rows * columns,
     )
-
-
-def _scheme(matrix: Matrix) -> QuantScheme:
-    return matrix.layer.config.gemms().fprop.right
 
 
 def _shape(matrix: Matrix) -> tuple[int, int]:
