@@ -20,11 +20,11 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
-from evaluation import evaluate_greedy
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mxfp4
+from evaluation.generate import evaluate_greedy
 from tasks import load_task
 
 

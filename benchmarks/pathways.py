@@ -22,14 +22,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
-from evaluation import evaluate_greedy
 from transformers import PreTrainedModel
 
-from hf_mxfp4.analysis.gradient_gain import GradientGain, gradient_gain
-from hf_mxfp4.analysis.injection import inject_component
-from hf_mxfp4.analysis.pathways import ComponentDamage, component_damage
-from hf_mxfp4.analysis.policy import IGNORED, evaluation_mode, policy_logits
-from hf_mxfp4.analysis.temperature import EffectiveTemperature, effective_temperature
+from evaluation.generate import evaluate_greedy
+from hf_mxfp4.analysis.policy.gradient_gain import GradientGain, gradient_gain
+from hf_mxfp4.analysis.policy.injection import inject_component
+from hf_mxfp4.analysis.policy.pathways import ComponentDamage, component_damage
+from hf_mxfp4.analysis.policy.predictions import IGNORED, evaluation_mode, policy_logits
+from hf_mxfp4.analysis.policy.temperature import EffectiveTemperature, effective_temperature
 from hf_mxfp4.numerics import COMPONENTS, QuantScheme
 from tasks import Task, load_task
 from tasks.arithmetic import ALPHABET

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 import hf_mxfp4
+from hf_mxfp4.backends import backend_for
 from hf_mxfp4.numerics import QuantScheme
-from hf_mxfp4.ops import backend_for
 
 from .hardware import hardware
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_mxfp4
-from hf_mxfp4.analysis.statistics import ErrorStatistics, error_statistics
+from hf_mxfp4.analysis.errors.statistics import ErrorStatistics, error_statistics
 from hf_mxfp4.module_names import split_linears
 from hf_mxfp4.numerics import QuantScheme
 from tasks import Task, load_task

@@ -26,12 +26,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.gemm.packed_weight import quantize_weight
 from hf_mxfp4.layers import cached_weights, trainable_matrices
 from hf_mxfp4.numerics import decode_e8m0, quantize
 from hf_mxfp4.numerics.dither import Cells
-from hf_mxfp4.ops.packed import quantize_weight
-from hf_mxfp4.rl.movement import Movement, MovementSums
-from hf_mxfp4.rl.weight_samples import WeightSample, sample_weights
+from hf_mxfp4.rl.callbacks.movement import Movement, MovementSums
+from hf_mxfp4.rl.callbacks.weight_samples import WeightSample, sample_weights
 
 from . import perplexity
 from .export_perplexity import Losses, difference, tensors_in

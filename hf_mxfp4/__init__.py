@@ -24,7 +24,7 @@ def _is_own_command() -> bool:
 
 if TYPE_CHECKING or not _is_own_command():
     from .config import MXFP4RLConfig
-    from .quantizer import MXFP4RLQuantizer
+    from .quantizer.quantizer import MXFP4RLQuantizer
 
 _LAZY = {
     "ErrorDecomposition": "numerics",
@@ -39,11 +39,11 @@ _LAZY = {
     "ScaleRule": "numerics",
     "cached_weights": "layers",
     "decompose": "numerics",
-    "dither_masters": "dither",
-    "fake_quantize": "ops.functional",
+    "dither_masters": "quantizer.dither",
+    "fake_quantize": "backends.functional",
     "merge_adapters": "adapters",
-    "pack": "packing",
-    "quantize": "ops.functional",
+    "pack": "quantizer.pack",
+    "quantize": "backends.functional",
     "set_quantization_step": "layers",
     "uncached_weights": "layers",
 }
@@ -52,7 +52,7 @@ __all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__", *_LAZY]
 
 
 # The first two only where they were not imported above. The quantizer's module registers both.
-__getattr__ = lazy_names(__name__, {"MXFP4RLConfig": "quantizer", "MXFP4RLQuantizer": "quantizer", **_LAZY})
+__getattr__ = lazy_names(__name__, {"MXFP4RLConfig": "config", "MXFP4RLQuantizer": "quantizer", **_LAZY})
 
 
 def __dir__():

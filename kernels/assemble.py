@@ -39,7 +39,7 @@ def assemble(out: Path) -> list[Path]:
     """Write all build variants below ``out``; their folders. Raises `FileExistsError` when ``out`` has a build."""
     general = _general()
     package = SOURCE / general["name"].replace("-", "_")
-    sources = {path.name: path.read_bytes() for path in sorted(package.glob("*.py"))}
+    sources = {path.relative_to(package).as_posix(): path.read_bytes() for path in sorted(package.rglob("*.py"))}
     sources[f"{package.name}/__init__.py"] = _COMPATIBLE.encode()
     digests = {name: hashlib.sha256(content) for name, content in sources.items()}
     whole = hashlib.sha256(b"".join(digest.digest() for digest in digests.values())).hexdigest()[:7]
@@ -48,6 +48,7 @@ def assemble(out: Path) -> list[Path]:
         variant = out / "build" / f"torch-{backend}"
         (variant / package.name).mkdir(parents=True)
         for name, content in sources.items():
+            (variant / name).parent.mkdir(parents=True, exist_ok=True)
             (variant / name).write_bytes(content)
         metadata = {
             "id": f"_{package.name}_{backend}_{whole}",

@@ -26,9 +26,8 @@ def _become_the_library() -> None:
 if __name__ == "evaluate":
     _become_the_library()
 elif __name__ == "__main__":
-    from process_group import leave_together
-
-    from evaluating.run import main
+    from common.process_group import leave_together
+    from evaluation.run import main
 
     main(sys.argv[1:])
     leave_together()

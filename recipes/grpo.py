@@ -16,23 +16,23 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from accelerate import PartialState
-from arguments import RecipeArguments, exit_on_wrong_options, parse
-from checksum import frozen_checksum
-from evaluation import Evaluation, evaluate_greedy
-from evaluation_callback import GreedyEvaluation
-from output_folder import refuse_used_folder, remove_old_checkpoints, resume_choice
 from peft import PeftModel
-from placement import placed, why_not_on
-from process_group import leave_together
-from progress import TrainingBar
-from resolved_config import FILE_NAME, write_resolved_config
-from run_summary import print_summary, write_results, write_summary
-from terminal import console, tell
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from trl import ModelConfig, get_peft_config
 
+from common.arguments import RecipeArguments, exit_on_wrong_options, parse
+from common.checksum import frozen_checksum
+from common.evaluation_callback import GreedyEvaluation
+from common.output_folder import refuse_used_folder, remove_old_checkpoints, resume_choice
+from common.placement import placed, why_not_on
+from common.process_group import leave_together
+from common.progress import TrainingBar
+from common.resolved_config import FILE_NAME, write_resolved_config
+from common.run_summary import print_summary, write_results, write_summary
+from common.terminal import console, tell
+from evaluation.generate import Evaluation, evaluate_greedy
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
-from hf_mxfp4.rl.policy_callbacks import thresholds_kept
+from hf_mxfp4.rl.callbacks.policy import thresholds_kept
 from tasks import Task, build_tokenizer, load_task
 from tasks.tiny_model import TINY_MODELS, supervised_warmup
 

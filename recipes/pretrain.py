@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from arguments import exit_on_wrong_options
-from process_group import leave_together
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.arguments import exit_on_wrong_options
+from common.process_group import leave_together
 from pretraining.arguments import Study, parse
 from pretraining.arms import BASELINE
 from pretraining.corpus import Corpus, load_corpus

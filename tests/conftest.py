@@ -24,10 +24,6 @@ import torch
 from tiny_models import make_model
 
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-if str(RECIPES) not in sys.path:
-    sys.path.insert(0, str(RECIPES))
-
 torch.set_num_threads(1)
 
 

@@ -14,13 +14,13 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.analysis.injection import inject_component
-from hf_mxfp4.checkpoint.folder import CheckpointError
-from hf_mxfp4.checkpoint.pack_folder import pack_checkpoint
+from hf_mxfp4.analysis.policy.injection import inject_component
+from hf_mxfp4.checkpoint.convert.pack import pack_checkpoint
+from hf_mxfp4.checkpoint.io.folder import CheckpointError
 from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, QuantScheme, Rotation, ScaleRule
 from hf_mxfp4.presets import PRESETS
-from hf_mxfp4.quantizer import quantize_linears
-from hf_mxfp4.rl.vllm_sync import rollout_parameters
+from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 
 
 WEIGHT = QuantScheme(ScaleRule.RCEIL, 128, "dynamic", 0.5)

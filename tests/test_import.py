@@ -13,7 +13,7 @@ import pytest
 
 import hf_mxfp4
 import mxfp4_kernels
-from hf_mxfp4._quantizer_tables import _without_noise
+from hf_mxfp4.quantizer.tables import _without_noise
 
 
 PACKAGE = Path(hf_mxfp4.__file__).parent
@@ -121,8 +121,9 @@ def test_reloading_registers_again():
         "import importlib, sys\n"
         "sys.modules['torchao'] = None\n"
         "import hf_mxfp4, hf_mxfp4\n"
-        "import hf_mxfp4.config, hf_mxfp4.quantizer\n"
-        "for module in (hf_mxfp4, hf_mxfp4.quantizer, hf_mxfp4.config, hf_mxfp4.quantizer, hf_mxfp4):\n"
+        "from hf_mxfp4 import config\n"
+        "from hf_mxfp4.quantizer import quantizer\n"
+        "for module in (hf_mxfp4, quantizer, config, quantizer, hf_mxfp4):\n"
         "    importlib.reload(module)\n"
         "from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs\n"
         "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
@@ -184,9 +185,9 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def test_relative_imports_are_resolved():
-    assert "hf_mxfp4.ops.quantized_linear" in imports_of(PACKAGE / "layers" / "linear.py", PACKAGE)
+    assert "hf_mxfp4.gemm.quantized_linear" in imports_of(PACKAGE / "layers" / "linear.py", PACKAGE)
     assert "hf_mxfp4.config.MXFP4RLConfig" in imports_of(PACKAGE / "__init__.py", PACKAGE)
-    assert "mxfp4_kernels._launch" in imports_of(KERNELS / "__init__.py", KERNELS)
+    assert "mxfp4_kernels.quantize.launch" in imports_of(KERNELS / "__init__.py", KERNELS)
 
 
 def test_numerics_imports_nothing_of_ours_and_no_transformers():

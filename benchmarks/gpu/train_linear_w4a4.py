@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.gemm import engine_counts, reset_engine_counts
 from hf_mxfp4.numerics import GEMM_OPERANDS
-from hf_mxfp4.ops import engine_counts, reset_engine_counts
 
 from . import peers
 from .bench import Absent, Aim, Bench, Measured, Work

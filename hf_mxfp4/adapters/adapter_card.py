@@ -12,8 +12,8 @@ from peft import LoraConfig
 from torch import nn
 
 from .._logging import get_logger
-from ..checkpoint.card_text import HERE
-from ..checkpoint.model_card import CARD, TAGS, _base_model, _card, is_generated
+from ..checkpoint.card.model import CARD, TAGS, _base_model, _card, is_generated
+from ..checkpoint.card.sections import HERE
 from ..config import MXFP4RLConfig
 from .merge_cost import LOSSY_DB, merge_cost
 

@@ -11,9 +11,9 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from ..ops import Groups
-from ..ops.library import plain_grouped_linear
-from ..ops.packed import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor, quantize_weight
+from ..gemm import Groups
+from ..gemm.custom_ops import plain_grouped_linear
+from ..gemm.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor, quantize_weight
 from .merge_report import MergeError
 from .merging import MergesIntoPacked
 

@@ -11,8 +11,8 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
+from ..gemm import Groups
 from ..layers import is_full_precision
-from ..ops import Groups
 from .expert_lora import add_factors
 from .merging import MergesIntoMasters
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports and plots. matplotlib is imported when a plot is drawn."""
 
+from .errors.schemes import PAPER_SCHEMES, parse_scheme
+from .errors.statistics import ErrorStatistics, error_statistics
+from .errors.sweep import PrecisionSweep, precision_sweep
 from .plots import plot_training
-from .routers import RouterStatistics, router_agreement, router_statistics
-from .schemes import PAPER_SCHEMES, parse_scheme
-from .statistics import ErrorStatistics, error_statistics
-from .sweep import PrecisionSweep, precision_sweep
+from .policy.routers import RouterStatistics, router_agreement, router_statistics
 
 
 __all__ = [

@@ -1,95 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`report.html`: one file without external references, readable on a telephone."""
+"""What the HTML reports are put together from: pages without external references, readable on a telephone."""
 
-from collections.abc import Mapping
+import base64
+import io
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
-from .columns import COLUMNS, LEGEND
-from .figures import cosine_figure, delta_figure, layer_labels, precision_figure, ratio_figure
-from .html_parts import image, page, table
-from .results import Analysis
-from .statements import SQNR_NOTE, statements, verdict
-from .statistics import ErrorStatistics
-from .sweep import SAMPLE_ELEMENTS
+from .report.figures import Figure
 
 
-_TITLES = {"weight": "Weights", "activation": "Activations (inputs of the layers)"}
-_SWEEP_NOTE = (
-    '<p class="small">Ceiling rule, on the first '
-    + f"{SAMPLE_ELEMENTS} elements (whole rows, at least one) of every tensor.</p>"
-)
+_STYLE = """
+:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:0 auto;padding:1rem}
+h1{font-size:1.5rem}h2{font-size:1.25rem;margin-top:2rem}h3{font-size:1.05rem}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem}
+th,td{padding:.25rem .5rem;text-align:right;border-bottom:1px solid #8885}th{vertical-align:bottom}
+td{white-space:nowrap}th:first-child,td:first-child{text-align:left}
+td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:8rem}
+.texts th,.texts td{text-align:left;vertical-align:top}.texts td{white-space:normal;overflow-wrap:anywhere}
+.texts td:first-child{overflow-wrap:normal}
+img{max-width:100%;height:auto;background:#fff}
+.problem{border-left:.3rem solid #c33;padding-left:.7rem}.small{font-size:.85rem;opacity:.8}
+.checks{list-style:none;padding:0}.checks li{border-left:.3rem solid #888;padding:.1rem .7rem;margin:.4rem 0}
+.checks .green{border-color:#2a2}.checks .amber{border-color:#d90}.checks .red{border-color:#c33}
+.panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(19rem,1fr));gap:1rem}
+.panels section p{margin:.2rem 0}
+""".strip().replace("\n", "")
 
 
-def render_html(analysis: Analysis, source: Mapping[str, Any], version: str) -> str:
-    """The report as one HTML page, images included."""
-    facts = ", ".join(str(value) for value in (source.get("architecture"), source.get("kind")) if value)
-    body = [
-        f"<h1>MXFP4 error of {escape(analysis.model)}</h1>",
-        f'<p class="small">{escape(facts)} · hf-mxfp4 {escape(version)} · schemes: '
-        f"{escape(', '.join(analysis.schemes))}</p>",
-        *_problems(analysis),
-        *(f"<p>{escape(note)}</p>" for note in analysis.notes),
-    ]
-    for kind in analysis.kinds:
-        body += _kind_section(analysis, kind)
-    body += _skipped(analysis)
-    return page(f"MXFP4 error of {analysis.model}", body)
+def page(title: str, body: Iterable[str]) -> str:
+    """A whole page around the HTML of its body."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
+    )
 
 
-def _kind_section(analysis: Analysis, kind: str) -> list[str]:
-    results = analysis.of_kind(kind)
-    schemes = analysis.schemes_of(kind)
-    totals = {scheme: analysis.total(kind, scheme) for scheme in schemes}
-    types = {scheme: analysis.by_layer_type(kind, scheme) for scheme in schemes}
-    depths = {scheme: analysis.by_depth(kind, scheme) for scheme in schemes}
-    first = schemes[0]
-    labels = layer_labels([result.name for result in results])
-    layers = {label: result.statistics[first] for label, result in zip(labels, results, strict=True)}
-    sweep = analysis.sweep(kind)
-    parts = [
-        f"<h2>{_TITLES[kind]}</h2>",
-        f"<p>{len(results)} tensors, {totals[first].elements:,} elements.</p>",
-        f"<p><b>{escape(verdict(totals))}</b> {escape(SQNR_NOTE)}</p>",
-        _table("scheme", totals),
-        f'<p class="small">{escape(LEGEND)}</p>',
-        f"<p>{escape(' '.join(statements(totals)))}</p>",
-        image(cosine_figure(layers, f"Cosines of the error components, {first}"), "cosines per layer"),
-    ]
-    if sweep.energy:
-        parts.append(image(precision_figure(sweep), "error against the mantissa bits of the scale"))
-        parts.append(_SWEEP_NOTE)
-    if any(total.blocks for total in totals.values()):
-        parts.append(image(delta_figure(totals), "histogram of the scale over the ideal scale"))
-    if depths[first]:
-        parts.append(image(ratio_figure(depths, "depth"), "error by depth"))
-    parts.append(image(ratio_figure(types, "layer type"), "error by layer type"))
-    for scheme in schemes:
-        parts.append(f"<h3>{escape(scheme)}, by layer type</h3>{_table('layer type', types[scheme])}")
-    for scheme in schemes:
-        if depths[scheme]:
-            rows = _table("depth", depths[scheme])
-            parts.append(f"<details><summary>{escape(scheme)}, by depth</summary>{rows}</details>")
-        worst = {r.name: r.statistics[scheme] for r in analysis.worst(kind, scheme)}
-        rows = _table("tensor", worst)
-        parts.append(f"<details><summary>{escape(scheme)}, largest relative errors</summary>{rows}</details>")
-    return parts
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
+    """A table of texts, which are escaped; without ``headings``, of rows alone.
+
+    Cells after the first hold ``numbers``, right-aligned and never broken; or else texts, which break wherever the
+    width of the page asks for it. Where even that does not fit, the table scrolls inside its own box.
+    """
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    attribute = "" if numbers else ' class="texts"'
+    first = f"<tr>{head}</tr>" if head else ""
+    return f'<div class="scroll"><table{attribute}>{first}{body}</table></div>'
 
 
-def _problems(analysis: Analysis) -> list[str]:
-    if not analysis.problems:
-        return []
-    lines = "".join(f"<li>{escape(p.where)}: {escape(p.reason)}</li>" for p in analysis.problems)
-    return [f'<div class="problem"><h2>Problems</h2><p>Not part of the numbers below:</p><ul>{lines}</ul></div>']
-
-
-def _skipped(analysis: Analysis) -> list[str]:
-    if not analysis.skipped:
-        return []
-    rows = [[reason, str(len(names)), ", ".join(sorted(names)[:3])] for reason, names in analysis.skipped.items()]
-    return ["<h2>Left out</h2>", table(["reason", "tensors", "such as"], rows, numbers=False)]
-
-
-def _table(heading: str, statistics: Mapping[Any, ErrorStatistics]) -> str:
-    rows = [[str(name), *(column(s) for column in COLUMNS.values())] for name, s in statistics.items()]
-    return table([heading, *COLUMNS], rows)
+def image(figure: Figure, alt: str) -> str:
+    """A figure as an image inside the page."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return f'<p><img alt="{escape(alt)}" src="data:image/png;base64,{data}"></p>'

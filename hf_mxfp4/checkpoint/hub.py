@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import EntryNotFoundError
 
-from .model_card import CARD, choose_card
-from .replace import checkpoint_files, is_shard, weight_names
+from .card.model import CARD, choose_card
+from .io.replace import checkpoint_files, is_shard, weight_names
 
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from ..analysis.columns import COLUMNS, LEGEND, number
-from ..analysis.results import Analysis
-from ..analysis.statements import SQNR_NOTE, bits_text, statements, verdict
-from ..analysis.statistics import ErrorStatistics
+from ..analysis.errors.results import Analysis
+from ..analysis.errors.statistics import ErrorStatistics
+from ..analysis.report.columns import COLUMNS, LEGEND, number
+from ..analysis.report.statements import SQNR_NOTE, bits_text, statements, verdict
 from .console import plain_table
 
 

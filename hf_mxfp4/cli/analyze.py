@@ -11,8 +11,8 @@ from .options import ExcludeOption, IncludeOption, JsonOption, SchemeOption, fai
 
 
 if TYPE_CHECKING:
-    from ..analysis.results import Analysis
-    from ..analysis.source import Source
+    from ..analysis.errors.results import Analysis
+    from ..analysis.errors.source import Source
     from ..config import MXFP4RLConfig
     from ..numerics import QuantScheme
 
@@ -64,9 +64,9 @@ def analyze(
         fail("--activations and --dataset go together")
     wanted = schemes_of(scheme) if scheme else None
     with told_errors("the same command resumes where it stopped"):
-        from ..analysis.activations import read_texts
-        from ..analysis.source import open_source
-        from ..analysis.weights import own_config
+        from ..analysis.errors.activations import read_texts
+        from ..analysis.errors.source import open_source
+        from ..analysis.errors.weights import own_config
 
         texts = read_texts(dataset, text_field, samples) if dataset is not None else []
         source = open_source(model)
@@ -81,7 +81,7 @@ def analyze(
 
 
 def _default_schemes(own: "MXFP4RLConfig | None", kind: str) -> list["QuantScheme"]:
-    from ..analysis.schemes import PAPER_SCHEMES
+    from ..analysis.errors.schemes import PAPER_SCHEMES
 
     if own is None:
         return schemes_of(PAPER_SCHEMES)
@@ -90,8 +90,8 @@ def _default_schemes(own: "MXFP4RLConfig | None", kind: str) -> list["QuantSchem
 
 def _analyze_weights(source: "Source", own, wanted, include, exclude, folder: Path, overwrite: bool) -> "Analysis":
     from .. import __version__
-    from ..analysis.progress import ProgressLog
-    from ..analysis.weights import analyze_weights, bytes_to_analyze, selection_for
+    from ..analysis.errors.progress import ProgressLog
+    from ..analysis.errors.weights import analyze_weights, bytes_to_analyze, selection_for
     from .console import ByteProgress
 
     schemes = wanted or _default_schemes(own, "weight")
@@ -108,7 +108,7 @@ def _analyze_weights(source: "Source", own, wanted, include, exclude, folder: Pa
 
 
 def _add_activations(analysis: "Analysis", model: str, own, wanted, texts: list[str], max_length: int) -> None:
-    from ..analysis.activations import analyze_activations, load_for_activations, tokenized
+    from ..analysis.errors.activations import analyze_activations, load_for_activations, tokenized
     from ..module_names import fused_experts
 
     typer.echo(f"loading the whole model into memory to run {len(texts)} texts", err=True)
@@ -129,8 +129,8 @@ def _add_activations(analysis: "Analysis", model: str, own, wanted, texts: list[
 
 def _finish(analysis: "Analysis", source: "Source", folder: Path, as_json: bool) -> None:
     from .. import __version__
-    from ..analysis.report import build_summary, write_reports
-    from ..analysis.weights import describe_source
+    from ..analysis.errors.weights import describe_source
+    from ..analysis.report.files import build_summary, write_reports
     from .analysis_summary import print_summary
     from .console import out, report_problems
 

@@ -18,9 +18,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..analysis.columns import COLUMNS
-from ..analysis.results import Problem
-from ..analysis.statistics import ErrorStatistics
+from ..analysis.errors.results import Problem
+from ..analysis.errors.statistics import ErrorStatistics
+from ..analysis.report.columns import COLUMNS
 
 
 #: Seconds between lines where there is no terminal to draw a bar on.

@@ -15,7 +15,7 @@ from .options import fail, told_errors
 
 
 if TYPE_CHECKING:
-    from ..checkpoint.costs import ConversionReport, LayerCost
+    from ..checkpoint.convert.costs import ConversionReport, LayerCost
 
 
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: a new or an empty one.")]
@@ -39,9 +39,9 @@ _ACTIONS = {
 @contextlib.contextmanager
 def told_conversion_errors() -> Iterator[None]:
     """Turn what a user can mend into a message and exit code 2, and Ctrl-C into a message and 130."""
-    from ..checkpoint.atomic import FolderError
-    from ..checkpoint.folder import ArgumentError, CheckpointError
-    from ..checkpoint.stream import ShardError
+    from ..checkpoint.io.atomic import FolderError
+    from ..checkpoint.io.folder import ArgumentError, CheckpointError
+    from ..checkpoint.io.reader import ShardError
 
     with told_errors("nothing was written"):
         try:
@@ -59,7 +59,7 @@ def bytes_in(folder: Path) -> int:
 
 def show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> None:
     """What was done to each type of layer, what it cost and what it saved, on standard output."""
-    from ..checkpoint.costs import bits_per_weight
+    from ..checkpoint.convert.costs import bits_per_weight
     from .console import out, plain_table
 
     if as_json:
@@ -90,8 +90,8 @@ def show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> No
 
 def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
     """A row for all layers of a type that the same was done to."""
-    from ..analysis.layer_names import place_of
-    from ..checkpoint.costs import bits_per_weight
+    from ..analysis.errors.layer_names import place_of
+    from ..checkpoint.convert.costs import bits_per_weight
 
     groups: dict[tuple[str, str], list[LayerCost]] = {}
     for cost in costs:

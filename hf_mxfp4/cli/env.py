@@ -83,9 +83,9 @@ def environment() -> dict[str, Any]:
 
 
 def _quantization(torch: Any, devices: list[str]) -> list[dict[str, Any]]:
+    from ..backends import backend_for
     from ..config import MXFP4RLConfig
     from ..numerics import QuantScheme
-    from ..ops import backend_for
 
     default = MXFP4RLConfig()
     schemes = list(dict.fromkeys([QuantScheme(), default.weight_scheme, default.activation_scheme]))
@@ -104,7 +104,7 @@ def _products(torch: Any, gpus: list[str]) -> list[dict[str, Any]]:
     """Per config and hardware, the engine of each product of a layer and why, and under ``"experts"`` those of experts;
     without a GPU, on hardware as it is sold."""
     from ..config import MXFP4RLConfig
-    from ..ops import hardware_of
+    from ..gemm import hardware_of
     from ..presets import PRESETS
 
     devices = [torch.device(kind, sum(other == kind for other in gpus[:i])) for i, kind in enumerate(gpus)]
@@ -122,8 +122,8 @@ def _products(torch: Any, gpus: list[str]) -> list[dict[str, Any]]:
 
 
 def _engines(scheme: Any, hardware: str, of_experts: bool) -> dict[str, dict[str, str]]:
+    from ..gemm import engine_for
     from ..numerics import GEMM_OPERANDS
-    from ..ops import engine_for
 
     found = {gemm: engine_for(gemm, scheme, hardware, experts=of_experts) for gemm in GEMM_OPERANDS}
     return {gemm: {"engine": engine.name, "reason": engine.reason} for gemm, engine in found.items()}
@@ -133,7 +133,7 @@ def _kernel_coverage(torch: Any) -> dict[str, str | None]:
     """Scheme to `None`, or to why the Triton kernels do not cover it for bfloat16 tensors."""
     import mxfp4_kernels
 
-    from ..analysis.schemes import parse_scheme
+    from ..analysis.errors.schemes import parse_scheme
 
     coverage = {}
     for text in _KERNEL_SCHEMES:

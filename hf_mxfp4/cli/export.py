@@ -93,7 +93,7 @@ def export(
     Full-precision weights are quantized once, to plain MXFP4; packed ones of plain MXFP4 keep their bytes.
     """
     with told_conversion_errors():
-        from ..checkpoint.exporting import export as export_checkpoint
+        from ..checkpoint.convert.export import export as export_checkpoint
         from .console import ByteProgress
 
         with ByteProgress(bytes_in(source)) as progress:
@@ -124,7 +124,7 @@ def import_(
 ) -> None:
     """Turn another engine's MXFP4 checkpoint into a packed one, bit for bit."""
     with told_conversion_errors():
-        from ..checkpoint.importing import import_checkpoint
+        from ..checkpoint.convert.importing import import_checkpoint
         from .console import ByteProgress
 
         with ByteProgress(bytes_in(source)) as progress:

@@ -44,7 +44,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
     """The schemes that the user named, each once; leaves with a message when one cannot be read."""
-    from ..analysis.schemes import parse_scheme
+    from ..analysis.errors.schemes import parse_scheme
 
     try:
         return list(dict.fromkeys(parse_scheme(text) for text in texts))
@@ -55,8 +55,8 @@ def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
 @contextlib.contextmanager
 def told_errors(when_interrupted: str) -> Iterator[None]:
     """Turn what a user can mend into a message and exit code 2, and Ctrl-C into a message and 130."""
-    from ..analysis.progress import ProgressMismatch
-    from ..analysis.source import SourceError
+    from ..analysis.errors.progress import ProgressMismatch
+    from ..analysis.errors.source import SourceError
 
     try:
         yield

@@ -55,7 +55,7 @@ def pack(
     }
     given = {name: value for name, value in options.items() if value is not None}
     with told_conversion_errors():
-        from ..checkpoint.pack_folder import pack_checkpoint
+        from ..checkpoint.convert.pack import pack_checkpoint
         from .console import ByteProgress
 
         config = _config(source, given)
@@ -66,8 +66,8 @@ def pack(
 
 def _config(source: Path, given: dict[str, Any]) -> "MXFP4RLConfig | None":
     """The scheme for a plain checkpoint; nothing for one that has its own, unless options contradict that."""
-    from ..checkpoint.folder import open_checkpoint
-    from ..checkpoint.sources import own_config
+    from ..checkpoint.convert.sources import own_config
+    from ..checkpoint.io.folder import open_checkpoint
     from ..config import MXFP4RLConfig
 
     if not given and own_config(open_checkpoint(source)) is not None:

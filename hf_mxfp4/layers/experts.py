@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..backends.select import choose_backend
 from ..config import MXFP4RLConfig
 from ..experts_layout import weight_size
+from ..gemm import BackwardProducts, Draws, FastExperts, Groups, SavedInput, cat_rows, grouped_linear, rotate_back
+from ..gemm.custom_ops import LinearForm, trainable_experts
 from ..numerics import PLAIN, FallbackThreshold, LinearScheme, MXFP4Tensor, QuantScheme
-from ..ops import BackwardProducts, Draws, FastExperts, Groups, SavedInput, cat_rows, grouped_linear, rotate_back
-from ..ops.backends import choose_backend
-from ..ops.library import LinearForm, trainable_experts
 from .experts_base import ExpertsBase
 from .operands import input_operand, packed_operand, weight_operand
 from .weight_cache import WeightCache, kept_for_backward
@@ -29,7 +29,7 @@ class MXFP4Experts(ExpertsBase):
 
     Attributes, besides those of the experts and of [`ExpertsBase`]:
         gemms: by projection, what the scheme means for the three products; see [`set_gemms`].
-        forms: by projection, what its operator's shapes depend on; see [`hf_mxfp4.ops.library`].
+        forms: by projection, what its operator's shapes depend on; see [`hf_mxfp4.gemm.custom_ops`].
         dithered: as of [`MXFP4Linear`].
         draws: by projection, the random numbers of each expert; see [`set_quantization_step`].
     """
@@ -127,7 +127,7 @@ class MXFP4Experts(ExpertsBase):
         return getattr(self, projection)
 
     def parts(self, projection: str, groups: Groups) -> dict[str, Any]:
-        """The arguments of [`hf_mxfp4.ops.grouped_linear`] that say how, by name, for one pass."""
+        """The arguments of [`hf_mxfp4.gemm.grouped_linear`] that say how, by name, for one pass."""
         gemms, engine = self.gemms[projection], self.config.engine
         options = engine, self.draws[projection][0], partial(self._keep_folded, projection)
         return {

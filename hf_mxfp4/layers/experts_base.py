@@ -9,9 +9,9 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..experts_layout import obstacle, projections
+from ..gemm import Groups, autocast_dtype, group_by_expert
+from ..gemm.custom_ops import new_handle
 from ..numerics import FallbackThreshold
-from ..ops import Groups, autocast_dtype, group_by_expert
-from ..ops.library import new_handle
 
 
 #: See [`ExpertsBase.project`].
@@ -27,7 +27,7 @@ class ExpertsBase(nn.Module):
         name: the module's place in the model, for messages, the options of single layers, and random numbers.
         projections: names of the two weights, ``gate_up_proj`` (or ``up_proj``) and ``down_proj``.
         n_experts: how many there are.
-        handle: of the layer in compiled code; see [`hf_mxfp4.ops.library`].
+        handle: of the layer in compiled code; see [`hf_mxfp4.gemm.custom_ops`].
         fallback_thresholds: by projection, as `fallback_threshold` of [`MXFP4Linear`], shared by all experts.
     """
 

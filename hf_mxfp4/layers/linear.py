@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..gemm_options import packing_obstacle
-from ..numerics import PLAIN, FallbackThreshold, LinearScheme, MXFP4Tensor, QuantScheme
-from ..ops import (
+from ..gemm import (
     BackwardProducts,
     Draws,
     FastProducts,
@@ -22,8 +20,10 @@ from ..ops import (
     quantized_linear,
     rotate_back,
 )
-from ..ops.library import LinearForm, PackedForm, new_handle, trainable_linear
-from ..ops.packed import PACKED_FIELDS, PackedWeight, dequantize, packed_tensor, quantize_weight
+from ..gemm.custom_ops import LinearForm, PackedForm, new_handle, trainable_linear
+from ..gemm.packed_weight import PACKED_FIELDS, PackedWeight, dequantize, packed_tensor, quantize_weight
+from ..gemm_options import packing_obstacle
+from ..numerics import PLAIN, FallbackThreshold, LinearScheme, MXFP4Tensor, QuantScheme
 from .operands import input_operand, nearest_input, packed_operand, weight_operand
 from .weight_cache import WeightCache, copies_are_shared, form_in_force, kept_for_backward
 
@@ -46,7 +46,7 @@ class MXFP4Linear(nn.Linear):
         draws: the layer's random numbers; see [`set_quantization_step`].
         dithered: by parameter, the dtype whose numbers it held before it was dithered, and what tells whether it has
             been trained since; see [`dither_masters`].
-        form, packed_form, handle: of the layer's operators in compiled code; see [`hf_mxfp4.ops.library`].
+        form, packed_form, handle: of the layer's operators in compiled code; see [`hf_mxfp4.gemm.custom_ops`].
         fallback_threshold: which blocks of its input get outlier fallback, where the scheme selects some; `None` where
             it does not. Moved by [`update_fallback_thresholds`] alone.
     """
@@ -143,7 +143,7 @@ class MXFP4Linear(nn.Linear):
         return quantized_linear(x, self.weight, self.bias, **self.parts())
 
     def parts(self) -> dict[str, Any]:
-        """The arguments of [`hf_mxfp4.ops.quantized_linear`] that say how, by name, for one pass."""
+        """The arguments of [`hf_mxfp4.gemm.quantized_linear`] that say how, by name, for one pass."""
         engine = self.config.engine
         return {
             "quantize_input": self.forward_input,

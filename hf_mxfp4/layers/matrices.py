@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from .. import experts_layout
+from ..gemm import Draws
 from ..numerics import GemmScheme
-from ..ops import Draws
 from .experts import MXFP4Experts
 from .experts_base import ExpertsBase
 from .linear import MXFP4Linear

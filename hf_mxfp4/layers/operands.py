@@ -3,10 +3,11 @@
 
 import torch
 
+from ..backends import fake_quantize
+from ..backends.functional import quantize
+from ..gemm import Draws, pack_rows, quantize_operand, rotate_operand
 from ..numerics import FallbackThreshold, GemmScheme, MXFP4Tensor, QuantScheme
 from ..numerics import quantize_delayed as pack_delayed
-from ..ops import Draws, fake_quantize, pack_rows, quantize_operand, rotate_operand
-from ..ops.functional import quantize
 from .fallback import quantize_delayed
 
 

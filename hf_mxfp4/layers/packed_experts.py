@@ -8,11 +8,10 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..experts_layout import weight_size
-from ..numerics import MXFP4Tensor
-from ..ops import Groups, packed_grouped_linear
-from ..ops.grouped import reads_packed_on_gpus
-from ..ops.library import PackedForm, frozen_experts
-from ..ops.packed import (
+from ..gemm import Groups, packed_grouped_linear
+from ..gemm.custom_ops import PackedForm, frozen_experts
+from ..gemm.grouped import reads_packed_on_gpus
+from ..gemm.packed_weight import (
     PACKED_FIELDS,
     PACKED_SUFFIXES,
     PackedWeight,
@@ -22,6 +21,7 @@ from ..ops.packed import (
     packed_tensor,
     quantize_weight,
 )
+from ..numerics import MXFP4Tensor
 from .experts_base import ExpertsBase
 from .operands import nearest_input
 
@@ -42,7 +42,7 @@ class MXFP4PackedExperts(ExpertsBase):
 
     Attributes, besides those of the experts and of [`ExpertsBase`]:
         form, reads_on_gpus: its schemes in compiled code, and whether a kernel is certain to read the weights on a GPU;
-            see [`hf_mxfp4.ops.library`].
+            see [`hf_mxfp4.gemm.custom_ops`].
         compute_dtype: of the experts that it stands for; follows ``.to(dtype)``.
     """
 

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..numerics import FallbackThreshold, MXFP4Tensor
-from ..ops.library import PackedForm, frozen_linear, new_handle
-from ..ops.linear import autocast_dtype
-from ..ops.packed import (
+from ..gemm.custom_ops import PackedForm, frozen_linear, new_handle
+from ..gemm.linear import autocast_dtype
+from ..gemm.packed_weight import (
     PACKED_FIELDS,
     PackedWeight,
     check_packed,
@@ -21,6 +20,7 @@ from ..ops.packed import (
     packed_tensor,
     quantize_weight,
 )
+from ..numerics import FallbackThreshold, MXFP4Tensor
 from .linear import MXFP4Linear
 from .weight_cache import WeightCache
 

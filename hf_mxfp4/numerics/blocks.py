@@ -8,13 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from . import grid, macro
-from .errors import importance_weights, inverse_power_of_two, sum_of_squares
-from .fallback import block_errors, select_share
-from .layout import from_blocks, to_blocks
-from .noise import NoiseSource, counted_uniform
-from .packed import saturate
-from .scales import (
+from . import e2m1 as grid
+from . import macro
+from .e8m0 import (
     BLOCK_SIZE,
     E8M0_NAN,
     ScaleRule,
@@ -23,6 +19,11 @@ from .scales import (
     largest_finite_magnitude,
     scale_from_amax,
 )
+from .errors import importance_weights, inverse_power_of_two, sum_of_squares
+from .fallback import block_errors, select_share
+from .layout import from_blocks, to_blocks
+from .packed import saturate
+from .rng import NoiseSource, counted_uniform
 from .scheme import QuantScheme
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import Blocks
-from .grid import round_nearest
+from .e2m1 import round_nearest
+from .e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0
 from .layout import from_blocks, to_blocks
 from .quantize import check_input, selector, unblock
-from .scales import BLOCK_SIZE, ScaleRule, decode_e8m0
 from .scheme import QuantScheme, one_of
 
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import grid, macro
+from . import e2m1 as grid
+from . import macro
+from .e8m0 import BLOCK_SIZE, E8M0_NAN, decode_e8m0
 from .packed import MXFP4Tensor, saturate
-from .scales import BLOCK_SIZE, E8M0_NAN, decode_e8m0
 from .scheme import QuantScheme, one_of
 
 

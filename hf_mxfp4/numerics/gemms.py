@@ -9,7 +9,7 @@ import enum
 import re
 from dataclasses import dataclass
 
-from .rotation import ROTATION_SIZES
+from .hadamard import ROTATION_SIZES
 from .scheme import QuantScheme, one_of
 
 

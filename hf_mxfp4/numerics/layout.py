@@ -3,7 +3,7 @@
 
 import torch
 
-from .scales import BLOCK_SIZE
+from .e8m0 import BLOCK_SIZE
 
 
 def to_blocks(rows: torch.Tensor, unit: int, block_rows: int) -> torch.Tensor:

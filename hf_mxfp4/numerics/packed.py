@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from . import grid, macro
-from .scales import BLOCK_SIZE, decode_e8m0
+from . import e2m1 as grid
+from . import macro
+from .e8m0 import BLOCK_SIZE, decode_e8m0
 from .scheme import QuantScheme
 
 

@@ -29,13 +29,13 @@ from numbers import Real
 
 import torch
 
-from . import grid
+from . import e2m1 as grid
 from .blocks import Blocks
+from .e8m0 import ScaleRule
 from .fallback import FallbackThreshold, select_above
 from .layout import per_row
-from .noise import NoiseSource, noise_source
 from .packed import MXFP4Tensor, saturate
-from .scales import ScaleRule
+from .rng import NoiseSource, noise_source
 from .scheme import QuantScheme
 
 

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from numbers import Real
 
-from .scales import ScaleRule
+from .e8m0 import ScaleRule
 
 
 #: Elements per macro block that have a definition; ``"row"`` is the whole axis.

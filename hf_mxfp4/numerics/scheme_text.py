@@ -4,7 +4,7 @@
 import difflib
 import re
 
-from .scales import ScaleRule
+from .e8m0 import ScaleRule
 from .scheme import MACRO_BLOCKS, MACRO_SEARCHES, ROUNDINGS, QuantScheme
 
 

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..config import MXFP4RLConfig
+from ..gemm.packed_weight import PACKED_FIELDS, packed_shapes
 from ..layers import MXFP4Linear, MXFP4PackedLinear
 from ..module_names import fused_experts, split_linears
 from ..numerics import MXFP4Tensor, QuantScheme
-from ..ops.packed import PACKED_FIELDS, packed_shapes
-from ..quantizer import swap_layers
+from ..quantizer.quantizer import swap_layers
 
 
 def read_config(model: str) -> PretrainedConfig:

@@ -11,10 +11,10 @@ from trl import GRPOConfig
 from .._logging import get_logger
 from ..layers import WEIGHT_FORMS
 from ..module_names import read_names
-from .aqn_targets import TARGETS
-from .mismatch import CORRECTION_MODES
-from .noise_controller import EntropyNoiseController
-from .noise_schedule import NoiseSchedule
+from .noise.controller import EntropyNoiseController
+from .noise.schedule import NoiseSchedule
+from .noise.targets import TARGETS
+from .rollout.mismatch import CORRECTION_MODES
 
 
 @dataclass

@@ -13,21 +13,21 @@ from transformers import TrainerState
 from .._logging import get_logger
 from ..adapters import strict_targets
 from ..layers import TRAINABLE
+from .callbacks.policy import thresholds_kept
+from .callbacks.run_card import mend_card
 from .config import MXFP4GRPOConfig
-from .dynamic_sampling import DynamicSampling
-from .interruption import InterruptibleTraining
-from .overlong_penalty import OverlongPenalty
-from .policy_callbacks import thresholds_kept
-from .reference_policy import check_reference, check_scheme, count_quantized, reference_config
-from .resume import random_states, restore_random_states
-from .reward_guard import guard_reward
-from .rollout_correction import RolloutCorrection
-from .rollout_generation import RolloutGeneration
-from .rollout_noise import RolloutNoise
-from .rollout_weights import describe_rollout_weights, rollout_context
-from .router_training import RouterTraining
-from .run_card import mend_card
-from .step_boundary import StepBoundary
+from .noise.rollouts import RolloutNoise
+from .resume.boundary import StepBoundary
+from .resume.interruption import InterruptibleTraining
+from .resume.state import random_states, restore_random_states
+from .rewards.guard import guard_reward
+from .rewards.overlong import OverlongPenalty
+from .rollout.correction import RolloutCorrection
+from .rollout.generation import RolloutGeneration
+from .rollout.reference_policy import check_reference, check_scheme, count_quantized, reference_config
+from .rollout.router_replay import RouterTraining
+from .rollout.sampling import DynamicSampling
+from .rollout.weights import describe_rollout_weights, rollout_context
 
 
 class MXFP4GRPOTrainer(

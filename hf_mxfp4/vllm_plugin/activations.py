@@ -6,8 +6,8 @@ import json
 
 import torch
 
+from ..backends import fake_quantize
 from ..config import MXFP4RLConfig
-from ..ops import fake_quantize
 
 
 @torch.library.custom_op("mxfp4_rl::quantize_input", mutates_args=())

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
+from ..gemm.packed_weight import dequantize, packed_shapes, packed_tensor
 from ..module_names import ALWAYS_SKIPPED, name_matches
 from ..numerics import BLOCK_SIZE
-from ..ops.packed import dequantize, packed_shapes, packed_tensor
 from .activations import quantize_input
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import typing
 
-from ._checks import (
+from .common.checks import (
     check_input,
     check_output,
     check_packed,
@@ -30,7 +30,7 @@ from ._checks import (
 if typing.TYPE_CHECKING:
     import torch
 
-    from ._launch import Packed, Scheme, Side
+    from .quantize.launch import Packed, Scheme, Side
 
 
 #: Functions of other modules -> the modules, which import torch and Triton.
@@ -99,7 +99,7 @@ def fake_quantize(
         outlier_fallback: weight in (0, 1] of the quantized residual, or `None` for one pass only.
         block_rows: rows that share blocks: 1, or 32 for tiles of 32 x 32 over the last two axes.
         rounding: ``"nearest"`` (ties to even), or ``"stochastic"`` for both passes.
-        seed: of stochastic rounding, an integer in 0..2**64 - 1. The numbers are counted (``hf_mxfp4.numerics.noise``):
+        seed: of stochastic rounding, an integer in 0..2**64 - 1. The numbers are counted (``hf_mxfp4.numerics.rng``):
             they depend on it and an element's place alone. A captured CUDA graph repeats those of its seed.
         rotation: 16, 32, 64 or 128 to multiply that many neighbours each by Sylvester's matrix over its root before
             (``hf_mxfp4.numerics.rotate``); the axis is then padded with zeros to a multiple, or `None`.
@@ -118,7 +118,7 @@ def fake_quantize(
     check_input("fake_quantize", x, block_rows)
     check_output(dtype)
     side = _side(x, x.shape[-1], rounding, seed, rotation, signs)
-    from . import _launch
+    from .quantize import launch as _launch
 
     return _launch.fake_quantize(x, scheme, side, dtype)
 
@@ -152,7 +152,7 @@ def fake_quantize_both(
         (rounding, seed, rotation, signs),
     )
     check_output(dtype)
-    from . import _launch
+    from .quantize import launch as _launch
 
     return _launch.fake_quantize_both(x, scheme, *sides, dtype)
 
@@ -183,7 +183,7 @@ def quantize(
     scheme = _scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows, rounding)
     check_input("quantize", x, block_rows)
     side = _side(x, x.shape[-1], rounding, seed, rotation, signs)
-    from . import _launch
+    from .quantize import launch as _launch
 
     return _launch.quantize(x, scheme, side)
 
@@ -208,7 +208,7 @@ def quantize_both(
         (scale_rule, macro_block, macro_search, outlier_fallback, block_rows),
         (rounding, seed, rotation, signs),
     )
-    from . import _launch
+    from .quantize import launch as _launch
 
     return _launch.quantize_both(x, scheme, *sides)
 
@@ -247,7 +247,7 @@ def dequantize(
         outlier_fallback=outlier_fallback,
     )
     scheme = _scheme("rceil", macro_block, macro_search, outlier_fallback, 1, "nearest")
-    from . import _launch
+    from .quantize import launch as _launch
 
     packed = _launch.Packed(codes, scale, macro, residual_codes, residual_scale)
     return _launch.dequantize(packed, length, scheme, dtype)
@@ -277,7 +277,7 @@ def _scheme(*options: object) -> Scheme:
     """Of scale rule, macro block, search, fallback, block rows and rounding. Raises as [`fake_quantize`] says."""
     if (reason := unsupported_scheme(*options)) is not None:
         raise ValueError(reason)
-    from . import _launch
+    from .quantize import launch as _launch
 
     return _launch.Scheme(*options[:5])
 
@@ -288,7 +288,7 @@ def _side(
     """What belongs to the blocks along an axis of ``length``. Raises as [`fake_quantize`] says."""
     check_seed(rounding, seed)
     signs = check_rotation(x, length, rotation, signs)
-    from . import _launch
+    from .quantize import launch as _launch
 
     return _launch.Side(seed, rotation, signs)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from progress import TrainingBar
 from transformers import (
     AutoTokenizer,
     DataCollatorForSeq2Seq,
@@ -20,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from common.progress import TrainingBar
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.rl import ExactResumeMixin
 from tasks import build_tokenizer, load_task

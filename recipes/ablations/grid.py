@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import yaml
-from arguments import GROUPS, parse
 from transformers import TrainingArguments
 
+from common.arguments import GROUPS, parse
 from hf_mxfp4.config import unknown_key_message
 from tasks.tiny_model import TINY_MODELS
 

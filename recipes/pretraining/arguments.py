@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from arguments import read_none, refuse_unknown
 from transformers import TrainingArguments
 from trl import TrlParser
+
+from common.arguments import read_none, refuse_unknown
 
 from .arms import BASELINE, NAMED_ARMS, Arm, choose_arms
 

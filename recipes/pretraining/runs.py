@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from progress import TrainingBar
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -19,6 +18,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from common.progress import TrainingBar
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.rl import OscillationResetCallback, QuantizationStepCallback
 from tasks.tiny_model import build_qwen2

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from hf_mxfp4.rl.rewards import exact_match_reward, is_exact_match
+from hf_mxfp4.rl.rewards.numbers import exact_match_reward, is_exact_match
 
 from .base import Task, as_prompt, choose_rows, make_dataset
 

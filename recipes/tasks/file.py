@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_mxfp4.rl.math_answers import check_math_answer, is_boxed_correct, is_math_correct
-from hf_mxfp4.rl.rewards import (
+from hf_mxfp4.rl.rewards.math import check_math_answer, is_boxed_correct, is_math_correct
+from hf_mxfp4.rl.rewards.numbers import (
     exact_match_reward,
     gsm8k_flexible_reward,
     is_exact_match,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 
-from hf_mxfp4.rl.rewards import (
+from hf_mxfp4.rl.rewards.numbers import (
     gsm8k_gold,
     gsm8k_strict_reward,
     is_flexible_correct,

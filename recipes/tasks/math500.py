@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 
-from hf_mxfp4.rl.math_answers import check_math_answer, is_boxed_correct, is_math_correct
-from hf_mxfp4.rl.rewards import math_reward
+from hf_mxfp4.rl.rewards.math import check_math_answer, is_boxed_correct, is_math_correct
+from hf_mxfp4.rl.rewards.numbers import math_reward
 
 from .base import Task, as_prompt
 from .sources import check_template, make_splits, read_split

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from hf_mxfp4.rl.rewards import gsm8k_strict_reward, is_flexible_correct, is_strict_correct
+from hf_mxfp4.rl.rewards.numbers import gsm8k_strict_reward, is_flexible_correct, is_strict_correct
 
 from .base import Task, as_prompt, choose_rows, make_dataset
 

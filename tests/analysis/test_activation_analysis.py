@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis import error_statistics, parse_scheme
-from hf_mxfp4.analysis.activations import analyze_activations, quantized_layers, read_texts, tokenized
-from hf_mxfp4.analysis.source import SourceError
+from hf_mxfp4.analysis.errors.activations import analyze_activations, quantized_layers, read_texts, tokenized
+from hf_mxfp4.analysis.errors.source import SourceError
 
 
 SCHEMES = [parse_scheme("rceil"), parse_scheme("rceil+mbs128-static")]

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from hf_mxfp4.analysis import ErrorStatistics, PrecisionSweep, error_statistics, parse_scheme, precision_sweep
-from hf_mxfp4.analysis.figures import cosine_figure, delta_figure, layer_labels, precision_figure, ratio_figure
+from hf_mxfp4.analysis.report.figures import (
+    cosine_figure,
+    delta_figure,
+    layer_labels,
+    precision_figure,
+    ratio_figure,
+)
 
 
 def statistics(text, seed=0):

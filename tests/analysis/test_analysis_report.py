@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from hf_mxfp4.analysis import ErrorStatistics, error_statistics, parse_scheme
-from hf_mxfp4.analysis.report import build_report, build_summary, write_reports
-from hf_mxfp4.analysis.results import Analysis, Problem, natural_key
-from hf_mxfp4.analysis.schemes import bits_per_element
-from hf_mxfp4.analysis.source import open_source
-from hf_mxfp4.analysis.statements import statements, verdict
-from hf_mxfp4.analysis.weights import Selection, analyze_weights
+from hf_mxfp4.analysis.errors.results import Analysis, Problem, natural_key
+from hf_mxfp4.analysis.errors.schemes import bits_per_element
+from hf_mxfp4.analysis.errors.source import open_source
+from hf_mxfp4.analysis.errors.weights import Selection, analyze_weights
+from hf_mxfp4.analysis.report.files import build_report, build_summary, write_reports
+from hf_mxfp4.analysis.report.statements import statements, verdict
 
 
 SCHEMES = [parse_scheme(text) for text in ("rceil", "floor", "rceil+mbs128-static+of0.5")]

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_mxfp4.analysis import error_statistics, parse_scheme
-from hf_mxfp4.analysis import weights as weights_module
-from hf_mxfp4.analysis.comparison import Pair, compare_checkpoints
-from hf_mxfp4.analysis.distributions import DISTRIBUTIONS, sample
-from hf_mxfp4.analysis.source import SourceError, open_source
-from hf_mxfp4.analysis.weights import Selection
+from hf_mxfp4.analysis.comparison.checkpoints import Pair, compare_checkpoints
+from hf_mxfp4.analysis.errors import weights as weights_module
+from hf_mxfp4.analysis.errors.distributions import DISTRIBUTIONS, sample
+from hf_mxfp4.analysis.errors.source import SourceError, open_source
+from hf_mxfp4.analysis.errors.weights import Selection
 from hf_mxfp4.numerics import QuantScheme
 
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from hf_mxfp4.analysis import statistics as module
-from hf_mxfp4.analysis.statistics import ErrorStatistics, error_statistics
+from hf_mxfp4.analysis.errors import statistics as module
+from hf_mxfp4.analysis.errors.statistics import ErrorStatistics, error_statistics
 from hf_mxfp4.numerics import QuantScheme, apply_scheme, decompose_scheme
 
 

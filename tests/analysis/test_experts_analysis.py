@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
-from hf_mxfp4.analysis.layer_names import judge
-from hf_mxfp4.analysis.source import open_source
-from hf_mxfp4.analysis.weights import analyze_weights, own_config, selection_for
-from hf_mxfp4.checkpoint.file_names import FileNames
+from hf_mxfp4.analysis.errors.layer_names import judge
+from hf_mxfp4.analysis.errors.source import open_source
+from hf_mxfp4.analysis.errors.weights import analyze_weights, own_config, selection_for
+from hf_mxfp4.checkpoint.io.tensor_names import FileNames
 from hf_mxfp4.cli import app
 from hf_mxfp4.numerics import QuantScheme
 

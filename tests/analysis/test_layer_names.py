@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from hf_mxfp4.analysis.layer_names import Place, judge, place_of
+from hf_mxfp4.analysis.errors.layer_names import Place, judge, place_of
 from hf_mxfp4.module_names import split_linears
 
 

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.analysis.injection import inject_component, injectable_linears
-from hf_mxfp4.analysis.pathways import component_damage
-from hf_mxfp4.analysis.policy import next_tokens, policy_logits
+from hf_mxfp4.analysis.policy.injection import inject_component, injectable_linears
+from hf_mxfp4.analysis.policy.pathways import component_damage
+from hf_mxfp4.analysis.policy.predictions import next_tokens, policy_logits
 from hf_mxfp4.numerics import COMPONENTS, QuantScheme, apply_component, apply_scheme, decompose_scheme
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 
 
 SCHEMES = [QuantScheme(), QuantScheme("rceil", 128, "static", 0.5), QuantScheme("even", 128, "blockwise")]

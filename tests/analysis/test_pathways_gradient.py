@@ -12,10 +12,10 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.analysis.gradient_gain import _loss_and_gradient, decoder_layers, gradient_gain
-from hf_mxfp4.analysis.injection import INJECTABLE
+from hf_mxfp4.analysis.policy.gradient_gain import _loss_and_gradient, decoder_layers, gradient_gain
+from hf_mxfp4.analysis.policy.injection import INJECTABLE
 from hf_mxfp4.numerics import QuantScheme, decompose_scheme
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -126,7 +126,7 @@ def test_labels_select_the_loss():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_loss_in_parts_has_the_gradient_of_the_whole(monkeypatch, dtype):
-    monkeypatch.setattr("hf_mxfp4.analysis.gradient_gain._ROWS", 3)
+    monkeypatch.setattr("hf_mxfp4.analysis.policy.gradient_gain._ROWS", 3)
     logits, targets = torch.randn(8, 5).to(dtype), torch.arange(8) % 5
     whole = logits.clone().requires_grad_(True)
     expected = F.cross_entropy(whole.float(), targets)

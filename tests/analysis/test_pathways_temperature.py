@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from hf_mxfp4.analysis.temperature import effective_temperature
+from hf_mxfp4.analysis.policy.temperature import effective_temperature
 
 
 def gaussian(*shape, seed=0, scale=1.0):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_mxfp4.analysis import PrecisionSweep, error_statistics, precision_sweep
-from hf_mxfp4.analysis import sweep as module
+from hf_mxfp4.analysis.errors import sweep as module
 from hf_mxfp4.numerics import QuantScheme
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_mxfp4.analysis import error_statistics, precision_sweep
-from hf_mxfp4.analysis.progress import ProgressLog, ProgressMismatch
-from hf_mxfp4.analysis.results import TensorResult
+from hf_mxfp4.analysis.errors.progress import ProgressLog, ProgressMismatch
+from hf_mxfp4.analysis.errors.results import TensorResult
 from hf_mxfp4.numerics import QuantScheme
 
 

@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hf_mxfp4.analysis.run_log import PREVIOUS_LOG, RUN_LOG, RunLog, RunLogError, read_run
-from hf_mxfp4.analysis.run_panels import PANELS, panels_figure
-from hf_mxfp4.analysis.run_report import render_run, write_run_picture
-from hf_mxfp4.analysis.run_verdict import means_with_interval, overall, summary, verdict
+from hf_mxfp4.analysis.run_report.charts import PANELS, panels_figure
+from hf_mxfp4.analysis.run_report.health import means_with_interval, overall, summary, verdict
+from hf_mxfp4.analysis.run_report.log import PREVIOUS_LOG, RUN_LOG, RunLog, RunLogError, read_run
+from hf_mxfp4.analysis.run_report.report import render_run, write_run_picture
 
 
 FACTS = {

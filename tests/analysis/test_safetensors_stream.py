@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_mxfp4.checkpoint.stream import ShardError, read_header, read_rows, slices
+from hf_mxfp4.checkpoint.io.reader import ShardError, read_header, read_rows, slices
 
 
 @pytest.fixture

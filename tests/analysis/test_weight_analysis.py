@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 import hf_mxfp4
 import mxfp4_kernels
 from hf_mxfp4.analysis import error_statistics, parse_scheme
-from hf_mxfp4.analysis import weights as module
-from hf_mxfp4.analysis.progress import ProgressLog
-from hf_mxfp4.analysis.source import SourceError, open_source
-from hf_mxfp4.analysis.weights import Selection, analyze_weights, bytes_to_analyze, own_config, selection_for
+from hf_mxfp4.analysis.errors import weights as module
+from hf_mxfp4.analysis.errors.progress import ProgressLog
+from hf_mxfp4.analysis.errors.source import SourceError, open_source
+from hf_mxfp4.analysis.errors.weights import Selection, analyze_weights, bytes_to_analyze, own_config, selection_for
 from hf_mxfp4.numerics import QuantScheme
 
 
@@ -265,8 +265,8 @@ def test_a_repaired_shard_is_taken_up(checkpoint, tmp_path):
 MEMORY = """
 import json, resource, struct, sys
 import torch
-from hf_mxfp4.analysis.source import open_source
-from hf_mxfp4.analysis.weights import Selection, analyze_weights
+from hf_mxfp4.analysis.errors.source import open_source
+from hf_mxfp4.analysis.errors.weights import Selection, analyze_weights
 from hf_mxfp4.numerics import QuantScheme
 
 def checkpoint(path, rows, columns):

@@ -20,7 +20,7 @@ from benchmarks.tie_dither import (
 )
 from benchmarks.tie_steps import log_probabilities, mean_kl, nudge_norms, share_of_digits, turn_at_random
 from hf_mxfp4.layers import trainable_matrices
-from hf_mxfp4.rl.weight_samples import sample_weights
+from hf_mxfp4.rl.callbacks.weight_samples import sample_weights
 
 
 PLAIN = {"macro_block": None, "outlier_fallback": None}

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
-from hf_mxfp4.checkpoint.complete import checkpoint_step, has_manifest, invalidate, write_manifest
+from hf_mxfp4.checkpoint.io.complete import checkpoint_step, has_manifest, invalidate, write_manifest
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
-from hf_mxfp4.checkpoint.file_names import FileNames, Piece
-from hf_mxfp4.checkpoint.folder import CheckpointError
+from hf_mxfp4.checkpoint.io.folder import CheckpointError
+from hf_mxfp4.checkpoint.io.tensor_names import FileNames, Piece
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import hf_mxfp4
 from hf_mxfp4.checkpoint import atomic_folder
-from hf_mxfp4.checkpoint.atomic import FolderError
-from hf_mxfp4.checkpoint.stream import StoredTensor, read_header, read_rows
-from hf_mxfp4.checkpoint.writer import ShardWriter, TensorSpec
+from hf_mxfp4.checkpoint.io.atomic import FolderError
+from hf_mxfp4.checkpoint.io.reader import StoredTensor, read_header, read_rows
+from hf_mxfp4.checkpoint.io.writer import ShardWriter, TensorSpec
 
 
 def contents(folder) -> dict[str, str]:
@@ -93,7 +93,7 @@ def test_a_link_stays_a_link(tmp_path):
 
 KILLED = """
 import itertools, sys
-from hf_mxfp4.checkpoint.atomic import atomic_folder
+from hf_mxfp4.checkpoint.io.atomic import atomic_folder
 print("ready", flush=True)
 for i in itertools.count():
     with atomic_folder("out", overwrite=True) as folder:
@@ -110,7 +110,7 @@ def test_a_kill_leaves_nothing_half_written(tmp_path):
     program = tmp_path / "program.py"
     # The module alone: the package takes seconds to import, and a trial a fraction of one.
     source = (root / "hf_mxfp4" / "checkpoint" / "atomic.py").read_text()
-    program.write_text(source + KILLED.replace("from hf_mxfp4.checkpoint.atomic import atomic_folder\n", ""))
+    program.write_text(source + KILLED.replace("from hf_mxfp4.checkpoint.io.atomic import atomic_folder\n", ""))
     existed = False
     for trial in range(30):
         with subprocess.Popen(

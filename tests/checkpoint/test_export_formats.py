@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import export
-from hf_mxfp4.checkpoint.atomic import FolderError
-from hf_mxfp4.checkpoint.folder import CheckpointError
 from hf_mxfp4.checkpoint.formats import FORMATS
+from hf_mxfp4.checkpoint.io.atomic import FolderError
+from hf_mxfp4.checkpoint.io.folder import CheckpointError
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -221,7 +221,7 @@ def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(config, tmp_path)
 
 
 def test_a_large_layer_is_requantized_in_portions_like_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_mxfp4.checkpoint.exported_layer._PORTION", 64 * 32)
+    monkeypatch.setattr("hf_mxfp4.checkpoint.convert.exported_layer._PORTION", 64 * 32)
     config = {"macro_block": 128, "weight_block": "32x32"}
     source = save_packed(tmp_path / "packed", layers=1, config=config)
     export(source, tmp_path / "out", "quark", "requantize")

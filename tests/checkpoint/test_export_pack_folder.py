@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import pack_checkpoint
-from hf_mxfp4.checkpoint.folder import CheckpointError
+from hf_mxfp4.checkpoint.io.folder import CheckpointError
 
 
 SCHEMES = {

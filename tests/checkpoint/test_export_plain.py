@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
-from hf_mxfp4.checkpoint.folder import ArgumentError, CheckpointError
+from hf_mxfp4.checkpoint.io.folder import ArgumentError, CheckpointError
 
 
 Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"

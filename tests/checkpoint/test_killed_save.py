@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_mxfp4.checkpoint import replace
-from hf_mxfp4.checkpoint.replace import checkpoint_files, staged
+from hf_mxfp4.checkpoint.io import replace
+from hf_mxfp4.checkpoint.io.replace import checkpoint_files, staged
 
 
 INDEX = "model.safetensors.index.json"

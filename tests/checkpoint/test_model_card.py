@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig, decompose
 from hf_mxfp4.checkpoint import add_evaluation
-from hf_mxfp4.checkpoint.model_card import choose_card, is_generated, make_card, save_card
+from hf_mxfp4.checkpoint.card.model import choose_card, is_generated, make_card, save_card
 
 
 SUMMARY = {

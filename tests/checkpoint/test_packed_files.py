@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import check_packed_files
-from hf_mxfp4.checkpoint.mapped import release_mapped, resolved
+from hf_mxfp4.checkpoint.io.mapped import release_mapped, resolved
 
 
 LAYER = "model.layers.0.mlp.up_proj"  # [96, 64]

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import hf_mxfp4
 import mxfp4_kernels
 from hf_mxfp4.analysis import PAPER_SCHEMES
-from hf_mxfp4.analysis import weights as weights_module
-from hf_mxfp4.analysis.source import open_source
+from hf_mxfp4.analysis.errors import weights as weights_module
+from hf_mxfp4.analysis.errors.source import open_source
 from hf_mxfp4.cli import app
 from tasks.tiny_model import build_char_tokenizer
 

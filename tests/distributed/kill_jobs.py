@@ -78,7 +78,7 @@ def train_with_a_failing_rank(base: str, run: str, failure: str) -> None:
             raise KeyError("answer")
         return [float(len(text)) for text in completions]
 
-    from hf_mxfp4.rl.reward_guard import guard_reward
+    from hf_mxfp4.rl.rewards.guard import guard_reward
 
     trainer.reward_funcs = [guard_reward(reward)]
     started = time.monotonic()

@@ -13,8 +13,8 @@ from transformers import TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl import RewardError
-from hf_mxfp4.rl.interruption import signals_as_exceptions
-from hf_mxfp4.rl.step_boundary import StepBoundary
+from hf_mxfp4.rl.resume.boundary import StepBoundary
+from hf_mxfp4.rl.resume.interruption import signals_as_exceptions
 
 
 #: Two rollouts for four optimizer steps each, so that a checkpoint falls between steps of one rollout too.

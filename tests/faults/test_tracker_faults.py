@@ -10,7 +10,7 @@ from trl.extras import profiling
 from trl.trainer import grpo_trainer
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.rl.tracker_guard import guard_trackers, is_tracker
+from hf_mxfp4.rl.resume.trackers import guard_trackers, is_tracker
 
 
 class Unreachable(WandbCallback):

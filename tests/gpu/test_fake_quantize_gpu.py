@@ -12,8 +12,8 @@ import torch
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.ops import backend_for
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.backends import backend_for
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -45,7 +45,7 @@ def case(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_nothing_waits_for_the_gpu():
     import mxfp4_kernels
-    from hf_mxfp4.ops import group_by_expert, grouped_linear
+    from hf_mxfp4.gemm import group_by_expert, grouped_linear
 
     x, weight, ids = case(100)
     packed = mxfp4_kernels.quantize(weight)
@@ -69,7 +69,7 @@ def test_nothing_waits_for_the_gpu():
 
 def test_one_graph_serves_every_routing():
     import mxfp4_kernels
-    from hf_mxfp4.ops import group_by_expert
+    from hf_mxfp4.gemm import group_by_expert
 
     x, weight, ids = case(64)
     packed = mxfp4_kernels.quantize(weight)

@@ -13,7 +13,7 @@ from tiny_models import make_model
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -111,7 +111,7 @@ def compiler():
 @pytest.mark.parametrize("n_cols", [4096, 14336])
 def test_inductors_graphs_hold_products_in_parts(monkeypatch, compiler, n_cols):
     """Counters that a first launch allocates must not lie in the memory of the graph that is warmed up around it."""
-    from mxfp4_kernels import _counters
+    from mxfp4_kernels.common import counters as _counters
 
     # As in a fresh process: the first launch of all is that of the warm-up.
     monkeypatch.setattr(_counters, "_of_stream", {})

@@ -12,8 +12,8 @@ import torch
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
+from hf_mxfp4.backends import backend_for
 from hf_mxfp4.numerics import QuantScheme
-from hf_mxfp4.ops import backend_for
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -12,7 +12,7 @@ import torch
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
-from hf_mxfp4.numerics.noise import counted_uniform
+from hf_mxfp4.numerics.rng import counted_uniform
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

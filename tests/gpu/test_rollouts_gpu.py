@@ -9,7 +9,7 @@ from grpo_runs import trainer_factory
 from peft import LoraConfig
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.rl.rollout_generation import _static_caches
+from hf_mxfp4.rl.rollout.generation import _static_caches
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -10,9 +10,10 @@ import sys
 import torch
 from ahead_of_time import compile_kernel, gpu_target
 
-from mxfp4_kernels import _decode, plan_linear_w4a16
-from mxfp4_kernels._decode_kernel import linear_kernel
-from mxfp4_kernels._launch import Scheme
+from mxfp4_kernels import plan_linear_w4a16
+from mxfp4_kernels.gemm import decode as _decode
+from mxfp4_kernels.gemm.decode_kernel import linear_kernel
+from mxfp4_kernels.quantize.launch import Scheme
 
 
 #: Name: tokens, columns, scheme, dtype.

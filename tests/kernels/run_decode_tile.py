@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hf_mxfp4 import numerics
-from mxfp4_kernels._decode_tile import NARROW_BYTE, decode_tile, interleave
+from mxfp4_kernels.gemm.decode_tile import NARROW_BYTE, decode_tile, interleave
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from run_interpreted import adversarial_rows
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
-from hf_mxfp4.ops.gemms import rotate_padded
+from hf_mxfp4.gemm.operands import rotate_padded
 
 
 WHAT = sys.argv[1]

@@ -10,8 +10,10 @@ import sys
 import torch
 from ahead_of_time import compile_kernel, gpu_target
 
-from mxfp4_kernels import _fold, _fold_both_kernel, _fold_kernel
-from mxfp4_kernels._plan import PLAIN, Scheme, Side, compile_constants
+from mxfp4_kernels.common.plan import PLAIN, Scheme, Side, compile_constants
+from mxfp4_kernels.e4m3 import both_kernel as _fold_both_kernel
+from mxfp4_kernels.e4m3 import fold as _fold
+from mxfp4_kernels.e4m3 import rows_kernel as _fold_kernel
 
 
 INPUTS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*i16"}

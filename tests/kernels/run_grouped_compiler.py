@@ -9,15 +9,13 @@ import sys
 
 from ahead_of_time import compile_kernel, gpu_target
 
-from mxfp4_kernels import (
-    _blocks,
-    _grouped,
-    _grouped_e4m3,
-    _grouped_e4m3_kernel,
-    _grouped_kernel,
-    _grouped_packed,
-    _grouped_packed_kernel,
-)
+from mxfp4_kernels.common import blocks as _blocks
+from mxfp4_kernels.gemm import grouped as _grouped
+from mxfp4_kernels.gemm import grouped_e4m3 as _grouped_e4m3
+from mxfp4_kernels.gemm import grouped_e4m3_kernel as _grouped_e4m3_kernel
+from mxfp4_kernels.gemm import grouped_kernel as _grouped_kernel
+from mxfp4_kernels.gemm import grouped_packed as _grouped_packed
+from mxfp4_kernels.gemm import grouped_packed_kernel as _grouped_packed_kernel
 
 
 # Qwen3-30B-A3B: gate and up projections of 128 experts.

@@ -15,8 +15,9 @@ from torch import nn
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.backends import fake_quantize
+from hf_mxfp4.gemm import BackwardProducts, Draws, group_by_expert, grouped_linear, rotate_operand
 from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts
-from hf_mxfp4.ops import BackwardProducts, Draws, fake_quantize, group_by_expert, grouped_linear, rotate_operand
 
 
 E, N, K = 4, 48, 40

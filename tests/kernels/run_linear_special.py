@@ -11,7 +11,8 @@ import torch
 from run_linear_w4a16 import problem
 
 from hf_mxfp4 import numerics
-from mxfp4_kernels import _decode, linear_w4a16
+from mxfp4_kernels import linear_w4a16
+from mxfp4_kernels.gemm import decode as _decode
 
 
 def packed_rows(n_rows: int, n_cols: int, byte: int) -> tuple[torch.Tensor, torch.Tensor]:

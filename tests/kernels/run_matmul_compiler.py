@@ -9,7 +9,8 @@ import sys
 
 from ahead_of_time import compile_kernel, gpu_target
 
-from mxfp4_kernels import _matmul, _matmul_kernel
+from mxfp4_kernels.gemm import matmul as _matmul
+from mxfp4_kernels.gemm import matmul_kernel as _matmul_kernel
 
 
 #: Bytes of shared memory that a program may have.

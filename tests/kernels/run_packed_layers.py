@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights
-from hf_mxfp4.ops import packed_product_route, triton_kernels
-from mxfp4_kernels import _decode
+from hf_mxfp4.backends import triton as triton_kernels
+from hf_mxfp4.gemm import packed_product_route
+from mxfp4_kernels.gemm import decode as _decode
 
 
 OPTIONS = [

@@ -24,7 +24,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 import mxfp4_kernels
 from hf_mxfp4 import numerics
 from hf_mxfp4.numerics import QuantScheme
-from hf_mxfp4.rl.aqn import NormNoise
+from hf_mxfp4.rl.noise.norms import NormNoise
 
 
 NORM = ("packed", "values", "normed")

@@ -26,9 +26,9 @@ from run_interpreted import adversarial_rows
 import hf_mxfp4
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
+from hf_mxfp4.backends.select import dequantize
 from hf_mxfp4.layers import MXFP4PackedLinear
 from hf_mxfp4.numerics import QuantScheme
-from hf_mxfp4.ops.backends import dequantize
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

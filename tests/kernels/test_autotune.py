@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from mxfp4_kernels import _autotune
-from mxfp4_kernels._autotune import autotune, cache_file, choose
+from mxfp4_kernels.common import autotune as _autotune
+from mxfp4_kernels.common.autotune import autotune, cache_file, choose
 
 
 CONFIGS = [{"BLOCK_M": 64, "num_warps": 4}, {"BLOCK_M": 128, "num_warps": 8}, {"BLOCK_M": 256, "num_warps": 8}]

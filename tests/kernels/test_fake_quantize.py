@@ -103,7 +103,7 @@ def test_wrong_inputs_raise():
 
 
 def test_cpu_tensor_needs_the_interpreter(monkeypatch):
-    from mxfp4_kernels import _launch
+    from mxfp4_kernels.quantize import launch as _launch
 
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="CPU"):
@@ -118,7 +118,7 @@ def test_import_is_light():
 
 
 def test_plan_flattens_only_gapless_whole_macro_blocks():
-    from mxfp4_kernels._plan import plan
+    from mxfp4_kernels.common.plan import plan
 
     assert plan(10, 256, 256, 128) == (1, 2560, 2560, 1, 2048)
     assert plan(10, 192, 192, 128)[:3] == (10, 192, 192)

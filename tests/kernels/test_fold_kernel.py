@@ -55,7 +55,7 @@ def test_what_does_not_fold_is_refused(function, x, options, error, words):
 
 
 def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch):
-    from mxfp4_kernels import _fold
+    from mxfp4_kernels.e4m3 import fold as _fold
 
     monkeypatch.setattr(_fold, "INTERPRETED", False)
     for function in (mxfp4_kernels.fold_e4m3, mxfp4_kernels.fold_e4m3_both, mxfp4_kernels.quantize_e4m3):
@@ -64,7 +64,7 @@ def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch):
 
 
 def test_rows_stay_in_registers_where_little_is_padding():
-    from mxfp4_kernels._fold import rows_plan
+    from mxfp4_kernels.e4m3.fold import rows_plan
 
     def plan(length, unit=True, tiles=False):
         (tile, options) = rows_plan(1, length, unit, tiles)

@@ -137,7 +137,7 @@ ENDS = torch.tensor([2, 6], dtype=torch.int32)
     ],
 )
 def test_grouped_matmul_refuses_what_does_not_fit(arguments, error, words, monkeypatch):
-    from mxfp4_kernels import _grouped
+    from mxfp4_kernels.gemm import grouped as _grouped
 
     monkeypatch.setattr(_grouped, "INTERPRETED", True)
     with pytest.raises(error, match=words):
@@ -145,7 +145,7 @@ def test_grouped_matmul_refuses_what_does_not_fit(arguments, error, words, monke
 
 
 def test_the_other_products_refuse_too(monkeypatch):
-    from mxfp4_kernels import _grouped
+    from mxfp4_kernels.gemm import grouped as _grouped
 
     with pytest.raises(ValueError, match="grouped_matmul needs tensors on a GPU"):
         mxfp4_kernels.grouped_matmul(X, W, ENDS)
@@ -167,7 +167,7 @@ def test_the_other_products_refuse_too(monkeypatch):
 
 
 def test_tiles_are_enough_for_any_counts():
-    from mxfp4_kernels._grouped_tiles import tile_slots
+    from mxfp4_kernels.gemm.grouped_tiles import tile_slots
 
     generator = torch.Generator().manual_seed(0)
     for tile_rows in (16, 128):
@@ -179,7 +179,7 @@ def test_tiles_are_enough_for_any_counts():
 
 @pytest.mark.parametrize("limit", [65536, 101376, 166912, 232448])
 def test_configs_fit_the_shared_memory(limit, monkeypatch):
-    from mxfp4_kernels import _grouped
+    from mxfp4_kernels.gemm import grouped as _grouped
 
     monkeypatch.setattr(_grouped, "INTERPRETED", False)
     monkeypatch.setattr(_grouped, "shared_memory", lambda device: limit)

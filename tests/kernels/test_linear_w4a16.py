@@ -107,7 +107,8 @@ class _Launch:
 
 def test_a_launch_reads_no_value_of_any_tensor(monkeypatch):
     """Fake tensors have none: a host that waited for one would raise. What is left can be captured in a graph."""
-    from mxfp4_kernels import _decode, _launch
+    from mxfp4_kernels.gemm import decode as _decode
+    from mxfp4_kernels.quantize import launch as _launch
 
     kernel = _Launch()
     monkeypatch.setattr(_decode, "linear_kernel", kernel)
@@ -123,7 +124,7 @@ def test_a_launch_reads_no_value_of_any_tensor(monkeypatch):
 
 
 def test_captured_launches_never_share_counters(monkeypatch):
-    from mxfp4_kernels import _counters
+    from mxfp4_kernels.common import counters as _counters
 
     device = torch.device("cpu")
     monkeypatch.setattr(_counters, "_for_graphs", {device: (torch.zeros(256, dtype=torch.int32), 0)})
@@ -138,7 +139,7 @@ def test_captured_launches_never_share_counters(monkeypatch):
 
 def test_counters_are_never_allocated_by_the_launching_thread(monkeypatch):
     """Its allocations may go to the memory of a CUDA graph that is warmed up, which later graphs overwrite."""
-    from mxfp4_kernels import _counters
+    from mxfp4_kernels.common import counters as _counters
 
     synchronized, threads = [], []
 

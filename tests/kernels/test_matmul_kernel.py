@@ -64,7 +64,7 @@ def test_matmul_mxf4_refuses_what_does_not_fit(arguments, options, error, words)
 
 
 def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch):
-    from mxfp4_kernels import _matmul
+    from mxfp4_kernels.gemm import matmul as _matmul
 
     monkeypatch.setattr(_matmul, "INTERPRETED", False)
     with pytest.raises(ValueError, match="needs GPU tensors"):
@@ -76,7 +76,7 @@ def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch):
 @pytest.mark.parametrize("shared_memory", [64, 99, 163, 227])
 @pytest.mark.parametrize("n_rows", [1, 16, 33, 64, 100, 5000])
 def test_there_is_a_config_for_every_gpu_and_height(n_rows, shared_memory):
-    from mxfp4_kernels._matmul import Tiles, mxf4_tiles, usual_configs
+    from mxfp4_kernels.gemm.matmul import Tiles, mxf4_tiles, usual_configs
 
     for tiles in (Tiles(), *(mxf4_tiles(*which, False) for which in ((False, True), (True, False), (True, True)))):
         configs = usual_configs(n_rows, tiles, shared_memory * 1024)

@@ -69,7 +69,7 @@ def test_dequantize_refuses_what_does_not_fit(change, error, words):
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    from mxfp4_kernels import _launch
+    from mxfp4_kernels.quantize import launch as _launch
 
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="CPU"):
@@ -79,7 +79,7 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
 
 
 def test_tiles_are_never_flattened():
-    from mxfp4_kernels._plan import plan
+    from mxfp4_kernels.common.plan import plan
 
     assert plan(64, 256, 256, 32, 32) == (64, 256, 256, 32, 128)
     assert plan(64, 256, 256, 256, 32) == (64, 256, 256, 32, 256)

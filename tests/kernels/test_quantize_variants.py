@@ -8,7 +8,7 @@ import torch
 from spread_cases import spread_cases
 
 import mxfp4_kernels
-from mxfp4_kernels._plan import Scheme, both_tile
+from mxfp4_kernels.common.plan import Scheme, both_tile
 
 
 def test_interpreted_kernels_equal_eager_bit_for_bit(run_script):
@@ -85,7 +85,7 @@ def test_the_output_dtype_is_checked():
 
 
 def test_gpu_tensors_are_needed(monkeypatch):
-    from mxfp4_kernels import _launch
+    from mxfp4_kernels.quantize import launch as _launch
 
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="CPU"):

@@ -10,12 +10,12 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig, fake_quantize
 from hf_mxfp4.adapters.rollout import policy_parameters
-from hf_mxfp4.analysis.injection import inject_component
+from hf_mxfp4.analysis.policy.injection import inject_component
 from hf_mxfp4.layers import MXFP4PackedExperts, trainable_matrices
 from hf_mxfp4.numerics import FP8, FULL, QuantScheme
-from hf_mxfp4.quantizer import quantize_linears
-from hf_mxfp4.rl.callbacks import spread_layers
-from hf_mxfp4.rl.vllm_sync import rollout_parameters
+from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.rl.callbacks.base import spread_layers
+from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 
 
 IDS = torch.arange(2, 26).view(2, 12)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
-from hf_mxfp4.ops import draws as draws_module
+from hf_mxfp4.gemm import layer_rng as draws_module
 
 
 OPERANDS = [

@@ -10,11 +10,11 @@ from tiny_models import make_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, pack
+from hf_mxfp4.backends import cpu
+from hf_mxfp4.gemm import saved as saved_module
 from hf_mxfp4.layers import set_quantization_step, update_fallback_thresholds
 from hf_mxfp4.numerics import parse_scheme
-from hf_mxfp4.ops import cpu
-from hf_mxfp4.ops import saved as saved_module
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 
 
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.

@@ -8,7 +8,7 @@ import torch
 
 from hf_mxfp4 import fake_quantize as fastest
 from hf_mxfp4.numerics import QuantScheme, apply_scheme, fake_quantize, quantize
-from hf_mxfp4.numerics.noise import counted_uniform
+from hf_mxfp4.numerics.rng import counted_uniform
 
 
 WORD = 2**32 - 1
@@ -44,7 +44,7 @@ def test_numbers_are_those_of_the_definition(seed, draw):
 
 
 def test_counters_beyond_32_bits():
-    from hf_mxfp4.numerics.noise import _philox
+    from hf_mxfp4.numerics.rng import _philox
 
     for counter in (2**32 - 1, 2**32, 5 * 2**40 + 17):
         words = _philox(torch.tensor([counter]), 2**63 + 5, 1)

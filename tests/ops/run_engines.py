@@ -12,9 +12,9 @@ import sys
 import torch
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.gemm import engine_counts, reset_engine_counts
 from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.numerics import FP8
-from hf_mxfp4.ops import engine_counts, reset_engine_counts
 
 
 WHAT = sys.argv[1]
@@ -93,7 +93,7 @@ def compare() -> dict:
 def weights_are_folded_once() -> list[int]:
     """Calls of the folding kernel in two forward passes within [`cached_weights`], and after an update."""
     import mxfp4_kernels
-    from mxfp4_kernels import _fold
+    from mxfp4_kernels.e4m3 import fold as _fold
 
     calls = []
     original = _fold.fold_e4m3

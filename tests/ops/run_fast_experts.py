@@ -13,10 +13,10 @@ from torch import nn
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.gemm import engine_counts, group_by_expert, reset_engine_counts
+from hf_mxfp4.gemm.fast_experts import self_check
 from hf_mxfp4.layers import MXFP4Experts, cached_weights
 from hf_mxfp4.numerics import FP8
-from hf_mxfp4.ops import engine_counts, group_by_expert, reset_engine_counts
-from hf_mxfp4.ops.fast_experts import self_check
 
 
 WHAT = sys.argv[1] if len(sys.argv) > 1 else "few"

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from hf_mxfp4 import QuantScheme, numerics
+from hf_mxfp4.backends import backend_for, cpu, fake_quantize
+from hf_mxfp4.gemm import packed_product_route
 from hf_mxfp4.numerics import fake_quantize as reference
-from hf_mxfp4.ops import backend_for, cpu, fake_quantize, packed_product_route
 
 
 STATIC = QuantScheme("rceil", 128, "static", 0.5)

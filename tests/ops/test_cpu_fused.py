@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import hf_mxfp4
 from hf_mxfp4 import numerics
+from hf_mxfp4.backends import backend_for, cpu
+from hf_mxfp4.backends.cpu import library
+from hf_mxfp4.backends.cpu.threads import in_threads
 from hf_mxfp4.numerics import QuantScheme
-from hf_mxfp4.ops import backend_for, cpu
-from hf_mxfp4.ops.cpu import library
-from hf_mxfp4.ops.cpu.threads import in_threads
 
 
 pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU functions: {library.load()[1]}")
@@ -212,7 +212,7 @@ def test_the_public_functions_run_on_the_fused_backend(monkeypatch):
     x = torch.randn(4, 64)
     expected = numerics.fake_quantize(x)
     monkeypatch.setattr(numerics, "quantize", refuse)
-    monkeypatch.setattr("hf_mxfp4.ops.backends.apply_scheme", refuse)
+    monkeypatch.setattr("hf_mxfp4.backends.select.apply_scheme", refuse)
     monkeypatch.setattr("hf_mxfp4.numerics.packed.dequantize", refuse)
     assert torch.equal(hf_mxfp4.fake_quantize(x), expected)
     assert torch.equal(hf_mxfp4.quantize(x).dequantize(), expected)

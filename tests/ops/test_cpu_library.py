@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_mxfp4.ops.cpu import library
+from hf_mxfp4.backends.cpu import library
 
 
 pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU functions: {library.load()[1]}")
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU
 PRINT_BACKEND = """
 import torch
 from hf_mxfp4.numerics import QuantScheme, apply_scheme
-from hf_mxfp4.ops import backend_for, fake_quantize
+from hf_mxfp4.backends import backend_for, fake_quantize
 x = torch.randn(8, 128)
 assert torch.equal(fake_quantize(x, QuantScheme()), apply_scheme(x, QuantScheme()))
 print(*backend_for("cpu", x.dtype, QuantScheme(), "auto"))

@@ -4,9 +4,10 @@
 import pytest
 import torch
 
+from hf_mxfp4.gemm import Engine, FastExperts, FastProducts, Groups, engine_for
+from hf_mxfp4.gemm import select as engines
+from hf_mxfp4.gemm.groups import PaddedRows
 from hf_mxfp4.numerics import REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
-from hf_mxfp4.ops import Engine, FastExperts, FastProducts, Groups, engine_for, engines
-from hf_mxfp4.ops.groups import PaddedRows
 
 
 PLAIN, STOCHASTIC = QuantScheme(), QuantScheme(rounding="stochastic")

@@ -10,10 +10,10 @@ import torch
 from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, QuantScheme, numerics
+from hf_mxfp4.gemm.custom_ops import new_handle
+from hf_mxfp4.gemm.custom_ops.registry import owner_of
+from hf_mxfp4.gemm.custom_ops.tensors import PARTS
 from hf_mxfp4.numerics import parse_scheme
-from hf_mxfp4.ops.library import new_handle
-from hf_mxfp4.ops.library.handles import owner_of
-from hf_mxfp4.ops.library.tensors import PARTS
 
 
 OPS = torch.ops.hf_mxfp4

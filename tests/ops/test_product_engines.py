@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.gemm import engine_counts, engine_for, reset_engine_counts
+from hf_mxfp4.gemm import select as engines
 from hf_mxfp4.numerics import FP8, FULL, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
-from hf_mxfp4.ops import engine_counts, engine_for, engines, reset_engine_counts
 
 
 PLAIN, MBS = QuantScheme(), QuantScheme("rceil", 128)

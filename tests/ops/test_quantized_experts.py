@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
-from hf_mxfp4.ops import (
+from hf_mxfp4.gemm import (
     BackwardProducts,
     Draws,
     Groups,
@@ -15,7 +15,7 @@ from hf_mxfp4.ops import (
     packed_grouped_linear,
     quantized_linear,
 )
-from hf_mxfp4.ops.groups import PaddedRows
+from hf_mxfp4.gemm.groups import PaddedRows
 
 
 COUNTS = (5, 0, 33, 2)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_mxfp4.ops import quantized_linear
+from hf_mxfp4.gemm import quantized_linear
 
 
 def halve(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,18 +9,18 @@ import sys
 from pathlib import Path
 
 import evaluate
-import evaluation
 import pytest
 import torch
-from evaluation import Batch, Sampling, complete_batches, tokenize
 from tiny_models import make_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from evaluating import run
-from evaluating.policy import load_policy
-from evaluating.records import CompletionFile
-from evaluating.run import main
+from evaluation import generate as evaluation
+from evaluation import run
+from evaluation.generate import Batch, Sampling, complete_batches, tokenize
+from evaluation.policy import load_policy
+from evaluation.records import CompletionFile
+from evaluation.run import main
 from hf_mxfp4 import MXFP4RLConfig
 from tasks import load_task
 from tasks.arithmetic import ALPHABET

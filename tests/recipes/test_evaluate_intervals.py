@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from evaluating.intervals import (
+from evaluation.intervals import (
     bootstrap_mean,
     mcnemar,
     mean_pass_at_k,

@@ -11,8 +11,8 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from evaluating import policy as policy_module
-from evaluating.policy import folder_digest, load_policy
+from evaluation import policy as policy_module
+from evaluation.policy import folder_digest, load_policy
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import QUANTIZED
 from tasks.arithmetic import ALPHABET

@@ -7,20 +7,20 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import evaluation
 import grpo
 import pytest
 import torch
 import yaml
-from arguments import QuantizationArguments, RecipeArguments, parse
 from grpo import main, parse_or_exit
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import integration_utils
 
-from evaluating.intervals import wilson
+from common.arguments import QuantizationArguments, RecipeArguments, parse
+from evaluation import generate as evaluation
+from evaluation.intervals import wilson
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.analysis.run_log import RUN_LOG
+from hf_mxfp4.analysis.run_report.log import RUN_LOG
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from tasks import TASKS
 
@@ -57,7 +57,7 @@ RELOAD = """
 import json, sys
 sys.path.insert(0, sys.argv[1] + "/recipes")
 import hf_mxfp4
-from evaluation import evaluate_greedy
+from evaluation.generate import evaluate_greedy
 from tasks import load_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = sys.argv[2]

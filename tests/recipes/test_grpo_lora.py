@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from arguments import parse
-from checksum import frozen_checksum
 from grpo import main
 from test_grpo import TINY
 from test_grpo_two_processes import launch
 from tiny_models import make_model
 
+from common.arguments import parse
+from common.checksum import frozen_checksum
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from arguments import parse
 from grpo import main
 from test_grpo import TINY
 from test_grpo_two_processes import launch
 from transformers import AutoConfig
 
+from common.arguments import parse
 from hf_mxfp4.routing import find_routers
 from tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen3_moe
 

@@ -11,8 +11,8 @@ import evaluate
 import pytest
 from huggingface_hub import RepoCard
 
-from hf_mxfp4.rl import math_answers
-from hf_mxfp4.rl.rewards import gsm8k_gold, math_reward
+from hf_mxfp4.rl.rewards import math as math_answers
+from hf_mxfp4.rl.rewards.numbers import gsm8k_gold, math_reward
 from tasks.gsm8k import strip_annotations
 
 

@@ -2,11 +2,12 @@
 """The evaluation before RL where FSDP or DeepSpeed leave the model on the CPU: on the accelerator where it fits there,
 and otherwise not at all. Memory and moves are made up: the logic needs no GPU."""
 
-import placement
 import pytest
 import torch
-from placement import placed, why_not_on
 from torch import nn
+
+from common import placement
+from common.placement import placed, why_not_on
 
 
 GPU = torch.device("cuda:0")

@@ -10,9 +10,9 @@ from transformers import TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.numerics import decompose_scheme
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 from hf_mxfp4.rl import ActivationErrorCallback
-from hf_mxfp4.rl.activation_errors import spread_modules
+from hf_mxfp4.rl.callbacks.activation_errors import spread_modules
 
 
 PARTS = ("scale_bias", "deadzone", "grid", "sqnr_db")

@@ -11,11 +11,11 @@ from tiny_models import make_model
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from hf_mxfp4.devices import widest_float
-from hf_mxfp4.rl import aqn
-from hf_mxfp4.rl.aqn import NormNoise, find_norms
-from hf_mxfp4.rl.noise_schedule import NoiseSchedule
-from hf_mxfp4.rl.vllm_sync import rollout_parameters
+from hf_mxfp4.backends.devices import widest_float
+from hf_mxfp4.rl.noise import norms as aqn
+from hf_mxfp4.rl.noise.norms import NormNoise, find_norms
+from hf_mxfp4.rl.noise.schedule import NoiseSchedule
+from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 
 
 IDS = torch.arange(24).reshape(2, 12) % 32

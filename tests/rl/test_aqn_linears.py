@@ -16,10 +16,10 @@ from trl import TrlParser
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.adapters import policy_parameters
 from hf_mxfp4.layers import QUANTIZED, cached_weights, uncached_weights
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 from hf_mxfp4.rl import LinearNoise
-from hf_mxfp4.rl.aqn_targets import plain_name
-from hf_mxfp4.rl.vllm_sync import rollout_parameters
+from hf_mxfp4.rl.noise.targets import plain_name
+from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 from hf_mxfp4.routing import find_routers
 
 
@@ -163,7 +163,7 @@ def test_noise_is_standard_normal_and_drawn_in_chunks(monkeypatch):
     assert float((whole.abs() > 3).float().mean()) == pytest.approx(0.0027, abs=0.001)
     half = len(whole) // 2
     assert abs(float((whole[:half] * whole[half : 2 * half]).mean())) < 0.02
-    monkeypatch.setattr("hf_mxfp4.rl.aqn_linears._CHUNK", 1000)
+    monkeypatch.setattr("hf_mxfp4.rl.noise.linears._CHUNK", 1000)
     parts = list(noise.noise("a", 2500, 3))
     assert [len(part) for part in parts] == [1000, 1000, 500]
     assert not torch.equal(parts[0], parts[1]) and torch.equal(parts[1], list(noise.noise("a", 2500, 3))[1])

@@ -7,7 +7,7 @@ from moe_models import FAMILIES, make_moe, tokens
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_mxfp4.rl.aqn import find_norms
+from hf_mxfp4.rl.noise.norms import find_norms
 from hf_mxfp4.routing import find_routers
 
 

@@ -6,9 +6,9 @@ from transformers import TrainerControl, TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.numerics import decompose
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, ErrorCallback
-from hf_mxfp4.rl.callbacks import spread_layers
+from hf_mxfp4.rl.callbacks.base import spread_layers
 
 
 def feed(callback, entropies, start=1):

@@ -16,9 +16,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.rl.dynamic_sampling import equal_rewards, prompt_digest
-from hf_mxfp4.rl.rollout_routing import BATCH_KEY
-from hf_mxfp4.rl.rollout_rows import put_rows, take_rows
+from hf_mxfp4.rl.rollout.routing import BATCH_KEY
+from hf_mxfp4.rl.rollout.rows import put_rows, take_rows
+from hf_mxfp4.rl.rollout.sampling import equal_rewards, prompt_digest
 
 
 ROOT = Path(__file__).resolve().parents[2]

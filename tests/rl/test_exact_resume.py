@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import named_fallback_thresholds
 from hf_mxfp4.rl import RewardError
-from hf_mxfp4.rl.resume import missing_parameters
+from hf_mxfp4.rl.resume.state import missing_parameters
 
 
 #: Eight steps are two epochs of four.

@@ -9,8 +9,8 @@ from transformers import TrainerControl, TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import fallback_thresholds
-from hf_mxfp4.quantizer import quantize_linears
-from hf_mxfp4.rl.callbacks import FallbackCallback
+from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.rl.callbacks.base import FallbackCallback
 
 
 def callbacks_of(trainer):

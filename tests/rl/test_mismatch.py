@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from hf_mxfp4.rl import mismatch
-from hf_mxfp4.rl.mismatch import CORRECTION_MODES, MismatchSums, importance_ratios, limit_ratios, log_ratios
-from hf_mxfp4.rl.rollout_logprobs import SampledLogProbs
+from hf_mxfp4.rl.rollout import mismatch
+from hf_mxfp4.rl.rollout.logprobs import SampledLogProbs
+from hf_mxfp4.rl.rollout.mismatch import CORRECTION_MODES, MismatchSums, importance_ratios, limit_ratios, log_ratios
 
 
 RATIOS = torch.tensor([[0.5, 1.0, 4.0], [1.0, 1.5, 1.0]], dtype=torch.float64)

@@ -14,13 +14,13 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.analysis.run_log import read_run
-from hf_mxfp4.analysis.run_verdict import verdict
-from hf_mxfp4.ops import fake_quantize
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.analysis.run_report.health import verdict
+from hf_mxfp4.analysis.run_report.log import read_run
+from hf_mxfp4.backends import fake_quantize
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 from hf_mxfp4.rl import StepMovementCallback
-from hf_mxfp4.rl.movement import MovementSums
-from hf_mxfp4.rl.weight_samples import sample_weights
+from hf_mxfp4.rl.callbacks.movement import MovementSums
+from hf_mxfp4.rl.callbacks.weight_samples import sample_weights
 
 
 # Plain MXFP4: with a 6 in its block the grid is 0, .5, 1, 1.5, 2, 3, 4, 6. Of two values as near, the one of the even

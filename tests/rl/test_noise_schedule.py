@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mxfp4.rl import NoiseSchedule
-from hf_mxfp4.rl.noise_schedule import SHAPES
+from hf_mxfp4.rl.noise.schedule import SHAPES
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from tiny_models import make_model
 from transformers import TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.analysis.gradient_gain import gradient_gain, training_gradient_gain
-from hf_mxfp4.analysis.policy import policy_logits
-from hf_mxfp4.analysis.temperature import effective_temperature
+from hf_mxfp4.analysis.policy.gradient_gain import gradient_gain, training_gradient_gain
+from hf_mxfp4.analysis.policy.predictions import policy_logits
+from hf_mxfp4.analysis.policy.temperature import effective_temperature
 from hf_mxfp4.layers import full_precision
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 from hf_mxfp4.rl import GradientGainCallback, TemperatureCallback
-from hf_mxfp4.rl.policy_callbacks import TrainingBatch
+from hf_mxfp4.rl.callbacks.policy import TrainingBatch
 
 
 class Arguments:
@@ -57,7 +57,7 @@ def logged(trainer, key):
 
 
 def test_the_sample_is_of_completions_that_count(monkeypatch):
-    monkeypatch.setattr("hf_mxfp4.rl.policy_callbacks._TOKENS", 10)
+    monkeypatch.setattr("hf_mxfp4.rl.callbacks.policy._TOKENS", 10)
     given = batch(rows=12)
     given.completion_mask[0] = 0
     ids, labels, mask = given.sample()
@@ -102,7 +102,7 @@ def test_a_sequence_over_the_limit_is_cut_around_the_start_of_its_completion(pro
     ],
 )
 def test_logits_of_the_compared_positions_alone_are_computed(monkeypatch, cls, sizes):
-    monkeypatch.setattr("hf_mxfp4.rl.policy_callbacks._MAX_POSITIONS", 7)
+    monkeypatch.setattr("hf_mxfp4.rl.callbacks.policy._MAX_POSITIONS", 7)
     monkeypatch.setattr(GradientGainCallback, "max_tokens", 69)
     model, found = quantized_model(layers=1), []
     model.lm_head.register_forward_hook(lambda module, args, out: found.append(out.shape[:-1].numel()))
@@ -139,7 +139,7 @@ def test_a_policy_without_quantization_error_has_temperature_one():
 
 
 def test_few_positions_of_many_are_compared(monkeypatch):
-    import hf_mxfp4.rl.policy_callbacks as module
+    import hf_mxfp4.rl.callbacks.policy as module
 
     sizes = []
 

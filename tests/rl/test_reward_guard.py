@@ -7,7 +7,7 @@ import pytest
 from grpo_runs import trainer_factory
 from torch import nn
 
-from hf_mxfp4.rl.reward_guard import RewardError, guard_reward
+from hf_mxfp4.rl.rewards.guard import RewardError, guard_reward
 
 
 def length(completions, **kwargs):

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_mxfp4.rl import rewards
-from hf_mxfp4.rl.rewards import extract_flexible, extract_strict, gsm8k_gold, normalize_number
+from hf_mxfp4.rl.rewards import numbers as rewards
+from hf_mxfp4.rl.rewards.numbers import extract_flexible, extract_strict, gsm8k_gold, normalize_number
 
 
 # Self-written problems in the format of GSM8K: (reference solution, gold answer).

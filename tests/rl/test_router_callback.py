@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis import router_statistics
-from hf_mxfp4.rl.router_callback import ROUTER_FILE
+from hf_mxfp4.rl.callbacks.routers import ROUTER_FILE
 
 
 LOADS = {"router/load_entropy", "router/load_max_over_mean", "router/dead_experts"}

@@ -8,7 +8,7 @@ from moe_models import make_moe
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.rl.rollout_routing import BATCH_KEY, RolloutRouting, routed_tokens
+from hf_mxfp4.rl.rollout.routing import BATCH_KEY, RolloutRouting, routed_tokens
 from hf_mxfp4.routing import RouterReplayError, find_routers, recorded_choices
 
 

@@ -7,7 +7,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.rl.run_facts import count_parameters
+from hf_mxfp4.rl.callbacks.run_facts import count_parameters
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])

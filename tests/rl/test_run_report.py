@@ -14,9 +14,9 @@ from grpo_runs import even_digits, trainer_factory
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from hf_mxfp4.analysis.run_log import RUN_LOG, read_run
-from hf_mxfp4.analysis.run_panels import PANELS
-from hf_mxfp4.analysis.run_report import RUN_REPORT
+from hf_mxfp4.analysis.run_report.charts import PANELS
+from hf_mxfp4.analysis.run_report.log import RUN_LOG, read_run
+from hf_mxfp4.analysis.run_report.report import RUN_REPORT
 from hf_mxfp4.cli import app
 
 
@@ -131,7 +131,7 @@ def test_a_failure_before_the_first_value_leaves_no_report(run, tmp_path):
 
 
 def test_a_report_that_cannot_be_written_does_not_end_training(run, tmp_path, monkeypatch, capsys):
-    import hf_mxfp4.rl.report_callback as module
+    import hf_mxfp4.rl.callbacks.report as module
 
     def full(*args):
         raise OSError(28, "No space left on device")

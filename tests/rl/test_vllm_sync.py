@@ -5,9 +5,9 @@ from grpo_runs import trainer_factory, with_simulated_vllm
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.quantizer import quantize_linears
-from hf_mxfp4.rl.aqn import NormNoise
-from hf_mxfp4.rl.vllm_sync import rollout_parameters
+from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.rl.noise.norms import NormNoise
+from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 
 
 def quantized_model():

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from arguments import parse
 from grpo import main
 from grpo_runs import even_digits, prompts, trainer_factory
 from peft import LoraConfig
-from resolved_config import resolved_options, run_id
 from tiny_models import make_model
 
+from common.arguments import parse
+from common.resolved_config import resolved_options, run_id
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.quantizer import quantize_linears
+from hf_mxfp4.quantizer.quantizer import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, NormNoise
 from tasks import load_task
 

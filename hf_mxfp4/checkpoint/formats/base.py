@@ -11,9 +11,9 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE, QuantScheme
-from ..file_names import Piece
-from ..folder import CheckpointError
-from ..writer import TensorSpec
+from ..io.folder import CheckpointError
+from ..io.tensor_names import Piece
+from ..io.writer import TensorSpec
 
 
 #: Reads a tensor of the files by its name, or one slice of its first axis.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...config import MXFP4RLConfig
-from ..folder import CheckpointError
+from ..io.folder import CheckpointError
 from .base import Imported, RenamedFormat, expect
 
 

@@ -12,8 +12,8 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE
-from ..folder import CheckpointError
-from ..writer import TensorSpec
+from ..io.folder import CheckpointError
+from ..io.writer import TensorSpec
 from .base import Imported, LayerShape, PackedFormat, Read
 
 

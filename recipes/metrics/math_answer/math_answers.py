@@ -1,1 +1,1 @@
-../../../hf_mxfp4/rl/math_answers.py
+../../../hf_mxfp4/rl/rewards/math.py

@@ -1,1 +1,1 @@
-../../../hf_mxfp4/rl/rewards.py
+../../../hf_mxfp4/rl/rewards/numbers.py

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What quantization does to a policy: its predictions, gradients, sampling temperature and routing."""

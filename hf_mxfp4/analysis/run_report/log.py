@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`run_log.jsonl`: what a training run says about itself, line by line, so that a killed run leaves all but its last
+moments; and reading it back, or the log history of a checkpoint in its place."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.io.complete import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
+from ...files import is_number, json_clean
+
+
+RUN_LOG = "run_log.jsonl"
+#: The log of the run before, when a new one begins in the same folder.
+PREVIOUS_LOG = "run_log.previous.jsonl"
+
+
+class RunLogError(ValueError):
+    """A folder holds no training run that could be reported on; the message says what was looked for."""
+
+
+@dataclass
+class RunRecord:
+    """A training run as its files tell it.
+
+    Attributes:
+        folder, source: where it was read, and the file.
+        logs: logged values, one dictionary with a `step` per logging step, in order; of steps that a resumed run did
+            again, the later.
+        starts: one entry for each time that training began or was resumed: `step`, `time`, `max_steps` and the facts.
+        evaluations: entries with `when`, `step` and `scores`: by name `accuracy`, `standard_error` and `n`.
+        profiles: gradient gain by depth: `step`, `log2_gain` and `cosine` from the output to the first layer's input.
+        end: `reason` and `error` of the last end, `None` when the run was killed or still goes on.
+        damaged: lines that could not be read.
+    """
+
+    folder: Path
+    source: str
+    logs: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    profiles: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+    damaged: int = 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Model, scheme, options, versions and machine of the last start; empty when the run did not write them."""
+        return self.starts[-1].get("facts", {}) if self.starts else {}
+
+    @property
+    def step(self) -> int:
+        """The last step that is known of."""
+        ended = [self.end["step"]] if self.end else []
+        return max([entry["step"] for entry in self.logs] + ended, default=0)
+
+    @property
+    def max_steps(self) -> int | None:
+        return self.starts[-1].get("max_steps") if self.starts else None
+
+    @property
+    def keys(self) -> set[str]:
+        """Names of all values that were logged at least once."""
+        return {key for entry in self.logs for key, value in entry.items() if is_number(value)}
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one logged quantity, finite ones alone."""
+        points = [(entry["step"], float(entry[key])) for entry in self.logs if is_number(entry.get(key))]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def values(self, key: str) -> list[float]:
+        """The values of [`series`]."""
+        return self.series(key)[1]
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Take in one line of the file. Raises `ValueError` or `KeyError` for a line of unknown form."""
+        kind = entry.pop("kind")
+        step = int(entry["step"])
+        if kind == "start":
+            # What an earlier process did beyond the checkpoint that this one resumed from is done again.
+            self.logs = [old for old in self.logs if old["step"] <= step]
+            self.profiles = [old for old in self.profiles if old["step"] <= step]
+            self.evaluations = [old for old in self.evaluations if old["step"] <= step]
+            self.starts.append(entry)
+            self.end = None
+        elif kind == "log":
+            self.logs.append(entry)
+        elif kind == "evaluation":
+            # A resumed run evaluates its start again.
+            self.evaluations = [old for old in self.evaluations if old["when"] != entry["when"]] + [entry]
+        elif kind == "gradient_gain":
+            self.profiles.append(entry)
+        elif kind == "end":
+            self.end = entry
+        else:
+            raise ValueError(f"unknown kind of line: {kind}")
+
+
+class RunLog:
+    """Appends lines to the `run_log.jsonl` of one folder; each is on its way to the disk when the call returns."""
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder) / RUN_LOG
+
+    def start(self, step: int, max_steps: int, facts: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
+        """Begin a run anew at step 0, and set the log of an earlier one aside; at a later step go on, with what
+        ``history`` (the log history of the checkpoint) has and the file has not."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if step == 0 and self.path.is_file():
+            os.replace(self.path, self.path.with_name(PREVIOUS_LOG))
+        known = {_identity(entry) for entry in _read_lines(self.path).logs} if self.path.is_file() else set()
+        for entry in history:
+            if _identity(entry) not in known:
+                self.write("log", **entry)
+        self.write("start", step=step, max_steps=max_steps, facts=facts)
+
+    def write(self, kind: str, **entry: Any) -> None:
+        """Append one line; numbers that JSON has no word for become null."""
+        line = json.dumps(
+            json_clean({"kind": kind, "time": round(time.time(), 3), **entry}), allow_nan=False, default=str
+        )
+        with open(self.path, "a+b") as file:
+            # A process that was killed may have left half a line.
+            if file.tell() and not _ends_with_newline(file):
+                file.write(b"\n")
+            file.write(line.encode() + b"\n")
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """The training run in a folder: an output folder, or one of its checkpoints, whose history ends where it was saved.
+
+    Raises [`RunLogError`] when there is nothing to read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RunLogError(f"there is no folder {folder}; give the output_dir of a training run, or a checkpoint in it")
+    if checkpoint_step(folder) is not None or (folder / TRAINER_STATE).is_file():
+        record = _read_state(folder)
+    elif (folder / RUN_LOG).is_file():
+        record = _read_lines(folder / RUN_LOG)
+    else:
+        checkpoint = last_complete_checkpoint(folder)
+        if checkpoint is None:
+            raise RunLogError(
+                f"{folder} holds neither {RUN_LOG} (written by MXFP4GRPOTrainer unless report_every is 0) nor a whole "
+                "checkpoint; give the output_dir of a training run, or a checkpoint in it"
+            )
+        record = _read_state(Path(checkpoint))
+    record.folder = folder
+    if not record.logs:
+        raise RunLogError(f"{record.source} in {folder} has no logged value yet: nothing to report; see logging_steps")
+    return record
+
+
+def _read_lines(path: Path) -> RunRecord:
+    record = RunRecord(path.parent, path.name)
+    for line in path.read_bytes().splitlines():
+        try:
+            record.add(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            record.damaged += 1
+    return record
+
+
+def _read_state(checkpoint: Path) -> RunRecord:
+    path = checkpoint / TRAINER_STATE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        history, step, max_steps = state["log_history"], state["global_step"], state["max_steps"]
+    except FileNotFoundError:
+        raise RunLogError(f"{checkpoint} has no {TRAINER_STATE}: saving it was not finished") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunLogError(f"{path} cannot be read: {error}") from error
+    record = RunRecord(checkpoint, f"{checkpoint.name}/{TRAINER_STATE}")
+    beside = checkpoint.parent / RUN_LOG
+    whole = _read_lines(beside) if beside.is_file() else RunRecord(checkpoint, "")
+    record.starts = whole.starts or [{"step": 0, "max_steps": max_steps, "facts": {}}]
+    record.profiles = [entry for entry in whole.profiles if entry["step"] <= step]
+    record.evaluations = [entry for entry in whole.evaluations if entry["step"] <= step]
+    record.logs = [entry for entry in history if "step" in entry]
+    return record
+
+
+def _identity(entry: dict[str, Any]) -> tuple[int, bool]:
+    """What tells the values of one logging step from those of an evaluation at it."""
+    return entry["step"], any(key.startswith("eval_") for key in entry)
+
+
+def _ends_with_newline(file: Any) -> bool:
+    file.seek(-1, 2)
+    return file.read(1) == b"\n"

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend quantizes a tensor: the eager reference, the Triton kernels on a GPU, or the fused C++ on the CPU."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, rotate
+from ..numerics.rng import noise_source
+from . import cpu
+from . import triton as triton_kernels
+
+
+#: The eager reference computes rows in portions of this many elements on the CPU, so that what lies between input and
+#: output stays in the processor's cache.
+_EAGER_PORTION = 1 << 17
+
+
+def fake_quantize(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    backend: str = "auto",
+    *,
+    seed: int | None = None,
+    rotation: int | None = None,
+    signs: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.fake_quantize`] along the last axis, on the backend named or, for ``"auto"``, the fastest
+    that covers the scheme. All backends give the same bits; stochastic rounding is eager without a ``seed``.
+
+    With a ``rotation`` the axis is first padded with zeros to a multiple of that size and rotated in float32 (with
+    ``signs`` of its padded length; see [`hf_mxfp4.numerics.rotate`]), and the result is float32, of float64 the same,
+    or of the ``dtype`` given.
+
+    Raises `ValueError` when the backend named cannot do it.
+    """
+    noise_source(scheme.rounding, None, seed)
+    if in_compiled_code(x) and scheme.rounding == "nearest" and rotation is None:
+        values = torch.ops.hf_mxfp4.fake_quantize(x.detach(), str(scheme), backend)
+        return values if dtype is None else values.to(dtype)
+    name = choose_backend(x, scheme, backend, seed)
+    if rotation is not None:
+        if name == "triton":
+            return triton_kernels.fake_quantize_rotated(x, scheme, seed, rotation, signs, dtype or torch.float32)
+        x = x if x.dtype == torch.float64 else x.float()
+        x = rotate(F.pad(x, (0, -x.shape[-1] % rotation)), rotation, signs=signs)
+        name = choose_backend(x, scheme, backend, seed)
+    values = _along_rows(x, scheme, name, seed)
+    return values if dtype is None else values.to(dtype)
+
+
+def _along_rows(x: torch.Tensor, scheme: QuantScheme, name: str, seed: int | None) -> torch.Tensor:
+    if name == "cpu":
+        return cpu.fake_quantize(x, scheme)
+    return triton_kernels.fake_quantize(x, scheme, seed) if name == "triton" else _eager(x, scheme, seed)
+
+
+def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
+    """[`MXFP4Tensor.dequantize`], the same bits, on the backend named or, for ``"auto"``, the fastest that there is.
+
+    Raises `ValueError` when the backend named cannot do it.
+    """
+    scheme = as_read(tensor.scheme)
+    if in_compiled_code(tensor.codes):
+        parts = tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale
+        out = torch.ops.hf_mxfp4.dequantize(*parts, tensor.length, str(scheme), dtype, backend)
+        return out.movedim(-1, tensor.axis)
+    name = choose_backend(tensor.codes.new_empty(0, dtype=dtype), scheme, backend, length=tensor.length)
+    if name == "cpu":
+        return cpu.dequantize(tensor, dtype)
+    if name == "triton":
+        return triton_kernels.dequantize(tensor, dtype)
+    # The class is named because a subclass may choose a backend of its own.
+    return MXFP4Tensor.dequantize(tensor, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def as_read(scheme: QuantScheme) -> QuantScheme:
+    """What of a scheme matters to who reads codes: not how scales were chosen and values rounded."""
+    return QuantScheme("rceil", scheme.macro_block, scheme.macro_search, scheme.outlier_fallback)
+
+
+def choose_backend(
+    x: torch.Tensor, scheme: QuantScheme, backend: str, seed: int | None = None, length: int | None = None
+) -> str:
+    """The backend for this tensor, whose quantized axis has ``length`` elements (by default, the last axis). Raises
+    `ValueError` when the one named cannot do it."""
+    if not _is_plain(x):
+        # Tracing and other stand-ins for tensors have no memory to hand to a kernel.
+        return "eager"
+    # Only rows that are macro blocks can be too long; other lengths would but fill the cache.
+    length = 0 if scheme.macro_block != "row" else x.shape[-1] if length is None else length
+    name, reason = backend_for(x.device.type, x.dtype, scheme, backend, length)
+    if name == "triton" and not reason and scheme.rounding != "nearest" and seed is None:
+        name, reason = ("eager" if backend == "auto" else name), f"{scheme} draws random numbers and needs a seed"
+    if reason and name == backend != "eager":
+        raise ValueError(f"backend={backend!r} cannot quantize here: {reason}; use backend='auto'")
+    return name
+
+
+@functools.lru_cache(maxsize=256)
+def backend_for(
+    device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str, length: int = 0
+) -> tuple[str, str | None]:
+    """The backend chosen for a tensor with ``length`` elements along the quantized axis (0: any), and why the fast one
+    (that was named, or that belongs to the device) is not usable; `None` when it is."""
+    if backend == "eager":
+        return "eager", "eager was asked for"
+    fast = backend if backend != "auto" else ("cpu" if device_type == "cpu" else "triton")
+    if fast == "cpu":
+        reason = _cpu_obstacle(device_type, dtype, scheme)
+    else:
+        reason = triton_kernels.obstacle(device_type, dtype, scheme, length)
+    return ("eager" if reason and backend == "auto" else fast), reason
+
+
+def _cpu_obstacle(device_type: str, dtype: torch.dtype, scheme: QuantScheme) -> str | None:
+    return cpu.obstacle(dtype, scheme) if device_type == "cpu" else f"the tensor is on {device_type}"
+
+
+def is_torchs_own(x: torch.Tensor) -> bool:
+    """Whether a tensor is of torch's own kinds, not one that stands for something else."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
+
+
+def in_compiled_code(x: torch.Tensor) -> bool:
+    """Whether Dynamo is tracing a call with this tensor, so that an operator stands for what runs on its memory."""
+    return torch.compiler.is_compiling() and is_torchs_own(x)
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return is_torchs_own(x) and not torch.compiler.is_compiling()
+
+
+def _eager(x: torch.Tensor, scheme: QuantScheme, seed: int | None = None) -> torch.Tensor:
+    whole = scheme.rounding != "nearest" or scheme.block_rows != 1 or scheme.fallback_rate is not None
+    if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or not _is_plain(x):
+        return apply_scheme(x, scheme, seed=seed)
+    rows = x.detach().reshape(-1, x.shape[-1])
+    out = torch.empty(rows.shape, dtype=x.dtype)
+    step = max(1, _EAGER_PORTION // x.shape[-1])
+    for start in range(0, rows.shape[0], step):
+        out[start : start + step] = apply_scheme(rows[start : start + step], scheme)
+    return out.view(x.shape)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Import of other engines' MXFP4 checkpoints as packed ones, bit for bit."""
+
+import json
+import os
+from pathlib import Path
+
+from safetensors import safe_open
+
+from ..card.folder import write_packed_card
+from ..formats import FORMATS, PackedFormat
+from ..io.folder import CheckpointError, open_checkpoint
+from ..io.validate import RECORD, make_record
+from ..io.writer import MAX_SHARD_SIZE
+from .conversion import KeptLayer, OnBytes, convert
+from .costs import PACKED, ConversionReport
+from .other_tensors import model_tensors
+from .sources import ForeignSource
+
+
+def import_checkpoint(
+    source_dir: str | os.PathLike,
+    out_dir: str | os.PathLike,
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    on_bytes: OnBytes = lambda count, name: None,
+) -> ConversionReport:
+    """Write a compressed-tensors `mxfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss checkpoint as a packed one of this
+    package.
+
+    Codes and scales keep their bytes. Layers that are not quantized there become `modules_to_not_convert`.
+
+    Raises:
+        CheckpointError: the format is another one, or has something this package has no equal of: other elements or
+            group sizes (NVFP4), column orders, other activation quantization, quantized heads, routers or experts.
+        FolderError: ``out_dir`` cannot be written.
+        ShardError: a file is missing or damaged.
+    """
+    folder = open_checkpoint(source_dir)
+    method = folder.quantization.get("quant_method")
+    known = {format.quant_method: format for format in FORMATS.values() if isinstance(format, PackedFormat)}
+    if method not in known:
+        names = ", ".join(format.name for format in known.values())
+        what = f"is quantized by {method!r}" if method else "is not quantized"
+        raise CheckpointError(f"{folder.path} {what}; what can be imported are MXFP4 checkpoints of {names}")
+    source = ForeignSource(folder, known[method])
+    sqnr_db = _recorded_sqnr(source)
+    return convert(
+        source,
+        out_dir,
+        {layer: KeptLayer(source, layer) for layer in source.shapes},
+        model_tensors(source),
+        {**folder.config, "quantization_config": source.config.to_dict()},
+        ConversionReport(
+            Path(out_dir),
+            "mxfp4_rl",
+            source.config.describe(),
+            notes=source.notes,
+            against=PACKED,
+            source_sqnr_db=sqnr_db,
+        ),
+        overwrite=overwrite,
+        max_shard_size=max_shard_size,
+        on_bytes=on_bytes,
+        metadata=make_record(source.config, sqnr_db),
+        finish=lambda new: write_packed_card(source, sqnr_db, new, existing=out_dir),
+    )
+
+
+def _recorded_sqnr(source: ForeignSource) -> float | None:
+    """The weights' SQNR in decibels, if this package exported them and all files agree on what was recorded."""
+    records = set()
+    for file in {tensor.file for tensor in source.folder.tensors.values()}:
+        with safe_open(file, "pt") as opened:
+            records.add((opened.metadata() or {}).get(RECORD))
+    record = records.pop()
+    if records or record is None:
+        return None
+    sqnr_db = json.loads(record).get("weight_sqnr_db")
+    return sqnr_db if make_record(source.config, sqnr_db) == {RECORD: record} else None

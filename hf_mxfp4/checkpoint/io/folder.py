@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint folder: its tensors by name, its `config.json`, and the structure of the model that it is of."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .reader import ShardError, StoredTensor, read_header
+from .writer import INDEX
+
+
+#: Files beside the weights that belong to a checkpoint of any format. No pickles, no optimizer state, no model card.
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "LICENSE*",
+)
+
+
+#: Writes an argument and its value: as Python has it, or as an option of the command.
+Spelling = Callable[[str, Any], str]
+#: Options of the command that are called otherwise than the argument.
+_OPTIONS = {"modules_to_not_convert": "skip"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or converted; the message says which part and what to do."""
+
+
+class ArgumentError(CheckpointError):
+    """A conversion that another argument would make possible, or one that has no effect.
+
+    ``message`` writes the text with the spelling that it is given: that of Python in the error itself, that of options
+    by [`on_command_line`].
+    """
+
+    def __init__(self, message: Callable[[Spelling], str]):
+        super().__init__(message(_as_argument))
+        self._message = message
+
+    def on_command_line(self) -> str:
+        """The text with ``--on-mismatch requantize`` in place of ``on_mismatch='requantize'``."""
+        return self._message(_as_option)
+
+
+def _as_argument(name: str, value: Any) -> str:
+    return f"{name}={value!r}"
+
+
+def _as_option(name: str, value: Any) -> str:
+    option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
+    return " ".join(f"{option} {one}" for one in (value if isinstance(value, list) else [value]))
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """Contents of `config.json` and the stored tensors by name, in the order of the shards' names."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """The `quantization_config`; empty for a full-precision checkpoint. Raises [`CheckpointError`]."""
+        options = self.config.get("quantization_config") or {}
+        if not isinstance(options, dict):
+            raise CheckpointError(f"quantization_config in {self.path / 'config.json'} is not a JSON object")
+        return options
+
+    def empty_model(self) -> nn.Module:
+        """The model without memory (meta device), for the names and classes of its layers.
+
+        Raises [`CheckpointError`] for an architecture that this transformers has not.
+        """
+        import transformers
+
+        names = self.config.get("architectures")
+        name = names[0] if isinstance(names, list) and names else None
+        model_class = getattr(transformers, str(name), None)
+        if model_class is None:
+            raise CheckpointError(
+                f"{self.path / 'config.json'} names the architecture {name!r}, which transformers "
+                f"{transformers.__version__} has not; models of remote code are not converted"
+            )
+        with torch.device("meta"):
+            return model_class(transformers.AutoConfig.from_pretrained(self.path))
+
+    def copy_side_files(self, target: Path) -> None:
+        """Copy tokenizer, generation config and the like."""
+        for pattern in SIDE_FILES:
+            for file in self.path.glob(pattern):
+                if file.is_file() and not (target / file.name).exists():
+                    shutil.copyfile(file, target / file.name)
+
+
+def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
+    """Read `config.json` and the headers of all safetensors files of a folder.
+
+    Raises [`CheckpointError`] when there is no such folder, config or weight, or they contradict each other, and
+    [`ShardError`] for a file that is missing, truncated or damaged.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
+    config = read_json(folder / "config.json")
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{folder / INDEX} has no usable weight_map; is it complete?")
+        if outside := [file for file in weight_map.values() if Path(file).name != file]:
+            raise CheckpointError(f"{folder / INDEX} points outside of its folder: {outside[0]!r}")
+        files = sorted(set(weight_map.values()))
+    else:
+        weight_map, files = {}, ["model.safetensors"]
+        if not (folder / files[0]).is_file():
+            raise CheckpointError(f"{folder} has neither {INDEX} nor {files[0]}; only safetensors checkpoints are read")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for tensor in read_header(folder / file):
+            if tensor.name in tensors:
+                raise ShardError(f"{tensor.name} is both in {tensors[tensor.name].file.name} and in {file}")
+            tensors[tensor.name] = tensor
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise ShardError(f"{file} lacks {name}, though {INDEX} says otherwise")
+    return CheckpointFolder(folder, config, tensors)
+
+
+def model_dtype(folder: CheckpointFolder) -> torch.dtype:
+    """The dtype of the model, as `config.json` or else its largest floating-point tensor says."""
+    named = folder.config.get("dtype") or folder.config.get("torch_dtype")
+    dtype = getattr(torch, str(named).removeprefix("torch."), None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    floats = [tensor for tensor in folder.tensors.values() if tensor.dtype.is_floating_point]
+    return max(floats, key=lambda tensor: tensor.nbytes).dtype if floats else torch.get_default_dtype()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises [`CheckpointError`] unless ``path`` is a file that holds a JSON object."""
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return contents
+
+
+def write_json(path: Path, contents: Mapping[str, Any]) -> None:
+    """As transformers writes its configs: keys sorted, a line break at the end."""
+    path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n", encoding="utf-8")

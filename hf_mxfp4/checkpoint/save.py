@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save_pretrained` and `push_to_hub` of quantized models: nothing half-written, and a card beside the weights."""
+
+import functools
+import inspect
+import os
+from typing import TYPE_CHECKING, Any
+
+from ..config import MXFP4RLConfig
+from .io.replace import staged
+from .state_dict import set_aside
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+#: Arguments of `save_pretrained` that say how to upload, not what to write.
+_UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+
+
+def wrap_saving(cls: type["PreTrainedModel"]) -> None:
+    """Make saving safe and complete for the quantized models of a class.
+
+    `save_pretrained` then heeds its ``state_dict``, writes beside the old checkpoint before it takes its place (see
+    [`hf_mxfp4.checkpoint.io.replace.staged`]), and adds a model card; `push_to_hub` uploads that card instead of an
+    empty one, and removes weights of an earlier push that would be loaded in place of the new ones.
+
+    Wraps the methods of the class, once; models of the class that are not quantized save as ever. (On the model
+    itself it would be a reference cycle, which keeps a deleted model in memory, and be lost in copies.)
+    """
+    if not getattr(cls.save_pretrained, "wraps_saving", False):
+        cls.save_pretrained = _wrap_save(cls.save_pretrained)
+        cls.push_to_hub = _wrap_push(cls.push_to_hub)
+
+
+def is_quantized(model: "PreTrainedModel") -> bool:
+    """Whether ``model`` was quantized by this package and not made plain again."""
+    config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    return isinstance(config, MXFP4RLConfig)
+
+
+def _wrap_save(original):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_pretrained(self, *args, **kwargs):
+        if not is_quantized(self):
+            return original(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        extra = call.arguments.pop("kwargs", {})
+        options = {**call.arguments, **extra}
+        state_dict, folder = options["state_dict"], options["save_directory"]
+        with set_aside(self, state_dict):
+            # Of a checkpoint that all ranks write together, none can tell when it is complete.
+            if options.get("distributed_checkpoint") or not _writes(self, options["is_main_process"]):
+                return original(self, *args, **kwargs)
+            _save(self, original, call, options)
+        if options["push_to_hub"]:
+            from .hub import create_and_upload
+
+            given = {name: options[name] for name in _UPLOAD_OPTIONS if options.get(name) is not None}
+            repo_id = options.get("repo_id") or os.path.basename(os.path.normpath(folder))
+            create_and_upload(folder, repo_id, variant=options.get("variant"), **given)
+
+    save_pretrained.wraps_saving = True
+    return save_pretrained
+
+
+def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> None:
+    from .card.model import save_card
+
+    folder = options["save_directory"]
+    with staged(folder, options.get("variant")) as staging:
+        local = {name: value for name, value in options.items() if name in call.signature.parameters}
+        local |= {"save_directory": str(staging), "push_to_hub": False}
+        model_argument = local.pop(next(iter(call.signature.parameters)))
+        original(model_argument, **local)
+        # Of adapters alone there is nothing to say here: their card is PEFT's.
+        if not getattr(model, "_hf_peft_config_loaded", False) and hasattr(model, "quantization_report"):
+            save_card(model, staging, existing=folder, state_dict=options["state_dict"])
+
+
+def _writes(model: "PreTrainedModel", is_main_process: bool) -> bool:
+    """Whether transformers would write files in this process."""
+    decide = getattr(model, "should_save_on_this_rank", None)  # not in transformers 5.17
+    return bool(is_main_process) if decide is None else decide(is_main_process)
+
+
+def _wrap_push(original):
+    @functools.wraps(original)
+    def push_to_hub(self, repo_id: str, *args, max_shard_size: int | str = "50GB", **options):
+        if not is_quantized(self) or args:
+            return original(self, repo_id, *args, max_shard_size=max_shard_size, **options)
+        from .hub import push
+
+        tags = options.pop("tags", None) or []
+        tags = [tags] if isinstance(tags, str) else list(tags)
+        return push(self, repo_id, max_shard_size=max_shard_size, tags=[*(self.model_tags or []), *tags], **options)
+
+    return push_to_hub

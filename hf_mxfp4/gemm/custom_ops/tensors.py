@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators on tensors: quantize, dequantize, and both at once.
+
+Each is the function of the same name in [`hf_mxfp4.backends.select`] or [`hf_mxfp4.numerics`], so all backends, and
+eager and compiled code, give the same bits. A scheme is its text (`str(scheme)`), rounded to nearest.
+"""
+
+import functools
+
+import torch
+
+from ...backends import functional
+from ...backends import select as backends
+from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, fake_quantize_e4m3, parse_scheme
+
+
+#: The tensors of an [`MXFP4Tensor`] in the order of its fields.
+PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
+
+
+parse = functools.lru_cache(maxsize=256)(parse_scheme)
+
+
+def read_scheme(text: str) -> QuantScheme:
+    """The scheme of an operator's argument. Raises `ValueError` for one that draws random numbers: an operator must be
+    a function of its arguments."""
+    scheme = parse(text)
+    if scheme.rounding != "nearest":
+        raise ValueError(f"scheme {text!r} draws random numbers; the operators round to nearest")
+    return scheme
+
+
+def part_sizes(scheme: QuantScheme, length: int) -> tuple[int | None, ...]:
+    """The last axis of each of [`PARTS`] for ``length`` elements; `None` for those that the scheme has not."""
+    n_bytes, n_blocks = (length + 1) // 2, (length + BLOCK_SIZE - 1) // BLOCK_SIZE
+    macro = None
+    if scheme.macro_block is not None:
+        macro = 1 if scheme.macro_block == "row" else (length + scheme.macro_block - 1) // scheme.macro_block
+    residual = (None, None) if scheme.outlier_fallback is None else (n_bytes, n_blocks)
+    return n_bytes, n_blocks, macro, *residual
+
+
+@torch.library.custom_op("hf_mxfp4::fake_quantize", mutates_args=())
+def _fake_quantize(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
+    return backends.fake_quantize(x.detach(), read_scheme(scheme), backend).contiguous()
+
+
+@torch.library.custom_op("hf_mxfp4::fake_quantize_e4m3", mutates_args=())
+def _fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
+    return fake_quantize_e4m3(x.detach()).contiguous()
+
+
+@_fake_quantize.register_fake
+def _(x, scheme, backend):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@_fake_quantize_e4m3.register_fake
+def _(x):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_fake_quantize.register_autograd(lambda ctx, grad: (grad, None, None))
+_fake_quantize_e4m3.register_autograd(lambda ctx, grad: grad)
+
+
+@torch.library.custom_op("hf_mxfp4::quantize", mutates_args=())
+def _quantize(
+    x: torch.Tensor, scheme: str, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    packed = functional.quantize(x.detach(), **vars(read_scheme(scheme)), backend=backend)
+    parts = (getattr(packed, part) for part in PARTS)
+    return tuple(x.new_empty(0, dtype=torch.uint8) if part is None else part.contiguous() for part in parts)
+
+
+@_quantize.register_fake
+def _(x, scheme, backend):
+    sizes = part_sizes(read_scheme(scheme), x.shape[-1])
+    shapes = ((0,) if size is None else (*x.shape[:-1], size) for size in sizes)
+    return tuple(torch.empty(shape, dtype=torch.uint8, device=x.device) for shape in shapes)
+
+
+@torch.library.custom_op("hf_mxfp4::dequantize", mutates_args=())
+def _dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    macro: torch.Tensor | None,
+    residual_codes: torch.Tensor | None,
+    residual_scale: torch.Tensor | None,
+    length: int,
+    scheme: str,
+    dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    parts = codes, scale, macro, residual_codes, residual_scale
+    packed = MXFP4Tensor(*parts, length=length, axis=codes.dim() - 1, scheme=read_scheme(scheme), dtype=dtype)
+    return backends.dequantize(packed, dtype, backend).contiguous()
+
+
+@_dequantize.register_fake
+def _(codes, scale, macro, residual_codes, residual_scale, length, scheme, dtype, backend):
+    return torch.empty(*codes.shape[:-1], length, dtype=dtype, device=codes.device)

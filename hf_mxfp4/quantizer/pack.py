@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From full-precision weights to packed ones: as a checkpoint is read, and of a model in memory."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+
+from ..checkpoint.io.mapped import release_files, release_mapped
+from ..config import MXFP4RLConfig
+from ..experts_layout import matrix_names, obstacle, projections
+from ..gemm.packed_weight import quantize_weight
+from ..layers import PACKED, TRAINABLE, MXFP4PackedExperts, MXFP4PackedLinear
+from ..module_names import find_layers, fused_experts
+from .quantizer import MXFP4RLQuantizer, from_plain, swap_layers
+from .report import ErrorEnergy, add_packed, add_packed_experts
+
+
+if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Triton with it
+    from transformers import PreTrainedModel
+
+
+class PackOnLoad(ConversionOps):
+    """Packs one weight of a checkpoint as transformers reads it, so that full-precision weights exist one at a time."""
+
+    def __init__(self, quantizer: MXFP4RLQuantizer):
+        self.quantizer = quantizer
+
+    def convert(self, input_dict, full_layer_name: str = "", model=None, **kwargs) -> dict[str, torch.Tensor]:
+        """Maps ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names.
+
+        Raises `ValueError` when the weight is not of the layer's shape, which transformers does not check here.
+        """
+        (value,) = input_dict.values()
+        weight = value[0] if isinstance(value, list) else value
+        owner, _, own = full_layer_name.rpartition(".")
+        layer = model.get_submodule(owner)
+        needed = getattr(layer, own).shape  # the placeholder's
+        if weight.shape != needed:
+            raise ValueError(
+                f"{full_layer_name} is {list(weight.shape)} in the checkpoint, the model needs {list(needed)}"
+            )
+        config, energy = self.quantizer.quantization_config, self.quantizer.error_energy
+        if isinstance(layer, MXFP4PackedExperts):
+            packed = layer.pack_weight(own, weight)
+            add_packed_experts(energy, layer, own, weight, packed)
+            release_files(self.quantizer.source_files)  # the weight is a copy of the experts' own
+        else:
+            packed = quantize_weight(weight, config.weight_scheme, config.backend)
+            add_packed(energy, weight, packed, config)
+            release_mapped(weight, self.quantizer.source_files)
+        return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}
+
+
+def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreTrainedModel":
+    """Turn a model's full-precision weights into packed 4-bit ones, in place and layer by layer.
+
+    Logits of a packed model equal those of the trainable one under the same scheme bit for bit. `save_pretrained` then
+    writes a packed checkpoint, a sixth to a quarter of the size in bfloat16 for the layers concerned.
+
+    Args:
+        model: trained with ``mode="qat"``, or a plain one.
+        config: of mode ``"packed"``. A model of mode ``"qat"`` keeps its own scheme without one, and in any case its
+            choice of layers; a plain model needs one.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: ``model`` is not a transformers model.
+        ValueError: it is packed already, has adapters, its weights are sharded or not loaded, nothing in it can be
+            packed, or the config is of another mode or missing.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
+        raise TypeError(f"pack takes a transformers model, not {type(model).__name__}; unwrap it first")
+    modules = list(model.modules())
+    if any(isinstance(module, PACKED) for module in modules):
+        raise ValueError(f"{type(model).__name__} is packed already")
+    if any(isinstance(getattr(module, "base_layer", None), nn.Module) for module in modules):
+        raise ValueError(f"{type(model).__name__} has adapters; merge them into it first (merge_and_unload)")
+    trained = next((module.config for module in modules if isinstance(module, TRAINABLE)), None)
+    del modules
+    config = _packed_config(type(model).__name__, trained, config)
+    energy = ErrorEnergy()
+
+    def make(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
+        _check_whole(name, layer)
+        packed = from_plain(layer, config, name)
+        if isinstance(packed, MXFP4PackedLinear):
+            tensors = {name: tensor for name, tensor in packed.named_parameters() if name != "bias"}
+            add_packed(energy, layer.weight.detach(), tensors, config)
+        else:
+            for projection in packed.projections:
+                tensors = {name: getattr(packed, name) for name in packed.shapes()}
+                add_packed_experts(energy, packed, projection, getattr(layer, projection).detach(), tensors)
+        return packed
+
+    if trained is None:
+        layers, skipped = find_layers(model, config.modules_to_not_convert or ())
+    else:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        layers = {name: module for name, module in modules.items() if isinstance(module, TRAINABLE)}
+        skipped = [name for name, module in modules.items() if type(module) is nn.Linear]
+        for name in fused_experts(model):
+            if name not in layers:
+                skipped += [name] if obstacle(modules[name]) else matrix_names(name, modules[name])
+        del modules
+    quantized = swap_layers(model, layers, config, make)
+    MXFP4RLQuantizer(config, pre_quantized=True).attach(model, quantized, skipped, energy)
+    return model
+
+
+def _check_whole(name: str, layer: nn.Module) -> None:
+    if isinstance(layer, nn.Linear):
+        sizes = {"weight": (layer.out_features, layer.in_features)}
+    else:
+        sizes = dict.fromkeys(projections(layer))
+    for own, size in sizes.items():
+        weight = getattr(layer, own)
+        whole = weight.dim() == 3 if size is None else weight.shape == size
+        if type(weight.data) is not torch.Tensor or weight.is_meta or not whole:
+            raise ValueError(
+                f"{name}.{own} is not here in full ({type(weight.data).__name__} {list(weight.shape)} on "
+                f"{weight.device}); gather or load the model's weights, then pack"
+            )
+
+
+def _packed_config(model: str, trained: MXFP4RLConfig | None, config: MXFP4RLConfig | None) -> MXFP4RLConfig:
+    if config is None:
+        if trained is None:
+            raise ValueError(
+                f"{model} has no MXFP4Linear layer to pack; pass config=MXFP4RLConfig(mode='packed') to pack its plain "
+                "linear layers"
+            )
+        return trained.packed()
+    if config.mode != "packed":
+        raise ValueError(f"pack needs a config of mode='packed', not {config.mode!r}")
+    if trained is None or config.modules_to_not_convert == trained.modules_to_not_convert:
+        return config
+    if config.modules_to_not_convert is not None:
+        raise ValueError(
+            f"{model} was trained with modules_to_not_convert={trained.modules_to_not_convert}, the config says "
+            f"{config.modules_to_not_convert}; leave it out to pack the layers that were trained in MXFP4"
+        )
+    return replace(config, modules_to_not_convert=trained.modules_to_not_convert)

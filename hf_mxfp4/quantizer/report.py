@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What quantizing a model did: which layers, at what error, in how many bits."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..backends import fake_quantize
+from ..config import MXFP4RLConfig
+from ..gemm.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor
+from ..layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
+from .dither import DitherReport
+
+
+#: Rows of a large weight that the load-time SQNR looks at.
+_SQNR_ROWS = 256
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What was quantized when a model was loaded or packed; `model.quantization_report`.
+
+    Attributes:
+        scheme: one line, see [`MXFP4RLConfig.describe`].
+        quantized, skipped: names of the linear layers in MXFP4 and of those left in full precision. Of experts in
+            fused weights each has one for each of its projections (``...mlp.experts.3.down_proj``).
+        sqnr_db: signal to quantization noise ratio of the weights, energies summed over layers (at most 256 evenly
+            spaced rows of each linear layer, about as many of all experts of one layer together), in decibels; `None`
+            when the weights are not materialised, and for a checkpoint that stores packed weights, whose originals are
+            gone.
+        n_weights: elements of the quantized weights, each layer once. In packed models transformers'
+            `num_parameters()` counts stored bytes in their place.
+        packed_bytes: what those weights take in packed tensors; `None` when they are not packed.
+        dither: what was done about master weights on rounding boundaries; `None` in packed models and under
+            ``dither_ties=False``.
+    """
+
+    scheme: str
+    quantized: tuple[str, ...]
+    skipped: tuple[str, ...]
+    sqnr_db: float | None
+    n_weights: int
+    packed_bytes: int | None = None
+    dither: DitherReport | None = None
+
+    @property
+    def n_quantized(self) -> int:
+        return len(self.quantized)
+
+    @property
+    def n_skipped(self) -> int:
+        return len(self.skipped)
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Stored bits for each element of the packed weights; `None` when they are not packed."""
+        return None if self.packed_bytes is None else 8 * self.packed_bytes / self.n_weights
+
+    def __str__(self) -> str:
+        sqnr = "not measured" if self.sqnr_db is None else f"{self.sqnr_db:.2f} dB"
+        if self.packed_bytes is not None and self.sqnr_db is None:
+            sqnr = "not measured (the originals of packed weights are gone)"
+        packed = "" if self.packed_bytes is None else f"packed {self.bits_per_weight:.5g} bits/weight "
+        left = f" ({', '.join(self.skipped)})" if 0 < self.n_skipped <= 4 else ""
+        counts = f"n_quantized={self.n_quantized} n_skipped={self.n_skipped}{left}"
+        dither = f" | {self.dither}" if self.dither is not None and self.dither.is_worth_a_word else ""
+        return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{dither}"
+
+
+class ErrorEnergy:
+    """Energy of weights and of their quantization errors, summed over layers."""
+
+    def __init__(self):
+        self._signal = self._noise = 0.0
+
+    def add(self, original: torch.Tensor, quantized: torch.Tensor) -> None:
+        """Count a weight, or the rows of it that [`sampled_rows`] names."""
+        original = original.detach().float()
+        self._signal += original.square().sum().item()
+        self._noise += (quantized.detach().float() - original).square().sum().item()
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Signal to quantization noise ratio in decibels; `None` before anything but zeros was counted."""
+        if self._noise == 0:
+            return math.inf if self._signal else None
+        return 10.0 * math.log10(self._signal / self._noise) if self._signal else None
+
+
+def sampled_rows(rows: int, siblings: int = 1) -> slice:
+    """Evenly spaced rows of one of ``siblings`` matrices, so many that all give about 256, and each gives one."""
+    return slice(None, None, -(-rows * siblings // _SQNR_ROWS))
+
+
+def master_sqnr(model: nn.Module) -> float | None:
+    """SQNR of the weights of all trainable quantized layers; `None` when they are not materialised."""
+    energy = ErrorEnergy()
+    for matrix in trainable_matrices(model):
+        weight, config = matrix.weight(), matrix.layer.config
+        if weight.is_meta:
+            return None
+        rows = weight[sampled_rows(weight.shape[0], matrix.siblings)]
+        if config.packing_obstacle:  # rotated, random or in full precision: the layer knows
+            energy.add(rows, matrix.effective_rows(rows))
+        else:
+            energy.add(rows, fake_quantize(rows, config.weight_scheme, config.backend))
+    return energy.sqnr_db
+
+
+def add_packed(
+    energy: ErrorEnergy,
+    original: torch.Tensor,
+    packed: dict[str, torch.Tensor],
+    config: MXFP4RLConfig,
+    siblings: int = 1,
+) -> None:
+    """Count the error of a weight, one of ``siblings``, and the tensors that it was packed into; nothing for meta
+    tensors."""
+    if original.is_meta:
+        return
+    rows = sampled_rows(original.shape[0], siblings)
+    some = {name: tensor[rows] for name, tensor in packed.items()}
+    tensor = packed_tensor(some, original.shape[1], config.weight_scheme, original.dtype)
+    energy.add(original[rows], dequantize(tensor, original.dtype, config.backend))
+
+
+def add_packed_experts(
+    energy: ErrorEnergy,
+    layer: MXFP4PackedExperts,
+    projection: str,
+    original: torch.Tensor,
+    packed: dict[str, torch.Tensor],
+) -> None:
+    """[`add_packed`] of every expert of a projection: ``original`` laid out as the model has it, ``packed`` the tensors
+    of ``layer`` by their names there."""
+    for expert, rows in enumerate(original.transpose(1, 2) if layer.is_transposed else original):
+        names = {field: f"{projection}{suffix}" for field, suffix in zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True)}
+        parts = {field: packed[name][expert] for field, name in names.items() if name in packed}
+        add_packed(energy, rows, parts, layer.config, siblings=layer.n_experts)
+
+
+def count_weights(model: nn.Module) -> tuple[int, int | None]:
+    """Elements of all quantized weights, and the bytes that they are packed in (`None` when they are not packed)."""
+    n_weights, tensors = 0, []
+    for module in model.modules():
+        if isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
+            n_weights += module.in_features * module.out_features
+        elif isinstance(module, (MXFP4Experts, MXFP4PackedExperts)):
+            n_weights += sum(math.prod(module.weight_size(projection)) for projection in module.projections)
+        if isinstance(module, MXFP4PackedLinear):
+            tensors += module.packed_weight()
+        elif isinstance(module, MXFP4PackedExperts):
+            tensors += [tensor for projection in module.projections for tensor in module.packed_weight(projection)]
+    packed = [tensor.numel() for tensor in tensors if tensor is not None]
+    return n_weights, sum(packed) if packed else None

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks that watch a run, and the report of it."""

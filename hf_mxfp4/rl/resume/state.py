@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training checkpoints that are whole, and that a run continues from to the bit."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from ..._logging import get_logger
+from ...checkpoint.io.complete import (
+    checkpoint_step,
+    has_manifest,
+    invalidate,
+    last_complete_checkpoint,
+    why_incomplete,
+    write_manifest,
+)
+from ...layers import named_fallback_thresholds, random_layers
+from ..callbacks.base import QuantizationStepCallback
+
+
+class ExactResumeMixin:
+    """Checkpoints of a [`transformers.Trainer`] that a stopped or killed run continues from as if it had never stopped.
+
+    For classes of your own: `class MyTrainer(ExactResumeMixin, Trainer)`; [`MXFP4GRPOTrainer`] has it. Beside what a
+    Trainer saves (weights, optimizer, schedule, random state of each process) a checkpoint then holds, for each
+    process, the thresholds of selective outlier fallback and the state of callbacks that have a `state_dict`, and
+
+    * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, and one that is not is refused by name;
+    * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single
+      experts, which its resuming passes over with a warning), and a checkpoint that lacks weights is refused;
+    * layers that draw random numbers are told the step, as by [`QuantizationStepCallback`], so that they draw the same;
+    * resuming a run that had finished trains nothing, where a plain Trainer takes one more step;
+    * under DeepSpeed in 16 bits, saved weights are the float32 masters of the optimizer and not their rounded copies;
+    * `save_model` writes a model under FSDP's sharded state dicts too, where a plain Trainer writes nothing.
+
+    All processes must see the same folder. The state of a process is restored in the process of the same rank; under
+    another number of processes each gets that of rank 0, with a warning: such a run is not repeated exactly.
+    """
+
+    # ---- saving ---------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save and folder.is_dir():
+            invalidate(folder)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+
+    def _save_rng_state(self, output_dir):
+        # The last thing that every process writes; trainer_state.json and the removal of old checkpoints follow.
+        super()._save_rng_state(output_dir)
+        torch.save(self._process_state(), _state_file(output_dir, self.args.process_index))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_manifest(output_dir)
+
+    def _save(self, output_dir=None, state_dict=None):
+        if self.is_deepspeed_enabled:
+            state_dict = {} if state_dict is None else state_dict  # that of the other processes
+            replace_by_masters(self.model, state_dict)
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        conversions = getattr(model, "_weight_conversions", None)
+        if not conversions or output_dir is None or checkpoint_step(output_dir) is None:
+            return super()._save(output_dir, state_dict)
+        # Resuming loads by the names of the parameters, so they are not to be turned into those of the Hub's files.
+        model._weight_conversions = []
+        try:
+            return super()._save(output_dir, state_dict)
+        finally:
+            model._weight_conversions = conversions
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        if _internal_call or plugin is None or "FULL_STATE_DICT" in str(plugin.state_dict_type):
+            return super().save_model(output_dir, _internal_call)
+        sharded = plugin.state_dict_type
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            return super().save_model(output_dir, _internal_call)
+        finally:
+            plugin.set_state_dict_type(sharded)
+
+    def _process_state(self) -> dict[str, Any]:
+        """What this process adds to a checkpoint: numbers, strings, tensors, and lists and dictionaries of them."""
+        callbacks = {type(c).__name__: c.state_dict() for c in self._stateful_callbacks()}
+        thresholds = {name: t.state_dict() for name, t in named_fallback_thresholds(self.model).items()}
+        return {"world_size": self.args.world_size, "fallback_thresholds": thresholds, "callbacks": callbacks}
+
+    def _stateful_callbacks(self) -> list:
+        found = self.callback_handler.callbacks
+        return [c for c in found if hasattr(c, "state_dict") and hasattr(c, "load_state_dict")]
+
+    # ---- resuming -------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        """[`transformers.Trainer.train`].
+
+        Raises `ValueError` when the checkpoint is not whole, or there is none that is.
+        """
+        checkpoint = self._whole_checkpoint(resume_from_checkpoint)
+        if checkpoint is not None:
+            self._restore_process(checkpoint)
+        told = any(isinstance(c, QuantizationStepCallback) for c in self.callback_handler.callbacks)
+        if random_layers(self.model) and not told:
+            self.add_callback(QuantizationStepCallback())
+        return super().train(checkpoint, *args, **kwargs)
+
+    def _whole_checkpoint(self, choice: str | bool | None) -> str | None:
+        if choice is None or choice is False:
+            return None
+        # One process looks: the others may see the folder later than it is complete.
+        found: list = [None, None]
+        if self.accelerator.is_main_process:
+            path = last_complete_checkpoint(self.args.output_dir) if choice is True else str(choice)
+            found = [path, why_incomplete(path) if path is not None else None]
+        path, reason = broadcast_object_list(found)
+        if path is None:
+            raise ValueError(
+                f"nothing to resume: {self.args.output_dir} holds no complete checkpoint (see save_strategy and "
+                "save_steps); start without resume_from_checkpoint"
+            )
+        if reason is not None:
+            raise ValueError(
+                f"{path} cannot be resumed from: {reason}; give another checkpoint, or True for the newest complete one"
+            )
+        return path
+
+    def _run_epoch(self, *args, resume_from_checkpoint=None, **kwargs):
+        # A Trainer takes one step more when it resumes from the last checkpoint of a finished run.
+        if self.state.global_step >= self.state.max_steps:
+            self._load_rng_state(resume_from_checkpoint)
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _restore_process(self, checkpoint: str) -> None:
+        if not has_manifest(checkpoint):
+            get_logger().warning(
+                "%s was not written by a trainer with ExactResumeMixin, or holds the model alone (save_only_model): "
+                "what it lacks starts anew, so that this run does not repeat one that was never stopped",
+                checkpoint,
+            )
+            return
+        file = _state_file(checkpoint, self.args.process_index)
+        if not file.is_file():
+            file = _state_file(checkpoint, 0)
+        device = "cpu" if self.args.device.type == "cpu" else self.args.device  # torch.load knows no "cpu:0"
+        state = torch.load(file, map_location=device, weights_only=True)
+        exact = state["world_size"] == self.args.world_size
+        if not exact:
+            get_logger().warning(
+                "%s was written by %d processes and is resumed by %d: random states start anew, so that this run does "
+                "not repeat one that was never stopped",
+                checkpoint,
+                state["world_size"],
+                self.args.world_size,
+            )
+        self._load_process_state(state, exact)
+        get_logger().info("resuming from %s", checkpoint)
+
+    def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
+        """Take over what [`_process_state`] returned; unless ``exact``, that of another process."""
+        thresholds = named_fallback_thresholds(self.model)
+        if set(thresholds) != set(state["fallback_thresholds"]):
+            raise ValueError(
+                f"the checkpoint has fallback thresholds of {len(state['fallback_thresholds'])} layers and the model "
+                f"{len(thresholds)} layers that need one, or of other names: resume under the scheme of the checkpoint"
+            )
+        for name, threshold in thresholds.items():
+            threshold.load_state_dict(state["fallback_thresholds"][name])
+        for callback in self._stateful_callbacks():
+            if type(callback).__name__ in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][type(callback).__name__])
+
+    def _issue_warnings_after_load(self, load_result):
+        missing = missing_parameters(self.model, load_result.missing_keys)
+        if missing:
+            raise ValueError(
+                f"the checkpoint has no weights for {len(missing)} parameters of the model, among them {missing[0]}, "
+                "which would go on from where the model was loaded. If they are experts, it was written by a trainer "
+                "without ExactResumeMixin: load the checkpoint itself as the model instead of resuming"
+            )
+        super()._issue_warnings_after_load(load_result)
+
+
+def replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> int:
+    """Put the float32 weights that DeepSpeed's optimizer updates in the place of their 16-bit copies in ``state_dict``,
+    which is filled on the process that writes it alone. To be called by all processes; the number of weights replaced.
+
+    Raises `RuntimeError` when a trained weight in 16 bits has no float32 master.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    replaced = 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad or parameter.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        master = safe_get_full_fp32_param(parameter)
+        if master is None:
+            raise RuntimeError(f"DeepSpeed has no float32 master of {name}; train with its bf16 or fp16 optimizers")
+        if name in state_dict:
+            state_dict[name] = master.view(state_dict[name].shape).cpu()
+            replaced += 1
+    return replaced
+
+
+def missing_parameters(model: nn.Module, missing_keys: list[str]) -> list[str]:
+    """The parameters of ``model`` that no key was loaded into, under any of the names that they are tied to."""
+    missing, loaded = {}, set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in missing_keys:
+            missing.setdefault(id(parameter), name)
+        else:
+            loaded.add(id(parameter))
+    return [name for key, name in missing.items() if key not in loaded]
+
+
+def random_states() -> dict[str, Any]:
+    """The states of the global random generators of this process."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Put the global random generators back to what [`random_states`] returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _state_file(checkpoint: str, rank: int) -> Path:
+    return Path(checkpoint) / f"mxfp4_state_{rank}.pt"

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifiable rewards: GSM8K-style number extraction and exact match. Standard library only.
+
+Two ways to read an answer, always reported side by side because they measure different things:
+
+* *strict*: the number that follows the last ``####`` (the format of the GSM8K reference solutions). A policy that
+  reasons correctly but does not know the format scores near zero.
+* *flexible*: the last number anywhere in the text.
+
+Numbers are compared as exact decimals, never as floats. The ``*_reward`` functions have the signature that TRL's
+trainers call (``reward_func(prompts=..., completions=..., completion_ids=..., <dataset columns>=...)``); the
+``is_*`` predicates are the same tests for one completion, for evaluation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any
+
+
+__all__ = [
+    "exact_match_reward",
+    "extract_flexible",
+    "extract_strict",
+    "gsm8k_flexible_reward",
+    "gsm8k_gold",
+    "gsm8k_strict_reward",
+    "is_exact_match",
+    "is_flexible_correct",
+    "is_strict_correct",
+    "math_reward",
+    "normalize_number",
+]
+
+ANSWER_MARKER = "####"
+
+# Unicode characters used as a minus sign: hyphens, en dash, minus sign, small and full-width hyphen-minus.
+_MINUS = str.maketrans(dict.fromkeys("\u2010\u2011\u2013\u2212\ufe63\uff0d", "-"))
+_CURRENCY = r"(?:\\?\$|[\u20ac\u00a3\u00a5])"
+# 1,234,567 or 1234567, either with decimals; or .5 (where the point does not end a word or a number).
+_UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+"
+# The sign may stand before or after the currency symbol. "3-5" is a range or a subtraction, not the number -5.
+_NUMBER = rf"(?P<sign>(?<![^\W_])(?<![)\]}}%.])[-+])?(?:{_CURRENCY}[ ]?)?(?P<digits>{_UNSIGNED})"
+_FLEXIBLE = re.compile(_NUMBER)
+# What may stand between the marker and the number: blanks, bold or italics, math delimiters, \boxed{. And the number
+# must be whole: "1,2345" or "1.2.3" is none.
+_STRICT = re.compile(rf"(?:[ \t*_]|\\[(\[]|\\boxed\{{|\\?\$)*{_NUMBER}(?![0-9]|[.,][0-9])")
+_LATEX_GROUPING = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|\\!,|,\\!)(?=[0-9]{3})")
+_PLAIN = re.compile(r"(?P<sign>[+-]?)(?P<whole>[0-9]*)(?:\.(?P<fraction>[0-9]*))?")
+_STRIPPED = re.compile(r"[\s,%\u20ac\u00a3\u00a5]|\\?\$")
+
+
+def _require_str(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a str, got {type(value).__name__}: {value!r:.80}")
+    return value
+
+
+def _prepare(text: str) -> str:
+    return _LATEX_GROUPING.sub(",", text.translate(_MINUS))
+
+
+def _canonical(match: re.Match[str]) -> str:
+    return normalize_number((match["sign"] or "") + match["digits"])
+
+
+def normalize_number(s: str) -> str:
+    """The canonical decimal string of a number: ``"$1,234.50" -> "1234.5"``, ``"+7." -> "7"``, ``"-0" -> "0"``.
+
+    Currency symbols, thousands commas, percent signs (the value is not divided by 100) and white space are dropped,
+    Unicode minus signs become ``-``, and leading zeros, trailing zeros after the point and a leading ``+`` go. The
+    value is exact for any number of digits, and the function is idempotent: two numbers are equal if and only if
+    their canonical strings are.
+
+    Raises:
+        TypeError: `s` is not a str.
+        ValueError: `s` is not one decimal number (exponents and fractions are not accepted).
+    """
+    text = _STRIPPED.sub("", _require_str(s, "a number").translate(_MINUS))
+    match = _PLAIN.fullmatch(text)
+    if match is None or not (match["whole"] or match["fraction"]):
+        raise ValueError(f"not a decimal number: {s!r:.80}")
+    whole = match["whole"].lstrip("0") or "0"
+    fraction = (match["fraction"] or "").rstrip("0")
+    magnitude = f"{whole}.{fraction}" if fraction else whole
+    return f"-{magnitude}" if match["sign"] == "-" and magnitude != "0" else magnitude
+
+
+def extract_strict(text: str) -> str | None:
+    """The number after the last ``####`` of `text`, in canonical form, or None.
+
+    ``"... #### 1,234" -> "1234"``. Between the marker and the number only blanks, a currency symbol, a sign,
+    emphasis (``**18**``) or ``\\boxed{`` may stand, on the same line; what follows the number is ignored.
+
+    Raises:
+        TypeError: `text` is not a str.
+    """
+    _, marker, tail = _require_str(text, "the text to extract an answer from").rpartition(ANSWER_MARKER)
+    match = _STRICT.match(_prepare(tail)) if marker else None
+    return None if match is None else _canonical(match)
+
+
+def extract_flexible(text: str) -> str | None:
+    """The last number anywhere in `text`, in canonical form, or None if there is no digit in it.
+
+    Understands ``$``, thousands commas (also LaTeX ``{,}``), ``%``, a trailing full stop, decimals, ``\\boxed{..}`` and
+    negatives (``-5``, ``$-5``, ``-$5``, Unicode minus). A minus that directly follows a letter, a digit or a closing
+    bracket separates two numbers (``3-5`` ends in 5). A unit such as ``m^2`` counts as a number, as do dates.
+
+    Raises:
+        TypeError: `text` is not a str.
+    """
+    text = _prepare(_require_str(text, "the text to extract an answer from"))
+    last = deque(_FLEXIBLE.finditer(text), maxlen=1)
+    return _canonical(last[0]) if last else None
+
+
+def gsm8k_gold(answer_text: str) -> str:
+    """The gold answer (canonical form) of a GSM8K reference solution, read strictly.
+
+    Raises:
+        TypeError: `answer_text` is not a str.
+        ValueError: it has no ``#### <number>``; the message shows the text.
+    """
+    gold = extract_strict(answer_text)
+    if gold is None:
+        raise ValueError(f"no '#### <number>' in the reference solution {answer_text!r}")
+    return gold
+
+
+def _equal(extracted: str | None, answer: str) -> bool:
+    gold = Decimal(normalize_number(_require_str(answer, "a gold answer")))  # also checked when nothing was extracted
+    return extracted is not None and Decimal(extracted) == gold
+
+
+def is_strict_correct(completion: str, answer: str) -> bool:
+    """Whether the number after the last ``####`` of `completion` equals `answer` (exact decimals).
+
+    Raises:
+        TypeError: an argument is not a str.
+        ValueError: `answer` is not a number.
+    """
+    return _equal(extract_strict(completion), answer)
+
+
+def is_flexible_correct(completion: str, answer: str) -> bool:
+    """Whether the last number of `completion` equals `answer` (exact decimals). Errors as `is_strict_correct`."""
+    return _equal(extract_flexible(completion), answer)
+
+
+def is_exact_match(completion: str, answer: str) -> bool:
+    """Whether `completion` is `answer` up to white space around it.
+
+    Raises:
+        TypeError: an argument is not a str.
+    """
+    return _require_str(completion, "a completion").strip() == _require_str(answer, "a gold answer").strip()
+
+
+def _text(completion: Any) -> str:
+    """The text of a completion: a str, or the content of the last assistant message of a conversation."""
+    if isinstance(completion, str):
+        return completion
+    if not isinstance(completion, Sequence) or not all(isinstance(message, dict) for message in completion):
+        raise TypeError(
+            f"a completion must be a str or a list of message dicts, got {type(completion).__name__}: "
+            f"{completion!r:.80}"
+        )
+    for message in reversed(completion):
+        if message.get("role", "assistant") == "assistant":
+            content = message.get("content")
+            if content is None:  # a message that only calls tools
+                return ""
+            if isinstance(content, list):  # content parts
+                return "".join(part.get("text") or "" for part in content if part.get("type", "text") == "text")
+            return _require_str(content, "the content of a message")
+    return ""
+
+
+def _rewards(check: Callable[[str, str], bool], completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
+    if isinstance(completions, str) or isinstance(answer, str):
+        raise TypeError("completions and answer must be lists with one entry per completion, not a str")
+    if len(completions) != len(answer):
+        raise ValueError(f"{len(completions)} completions but {len(answer)} answers: one gold answer per completion")
+    return [float(check(_text(completion), gold)) for completion, gold in zip(completions, answer, strict=True)]
+
+
+def gsm8k_strict_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+    """1.0 where the number after the last ``####`` is the gold answer, else 0.0.
+
+    Args:
+        completions: n texts, or n conversations ``[{"role": "assistant", "content": ...}]``.
+        answer: n gold numbers (the dataset column ``answer``).
+        kwargs: everything else that the trainer passes; ignored.
+
+    Returns:
+        n floats, in order.
+
+    Raises:
+        TypeError: an entry is of the wrong type.
+        ValueError: the lengths differ, or a gold answer is not a number.
+    """
+    return _rewards(is_strict_correct, completions, answer)
+
+
+def gsm8k_flexible_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+    """1.0 where the last number of the completion is the gold answer, else 0.0. As `gsm8k_strict_reward` otherwise."""
+    return _rewards(is_flexible_correct, completions, answer)
+
+
+def exact_match_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+    """1.0 where the stripped completion is the gold string, else 0.0. As `gsm8k_strict_reward` otherwise."""
+    return _rewards(is_exact_match, completions, answer)
+
+
+def math_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+    """1.0 where the final answer of the completion, boxed or not, is mathematically equal to the gold answer (LaTeX or
+    text), else 0.0. As `gsm8k_strict_reward` otherwise.
+
+    Raises:
+        ModuleNotFoundError: math-verify is not installed (the extra ``eval``).
+    """
+    from .math import is_math_correct  # needs more than the standard library
+
+    return _rewards(is_math_correct, completions, answer)

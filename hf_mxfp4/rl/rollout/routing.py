@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Router replay between a rollout and the training on it (R3, arXiv 2510.11370)."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...routing import ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
+from ...routing.replay import UNRECORDED
+
+
+#: The recording in a batch of the trainer: int16 ``[B, prompt + completion, layers, k]``, -1 where nothing is recorded.
+BATCH_KEY = "router_choices"
+
+
+class RolloutRouting:
+    """Records the experts of each rollout and replays them where the policy scores it or trains on it.
+
+    Raises `ValueError` when the model has no router.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.routers = find_routers(model)
+        self._recorder = ChoiceRecorder(model, self.routers)
+        self._rows: list[torch.Tensor] | None = None
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Records generation within the context."""
+        self._rows = None
+        return self._recorder.recording()
+
+    def keep(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+        """Keep what was recorded for these sequences; raises `ValueError` when it does not belong to them."""
+        self._rows = self._recorder.rows(prompts, completions)
+
+    def padded(self, prompt_mask: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
+        """The recording of the last rollout for its padded batch: prompts left, completions right.
+
+        Args:
+            prompt_mask: ``[B, P]``.
+            completions: ``[B, C]``, for the width.
+
+        Returns:
+            int16 ``[B, P + C, layers, k]`` on the CPU, where it takes no accelerator memory while it waits.
+
+        Raises `RouterReplayError` when no rollout of this size was recorded.
+        """
+        if self._rows is None or len(self._rows) != len(prompt_mask):
+            recorded = 0 if self._rows is None else len(self._rows)
+            raise RouterReplayError(
+                f"router replay has recordings of {recorded} sequences for a batch of {len(prompt_mask)}"
+            )
+        width = prompt_mask.shape[1]
+        batch = torch.full(
+            (len(self._rows), width + completions.shape[1], *self._rows[0].shape[1:]), UNRECORDED, dtype=torch.int16
+        )
+        for target, row, length in zip(batch, self._rows, prompt_mask.sum(dim=1).tolist(), strict=True):
+            start = width - int(length)
+            target[start : start + len(row)] = row
+        return batch
+
+    @contextlib.contextmanager
+    def scoring(self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> Iterator[ReplayReport]:
+        """Replays the last rollout while the policy computes its log-probabilities, without gradients."""
+        choices = self.padded(prompt_mask, completion_mask)
+        with replayed_choices(self.routers, choices, routed_tokens(prompt_mask, completion_mask)) as report:
+            yield report
+
+    @contextlib.contextmanager
+    def training(self, inputs: dict[str, Any]) -> Iterator[ReplayReport]:
+        """Replays the recording in a training batch; to last until its backward pass is over.
+
+        Raises `RouterReplayError` when the batch has no recording, or one that does not cover it.
+        """
+        required = routed_tokens(inputs["prompt_mask"], inputs["completion_mask"])
+        if inputs.get(BATCH_KEY) is None:
+            raise RouterReplayError(
+                f"router replay covers 0 of {int(required.sum())} tokens: the training batch has no recording "
+                f"({BATCH_KEY!r}); it was not made by this trainer's rollout"
+            )
+        with replayed_choices(self.routers, inputs[BATCH_KEY], required) as report:
+            yield report
+
+
+def routed_tokens(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
+    """Bool ``[B, P + C]``, the tokens that generation fed to the model: all but padding and each completion's last.
+
+    The last token's routing has no part in any log-probability: that of completion token t is read at position t - 1.
+    """
+    completion_mask = completion_mask.bool()
+    order = completion_mask.cumsum(dim=1)
+    fed = completion_mask & (order < order[:, -1:])
+    return torch.cat([prompt_mask.bool(), fed], dim=1)

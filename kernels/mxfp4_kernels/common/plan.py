@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to launch: schemes, tile shapes and compile-time arguments of the fused kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from . import blocks as _blocks
+from .checks import unsupported_row
+from .tile import LONGEST_FLAT_TILE
+
+
+#: Added to the float32 bits of a block maximum so that its exponent rounds up where the scale rule says.
+_CARRY = {"rceil": 0x3FFFFF, "floor": 0, "even": 0x200000, "mse": 0}
+_SEARCH = {name: getattr(_blocks, name.upper()).value for name in ("static", "dynamic", "blockwise")}
+BLOCK = 32
+# Two (16-bit) or four (32-bit) vectors of 16 bytes per thread of a program with 4 warps: enough loads in flight to
+# stream, few enough registers to keep the multiprocessor full. Both tiles are multiples of the largest macro block.
+_FLAT_TILE = (1, LONGEST_FLAT_TILE.value)
+_ROW_TILE = (8, 256)
+# AMD's warps have 64 threads, and blocks 1024 at most.
+_MOST_WARPS = 16
+#: Whether TRITON_INTERPRET=1 was set when the kernels were defined, which is what counts.
+INTERPRETED = not isinstance(_blocks.clamp, triton.JITFunction)
+
+
+class Scheme(NamedTuple):
+    """What to do to each block: the arguments of [`mxfp4_kernels.fake_quantize`]."""
+
+    scale_rule: str = "rceil"
+    macro_block: int | str | None = None
+    macro_search: str = "static"
+    outlier_fallback: float | None = None
+    block_rows: int = 1
+
+    def along(self, length: int) -> Scheme:
+        """The scheme for an axis of ``length``: a macro block of a whole row is a power of two that covers it. Raises
+        `ValueError` for one that is too long."""
+        if self.macro_block != "row":
+            return self
+        if (reason := unsupported_row(self.scale_rule, self.macro_block, self.macro_search, length)) is not None:
+            raise ValueError(reason)
+        return self._replace(macro_block=triton.next_power_of_2(max(length, BLOCK)))
+
+
+class Side(NamedTuple):
+    """What blocks along one axis have of their own: random numbers and the rotation before."""
+
+    seed: int | None = None
+    rotation: int | None = None
+    signs: torch.Tensor | None = None
+
+    def padded(self, length: int) -> int:
+        """Elements of an axis of ``length`` after the rotation."""
+        return length + -length % (self.rotation or 1)
+
+    @property
+    def halves(self) -> tuple[int, int]:
+        """The seed as the bits of two int32 numbers."""
+        seed = self.seed or 0
+        return tuple((half & 0x7FFFFFFF) - (half & 0x80000000) for half in (seed & 0xFFFFFFFF, seed >> 32))
+
+
+PLAIN = Side()
+
+
+class Plan(NamedTuple):
+    """A matrix as the kernel shall see it, cut into tiles; columns are elements."""
+
+    n_rows: int
+    n_cols: int
+    row_stride: int
+    tile_rows: int
+    tile_cols: int
+
+
+class Packed(NamedTuple):
+    """Codes, scale bytes and macro bytes, as [`mxfp4_kernels.quantize`] returns them."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    macro: torch.Tensor | None
+    residual_codes: torch.Tensor | None
+    residual_scale: torch.Tensor | None
+
+
+def compile_constants(
+    dtype: torch.dtype, scheme: Scheme, side: Side = PLAIN, side_t: Side = PLAIN, out: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Compile-time arguments of all kernels, the tile shape apart, for a dtype and that of the output."""
+    least_squares = scheme.scale_rule == "mse"
+    carry = _CARRY[scheme.scale_rule]
+    constants = {
+        "MACRO": scheme.macro_block or BLOCK,
+        "SEARCH": 0 if scheme.macro_block is None else _SEARCH[scheme.macro_search],
+        "HAS_FALLBACK": scheme.outlier_fallback is not None,
+        "CARRY": carry,
+        "CLIPS": scheme.scale_rule != "rceil",
+        "LEAST_SQUARES": least_squares,
+        # Only scales above E - 2 reach byte 253, and only beyond float16.
+        "LIMITED": dtype != torch.float16 and (carry > 0 or least_squares),
+        "LARGEST": torch.finfo(out or dtype).max,
+        "BF16": dtype == torch.bfloat16,
+        "OUT_BF16": (out or dtype) == torch.bfloat16,
+        "TILES": scheme.block_rows != 1,
+        "INTERPRETED": INTERPRETED,
+    }
+    for suffix, one in (("", side), ("_T", side_t)):
+        constants |= {
+            f"STOCHASTIC{suffix}": one.seed is not None,
+            f"ROTATION{suffix}": one.rotation or 0,
+            f"ROTATION_SCALE{suffix}": (one.rotation or 1) ** -0.5,
+            f"HAS_SIGNS{suffix}": one.signs is not None,
+        }
+    return constants
+
+
+def options(tile_rows: int, tile_cols: int, constants: dict[str, Any]) -> dict[str, Any]:
+    """How to compile for a tile. Contracting a multiply and an add would change bits; see `common/blocks.py`."""
+    num_warps = min(tile_rows * tile_cols // 512, _MOST_WARPS)
+    if constants["SEARCH"] in (_SEARCH["dynamic"], _SEARCH["blockwise"]) and constants.get("LEAST_SQUARES"):
+        # A search in a search needs more registers per element.
+        num_warps = min(2 * num_warps, _MOST_WARPS)
+    return {"num_warps": num_warps, "enable_fp_fusion": False}
+
+
+def plan(n_rows: int, n_cols: int, row_stride: int, unit: int, block_rows: int = 1, flat: bool = True) -> Plan:
+    """The matrix cut into tiles.
+
+    A gapless matrix whose rows are whole (macro) blocks is one long row: no part of a tile is wasted then. Not with
+    ``flat=False``, for what belongs to columns.
+    """
+    if block_rows != 1:
+        return Plan(n_rows, n_cols, row_stride, block_rows, max(unit, 128))
+    if flat and n_cols % unit == 0 and unit <= _FLAT_TILE[1] and (row_stride == n_cols or n_rows == 1):
+        return Plan(1, n_rows * n_cols, n_rows * n_cols, *_FLAT_TILE)
+    if unit > _ROW_TILE[1]:
+        return Plan(n_rows, n_cols, row_stride, max(2 * LONGEST_FLAT_TILE.value // unit, 1), unit)
+    return Plan(n_rows, n_cols, row_stride, *_ROW_TILE)
+
+
+def both_tile(scheme: Scheme) -> tuple[int, int]:
+    """``TILE`` and ``STRIP`` of the kernels of `quantize/both.py`: the longer is a multiple of what belongs together."""
+    if (scheme.macro_block or 0) > 128:
+        return 256, 32
+    # A residual needs more registers per element than half of the threads of a multiprocessor have.
+    whole = scheme.block_rows == 1 and scheme.outlier_fallback is None
+    return 128, 64 if whole else 32
+
+
+def unit_of(scheme: Scheme, side: Side) -> int:
+    """Elements of a row that belong together."""
+    return max(scheme.macro_block or BLOCK, side.rotation or 1)

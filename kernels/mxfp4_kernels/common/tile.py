@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles in memory and in registers: where they start, how they are read and written, and what becomes of one.
+
+A program holds its tile as ``[ROWS, macro blocks, blocks, 32]``: the maxima of blocks and macro blocks are plain
+reductions, and the innermost axis is contiguous in memory. The arithmetic, and what it asks of the compiler, is in
+`common/blocks.py` and `common/macro.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from .blocks import (
+    BLOCKWISE,
+    DYNAMIC,
+    FAST_DIVISION_BITS,
+    NAN_BYTE,
+    NO_MACRO,
+    STATIC,
+    TOO_LARGE_TO_SCALE_BITS,
+    all_at_least,
+    all_below,
+    clamp,
+    divide_by_factor,
+    max_bits,
+    quantize_pass,
+    scale_value,
+)
+from .hadamard import rotate_tile
+from .macro import apply_macro
+from .rng import uniform
+
+
+#: Longer tiles of one row are rows of macro blocks as long as they.
+LONGEST_FLAT_TILE = tl.constexpr(2048)
+# The fallback weight from which on [`divide_by_factor`] can take its fast way.
+_FAST_DIVISION_ALPHA = tl.constexpr(2.0**-20)
+
+
+@triton.jit
+def tile_start(col_tiles, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """First row and first column (int64) of this program's tile; ``ROWS == 1`` with a tile
+    of no more than `LONGEST_FLAT_TILE` means that the matrix is one row."""
+    pid = tl.program_id(0)
+    if ROWS == 1 and COLS <= LONGEST_FLAT_TILE:
+        row_start = pid.to(tl.int64) * 0
+        col_start = pid.to(tl.int64) * COLS
+    else:
+        row_start = (pid // col_tiles).to(tl.int64) * ROWS
+        col_start = (pid % col_tiles).to(tl.int64) * COLS
+    return row_start, col_start
+
+
+@triton.jit
+def offsets_in_tile(COLS: tl.constexpr, MACRO: tl.constexpr, SIZE: tl.constexpr, EACH: tl.constexpr):
+    """Offsets inside a tile row (int32), ``[1, COLS / MACRO, MACRO / SIZE, EACH]``, of what there are ``EACH`` of for
+    ``SIZE`` elements."""
+    macros = tl.arange(0, COLS // MACRO)[None, :, None, None]
+    parts = tl.arange(0, MACRO // SIZE)[None, None, :, None]
+    return (macros * (MACRO // SIZE) + parts) * EACH + tl.arange(0, EACH)[None, None, None, :]
+
+
+@triton.jit
+def as_float(x, BF16: tl.constexpr):
+    """Elements as float32; bfloat16 arrives as int16 bits (``BF16``)."""
+    if BF16:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def load(x_ptr, rows, col_start, offsets, n_rows, n_cols, x_row_stride, BF16: tl.constexpr):
+    """Elements as float32, zero outside of the matrix."""
+    mask = (rows < n_rows) & (offsets < n_cols - col_start)
+    return as_float(tl.load(x_ptr + col_start + rows * x_row_stride + offsets, mask=mask, other=0), BF16)
+
+
+@triton.jit
+def store(out_ptr, rows, start, offsets, n_rows, n_cols, values):
+    """Store what lies inside of the matrix ``out[n_rows, n_cols]`` (contiguous), from column ``start`` on."""
+    mask = (rows < n_rows) & (offsets < n_cols - start)
+    pointers = out_ptr + start + rows * n_cols + offsets
+    tl.store(pointers, tl.broadcast_to(values, mask.shape).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_values(
+    out_ptr, rows, col_start, offsets, n_rows, n_cols, value, OUT_BF16: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Store float32 values in the dtype of the output; interpreted, bfloat16 leaves as int16 bits."""
+    if OUT_BF16 and INTERPRETED:
+        bits = value.to(tl.int32, bitcast=True)
+        value = tl.where(value == value, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+    store(out_ptr, rows, col_start, offsets, n_rows, n_cols, value)
+
+
+@triton.jit
+def rotated(
+    x,
+    col_start,
+    n_cols,
+    signs_ptr,
+    COLS: tl.constexpr,
+    MACRO: tl.constexpr,
+    ROTATION: tl.constexpr,
+    ROTATION_SCALE: tl.constexpr,
+    HAS_SIGNS: tl.constexpr,
+):
+    """A tile times the signs ``[n_cols]`` (float32) of its columns, then rotated."""
+    if HAS_SIGNS:
+        offsets = offsets_in_tile(COLS, MACRO, 32, 32)
+        x = x * tl.load(signs_ptr + col_start + offsets, mask=offsets < n_cols - col_start, other=1.0)
+    if ROTATION > 0:
+        x = rotate_tile(x, ROTATION, ROTATION_SCALE)
+    return x
+
+
+@triton.jit
+def rounding_noise(
+    rows,
+    first_row,
+    col_start,
+    n_cols,
+    seed_low,
+    seed_high,
+    DRAW: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    MACRO: tl.constexpr,
+):
+    """What [`quantize_pass`] rounds stochastically with, a scalar where it does not."""
+    if STOCHASTIC:
+        return uniform(rows + first_row, col_start, n_cols, seed_low, seed_high, DRAW, ROWS, COLS, MACRO)
+    else:
+        return 0.0
+
+
+@triton.jit
+def fake_tile(
+    x,
+    out_ptr,
+    rows,
+    col_start,
+    n_rows,
+    n_cols,
+    alpha,
+    first_row,
+    seed_low,
+    seed_high,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    MACRO: tl.constexpr,
+    SEARCH: tl.constexpr,
+    HAS_FALLBACK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    CARRY: tl.constexpr,
+    CLIPS: tl.constexpr,
+    LEAST_SQUARES: tl.constexpr,
+    LIMITED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    OUT_BF16: tl.constexpr,
+    TILES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Write the MXFP4 values of a tile (float32 ``x``) of the matrix ``out[n_rows, n_cols]``, which is contiguous."""
+    z, amax_bits, factor, _ = apply_macro(x, SEARCH, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, INTERPRETED)
+    noise = rounding_noise(rows, first_row, col_start, n_cols, seed_low, seed_high, 0, STOCHASTIC, ROWS, COLS, MACRO)
+    q, byte = quantize_pass(z, amax_bits, noise, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+    value = q * scale_value(byte)
+    if HAS_FALLBACK:
+        residual = z - value
+        residual_bits = max_bits(residual, TILES)
+        noise = rounding_noise(
+            rows, first_row, col_start, n_cols, seed_low, seed_high, 1, STOCHASTIC, ROWS, COLS, MACRO
+        )
+        q, byte = quantize_pass(residual, residual_bits, noise, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+        value = value + q * scale_value(byte) * alpha
+        if SEARCH == STATIC and LARGEST > 65504.0:
+            # Only values from a maximum of 2**127 on are cut, and its factor is 1 (a smaller maximum times its static
+            # factor stays below 3.01 * 2**126): the same as clamping after the division.
+            value = clamp(value, LARGEST)
+    if SEARCH == BLOCKWISE:
+        value = value * factor
+    elif SEARCH != NO_MACRO:
+        # A nonzero value is then at least 2**-64, or a sum that is a multiple of alpha * 2**-88: no less than 2**-108.
+        fast = all_at_least(amax_bits, FAST_DIVISION_BITS)
+        if HAS_FALLBACK:
+            fast = fast & all_at_least(residual_bits, FAST_DIVISION_BITS) & (alpha >= _FAST_DIVISION_ALPHA)
+        if SEARCH == DYNAMIC:
+            fast = fast & all_below(amax_bits, TOO_LARGE_TO_SCALE_BITS)
+        value = divide_by_factor(value, factor, fast, INTERPRETED)
+    if LARGEST <= 65504.0 or SEARCH == BLOCKWISE or (HAS_FALLBACK and SEARCH != STATIC):
+        value = clamp(value, LARGEST)
+    offsets = offsets_in_tile(COLS, MACRO, 32, 32)
+    store_values(out_ptr, rows, col_start, offsets, n_rows, n_cols, value, OUT_BF16, INTERPRETED)
+
+
+@triton.jit
+def _codes(q, byte):
+    """Packed E2M1 codes ``[..., 16]`` of grid values ``[..., 32]``, two in each, the even element's in the low half;
+    zero in blocks with NaN."""
+    bits = q.to(tl.int32, bitcast=True)
+    # Exponent and first mantissa bit; 0.5 is 252, 1 is 254, 6 is 259.
+    top = (bits >> 22) & 0x1FF
+    code = tl.maximum(top - 252, 0) + (top == 252).to(tl.int32) + ((bits >> 28) & 8)
+    code = tl.where(byte == NAN_BYTE, 0, code)
+    even, odd = tl.split(tl.reshape(code, [q.shape[0], q.shape[1], q.shape[2], 16, 2]))
+    return even | (odd << 4)
+
+
+@triton.jit
+def pack_tile(
+    x,
+    codes_ptr,
+    scale_ptr,
+    macro_ptr,
+    residual_codes_ptr,
+    residual_scale_ptr,
+    rows,
+    col_start,
+    n_rows,
+    n_cols,
+    n_codes,
+    n_blocks,
+    n_macros,
+    first_row,
+    seed_low,
+    seed_high,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    MACRO: tl.constexpr,
+    SEARCH: tl.constexpr,
+    HAS_FALLBACK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    CARRY: tl.constexpr,
+    CLIPS: tl.constexpr,
+    LEAST_SQUARES: tl.constexpr,
+    LIMITED: tl.constexpr,
+    TILES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Write codes ``[n_rows, n_codes]``, scale bytes ``[n_rows, n_blocks]`` and macro bytes ``[n_rows, n_macros]``, all
+    contiguous, of a tile (float32 ``x``). Where rows share blocks, the bytes are written for each of them."""
+    z, amax_bits, _, m8 = apply_macro(x, SEARCH, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, INTERPRETED)
+    if SEARCH != NO_MACRO:
+        at_macros = offsets_in_tile(COLS, MACRO, MACRO, 1)
+        store(macro_ptr, rows, col_start // MACRO, at_macros, n_rows, n_macros, m8)
+    at_codes = offsets_in_tile(COLS, MACRO, 32, 16)
+    at_blocks = offsets_in_tile(COLS, MACRO, 32, 1)
+    noise = rounding_noise(rows, first_row, col_start, n_cols, seed_low, seed_high, 0, STOCHASTIC, ROWS, COLS, MACRO)
+    q, byte = quantize_pass(z, amax_bits, noise, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+    store(scale_ptr, rows, col_start // 32, at_blocks, n_rows, n_blocks, byte)
+    store(codes_ptr, rows, col_start // 2, at_codes, n_rows, n_codes, _codes(q, byte))
+    if HAS_FALLBACK:
+        residual = tl.where(byte == NAN_BYTE, 0.0, z - q * scale_value(byte))
+        noise = rounding_noise(
+            rows, first_row, col_start, n_cols, seed_low, seed_high, 1, STOCHASTIC, ROWS, COLS, MACRO
+        )
+        residual_bits = max_bits(residual, TILES)
+        q, byte = quantize_pass(residual, residual_bits, noise, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+        store(residual_codes_ptr, rows, col_start // 2, at_codes, n_rows, n_codes, _codes(q, byte))
+        store(residual_scale_ptr, rows, col_start // 32, at_blocks, n_rows, n_blocks, byte)

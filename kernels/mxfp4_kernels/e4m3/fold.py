@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP4 quantization straight into the operands of FP8 products: checks, tile shapes and launches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ..common.checks import check_rotation, check_seed, unsupported_dtype, unsupported_scheme
+from ..common.plan import INTERPRETED, PLAIN, Scheme, Side, compile_constants
+from .both_kernel import fold_both_kernel
+from .rows_kernel import fold_groups_kernel, fold_rows_kernel
+
+
+GROUPS = ("row", 128)
+#: How the second orientation of [`fold_e4m3_both`] is quantized.
+COLUMNS = ("requantized", "reused")
+_GROUP = 128
+#: Longest row that a program holds in registers: 16 warps of 16 elements a thread.
+_LONGEST_TILE = 8192
+
+
+class Folded(NamedTuple):
+    """A matrix ready for FP8 tensor cores: ``elements`` ``float8_e4m3fn [rows, 128 * ceil(length/128)]``, contiguous,
+    zero from column ``length`` on (NaN in a NaN block); ``scale`` float32 ``[rows, 1]`` or ``[rows, ceil(length/128)]``
+    (that one is the transpose of a contiguous tensor, as products read it); ``n_inexact`` int32 scalar, the blocks that
+    were rounded (`None` where there are none by definition)."""
+
+    elements: torch.Tensor
+    scale: torch.Tensor
+    n_inexact: torch.Tensor | None
+    length: int
+
+
+def fold_e4m3(
+    x: torch.Tensor,
+    *,
+    group: int | str = 128,
+    axis: int = 1,
+    scale_rule: str = "rceil",
+    macro_block: int | None = None,
+    macro_search: str = "static",
+    block_rows: int = 1,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    rotation: int | None = None,
+    signs: torch.Tensor | None = None,
+    counter: torch.Tensor | None = None,
+) -> Folded:
+    """``x`` quantized to MXFP4 along ``axis`` and folded into E4M3, contraction last: the bits of
+    ``hf_mxfp4.numerics.fold`` on the definition's codes. No gradient flows, and nothing waits for the GPU.
+
+    Args:
+        x: float32, bfloat16 or float16 matrix ``[M, K]`` on a GPU, of any strides; of more axes ``[..., K]`` with
+            ``axis=1``, which then means the last, and rows are those of ``x.reshape(-1, K)``.
+        group: elements that share a float32 scale: 128, or ``"row"`` (all; a power of two then).
+        axis: 1 for blocks along rows; 0 for blocks along columns, and results of ``[K, M]``.
+        scale_rule, macro_block, macro_search, block_rows: as in [`mxfp4_kernels.fake_quantize`]; ``macro_block`` is
+            `None` or 128 with ``group=128``, and not blockwise.
+        rounding, seed, rotation, signs: as there; ``length`` is then that of the padded axis. Random numbers are those
+            of the rows of the result.
+        counter: int32 scalar on the same device, to which the number of rounded blocks is added; by default a new one.
+
+    Raises:
+        TypeError: not a tensor, or another dtype; no integer as the seed of stochastic rounding.
+        ValueError: options that do not fold, a tensor that is no matrix or not on a GPU, a seed or signs that have no
+            effect, or signs of another length or device.
+    """
+    _check_group(group, macro_block, macro_search)
+    scheme = Scheme(scale_rule, macro_block, macro_search, None, block_rows)
+    matrix = _matrix("fold_e4m3", x, axis, scheme)
+    side = _side(matrix, matrix.shape[1], rounding, seed, rotation, signs)
+    _check_device(x)
+    n_rows, length = matrix.shape[0], side.padded(matrix.shape[1])
+    out, scale = _outputs(n_rows, length, group, x.device)
+    counter = _counter(counter, x.device)
+    if matrix.numel():
+        constants = {**compile_constants(x.dtype, scheme, side), "NATIVE": has_fp8(x.device)}
+        launch = _launch_rows if group == "row" else _launch_groups
+        launch(matrix, out, scale, counter, side, constants)
+    else:
+        scale.fill_(2.0**-125)
+    return Folded(out, scale, counter, length)
+
+
+def fold_e4m3_both(
+    x: torch.Tensor,
+    *,
+    columns: str = "requantized",
+    scale_rule: str = "rceil",
+    macro_block: int | None = None,
+    macro_search: str = "static",
+    rounding: tuple[str, str] = ("nearest", "nearest"),
+    seed: tuple[int | None, int | None] = (None, None),
+    rotation: tuple[int | None, int | None] = (None, None),
+    signs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    counter: torch.Tensor | None = None,
+) -> tuple[Folded, Folded]:
+    """[`fold_e4m3`] by 128 along rows and along columns, from one read of ``x [M, K]``.
+
+    Arguments and errors as there, those given as pairs for ``x`` and for its transpose.
+
+    Args:
+        columns: ``"requantized"`` (blocks along the columns) or ``"reused"`` (the values that blocks along rows have,
+            folded along the columns; without macro factors, which vary along the new contraction, without rotations,
+            and rounded as along the rows).
+
+    Returns:
+        Elements of ``[M, K]`` and of ``[K, M]``, rows padded as in [`fold_e4m3`]. They share one counter.
+    """
+    if columns not in COLUMNS:
+        raise ValueError(f"columns={columns!r} is not supported; choose one of {', '.join(map(repr, COLUMNS))}")
+    _check_group(_GROUP, macro_block, macro_search)
+    if columns == "reused" and macro_block is not None:
+        raise ValueError("columns='reused' needs macro_block=None: macro factors vary along the columns' contraction")
+    if columns == "reused" and (any(rotation) or rounding[1] != "nearest"):
+        raise ValueError("columns='reused' needs rotation=(None, None), and takes the rounding of the rows")
+    scheme = Scheme(scale_rule, macro_block, macro_search)
+    matrix = _matrix("fold_e4m3_both", x, 1, scheme)
+    sides = [
+        _side(matrix, length, *of_side)
+        for length, *of_side in zip(reversed(matrix.shape), rounding, seed, rotation, signs, strict=True)
+    ]
+    _check_device(x)
+    n_rows, n_cols = matrix.shape
+    length, length_t = sides[0].padded(n_cols), sides[1].padded(n_rows)
+    out, scale = _outputs(n_rows, n_cols, _GROUP, x.device)
+    out_t, scale_t = _outputs(n_cols, n_rows, _GROUP, x.device)
+    counter = _counter(counter, x.device)
+    if matrix.numel():
+        constants = compile_constants(x.dtype, scheme, *sides)
+        constants |= {"NATIVE": has_fp8(x.device), "REUSED": columns == "reused"}
+        tile, options = both_plan(*sides)
+        col_tiles = triton.cdiv(n_cols, _GROUP)
+        pointers = (_bits(matrix), out.view(torch.uint8), scale.t(), out_t.view(torch.uint8), scale_t.t(), counter)
+        signs_of_sides = (side.signs for side in sides)
+        sizes = (n_rows, n_cols, length, length_t, out.shape[1], out_t.shape[1], *matrix.stride(), col_tiles)
+        arguments = (*pointers, *signs_of_sides, *sizes, *sides[0].halves, *sides[1].halves)
+        grid = triton.cdiv(n_rows, _GROUP) * col_tiles
+        _run(fold_both_kernel, grid, x.device, arguments, constants | tile, options)
+    return Folded(out, scale, counter, length), Folded(out_t, scale_t, counter, length_t)
+
+
+def quantize_e4m3(x: torch.Tensor, *, axis: int = 1) -> Folded:
+    """``x`` rounded to E4M3 with one power-of-two scale per row (column for ``axis=0``): the bits of
+    ``hf_mxfp4.numerics.quantize_e4m3``, its scale as float32, NaN for a row that holds NaN or infinity.
+
+    Arguments and errors as in [`fold_e4m3`].
+    """
+    scheme = Scheme()
+    matrix = _matrix("quantize_e4m3", x, axis, scheme)
+    _check_device(x)
+    n_rows, length = matrix.shape
+    out, scale = _outputs(n_rows, length, "row", x.device)
+    if matrix.numel():
+        constants = {**compile_constants(x.dtype, scheme), "NATIVE": has_fp8(x.device), "FP8": True}
+        _launch_rows(matrix, out, scale, None, PLAIN, constants)
+    else:
+        scale.fill_(2.0**-126)
+    return Folded(out, scale, None, length)
+
+
+@functools.lru_cache(maxsize=64)
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device converts to E4M3 (OCP) by itself."""
+    if device.type == "cpu":
+        return False
+    if torch.version.hip:
+        return "gfx95" in torch.cuda.get_device_properties(device).gcnArchName
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def rows_plan(n_rows: int, length: int, unit_columns: bool, tiles: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tile and compiler options of [`fold_rows_kernel`]; ``unit_columns`` says that elements of a row are adjacent."""
+    longest = triton.next_power_of_2(max(length, 128))
+    if tiles or not unit_columns:
+        # Columns of an ordinary matrix: 32 of them together fill whole sectors of memory.
+        return {"ROWS": 32, "COLS": 128, "ONE_TILE": length <= 128}, {"num_warps": 4}
+    # A tile that is mostly padding computes for nothing: then the row is read twice, the second time from the cache.
+    if longest <= _LONGEST_TILE and longest <= length + length // 3 or longest == 128:
+        rows = max(1, 2048 // longest)
+        return {"ROWS": rows, "COLS": longest, "ONE_TILE": True}, {"num_warps": max(4, longest // 512)}
+    return {"ROWS": 1, "COLS": 2048, "ONE_TILE": False}, {"num_warps": 4}
+
+
+def groups_plan(unit_columns: bool, tiles: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tile and compiler options of [`fold_groups_kernel`]."""
+    rows, cols, warps = (32, 128, 8) if tiles or not unit_columns else (8, 256, 4)
+    return {"ROWS": rows, "COLS": cols}, {"num_warps": warps}
+
+
+def both_plan(*sides: Side) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tile and compiler options of [`fold_both_kernel`]."""
+    # Rotations and random numbers take registers of their own.
+    plain = all(side.seed is None and side.rotation is None for side in sides)
+    return {"STRIP": 32}, {"num_warps": 4 if plain else 8}
+
+
+def _launch_groups(
+    matrix: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    counter: torch.Tensor,
+    side: Side,
+    constants: dict[str, Any],
+) -> None:
+    tile, options = groups_plan(matrix.stride(1) == 1 or matrix.shape[1] == 1, constants["TILES"])
+    col_tiles = triton.cdiv(out.shape[1], tile["COLS"])
+    grid = triton.cdiv(matrix.shape[0], tile["ROWS"]) * col_tiles
+    pointers = (_bits(matrix), out.view(torch.uint8), scale.t(), counter, side.signs)
+    sizes = (*matrix.shape, side.padded(matrix.shape[1]), out.shape[1], *matrix.stride(), col_tiles)
+    _run(fold_groups_kernel, grid, matrix.device, (*pointers, *sizes, *side.halves), constants | tile, options)
+
+
+def _launch_rows(
+    matrix: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    counter: torch.Tensor | None,
+    side: Side,
+    constants: dict[str, Any],
+) -> None:
+    tile, options = rows_plan(*matrix.shape, matrix.stride(1) == 1 or matrix.shape[1] == 1, constants["TILES"])
+    grid = triton.cdiv(matrix.shape[0], tile["ROWS"])
+    steps = triton.cdiv(out.shape[1], tile["COLS"]) if INTERPRETED else 0
+    pointers = (_bits(matrix), out.view(torch.uint8), scale, counter, side.signs)
+    sizes = (*matrix.shape, side.padded(matrix.shape[1]), out.shape[1], *matrix.stride())
+    constants = {"FP8": False, **constants, **tile, "STEPS": steps}
+    _run(fold_rows_kernel, grid, matrix.device, (*pointers, *sizes, *side.halves), constants, options)
+
+
+def _run(kernel: Any, grid: int, device: torch.device, arguments: tuple, constants: dict, options: dict) -> None:
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    # Contracting a multiply and an add would change bits; see `common/blocks.py`.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(grid,)](*arguments, **constants, **options, enable_fp_fusion=False)
+
+
+def _side(
+    matrix: torch.Tensor, length: int, rounding: str, seed: int | None, rotation: int | None, signs: torch.Tensor | None
+) -> Side:
+    """What belongs to the blocks along an axis of ``length``. Raises as [`fold_e4m3`] says."""
+    if (reason := unsupported_scheme("rceil", None, "static", None, 1, rounding)) is not None:
+        raise ValueError(reason)
+    check_seed(rounding, seed)
+    return Side(seed, rotation, check_rotation(matrix, length, rotation, signs))
+
+
+def _outputs(n_rows: int, length: int, group: int | str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    n_groups = triton.cdiv(length, _GROUP)
+    elements = torch.empty(n_rows, n_groups * _GROUP, dtype=torch.float8_e4m3fn, device=device)
+    shape = (1 if group == "row" else n_groups, n_rows)
+    return elements, torch.empty(shape, dtype=torch.float32, device=device).t()
+
+
+def _counter(counter: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if counter is None:
+        return torch.zeros((), dtype=torch.int32, device=device)
+    if (counter.dtype, counter.dim(), counter.device) != (torch.int32, 0, device):
+        raise ValueError(
+            f"counter must be an int32 scalar on {device}; it is {counter.dtype} {list(counter.shape)} "
+            f"on {counter.device}"
+        )
+    return counter
+
+
+def _bits(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
+
+
+def _check_group(group: object, macro_block: object, macro_search: object) -> None:
+    if group not in GROUPS:
+        raise ValueError(f"group={group!r} is not supported; choose one of {', '.join(map(repr, GROUPS))}")
+    if macro_block is None:
+        return
+    if group == "row" or macro_block != _GROUP or macro_search == "blockwise":
+        raise ValueError(
+            f"{macro_block=}, {macro_search=} does not fold by group={group!r}: a factor per 128 elements joins a "
+            "scale per 128 elements, and no other"
+        )
+
+
+def _check_device(x: torch.Tensor) -> None:
+    if x.device.type == "cpu" and not INTERPRETED:
+        raise ValueError("the Triton kernel needs a GPU tensor, got one on the CPU")
+
+
+def _matrix(name: str, x: object, axis: int, scheme: Scheme) -> torch.Tensor:
+    """``x`` as the matrix whose rows are to be folded. Raises as [`fold_e4m3`] says."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} needs a tensor, got {type(x).__name__}")
+    if (reason := unsupported_dtype(x.dtype)) is not None:
+        raise TypeError(reason)
+    if (reason := unsupported_scheme(*scheme)) is not None:
+        raise ValueError(reason)
+    if axis not in (0, 1):
+        raise ValueError(f"axis={axis!r} must be 1 (blocks along rows) or 0 (along columns)")
+    if x.dim() < 2 or axis == 0 and x.dim() != 2:
+        raise ValueError(f"{name} with {axis=} needs a matrix, got {x.dim()} axes")
+    if scheme.block_rows != 1 and x.dim() > 2 and x.shape[-2] % scheme.block_rows:
+        raise ValueError(
+            f"tiles of {scheme.block_rows} rows would reach from one matrix of {list(x.shape)} to the next"
+        )
+    x = x.detach()
+    return x.t() if axis == 0 else x.reshape(x.shape[:-1].numel(), x.shape[-1])

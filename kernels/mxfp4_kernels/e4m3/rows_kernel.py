@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a matrix folded into E4M3, a scale per 128 elements or per row. Arithmetic is in `e4m3/tile.py`."""
+
+import triton
+import triton.language as tl
+
+from ..common.blocks import EXPONENT_FIELD, NAN_BYTE, NO_MACRO, max_bits, scale_value
+from ..common.tile import as_float, offsets_in_tile
+from .tile import (
+    NAN_BITS,
+    base_of,
+    blocks_of,
+    count_inexact,
+    e4m3_bits,
+    elements_of,
+    fold_tile,
+    prepared,
+    store_elements,
+)
+
+
+@triton.jit
+def _load(x_ptr, rows, col_start, n_rows, n_cols, x_row_stride, x_col_stride, COLS: tl.constexpr, BF16: tl.constexpr):
+    """Elements as float32, zero outside of the matrix; row and column indices are int64. bfloat16 arrives as bits."""
+    cols = col_start + offsets_in_tile(COLS, 128, 32, 32)
+    mask = (rows < n_rows) & (cols < n_cols)
+    x = tl.load(x_ptr + rows * x_row_stride + cols * x_col_stride, mask=mask, other=0)
+    return as_float(x, BF16)
+
+
+@triton.jit(do_not_specialize=["n_rows", "col_tiles", "seed_low", "seed_high"])
+def fold_groups_kernel(
+    x_ptr,
+    elements_ptr,
+    scale_ptr,
+    counter_ptr,
+    signs_ptr,
+    n_rows,
+    n_cols,
+    length,
+    padded_cols,
+    x_row_stride,
+    x_col_stride,
+    col_tiles,
+    seed_low,
+    seed_high,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROTATION: tl.constexpr,
+    ROTATION_SCALE: tl.constexpr,
+    HAS_SIGNS: tl.constexpr,
+    CARRY: tl.constexpr,
+    CLIPS: tl.constexpr,
+    LEAST_SQUARES: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BF16: tl.constexpr,
+    TILES: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """What [`fold_tile`] writes for a matrix with any strides. One program per tile, of which ``col_tiles`` lie side by
+    side."""
+    pid = tl.program_id(0)
+    rows = (pid // col_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None, None]
+    col_start = (pid % col_tiles).to(tl.int64) * COLS
+    x = _load(x_ptr, rows, col_start, n_rows, n_cols, x_row_stride, x_col_stride, COLS, BF16)
+    x, noise = prepared(
+        x,
+        rows,
+        col_start,
+        length,
+        signs_ptr,
+        seed_low,
+        seed_high,
+        ROWS,
+        COLS,
+        STOCHASTIC,
+        ROTATION,
+        ROTATION_SCALE,
+        HAS_SIGNS,
+    )
+    n_inexact, _ = fold_tile(
+        x,
+        noise,
+        elements_ptr,
+        scale_ptr,
+        rows,
+        col_start,
+        n_rows,
+        padded_cols,
+        COLS,
+        SEARCH,
+        STOCHASTIC,
+        CARRY,
+        CLIPS,
+        LEAST_SQUARES,
+        LIMITED,
+        TILES,
+        NATIVE,
+        INTERPRETED,
+    )
+    count_inexact(counter_ptr, n_inexact)
+
+
+@triton.jit
+def _read_blocks(
+    x_ptr,
+    signs_ptr,
+    rows,
+    start,
+    n_rows,
+    n_cols,
+    length,
+    x_row_stride,
+    x_col_stride,
+    seed_low,
+    seed_high,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    FP8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROTATION: tl.constexpr,
+    ROTATION_SCALE: tl.constexpr,
+    HAS_SIGNS: tl.constexpr,
+    CARRY: tl.constexpr,
+    CLIPS: tl.constexpr,
+    LEAST_SQUARES: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BF16: tl.constexpr,
+    TILES: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """What [`blocks_of`] gives for a part of whole rows, the macro factor apart, and the largest byte that counts,
+    ``[ROWS, 1, 1, 1]``; with ``FP8`` the values, and the bits of the largest."""
+    x = _load(x_ptr, rows, start, n_rows, n_cols, x_row_stride, x_col_stride, COLS, BF16)
+    if FP8:
+        counted = max_bits(x, False, NATIVE)
+        byte = counted
+    else:
+        x, noise = prepared(
+            x,
+            rows,
+            start,
+            length,
+            signs_ptr,
+            seed_low,
+            seed_high,
+            ROWS,
+            COLS,
+            STOCHASTIC,
+            ROTATION,
+            ROTATION_SCALE,
+            HAS_SIGNS,
+        )
+        x, byte, counted, _ = blocks_of(
+            x, noise, NO_MACRO, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, NATIVE, INTERPRETED
+        )
+    return x, byte, counted, tl.max(tl.max(counted, axis=2, keep_dims=True), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _row_elements(
+    z,
+    byte,
+    counted,
+    base,
+    FP8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    CLIPS: tl.constexpr,
+    LIMITED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    if FP8:
+        inverse = tl.where(base == NAN_BYTE, NAN_BITS, (254 - base) << 23).to(tl.float32, bitcast=True)
+        return e4m3_bits(z * inverse, NATIVE), 0
+    else:
+        return elements_of(z, byte, counted, base, STOCHASTIC, CLIPS, LIMITED, NATIVE)
+
+
+@triton.jit(do_not_specialize=["n_rows", "seed_low", "seed_high"])
+def fold_rows_kernel(
+    x_ptr,
+    elements_ptr,
+    scale_ptr,
+    counter_ptr,
+    signs_ptr,
+    n_rows,
+    n_cols,
+    length,
+    padded_cols,
+    x_row_stride,
+    x_col_stride,
+    seed_low,
+    seed_high,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    STEPS: tl.constexpr,
+    FP8: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROTATION: tl.constexpr,
+    ROTATION_SCALE: tl.constexpr,
+    HAS_SIGNS: tl.constexpr,
+    CARRY: tl.constexpr,
+    CLIPS: tl.constexpr,
+    LEAST_SQUARES: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BF16: tl.constexpr,
+    TILES: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Elements ``[n_rows, padded_cols]``, contiguous, and one scale per row of a matrix with any strides. One program
+    per ``ROWS`` rows, which it reads once (``ONE_TILE``: they fit) or twice.
+
+    ``FP8`` rounds the values themselves to E4M3, by the smallest power of two that lets nothing clip, as in
+    `hf_mxfp4.numerics.e4m3`; a row with NaN or infinity is NaN as a whole. ``STEPS`` is the number of tiles of a row
+    for the interpreter, which in Triton 3.6 cannot loop up to an argument.
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None, None]
+    top = tl.zeros([ROWS, 1, 1, 1], tl.int32)
+    if ONE_TILE:
+        z, byte, counted, top = _read_blocks(
+            x_ptr,
+            signs_ptr,
+            rows,
+            rows * 0,
+            n_rows,
+            n_cols,
+            length,
+            x_row_stride,
+            x_col_stride,
+            seed_low,
+            seed_high,
+            ROWS,
+            COLS,
+            FP8,
+            STOCHASTIC,
+            ROTATION,
+            ROTATION_SCALE,
+            HAS_SIGNS,
+            CARRY,
+            CLIPS,
+            LEAST_SQUARES,
+            LIMITED,
+            BF16,
+            TILES,
+            NATIVE,
+            INTERPRETED,
+        )
+    else:
+        for step in range(STEPS if INTERPRETED else tl.cdiv(padded_cols, COLS)):
+            _, _, _, found = _read_blocks(
+                x_ptr,
+                signs_ptr,
+                rows,
+                tl.cast(step, tl.int64) * COLS,
+                n_rows,
+                n_cols,
+                length,
+                x_row_stride,
+                x_col_stride,
+                seed_low,
+                seed_high,
+                ROWS,
+                COLS,
+                FP8,
+                STOCHASTIC,
+                ROTATION,
+                ROTATION_SCALE,
+                HAS_SIGNS,
+                CARRY,
+                CLIPS,
+                LEAST_SQUARES,
+                LIMITED,
+                BF16,
+                TILES,
+                NATIVE,
+                INTERPRETED,
+            )
+            top = tl.maximum(top, found)
+    if FP8:
+        # The largest E4M3 value is 1.75 * 2**8.
+        base = tl.maximum(((top + 0x1FFFFF) >> 23) - 8, 1)
+        base = tl.where(top >= EXPONENT_FIELD, NAN_BYTE, base)
+    else:
+        base = base_of(top)
+    if ONE_TILE:
+        elements, n_inexact = _row_elements(z, byte, counted, base, FP8, STOCHASTIC, CLIPS, LIMITED, NATIVE)
+        store_elements(elements_ptr, elements, rows, 0, n_rows, padded_cols, COLS)
+    else:
+        n_inexact = tl.cast(0, tl.int32)
+        for step in range(STEPS if INTERPRETED else tl.cdiv(padded_cols, COLS)):
+            start = tl.cast(step, tl.int64) * COLS
+            z, byte, counted, _ = _read_blocks(
+                x_ptr,
+                signs_ptr,
+                rows,
+                start,
+                n_rows,
+                n_cols,
+                length,
+                x_row_stride,
+                x_col_stride,
+                seed_low,
+                seed_high,
+                ROWS,
+                COLS,
+                FP8,
+                STOCHASTIC,
+                ROTATION,
+                ROTATION_SCALE,
+                HAS_SIGNS,
+                CARRY,
+                CLIPS,
+                LEAST_SQUARES,
+                LIMITED,
+                BF16,
+                TILES,
+                NATIVE,
+                INTERPRETED,
+            )
+            elements, found = _row_elements(z, byte, counted, base, FP8, STOCHASTIC, CLIPS, LIMITED, NATIVE)
+            store_elements(elements_ptr, elements, rows, start, n_rows, padded_cols, COLS)
+            n_inexact += found
+    tl.store(scale_ptr + rows, scale_value(base), mask=rows < n_rows)
+    if not FP8:
+        count_inexact(counter_ptr, n_inexact)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers on packed weights: checks, and the launch of the fused kernel or the dequantization in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..common import autotune as _autotune
+from ..common import blocks as _blocks
+from ..common.checks import check_packed
+from ..common.counters import zeros_of_a_launch
+from ..quantize import launch as _launch
+from .decode_kernel import linear_kernel
+from .decode_plan import LinearPlan, plan_linear_w4a16, steps_of, token_class
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SEARCH = {name: getattr(_blocks, name.upper()).value for name in ("no_macro", "static", "dynamic", "blockwise")}
+#: Elements between rows from which on offsets inside of a tile could leave 32 bits.
+_FARTHEST_ROWS = 1 << 24
+#: bfloat16 numbers that add up to one of these exactly.
+_PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+def linear_w4a16(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    length: int,
+    macro: torch.Tensor | None = None,
+    macro_block: int | None = None,
+    macro_search: str = "static",
+    residual_codes: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
+    outlier_fallback: float | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x Q(W)^T + bias`` for a packed weight ``[N, K]``, as [`mxfp4_kernels.quantize`] returns it. No gradient flows.
+
+    Few rows of ``x`` are multiplied with the codes as they are read; many with a dequantized copy
+    ([`mxfp4_kernels.plan_linear_w4a16`] says which). On the codes every product is exact and summed in float32, also
+    for macro factors and residuals, which a 16-bit copy rounds; sums are the same at every call. Nothing waits for the
+    GPU, so that a CUDA graph can hold it.
+
+    Args:
+        x: bfloat16, float16 or float32 ``[..., K]`` on a GPU.
+        codes, scale, macro, residual_codes, residual_scale: uint8 tensors of two axes on the same GPU.
+        length: K.
+        macro_block, macro_search, outlier_fallback: what the weight was quantized with.
+        bias: ``[N]`` in floating point, or `None`.
+        out: where the result goes: contiguous ``[..., N]`` in the dtype of ``x``.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x``.
+
+    Raises:
+        TypeError: another dtype of ``x`` or ``out``, a bias that is not floating-point, or parts that are not uint8.
+        ValueError: shapes that do not fit together, options without their tensors or the reverse, tensors of several
+            devices, or on a CPU where kernels are not interpreted.
+    """
+    packed = _launch.Packed(codes, scale, macro, residual_codes, residual_scale)
+    scheme = _launch.Scheme("rceil", macro_block, macro_search, outlier_fallback)
+    _check(x, packed, length, scheme, bias, out)
+    n_rows = codes.shape[0]
+    x, bias = x.detach(), None if bias is None else bias.detach().contiguous()
+    tokens = x.reshape(-1, length) if length else x.new_empty(x.numel(), 0)
+    n_tokens = x.shape[:-1].numel()
+    result = x.new_empty(*x.shape[:-1], n_rows) if out is None else out
+    if n_tokens == 0 or n_rows == 0:
+        return result
+    if length == 0:
+        return result.copy_(0 if bias is None else bias.expand_as(result))
+    plan = _plan_for(n_tokens, n_rows, length, scheme, x)
+    if plan.route == "fused" and all(_in_words(part) for part in (codes, residual_codes) if part is not None):
+        _launch_fused(tokens, packed, scheme, bias, result.view(n_tokens, n_rows), plan)
+        return result
+    weight = _launch.dequantize(packed, length, scheme, x.dtype)
+    product = F.linear(tokens, weight, None if bias is None else bias.to(x.dtype)).view(result.shape)
+    return product if out is None else out.copy_(product)
+
+
+def _launch_fused(
+    x: torch.Tensor,
+    packed: _launch.Packed,
+    scheme: _launch.Scheme,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    plan: LinearPlan,
+) -> None:
+    """``out[M, N]`` (contiguous)."""
+    (n_tokens, n_cols), n_rows = x.shape, out.shape[1]
+    if n_cols > 1 and x.stride(1) != 1 or x.stride(0) > _FARTHEST_ROWS:
+        x = x.contiguous()
+    codes, scale, macro, residual_codes, residual_scale = (None if p is None else p.contiguous() for p in packed)
+    parts = (_words(codes), scale, macro, _words(residual_codes), residual_scale)
+    natural = n_tokens > 16
+    # The interpreter does not round to bfloat16.
+    target = out if not _launch.INTERPRETED else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    alpha = 1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback)
+
+    def launch(config: dict[str, int], target: torch.Tensor) -> None:
+        splits = -(-steps_of(n_cols, config) // config["split_steps"])
+        tiles = (-(-n_rows // config["BN"]), -(-n_tokens // config["BM"]))
+        partial = arrived = None
+        if splits > 1:
+            partial = torch.empty((splits, n_tokens, n_rows), dtype=torch.float32, device=x.device)
+            arrived = zeros_of_a_launch(tiles[0] * tiles[1], x.device)
+        with torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext():
+            linear_kernel[(tiles[0], splits, tiles[1])](
+                # As bits, which the interpreter needs.
+                x.view(torch.int16) if x.dtype == torch.bfloat16 else x,
+                *parts,
+                bias,
+                target,
+                partial,
+                arrived,
+                n_tokens,
+                n_rows,
+                n_cols,
+                x.stride(0),
+                n_splits=splits,
+                alpha=alpha,
+                **constants(x.dtype, scheme, n_cols, config, bias is not None, natural),
+                SPLIT=splits > 1,
+                **config,
+            )
+
+    def measure(config: dict[str, int]) -> float:
+        scratch = torch.empty_like(target)
+        return _autotune.milliseconds(lambda: launch(config, scratch))
+
+    weight = (n_rows, n_cols, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback is not None)
+    key = (token_class(n_tokens), *weight, str(x.dtype), bias is not None)
+    launch(_autotune.choose("linear_w4a16", key, plan.configs, measure, x.device), target)
+    if target is not out:
+        out.copy_(target)
+
+
+def constants(
+    dtype: torch.dtype, scheme: _launch.Scheme, n_cols: int, config: dict[str, int], has_bias: bool, natural: bool
+) -> dict[str, Any]:
+    """Compile-time arguments of the kernel, those of ``config`` and the splits apart."""
+    return {
+        "SEARCH": _SEARCH[scheme.macro_search if scheme.macro_block else "no_macro"],
+        "HAS_FALLBACK": scheme.outlier_fallback is not None,
+        "INTERPRETED": _launch.INTERPRETED,
+        "MACRO": scheme.macro_block or config["BK"],
+        "HAS_BIAS": has_bias,
+        "PIECES": _PIECES[dtype],
+        "NATURAL": natural,
+        "EVEN": n_cols % config["BK"] == 0,
+        "COL_MULTIPLE": min(n_cols & -n_cols, 512),
+        "CUDA": torch.version.hip is None and not _launch.INTERPRETED,
+    }
+
+
+def _plan_for(n_tokens: int, n_rows: int, n_cols: int, scheme: _launch.Scheme, x: torch.Tensor) -> LinearPlan:
+    arch, multiprocessors = ("90", None) if x.device.type != "cuda" else _gpu(x.device)
+    weight = (scheme.macro_block, scheme.macro_search, scheme.outlier_fallback)
+    return _plan_cached(n_tokens, n_rows, n_cols, arch, *weight, str(x.dtype).removeprefix("torch."), multiprocessors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_cached(n_tokens, n_rows, n_cols, arch, macro_block, macro_search, outlier_fallback, dtype, multiprocessors):
+    return plan_linear_w4a16(
+        n_tokens,
+        n_rows,
+        n_cols,
+        arch,
+        macro_block=macro_block,
+        macro_search=macro_search,
+        outlier_fallback=outlier_fallback,
+        dtype=dtype,
+        multiprocessors=multiprocessors,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _gpu(device: torch.device) -> tuple[str, int]:
+    properties = torch.cuda.get_device_properties(device)
+    arch = properties.gcnArchName.split(":")[0] if torch.version.hip else f"{properties.major}{properties.minor}"
+    return arch, properties.multi_processor_count
+
+
+def _in_words(codes: torch.Tensor) -> bool:
+    return codes.storage_offset() % 4 == 0 or not codes.is_contiguous()
+
+
+def _words(codes: torch.Tensor | None) -> torch.Tensor | None:
+    return None if codes is None else codes.view(torch.int32)
+
+
+def _check(
+    x: torch.Tensor,
+    packed: _launch.Packed,
+    length: int,
+    scheme: _launch.Scheme,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise as [`linear_w4a16`] says."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"linear_w4a16 needs a tensor, got {type(x).__name__}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x is {x.dtype}; the kernel takes {', '.join(map(str, _DTYPES))}")
+    if x.dim() == 0 or x.shape[-1] != length:
+        raise ValueError(f"x has the shape {list(x.shape)}; its last axis must be {length}, that of the weight")
+    if packed.codes.dim() != 2:
+        raise ValueError(f"codes must be those of a matrix, got the shape {list(packed.codes.shape)}")
+    if scheme.macro_block == "row":
+        raise ValueError("macro_block='row' is not covered by linear_w4a16; multiply with what dequantize returns")
+    check_packed(
+        **packed._asdict(),
+        length=length,
+        macro_block=scheme.macro_block,
+        macro_search=scheme.macro_search,
+        outlier_fallback=scheme.outlier_fallback,
+    )
+    n_rows = packed.codes.shape[0]
+    if bias is not None:
+        if not bias.is_floating_point():
+            raise TypeError(f"the bias must be floating-point, got {bias.dtype}")
+        if tuple(bias.shape) != (n_rows,):
+            raise ValueError(f"the bias has the shape {list(bias.shape)}; the weight has {n_rows} rows")
+    if out is not None:
+        if out.dtype != x.dtype:
+            raise TypeError(f"out is {out.dtype}, x is {x.dtype}; they must be the same")
+        if tuple(out.shape) != (*x.shape[:-1], n_rows) or not out.is_contiguous():
+            raise ValueError(f"out must be contiguous {[*x.shape[:-1], n_rows]}, got {list(out.shape)}")
+    others = [tensor for tensor in (*packed, bias, out) if tensor is not None]
+    if any(tensor.device != x.device for tensor in others):
+        devices = sorted({str(tensor.device) for tensor in (x, *others)})
+        raise ValueError(f"tensors are on several devices: {', '.join(devices)}; move them to one")
+    if x.device.type == "cpu" and not _launch.INTERPRETED:
+        raise ValueError("the Triton kernel needs GPU tensors, got some on the CPU")

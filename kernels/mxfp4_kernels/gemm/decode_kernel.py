@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The product of a few (or not so few) rows with a packed weight, decoded on its way to the tensor cores.
+
+A program owns ``BN`` rows of the weight and a part of its columns, for ``BM`` rows of ``x``. The weight is the left
+operand: its codes are decoded in the very registers that the tensor cores read. Where rows of ``x`` are few, ``x`` is
+put in the order in which codes are decoded, rather than the codes in that of ``x``.
+
+Scales and block mantissas are exact in the bfloat16 operand; macro factors and the weight of the residual multiply
+float32 sums. float16 and float32 ``x`` are cut into two or three bfloat16 that add up to them, so that every product is
+exact and only sums are rounded, to float32.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.blocks import BLOCKWISE, NO_MACRO, macro_factor
+from .decode_tile import NARROW_BYTE, bfloat16_of, decode_tile, interleave
+
+
+_HIGH_HALF = tl.constexpr(-0x10000)
+
+
+@triton.jit
+def _load_bytes(pointer, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointer).to(tl.int32)
+    else:
+        return tl.load(pointer, mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def _load_words(pointer, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=mask, other=0)
+
+
+@triton.jit
+def _mantissas(macro, start, BLOCKS: tl.constexpr):
+    """Two bits for each block, of the macro bytes ``[ROWS, BLOCKS]`` that hold those of four."""
+    return (macro >> (2 * ((start // 32 + tl.arange(0, BLOCKS)) % 4))[None, :]) & 3
+
+
+@triton.jit
+def _dot(weight, x, PIECES: tl.constexpr, NATURAL: tl.constexpr, INTERPRETED: tl.constexpr):
+    """``weight[BN, BK] x[BM, BK]^T`` of a bfloat16 tile and the bits of bfloat16 (``PIECES`` is 1) or float32."""
+    if PIECES == 1:
+        x = bfloat16_of(x, INTERPRETED)
+        if not NATURAL:
+            x = interleave(x)
+        return tl.dot(weight, tl.trans(x))
+    else:
+        total = tl.zeros([weight.shape[0], x.shape[0]], tl.float32)
+        if not NATURAL:
+            x = interleave(x)
+        for _ in tl.static_range(PIECES):
+            bits = x.to(tl.int32, bitcast=True)
+            # The bits of a NaN may all be in the half that is cut off.
+            top = tl.where(x == x, bits & _HIGH_HALF, 0x7FC00000)
+            total = tl.dot(weight, tl.trans(bfloat16_of(top >> 16, INTERPRETED)), total)
+            piece = top.to(tl.float32, bitcast=True)
+            x = tl.where(x == piece, 0.0, x - piece)
+        return total
+
+
+@triton.jit
+def _accumulate(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    macro_ptr,
+    residual_codes_ptr,
+    residual_scale_ptr,
+    rows,
+    tokens,
+    first,
+    last,
+    n_cols,
+    n_words,
+    n_blocks,
+    n_macros,
+    x_row_stride,
+    alpha,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    MACRO: tl.constexpr,
+    SEARCH: tl.constexpr,
+    HAS_FALLBACK: tl.constexpr,
+    PIECES: tl.constexpr,
+    NATURAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    CUDA: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Sums ``[BN, BM]`` over steps ``first..last`` of ``BK`` columns, and the largest scale byte met. Pointers are to
+    the tile's first rows, ``rows`` and ``tokens`` offsets from there."""
+    BLOCKS: tl.constexpr = BK // 32
+    cols = tl.arange(0, BK)[None, :]
+    words = tl.arange(0, BK // 8)[None, :]
+    blocks = tl.arange(0, BLOCKS)[None, :]
+    at_codes = rows[:, None] * n_words + words
+    at_scale = rows[:, None] * n_blocks + blocks
+    at_x = tokens[:, None] * x_row_stride + cols
+    total = tl.zeros([BN, BM], tl.float32)
+    largest = tl.zeros([BN, BLOCKS], tl.int32)
+    byte_of_factor = tl.zeros([BN], tl.int32)
+    HAS_FACTOR: tl.constexpr = SEARCH != NO_MACRO and SEARCH != BLOCKWISE
+    if HAS_FACTOR:
+        byte_of_factor = tl.load(macro_ptr + rows * n_macros + first * BK // MACRO).to(tl.int32)
+    for step in range(first, last):
+        col = step * BK
+        has_words = words < n_words - col // 8
+        has_blocks = blocks < n_blocks - col // 32
+        code = _load_words(codes_ptr + step * (BK // 8) + at_codes, has_words, EVEN)
+        byte = _load_bytes(scale_ptr + step * (BK // 32) + at_scale, has_blocks, EVEN)
+        x = _load_words(x_ptr + col + at_x, cols < n_cols - col, EVEN)
+        if PIECES > 1:
+            x = x.to(tl.float32)
+        mantissa = byte
+        if SEARCH == BLOCKWISE:
+            at_macro = rows[:, None] * n_macros + (col // 32 + blocks) // 4
+            mantissa = _mantissas(_load_bytes(macro_ptr + at_macro, has_blocks, EVEN), col, BLOCKS)
+        if not WIDE:
+            largest = tl.maximum(largest, byte)
+        weight = decode_tile(code, byte, mantissa, NATURAL, SEARCH == BLOCKWISE, WIDE, CUDA, INTERPRETED)
+        part = _dot(weight, x, PIECES, NATURAL, INTERPRETED)
+        if HAS_FALLBACK:
+            code = _load_words(residual_codes_ptr + step * (BK // 8) + at_codes, has_words, EVEN)
+            byte = _load_bytes(residual_scale_ptr + step * (BK // 32) + at_scale, has_blocks, EVEN)
+            if not WIDE:
+                largest = tl.maximum(largest, byte)
+            weight = decode_tile(code, byte, mantissa, NATURAL, SEARCH == BLOCKWISE, WIDE, CUDA, INTERPRETED)
+            part += alpha * _dot(weight, x, PIECES, NATURAL, INTERPRETED)
+        if HAS_FACTOR:
+            part *= (1.0 / macro_factor(byte_of_factor))[:, None]
+            # Ahead of its use, so that nothing waits for it.
+            following = tl.minimum(col + BK, n_cols - 1) // MACRO
+            byte_of_factor = tl.load(macro_ptr + rows * n_macros + following).to(tl.int32)
+        total += part
+    return total, tl.max(tl.max(largest, axis=1), axis=0)
+
+
+@triton.jit
+def _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens, HAS_BIAS: tl.constexpr):
+    """Sums ``[BN, BM]``, and the bias, to their places in ``out[n_tokens, n_rows]``."""
+    inside = (rows < n_rows - row)[:, None] & (tokens < n_tokens)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + row + rows, mask=rows < n_rows - row, other=0.0).to(tl.float32)[:, None]
+    at = tokens.to(tl.int64)[None, :] * n_rows + row + rows[:, None]
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "n_rows", "split_steps", "n_splits"])
+def linear_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    macro_ptr,
+    residual_codes_ptr,
+    residual_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    n_tokens,
+    n_rows,
+    n_cols,
+    x_row_stride,
+    split_steps,
+    n_splits,
+    alpha,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    MACRO: tl.constexpr,
+    SEARCH: tl.constexpr,
+    HAS_FALLBACK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
+    NATURAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    COL_MULTIPLE: tl.constexpr,
+    CUDA: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """``out[n_tokens, n_rows]`` from ``x[n_tokens, n_cols]`` (unit stride along columns) and a packed weight
+    ``[n_rows, n_cols]``. The grid is tiles of rows, splits of ``split_steps`` times ``BK``
+    columns, tiles of tokens.
+
+    With ``SPLIT`` the last program of a tile to arrive adds up all of its splits, in their order: the sum does not
+    depend on which one that is. ``partial`` is ``[n_splits, n_tokens, n_rows]`` float32, ``arrived`` one zero for each
+    tile, and zero again afterwards. ``COL_MULTIPLE`` is a power of two that divides ``n_cols``, ``EVEN``
+    says that ``BK`` does.
+    """
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tile.to(tl.int64) * BN
+    token = tl.program_id(2).to(tl.int64) * BM
+    # What lies outside of the matrices is computed from their last row, and not stored.
+    rows = tl.minimum(tl.arange(0, BN), n_rows - row - 1).to(tl.int32)
+    tokens = tl.minimum(tl.arange(0, BM), n_tokens - token - 1).to(tl.int32)
+    n_words = (n_cols + 7) // 8
+    n_blocks = (n_cols + 31) // 32
+    n_macros = (n_cols + MACRO - 1) // MACRO
+    # What wide loads need to know; tl.cdiv, a function, would lose it.
+    if COL_MULTIPLE >= 16:
+        n_words = tl.multiple_of(n_words, COL_MULTIPLE // 8)
+    if COL_MULTIPLE >= 64:
+        n_blocks = tl.multiple_of(n_blocks, COL_MULTIPLE // 32)
+    x_ptr += token * x_row_stride
+    codes_ptr += row * n_words
+    scale_ptr += row * n_blocks
+    if SEARCH != NO_MACRO:
+        macro_ptr += row * n_macros
+    if HAS_FALLBACK:
+        residual_codes_ptr += row * n_words
+        residual_scale_ptr += row * n_blocks
+    first = split * split_steps
+    last = tl.minimum(first + split_steps, tl.cdiv(n_cols, BK))
+    total, largest = _accumulate(
+        x_ptr,
+        codes_ptr,
+        scale_ptr,
+        macro_ptr,
+        residual_codes_ptr,
+        residual_scale_ptr,
+        rows,
+        tokens,
+        first,
+        last,
+        n_cols,
+        n_words,
+        n_blocks,
+        n_macros,
+        x_row_stride,
+        alpha,
+        BM,
+        BN,
+        BK,
+        MACRO,
+        SEARCH,
+        HAS_FALLBACK,
+        PIECES,
+        NATURAL,
+        EVEN,
+        False,
+        CUDA,
+        INTERPRETED,
+    )
+    if largest > NARROW_BYTE:
+        # Rare: a block with magnitudes of 12 and more, or NaN.
+        total, _ = _accumulate(
+            x_ptr,
+            codes_ptr,
+            scale_ptr,
+            macro_ptr,
+            residual_codes_ptr,
+            residual_scale_ptr,
+            rows,
+            tokens,
+            first,
+            last,
+            n_cols,
+            n_words,
+            n_blocks,
+            n_macros,
+            x_row_stride,
+            alpha,
+            BM,
+            BN,
+            BK,
+            MACRO,
+            SEARCH,
+            HAS_FALLBACK,
+            PIECES,
+            NATURAL,
+            EVEN,
+            True,
+            CUDA,
+            INTERPRETED,
+        )
+
+    rows = tl.arange(0, BN)
+    tokens = tl.arange(0, BM)
+    out_ptr += token * n_rows
+    n_tokens_here = (n_tokens - token).to(tl.int32)
+    if not SPLIT:
+        _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens_here, HAS_BIAS)
+    else:
+        partial_ptr += token * n_rows
+        size = n_tokens.to(tl.int64) * n_rows
+        _store(partial_ptr + split * size, bias_ptr, total, row, rows, tokens, n_rows, n_tokens_here, False)
+        arrived_ptr += tl.program_id(2) * tl.num_programs(0) + tile
+        # All threads' sums, before one thread says that they are there.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == n_splits - 1:
+            total = tl.zeros([BN, BM], tl.float32)
+            at = tokens.to(tl.int64)[None, :] * n_rows + row + rows[:, None]
+            inside = (rows < n_rows - row)[:, None] & (tokens < n_tokens_here)[None, :]
+            for other in range(n_splits):
+                # Past the first-level cache, which other multiprocessors do not write to.
+                total += tl.load(partial_ptr + other * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+            _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens_here, HAS_BIAS)
+            tl.store(arrived_ptr, 0)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped product with packed weights: what is checked, which way it is computed, and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+
+from ..common.checks import check_packed
+from ..common.plan import INTERPRETED, Packed, Scheme, compile_constants
+from ..quantize.launch import dequantize
+from .grouped import bits, check_offsets, check_operands, check_shape, grouped_matmul, rows_class, run, tuned
+from .grouped_packed_kernel import grouped_packed_kernel
+from .grouped_tiles import tile_slots
+
+
+#: Mean rows per expert from which on weights are dequantized first, for all tiles of rows at once: a tile of 64 rows
+#: takes longer to decode than to multiply.
+DEQUANTIZED_FROM = 128
+#: Tiles (BM, BN), warps and stages, for at most so many rows per expert.
+_TILES = (
+    (16, ((16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 4, 3), (16, 32, 4, 4), (16, 128, 8, 3))),
+    (32, ((32, 64, 4, 3), (32, 128, 4, 3), (16, 64, 4, 3))),
+    (512, ((64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 4, 2))),
+)
+
+
+def grouped_matmul_packed(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    length: int,
+    macro: torch.Tensor | None = None,
+    macro_block: int | None = None,
+    macro_search: str = "static",
+    residual_codes: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
+    outlier_fallback: float | None = None,
+) -> torch.Tensor:
+    """Products of each expert's rows with its packed weight: ``x_e Q(W_e)^T + b_e``, summed in float32.
+
+    With few rows per expert codes are decoded on the way into the product (bfloat16, K a multiple of 8), and the values
+    of macro blocks are not rounded to bfloat16 before it; otherwise all weights are dequantized first, which takes
+    memory for ``[E, N, K]`` in the dtype of ``x``.
+
+    Args:
+        x: ``[S, K]`` bfloat16, float16 or float32, rows sorted by expert.
+        codes, scale, macro, residual_codes, residual_scale: as [`mxfp4_kernels.quantize`] returns them for a weight
+            ``[E, N, K]``.
+        offsets: as in [`mxfp4_kernels.grouped_matmul`].
+        bias: ``[E, N]`` in the dtype of ``x``, or `None`.
+        length: K.
+        macro_block, macro_search, outlier_fallback: as given to [`mxfp4_kernels.quantize`].
+
+    Returns:
+        ``[S, N]``, contiguous, in the dtype of ``x``.
+
+    Raises:
+        TypeError: another dtype, or dtypes that differ.
+        ValueError: shapes or options that do not fit together, or tensors on several devices, or not on a GPU.
+    """
+    check_operands("grouped_matmul_packed", x=x, bias=bias)
+    check_shape("x", x, (None, length))
+    check_shape("codes", codes, (None, None, None))
+    if macro_block == "row":
+        raise ValueError("macro_block='row' is not covered by grouped_matmul_packed; dequantize the weights")
+    check_packed(
+        codes,
+        scale,
+        length=length,
+        macro=macro,
+        macro_block=macro_block,
+        macro_search=macro_search,
+        residual_codes=residual_codes,
+        residual_scale=residual_scale,
+        outlier_fallback=outlier_fallback,
+    )
+    n_experts, n = codes.shape[:2]
+    check_offsets(offsets, x, n_experts)
+    if bias is not None:
+        check_shape("bias", bias, (n_experts, n))
+    packed = Packed(codes, scale, macro, residual_codes, residual_scale)
+    for name, part in packed._asdict().items():
+        if part is not None and part.device != x.device:
+            raise ValueError(f"grouped_matmul_packed: {name} is on {part.device} but x is on {x.device}")
+    scheme = Scheme("rceil", macro_block, macro_search, outlier_fallback)
+    out = x.new_empty(x.shape[0], n)
+    if out.numel() == 0:
+        return out
+    if decodes_first(x, n_experts):
+        return grouped_matmul(x, dequantize(packed, length, scheme, x.dtype), offsets, bias)
+    _multiply(x, packed, offsets, bias, out, scheme)
+    return out
+
+
+def decodes_first(x: torch.Tensor, n_experts: int) -> bool:
+    """Whether weights are dequantized before the product and not on the way into it."""
+    many = not INTERPRETED and rows_class(x.shape[0], n_experts) >= DEQUANTIZED_FROM
+    return many or x.dtype != torch.bfloat16 or x.shape[1] % 8 != 0
+
+
+def _multiply(
+    x: torch.Tensor, packed: Packed, offsets: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, scheme: Scheme
+) -> None:
+    (_, k), (n_experts, n) = x.shape, packed.codes.shape[:2]
+    x = x.detach() if x.stride(1) == 1 else x.detach().contiguous()
+    bias = None if bias is None else bias.detach().contiguous()
+    codes, scale, macro, residual_codes, residual_scale = (None if p is None else p.contiguous() for p in packed)
+    constants = compile_constants(x.dtype, scheme)
+
+    def launch(config: Mapping[str, int], target: torch.Tensor) -> None:
+        run(
+            grouped_packed_kernel,
+            tile_slots(x.shape[0], n_experts, config["BM"]) * triton.cdiv(n, config["BN"]),
+            x.device,
+            bits(x),
+            words(codes),
+            scale,
+            macro,
+            words(residual_codes),
+            residual_scale,
+            bits(bias),
+            bits(target),
+            offsets,
+            n_experts,
+            x.stride(0),
+            1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback),
+            N=n,
+            K=k,
+            MACRO=constants["MACRO"],
+            SEARCH=constants["SEARCH"],
+            EXPERTS=triton.next_power_of_2(n_experts),
+            BK=min(128, constants["MACRO"]) if constants["SEARCH"] else 128,
+            CUDA=x.device.type == "cuda" and torch.version.hip is None,
+            INTERPRETED=INTERPRETED,
+            **config,
+        )
+
+    key = (rows_class(x.shape[0], n_experts), n, k, scheme.macro_block, scheme.outlier_fallback is not None)
+    launch(tuned("grouped_matmul_packed", key, configs(x.shape[0], n_experts), launch, out), out)
+
+
+def configs(n_rows: int, n_experts: int) -> list[dict[str, int]]:
+    """Tiles for a number of rows, the likeliest first."""
+    if INTERPRETED:
+        return [{"BM": 16, "BN": 32, "num_warps": 4, "num_stages": 1}]
+    rows = rows_class(n_rows, n_experts)
+    tiles = next(tiles for most, tiles in _TILES if rows <= most)
+    names = ("BM", "BN", "num_warps", "num_stages")
+    found = [dict(zip(names, tile, strict=True)) for tile in tiles]
+    return [{**config, "num_stages": 2} for config in found] if torch.version.hip is not None else found
+
+
+def words(codes: torch.Tensor | None) -> torch.Tensor | None:
+    """Contiguous codes as int32 words of eight."""
+    if codes is None:
+        return None
+    codes = codes.detach()
+    if codes.data_ptr() % 16:
+        codes = codes.clone()
+    return codes.view(torch.int32)

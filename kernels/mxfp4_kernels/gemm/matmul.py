@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of quantized operands: checks, launch parameters, and the choice between our kernels and PyTorch's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from ..common.autotune import choose, milliseconds
+from ..common.plan import INTERPRETED
+from .matmul_kernel import matmul_e4m3_kernel, matmul_mxf4_kernel
+
+
+_GROUP = 128
+_OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> dict[str, int]:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "GROUP_M": 8,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+#: Tiles that may run, the largest first. Partial sums and totals are both in registers: 128 x 128 elements of each are
+#: 128 registers of 256 threads.
+CONFIGS = tuple(
+    _config(*tile, stages)
+    for tile in ((128, 128, 8), (64, 256, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (16, 64, 4))
+    for stages in (4, 3, 2)
+)
+
+
+def matmul_e4m3(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``a b^T + bias`` of operands that [`mxfp4_kernels.fold_e4m3`] and its kin make; nothing waits for the GPU.
+
+    Products of 128 elements are summed by the tensor cores, and these sums in float32. Of folded MXFP4 on both sides
+    the former are exact in nearly all cases, so that the error is that of float32 sums. With other E4M3 (gradients)
+    sm_90, whose FP8 tensor cores keep about 14 bits of a sum, may lose about 2**-13 of the largest product at every 32
+    elements: what a model of the hardware says, not measured. Scales of whole rows on both sides go through PyTorch's
+    scaled product where that has one.
+
+    Args:
+        a: ``float8_e4m3fn [M, K]``, contiguous, K a multiple of 128 (pad with zeros).
+        a_scale: float32 ``[M, 1]`` (a scale per row) or ``[M, K/128]``.
+        b, b_scale: ``[N, K]``, and ``[N, 1]`` or ``[N, K/128]``.
+        out_dtype: float32, bfloat16 or float16; larger sums become infinite.
+        bias: ``[N]``, added in float32.
+
+    Returns:
+        ``[M, N]``, contiguous.
+
+    Raises:
+        TypeError: other dtypes.
+        ValueError: shapes that do not fit together, strides, or tensors that are not on one GPU.
+    """
+    _check_e4m3(a, a_scale, b, b_scale, out_dtype, bias)
+    bias = None if bias is None else bias.detach().contiguous()
+    (m, k), n = a.shape, b.shape[0]
+    per_group = a_scale.shape[1] != 1 or b_scale.shape[1] != 1
+    if not per_group and m and n and k and _torch_takes(a.device, out_dtype, n, bias):
+        row_wise = F.ScalingType.RowWise
+        scales = a_scale.contiguous(), row_wise, b_scale.t().contiguous(), row_wise
+        # Fast accumulation would keep 14 bits of sums over all of K.
+        return F.scaled_mm(a, b.t(), *scales, bias=bias, output_dtype=out_dtype, use_fast_accum=False)
+    out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+    if not out.numel():
+        return out
+    scales = [_group_scales(scale, k, per_group) for scale in (a_scale, b_scale)]
+    elements = a.view(torch.uint8) if INTERPRETED else a, b.view(torch.uint8) if INTERPRETED else b
+    arguments = (elements[0], scales[0], elements[1], scales[1], bias, _as_stored(out), m, n, k)
+    constants = {"PER_GROUP": per_group, "HAS_BIAS": bias is not None, **_steps(k)}
+    key = ("group" if per_group else "row", triton.next_power_of_2(m), n, k)
+    _launch(matmul_e4m3_kernel, "matmul_e4m3", key, (m, n), arguments, constants, a.device, Tiles())
+    return out
+
+
+def matmul_mxf4(
+    a_codes: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_codes: torch.Tensor,
+    b_scale: torch.Tensor,
+    *,
+    a_macro: torch.Tensor | None = None,
+    b_macro: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``a b^T + bias`` of operands that [`mxfp4_kernels.quantize`] makes, along their last axis, by the instructions
+    for MXFP4 where the GPU has them ([`has_mxfp4`]), otherwise by those for bfloat16.
+
+    Args:
+        a_codes, a_scale: uint8 ``[M, ceil(K/2)]`` and ``[M, ceil(K/32)]``.
+        b_codes, b_scale: uint8 ``[N, ceil(K/2)]`` and ``[N, ceil(K/32)]``.
+        a_macro, b_macro: uint8 ``[.., ceil(K/128)]``, factors ``1 + byte/256`` of 128 elements (not block mantissas);
+            both or neither.
+        out_dtype, bias: as in [`matmul_e4m3`].
+
+    Returns and raises as [`matmul_e4m3`] does.
+    """
+    _check_mxf4(a_codes, a_scale, b_codes, b_scale, a_macro, b_macro, out_dtype, bias)
+    bias = None if bias is None else bias.detach().contiguous()
+    (m, n_codes), n = a_codes.shape, b_codes.shape[0]
+    out = torch.empty(m, n, dtype=out_dtype, device=a_codes.device)
+    if not out.numel():
+        return out
+    a_parts, b_parts = (
+        [None if part is None else part.contiguous() for part in parts]
+        for parts in ((a_codes, a_scale, a_macro), (b_codes, b_scale, b_macro))
+    )
+    sizes = (m, n, n_codes, a_scale.shape[1], 0 if a_macro is None else a_macro.shape[1])
+    constants = {
+        "MACRO": a_macro is not None,
+        "HAS_BIAS": bias is not None,
+        "NATIVE": has_mxfp4(out.device),
+        **_steps(2 * n_codes),
+    }
+    key = ("macro" if a_macro is not None else "plain", triton.next_power_of_2(m), n, n_codes)
+    arguments = (*a_parts, *b_parts, bias, _as_stored(out), *sizes)
+    on_10 = constants["NATIVE"] and not torch.version.hip and torch.cuda.get_device_capability(out.device)[0] == 10
+    tiles = mxf4_tiles(constants["NATIVE"], constants["MACRO"], on_10)
+    _launch(matmul_mxf4_kernel, "matmul_mxf4", key, (m, n), arguments, constants, out.device, tiles)
+    return out
+
+
+@functools.lru_cache(maxsize=64)
+def has_mxfp4(device: torch.device) -> bool:
+    """Whether the device multiplies MXFP4 by itself, and Triton compiles for that: compute capability 10.x and 12.x,
+    and gfx950."""
+    if device.type != "cuda":
+        return False
+    if torch.version.hip:
+        return "gfx95" in torch.cuda.get_device_properties(device).gcnArchName
+    return torch.cuda.get_device_capability(device)[0] in (10, 12)
+
+
+class Tiles(NamedTuple):
+    """What tiles a product can have: ``row_bytes`` of shared memory per row of the operands' tiles and stage of the
+    pipeline, ``largest`` elements without spilling registers, and the ``least`` rows for its instruction."""
+
+    row_bytes: int = 128
+    largest: int = 128 * 128
+    least: int = 16
+
+
+def mxf4_tiles(native: bool, macro: bool, tensor_memory: bool) -> Tiles:
+    """Of [`matmul_mxf4_kernel`]; ``tensor_memory`` is that of compute capability 10.x, where totals stay, and whose
+    instructions for MXFP4 take 128 rows."""
+    if not native:
+        # Unpacked operands go through shared memory once more, as bfloat16, and take registers besides.
+        return Tiles(row_bytes=320, largest=64 * 64)
+    return Tiles(row_bytes=72, largest=128 * 64 if macro else 128 * 128, least=128 if tensor_memory else 16)
+
+
+def usual_configs(n_rows: int, tiles: Tiles, shared_memory: int) -> list[dict[str, int]]:
+    """Configs of a product with ``n_rows`` rows, the usual one first; ``shared_memory`` is what a program may have."""
+    fits = [
+        c
+        for c in CONFIGS
+        if (c["BLOCK_M"] + c["BLOCK_N"]) * tiles.row_bytes * c["num_stages"] <= shared_memory
+        and c["BLOCK_M"] * c["BLOCK_N"] <= tiles.largest
+        and c["BLOCK_M"] >= tiles.least
+    ]
+    height = min(128, max(16, triton.next_power_of_2(n_rows)))
+    # Tiles higher than the matrix are waste; of equal heights the first has the most stages.
+    return sorted(fits, key=lambda c: (c["BLOCK_M"] != height, abs(c["BLOCK_M"] - height), c["BLOCK_N"] > 128))
+
+
+@functools.lru_cache(maxsize=64)
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return 160 * 1024 if "gfx95" in properties.gcnArchName else 64 * 1024
+    return properties.shared_memory_per_block_optin
+
+
+def _launch(
+    kernel: Any,
+    name: str,
+    key: Sequence[object],
+    shape: tuple[int, int],
+    arguments: tuple,
+    constants: Mapping[str, Any],
+    device: torch.device,
+    tiles: Tiles,
+) -> None:
+    m, n = shape
+    if device.type == "cpu":
+        configs = [_config(16, 16, 4, 1)]
+    else:
+        configs = usual_configs(m, tiles, shared_memory(device))
+
+    def launch(config: Mapping[str, int]) -> None:
+        grid = (triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)
+        kernel[grid](*arguments, **constants, **config)
+
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        launch(choose(name, key, configs, _timed(launch), device))
+
+
+def _timed(launch: Callable[[Mapping[str, int]], None]) -> Callable[[Mapping[str, int]], float]:
+    return lambda config: milliseconds(lambda: launch(config))
+
+
+@functools.lru_cache(maxsize=64)
+def _has_row_scaled(device: torch.device) -> bool:
+    """Whether PyTorch's scaled product takes a scale per row there."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _torch_takes(device: torch.device, out_dtype: torch.dtype, n: int, bias: torch.Tensor | None) -> bool:
+    fits = out_dtype == torch.bfloat16 and n % 16 == 0 and (bias is None or bias.dtype == torch.bfloat16)
+    return fits and _has_row_scaled(device)
+
+
+def _group_scales(scale: torch.Tensor, k: int, per_group: bool) -> torch.Tensor:
+    """``[groups, rows]``, contiguous."""
+    if per_group and scale.shape[1] == 1:
+        scale = scale.expand(-1, k // _GROUP)
+    return scale.t().contiguous()
+
+
+def _steps(length: int) -> dict[str, Any]:
+    """What kernels want to know about being interpreted."""
+    return {"INTERPRETED": INTERPRETED, "STEPS": triton.cdiv(length, _GROUP) if INTERPRETED else 0}
+
+
+def _as_stored(out: torch.Tensor) -> torch.Tensor:
+    """Interpreted, bfloat16 comes out as int16 bits."""
+    return out.view(torch.int16) if INTERPRETED and out.dtype == torch.bfloat16 else out
+
+
+def _check_e4m3(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+) -> None:
+    for name, elements, scale in (("a", a, a_scale), ("b", b, b_scale)):
+        if elements.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+            raise TypeError(f"{name} must be float8_e4m3fn and its scale float32, got {elements.dtype}, {scale.dtype}")
+        if elements.dim() != 2 or elements.shape[1] % _GROUP or not elements.is_contiguous():
+            raise ValueError(
+                f"{name} must be a contiguous matrix whose rows are a multiple of {_GROUP} long (pad them with zeros), "
+                f"got {list(elements.shape)} with strides {elements.stride()}"
+            )
+        shapes = [elements.shape[0], 1], [elements.shape[0], elements.shape[1] // _GROUP]
+        if list(scale.shape) not in shapes:
+            raise ValueError(f"{name}_scale must be of the shape {shapes[0]} or {shapes[1]}, got {list(scale.shape)}")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a has rows of {a.shape[1]} elements and b of {b.shape[1]}")
+    _check_rest((a, a_scale, b, b_scale), b.shape[0], out_dtype, bias)
+
+
+def _check_mxf4(
+    a_codes: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_codes: torch.Tensor,
+    b_scale: torch.Tensor,
+    a_macro: torch.Tensor | None,
+    b_macro: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+) -> None:
+    if (a_macro is None) != (b_macro is None):
+        raise ValueError("a_macro and b_macro must both be given or both be None; a factor of 1 has byte 0")
+    codes, blocks = a_codes.shape[-1], a_scale.shape[-1]
+    for name, tensor, rows, columns in (
+        ("a_codes", a_codes, a_codes.shape[0], (codes,)),
+        ("b_codes", b_codes, b_codes.shape[0], (codes,)),
+        ("a_scale", a_scale, a_codes.shape[0], (-(-codes // 16),)),
+        ("b_scale", b_scale, b_codes.shape[0], (blocks,)),
+        ("a_macro", a_macro, a_codes.shape[0], (-(-blocks // 4),)),
+        ("b_macro", b_macro, b_codes.shape[0], (-(-blocks // 4),)),
+    ):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.uint8:
+            raise TypeError(f"{name} must be uint8, got {tensor.dtype}")
+        if tensor.dim() != 2 or tuple(tensor.shape) != (rows, *columns):
+            raise ValueError(f"{name} must have the shape {[rows, *columns]}, got {list(tensor.shape)}")
+    macros = () if a_macro is None else (a_macro, b_macro)
+    _check_rest((a_codes, a_scale, b_codes, b_scale, *macros), b_codes.shape[0], out_dtype, bias)
+
+
+def _check_rest(tensors: tuple[torch.Tensor, ...], n: int, out_dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+    if out_dtype not in _OUT_DTYPES:
+        raise TypeError(f"out_dtype={out_dtype} is not supported; choose one of {_OUT_DTYPES}")
+    if bias is not None and (list(bias.shape) != [n] or bias.dtype not in _OUT_DTYPES):
+        raise ValueError(f"bias must be a floating-point vector of {n} elements, got {bias.dtype} {list(bias.shape)}")
+    devices = {tensor.device for tensor in (*tensors, *(() if bias is None else (bias,)))}
+    if len(devices) != 1:
+        raise ValueError(f"all operands must be on one device, got {sorted(map(str, devices))}")
+    if devices.pop().type == "cpu" and not INTERPRETED:
+        raise ValueError("the Triton kernel needs GPU tensors, got some on the CPU")

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One evaluation from the command line to the result."""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from rich.console import Console
+from tqdm.auto import tqdm
+
+from evaluation.generate import Batch, Completion, Sampling, complete_batches, tokenize
+from tasks import Task, load_task
+
+from . import comparison, results
+from .arguments import parse
+from .policy import Policy, load_policy
+from .records import CompletionFile, ScoredCompletion
+from .scoring import Scorer
+
+
+console = Console()
+
+
+def main(argv: list[str]) -> dict[str, Any]:
+    """Evaluate, or compare two results; the result that is also written, or the differences."""
+    options = parse(argv)
+    if options.model.endswith(".json"):
+        return {"differences": _compare_files(options)}
+    started = time.monotonic()
+    state = PartialState(cpu=options.use_cpu)
+    with _told():
+        task = _load_task(options)
+        other = None if options.compare is None else results.read_result(options.compare)
+        policy = load_policy(
+            options.model,
+            control=options.dequantize,
+            base=options.base,
+            dtype=options.dtype,
+            revision=options.revision,
+            attn_implementation=options.attn_implementation,
+            trust_remote_code=options.trust_remote_code,
+            device=state.device,
+        )
+        max_new_tokens = options.max_new_tokens or task.max_completion_length
+        prompts = list(task.test["prompt"])
+        token_ids = _token_ids(policy, prompts, max_new_tokens)
+        keys = results.problem_keys(prompts, task.test["answer"])
+        if other is not None:
+            comparison.check_same_problems(keys, task.name, other)
+        scorer = Scorer(task)
+        folder = options.output_dir or _default_folder(options)
+        files = _open_files(options, policy, task, scorer, token_ids, max_new_tokens, folder)
+    _introduce(policy, task, options)
+
+    batches = _missing(_plan([len(ids) for ids in token_ids], options), files)
+    generated = _complete(policy, task, batches, files, scorer, options, max_new_tokens)
+    if not state.is_main_process:
+        return {}
+    completions = [completion for file in files.values() for completion in file.found.values()]
+    result = {
+        "task": task.name,
+        "task_options": options.task_options,
+        **policy.description,
+        **results.summarize(
+            completions,
+            keys,
+            scorer.names,
+            greedy=not options.no_greedy,
+            samples=options.samples,
+            ks=options.k,
+            seed=options.seed,
+        ),
+        "generation": {
+            "max_new_tokens": max_new_tokens,
+            "conversational": options.conversational,
+            "samples": options.samples,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "seed": options.seed,
+            "batch_size": options.batch_size,
+        },
+        "identity": policy.identity,
+        "versions": results.versions(),
+        "device": str(state.device),
+        "processes": state.num_processes,
+        "generated": generated,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    if other is not None:
+        result["compared_with"] = str(options.compare)
+        result["differences"] = comparison.compare(result, other)
+    results.write_result(result, folder / results.RESULT_FILE)
+    console.print(results.table(result))
+    if other is not None:
+        console.print(comparison.table(result["differences"], result, other))
+    console.print(f"written to {folder / results.RESULT_FILE}", highlight=False, markup=False)
+    return result
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What a user can mend ends with a message instead of a traceback."""
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _compare_files(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with _told():
+        if options.compare is None:
+            raise ValueError(f"{options.model} is a result; name another one with --compare")
+        first, second = (results.read_result(path) for path in (options.model, options.compare))
+        rows = comparison.compare(first, second)
+    console.print(comparison.table(rows, first, second))
+    return rows
+
+
+def _load_task(options: argparse.Namespace) -> Task:
+    own = {
+        "test_file": options.test_file,
+        "dataset_name": options.dataset_name,
+        "dataset_config": options.dataset_config,
+        "seed": options.data_seed,
+        "n_test": options.limit,
+        "prompt_template": options.prompt_template,
+        "conversational": options.conversational,
+        "test_only": True,
+        "prompt_column": options.prompt_column,
+        "answer_column": options.answer_column,
+        "score": options.score,
+    }
+    return load_task(options.task, **own | options.task_options)
+
+
+def _token_ids(policy: Policy, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:
+    """The prompts in tokens; raises `ValueError` when a completion would not fit into the model's positions, or a
+    conversation has no template."""
+    if not isinstance(prompts[0], str) and policy.tokenizer.chat_template is None:
+        raise ValueError("--conversational needs a chat template, and the tokenizer has none")
+    ids = tokenize(policy.tokenizer, prompts)["input_ids"]
+    longest = max(map(len, ids))
+    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens, with --max_new_tokens {max_new_tokens} more than the "
+            f"{positions} positions of the model; shorten the completions or the prompts"
+        )
+    return ids
+
+
+def _default_folder(options: argparse.Namespace) -> Path:
+    """By model (its last two names, as `policy` alone says little), task and control."""
+    model = "-".join(part for part in Path(options.model).parts[-2:] if part not in ("/", ".", "..", "~"))
+    return Path("outputs/evaluation") / model / "-".join(filter(None, (options.task, options.dequantize)))
+
+
+def _open_files(
+    options: argparse.Namespace,
+    policy: Policy,
+    task: Task,
+    scorer: Scorer,
+    token_ids: list[list[int]],
+    max_new_tokens: int,
+    folder: Path,
+) -> dict[bool, CompletionFile]:
+    """The files of completions, by whether they are sampled. All processes read them, one will write."""
+    state = PartialState()
+    common = {
+        "task": task.name,
+        "problems": len(token_ids),
+        "prompts": _digest([token_ids, list(task.test["answer"])]),
+        "model": policy.identity,
+        "computed_in": policy.computed_in,
+        "dtype": policy.dtype,
+        "attention": policy.attention,
+        "n_quantized": policy.n_quantized,
+        "max_new_tokens": max_new_tokens,
+        "scores": scorer.digest,
+    }
+    files = {}
+    if not options.no_greedy:
+        files[False] = CompletionFile(folder / "greedy.jsonl", common, options.overwrite)
+    if options.samples:
+        sampling = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
+        files[True] = CompletionFile(folder / "samples.jsonl", {**common, **sampling}, options.overwrite)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        for file in files.values():
+            if file.cut:
+                console.print(f"{file.path}: the last line was cut short and is done again", highlight=False)
+            file.open()
+    return files
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def _introduce(policy: Policy, task: Task, options: argparse.Namespace) -> None:
+    """What is measured, before it is."""
+    if not PartialState().is_main_process:
+        return
+    sqnr = "" if policy.sqnr_db is None else f", weight SQNR {policy.sqnr_db:.2f} dB"
+    skipped = "" if policy.n_skipped is None else f" n_skipped={policy.n_skipped}"
+    adapter = "" if policy.adapter_on is None else f" on {policy.adapter_on}"
+    lines = [
+        f"model    {policy.source}{adapter}",
+        f"scheme   {policy.computed_in}",
+        f"layers   n_quantized={policy.n_quantized}{skipped}{sqnr}",
+        f"task     {task.name}: {len(task.test)} problems, {', '.join(task.scores)}",
+    ]
+    if not options.conversational and policy.tokenizer.chat_template is not None:
+        lines.append("prompts  plain text; the tokenizer has a chat template too, which --conversational uses")
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _plan(lengths: Sequence[int], options: argparse.Namespace) -> list[Batch]:
+    """All batches, whatever is done already and however many processes there are, so that the draws of a batch are the
+    same in every attempt. The longest prompts come first: what does not fit into memory fails at once, and batches have
+    little padding."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    groups = [tuple(order[start : start + options.batch_size]) for start in range(0, len(order), options.batch_size)]
+    batches = [] if options.no_greedy else [Batch(rows) for rows in groups]
+    sampling = Sampling(options.temperature, options.top_p)
+    for sample in range(options.samples):
+        for rows in groups:
+            seed = int(_digest([options.seed, sample, rows[0]]), 16)
+            batches.append(Batch(rows, sampling, sample, seed))
+    return batches
+
+
+def _missing(batches: list[Batch], files: dict[bool, CompletionFile]) -> list[Batch]:
+    """Batches of which a completion is missing; those are done again as a whole, for the same draws."""
+    return [
+        batch
+        for batch in batches
+        if any((batch.sample, row) not in files[batch.sample is not None].found for row in batch.rows)
+    ]
+
+
+def _complete(
+    policy: Policy,
+    task: Task,
+    batches: list[Batch],
+    files: dict[bool, CompletionFile],
+    scorer: Scorer,
+    options: argparse.Namespace,
+    max_new_tokens: int,
+) -> int:
+    """Complete, score and keep the batches; the number of new completions."""
+    state = PartialState()
+    answers = list(task.test["answer"])
+    wanted = len(answers) * (options.samples + (not options.no_greedy))
+    todo = {(batch.sample, row) for batch in batches for row in batch.rows}
+    todo -= {key for file in files.values() for key in file.found}
+    bar = tqdm(
+        total=wanted,
+        initial=wanted - len(todo),
+        desc="evaluating",
+        unit="completion",
+        disable=not state.is_main_process,
+    )
+
+    def keep(found: list[tuple[Batch, int, Completion]]) -> None:
+        if not state.is_main_process:
+            return
+        new = [(batch.sample, row, one) for batch, row, one in found if (batch.sample, row) in todo]
+        verdicts = scorer([one.text for _, _, one in new], [answers[row] for _, row, _ in new])
+        for sampled, file in files.items():
+            scored = [
+                ScoredCompletion(row, sample, one.text, one.n_tokens, one.truncated, verdict)
+                for (sample, row, one), verdict in zip(new, verdicts, strict=True)
+                if (sample is not None) == sampled
+            ]
+            file.append(scored)
+        bar.update(len(new))
+
+    try:
+        complete_batches(
+            policy.model,
+            policy.tokenizer,
+            list(task.test["prompt"]),
+            batches,
+            keep,
+            max_new_tokens=max_new_tokens,
+            cache_weights=not options.no_weight_cache,
+        )
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the same command goes on from here") from None
+    finally:
+        bar.close()
+    return len(todo)
