@@ -161,7 +161,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         self.model_class = type(model)
         self._wrap_methods()
         # From here on PEFT's tables know what LoRA on a quantized layer is.
-        importlib.import_module(".adapters", __package__)
+        importlib.import_module("..adapters", __package__)
         return model
 
     def matrices(self, model) -> Iterator[Matrix]:

@@ -30,29 +30,29 @@ from .common.checks import (
 if typing.TYPE_CHECKING:
     import torch
 
-    from .quantize.launch import Packed, Scheme, Side
+    from .quantization.launch import Packed, Scheme, Side
 
 
 #: Functions of other modules -> the modules, which import torch and Triton.
 _LAZY = {
-    "autotune": "_autotune",
-    "fold_e4m3": "_fold",
-    "fold_e4m3_both": "_fold",
-    "grouped_matmul": "_grouped",
-    "grouped_matmul_e4m3": "_grouped_e4m3",
-    "grouped_matmul_packed": "_grouped_packed",
-    "grouped_sum": "_grouped",
-    "grouped_wgrad": "_grouped",
-    "grouped_wgrad_e4m3": "_grouped_e4m3",
-    "has_fp8": "_fold",
-    "has_mxfp4": "_matmul",
-    "linear_w4a16": "_decode",
-    "matmul_e4m3": "_matmul",
-    "matmul_mxf4": "_matmul",
-    "plan_linear_w4a16": "_decode_plan",
-    "quantize_e4m3": "_fold",
-    "rms_norm_quantize": "_producers",
-    "swiglu_quantize": "_producers",
+    "autotune": "common.autotune",
+    "fold_e4m3": "e4m3.fold",
+    "fold_e4m3_both": "e4m3.fold",
+    "grouped_matmul": "gemm.grouped",
+    "grouped_matmul_e4m3": "gemm.grouped_e4m3",
+    "grouped_matmul_packed": "gemm.grouped_packed",
+    "grouped_sum": "gemm.grouped",
+    "grouped_wgrad": "gemm.grouped",
+    "grouped_wgrad_e4m3": "gemm.grouped_e4m3",
+    "has_fp8": "e4m3.fold",
+    "has_mxfp4": "gemm.matmul",
+    "linear_w4a16": "gemm.decode",
+    "matmul_e4m3": "gemm.matmul",
+    "matmul_mxf4": "gemm.matmul",
+    "plan_linear_w4a16": "gemm.decode_plan",
+    "quantize_e4m3": "e4m3.fold",
+    "rms_norm_quantize": "quantization.producers",
+    "swiglu_quantize": "quantization.producers",
 }
 
 __all__ = ["dequantize", "fake_quantize", "fake_quantize_both", "quantize", "quantize_both", "supports", *_LAZY]
@@ -118,7 +118,7 @@ def fake_quantize(
     check_input("fake_quantize", x, block_rows)
     check_output(dtype)
     side = _side(x, x.shape[-1], rounding, seed, rotation, signs)
-    from .quantize import launch as _launch
+    from .quantization import launch as _launch
 
     return _launch.fake_quantize(x, scheme, side, dtype)
 
@@ -152,7 +152,7 @@ def fake_quantize_both(
         (rounding, seed, rotation, signs),
     )
     check_output(dtype)
-    from .quantize import launch as _launch
+    from .quantization import launch as _launch
 
     return _launch.fake_quantize_both(x, scheme, *sides, dtype)
 
@@ -183,7 +183,7 @@ def quantize(
     scheme = _scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows, rounding)
     check_input("quantize", x, block_rows)
     side = _side(x, x.shape[-1], rounding, seed, rotation, signs)
-    from .quantize import launch as _launch
+    from .quantization import launch as _launch
 
     return _launch.quantize(x, scheme, side)
 
@@ -208,7 +208,7 @@ def quantize_both(
         (scale_rule, macro_block, macro_search, outlier_fallback, block_rows),
         (rounding, seed, rotation, signs),
     )
-    from .quantize import launch as _launch
+    from .quantization import launch as _launch
 
     return _launch.quantize_both(x, scheme, *sides)
 
@@ -247,7 +247,7 @@ def dequantize(
         outlier_fallback=outlier_fallback,
     )
     scheme = _scheme("rceil", macro_block, macro_search, outlier_fallback, 1, "nearest")
-    from .quantize import launch as _launch
+    from .quantization import launch as _launch
 
     packed = _launch.Packed(codes, scale, macro, residual_codes, residual_scale)
     return _launch.dequantize(packed, length, scheme, dtype)
@@ -277,7 +277,7 @@ def _scheme(*options: object) -> Scheme:
     """Of scale rule, macro block, search, fallback, block rows and rounding. Raises as [`fake_quantize`] says."""
     if (reason := unsupported_scheme(*options)) is not None:
         raise ValueError(reason)
-    from .quantize import launch as _launch
+    from .quantization import launch as _launch
 
     return _launch.Scheme(*options[:5])
 
@@ -288,7 +288,7 @@ def _side(
     """What belongs to the blocks along an axis of ``length``. Raises as [`fake_quantize`] says."""
     check_seed(rounding, seed)
     signs = check_rotation(x, length, rotation, signs)
-    from .quantize import launch as _launch
+    from .quantization import launch as _launch
 
     return _launch.Side(seed, rotation, signs)
 

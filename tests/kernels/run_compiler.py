@@ -14,9 +14,9 @@ from ahead_of_time import compile_kernel, gpu_target
 
 from mxfp4_kernels.common import plan as _plan
 from mxfp4_kernels.common.plan import PLAIN, Scheme, Side
-from mxfp4_kernels.quantize import both as _both
-from mxfp4_kernels.quantize import dequantize as _dequantize
-from mxfp4_kernels.quantize import rows as _kernel
+from mxfp4_kernels.quantization import both as _both
+from mxfp4_kernels.quantization import dequantize as _dequantize
+from mxfp4_kernels.quantization import rows as _kernel
 
 
 FLAT, ROWS = _plan._FLAT_TILE, _plan._ROW_TILE
@@ -24,7 +24,7 @@ DEFAULT = Scheme("rceil", 128, "static", 0.5)
 BOTH, BOTH_DEFAULT = _plan.both_tile(Scheme()), _plan.both_tile(DEFAULT)
 SIGNS = torch.ones(1)
 #: Name: kernel, dtype, scheme, tile, type of sizes, whether sizes are multiples of 16, and perhaps: what belongs to the
-#: axis that blocks run along (`None` for columns alone), and in the kernels of `quantize/both.py` to the other one.
+#: axis that blocks run along (`None` for columns alone), and in the kernels of `quantization/both.py` to the other one.
 VARIANTS = {
     "plain": ("fake_quantize", torch.bfloat16, Scheme("rceil"), FLAT, "i32", True),
     "fallback": ("fake_quantize", torch.bfloat16, Scheme("even", outlier_fallback=0.3), FLAT, "i32", True),

@@ -13,7 +13,7 @@ from ahead_of_time import compile_kernel, gpu_target
 from mxfp4_kernels import plan_linear_w4a16
 from mxfp4_kernels.gemm import decode as _decode
 from mxfp4_kernels.gemm.decode_kernel import linear_kernel
-from mxfp4_kernels.quantize.launch import Scheme
+from mxfp4_kernels.quantization.launch import Scheme
 
 
 #: Name: tokens, columns, scheme, dtype.

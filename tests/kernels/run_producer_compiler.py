@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the kernels of `quantize/producers.py` ahead of time for one target; prints the generated code as JSON.
+"""Compiles the kernels of `quantization/producers.py` ahead of time for one target; prints the generated code as JSON.
 
 python run_producer_compiler.py cuda 90
 """
@@ -12,8 +12,8 @@ from ahead_of_time import compile_kernel, gpu_target
 
 from mxfp4_kernels.common import plan as _plan
 from mxfp4_kernels.common.plan import PLAIN, Scheme, Side
-from mxfp4_kernels.quantize import producer_kernels as _producer_kernels
-from mxfp4_kernels.quantize import producers as _producers
+from mxfp4_kernels.quantization import producer_kernels as _producer_kernels
+from mxfp4_kernels.quantization import producers as _producers
 
 
 DEFAULT = Scheme("rceil", 128, "static", 0.5)

@@ -103,7 +103,7 @@ def test_wrong_inputs_raise():
 
 
 def test_cpu_tensor_needs_the_interpreter(monkeypatch):
-    from mxfp4_kernels.quantize import launch as _launch
+    from mxfp4_kernels.quantization import launch as _launch
 
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="CPU"):

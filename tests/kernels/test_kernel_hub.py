@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,10 +75,11 @@ def run_check(folder: Path, loading: str, *paths: str) -> None:
 
 def test_one_variant_for_each_backend(assembled):
     assert [path.name for path in variants(assembled)] == ["torch-cuda", "torch-rocm"]
-    sources = {path.name for path in (FOLDER / "mxfp4_kernels").glob("*.py")}
+    package = FOLDER / "mxfp4_kernels"
+    sources = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
     for variant in variants(assembled):
-        assert {path.name for path in variant.glob("*.py")} == sources
-        assert (variant / "mxfp4_kernels" / "__init__.py").is_file()
+        written = {path.relative_to(variant).as_posix() for path in variant.rglob("*.py")}
+        assert written == sources | {"mxfp4_kernels/__init__.py"} and "gemm/matmul.py" in written
 
 
 def test_metadata_says_what_the_hub_asks_for(assembled):
@@ -104,10 +106,10 @@ def test_digests_are_those_of_all_files(assembled):
 def test_the_id_changes_with_the_sources(assembled, tmp_path, monkeypatch):
     module = sys.modules["assemble_kernels"]
     copy = tmp_path / "kernels"
-    (copy / "mxfp4_kernels").mkdir(parents=True)
+    shutil.copytree(FOLDER / "mxfp4_kernels", copy / "mxfp4_kernels", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "build.toml").write_bytes((FOLDER / "build.toml").read_bytes())
-    for path in (FOLDER / "mxfp4_kernels").glob("*.py"):
-        (copy / "mxfp4_kernels" / path.name).write_bytes(path.read_bytes() + b"\n")
+    for path in (copy / "mxfp4_kernels").rglob("*.py"):
+        path.write_bytes(path.read_bytes() + b"\n")
     monkeypatch.setattr(module, "SOURCE", copy)
     (changed, _) = module.assemble(copy)
     ids = [json.loads((folder / "metadata.json").read_text())["id"] for folder in (changed, variants(assembled)[0])]
@@ -117,7 +119,7 @@ def test_the_id_changes_with_the_sources(assembled, tmp_path, monkeypatch):
 
 
 def test_only_the_standard_library_torch_triton_and_itself_are_imported():
-    for path in (FOLDER / "mxfp4_kernels").glob("*.py"):
+    for path in (FOLDER / "mxfp4_kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]

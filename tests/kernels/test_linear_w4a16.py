@@ -108,7 +108,7 @@ class _Launch:
 def test_a_launch_reads_no_value_of_any_tensor(monkeypatch):
     """Fake tensors have none: a host that waited for one would raise. What is left can be captured in a graph."""
     from mxfp4_kernels.gemm import decode as _decode
-    from mxfp4_kernels.quantize import launch as _launch
+    from mxfp4_kernels.quantization import launch as _launch
 
     kernel = _Launch()
     monkeypatch.setattr(_decode, "linear_kernel", kernel)

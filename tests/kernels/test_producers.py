@@ -9,7 +9,7 @@ from compile_targets import first_target
 from test_compile_ahead import ELEMENTS_PER_THREAD, FAST_MATH, FMA_PER_PASS, SHARED_MEMORY
 
 import mxfp4_kernels
-from mxfp4_kernels.quantize.producers import norm_tile
+from mxfp4_kernels.quantization.producers import norm_tile
 
 
 def test_interpreted_kernels_follow_torch_and_equal_the_definition(run_script):
@@ -87,7 +87,7 @@ def test_swiglu_refuses_what_does_not_fit(arguments, error, words):
 
 @pytest.mark.parametrize("function", BOTH, ids=["norm", "swiglu"])
 def test_gpu_tensors_are_needed(function, monkeypatch):
-    from mxfp4_kernels.quantize import launch as _launch
+    from mxfp4_kernels.quantization import launch as _launch
 
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="CPU"):

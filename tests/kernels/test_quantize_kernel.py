@@ -69,7 +69,7 @@ def test_dequantize_refuses_what_does_not_fit(change, error, words):
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    from mxfp4_kernels.quantize import launch as _launch
+    from mxfp4_kernels.quantization import launch as _launch
 
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="CPU"):

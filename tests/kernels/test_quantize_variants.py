@@ -85,7 +85,7 @@ def test_the_output_dtype_is_checked():
 
 
 def test_gpu_tensors_are_needed(monkeypatch):
-    from mxfp4_kernels.quantize import launch as _launch
+    from mxfp4_kernels.quantization import launch as _launch
 
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="CPU"):

@@ -2,8 +2,9 @@
 """What each error component does to a policy's predictions: the rollout pathway of arXiv 2605.20402.
 
 The paper says that each component dominates a failure of its own: deadzone truncation that of rollouts, scale bias that
-of gradients ([`hf_mxfp4.analysis.policy.gradient_gain`]), grid noise that of the entropy ([`hf_mxfp4.analysis.policy.temperature`]).
-Here every component meets every measure, so that the saying can be checked on a model.
+of gradients ([`hf_mxfp4.analysis.policy.gradient_gain`]), grid noise that of the entropy
+([`hf_mxfp4.analysis.policy.temperature`]). Here every component meets every measure, so that the saying can be checked
+on a model.
 """
 
 import math

@@ -2,8 +2,8 @@
 """Linear layers of many experts as operators: the very passes of [`hf_mxfp4.gemm.experts`], opaque to compiled code.
 
 As [`hf_mxfp4.gemm.custom_ops.linear`] and `packed` have it for one weight, with the ends of each expert's rows as a
-tensor. They are tagged as unsafe in CUDA graphs: where no kernel takes the operands, the host reads the ends. Packed weights
-have a second operator without the tag, for where a kernel always does.
+tensor. They are tagged as unsafe in CUDA graphs: where no kernel takes the operands, the host reads the ends. Packed
+weights have a second operator without the tag, for where a kernel always does.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ Nothing is measured unless asked for: by ``HF_MXFP4_AUTOTUNE=1`` in the environm
 measured is used ever after, from ``$HF_MXFP4_CACHE/autotune/<gpu>.json`` (``~/.cache/hf_mxfp4`` by default), for as
 long as Triton and the sources of this package are the same. What first runs under capture in a CUDA graph, where
 nothing can be measured, is measured when it next runs outside of one. Otherwise the table that is shipped for the GPU
-decides (``configs/<gpu>.json`` beside this file, of the same form), and then the first config. An entry that is not
+decides (``configs/<gpu>.json`` of this package, of the same form), and then the first config. An entry that is not
 among the configs offered is passed over, so that no file can make a launch fail.
 """
 
@@ -37,7 +37,7 @@ import triton
 
 Config = Mapping[str, Any]
 
-_SHIPPED = Path(__file__).with_name("configs")
+_SHIPPED = Path(__file__).parents[1] / "configs"
 _lock = threading.RLock()
 #: (GPU, kernel, key) -> config, of this process, and whether that was measured (or could not be).
 _chosen: dict[tuple[str, str, str], tuple[Config, bool]] = {}
@@ -126,7 +126,7 @@ def cache_file(gpu: str) -> Path:
 def version() -> str:
     """Of what configs were measured with: Triton, and the sources of this package."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return f"triton {triton.__version__}, kernels {digest.hexdigest()[:16]}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Macro factors and block mantissas: computed or searched, and applied. Tiles and the rest are as in `common/blocks.py`."""
+"""Macro factors and block mantissas: computed or searched, and applied. Tiles and the rest are as in `blocks.py`."""
 
 import triton
 import triton.language as tl

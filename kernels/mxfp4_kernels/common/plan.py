@@ -143,7 +143,8 @@ def plan(n_rows: int, n_cols: int, row_stride: int, unit: int, block_rows: int =
 
 
 def both_tile(scheme: Scheme) -> tuple[int, int]:
-    """``TILE`` and ``STRIP`` of the kernels of `quantize/both.py`: the longer is a multiple of what belongs together."""
+    """``TILE`` and ``STRIP`` of the kernels of `quantization/both.py`: the longer is a multiple of what belongs
+    together."""
     if (scheme.macro_block or 0) > 128:
         return 256, 32
     # A residual needs more registers per element than half of the threads of a multiprocessor have.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matrix folded into E4M3 along its rows and along its columns, from one read of it. Tiles and arithmetic are in
-`e4m3/tile.py`; strips are as in `quantize/both.py`."""
+`e4m3/tile.py`; strips are as in `quantization/both.py`."""
 
 import triton
 import triton.language as tl
 
 from ..common.blocks import NO_MACRO, scale_value
 from ..common.tile import as_float
-from ..quantize.both import transposed
+from ..quantization.both import transposed
 from .tile import base_of, blocks_of, count_inexact, elements_of, fold_tile, prepared
 
 

@@ -2,9 +2,9 @@
 """MXFP4 blocks of a tile folded into E4M3 elements and float32 scales, for FP8 tensor cores; the definition of folding
 is that of `hf_mxfp4.numerics.fold`.
 
-Tiles and the arithmetic of blocks are as in `common/blocks.py`; here a macro block is always 128 elements, which is also the
-group of a scale, so that a tile is ``[ROWS, COLS / 128, 4, 32]``. Elements are written as bytes, with rows padded to a
-multiple of 128 by zeros: products of them need no mask along their contraction.
+Tiles and the arithmetic of blocks are as in `common/blocks.py`; here a macro block is always 128 elements, which is
+also the group of a scale, so that a tile is ``[ROWS, COLS / 128, 4, 32]``. Elements are written as bytes, with rows
+padded to a multiple of 128 by zeros: products of them need no mask along their contraction.
 """
 
 import triton

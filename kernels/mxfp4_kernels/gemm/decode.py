@@ -14,7 +14,7 @@ from ..common import autotune as _autotune
 from ..common import blocks as _blocks
 from ..common.checks import check_packed
 from ..common.counters import zeros_of_a_launch
-from ..quantize import launch as _launch
+from ..quantization import launch as _launch
 from .decode_kernel import linear_kernel
 from .decode_plan import LinearPlan, plan_linear_w4a16, steps_of, token_class
 

@@ -10,7 +10,7 @@ import triton
 
 from ..common.checks import check_packed
 from ..common.plan import INTERPRETED, Packed, Scheme, compile_constants
-from ..quantize.launch import dequantize
+from ..quantization.launch import dequantize
 from .grouped import bits, check_offsets, check_operands, check_shape, grouped_matmul, rows_class, run, tuned
 from .grouped_packed_kernel import grouped_packed_kernel
 from .grouped_tiles import tile_slots

@@ -176,7 +176,7 @@ def _row_arguments(
 def _both_arguments(
     x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Arguments of the kernels of `quantize/both.py`, apart from the outputs."""
+    """Arguments of the kernels of `quantization/both.py`, apart from the outputs."""
     x = x.detach()
     if x.stride(-1) != 1 and x.shape[-1] > 1 or x.dim() > 3:
         x = x.contiguous()
