@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import random
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -19,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_MXFP4_VERBOSITY", "warning")
 
 import numpy
+import processes
 import pytest
 import torch
 from tiny_models import make_model
@@ -75,17 +75,12 @@ def run_script(request) -> Callable[..., dict]:
     included: whichever test imports it first decides for the whole process. What is compiled is kept between runs, in
     pytest's cache: Triton knows it by the sources, the options and its own version.
     """
-    compiled = request.config.cache.mkdir("triton")
+    environment = {"TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton"))}
 
     def run(name: str, *arguments: str, interpret: bool) -> dict:
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TRITON_INTERPRET": str(int(interpret)),
-            "TRITON_CACHE_DIR": str(compiled),
-        }
-        runner = [str(Path(__file__).with_name("interpret.py"))] if interpret else []
-        command = [sys.executable, "-W", "ignore", *runner, str(request.path.with_name(name)), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        job = processes.script(request.path.with_name(name), *arguments)
+        options = {"environment": os.environ | environment, "interpret": interpret, "no_warnings": True}
+        done = processes.run(job, timeout=600, **options)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a script whose kernels Triton interprets, in about three quarters of the time that it takes by itself.
-
-    TRITON_INTERPRET=1 python interpret.py SCRIPT [ARGUMENT ...]
+"""Makes Triton's interpreter take about three quarters of the time that it takes by itself.
 
 Triton's interpreter replaces the operators in ``triton.language`` for each kernel that is launched, and again, to no
 effect, for each function that the kernel calls. Here it replaces them once for each launch, where Triton is as in 3.7.
 """
 
-import runpy
-import sys
-from pathlib import Path
-
 from triton.runtime import interpreter
 
 
 def patch_once_for_each_launch() -> None:
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
     language, patch, patched = interpreter.tl, interpreter._patch_lang, set()
 
     class Launch(interpreter._LangPatchScope):
@@ -33,11 +29,3 @@ def patch_once_for_each_launch() -> None:
         return scope
 
     interpreter._patch_lang = patch_lang
-
-
-if __name__ == "__main__":
-    if hasattr(interpreter, "_LangPatchScope"):
-        patch_once_for_each_launch()
-    del sys.argv[0]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from tables import CONFIGS, PLAIN, some
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -20,23 +21,10 @@ from hf_mxfp4.quantizer.dither import dither_masters
 
 
 IDS = torch.arange(2, 14).view(2, 6)
-PLAIN = {"macro_block": None, "outlier_fallback": None}
-SCHEMES = {
-    "rceil": PLAIN,
-    "floor": {**PLAIN, "scale_rule": "floor"},
-    "even": {**PLAIN, "scale_rule": "even"},
-    "mse": {**PLAIN, "scale_rule": "mse"},
-    "static": {"macro_search": "static", "outlier_fallback": None},
-    "row": {"macro_block": "row", "macro_search": "static", "outlier_fallback": None},
-    "default": {},
-    "blockwise": {"scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": None},
-    "fallback": {"macro_block": None, "outlier_fallback": 1.0},
-    "some fallback": {"scale_rule": "even", "macro_block": None, "outlier_fallback": 1.0, "outlier_fallback_rate": 0.1},
-    "paper_a": {"preset": "paper_a"},
-    "paper_b": {"preset": "paper_b"},
-    "tuned": {"preset": "w4a4g4_tuned"},
-    "rotated": {**PLAIN, "fprop": {"rotation": "deterministic-16"}},
-}
+SCHEMES = some(
+    CONFIGS, "plain", "floor", "even", "mse", "static", "row static", "default", "even blockwise", "fallback 1",
+    "selective even", "paper_a", "paper_b", "w4a4g4_tuned", "rotated",
+)  # fmt: skip
 
 
 def gaussian(rows, columns, dtype=torch.bfloat16, seed=0):

@@ -13,6 +13,7 @@ from export_files import config_in, header_and_data, save_packed, save_plain
 from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from same_bits import tensors_in
+from tables import CONFIGS, some
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
@@ -21,14 +22,9 @@ from hf_mxfp4.checkpoint import pack_checkpoint
 from hf_mxfp4.checkpoint.io.folder import CheckpointError
 
 
-SCHEMES = {
-    "default": {},
-    "w4a4-floor-plain": {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None},
-    "blockwise-w4a16": {"macro_search": "blockwise", "preset": "w4a16", "outlier_fallback": None},
-    "selective": {"outlier_fallback_rate": 0.25},
-    "32x32-row": {"weight_block": "32x32", "macro_block": "row"},
-    "skips": {"modules_to_not_convert": ["layers.1.mlp", "re:.*k_proj"]},
-}
+SCHEMES = some(
+    CONFIGS, "default", "floor", "w4a16 blockwise", "selective", "row tiles", "skips"
+)  # fmt: skip
 
 
 def same_files(one, other):

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from same_bits import tensors_in
+from tables import CONFIGS, some
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -23,19 +24,10 @@ from hf_mxfp4.quantizer.quantizer import quantize_linears
 IDS = torch.arange(2, 14).view(2, 6)
 PACKED = ("weight", "weight_scale", "weight_macro", "weight_residual", "weight_residual_scale")
 # Of mode "qat"; the packed twin of each is what `pack` makes of it.
-SCHEMES = {
-    "default": {},
-    "weight-only": {"preset": "w4a16", "outlier_fallback": None},
-    "plain": {"preset": "w4a16", "outlier_fallback": None, "macro_block": None},
-    "fallback-weights": {"outlier_fallback_operands": "weights"},
-    "activations-only-fallback": {"outlier_fallback_operands": "activations"},
-    "selective": {"outlier_fallback_rate": 0.2},
-    "tiles": {"weight_block": "32x32"},
-    "blockwise": {"macro_search": "blockwise", "outlier_fallback": None},
-    "mse-row": {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None},
-    "idle-options": {"macro_block": None, "macro_search": "static", "outlier_fallback": None},
-    "skips": {"modules_to_not_convert": ["layers.0.mlp", "re:.*o_proj"]},
-}
+SCHEMES = some(
+    CONFIGS, "default", "w4a16 macro", "w4a16 plain", "fallback of weights", "fallback of activations", "selective",
+    "tiles", "blockwise, no fallback", "mse row, no fallback", "static without a block", "skips",
+)  # fmt: skip
 
 
 def load(folder, *, device_map=None, dtype="auto", **options):

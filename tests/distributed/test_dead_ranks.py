@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from engine_jobs import make_base
-from fork_server import HERE, PATHS
+from processes import PATHS
 
 
 #: Of the job once the rank has failed; starting it takes longer. Gloo notices a closed connection at once.
@@ -22,7 +23,7 @@ def launch(folder, failure):
     # What `accelerate launch` is for several processes of one machine; `--cpu` would start a single one.
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command += [str(HERE / "kill_jobs.py"), str(base), str(folder / "run"), failure]
+    command += [str(Path(__file__).with_name("kill_jobs.py")), str(base), str(folder / "run"), failure]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS)), "OMP_NUM_THREADS": "1", "CI": "1"}
     job = subprocess.Popen(
         command,

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 from cpu_engines import CONFIGS
-from fork_server import ForkServer
 from peft import PeftModel
+from rank_jobs import run_job
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -62,29 +62,28 @@ def jobs(tmp_path_factory):
     """`run(engine, mode)` gives the folder and the results of a job, which is run once."""
     root = tmp_path_factory.mktemp("engines")
     done = {}
-    with ForkServer("engine_jobs") as server:
 
-        def base(mode):
-            folder = base_of(root, mode)
-            if not folder.exists():
-                moe = mode.startswith("moe")
-                server.run("engine_jobs:make_base", root / "base.log", folder=str(folder), moe=moe)
-            return folder
+    def base(mode):
+        folder = base_of(root, mode)
+        if not folder.exists():
+            moe = mode.startswith("moe")
+            run_job("engine_jobs:make_base", root / "base.log", folder=str(folder), moe=moe)
+        return folder
 
-        def run(engine, mode, **options):
-            key = (engine, mode, str(options))
-            if key not in done:
-                out = root / f"job{len(done)}"
-                out.mkdir()
-                arguments = {"engine": engine, "mode": mode, "base": str(base(mode)), "out": str(out), **options}
-                ranks = 1 if engine is None else 2
-                answer = server.run("engine_jobs:train_and_save", out / "log", ranks=ranks, timeout=120, **arguments)
-                assert answer["codes"] == [0] * ranks, answer["output"][-4000:]
-                done[key] = out, torch.load(out / "results.pt")
-            return done[key]
+    def run(engine, mode, **options):
+        key = (engine, mode, str(options))
+        if key not in done:
+            out = root / f"job{len(done)}"
+            out.mkdir()
+            arguments = {"engine": engine, "mode": mode, "base": str(base(mode)), "out": str(out), **options}
+            ranks = 1 if engine is None else 2
+            answer = run_job("engine_jobs:train_and_save", out / "log", ranks=ranks, timeout=120, **arguments)
+            assert answer.codes == [0] * ranks, answer.output[-4000:]
+            done[key] = out, torch.load(out / "results.pt")
+        return done[key]
 
-        run.server, run.root, run.base = server, root, base
-        yield run
+    run.root, run.base = root, base
+    return run
 
 
 @pytest.fixture(params=CASES)
@@ -251,10 +250,10 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
     out = jobs.root / f"uneven-{engine}"
     out.mkdir()
     base = jobs.base("moe")
-    answer = jobs.server.run(
+    answer = run_job(
         "engine_jobs:train_on_uneven_rollouts", out / "log", ranks=2, engine=engine, base=str(base), out=str(out)
     )
-    assert answer["codes"] == [0, 0], answer["output"][-4000:]
+    assert answer.codes == [0, 0], answer.output[-4000:]
     # Of queries, keys, values and outputs, and of six experts; float32.
     copies = 4 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 6 * 3 * 32 * 32)
     sigmas = []
@@ -318,15 +317,15 @@ def test_tensor_parallel_loading_is_refused(jobs, mode):
     jobs.root.joinpath("tp").mkdir(exist_ok=True)
     base = jobs.root / "tp" / "base"
     if not base.exists():
-        jobs.server.run("engine_jobs:make_base", jobs.root / "base.log", folder=str(base))
+        run_job("engine_jobs:make_base", jobs.root / "base.log", folder=str(base))
     log = jobs.root / "tp" / f"{mode}.log"
-    answer = jobs.server.run("engine_jobs:load_split", log, ranks=2, timeout=60, base=str(base), mode=mode)
-    assert answer["codes"] == [0, 0], answer["output"][-3000:]
+    answer = run_job("engine_jobs:load_split", log, ranks=2, timeout=60, base=str(base), mode=mode)
+    assert answer.codes == [0, 0], answer.output[-3000:]
     if mode == "plain":  # so that the refusal is ours
-        assert answer["output"].count("plain model loaded") == 2
+        assert answer.output.count("plain model loaded") == 2
     else:
-        assert answer["output"].count("refused: the layers of this package cannot be split over devices") == 2
-        assert "recipes/accelerate" in answer["output"] and "Loading weights" not in answer["output"]
+        assert answer.output.count("refused: the layers of this package cannot be split over devices") == 2
+        assert "recipes/accelerate" in answer.output and "Loading weights" not in answer.output
 
 
 @pytest.mark.large
@@ -347,8 +346,8 @@ def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
     # 17 problems in batches of 8 are two batches for one process and one for the other.
     options = ["--config", f"{CONFIGS.parent / 'configs' / config}.yaml", *TINY, "--n_test=17"]
     arguments = {"engine": engine, "out": str(out), "options": options}
-    answer = jobs.server.run("engine_jobs:run_recipe", out / "log", ranks=2, timeout=150, **arguments)
-    assert answer["codes"] == [0, 0], answer["output"][-4000:]
+    answer = run_job("engine_jobs:run_recipe", out / "log", ranks=2, timeout=150, **arguments)
+    assert answer.codes == [0, 0], answer.output[-4000:]
     summary = json.loads((out / "run" / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}
     checksum = summary["base_checksum"]
@@ -360,8 +359,8 @@ def test_rollouts_of_all_kinds_train_the_same_weights(jobs, mode):
     out = jobs.root / f"rollouts-{mode}"
     out.mkdir()
     arguments = {"mode": mode, "base": str(jobs.base(mode)), "out": str(out)}
-    answer = jobs.server.run("engine_jobs:train_on_all_rollouts", out / "log", ranks=2, timeout=200, **arguments)
-    assert answer["codes"] == [0, 0], answer["output"][-4000:]
+    answer = run_job("engine_jobs:train_on_all_rollouts", out / "log", ranks=2, timeout=200, **arguments)
+    assert answer.codes == [0, 0], answer.output[-4000:]
     results = torch.load(out / "results.pt")
     expected = results["eager"]
     assert expected["processes"] == 2 and [log["aqn/n_modules"] for log in expected["logs"]] == [0, 5]
@@ -376,7 +375,7 @@ def test_compiled_rollouts_of_sharded_weights_are_refused(jobs, engine):
     out = jobs.root / f"refused-{engine}"
     out.mkdir()
     arguments = {"engine": engine, "base": str(jobs.base("qat")), "out": str(out)}
-    answer = jobs.server.run("engine_jobs:refuse_compiled_rollouts", out / "log", ranks=2, timeout=60, **arguments)
-    assert answer["codes"] == [0, 0], answer["output"][-4000:]
+    answer = run_job("engine_jobs:refuse_compiled_rollouts", out / "log", ranks=2, timeout=60, **arguments)
+    assert answer.codes == [0, 0], answer.output[-4000:]
     name = {"fsdp2": "FSDP", "zero3": "DeepSpeed ZeRO-3"}[engine]
-    assert answer["output"].count(f"refused: compile_rollouts=True does not work with {name}") == 2
+    assert answer.output.count(f"refused: compile_rollouts=True does not work with {name}") == 2

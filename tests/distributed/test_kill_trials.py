@@ -3,11 +3,12 @@
 for bit, that of a run that was never stopped."""
 
 import random
+import time
 
 import pytest
 import torch
-from fork_server import ForkServer
 from kill_jobs import STEPS
+from rank_jobs import run_job, start_job
 from same_bits import assert_same
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
@@ -18,39 +19,42 @@ JOB = "kill_jobs:train_or_resume"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The server, a folder, the final state of an uninterrupted run."""
+    """A folder, the final state of an uninterrupted run."""
     root = tmp_path_factory.mktemp("kills")
-    with ForkServer("kill_jobs") as server:
-        server.run("kill_jobs:make_base", root / "base.log", folder=str(root / "base"))
-        answer = server.run(JOB, root / "whole.log", base=str(root / "base"), run=str(root / "whole"))
-        assert answer["codes"] == [0], answer["output"][-3000:]
-        yield server, root, torch.load(root / "whole" / "final.pt")
+    run_job("kill_jobs:make_base", root / "base.log", folder=str(root / "base"))
+    answer = run_job(JOB, root / "whole.log", base=str(root / "base"), run=str(root / "whole"))
+    assert answer.codes == [0], answer.output[-3000:]
+    return root, torch.load(root / "whole" / "final.pt")
 
 
 def finish(runs, folder):
-    server, root, expected = runs
-    answer = server.run(JOB, folder / "last.log", base=str(root / "base"), run=str(folder))
-    assert answer["codes"] == [0], answer["output"][-3000:]
+    root, expected = runs
+    answer = run_job(JOB, folder / "last.log", base=str(root / "base"), run=str(folder))
+    assert answer.codes == [0], answer.output[-3000:]
     assert_same(torch.load(folder / "final.pt"), expected)
-    return answer["output"]
+    return answer.output
 
 
 def trial(runs, seed):
     """One run with one or two kills; what each of them met."""
-    server, root, _ = runs
+    root, _ = runs
     chance = random.Random(seed)
     folder = root / f"trial{seed}"
     folder.mkdir()
     met = []
     for step in sorted(chance.sample(range(1, STEPS + 1), chance.choice([1, 1, 2]))):
         # Some time after a step has begun to write its checkpoint: a save and a step take about 0.3 s together.
-        when = {"kill_once": folder / f"checkpoint-{step}", "kill_after": chance.uniform(0, 0.3)}
-        answer = server.run(JOB, folder / f"{step}.log", base=str(root / "base"), run=str(folder), **when)
-        assert answer["codes"] in ([-9], [0]), answer["output"][-3000:]
+        job = start_job(JOB, folder / f"{step}.log", base=str(root / "base"), run=str(folder))
+        while job.poll() is None and not (folder / f"checkpoint-{step}").exists():
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.3))
+        job.send_signal()
+        answer = job.wait()
+        assert answer.codes in ([-9], [0]), answer.output[-3000:]
         newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name[11:]), default=None)
         reason = newest and why_incomplete(newest)
         complete = last_complete_checkpoint(folder)
-        met.append((answer["codes"][0], newest and newest.name, reason, complete and complete.rpartition("/")[2]))
+        met.append((answer.codes[0], newest and newest.name, reason, complete and complete.rpartition("/")[2]))
     finish(runs, folder)
     return met
 
@@ -81,11 +85,11 @@ def test_killed_at_twenty_random_moments(runs):
     ],
 )
 def test_killed_while_writing_a_checkpoint(runs, file):
-    server, root, _ = runs
+    root, _ = runs
     folder = root / f"writing-{file}"
     folder.mkdir()
-    answer = server.run(JOB, folder / "0.log", base=str(root / "base"), run=str(folder), dies_writing=file)
-    assert answer["codes"] == [-9], answer["output"][-3000:]
+    answer = run_job(JOB, folder / "0.log", base=str(root / "base"), run=str(folder), dies_writing=file)
+    assert answer.codes == [-9], answer.output[-3000:]
     found = {path.name: why_incomplete(path) for path in folder.glob("checkpoint-*")}
     if file == "rotation":
         assert found["checkpoint-3"] is None and found["checkpoint-1"] is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.hooks import ModelHook, add_hook_to_module
+from tables import CONFIGS, some
 from tiny_models import make_model
 from torch import nn
 
@@ -26,27 +27,13 @@ from hf_mxfp4.quantizer.quantizer import quantize_linears
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
-PLAIN = {"macro_block": None, "outlier_fallback": None}
 WEIGHT = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
 INPUT = {"macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
 OFF = {"fprop": {"x": "full", "weight": "full"}}
-SCHEMES = {
-    "w4a4": {},
-    "w4a16": {"preset": "w4a16"},
-    "w4a4g8": {"preset": "w4a4g8"},
-    "w4a4g4": {"preset": "w4a4g4"},
-    "paper_a": {"preset": "paper_a"},
-    "paper_b": {"preset": "paper_b"},
-    "tiles": {"weight_block": "32x32", **PLAIN},
-    "selective weights": {"outlier_fallback_rate": 0.2, "outlier_fallback_operands": "weights"},
-    "rotated": {"fprop": {"rotation": "deterministic-32"}, "wgrad": {"grad": "rceil", "x": "rceil"}, **PLAIN},
-    "random": {
-        "fprop": {"x": "rceil+stochastic", "weight": "rceil+stochastic", "rotation": "random-16"},
-        "dgrad": {"grad": "rceil+stochastic"},
-        "wgrad": {"grad": "rceil+stochastic", "x": "rceil", "rotation": "random-32"},
-        **PLAIN,
-    },
-}
+SCHEMES = some(
+    CONFIGS, "default", "w4a16", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "plain tiles", "selective weights",
+    "rotated, own wgrad", "random",
+)  # fmt: skip
 NAME = "model.layers.0.mlp.experts"
 
 
@@ -201,7 +188,7 @@ def test_parameters_are_the_very_ones_and_the_class_is_still_the_models(family):
     assert "w4a4" in repr(layer) and "gate_up_proj [4, " in repr(layer)
 
 
-@pytest.mark.parametrize("scheme", ["w4a4", "random"])
+@pytest.mark.parametrize("scheme", ["default", "random"])
 def test_masters_are_never_written(scheme):
     layer = quantized(dtype=torch.float32, **SCHEMES[scheme])
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tables import PLAIN
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
 from hf_mxfp4.gemm import layer_rng as draws_module
@@ -25,7 +26,6 @@ OPERANDS = [
 ROTATIONS = ["none", "deterministic-16", "random-32"]
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
 M, N, K = 43, 37, 50
-PLAIN = {"macro_block": None, "outlier_fallback": None}
 
 
 def options_for(quantized: set, rotation: str, rounding: str) -> dict:

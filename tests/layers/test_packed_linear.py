@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from tables import CONFIGS, some
 from tiny_models import make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
@@ -21,19 +22,10 @@ from hf_mxfp4.layers import fallback_thresholds, packed_linear, update_fallback_
 from hf_mxfp4.quantizer.quantizer import quantize_linears
 
 
-SCHEMES = {
-    "default": {},
-    "plain": {"macro_block": None},
-    "w4a4": {"preset": "w4a4"},
-    "fallback": {"preset": "w4a4", "outlier_fallback": 0.5},
-    "fallback-weights": {"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_operands": "weights"},
-    "selective": {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.2},
-    "tiles": {"weight_block": "32x32", "scale_rule": "even"},
-    "blockwise": {"macro_search": "blockwise"},
-    "mse-row": {"scale_rule": "mse", "macro_block": "row"},
-    "macro-32-static": {"macro_block": 32, "macro_search": "static"},
-    "eager": {"backend": "eager", "preset": "w4a4"},
-}
+SCHEMES = some(
+    CONFIGS, "default", "no macro", "w4a4", "fallback 0.5", "fallback 1 of weights", "selective w4a4", "even tiles",
+    "blockwise", "mse row", "32 static", "eager",
+)  # fmt: skip
 SIZES = [(32, 64), (40, 72), (33, 300), (5, 31), (1, 1)]
 
 

@@ -7,11 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import RULES
 
 from hf_mxfp4.numerics import QuantScheme, decompose, decompose_scheme, fake_quantize
-
-
-RULES = ["rceil", "floor", "even", "mse"]
 
 
 def gaussian_octave(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from tables import RULES
 
 from hf_mxfp4.numerics import QuantScheme, ScaleRule, apply_scheme, dequantize, fake_quantize, quantize
 
 
-RULES = ["rceil", "floor", "even", "mse"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SCHEMES = {
     "plain": {},

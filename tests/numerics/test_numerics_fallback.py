@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import RULES
 
 from hf_mxfp4.numerics import FallbackThreshold, QuantScheme, apply_scheme_delayed, decompose, fake_quantize, quantize
 from hf_mxfp4.numerics.fallback import (
@@ -21,7 +22,6 @@ from hf_mxfp4.numerics.fallback import (
 )
 
 
-RULES = ["rceil", "floor", "even", "mse"]
 MACROS = [{}, {"macro_block": 128}, {"macro_block": 64, "macro_search": "dynamic"}]
 MACROS.append({"macro_block": 128, "macro_search": "blockwise"})
 

@@ -4,12 +4,10 @@
 import numpy as np
 import pytest
 import torch
+from tables import RULES
 
 from hf_mxfp4.numerics import fake_quantize, quantize
 from hf_mxfp4.numerics.macro import DYNAMIC_CANDIDATES, dynamic_macro, macro_factor, static_macro
-
-
-RULES = ["rceil", "floor", "even", "mse"]
 
 
 def grid_top(amax: torch.Tensor) -> torch.Tensor:

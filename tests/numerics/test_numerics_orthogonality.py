@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import RULES
 
 from hf_mxfp4.numerics import QuantScheme, decompose, decompose_scheme, fake_quantize
 
 
 PAIRS = ["scale_bias/deadzone", "scale_bias/grid", "deadzone/grid"]
-RULES = ["rceil", "floor", "even", "mse"]
 #: Options of schemes; with `rceil`, whose steps are never finer than the ideal, the paper's terms are orthogonal.
 OPTIONS = {
     "plain": {},

@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import RULES
 
 from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e8m0, fake_quantize, quantize
 
 
-RULES = ["rceil", "floor", "even", "mse"]
 GRID = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64)
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
 ALPHAS = [None, 0.25, 0.5, 0.75, 1.0, 0.3]

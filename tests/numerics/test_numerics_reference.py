@@ -10,13 +10,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from tables import RULES
 
 from hf_mxfp4.numerics import fake_quantize, quantize, unpack_codes
 
 
 GRID = [Fraction(0), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(2), Fraction(3), Fraction(4), Fraction(6)]
 OVERFLOW = Fraction(2) ** 128
-RULES = ["rceil", "floor", "even", "mse"]
 
 
 def power(exponent: int) -> Fraction:

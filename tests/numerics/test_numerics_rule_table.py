@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from tables import ROUNDING_RULES, RULES
 
 from hf_mxfp4.numerics import ScaleRule, quantize, scale_from_amax
 
@@ -14,7 +15,6 @@ from hf_mxfp4.numerics import ScaleRule, quantize, scale_from_amax
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 PATTERNS = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 NON_NEGATIVE = PATTERNS[: 2**15]
-RULES = ["rceil", "floor", "even"]
 
 
 def exact_exponent(a: Fraction, rule: str) -> int:
@@ -44,16 +44,16 @@ def exact_byte(value: float, rule: str) -> int:
 def table():
     """Bytes of all non-negative patterns, by rule."""
     values = NON_NEGATIVE.double().tolist()
-    return {rule: torch.tensor([exact_byte(value, rule) for value in values]) for rule in RULES}
+    return {rule: torch.tensor([exact_byte(value, rule) for value in values]) for rule in ROUNDING_RULES}
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ROUNDING_RULES)
 def test_scale_of_every_maximum(rule, table):
     byte = scale_from_amax(NON_NEGATIVE.float(), ScaleRule(rule))
     assert torch.equal(byte.long(), table[rule])
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ROUNDING_RULES)
 def test_scale_of_every_pattern_as_the_largest_of_a_block(rule, table):
     """Both signs and all NaN; the other elements are fractions of it."""
     x = blocks_with_maximum(PATTERNS)
@@ -69,9 +69,9 @@ def test_the_rules_differ_where_they_should(table):
     assert torch.equal((table["rceil"] - table["floor"] == 1)[usual], (mantissa > 64)[usual])
     assert torch.equal((table["even"] - table["floor"] == 1)[usual], (mantissa >= 96)[usual])
     assert usual.sum() == 252 * 128
-    assert [table[rule].max() for rule in RULES] == [255] * 3
-    finite = {rule: table[rule][exponent < 255] for rule in RULES}
-    assert [int(finite[rule].max()) for rule in RULES] == [253, 252, 253]
+    assert [table[rule].max() for rule in ROUNDING_RULES] == [255] * 3
+    finite = {rule: table[rule][exponent < 255] for rule in ROUNDING_RULES}
+    assert [int(finite[rule].max()) for rule in ROUNDING_RULES] == [253, 252, 253]
 
 
 def blocks_with_maximum(largest: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_mse_is_the_best_of_three_for_every_maximum():
     assert (chosen > 0.001 * len(amax)).all(), f"every candidate wins somewhere: {chosen}"
 
 
-@pytest.mark.parametrize("rule", [*RULES, "mse"])
+@pytest.mark.parametrize("rule", RULES)
 def test_zeros_and_what_is_not_finite(rule):
     special = PATTERNS[~PATTERNS.isfinite() | (PATTERNS == 0)]
     assert len(special) == 2 * 128 + 2

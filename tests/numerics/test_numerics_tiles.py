@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import RULES
 
 from hf_mxfp4.numerics import QuantScheme, apply_scheme, decompose, fake_quantize, quantize
 from hf_mxfp4.numerics.errors import sum_of_squares
 
 
-RULES = ["rceil", "floor", "even", "mse"]
 #: Schemes whose factors belong to one tile each.
 SYMMETRIC = [
     {},

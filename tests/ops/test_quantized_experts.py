@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from tables import CONFIGS, some
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
 from hf_mxfp4.gemm import (
@@ -20,14 +21,7 @@ from hf_mxfp4.gemm.groups import PaddedRows
 
 COUNTS = (5, 0, 33, 2)
 E, N, K = 4, 48, 40
-SCHEMES = {
-    "w4a4g8": {"preset": "w4a4g8"},
-    "w4a4g4": {"preset": "w4a4g4"},
-    "paper_b": {"preset": "paper_b"},
-    "stochastic": {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "rceil+stochastic"}},
-    "random": {"wgrad": {"grad": "rceil", "x": "rceil", "rotation": "random-16"}},
-    "full": {"dgrad": {"weight": "full"}, "wgrad": {"x": "full"}},
-}
+SCHEMES = some(CONFIGS, "w4a4g8", "w4a4g4", "paper_b", "stochastic", "random wgrad", "full")
 
 
 def quantize(x, dtype):
@@ -158,7 +152,7 @@ def test_grouped_kernels_are_for_gpus_and_where_they_are_asked_for(monkeypatch):
         ("paper_b", None),
         ("full", None),
         ("stochastic", "draws"),
-        ("random", "draws"),
+        ("random wgrad", "draws"),
     ],
 )
 def test_experts_that_draw_random_numbers_are_computed_one_by_one(scheme, reason):

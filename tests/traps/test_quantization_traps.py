@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from same_bits import assert_same, weights
+from tables import PLAIN
 from tiny_models import make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
@@ -20,7 +21,6 @@ from hf_mxfp4.quantizer.quantizer import quantize_linears
 
 IDS = torch.arange(24).reshape(2, 12) % 32
 #: Without macro blocks and fallback all values are few bits times a power of two, so that their sums are exact.
-PLAIN = {"macro_block": None, "outlier_fallback": None}
 LORA = {"target_modules": "all-linear", "r": 2, "task_type": "CAUSAL_LM"}
 PROJECTIONS = 7  # q, k, v, o, gate, up, down
 

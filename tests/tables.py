@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests choose their cases from: one table of scale rules, of macro blocks, of schemes, of configurations.
+
+A file takes the entries that it needs by name, with [`some`]; a product of options is thinned by `pairwise`.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from hf_mxfp4.numerics import QuantScheme
+
+
+Entry = TypeVar("Entry")
+
+#: Every scale rule: three that round the largest magnitude, and one that searches.
+RULES = ("rceil", "floor", "even", "mse")
+ROUNDING_RULES = RULES[:3]
+
+#: `macro_block` and `macro_search` of one tensor: every size, every search.
+MACROS = (
+    (None, "static"),
+    (32, "static"),
+    (128, "static"),
+    (64, "dynamic"),
+    (128, "dynamic"),
+    (256, "dynamic"),
+    (128, "blockwise"),
+    ("row", "static"),
+    ("row", "dynamic"),
+)
+#: `outlier_fallback` of one tensor.
+ALPHAS = (None, 0.5, 1.0)
+
+#: Schemes of one tensor by the words that `parse_scheme` reads: each rule, each search, each option once.
+TENSOR_SCHEMES = {
+    "rceil": QuantScheme("rceil"),
+    "floor": QuantScheme("floor"),
+    "even": QuantScheme("even"),
+    "mse": QuantScheme("mse"),
+    "rceil+mbs128-static": QuantScheme("rceil", 128),
+    "rceil+mbs128-static+of0.5": QuantScheme("rceil", 128, "static", 0.5),
+    "rceil+mbs128-dynamic+of0.5": QuantScheme("rceil", 128, "dynamic", 0.5),
+    "mse+mbs128-dynamic": QuantScheme("mse", 128, "dynamic"),
+    "mse+mbs128-dynamic+of0.5": QuantScheme("mse", 128, "dynamic", 0.5),
+    "floor+mbs64-dynamic+of0.3": QuantScheme("floor", 64, "dynamic", 0.3),
+    "floor+mbs256-static": QuantScheme("floor", 256),
+    "rceil+mbsrow-static": QuantScheme("rceil", "row"),
+    "even+mbsrow-static": QuantScheme("even", "row"),
+    "even+mbs128-blockwise": QuantScheme("even", 128, "blockwise"),
+    "rceil+mbs128-blockwise": QuantScheme("rceil", 128, "blockwise"),
+    "floor+mbs128-blockwise": QuantScheme("floor", 128, "blockwise"),
+    "even+mbs128-static+of0.5": QuantScheme("even", 128, "static", 0.5),
+    "mse+of1": QuantScheme("mse", None, "static", 1.0),
+    "rceil+of0.5@0.1": QuantScheme("rceil", None, "static", 0.5, fallback_rate=0.1),
+    "rceil+32x32": QuantScheme("rceil", block_rows=32),
+    "even+32x32": QuantScheme("even", block_rows=32),
+    "rceil+mbs256-static+of0.5+32x32": QuantScheme("rceil", 256, "static", 0.5, block_rows=32),
+    "rceil+stochastic": QuantScheme("rceil", rounding="stochastic"),
+}
+
+#: Plain MXFP4: of what the package adds to it, nothing.
+PLAIN = {"macro_block": None, "outlier_fallback": None}
+
+#: Options of `MXFP4RLConfig`.
+CONFIGS = {
+    "default": {},
+    "plain": PLAIN,
+    "floor": {**PLAIN, "scale_rule": "floor"},
+    "even": {**PLAIN, "scale_rule": "even"},
+    "mse": {**PLAIN, "scale_rule": "mse"},
+    # Presets.
+    "w4a16": {"preset": "w4a16"},
+    "w4a4": {"preset": "w4a4"},
+    "w4a4g8": {"preset": "w4a4g8"},
+    "w4a4g4": {"preset": "w4a4g4"},
+    "paper_a": {"preset": "paper_a"},
+    "paper_b": {"preset": "paper_b"},
+    "w4a4g4_tuned": {"preset": "w4a4g4_tuned"},
+    "w4a16 plain": {"preset": "w4a16", **PLAIN},
+    "w4a16 macro": {"preset": "w4a16", "outlier_fallback": None},
+    # Macro blocks.
+    "no macro": {"macro_block": None},
+    "static": {"macro_search": "static", "outlier_fallback": None},
+    "32 static": {"macro_block": 32, "macro_search": "static"},
+    "row": {"macro_block": "row"},
+    "row static": {"macro_block": "row", "macro_search": "static", "outlier_fallback": None},
+    "mse row": {"scale_rule": "mse", "macro_block": "row"},
+    "mse row, no fallback": {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None},
+    "blockwise": {"macro_search": "blockwise"},
+    "blockwise, no fallback": {"macro_search": "blockwise", "outlier_fallback": None},
+    "even blockwise": {"scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": None},
+    "w4a16 blockwise": {"preset": "w4a16", "macro_search": "blockwise", "outlier_fallback": None},
+    "static without a block": {"macro_block": None, "macro_search": "static", "outlier_fallback": None},
+    # Fallback.
+    "fallback 1": {"macro_block": None, "outlier_fallback": 1.0},
+    "fallback 0.5": {"preset": "w4a4", "outlier_fallback": 0.5},
+    "fallback of weights": {"outlier_fallback_operands": "weights"},
+    "fallback 1 of weights": {"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_operands": "weights"},
+    "fallback of activations": {"outlier_fallback_operands": "activations"},
+    "selective": {"outlier_fallback_rate": 0.2},
+    "selective w4a4": {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.2},
+    "selective even": {**PLAIN, "scale_rule": "even", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.1},
+    "selective weights": {"outlier_fallback_rate": 0.2, "outlier_fallback_operands": "weights"},
+    # Tiles.
+    "tiles": {"weight_block": "32x32"},
+    "even tiles": {"weight_block": "32x32", "scale_rule": "even"},
+    "plain tiles": {"weight_block": "32x32", **PLAIN},
+    "row tiles": {"weight_block": "32x32", "macro_block": "row"},
+    # Backward products.
+    "rotated": {**PLAIN, "fprop": {"rotation": "deterministic-16"}},
+    "rotated, own wgrad": {
+        "fprop": {"rotation": "deterministic-32"},
+        "wgrad": {"grad": "rceil", "x": "rceil"},
+        **PLAIN,
+    },
+    "random": {
+        "fprop": {"x": "rceil+stochastic", "weight": "rceil+stochastic", "rotation": "random-16"},
+        "dgrad": {"grad": "rceil+stochastic"},
+        "wgrad": {"grad": "rceil+stochastic", "x": "rceil", "rotation": "random-32"},
+        **PLAIN,
+    },
+    "random wgrad": {"wgrad": {"grad": "rceil", "x": "rceil", "rotation": "random-16"}},
+    "stochastic": {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "rceil+stochastic"}},
+    "full": {"dgrad": {"weight": "full"}, "wgrad": {"x": "full"}},
+    # Saved activations.
+    "saved mxfp4": {"saved_activations": "mxfp4"},
+    "saved fp8": {"preset": "w4a4g4", "saved_activations": "fp8"},
+    # Which layers, and how they are computed.
+    "eager": {"backend": "eager", "preset": "w4a4"},
+    "skips": {"modules_to_not_convert": ["layers.0.mlp", "re:.*o_proj"]},
+}
+
+
+def some(table: Mapping[str, Entry], *names: str) -> dict[str, Entry]:
+    """The named entries of a table, in that order."""
+    return {name: table[name] for name in names}

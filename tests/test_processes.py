@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fork server of the tests: its jobs look like new processes, and nothing outlives who asked for it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import PATHS, code, function, module, run, script, start
+
+
+def test_a_script_has_its_arguments_folder_and_streams(tmp_path):
+    (tmp_path / "beside.py").write_text("WORD = 'found'\n")
+    (tmp_path / "job.py").write_text(
+        "import os, sys, beside\n"
+        "if __name__ == '__main__':\n"
+        "    print(beside.WORD, sys.argv[1:], os.getcwd())\n"
+        "    print('other', file=sys.stderr)\n"
+    )
+    done = run(script(tmp_path / "job.py", "a", 1), cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"found ['a', '1'] {tmp_path}\n", "other\n")
+
+
+def test_code_and_modules_run_as_with_python():
+    done = run(code("import sys\nclass A: pass\nprint(sys.argv, A.__module__, __name__)", "x"))
+    assert done.stdout == "['-c', 'x'] __main__ __main__\n", done.stderr
+    assert "usage: json.tool" in run(module("json.tool", "--help")).stdout.replace("python -m ", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "returncode", "stderr"),
+    [
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit('said')", 1, "said\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+        ("import os; os._exit(7)", 7, ""),
+    ],
+)
+def test_return_codes(text, returncode, stderr):
+    done = run(code(text))
+    assert done.returncode == returncode and done.stderr.endswith(stderr) and not done.timed_out
+
+
+def test_the_environment_is_the_one_given_and_a_job_leaves_nothing():
+    change = "import os, sys; os.environ['LEFT'] = '1'; sys.modules['json'].LEFT = 1; import torch; torch.rand(9)"
+    assert run(code(change)).returncode == 0
+    show = "import json, os, torch; print(os.environ.get('LEFT'), hasattr(json, 'LEFT'), torch.initial_seed())"
+    assert run(code(show), environment={"LEFT": "other"}).stdout == "other False 67280421310721\n"
+    assert run(code(show + "; print(torch.get_num_threads())")).stdout == "None False 67280421310721\n1\n"
+
+
+@pytest.mark.parametrize(("level", "found"), [("info", "20"), ("error", "40")])
+def test_the_package_logs_at_the_level_of_the_environment(level, found):
+    text = "import logging, hf_mxfp4; print(logging.getLogger('hf_mxfp4').level)"
+    assert run(code(text), environment=os.environ | {"HF_MXFP4_VERBOSITY": level}).stdout == f"{found}\n"
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_kernels_are_interpreted_in_one_of_the_servers(interpret):
+    text = "from triton.language import sum; print(type(sum).__name__)"
+    assert run(code(text), interpret=interpret).stdout == ("InterpretedFunction\n" if interpret else "JITFunction\n")
+
+
+def test_ranks_find_each_other(tmp_path):
+    text = (
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.tensor([int(os.environ['RANK']) + 1]); dist.all_reduce(x)\n"
+        "print(x.item(), os.environ['WORLD_SIZE'], flush=True)\n"
+        "dist.barrier(); dist.destroy_process_group()\n"
+    )
+    done = run(code(text), ranks=2, log=tmp_path / "log")
+    assert done.codes == [0, 0], done.output
+    assert done.stdout.count("3 2\n") == 2 and (tmp_path / "log").read_text() == done.stdout
+
+
+def test_functions_get_arguments():
+    assert run(function("builtins:print", sep="")).stdout == "\n"
+    assert "TypeError" in run(function("builtins:print", sp="")).stderr
+
+
+def test_exit_functions_run():
+    assert run(code("import atexit; atexit.register(print, 'bye')")).stdout == "bye\n"
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def ends(pid):
+    deadline = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not alive(pid)
+
+
+SLEEPS = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+
+
+def test_a_job_that_takes_too_long_is_killed_with_what_it_started():
+    done = run(code(SLEEPS), timeout=0.5)
+    assert done.timed_out and done.returncode == -signal.SIGKILL
+    assert ends(int(done.stdout))
+
+
+def test_a_running_job_is_watched_and_gets_signals():
+    process = start(code("import time; time.sleep(600)"))
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait().returncode == -signal.SIGTERM == process.poll()
+
+
+def test_nothing_outlives_a_killed_test_run():
+    """Server and job of a process that gets SIGKILL."""
+    text = (
+        "import sys, processes\n"
+        "processes.MODULES = {'plain': ['json']}\n"
+        "job = processes.start(processes.code('import time; time.sleep(600)'))\n"
+        "print(job.pids[0], processes._started[0].pid, processes.FOLDER, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    # A new process: it starts a server of its own.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
+    environment.pop("PYTEST_XDIST_TESTRUNUID", None)
+    command = [sys.executable, "-c", text]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as client:
+        job, server, folder = client.stdout.readline().split()
+        assert alive(int(job)) and alive(int(server)) and os.path.exists(folder)
+        client.kill()
+    assert ends(int(job)) and ends(int(server)) and not os.path.exists(folder)
