@@ -39,7 +39,7 @@ _LAZY = {
     "ScaleRule": "numerics",
     "cached_weights": "layers",
     "decompose": "numerics",
-    "dither_masters": "quantizer.dither",
+    "dither_masters": "dither",
     "fake_quantize": "backends.functional",
     "merge_adapters": "adapters",
     "pack": "quantizer.pack",
@@ -52,7 +52,7 @@ __all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__", *_LAZY]
 
 
 # The first two only where they were not imported above. The quantizer's module registers both.
-__getattr__ = lazy_names(__name__, {"MXFP4RLConfig": "config", "MXFP4RLQuantizer": "quantizer", **_LAZY})
+__getattr__ = lazy_names(__name__, {"MXFP4RLConfig": "quantizer.quantizer", "MXFP4RLQuantizer": "quantizer", **_LAZY})
 
 
 def __dir__():

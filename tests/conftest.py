@@ -5,10 +5,8 @@ import gc
 import json
 import os
 import random
-import sys
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 
 os.environ.setdefault("CI", "1")

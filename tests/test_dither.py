@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.dither import dither_masters
 from hf_mxfp4.gemm import rotate_operand
 from hf_mxfp4.gemm.packed_weight import quantize_weight
 from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.numerics.dither import Cells, sixteen_bit_dtype
-from hf_mxfp4.quantizer.dither import dither_masters
 
 
 IDS = torch.arange(2, 14).view(2, 6)

@@ -11,7 +11,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 import hf_mxfp4.quantizer.quantizer as quantizer_module
-import hf_mxfp4.quantizer.report as report_module
+import hf_mxfp4.report as report_module
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
 from hf_mxfp4.module_names import fused_experts, split_linears
 

@@ -236,7 +236,9 @@ def imported_at_once(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("part", ["*.py", "numerics", "backends", "gemm", "layers", "quantizer", "checkpoint", "analysis"])
+@pytest.mark.parametrize(
+    "part", ["*.py", "numerics", "backends", "gemm", "layers", "quantizer", "checkpoint", "analysis"]
+)
 def test_optional_packages_are_imported_on_use(part):
     files = list(PACKAGE.glob(part) if part.endswith(".py") else (PACKAGE / part).rglob("*.py"))
     assert files

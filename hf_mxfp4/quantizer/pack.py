@@ -14,8 +14,8 @@ from ..experts_layout import matrix_names, obstacle, projections
 from ..gemm.packed_weight import quantize_weight
 from ..layers import PACKED, TRAINABLE, MXFP4PackedExperts, MXFP4PackedLinear
 from ..module_names import find_layers, fused_experts
+from ..report import ErrorEnergy, add_packed, add_packed_experts
 from .quantizer import MXFP4RLQuantizer, from_plain, swap_layers
-from .report import ErrorEnergy, add_packed, add_packed_experts
 
 
 if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Triton with it

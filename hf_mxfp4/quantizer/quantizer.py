@@ -11,6 +11,7 @@ from .._logging import get_logger
 from ..checkpoint import check_checkpoint, check_packed_files, make_record, take_state_dict, wrap_saving
 from ..checkpoint.io.mapped import resolved
 from ..config import QUANT_METHOD, MXFP4RLConfig
+from ..dither import dither_masters
 from ..experts_layout import projections
 from ..layers import (
     PACKED,
@@ -25,9 +26,8 @@ from ..layers import (
 )
 from ..layers.experts_base import ExpertsBase
 from ..module_names import find_layers, full_names, name_matches
-from .dither import dither_masters
+from ..report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from .generation import wrap_generation
-from .report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from .tables import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,

@@ -18,7 +18,7 @@ from tasks.tiny_model import TINY_MODELS
 
 Parsed = TypeVar("Parsed")
 
-DEFAULT_CONFIG = Path(__file__).parent / "configs" / "tiny_cpu.yaml"
+DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
 
 
 @dataclass

@@ -54,7 +54,7 @@ RELOAD = """
 import json, sys
 sys.path.insert(0, sys.argv[1] + "/recipes")
 import hf_mxfp4
-from evaluation import evaluate_greedy
+from evaluation.generate import evaluate_greedy
 from peft import PeftModel
 from tasks import load_task
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -8,7 +8,7 @@ from torch import nn
 
 from ...experts_layout import matrix_names
 from ...module_names import find_layers
-from ...quantizer.report import QuantizationReport
+from ...report import QuantizationReport
 from ..convert.sources import LayerSource
 from ..convert.stored_weights import packed_specs, quantizable_layers
 from .model import write_card

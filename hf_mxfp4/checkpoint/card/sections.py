@@ -13,7 +13,7 @@ import transformers
 from ...config import MXFP4RLConfig
 from ...numerics import PLAIN, OperandScheme, QuantScheme, decompose_scheme
 from ...presets import ALL_OPERANDS
-from ...quantizer.report import QuantizationReport
+from ...report import QuantizationReport
 from ...stats import share_text
 
 

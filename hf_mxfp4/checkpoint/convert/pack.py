@@ -8,7 +8,7 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...gemm.packed_weight import dequantize, packed_tensor
-from ...quantizer.report import ErrorEnergy, add_packed
+from ...report import ErrorEnergy, add_packed
 from ..card.folder import write_packed_card
 from ..io.folder import open_checkpoint
 from ..io.validate import WIDEST_FLOAT, make_record

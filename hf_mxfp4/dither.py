@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from transformers.utils.logging import tqdm
 
-from .._logging import get_logger
-from ..gemm import Draws, rotate_operand
-from ..gemm.packed_weight import dequantize, packed_tensor, quantize_weight
-from ..layers import Matrix, trainable_matrices
-from ..layers.sharded import whole
-from ..numerics import BLOCK_SIZE, GemmScheme, QuantScheme
-from ..numerics.dither import Cells, sixteen_bit_dtype
+from ._logging import get_logger
+from .gemm import Draws, rotate_operand
+from .gemm.packed_weight import dequantize, packed_tensor, quantize_weight
+from .layers import Matrix, trainable_matrices
+from .layers.sharded import whole
+from .numerics import BLOCK_SIZE, GemmScheme, QuantScheme
+from .numerics.dither import Cells, sixteen_bit_dtype
 
 
 #: Seconds after which progress is shown.

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..backends import fake_quantize
-from ..config import MXFP4RLConfig
-from ..gemm.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor
-from ..layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
+from .backends import fake_quantize
+from .config import MXFP4RLConfig
 from .dither import DitherReport
+from .gemm.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor
+from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 
 
 #: Rows of a large weight that the load-time SQNR looks at.
