@@ -6,18 +6,16 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_mxfp4
-import mxfp4_kernels
 from hf_mxfp4.analysis import PAPER_SCHEMES
 from hf_mxfp4.analysis.errors import weights as weights_module
 from hf_mxfp4.analysis.errors.source import open_source
@@ -285,19 +283,13 @@ def test_killed_half_way(tmp_path):
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
     log = tmp_path / "killed" / "progress.jsonl"
-    path = os.pathsep.join(str(Path(m.__file__).parents[1]) for m in (hf_mxfp4, mxfp4_kernels))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hf_mxfp4.cli", "analyze", str(model), "--out", str(log.parent)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = processes.start(processes.module("hf_mxfp4.cli", "analyze", model, "--out", log.parent))
     deadline = time.monotonic() + 120
     while not log.exists() or log.read_bytes().count(b"\n") < lines:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    assert process.wait().returncode == -signal.SIGKILL
     finished = log.read_bytes().count(b"\n") - 1
     assert lines - 1 <= finished < 40 and not (log.parent / "report.json").exists()
 

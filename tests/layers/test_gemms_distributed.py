@@ -2,40 +2,19 @@
 """Every preset under DDP and FSDP2 with two processes on the CPU, dense and with experts, against one process."""
 
 import functools
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run, script
 from run_gemms_distributed import SCHEMES, train
-
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 
 
 @pytest.fixture(scope="module")
 def distributed(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("gemms") / "results.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
-    job = subprocess.Popen(
-        [*command, str(HERE / "run_gemms_distributed.py"), str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        output, _ = job.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)  # the workers too, which outlive their launcher
-        raise
-    assert job.returncode == 0, output[-3000:]
+    done = run(script(Path(__file__).with_name("run_gemms_distributed.py"), out), ranks=2)
+    assert done.returncode == 0, done.output[-3000:]
     return torch.load(out)
 
 

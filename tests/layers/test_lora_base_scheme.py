@@ -164,12 +164,13 @@ def test_peft_alone_reads_the_adapter_and_says_what_it_ignores(load, tmp_path):
         "print(any('base_quantization' in str(w.message) for w in caught), 'hf_mxfp4' in sys.modules)\n"
     )
     arguments = [sys.executable, "-c", code, load.folder, str(tmp_path / "adapter")]
+    # A new process, in which nothing of this package has been imported.
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=dict(os.environ), cwd=tmp_path)
     assert done.stdout.split() == ["True", "False"], done.stderr[-2000:]
 
 
 def test_loading_a_quantized_model_is_enough_for_peft_to_know(load, tmp_path):
-    """Neither `hf_mxfp4.adapters` nor PEFT was imported by the user before the base was loaded."""
+    """Neither `hf_mxfp4.adapters` nor PEFT was imported by the user before the base was loaded: a new process."""
     adapter(load(PACKED), tmp_path / "adapter")
     code = (
         "import sys, hf_mxfp4\n"

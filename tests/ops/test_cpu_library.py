@@ -2,10 +2,9 @@
 """Compiling, caching and checking the library of the fused CPU functions, each in a process of its own."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from processes import code, run
 
 from hf_mxfp4.backends.cpu import library
 
@@ -23,14 +22,7 @@ print(*backend_for("cpu", x.dtype, QuantScheme(), "auto"))
 
 
 def backend_in_a_new_process(**variables: str) -> str:
-    path = os.pathsep.join([*filter(None, sys.path), os.getcwd()])
-    result = subprocess.run(
-        [sys.executable, "-c", PRINT_BACKEND],
-        env={**os.environ, "PYTHONPATH": path, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = run(code(PRINT_BACKEND), environment={**os.environ, **variables})
     assert result.returncode == 0, result.stderr
     return result.stdout
 
