@@ -295,6 +295,7 @@ print(peak(f"{folder}/large.safetensors") - small)
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensor(tmp_path):
     """One tensor of 302 MB; growth of the peak, in KiB."""
+    # A new process: a forked one shares memory, and has not touched what it shares.
     path = os.pathsep.join(str(Path(m.__file__).parents[1]) for m in (hf_mxfp4, mxfp4_kernels))
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path)],

@@ -3,9 +3,8 @@
 
 import json
 import os
-import subprocess
-import sys
 
+import processes
 import pytest
 
 from benchmarks import gpu_tables
@@ -14,13 +13,11 @@ from benchmarks.gpu.machine import INTERPRETER
 
 
 def run(out, *sections):
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "1",
-        "TRITON_CACHE_DIR": str(out.parent / "cache"),
-    }  # fmt: skip
     only = ["--only", *sections] if sections else []
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--tiny", "--out", str(out), *only]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=gpu_tables.RESULTS.parents[1])
+    job = processes.module("benchmarks.gpu", "--tiny", "--out", out, *only)
+    environment = os.environ | {"TRITON_CACHE_DIR": str(out.parent / "cache")}
+    options = {"cwd": gpu_tables.RESULTS.parents[1], "interpret": True, "no_warnings": True, "timeout": 600}
+    done = processes.run(job, environment=environment, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -285,6 +285,7 @@ def test_plain_transformers_loads_what_was_exported(tmp_path):
             name = f"{family}-{format.replace('compressed-tensors', 'ct')}"
             export(source, tmp_path / name, format)
             expected[name] = model(IDS).logits
+    # A new process, in which nothing of this package has been imported.
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", LOADER, *expected],
@@ -326,6 +327,7 @@ def test_memory_is_that_of_one_expert(tmp_path):
     save_plain(tmp_path / "large", "qwen3_moe", hidden=1024, **extra)
     size = (tmp_path / "large" / "model.safetensors").stat().st_size
     assert size > 200e6  # one fused gate_up_proj of 32 experts is 67 MB
+    # A new process: a forked one shares memory, and has not touched what it shares.
     root = Path(hf_mxfp4.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -63,6 +63,7 @@ def test_logits_are_ours_bit_for_bit(tmp_path):
         config = hf_mxfp4.MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule=rule, macro_block=None)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
         expected[name] = model(IDS).logits
+    # A new process, in which nothing of this package has been imported.
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", LOADER, *expected], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -147,6 +147,7 @@ def test_memory_is_that_of_one_layer(tmp_path):
     save_plain(tmp_path / "large", "llama", layers=48, hidden=512, intermediate=1024, vocab_size=8192)
     size = (tmp_path / "large" / "model.safetensors").stat().st_size
     assert size > 200e6
+    # A new process: a forked one shares memory, and has not touched what it shares.
     root = Path(hf_mxfp4.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -22,6 +22,7 @@ WRITTEN_CARD = "---\nlicense: mit\ntags: [mine]\n---\n# Written by hand\n"
 
 
 def run_client(hub: HubServer, action: str, folder: Path, *names: str) -> dict:
+    """What the client reports. A new process: it reads the Hub's address when it is imported."""
     environment = os.environ | hub.environment(str(folder / f"cache-{action}"))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-W", "ignore", str(CLIENT), action, str(folder), *names]

@@ -6,12 +6,11 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run, script
 from safetensors.torch import load_file, save_file
 
 from hf_mxfp4.checkpoint.io import replace
@@ -127,15 +126,8 @@ def test_an_exception_leaves_the_folder_as_it_was(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_killed_at_random_moments(tmp_path):
-    script = Path(__file__).with_name("run_killed_saves.py")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(tmp_path), "40"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
+    program = Path(__file__).with_name("run_killed_saves.py")
+    done = run(script(program, tmp_path, 40), no_warnings=True)
     assert done.returncode == 0, done.stderr
     *trials, end = json.loads(done.stdout.splitlines()[-1])
     assert len(trials) == 40

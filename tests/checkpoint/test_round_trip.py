@@ -3,16 +3,14 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import code, run
 from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
-import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 
 
@@ -127,7 +125,7 @@ def test_another_scheme_for_a_saved_model_is_not_silently_ignored(checkpoint, tm
 def test_a_new_process_applies_and_prints_the_scheme(checkpoint, tmp_path):
     model = load(checkpoint("qwen2"), scale_rule="even")
     model.save_pretrained(tmp_path / "saved")
-    code = (
+    program = (
         "import hf_mxfp4, torch\n"
         "from transformers import AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained('saved')\n"
@@ -135,11 +133,7 @@ def test_a_new_process_applies_and_prints_the_scheme(checkpoint, tmp_path):
         "tokens = model.generate(ids, max_new_tokens=8, do_sample=False)\n"
         "torch.save({'logits': model(ids).logits.detach(), 'tokens': tokens}, 'out.pt')\n"
     )
-    root = Path(hf_mxfp4.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(root), "HF_MXFP4_VERBOSITY": "info", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run(code(program), cwd=tmp_path, environment=os.environ | {"HF_MXFP4_VERBOSITY": "info"})
     assert done.returncode == 0, done.stderr
     printed = [line for line in done.stderr.splitlines() if "hf_mxfp4" in line]
     assert printed == [f"[hf_mxfp4] Qwen2ForCausalLM: {model.quantization_report}"]

@@ -2,13 +2,11 @@
 """`evaluate.py` from the command line to the result."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import evaluate
+import processes
 import pytest
 import torch
 from tiny_models import make_model
@@ -463,11 +461,9 @@ def test_the_library_of_the_same_name_stays_importable():
 
 
 def test_two_processes_find_what_one_finds(whole, policy, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(HERE / "run_and_leave.py"), str(ROOT / "recipes" / "evaluate.py"), policy]
-    command += [*TASK, *SAMPLED, f"--output_dir={tmp_path}"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    arguments = [policy, *TASK, *SAMPLED, f"--output_dir={tmp_path}"]
+    job = processes.script(HERE / "run_and_leave.py", ROOT / "recipes" / "evaluate.py", *arguments)
+    done = processes.run(job, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("left properly") == 2, done.stdout
     result = json.loads((tmp_path / "result.json").read_text())

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from grpo import main, parse_or_exit
+from processes import code, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import integration_utils
@@ -90,15 +91,8 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
     for row in ("greedy, before RL", "greedy, after RL", "entropy", "AQN sigma", "quantized layers", "size on disk"):
         assert row in table
 
-    environment = {**os.environ, "HF_MXFP4_VERBOSITY": "info", "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(
-        [sys.executable, "-c", RELOAD, str(ROOT), str(folder)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=True,
-        timeout=300,
-    )
+    process = run(code(RELOAD, ROOT, folder), environment={**os.environ, "HF_MXFP4_VERBOSITY": "info"})
+    assert process.returncode == 0, process.stderr[-2000:]
     lines = (folder / "completions_after.jsonl").read_text().splitlines()
     assert json.loads(process.stdout.splitlines()[-1]) == [json.loads(line)["completion"] for line in lines]
     assert "n_quantized=14 n_skipped=1 (lm_head)" in process.stderr and MXFP4RLConfig().describe() in process.stderr

@@ -2,14 +2,12 @@
 """The recipe with LoRA on a packed base, from a model made on the spot to the adapter loaded onto a fresh base."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from grpo import main
+from processes import code, run
 from test_grpo import TINY
 from test_grpo_two_processes import launch
 from tiny_models import make_model
@@ -71,9 +69,7 @@ print(json.dumps(result.completions))
 
 def test_the_adapter_in_a_new_process(tmp_path):
     short_run(tmp_path / "out", "--reload_check=0")
-    arguments = [sys.executable, "-c", RELOAD, str(ROOT), str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=300)
+    done = run(code(RELOAD, ROOT, tmp_path / "out"))
     assert done.returncode == 0, done.stderr[-2000:]
     lines = (tmp_path / "out" / "completions_after.jsonl").read_text().splitlines()
     assert json.loads(done.stdout.splitlines()[-1]) == [json.loads(line)["completion"] for line in lines]

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe under a launcher with two processes (DDP over gloo)."""
+"""The recipe in two processes (DDP over gloo), with the variables that launchers set."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
+from processes import run, script
 from test_grpo import TINY
 
 
@@ -16,20 +13,10 @@ ROOT = HERE.parents[1]
 
 
 def launch(folder, processes, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [str(HERE / "run_and_leave.py"), str(ROOT / "recipes" / "grpo.py")]
-    command += [*TINY, "--n_test=13", f"--output_dir={folder}", *options]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    job = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
-    try:
-        output, _ = job.communicate(timeout=180)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)  # the workers too, which outlive their launcher
-        raise
-    assert job.returncode == 0, output[-3000:]
-    assert output.count("left properly") == processes, output[-3000:]
+    options = [*TINY, "--n_test=13", f"--output_dir={folder}", *options]
+    job = run(script(HERE / "run_and_leave.py", ROOT / "recipes" / "grpo.py", *options), ranks=processes, timeout=180)
+    assert job.returncode == 0, job.output[-3000:]
+    assert job.stdout.count("left properly") == processes, job.output[-3000:]
     return json.loads((folder / "summary.json").read_text())
 
 

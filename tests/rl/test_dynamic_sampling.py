@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups with equal rewards are replaced by groups of other prompts."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import torch
 from datasets import Dataset
@@ -285,12 +283,9 @@ leave_together()
 @pytest.mark.large
 def test_two_processes_replace_the_same_groups(run, tmp_path):
     run()  # leaves the model's files
-    script = tmp_path / "job.py"
     folders = {"tests": str(ROOT / "tests"), "rl": str(ROOT / "tests" / "rl"), "recipes": str(ROOT / "recipes")}
-    script.write_text(TWO_PROCESSES.format(**folders, folder=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    job = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180, check=False)
+    program = TWO_PROCESSES.format(**folders, folder=str(tmp_path))
+    job = processes.run(processes.code(program), ranks=2, timeout=180)
     assert job.returncode == 0 and job.stdout.count("agreed") == 2, job.stderr[-3000:]
 
 

@@ -2,13 +2,11 @@
 """The report that a training run writes, whatever becomes of the run."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 from grpo_runs import even_digits, trainer_factory
 from transformers import TrainerCallback
@@ -163,13 +161,7 @@ trainer_factory(Path(sys.argv[2]))(report_every=100, callbacks=[Kill()]).train()
 
 @pytest.mark.slow
 def test_a_killed_run_is_reported_on_from_its_files_alone(tmp_path):
-    process = subprocess.run(
-        [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
-        timeout=300,
-    )
+    process = processes.run(processes.code(KILLED, ROOT, tmp_path))
     assert process.returncode == -signal.SIGKILL, process.stderr[-2000:]
     assert not (tmp_path / "run" / RUN_REPORT).exists()
     done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
