@@ -42,8 +42,11 @@ _TRAINING = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "trl.trainer.grpo_trainer",
 )  # fmt: skip
 MODULES = {"interpreted": ("interpret:patch_once_for_each_launch", *_COMMON), "plain": (*_COMMON, *_TRAINING)}
-#: Shared by the workers of one run.
-FOLDER = Path(tempfile.gettempdir()) / f"mxfp4-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+#: Shared by the workers of one run, and by what they start.
+_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+FOLDER = Path(os.environ.setdefault("MXFP4_TEST_SERVERS", f"{tempfile.gettempdir()}/mxfp4-{_RUN}"))
+#: A command that runs a script in a fork: ``[*FORKED, path, *arguments]``.
+FORKED = (sys.executable, str(Path(__file__).resolve()))
 #: As it was before any test: the servers' own.
 ENVIRONMENT = dict(os.environ)
 
@@ -222,3 +225,10 @@ def leave_servers() -> None:
     if "PYTEST_XDIST_TESTRUNUID" not in os.environ:
         for process in _started:
             process.wait(30)
+
+
+if __name__ == "__main__":
+    done = run(script(*sys.argv[1:]), timeout=600)
+    sys.stdout.write(done.stdout)
+    sys.stderr.write(done.stderr)
+    sys.exit(done.returncode)

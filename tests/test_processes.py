@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from processes import PATHS, code, function, module, run, script, start
+from processes import FORKED, PATHS, code, function, module, run, script, start
 
 
 def test_a_script_has_its_arguments_folder_and_streams(tmp_path):
@@ -87,6 +87,12 @@ def test_exit_functions_run():
     assert run(code("import atexit; atexit.register(print, 'bye')")).stdout == "bye\n"
 
 
+def test_a_command_runs_a_script_in_a_fork(tmp_path):
+    (tmp_path / "job.py").write_text("import sys; print(sys.argv[1], 'torch' in sys.modules); sys.exit(3)")
+    done = subprocess.run([*FORKED, tmp_path / "job.py", "x"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "x True\n", "")
+
+
 def alive(pid):
     try:
         os.kill(pid, 0)
@@ -102,13 +108,20 @@ def ends(pid):
     return not alive(pid)
 
 
-SLEEPS = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
-
-
-def test_a_job_that_takes_too_long_is_killed_with_what_it_started():
-    done = run(code(SLEEPS), timeout=0.5)
+def test_a_job_that_takes_too_long_is_killed():
+    done = run(code("import time; time.sleep(600)"), timeout=0.1)
     assert done.timed_out and done.returncode == -signal.SIGKILL
-    assert ends(int(done.stdout))
+
+
+def test_a_job_that_nobody_waits_for_is_killed_with_what_it_started(tmp_path):
+    text = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    process = start(code(text), log=tmp_path / "log")
+    while not (tmp_path / "log").read_text().endswith("\n"):
+        time.sleep(0.01)
+    pids = [*process.pids, int((tmp_path / "log").read_text())]
+    assert all(alive(pid) for pid in pids)
+    del process
+    assert all(ends(pid) for pid in pids)
 
 
 def test_a_running_job_is_watched_and_gets_signals():
@@ -129,7 +142,8 @@ def test_nothing_outlives_a_killed_test_run():
     )
     # A new process: it starts a server of its own.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
-    environment.pop("PYTEST_XDIST_TESTRUNUID", None)
+    for name in ("PYTEST_XDIST_TESTRUNUID", "MXFP4_TEST_SERVERS"):
+        environment.pop(name, None)
     command = [sys.executable, "-c", text]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as client:
         job, server, folder = client.stdout.readline().split()

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import yaml
@@ -224,8 +225,7 @@ def test_a_run_of_other_settings_is_not_resumed_from(ablation, grid, tmp_path):
 
 def test_ending_the_runner_ends_its_runs_and_frees_the_folder(grid, tmp_path, ablation):
     path = grid(bf16=0.25, mxfp4=0.75, seeds=[0])
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    runner = subprocess.Popen([sys.executable, str(SCRIPT), "--config", path], env=environment)
+    runner = processes.start(processes.script(SCRIPT, "--config", path))
     folder = tmp_path / "out" / "cells" / "bf16" / "seed0"
     deadline = time.monotonic() + 120
     while not (folder / "starts").is_file():
@@ -234,7 +234,7 @@ def test_ending_the_runner_ends_its_runs_and_frees_the_folder(grid, tmp_path, ab
     with pytest.raises(SystemExit, match="another process is at work in"):
         ablation(["--config", path])
     runner.send_signal(signal.SIGTERM)
-    assert runner.wait(timeout=60) == 128 + signal.SIGTERM
+    assert runner.wait().returncode == 128 + signal.SIGTERM
     with locked(tmp_path / "out"):  # so no run is alive
         pass
     assert json.loads((folder / "cell.json").read_text())["status"] == "running"
@@ -374,10 +374,21 @@ def run_script(*options):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
 
 
+FORKING = """
+import multiprocessing, runpy, sys
+fork = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda method: fork
+del sys.argv[0]
+sys.path[0] = sys.argv[0].rpartition("/")[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_a_whole_grid(tmp_path):
-    """Two cells, one seed, two steps: from random weights to the table."""
-    process = run_script("--config", tiny(tmp_path))
+    """Two cells, one seed, two steps: from random weights to the table. All its processes are forked."""
+    path = tiny(tmp_path, launcher=" ".join(processes.FORKED))
+    process = processes.run(processes.code(FORKING, SCRIPT, "--config", path), timeout=500)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     full, plain = json.loads((tmp_path / "out" / "ablation.json").read_text())
     assert full["scheme"] == "full precision" and full["n_quantized"] == 0

@@ -2,7 +2,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 import yaml
 from grpo import main, parse_or_exit
-from processes import code, run
+from processes import code, module, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import integration_utils
@@ -100,15 +99,10 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
 
 def test_the_documented_command_runs_under_the_launcher(tmp_path):
     """`accelerate launch recipes/grpo.py` with no configuration at all is the CPU default."""
-    process = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", str(ROOT / "recipes" / "grpo.py")]
-        + [*TINY, "--n_test=4", "--reload_check=0", f"--output_dir={tmp_path / 'out'}"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
-        cwd=tmp_path,
-        timeout=300,
-    )
+    options = [*TINY, "--n_test=4", "--reload_check=0", f"--output_dir={tmp_path / 'out'}"]
+    # The launcher is forked; what it starts is a new process.
+    job = module("accelerate.commands.launch", "--num_processes=1", ROOT / "recipes" / "grpo.py", *options)
+    process = run(job, environment={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}, cwd=tmp_path)
     assert process.returncode == 0, process.stderr[-2000:]
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["n_quantized"] == 14
 
