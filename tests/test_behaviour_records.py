@@ -108,8 +108,20 @@ def test_texts_are_recorded_without_what_changes_from_run_to_run(tmp_path):
     record = Record(tmp_path, "texts", tmp_path / "work")
     record.text("a", f'{tmp_path}/work/x "transformers_version": "5.1" on 2026-01-02 12:30:00 in 1.5 s, 3 seconds')
     assert record.entries["a"]["text"] == 'FOLDER/x "transformers_version": "VERSION" on DATE in 1.5 s, TIME'
+    record.text("progress", "a\n2 MB of 5 MB (40%), 1.2 MB/s, 629 s left, at x.weight\n5 MB (100%) in 71 s\nb 3 MB\n")
+    assert record.entries["progress"]["text"] == "a\nb 3 MB\n"
     with pytest.raises(ValueError, match="texts/a is recorded twice"):
         record.text("a", "")
+
+
+def test_the_order_in_the_header_of_a_file_does_not_count(tmp_path):
+    record = Record(tmp_path, "files", tmp_path)
+    for number, header in enumerate(('{"__metadata__":{"a":"1","b":"2"}}', '{"__metadata__":{"b":"2","a":"1"}}')):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+        record.file(path.name, path)
+    first, second = record.entries.values()
+    assert first == second
 
 
 def test_names_in_ptx_and_scripts_in_pages_do_not_count():

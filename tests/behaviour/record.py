@@ -55,10 +55,11 @@ class Record:
         self._add(name, text.encode(), {"kind": "value", "text": text})
 
     def file(self, name: str, path: Path) -> None:
-        """Record the bytes of a file; of texts those that [`text`] keeps, and each tensor of safetensors too."""
+        """Record the bytes of a file; of texts those that [`text`] keeps. Of safetensors, whose header has its metadata
+        in an order that changes from process to process, with a sorted header, and each tensor too."""
         raw = path.read_bytes()
         if path.suffix == ".safetensors":
-            self._add(name, raw, {"kind": "file", "bytes": len(raw)})
+            self._add(name, _with_sorted_header(raw), {"kind": "file", "bytes": len(raw)})
             for key, tensor in load_file(path).items():
                 self.tensor(f"{name}/{key}", tensor)
             return
@@ -94,6 +95,12 @@ class Record:
         text = json.dumps(self.entries, indent=1, sort_keys=True)
         (self.folder / f"{self.section}.json").write_text(text + "\n", encoding="utf-8")
         save_file(self.tensors, self.folder / f"{self.section}.safetensors")
+
+
+def _with_sorted_header(raw: bytes) -> bytes:
+    """The bytes of a safetensors file with the keys of its header in order."""
+    end = 8 + int.from_bytes(raw[:8], "little")
+    return json.dumps(json.loads(raw[8:end]), sort_keys=True).encode() + raw[end:]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ from typing import Any
 
 #: What differs between runs and versions without a difference in behaviour, and what stands in its place.
 _MASKS = (
+    # Lines of progress, which are written every ten seconds.
+    (re.compile(r"^.* MB (of .* MB )?\(\d+ ?%\).*\n?", re.MULTILINE), ""),
     (re.compile(r'("transformers_version": )"[^"]*"'), r'\1"VERSION"'),
     (re.compile(r"\b20\d\d-\d\d-\d\d([ T]\d\d:\d\d(:\d\d)?)?"), "DATE"),
     (re.compile(r"\b\d+(\.\d+)? ?(ms|seconds?|minutes?|min)\b"), "TIME"),
@@ -16,7 +18,7 @@ _MASKS = (
 
 
 def masked(text: str) -> str:
-    """``text`` with words for dates, durations, speeds and the version of transformers."""
+    """``text`` with words for dates, durations, speeds and the version of transformers, without lines of progress."""
     for pattern, replacement in _MASKS:
         text = pattern.sub(replacement, text)
     return text
