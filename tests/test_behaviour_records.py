@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of behaviour: what a comparison finds, and what it accepts."""
+
+import sys
+
+import pytest
+import torch
+from behaviour.__main__ import main
+from behaviour.compare import differences, read_intended, split
+from behaviour.record import Record
+from behaviour.texts import visible_text, without_names
+
+
+@pytest.fixture
+def make(tmp_path):
+    """`make(name, change)` writes a small record and gives its folder; ``change`` may alter the tensor and entries."""
+
+    def write(name, tensor=None, text="loss 0.5\nreward 1", leave_out=()):
+        record = Record(tmp_path / name, "numbers", tmp_path)
+        x = torch.tensor([1.0, -2.0, float("nan")]) if tensor is None else tensor
+        record.tensor("x", x)
+        record.tensor("nothing", None)
+        record.text("log", text)
+        record.value("steps", 4)
+        for entry in leave_out:
+            del record.entries[entry]
+        record.save()
+        return tmp_path / name
+
+    return write
+
+
+def found(before, after):
+    return [(one.name, one.kind) for one in differences(before, after)]
+
+
+def test_equal_records(make):
+    assert found(make("a"), make("b")) == []
+
+
+def test_one_changed_bit(make):
+    x = torch.tensor([1.0, -2.0, float("nan")])
+    x.view(torch.int32)[1] ^= 1
+    (difference,) = differences(make("a"), make("b", tensor=x))
+    assert (difference.name, difference.kind) == ("numbers/x", "changed")
+    assert difference.detail == "1 of 3 elements, max abs difference 2.38e-07 (largest value 2)"
+
+
+def test_the_sign_of_zero_and_the_dtype_count(make):
+    zero = torch.zeros(2)
+    (difference,) = differences(make("a", tensor=zero), make("b", tensor=-zero))
+    assert difference.detail == "0 of 2 elements, max abs difference 0 (largest value 0)"
+    (difference,) = differences(make("a", tensor=zero), make("c", tensor=zero.half()))
+    assert difference.detail == "float32 [2] became float16 [2]"
+
+
+def test_missing_and_new_entries_and_sections(make, tmp_path):
+    whole, part = make("a"), make("b", leave_out=("steps",))
+    assert found(whole, part) == [("numbers/steps", "missing")]
+    assert found(part, whole) == [("numbers/steps", "new")]
+    (part / "numbers.json").rename(part / "others.json")
+    assert found(whole, part) == [("numbers/*", "missing"), ("others/*", "new")]
+    with pytest.raises(ValueError, match="holds no record"):
+        differences(whole, tmp_path / "nowhere")
+
+
+def test_changed_texts_show_their_lines(make):
+    (difference,) = differences(make("a"), make("b", text="loss 0.25\nreward 1"))
+    assert difference.detail == "2 lines of text\n    -loss 0.5\n    +loss 0.25"
+
+
+def test_intended_differences_need_a_reason(make, tmp_path):
+    differing = differences(make("a"), make("b", text="loss 0.25", leave_out=("steps",)))
+    file = tmp_path / "intended"
+    file.write_text("# comment\n\nnumbers/l*: clearer words\nnumbers/y: never\n")
+    unexplained, explained, idle = split(differing, read_intended(file))
+    assert [one.name for one in unexplained] == ["numbers/steps"]
+    assert [(one.name, reason) for one, reason in explained] == [("numbers/log", "clearer words")]
+    assert idle == ["numbers/y"]
+    file.write_text("numbers/log\n")
+    with pytest.raises(ValueError, match="line 1: expected 'GLOB: reason'"):
+        read_intended(file)
+
+
+def test_the_command_ends_with_1_where_something_is_unexplained(make, tmp_path, monkeypatch, capsys):
+    before, after, intended = make("a"), make("b", text="other"), tmp_path / "intended"
+    intended.write_text("numbers/*: meant\n")
+
+    def compare(*options):
+        monkeypatch.setattr(sys, "argv", ["behaviour", "compare", str(before), *map(str, options)])
+        return main()
+
+    assert compare(before) == 0
+    assert compare(after, "--intended", intended) == 0
+    assert compare(tmp_path / "nowhere") == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/nowhere holds no record; make one with")
+    assert compare(after) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "changed: numbers/log: 3 lines of text",
+        "    -loss 0.5",
+        "    -reward 1",
+        "    +other",
+        "1 unexplained differences, 0 intended ones",
+    ]
+
+
+def test_texts_are_recorded_without_what_changes_from_run_to_run(tmp_path):
+    record = Record(tmp_path, "texts", tmp_path / "work")
+    record.text("a", f'{tmp_path}/work/x "transformers_version": "5.1" on 2026-01-02 12:30:00 in 1.5 s, 3 seconds')
+    assert record.entries["a"]["text"] == 'FOLDER/x "transformers_version": "VERSION" on DATE in 1.5 s, TIME'
+    record.text("progress", "a\n2 MB of 5 MB (40%), 1.2 MB/s, 629 s left, at x.weight\n5 MB (100%) in 71 s\nb 3 MB\n")
+    assert record.entries["progress"]["text"] == "a\nb 3 MB\n"
+    with pytest.raises(ValueError, match="texts/a is recorded twice"):
+        record.text("a", "")
+
+
+def test_the_order_in_the_header_of_a_file_does_not_count(tmp_path):
+    record = Record(tmp_path, "files", tmp_path)
+    for number, header in enumerate(('{"__metadata__":{"a":"1","b":"2"}}', '{"__metadata__":{"b":"2","a":"1"}}')):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+        record.file(path.name, path)
+    first, second = record.entries.values()
+    assert first == second
+
+
+def test_names_in_ptx_and_scripts_in_pages_do_not_count():
+    ptx = ".entry {0}_kernel(\n\t.param .u64 {0}_kernel_param_0 // {0}\n)\n\t.loc 1 2 3\nld [{0}_kernel_param_0];"
+    assert without_names(ptx.format("old")) == without_names(ptx.format("new_name"))
+    assert without_names(ptx.format("old")) != without_names(ptx.replace("param_0];", "param_1];").format("old"))
+    assert visible_text("<p>a <b>b</b></p><script>var c</script><style>d</style>") == "a\nb"
