@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import gpu_tables
+from benchmarks.documents import gpu_tables
 from benchmarks.gpu.__main__ import SECTIONS
 from benchmarks.gpu.machine import INTERPRETER
 

@@ -239,10 +239,8 @@ def test_prompts_are_compared_and_answers_are_not():
 
 
 TWO_PROCESSES = """
-import sys
 import torch
 from pathlib import Path
-sys.path[:0] = [{tests!r}, {rl!r}, {recipes!r}]
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from grpo_runs import trainer_factory
@@ -277,7 +275,7 @@ assert trainer.state.global_step == 2
 shares = [entry["sampling/kl"] for entry in trainer.state.log_history if "sampling/kl" in entry]
 assert len(shares) == 2
 print("agreed")
-from process_group import leave_together
+from recipes.common.process_group import leave_together
 leave_together()
 """
 
@@ -286,10 +284,10 @@ leave_together()
 def test_two_processes_replace_the_same_groups(run, tmp_path):
     run()  # leaves the model's files
     script = tmp_path / "job.py"
-    folders = {"tests": str(ROOT / "tests"), "rl": str(ROOT / "tests" / "rl"), "recipes": str(ROOT / "recipes")}
-    script.write_text(TWO_PROCESSES.format(**folders, folder=str(tmp_path)))
+    script.write_text(TWO_PROCESSES.format(folder=str(tmp_path)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    paths = [ROOT, ROOT / "kernels", ROOT / "tests", ROOT / "tests" / "rl"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     job = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180, check=False)
     assert job.returncode == 0 and job.stdout.count("agreed") == 2, job.stderr[-3000:]
 

@@ -146,7 +146,6 @@ def test_a_report_that_cannot_be_written_does_not_end_training(run, tmp_path, mo
 
 KILLED = """
 import os, signal, sys
-sys.path[:0] = [sys.argv[1] + "/tests", sys.argv[1] + "/recipes"]
 import conftest
 from pathlib import Path
 from grpo_runs import trainer_factory
@@ -167,7 +166,7 @@ def test_a_killed_run_is_reported_on_from_its_files_alone(tmp_path):
         [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"},
         timeout=300,
     )
     assert process.returncode == -signal.SIGKILL, process.stderr[-2000:]
