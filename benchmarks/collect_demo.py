@@ -10,14 +10,13 @@ of its routers with full precision, from the `routers.jsonl` beside the summary.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import platform
 from pathlib import Path
 
+from .records import RESULTS, made, write
 
-RESULTS = Path(__file__).parent / "results"
+
 RECIPES = {
     "lora": "accelerate launch recipes/grpo.py --config recipes/configs/tiny_cpu_lora.yaml",
     "moe": "accelerate launch recipes/grpo.py --config recipes/configs/tiny_moe_cpu.yaml",
@@ -31,6 +30,9 @@ def record(summary: dict, folder: Path) -> dict:
     mixture = summary["model"].startswith("qwen3_moe")
     kind = "lora" if summary.get("adapter", False) else "moe" if mixture else "demo"
     before, after = summary["accuracy_before"][score], summary["accuracy_after"][score]
+    command = f'make demo ARGS="--seed {summary["seed"]}"'
+    if kind in RECIPES:
+        command = f"{RECIPES[kind]} --seed {summary['seed']}"
     return {
         "name": f"{kind}_cpu_seed{summary['seed']}",
         "shape": f"{summary['n_test']} held-out problems, {summary['steps']} GRPO steps",
@@ -43,12 +45,7 @@ def record(summary: dict, folder: Path) -> dict:
         "entropy": [summary["entropy_first"], summary["entropy_last"]],
         "scheme": summary["scheme"],
         "seconds": summary["seconds"],
-        "hardware": f"{platform.machine()} CPU",
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "command": f"{RECIPES[kind]} --seed {summary['seed']}"
-        if kind in RECIPES
-        else f'make demo ARGS="--seed {summary["seed"]}"',
-        "date": datetime.date.today().isoformat(),
+        **made(command, PACKAGES, f"{platform.machine()} CPU"),
     } | ({"n_quantized": summary["n_quantized"], "router_agreement": agreement(folder)} if mixture else {})
 
 
@@ -66,7 +63,7 @@ def main() -> None:
     for kind in ("demo_cpu", "lora_cpu", "moe_cpu"):
         found = sorted((r for r in records if r["name"].startswith(kind)), key=lambda entry: entry["name"])
         if found:
-            (RESULTS / f"{kind}.json").write_text(json.dumps(found, indent=2) + "\n")
+            write(found, RESULTS / f"{kind}.json")
     for entry in records:
         print(f"{entry['name']}: {entry['baseline']:.3f} -> {entry['value']:.3f} in {entry['seconds']:.0f} s")
 

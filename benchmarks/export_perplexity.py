@@ -9,9 +9,6 @@ same of a checkpoint that was packed under the default scheme first, and so was 
 quantized, products are in bfloat16.
 """
 
-import argparse
-import datetime
-import importlib.metadata
 import json
 import math
 import subprocess
@@ -30,10 +27,9 @@ from hf_mxfp4.checkpoint.convert.costs import LayerCost
 from hf_mxfp4.gemm.packed_weight import dequantize, packed_tensor
 
 from . import perplexity
-from .hardware import hardware
+from .records import RESULTS, made, option_parser, write
 
 
-RESULT = Path(__file__).with_name("results") / "export_perplexity.json"
 PACKAGES = ("torch", "transformers", "compressed-tensors")
 #: The scale rules that are exported.
 RULES = ("even", "rceil")
@@ -122,11 +118,12 @@ def _say(found: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a full-precision checkpoint")
     parser.add_argument("--text", type=Path, required=True, help=".jsonl with questions and answers, or plain text")
     parser.add_argument("--problems", type=int, default=40, help="how many texts of the file")
     options = parser.parse_args()
+    text = f"{options.text.parent.name}/{options.text.name}"
     texts = perplexity.read_texts(options.text, options.problems)
     with tempfile.TemporaryDirectory() as temporary:
         found = measure(options.model, texts, Path(temporary))
@@ -150,15 +147,11 @@ def main() -> None:
                 "nats_to_packed": None if other is None else difference(losses, found[other][0])[0],
                 "weight_sqnr_db": sqnr_db,
                 "model": options.model.name,
-                "text": f"{options.text.parent.name}/{options.text.name}",
-                "hardware": hardware(),
-                "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
-                "command": f"python -m benchmarks.export_perplexity --model {options.model.name} "
-                f"--text {options.text.parent.name}/{options.text.name}",
-                "date": datetime.date.today().isoformat(),
+                "text": text,
+                **made(f"python -m benchmarks.export_perplexity --model {options.model.name} --text {text}", PACKAGES),
             }
         )
-    RESULT.write_text(json.dumps(records, indent=2) + "\n")
+    write(records, RESULTS / "export_perplexity.json")
 
 
 if __name__ == "__main__":

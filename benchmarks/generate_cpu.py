@@ -13,8 +13,6 @@ the clock and, as `cpu_*`, those that processors spent on this process, in which
 
 import argparse
 import contextlib
-import datetime
-import json
 import os
 import statistics
 import tempfile
@@ -25,16 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig, cached_weights
+from recipes.common.hardware import hardware
 
-from .hardware import hardware
+from .records import made, median_ratio, option_parser, write
 
 
-RESULT = Path(__file__).with_name("results") / "generate_cpu.json"
 COMMAND = "python -m benchmarks.generate_cpu"
 BASELINE = "bfloat16"
 PLAIN, CACHED, KEPT = "QAT w4a4", "QAT w4a4 in cached_weights()", "QAT w4a4, further calls in one cached_weights()"
@@ -144,8 +140,7 @@ def records_of(times: dict[str, list[Seconds]], written: int) -> list[dict]:
 
     def over(name: str, other: str, clock: str) -> float:
         """Median of the time over that of another in the same round."""
-        pairs = zip(times[name], times[other], strict=True)
-        return statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs)
+        return median_ratio(*([getattr(each, clock) for each in times[which]] for which in (name, other)))
 
     records = []
     for name, seconds in times.items():
@@ -185,7 +180,7 @@ def described(record: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__, "generate_cpu")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint; without it, random weights")
     parser.add_argument("--name", help="of the model, for the records; default: the folder's")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
@@ -193,7 +188,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", default=str(RESULT), help="file of the records; - writes none")
     options = parser.parse_args(arguments)
     name = options.name or (options.model.name if options.model else "random weights, shape of SmolLM2-135M")
     load, before = os.getloadavg()[0], torch.get_num_threads()
@@ -215,20 +209,16 @@ def main(arguments: list[str] | None = None) -> None:
                         "model": name,
                         "batch": batch,
                         "threads": threads,
-                        "hardware": f"{hardware(threads)}, load average {load:.1f} as it began",
-                        "versions": {
-                            "torch": torch.__version__,
-                            "transformers": transformers.__version__,
-                            "hf-mxfp4": hf_mxfp4.__version__,
-                        },
-                        "command": command(options),
-                        "date": datetime.date.today().isoformat(),
+                        **made(
+                            command(options),
+                            ("torch", "transformers", "hf-mxfp4"),
+                            f"{hardware(threads)}, load average {load:.1f} as it began",
+                        ),
                     }
                     records += [{**record, **common} for record in records_of(times, batch * options.tokens)]
                     for record in records[-len(found) :]:
                         print(described(record), flush=True)
-                    if options.out != "-":  # what is measured so far, should the rest be cut off
-                        Path(options.out).write_text(json.dumps(records, indent=2) + "\n")
+                    write(records, options.out)  # what is measured so far, should the rest be cut off
     finally:
         torch.set_num_threads(before)
 

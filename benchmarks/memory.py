@@ -9,8 +9,6 @@ the optimizer's state, one whose saved tensors are counted, and one of two accum
 Gradients of the first pass are there at the peak of the second, as in most runs of RL.
 """
 
-import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -18,7 +16,6 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -26,10 +23,9 @@ from hf_mxfp4.planning import LiveTensors, Planner, SavedTensors, Setup, state_b
 from hf_mxfp4.planning.strategies import STRATEGIES
 from hf_mxfp4.quantizer.quantizer import quantize_linears
 
-from .hardware import hardware
+from .records import made, option_parser, write
 
 
-RESULT = Path(__file__).with_name("results") / "memory.json"
 COMMAND = "python -m benchmarks.memory"
 SEQUENCES, TOKENS, RANK = 4, 512, 16
 #: Name of a mode to the options of its config; `None` is full precision.
@@ -170,8 +166,7 @@ def gradient_error(mode: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default=str(RESULT), help="file of the records; - writes none")
+    parser = option_parser(__doc__, "memory")
     parser.add_argument("--one", nargs=2, metavar=("MODE", "CHECKPOINTING"), help="run one mode and print it")
     options = parser.parse_args()
     if options.one:
@@ -180,10 +175,7 @@ def main() -> None:
     common = {
         "shape": [SEQUENCES, TOKENS],
         "ceiling_fraction": None,
-        "hardware": hardware(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "command": COMMAND,
-        "date": datetime.date.today().isoformat(),
+        **made(COMMAND, ("torch", "transformers")),
     }
     records = []
     for checkpointing in (False, True):
@@ -211,8 +203,7 @@ def main() -> None:
         print(f"{mode}: gradients differ by {error:.3g}")
         record = {"name": f"gradient error / {mode}", "value": error, "unit": "relative difference"}
         records.append({**record, "baseline": "inputs saved in full", "ratio": None, **common})
-    if options.out != "-":
-        Path(options.out).write_text(json.dumps(records, indent=2) + "\n")
+    write(records, options.out)
 
 
 if __name__ == "__main__":

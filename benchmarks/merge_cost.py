@@ -8,27 +8,20 @@ For every run folder of the recipe: greedy accuracy on its 500 held-out problems
 base, merged into bfloat16 weights, and merged into packed weights.
 """
 
-import argparse
-import datetime
-import importlib.metadata
-import json
 import platform
-import sys
 from pathlib import Path
 from statistics import fmean
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mxfp4
-from evaluation.generate import evaluate_greedy
-from tasks import load_task
+from recipes.evaluation.generate import evaluate_greedy
+from recipes.tasks import load_task
+
+from .records import RESULTS, made, option_parser, write
 
 
-RESULT = Path(__file__).parent / "results" / "merge_cost.json"
 COMMAND = "python -m benchmarks.merge_cost outputs/tiny_cpu_lora ..."
 WAYS = ("adapters beside the packed base", "merged into bfloat16", "merged into packed")
 
@@ -53,7 +46,7 @@ def measure(run: Path) -> dict[str, tuple[float, float | None]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     by_run = [measure(run) for run in parser.parse_args().runs]
     records = []
@@ -71,14 +64,11 @@ def main() -> None:
                 "ceiling_fraction": None,
                 "by_run": accuracies,
                 "change_sqnr_db": sqnrs,
-                "hardware": f"{platform.machine()} CPU",
-                "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")},
-                "command": COMMAND,
-                "date": datetime.date.today().isoformat(),
+                **made(COMMAND, ("torch", "transformers", "peft"), f"{platform.machine()} CPU"),
             }
         )
         print(f"{way}: {fmean(accuracies):.3f} ({', '.join(f'{a:.3f}' for a in accuracies)})")
-    RESULT.write_text(json.dumps(records, indent=2) + "\n")
+    write(records, RESULTS / "merge_cost.json")
 
 
 if __name__ == "__main__":

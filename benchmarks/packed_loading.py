@@ -7,8 +7,6 @@
 The checkpoint is written shard by shard and loaded in a new process, whose peak memory is its own.
 """
 
-import argparse
-import datetime
 import json
 import math
 import os
@@ -23,10 +21,9 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from .hardware import hardware
+from .records import made, option_parser, write
 
 
-RESULT = Path(__file__).with_name("results") / "packed_loading.json"
 SCHEMES = {"4.25 bits": {"macro_block": None}, "4.3125 bits": {}}
 COMMAND = "python -m benchmarks.packed_loading"
 
@@ -147,12 +144,11 @@ def bits_on_disk(folder: Path, unquantized_bytes: int, n_weights: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__, "packed_loading")
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--shard-mb", type=int, default=500)
     parser.add_argument("--folder", type=Path, help="where to write the checkpoints; default: a temporary folder")
-    parser.add_argument("--out", default=str(RESULT), help="file of the records; - writes none")
     options = parser.parse_args()
     config = llama_config(options.layers, options.hidden)
     records = []
@@ -176,10 +172,7 @@ def main() -> None:
             common = {
                 "shape": [result["n_weights"]],
                 "ceiling_fraction": None,
-                "hardware": hardware(),
-                "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-                "command": COMMAND,
-                "date": datetime.date.today().isoformat(),
+                **made(COMMAND, ("torch", "transformers")),
                 "progress_bar": "Loading weights" in messages,
                 **result,
             }
@@ -192,8 +185,7 @@ def main() -> None:
             for name, value, unit, baseline, reference in measured:
                 record = {"name": f"{name} / {scheme}", "value": value, "unit": unit, "baseline": baseline}
                 records.append({**record, "ratio": reference / value, **common})
-    if options.out != "-":
-        Path(options.out).write_text(json.dumps(records, indent=2) + "\n")
+    write(records, options.out)
 
 
 if __name__ == "__main__":

@@ -9,34 +9,27 @@ problems each, W4A4: every component on weights and activations, against the sam
 back alone, beside the sqrt(L/12) of arXiv 2605.20402. About six minutes on one core.
 """
 
-import datetime
-import importlib.metadata
-import json
 import platform
-import sys
-from pathlib import Path
 from statistics import fmean
 
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
-
 from transformers import PreTrainedModel
 
-from evaluation.generate import evaluate_greedy
 from hf_mxfp4.analysis.policy.gradient_gain import GradientGain, gradient_gain
 from hf_mxfp4.analysis.policy.injection import inject_component
 from hf_mxfp4.analysis.policy.pathways import ComponentDamage, component_damage
 from hf_mxfp4.analysis.policy.predictions import IGNORED, evaluation_mode, policy_logits
 from hf_mxfp4.analysis.policy.temperature import EffectiveTemperature, effective_temperature
 from hf_mxfp4.numerics import COMPONENTS, QuantScheme
-from tasks import Task, load_task
-from tasks.arithmetic import ALPHABET
-from tasks.tiny_model import build_char_tokenizer, build_qwen2, encode_example, supervised_warmup
+from recipes.evaluation.generate import evaluate_greedy
+from recipes.tasks import Task, load_task
+from recipes.tasks.arithmetic import ALPHABET
+from recipes.tasks.tiny_model import build_char_tokenizer, encode_example
+
+from .records import RESULTS, made, table, write
+from .scheme_error import train
 
 
-RESULT = Path(__file__).parent / "results" / "pathways.json"
 COMMAND = "python -m benchmarks.pathways"
 SCHEMES = (
     QuantScheme(),
@@ -48,14 +41,6 @@ INJECTED = (*COMPONENTS, "all")
 SEEDS = (0, 1, 2)
 GRADIENT_LAYERS, GRADIENT_PROBLEMS = 12, 64
 PACKAGES = ("torch", "transformers")
-
-
-def train(task: Task, num_layers: int, seed: int) -> PreTrainedModel:
-    """A model that solves most of the problems, in full precision."""
-    tokenizer = build_char_tokenizer(ALPHABET)
-    model = build_qwen2(tokenizer, num_layers=num_layers, seed=seed)
-    supervised_warmup(model, tokenizer, task.train, steps=600, target_loss=0.2, seed=seed, progress=False)
-    return model.eval()
 
 
 def sequences(task: Task, count: int) -> dict[str, torch.Tensor]:
@@ -152,10 +137,7 @@ def _common(kind: str, key: tuple[str, str], shape: list[int]) -> dict:
         "name": " / ".join((kind, *key)),
         "shape": shape,
         "ceiling_fraction": None,
-        "hardware": f"{platform.machine()} CPU",
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "command": COMMAND,
-        "date": datetime.date.today().isoformat(),
+        **made(COMMAND, PACKAGES, f"{platform.machine()} CPU"),
     }
 
 
@@ -164,9 +146,7 @@ def _name(scheme: QuantScheme) -> str:
 
 
 def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    print(f"\n{title}\n\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
+    print(f"\n{title}\n\n{table(columns, rows)}", end="")
 
 
 def main() -> None:
@@ -230,7 +210,7 @@ def main() -> None:
         rows,
     )
     records = [*rollout_records.values(), *gradient_records.values()]
-    RESULT.write_text(json.dumps(records, indent=2) + "\n")
+    write(records, RESULTS / "pathways.json")
 
 
 if __name__ == "__main__":

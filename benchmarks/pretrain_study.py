@@ -9,22 +9,16 @@ which `unit` says; and "diverged" where there is none.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import sys
 from pathlib import Path
 
-from .hardware import hardware
+from recipes.common.hardware import hardware
+from recipes.pretraining.arms import BASELINE
+from recipes.pretraining.plots import PAPER
+
+from .records import RESULTS, made, write
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
-
-from pretraining.arms import BASELINE
-from pretraining.plots import PAPER
-
-
-RESULT = Path(__file__).parent / "results" / "pretrain.json"
 PACKAGES = ("torch", "transformers", "accelerate", "datasets")
 
 
@@ -49,10 +43,7 @@ def record(arm: str, summary: dict, command: str, machine: str) -> dict:
         "entropy": summary["entropy"],
         "paper": stated(arm),
         **result,
-        "hardware": machine,
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "command": command,
-        "date": datetime.date.today().isoformat(),
+        **made(command, PACKAGES, machine),
     }
 
 
@@ -76,7 +67,7 @@ def main() -> None:
     summary = json.loads(arguments.summary.read_text())
     machine = arguments.hardware or hardware()
     records = [record(arm, summary, arguments.command, machine) for arm in summary["arms"]]
-    RESULT.write_text(json.dumps(records, indent=1) + "\n")
+    write(records, RESULTS / "pretrain.json", indent=1)
     for entry in records:
         if entry["name"] != BASELINE:
             print(f"{entry['name']}: {entry['value']} {entry['unit']}")

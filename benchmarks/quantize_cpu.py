@@ -14,14 +14,9 @@ Not installed contenders are left out, and named. fouroversix and microxcaling a
     PYTHONPATH=<clone of github.com/microsoft/microxcaling> python -m benchmarks.quantize_cpu
 """
 
-import argparse
-import datetime
-import importlib.metadata
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -29,11 +24,11 @@ import hf_mxfp4
 from hf_mxfp4.backends import backend_for
 from hf_mxfp4.numerics import QuantScheme
 
-from .hardware import hardware
+from .records import made, median_ratio, option_parser, write
 
 
-RESULT = Path(__file__).parent / "results" / "quantize_cpu.json"
 COMMAND = "python -m benchmarks.quantize_cpu"
+PACKAGES = ("torch", "hf-mxfp4", "torchao", "compressed-tensors", "fouroversix")
 OURS = "ours"
 CLONE = "clone"
 
@@ -197,10 +192,9 @@ def measure(runs: dict[str, Run], x: torch.Tensor, rounds: int) -> dict[str, lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__, "quantize_cpu")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     name, reason = backend_for("cpu", torch.bfloat16, QuantScheme(), "auto")
     print(f"our backend: {name}{f' ({reason})' if reason else ''}; {torch.get_num_threads()} threads")
@@ -208,12 +202,6 @@ def main() -> None:
     for contender, run in found["fake_quantize"].items():
         if contender != CLONE and "macro" not in contender:
             check(contender, run)
-    versions = {"torch": torch.__version__, "hf-mxfp4": hf_mxfp4.__version__}
-    for package in ("torchao", "compressed-tensors", "fouroversix"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     records = []
     for operation, runs in found.items():
         print(f"\n{operation}\n| contender | " + " | ".join(f"{size}²: GB/s (ratio)" for size in options.sizes) + " |")
@@ -222,7 +210,7 @@ def main() -> None:
             x = torch.randn(size, size, generator=torch.Generator().manual_seed(size)).bfloat16()
             times = measure(runs, x, options.rounds)
             for contender, seconds in times.items():
-                ratio = statistics.median(a / b for a, b in zip(seconds, times[OURS], strict=True))
+                ratio = median_ratio(seconds, times[OURS])
                 speed = 2 * x.numel() / statistics.median(seconds) / 1e9
                 rows[contender].append(f"{speed:.3f} ({ratio:.2f})")
                 records.append(
@@ -236,15 +224,12 @@ def main() -> None:
                         "ceiling_fraction": None,
                         "median_seconds": statistics.median(seconds),
                         "rounds": options.rounds,
-                        "hardware": hardware(),
-                        "versions": versions,
-                        "command": COMMAND,
-                        "date": datetime.date.today().isoformat(),
+                        **made(COMMAND, PACKAGES),
                     }
                 )
         for contender, cells in rows.items():
             print(f"| {contender} | " + " | ".join(cells) + " |")
-    options.out.write_text(json.dumps(records, indent=2) + "\n")
+    write(records, options.out)
 
 
 if __name__ == "__main__":

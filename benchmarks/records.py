@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of benchmarks, and how their numbers are written in tables."""
+"""Records of benchmarks: how they are written and read, and how their numbers stand in tables."""
 
+import argparse
+import datetime
+import importlib.metadata
 import json
+import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+from recipes.common.hardware import hardware
+from recipes.common.text import markdown_table, with_interval
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -12,8 +21,68 @@ PLOTS = ROOT / "docs" / "plots"
 DISTRIBUTIONS = ("Gaussian", "Laplace", "Student-t(4)")
 DATA = (*DISTRIBUTIONS, "trained weights")
 
+#: Tables of the documents are Markdown.
+table = markdown_table
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def option_parser(description: str, name: str | None = None) -> argparse.ArgumentParser:
+    """A command line, described by the first line of a benchmark's documentation.
+
+    Args:
+        name: of its records; then there is ``--out``, by default their file in `benchmarks/results`.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    if name is not None:
+        path = str(RESULTS / f"{name}.json")
+        parser.add_argument("--out", default=path, help="file of the records; - writes none")
+    return parser
+
+
+def made(command: str, packages: Iterable[str], machine: str | None = None) -> dict[str, Any]:
+    """What every record ends with: hardware, versions, command and date.
+
+    Args:
+        packages: those whose versions matter; one that is not installed is left out.
+        machine: what was measured on; by default this machine, its GPU and its threads.
+    """
+    return {
+        "hardware": machine or hardware(),
+        "versions": installed(packages),
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of packages, of those that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """The median over rounds of a time over another of the same round."""
+    return statistics.median(time / other for time, other in zip(times, others, strict=True))
+
+
+def write(found: Sequence[dict], out: str | Path, indent: int = 2) -> None:
+    """Write records to the file ``out``; ``-`` writes none."""
+    if str(out) != "-":
+        Path(out).write_text(json.dumps(found, indent=indent) + "\n")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
 
 def records(name: str) -> list[dict]:
+    """The records of a name in `benchmarks/results`."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -21,21 +90,10 @@ def scheme_error() -> dict[tuple[str, str], dict]:
     return {(record["on"], record["name"]): record for record in records("scheme_error")}
 
 
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
 def percent(value: float, digits: int = 3) -> str:
     return f"{100 * value:.{digits}f}"
 
 
 def interval(statistics: dict, factor: float, digits: int) -> str:
-    """Mean and 95 % interval."""
-    if statistics["mean"] is None:
-        return "diverged"
-    text = f"{factor * statistics['mean']:+.{digits}f}"
-    if statistics["interval"] is None:
-        return text
-    low, high = (factor * bound for bound in statistics["interval"])
-    return f"{text} [{low:+.{digits}f}, {high:+.{digits}f}]"
+    """Mean and 95 % interval over seeds; "diverged" for a mean that is not finite."""
+    return with_interval(statistics, factor, digits, missing="diverged", alone="")

@@ -10,30 +10,22 @@ distribution, seed 0. Trained weights: the linear layers of the demo's model (0.
 have not seen. The baseline is the macro-block scaling of arXiv 2605.20402: rceil with the static factor. Two minutes.
 """
 
-import datetime
-import importlib.metadata
-import json
 import platform
-import sys
-from pathlib import Path
 
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
-
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_mxfp4
 from hf_mxfp4.analysis.errors.statistics import ErrorStatistics, error_statistics
 from hf_mxfp4.module_names import split_linears
 from hf_mxfp4.numerics import QuantScheme
-from tasks import Task, load_task
-from tasks.arithmetic import ALPHABET
-from tasks.tiny_model import build_char_tokenizer, build_qwen2, encode_example, supervised_warmup
+from recipes.tasks import Task, load_task
+from recipes.tasks.arithmetic import ALPHABET
+from recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2, encode_example, supervised_warmup
+
+from .records import RESULTS, made, write
 
 
-RESULT = Path(__file__).parent / "results" / "scheme_error.json"
 COMMAND = "python -m benchmarks.scheme_error"
 SHAPE = (2048, 1024)
 SCHEMES = {
@@ -85,9 +77,15 @@ def samples() -> dict[str, torch.Tensor]:
 def trained_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Task]:
     """The demo's model after supervised training, in full precision."""
     tokenizer, task = build_char_tokenizer(ALPHABET), load_task("arithmetic")
-    model = build_qwen2(tokenizer, seed=0)
-    supervised_warmup(model, tokenizer, task.train, steps=600, target_loss=0.2, seed=0, progress=False)
-    return model.eval(), tokenizer, task
+    return train(task, num_layers=4, seed=0), tokenizer, task
+
+
+def train(task: Task, num_layers: int, seed: int) -> PreTrainedModel:
+    """A model that solves most of the problems, in full precision."""
+    tokenizer = build_char_tokenizer(ALPHABET)
+    model = build_qwen2(tokenizer, num_layers=num_layers, seed=seed)
+    supervised_warmup(model, tokenizer, task.train, steps=600, target_loss=0.2, seed=seed, progress=False)
+    return model.eval()
 
 
 def trained_layers() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -157,10 +155,7 @@ def main() -> None:
                 "ratio": None if baseline is None else baseline / value,
                 "ceiling_fraction": None,
                 **more,
-                "hardware": f"{platform.machine()} CPU",
-                "versions": {"torch": importlib.metadata.version("torch")},
-                "command": COMMAND,
-                "date": datetime.date.today().isoformat(),
+                **made(COMMAND, ("torch",), f"{platform.machine()} CPU"),
             }
         )
 
@@ -192,7 +187,7 @@ def main() -> None:
         add(f"{name}, weighted by the input", "outputs of trained layers", value, "relative squared error", baseline)
     for record in records:
         print(f"{record['on']:<26}{record['name']:<50}{100 * record['value']:8.4f} %")
-    RESULT.write_text(json.dumps(records, indent=2) + "\n")
+    write(records, RESULTS / "scheme_error.json")
 
 
 if __name__ == "__main__":

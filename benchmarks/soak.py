@@ -10,10 +10,8 @@ with 1 when a check failed.
 """
 
 import argparse
-import datetime
 import gc
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import math
@@ -27,15 +25,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from .hardware import hardware
-from .records import RESULTS, ROOT
-
-
-sys.path.insert(0, str(ROOT / "recipes"))
-
-import grpo
-
 from hf_mxfp4 import MXFP4GRPOTrainer
+from recipes import grpo
+
+from .records import RESULTS, ROOT, write
 
 
 CONFIGS = {"qat": "tiny_cpu.yaml", "lora": "tiny_cpu_lora.yaml"}
@@ -198,10 +191,7 @@ def soak(mode: str, steps: int, folder: Path, every: int = 20, options: Sequence
         "reloaded": summary["reloaded"],
         "seconds": summary["seconds"],
         "scheme": summary["scheme"],
-        "hardware": hardware(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "command": f"python -m benchmarks.soak --mode {mode} --steps {steps}",
-        "date": datetime.date.today().isoformat(),
+        **made(f"python -m benchmarks.soak --mode {mode} --steps {steps}", PACKAGES),
     }
 
 
@@ -216,11 +206,11 @@ def complaints(entry: dict) -> list[str]:
     return found
 
 
-def write(entry: dict, path: Path) -> None:
+def replace_record(entry: dict, path: Path) -> None:
     """Put a record in the place of the one of the same name."""
     kept = json.loads(path.read_text()) if path.is_file() else []
     kept = [other for other in kept if other["name"] != entry["name"]]
-    path.write_text(json.dumps(sorted([*kept, entry], key=lambda each: each["name"]), indent=1) + "\n")
+    write(sorted([*kept, entry], key=lambda each: each["name"]), path, indent=1)
 
 
 def main() -> None:
@@ -233,7 +223,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.output_dir or Path("outputs") / f"soak_{arguments.mode}"
     entry = soak(arguments.mode, arguments.steps, folder, arguments.every)
-    write(entry, arguments.record)
+    replace_record(entry, arguments.record)
     low, high = entry["interval_95"]
     print(f"{entry['name']}: {entry['value']:+.2f} KiB per step, 95 % interval {low:+.2f} to {high:+.2f}")
     print(f"{entry['rollouts_compared']} rollouts compared; {entry['logged_numbers']} logged numbers")

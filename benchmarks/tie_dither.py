@@ -32,10 +32,10 @@ from hf_mxfp4.numerics import decode_e8m0, quantize
 from hf_mxfp4.numerics.dither import Cells
 from hf_mxfp4.rl.callbacks.movement import Movement, MovementSums
 from hf_mxfp4.rl.callbacks.weight_samples import WeightSample, sample_weights
+from recipes.common.hardware import hardware
 
 from . import perplexity
 from .export_perplexity import Losses, difference, tensors_in
-from .hardware import hardware
 from .tie_steps import measure_floor, measure_steps
 
 

@@ -12,7 +12,8 @@ import re
 import sys
 from collections.abc import Callable
 
-from . import ablation_tables, error_tables, gpu_tables, run_tables, tie_tables
+from . import tie_tables
+from .documents import ablation_tables, error_tables, gpu_tables, run_tables
 from .records import PLOTS, ROOT
 
 
@@ -68,7 +69,7 @@ def main() -> None:
                 path.write_text(filled(text))
     if check:
         sys.exit(f"not what the records say: {', '.join(stale)}" if stale else 0)
-    from .plots import draw_all
+    from .documents.plots import draw_all
 
     draw_all(PLOTS)
 

@@ -10,43 +10,35 @@ and the others go on; the exit code is then 1. A grid may be spread over machine
 run parts of it, and `--records` adds the results of the others.
 """
 
-from __future__ import annotations
+if __name__ == "__main__" and not __package__:
+    import from_root  # noqa: F401  parts are found as recipes.*
 
-import argparse
-import json
 import os
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import yaml
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+
+from recipes.ablations.arguments import parser
+from recipes.ablations.grid import check_cells, read_grid
+from recipes.ablations.merging import read_records
+from recipes.ablations.report import describe, report
+from recipes.ablations.results import stored_seeds
+from recipes.ablations.runner import leaving_on_sigterm, locked, prepare_bases, run_grid
+from recipes.common.terminal import console, tell
 
 
-# The description of the machine in records is the benchmarks'.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from ablations.base import describe_base, write_json
-from ablations.grid import Grid, Run, check_cells, read_grid
-from ablations.merging import merge
-from ablations.plots import draw_all
-from ablations.results import Record, make_records, markdown, models, stored_seeds, table_rows
-from ablations.runner import leaving_on_sigterm, locked, prepare_bases, run_grid
-
-
-console = Console(width=None if sys.stdout.isatty() else 140)
 # TRL's own default still has the old name of this option.
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
 
 
 def main(argv: list[str]) -> int:
     """Run what is missing of a grid and write its results; the exit code."""
-    arguments = parser().parse_args(argv)
+    arguments = parser(__doc__).parse_args(argv)
+    if not sys.stdout.isatty():
+        console.width = 140  # of the tables in a log
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # in a log, bars are a line now and then
     try:
@@ -78,89 +70,6 @@ def main(argv: list[str]) -> int:
     if failed:
         tell("failed", ", ".join(failed))
     return 1 if failed else 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-
-    def words(text: str) -> list[str]:
-        return [word for word in text.split(",") if word]
-
-    def numbers(text: str) -> list[int]:
-        return [int(word) for word in words(text)]
-
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--config", required=True, help="the grid, YAML")
-    result.add_argument("--out", help="folder; by default the grid's output_dir")
-    result.add_argument("--jobs", type=int, default=1, help="runs at a time; each gets its share of the cores")
-    result.add_argument("--only", type=words, help="cells to run, separated by commas")
-    result.add_argument("--models", type=words, help="models to run, separated by commas")
-    result.add_argument("--seeds", type=numbers, help="seeds instead of the grid's, separated by commas")
-    result.add_argument("--rerun", action="store_true", help="run again what was run with other settings")
-    result.add_argument("--dry-run", action="store_true", help="print the cells and what differs, and stop")
-    result.add_argument("--records", help="an ablation.json with other runs of this grid, to report beside")
-    result.add_argument("--report-only", action="store_true", help="write the results of what is finished, run nothing")
-    return result
-
-
-def read_records(path: str) -> list[Record]:
-    """The records of an earlier `ablation.json`."""
-    try:
-        return json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-def describe(grid: Grid) -> None:
-    """Print every model, what its cells share, and what each cell differs in."""
-    for model in grid.models:
-        tell("model", f"{model.label}: {describe_base(model)}")
-        tell("shared", ", ".join(f"{name}={value}" for name, value in model.shared.items()))
-        table = Table(title=f"{len(model.cells)} cells x {len(grid.seeds)} seeds {list(grid.seeds)}")
-        for column in ("cell", "label", "differs in"):
-            table.add_column(column, overflow="fold")
-        for cell in model.cells:
-            options = ", ".join(f"{name}={value}" for name, value in cell.options.items())
-            table.add_row(Text(cell.name), Text(cell.label), Text(options or "(nothing)"))
-        console.print(table)
-        tell("folders", f"{Run(grid, model, model.cells[0], grid.seeds[0]).folder} ...")
-
-
-def report(grid: Grid, command: str, elsewhere: Sequence[Record] = ()) -> None:
-    """Write records, tables and plots of the finished runs, here and elsewhere, and print the tables."""
-    records, left_out = make_records(grid, command)
-    if left_out:
-        tell("left out", f"run with other settings: {', '.join(left_out)}")
-    if elsewhere:
-        both = {record["name"] for record in records} & {record["name"] for record in elsewhere}
-        records = merge(grid, records, elsewhere)
-        tell("merged", f"{len(elsewhere)} runs from elsewhere, {len(both)} of them made here too, with equal results")
-    if not records:
-        raise RuntimeError("no run has finished, so there is nothing to report")
-    write_json(grid.output / "ablation.json", records)
-    texts = []
-    plots = grid.output / "plots"
-    plots.mkdir(exist_ok=True)
-    several = len(models(records)) > 1
-    keys = {model.label: model.key for model in grid.models}
-    for model in models(records):
-        columns, rows = table_rows(records, model)
-        table = Table(title=f"{model}, greedy accuracy in %")
-        for column in columns:
-            table.add_column(column)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        console.print(table)
-        texts.append(f"{model}\n\n{markdown(records, model)}")
-        for name, figure in draw_all(records, model).items():
-            figure.savefig(plots / (f"{keys[model]}_{name}.png" if several else f"{name}.png"), dpi=120)
-    (grid.output / "table.md").write_text("\n".join(texts))
-    tell("results", f"{grid.output}: ablation.json, table.md, plots/")
-
-
-def tell(subject: str, message: str) -> None:
-    """Print a line."""
-    console.print(Text.assemble((subject, "bold"), " ", message), highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -6,28 +6,15 @@
 `docs/evaluation.md` has the options and what they mean.
 """
 
+if __name__ == "__main__" and not __package__:
+    import from_root  # noqa: F401  parts are found as recipes.*, and `evaluate` is the library
+
 import sys
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
-from pathlib import Path
+
+from recipes.common.process_group import leave_together
+from recipes.evaluation.run import main
 
 
-def _become_the_library() -> None:
-    """With this folder first on the path, as it is for its own scripts, `import evaluate` finds this file. The library
-    of that name, which was meant, takes its place."""
-    here = Path(__file__).resolve().parent
-    spec = PathFinder.find_spec("evaluate", [place for place in sys.path if Path(place or ".").resolve() != here])
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError("the library 'evaluate' is not installed: pip install evaluate", name="evaluate")
-    sys.modules["evaluate"] = library = module_from_spec(spec)
-    spec.loader.exec_module(library)
-
-
-if __name__ == "evaluate":
-    _become_the_library()
-elif __name__ == "__main__":
-    from common.process_group import leave_together
-    from evaluation.run import main
-
+if __name__ == "__main__":
     main(sys.argv[1:])
     leave_together()

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.rl import ExactResumeMixin
-from tasks.tiny_model import build_char_tokenizer
+from recipes.tasks.tiny_model import build_char_tokenizer
 
 
 TOKENIZER = build_char_tokenizer("0123456789+=")

@@ -31,7 +31,7 @@ from fork_server import locked
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-PATHS = (ROOT, ROOT / "kernels", TESTS, ROOT / "recipes", TESTS / "distributed")
+PATHS = (ROOT, ROOT / "kernels", TESTS, TESTS / "distributed")
 #: What the servers import; Triton looks at TRITON_INTERPRET when kernels are defined.
 _COMMON = (
     "hf_mxfp4.analysis", "hf_mxfp4.checkpoint", "hf_mxfp4.layers", "hf_mxfp4.rl", "hypothesis", "mxfp4_kernels",

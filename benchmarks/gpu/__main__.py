@@ -24,9 +24,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
 # A checkout that is not installed works as well.
-for _name, _folder in (("mxfp4_kernels", _ROOT / "kernels"), ("tasks", _ROOT / "recipes")):
-    if importlib.util.find_spec(_name) is None:
-        sys.path.insert(0, str(_folder))
+if importlib.util.find_spec("mxfp4_kernels") is None:
+    sys.path.insert(0, str(_ROOT / "kernels"))
 
 #: In order of importance: what comes last is skipped first when time runs out.
 SECTIONS = (
@@ -93,7 +92,7 @@ def run_sections(bench, names: Sequence[str], end: float) -> None:
     for name in names:
         # A section whose import fails is one that failed; the others go on.
         try:
-            shares[name] = importlib.import_module(f".{name}", __package__)
+            shares[name] = importlib.import_module(f".sections.{name}", __package__)
         except Exception as error:
             shares[name] = error
     for name in names:

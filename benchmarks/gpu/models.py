@@ -90,7 +90,7 @@ def logits(model: Qwen2ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token per byte; made here, so that nothing is downloaded."""
-    from tasks.tiny_model import build_byte_tokenizer
+    from recipes.tasks.tiny_model import build_byte_tokenizer
 
     return build_byte_tokenizer()
 

@@ -19,27 +19,16 @@ from transformers import (
     TrainingArguments,
 )
 
-from common.progress import TrainingBar
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.rl import ExactResumeMixin
-from tasks import build_tokenizer, load_task
-from tasks.tiny_model import TINY_MODELS, encode_example
+from recipes.common.progress import TrainingBar
+from recipes.post_training.arguments import TASK_OPTIONS
+from recipes.tasks import build_tokenizer, load_task
+from recipes.tasks.tiny_model import TINY_MODELS, encode_example
 
 from .grid import Grid, Model, base_folder, changed, fingerprint
 
 
-#: Options of `grpo.py` that make the task.
-_TASK_OPTIONS = {
-    "task": "name",
-    "data_seed_split": "seed",
-    **{
-        name: name
-        for name in (
-            "train_file test_file dataset_name dataset_config n_train n_test prompt_template conversational "
-            "problem_count problem_steps"
-        ).split()
-    },
-}
 _RECORD = "base.json"
 
 
@@ -62,7 +51,7 @@ def base_settings(model: Model, seed: int) -> dict[str, Any]:
 
 def task_options(model: Model) -> dict[str, Any]:
     """The arguments of `load_task` that a model's shared options stand for."""
-    return {ours: model.shared[name] for name, ours in _TASK_OPTIONS.items() if name in model.shared}
+    return {ours: model.shared[name] for name, ours in TASK_OPTIONS.items() if name in model.shared}
 
 
 def describe_base(model: Model) -> str:

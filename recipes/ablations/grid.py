@@ -16,9 +16,9 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
-from common.arguments import GROUPS, parse
 from hf_mxfp4.config import unknown_key_message
-from tasks.tiny_model import TINY_MODELS
+from recipes.post_training.arguments import GROUPS, parse
+from recipes.tasks.tiny_model import TINY_MODELS
 
 
 OPTIONS = [option.name for group in GROUPS for option in fields(group)]

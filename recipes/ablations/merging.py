@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .grid import Grid
@@ -12,6 +14,14 @@ from .results import Record
 
 #: What must be equal in two records of one run, beside its options and shape. Not each one was evaluated before RL.
 _OUTCOME = ("scheme", "value", "entropy", "steps", "n_test")
+
+
+def read_records(path: str) -> list[Record]:
+    """The records of an earlier `ablation.json`."""
+    try:
+        return json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def merge(grid: Grid, here: Sequence[Record], elsewhere: Sequence[Record]) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from pretraining.summary import t_interval
+from recipes.common.text import markdown_table, with_interval
+from recipes.pretraining.summary import t_interval
 
 from .base import stored_base
 from .grid import Grid, Run
@@ -209,7 +210,7 @@ def table_rows(records: Sequence[Record], model: str) -> tuple[list[str], list[l
                 _percent(row["after"]),
                 _percent(row["over_seeds"]),
                 _percent(row["of_problems"]),
-                _interval(row["difference"]),
+                "" if row["difference"] is None else with_interval(row["difference"], 100, 1),
                 "" if row["given_back"] is None else f"{100 * row['given_back']:.0f} %",
                 *(f"{row['paper'][name]:.1f}" if name in row["paper"] else "" for name in papers),
             ]
@@ -219,20 +220,8 @@ def table_rows(records: Sequence[Record], model: str) -> tuple[list[str], list[l
 
 def markdown(records: Sequence[Record], model: str) -> str:
     """A model's table in Markdown."""
-    columns, rows = table_rows(records, model)
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown_table(*table_rows(records, model))
 
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}"
-
-
-def _interval(difference: Mapping[str, Any] | None) -> str:
-    if difference is None:
-        return ""
-    text = f"{100 * difference['mean']:+.1f}"
-    if difference["interval"] is None:
-        return f"{text} (one seed)"
-    low, high = difference["interval"]
-    return f"{text} [{100 * low:+.1f}, {100 * high:+.1f}]"

@@ -23,9 +23,9 @@ from typing import Any, TextIO
 
 import yaml
 
-from benchmarks.hardware import hardware
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.stats import share_text
+from recipes.common.hardware import hardware
 
 from .base import make_base, stored_base, write_json
 from .grid import Grid, Run, changed, fingerprint

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `grpo.py` prints."""
+"""What the recipes print."""
 
 import os
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 import yaml
 
 from hf_mxfp4.config import unknown_key_message
-from tasks import TASKS, load_task
+from recipes.tasks import TASKS, load_task
 
 from .policy import CONTROLS
 

@@ -11,20 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from rich.console import Console
 from tqdm.auto import tqdm
 
-from evaluation.generate import Batch, Completion, Sampling, complete_batches, tokenize
-from tasks import Task, load_task
+from recipes.common.terminal import console
+from recipes.tasks import Task, load_task
 
 from . import comparison, results
 from .arguments import parse
+from .generate import Batch, Completion, Sampling, complete_batches, tokenize
 from .policy import Policy, load_policy
 from .records import CompletionFile, ScoredCompletion
 from .scoring import Scorer
-
-
-console = Console()
 
 
 def main(argv: list[str]) -> dict[str, Any]:

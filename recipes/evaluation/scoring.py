@@ -8,7 +8,7 @@ from pathlib import Path
 
 import evaluate
 
-from tasks import Task
+from recipes.tasks import Task
 
 
 METRICS = Path(__file__).resolve().parents[1] / "metrics"

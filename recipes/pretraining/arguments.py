@@ -5,11 +5,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import TrainingArguments
 from trl import TrlParser
 
-from common.arguments import read_none, refuse_unknown
+from recipes.common.options import (
+    exit_on_wrong_options,
+    read_none,
+    read_yaml,
+    refuse_unknown,
+    with_default_config,
+)
 
 from .arms import BASELINE, NAMED_ARMS, Arm, choose_arms
 
@@ -181,20 +186,20 @@ def parse(argv: list[str]) -> Study:
 
     Raises `ValueError` for an option that does not exist, with the nearest names, or has a value outside its set.
     """
-    if not any(word == "--config" or word.startswith("--config=") for word in argv):
-        argv = [*argv, "--config", str(DEFAULT_CONFIG)]
+    argv = with_default_config(argv, DEFAULT_CONFIG)
     groups = (StudyArguments, TrainingArguments)
     refuse_unknown(argv, {option.name: option.default for group in groups for option in fields(group)})
     options, training = TrlParser(groups).parse_args_and_config(argv)
     read_none(options)
-    if isinstance(options.extra_arms, str):
-        try:
-            options.extra_arms = yaml.safe_load(options.extra_arms)
-        except yaml.YAMLError as error:
-            raise ValueError(f"extra_arms={options.extra_arms!r} is neither YAML nor JSON: {error}") from None
+    options.extra_arms = read_yaml("extra_arms", options.extra_arms)
     if training.max_steps < 1:
         raise ValueError("max_steps must be the number of optimizer steps of the token budget")
     if training.eval_steps is None or training.eval_steps < 1:
         raise ValueError("eval_steps must be the number of steps between evaluations, at least 1")
     arms = choose_arms(options.arms, options.extra_arms, options.scale_rule, options.backend)
     return Study(options, training, tuple(arms))
+
+
+def parse_or_exit(argv: list[str]) -> Study:
+    """The parsed study; a message instead of a traceback for wrong options and for a missing GPU."""
+    return exit_on_wrong_options(parse, argv, "On a CPU use pretrain_tiny_cpu.yaml or pretrain_study_cpu.yaml.")

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer
+from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer
 
 from .arguments import StudyArguments
 from .generated import ALPHABET, Language, generate

@@ -18,10 +18,10 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from common.progress import TrainingBar
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.rl import OscillationResetCallback, QuantizationStepCallback
-from tasks.tiny_model import build_qwen2
+from recipes.common.progress import TrainingBar
+from recipes.tasks.tiny_model import build_qwen2
 
 from .arguments import Study
 from .arms import Arm, quantized_operands

@@ -164,7 +164,7 @@ def test_a_missing_dataset(tmp_path):
 
 
 def test_tokens_are_cut_and_never_empty():
-    from tasks.tiny_model import build_char_tokenizer
+    from recipes.tasks.tiny_model import build_char_tokenizer
 
     tokenizer = build_char_tokenizer("ab")
     assert [ids.shape[-1] for ids in tokenized(tokenizer, ["abab", "", "a"], 3)] == [3, 1]

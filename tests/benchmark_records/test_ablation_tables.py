@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from benchmarks.ablation_claims import verdict
-from benchmarks.ablation_tables import (
+from benchmarks.documents.ablation_claims import verdict
+from benchmarks.documents.ablation_tables import (
     NONE_YET,
     ablation,
     ablation_claims,

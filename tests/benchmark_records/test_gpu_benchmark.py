@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu_tables
+from benchmarks.documents import gpu_tables
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import quantize_pack, shapes
+from benchmarks.gpu import shapes
 from benchmarks.gpu.bench import Absent, Aim, Bench, Measured, Work
 from benchmarks.gpu.checks import WrongResult, expect_close, expect_equal, some_rows
 from benchmarks.gpu.machine import INTERPRETER, Machine
 from benchmarks.gpu.report import WIDTH, report, row
+from benchmarks.gpu.sections import quantize_pack
 from benchmarks.gpu.timing import Timing, compare
 from hf_mxfp4 import numerics
 
@@ -269,7 +270,7 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path, monkeypatch, capsys):
 def test_every_section_is_one_of_the_documented():
     text = (gpu_tables.RESULTS.parents[1] / "docs" / "performance.md").read_text()
     for name in command.SECTIONS:
-        module = command.importlib.import_module(f"benchmarks.gpu.{name}")
+        module = command.importlib.import_module(f"benchmarks.gpu.sections.{name}")
         assert module.NAME == name and module.SHARE > 0 and f"| `{name}` |" in text
 
 
@@ -277,7 +278,7 @@ def test_time_that_is_not_needed_goes_to_the_sections_after(bench, monkeypatch):
     given = {}
     monkeypatch.setattr(bench, "section", lambda name, run, seconds: given.update({name: seconds}))
     command.run_sections(bench, ["ceilings", "quantize_pack"], command.time.perf_counter() + 100)
-    shares = quantize_pack.SHARE, command.importlib.import_module("benchmarks.gpu.ceilings").SHARE
+    shares = quantize_pack.SHARE, command.importlib.import_module("benchmarks.gpu.sections.ceilings").SHARE
     assert given["quantize_pack"] == pytest.approx(100, abs=1)
     assert given["ceilings"] == pytest.approx(100 * shares[1] / sum(shares), abs=1)
 

@@ -7,7 +7,7 @@ import os
 import processes
 import pytest
 
-from benchmarks import gpu_tables
+from benchmarks.documents import gpu_tables
 from benchmarks.gpu.__main__ import SECTIONS
 from benchmarks.gpu.machine import INTERPRETER
 

@@ -33,8 +33,8 @@ def test_a_short_soak_finds_nothing(mode, tmp_path):
     assert entry["rollouts_compared"] == 14 and entry["log_entries_with_noise"] > 5
     assert entry["traces_of_noise"] == entry["not_finite"] == []
     assert entry["logged_numbers"] > 100 and len(entry["resident_mib"]) == 14
-    soak.write(entry, tmp_path / "records.json")
-    soak.write({**entry, "value": 0.0}, tmp_path / "records.json")
+    soak.replace_record(entry, tmp_path / "records.json")
+    soak.replace_record({**entry, "value": 0.0}, tmp_path / "records.json")
     (written,) = json.loads((tmp_path / "records.json").read_text())
     assert written["name"] == f"soak_{mode}" and written["value"] == 0.0
     # Memory over so few steps says nothing.

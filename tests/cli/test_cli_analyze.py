@@ -20,7 +20,7 @@ from hf_mxfp4.analysis import PAPER_SCHEMES
 from hf_mxfp4.analysis.errors import weights as weights_module
 from hf_mxfp4.analysis.errors.source import open_source
 from hf_mxfp4.cli import app
-from tasks.tiny_model import build_char_tokenizer
+from recipes.tasks.tiny_model import build_char_tokenizer
 
 
 REPORTS = ("report.json", "tensors.csv", "report.html")

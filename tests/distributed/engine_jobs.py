@@ -222,7 +222,7 @@ def refuse_compiled_rollouts(engine: str, base: str, out: str) -> None:
 
 def run_recipe(engine: str, out: str, options: list[str]) -> None:
     """`recipes/grpo.py` under a configuration."""
-    import grpo
+    from recipes import grpo
 
     use_engine(engine, Path(out))
     grpo.main([*options, f"--output_dir={out}/run", "--use_cpu=false"])

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: The environment of such a process.
 PATHS = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "tests", "recipes")),
+    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "tests")),
     "OMP_NUM_THREADS": "1",
     "CI": "1",
     "HF_MXFP4_VERBOSITY": "info",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ablations.base import base_settings, describe_base
-from ablations.grid import OPTIONS, Run, check_cells, read_grid
+from recipes.ablations.base import base_settings, describe_base
+from recipes.ablations.grid import OPTIONS, Run, check_cells, read_grid
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ablations.grid import read_grid
-from ablations.merging import merge
-from ablations.plots import draw_accuracy, draw_all, draw_curves
-from ablations.results import markdown, models, statistics, table_rows, thinned
+from recipes.ablations.grid import read_grid
+from recipes.ablations.merging import merge
+from recipes.ablations.plots import draw_accuracy, draw_all, draw_curves
+from recipes.ablations.results import markdown, models, statistics, table_rows, thinned
 
 
 def record(cell, seed, value, **changes):

@@ -18,13 +18,11 @@ import yaml
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import ablations.base
-import ablations.runner
-from ablations.base import make_base, stored_base
-from ablations.grid import read_grid
-from ablations.runner import locked
-from tasks import load_task
-from tasks.tiny_model import wrap_tokenizer
+from recipes.ablations.base import make_base, stored_base
+from recipes.ablations.grid import read_grid
+from recipes.ablations.runner import locked
+from recipes.tasks import load_task
+from recipes.tasks.tiny_model import wrap_tokenizer
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +61,7 @@ def ablation(monkeypatch):
     spec = importlib.util.spec_from_file_location("ablation_script", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(ablations.runner, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr("recipes.ablations.runner._POLL_SECONDS", 0.01)
     return module.main
 
 
@@ -151,9 +149,9 @@ def test_parts_that_ran_in_other_folders_are_added(ablation, grid, tmp_path, cap
 
 def test_records_say_where_the_run_was_made_and_not_the_report(ablation, grid, tmp_path, monkeypatch):
     path = grid(bf16=0.75, mxfp4=0.375)
-    monkeypatch.setattr(ablations.runner, "hardware", lambda threads: f"an old machine, {threads} threads")
+    monkeypatch.setattr("recipes.ablations.runner.hardware", lambda threads: f"an old machine, {threads} threads")
     ablation(["--config", path, "--seeds", "0", "--only", "bf16"])
-    monkeypatch.setattr(ablations.runner, "hardware", lambda threads: "a new machine")
+    monkeypatch.setattr("recipes.ablations.runner.hardware", lambda threads: "a new machine")
     (tmp_path / "out" / "cells" / "bf16" / "seed0_old").mkdir()  # kept aside by hand
     ablation(["--config", path, "--seeds", "1", "--only", "bf16"])
     records = json.loads((tmp_path / "out" / "ablation.json").read_text())
@@ -313,7 +311,7 @@ def tiny(tmp_path, **changes):
 def test_a_killed_pretraining_goes_on_and_gives_the_same_weights(tmp_path, monkeypatch):
     grid = read_grid(tiny(tmp_path))
     (model,) = grid.models
-    monkeypatch.setattr(ablations.base.shutil, "rmtree", lambda *args, **kwargs: None)
+    monkeypatch.setattr("recipes.ablations.base.shutil.rmtree", lambda *args, **kwargs: None)
     assert stored_base(grid, model, 0) is None
     whole = make_base(grid, model, 0)
     assert not whole["resumed"] and whole["steps"] == 4 and whole["loss"] > 0
@@ -358,7 +356,7 @@ def test_a_tokenizer_that_reads_otherwise_once_saved_is_noticed(tmp_path, monkey
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         return wrap_tokenizer(backend)
 
-    monkeypatch.setattr(ablations.base, "build_tokenizer", whole_words)
+    monkeypatch.setattr("recipes.ablations.base.build_tokenizer", whole_words)
     grid = read_grid(tiny(tmp_path))
     with pytest.raises(RuntimeError, match="splits .* in another way"):
         make_base(grid, grid.models[0], 0)

@@ -13,16 +13,16 @@ from tiny_models import make_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from evaluation import generate as evaluation
-from evaluation import run
-from evaluation.generate import Batch, Sampling, complete_batches, tokenize
-from evaluation.policy import load_policy
-from evaluation.records import CompletionFile
-from evaluation.run import main
 from hf_mxfp4 import MXFP4RLConfig
-from tasks import load_task
-from tasks.arithmetic import ALPHABET
-from tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
+from recipes.evaluation import generate as evaluation
+from recipes.evaluation import run
+from recipes.evaluation.generate import Batch, Sampling, complete_batches, tokenize
+from recipes.evaluation.policy import load_policy
+from recipes.evaluation.records import CompletionFile
+from recipes.evaluation.run import main
+from recipes.tasks import load_task
+from recipes.tasks.arithmetic import ALPHABET
+from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
 
 
 HERE = Path(__file__).resolve().parent

@@ -11,12 +11,12 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from evaluation import policy as policy_module
-from evaluation.policy import folder_digest, load_policy
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import QUANTIZED
-from tasks.arithmetic import ALPHABET
-from tasks.tiny_model import build_char_tokenizer
+from recipes.evaluation import policy as policy_module
+from recipes.evaluation.policy import folder_digest, load_policy
+from recipes.tasks.arithmetic import ALPHABET
+from recipes.tasks.tiny_model import build_char_tokenizer
 
 
 SCHEME = MXFP4RLConfig(outlier_fallback=None)

@@ -6,23 +6,22 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import grpo
 import pytest
 import torch
 import yaml
-from grpo import main, parse_or_exit
 from processes import code, module, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import integration_utils
 
-from common.arguments import QuantizationArguments, RecipeArguments, parse
-from evaluation import generate as evaluation
-from evaluation.intervals import wilson
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.run_report.log import RUN_LOG
 from hf_mxfp4.checkpoint import last_complete_checkpoint
-from tasks import TASKS
+from recipes.evaluation import generate as evaluation
+from recipes.evaluation.intervals import wilson
+from recipes.grpo import main
+from recipes.post_training.arguments import QuantizationArguments, RecipeArguments, parse, parse_or_exit
+from recipes.tasks import TASKS
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,10 +54,9 @@ def starts(folder):
 
 RELOAD = """
 import json, sys
-sys.path.insert(0, sys.argv[1] + "/recipes")
 import hf_mxfp4
-from evaluation.generate import evaluate_greedy
-from tasks import load_task
+from recipes.evaluation.generate import evaluate_greedy
+from recipes.tasks import load_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = sys.argv[2]
 task = load_task("arithmetic", n_test=16)
@@ -176,7 +174,10 @@ def test_an_interrupted_recipe_resumes_where_it_was(tmp_path):
 
 
 def test_without_room_before_training_the_evaluation_before_rl_is_left_out_and_said_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(grpo, "why_not_on", lambda device, model, copies: f"no room on {device}, copies: {copies}")
+    def no_room(device, model, copies):
+        return f"no room on {device}, copies: {copies}"
+
+    monkeypatch.setattr("recipes.post_training.evaluation.why_not_on", no_room)
     summary = short_run(tmp_path / "out", "--reload_check=0", "--cache_rollout_weights=false")
     assert summary["accuracy_before"] is None and summary["accuracy_after"]["exact_match"] >= 0
     assert "not evaluated before RL: no room on cpu, copies: False" in capsys.readouterr().out
@@ -191,7 +192,7 @@ def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsy
             raise torch.OutOfMemoryError("no memory left\nand a long table")
         return load(source, **options)
 
-    monkeypatch.setattr(grpo.AutoModelForCausalLM, "from_pretrained", no_room_for_a_second_one)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_room_for_a_second_one)
     out = tmp_path / "out"
     with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
         short_run(out, "--trust_remote_code=true", "--attn_implementation=eager")
@@ -415,7 +416,7 @@ def test_a_checkpoint_of_another_quantization_method_is_refused(tmp_path, checkp
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (folder / "config.json").write_text(json.dumps(config))
-    from tasks.tiny_model import build_char_tokenizer
+    from recipes.tasks.tiny_model import build_char_tokenizer
 
     build_char_tokenizer("0123456789+=").save_pretrained(folder)
     with pytest.raises(SystemExit, match="FineGrainedFP8Config"):

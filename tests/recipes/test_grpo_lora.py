@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo import main
 from processes import code, run
 from test_grpo import TINY
 from test_grpo_two_processes import launch
 from tiny_models import make_model
 
-from common.arguments import parse
-from common.checksum import frozen_checksum
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.quantizer.quantizer import quantize_linears
+from recipes.grpo import main
+from recipes.post_training.arguments import parse
+from recipes.post_training.checksum import frozen_checksum
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,11 +50,10 @@ def test_the_whole_recipe_on_a_packed_base(tmp_path, capsys):
 
 RELOAD = """
 import json, sys
-sys.path.insert(0, sys.argv[1] + "/recipes")
 import hf_mxfp4
-from evaluation.generate import evaluate_greedy
+from recipes.evaluation.generate import evaluate_greedy
 from peft import PeftModel
-from tasks import load_task
+from recipes.tasks import load_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = sys.argv[2]
 task = load_task("arithmetic", n_test=16)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo import main
 from test_grpo import TINY
 from test_grpo_two_processes import launch
 from transformers import AutoConfig
 
-from common.arguments import parse
 from hf_mxfp4.routing import find_routers
-from tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen3_moe
+from recipes.grpo import main
+from recipes.post_training.arguments import parse
+from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen3_moe
 
 
 CONFIG = ["--config", str(Path(__file__).resolve().parents[2] / "recipes" / "configs" / "tiny_moe_cpu.yaml")]

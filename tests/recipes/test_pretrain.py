@@ -4,9 +4,10 @@
 import json
 import shutil
 
-import pretrain
 import pytest
-from pretrain import main
+
+from recipes import pretrain
+from recipes.pretrain import main
 
 
 def short_study(folder, *words):

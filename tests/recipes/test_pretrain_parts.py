@@ -11,11 +11,11 @@ import yaml
 from tiny_models import make_model
 
 from hf_mxfp4.quantizer.quantizer import quantize_linears
-from pretraining.arguments import StudyArguments, parse
-from pretraining.arms import BASELINE, NAMED_ARMS, choose_arms, quantized_operands
-from pretraining.corpus import load_corpus
-from pretraining.generated import ALPHABET, Language, generate
-from pretraining.records import StudyFile
+from recipes.pretraining.arguments import StudyArguments, parse
+from recipes.pretraining.arms import BASELINE, NAMED_ARMS, choose_arms, quantized_operands
+from recipes.pretraining.corpus import load_corpus
+from recipes.pretraining.generated import ALPHABET, Language, generate
+from recipes.pretraining.records import StudyFile
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"

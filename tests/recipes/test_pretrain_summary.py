@@ -3,8 +3,8 @@
 
 import pytest
 
-from pretraining.plots import draw_overheads, mean_curve
-from pretraining.summary import loss_at, summarize, t_interval, tokens_to_target
+from recipes.pretraining.plots import draw_overheads, mean_curve
+from recipes.pretraining.summary import loss_at, summarize, t_interval, tokens_to_target
 
 
 FALLING = [(0, 4.0), (100, 3.0), (200, 2.5), (300, 2.0)]

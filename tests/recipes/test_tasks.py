@@ -5,7 +5,6 @@ import inspect
 import json
 import os
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-
-from tasks import TASKS, Task, arithmetic, gsm8k, load_task, sources, tiny_model
+from recipes.tasks import TASKS, Task, arithmetic, gsm8k, load_task, sources, tiny_model
 
 
 ROWS = [

@@ -7,9 +7,9 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from tasks import build_tokenizer, load_task, tiny_model
-from tasks.word_problems import LARGEST, load
-from tasks.word_tokenizer import build_word_tokenizer
+from recipes.tasks import build_tokenizer, load_task, tiny_model
+from recipes.tasks.word_problems import LARGEST, load
+from recipes.tasks.word_tokenizer import build_word_tokenizer
 
 
 def test_every_solution_is_the_arithmetic_of_its_problem():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups with equal rewards are replaced by groups of other prompts."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -237,10 +238,9 @@ def test_prompts_are_compared_and_answers_are_not():
 
 
 TWO_PROCESSES = """
-import sys
 import torch
+import os
 from pathlib import Path
-sys.path[:0] = [{tests!r}, {rl!r}, {recipes!r}]
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from grpo_runs import trainer_factory
@@ -275,7 +275,7 @@ assert trainer.state.global_step == 2
 shares = [entry["sampling/kl"] for entry in trainer.state.log_history if "sampling/kl" in entry]
 assert len(shares) == 2
 print("agreed")
-from process_group import leave_together
+from recipes.common.process_group import leave_together
 leave_together()
 """
 
@@ -283,9 +283,9 @@ leave_together()
 @pytest.mark.large
 def test_two_processes_replace_the_same_groups(run, tmp_path):
     run()  # leaves the model's files
-    folders = {"tests": str(ROOT / "tests"), "rl": str(ROOT / "tests" / "rl"), "recipes": str(ROOT / "recipes")}
-    program = TWO_PROCESSES.format(**folders, folder=str(tmp_path))
-    job = processes.run(processes.code(program), ranks=2, timeout=180)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "rl")}
+    program = processes.code(TWO_PROCESSES.format(folder=str(tmp_path)))
+    job = processes.run(program, ranks=2, environment=environment, timeout=180)
     assert job.returncode == 0 and job.stdout.count("agreed") == 2, job.stderr[-3000:]
 
 

@@ -144,7 +144,6 @@ def test_a_report_that_cannot_be_written_does_not_end_training(run, tmp_path, mo
 
 KILLED = """
 import os, signal, sys
-sys.path[:0] = [sys.argv[1] + "/tests", sys.argv[1] + "/recipes"]
 import conftest
 from pathlib import Path
 from grpo_runs import trainer_factory

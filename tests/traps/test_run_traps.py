@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from grpo import main
 from grpo_runs import even_digits, prompts, trainer_factory
 from peft import LoraConfig
 from tiny_models import make_model
 
-from common.arguments import parse
-from common.resolved_config import resolved_options, run_id
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.quantizer.quantizer import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, NormNoise
-from tasks import load_task
+from recipes.grpo import main
+from recipes.post_training.arguments import parse
+from recipes.post_training.resolved_config import resolved_options, run_id
+from recipes.tasks import load_task
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from common.arguments import RecipeArguments
 from hf_mxfp4 import MXFP4GRPOConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.checkpoint.io.complete import checkpoint_step, invalidate
+from recipes.post_training.arguments import RecipeArguments
 
 
 def resume_choice(training: MXFP4GRPOConfig) -> str | bool | None:

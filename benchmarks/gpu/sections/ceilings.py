@@ -3,10 +3,10 @@
 
 import torch
 
-from .bench import Bench, Measured
-from .checks import expect_close, expect_equal
-from .timing import compare
-from .torch_fp8 import fp8_rows, scaled_mm, values
+from ..bench import Bench, Measured
+from ..checks import expect_close, expect_equal
+from ..timing import compare
+from ..torch_fp8 import fp8_rows, scaled_mm, values
 
 
 NAME, SHARE = "ceilings", 20

@@ -15,10 +15,10 @@ from transformers import TrainerCallback
 
 from hf_mxfp4 import MXFP4RLConfig
 
-from . import models
-from .bench import SHORTEST_CASE, Bench, Measured
-from .checks import WrongResult
-from .peers import need
+from .. import models
+from ..bench import SHORTEST_CASE, Bench, Measured
+from ..checks import WrongResult
+from ..peers import need
 
 
 NAME, SHARE = "grpo_step_e2e", 110

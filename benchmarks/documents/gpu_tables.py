@@ -7,8 +7,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from .gpu.machine import INTERPRETER
-from .records import RESULTS, table
+from ..gpu.machine import INTERPRETER
+from ..records import RESULTS, table
 
 
 COMMAND = "python -m benchmarks.gpu --out benchmarks/results"

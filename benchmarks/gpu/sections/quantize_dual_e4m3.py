@@ -8,11 +8,11 @@ import torch
 import mxfp4_kernels
 from hf_mxfp4 import numerics
 
-from .bench import Aim, Bench, Measured, Work
-from .checks import expect_equal, some_rows
+from ..bench import Aim, Bench, Measured, Work
+from ..checks import expect_equal, some_rows
+from ..shapes import QWEN_7B, QWEN_32B
+from ..timing import rotated
 from .quantize_pack import TOKENS, random_matrix
-from .shapes import QWEN_7B, QWEN_32B
-from .timing import rotated
 
 
 NAME, SHARE = "quantize_dual_e4m3", 30

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of what runs gave and took: accuracy, time, memory, tokens."""
 
-from .records import interval, records, table
+from ..records import interval, records, table
 
 
 def quantize_cpu() -> str:

@@ -7,22 +7,18 @@ python -m benchmarks.write_docs
 """
 
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
 from matplotlib.figure import Figure
 
+from recipes.ablations.plots import draw_all
+from recipes.ablations.results import markdown, models, statistics
+from recipes.pretraining.summary import t_interval
+
+from ..records import RESULTS, table
 from .ablation_claims import claims_table
-from .records import RESULTS, table
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
-
-from ablations.plots import draw_all
-from ablations.results import markdown, models, statistics
-from pretraining.summary import t_interval
 
 
 NONE_YET = (

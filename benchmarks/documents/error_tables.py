@@ -3,7 +3,7 @@
 
 from statistics import fmean
 
-from .records import DATA, DISTRIBUTIONS, percent, records, scheme_error, table
+from ..records import DATA, DISTRIBUTIONS, percent, records, scheme_error, table
 
 
 def schemes() -> str:

@@ -10,11 +10,11 @@ import hf_mxfp4
 import mxfp4_kernels
 from hf_mxfp4.numerics import MXFP4Tensor
 
-from . import peers
-from .bench import Aim, Bench, Measured, Work
-from .checks import expect_close
-from .shapes import QWEN_3B, QWEN_7B, QWEN_32B, TINY
-from .timing import rotated
+from .. import peers
+from ..bench import Aim, Bench, Measured, Work
+from ..checks import expect_close
+from ..shapes import QWEN_3B, QWEN_7B, QWEN_32B, TINY
+from ..timing import rotated
 
 
 NAME, SHARE = "decode_w4a16", 100

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `grpo.py` can be told, in YAML or on the command line."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
-import torch
-import yaml
 from trl import ModelConfig, TrlParser
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.config import unknown_key_message
-from tasks import TASKS
-from tasks.tiny_model import TINY_MODELS
+from recipes.common.options import exit_on_wrong_options, read_none, read_yaml, refuse_unknown, with_default_config
+from recipes.tasks import TASKS, Task, load_task
+from recipes.tasks.tiny_model import TINY_MODELS
 
-
-Parsed = TypeVar("Parsed")
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
 
@@ -75,6 +70,13 @@ class RecipeArguments:
     )
 
 
+_SAME_NAME = (
+    "train_file test_file dataset_name dataset_config n_train n_test prompt_template conversational problem_count "
+    "problem_steps"
+).split()
+#: Options of a recipe that make its task, to the arguments of `load_task`.
+TASK_OPTIONS = {"task": "name", "data_seed_split": "seed", **{name: name for name in _SAME_NAME}}
+
 #: Options of `MXFP4RLConfig` that are mappings or lists of them: nested in a YAML file, as YAML or JSON on the command
 #: line.
 _YAML_OPTIONS = ("fprop", "dgrad", "wgrad", "layer_overrides")
@@ -111,29 +113,25 @@ def quantization_config(arguments: object) -> MXFP4RLConfig:
         except ValueError:
             raise ValueError(f"outlier_fallback={options['outlier_fallback']!r} must be a number or none") from None
     for name in _YAML_OPTIONS:
-        if isinstance(options[name], str):
-            try:
-                options[name] = yaml.safe_load(options[name])
-            except yaml.YAMLError as error:
-                raise ValueError(f"{name}={options[name]!r} is neither YAML nor JSON: {error}") from None
+        options[name] = read_yaml(name, options[name])
     return MXFP4RLConfig(**options)
 
 
-def read_none(arguments: object) -> None:
-    """The word "none" on the command line means no value."""
-    for option in fields(arguments):
-        value = getattr(arguments, option.name)
-        if isinstance(value, str) and value.lower() in ("none", "null"):
-            setattr(arguments, option.name, None)
+class Options(NamedTuple):
+    """Everything that a run of `grpo.py` was told."""
+
+    recipe: RecipeArguments
+    quantization: MXFP4RLConfig
+    training: MXFP4GRPOConfig
+    model: ModelConfig
 
 
-def parse(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP4GRPOConfig, ModelConfig]:
+def parse(argv: list[str]) -> Options:
     """Parse the command line and the YAML file that `--config` names; without one, `tiny_cpu.yaml`.
 
     Raises `ValueError` for an option that does not exist, with the nearest names, or has a value outside its set.
     """
-    if not any(word == "--config" or word.startswith("--config=") for word in argv):
-        argv = [*argv, "--config", str(DEFAULT_CONFIG)]
+    argv = with_default_config(argv, DEFAULT_CONFIG)
     refuse_unknown(argv, {option.name: option.default for group in GROUPS for option in fields(group)})
     recipe, quantization, training, model = TrlParser(GROUPS).parse_args_and_config(argv)
     for arguments in (recipe, quantization, model):
@@ -145,7 +143,7 @@ def parse(argv: list[str]) -> tuple[RecipeArguments, MXFP4RLConfig, MXFP4GRPOCon
     scheme = quantization_config(quantization)
     if scheme.mode == "packed" and not recipe.full_precision:
         _check_packed(model)
-    return recipe, scheme, training, model
+    return Options(recipe, scheme, training, model)
 
 
 def _check_packed(model: ModelConfig) -> None:
@@ -158,40 +156,30 @@ def _check_packed(model: ModelConfig) -> None:
         raise ValueError("use_dora needs full-precision weights, which mode='packed' does not keep; use mode='qat'")
 
 
-def refuse_unknown(argv: list[str], defaults: dict[str, object]) -> None:
-    """Raise `ValueError` for an option, on the command line or in the YAML file, that is not in ``defaults`` (options
-    and their defaults): the parsers name what they do not know, but not what was meant."""
-    known = list(defaults)
-    allowed = {*known, *(f"no_{name}" for name in known if defaults[name] is True), "config", "help"}
-    for word in argv:
-        name = word[2:].split("=")[0].replace("-", "_")
-        if word.startswith("--") and name not in allowed:
-            raise ValueError(unknown_key_message("the command line", name, known))
-    path = next((word.split("=", 1)[1] for word in argv if word.startswith("--config=")), None)
-    path = path or next((argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"), None)
-    if path is None:
-        raise ValueError("--config needs the name of a YAML file")
-    with open(path, encoding="utf-8") as file:
-        options = yaml.safe_load(file) or {}
-    if not isinstance(options, dict):
-        raise ValueError(f"{path} must hold one `option: value` per line")
-    for name in options:
-        if name not in known and name != "env":
-            raise ValueError(unknown_key_message(path, name, known))
+# ---- messages instead of tracebacks ---------------------------------------------------------------------------------
 
 
-def exit_on_wrong_options(parse_options: Callable[[list[str]], Parsed], argv: list[str], gpu_hint: str) -> Parsed:
-    """What ``parse_options`` makes of ``argv``; a message instead of a traceback for wrong options, and for a missing
-    GPU with ``gpu_hint`` added."""
+def parse_or_exit(argv: list[str]) -> Options:
+    """Parsed arguments; a message instead of a traceback for wrong options and for a missing GPU."""
+    return exit_on_wrong_options(
+        parse,
+        argv,
+        "Run it on a GPU machine, or on the CPU with --use_cpu true (and a model small enough for it); without "
+        "--config a small model trains there.",
+    )
+
+
+def load_task_or_exit(recipe: RecipeArguments, training: MXFP4GRPOConfig) -> Task:
+    """The task, whose longest completion fills in what ``training`` leaves open. A message about data that is missing
+    or malformed, or about lengths that do not fit together, before a model is made."""
+    options = {argument: getattr(recipe, option) for option, argument in TASK_OPTIONS.items()}
     try:
-        return parse_options(argv)
-    except FileNotFoundError as error:
-        raise SystemExit(f"error: no configuration file {error.filename}") from error
-    except OSError as error:
-        raise SystemExit(f"error: cannot read {error.filename}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise SystemExit(f"error: the configuration is not valid YAML: {error}") from error
-    except (TypeError, ValueError) as error:
-        no_gpu = "gpu" in str(error).lower() and not torch.cuda.is_available()
-        hint = f"\nThis configuration is made for a GPU and none was found. {gpu_hint}" if no_gpu else ""
-        raise SystemExit(f"error: {error}{hint}") from error
+        task = load_task(options.pop("name"), **options)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+    training.max_completion_length = training.max_completion_length or task.max_completion_length
+    try:
+        training.check_overlong_buffer()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    return task

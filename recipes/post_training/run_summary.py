@@ -8,14 +8,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from common.terminal import console, tell
-from evaluation.generate import Evaluation, write_completions
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.analysis import plot_training
 from hf_mxfp4.checkpoint import add_evaluation
 from hf_mxfp4.files import replace_file
 from hf_mxfp4.stats import share_text
-from tasks import Task
+from recipes.common.terminal import console, tell
+from recipes.evaluation.generate import Evaluation, write_completions
+from recipes.tasks import Task
 
 
 def write_results(

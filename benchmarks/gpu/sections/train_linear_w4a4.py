@@ -11,13 +11,13 @@ from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.gemm import engine_counts, reset_engine_counts
 from hf_mxfp4.numerics import GEMM_OPERANDS
 
-from . import peers
-from .bench import Absent, Aim, Bench, Measured, Work
-from .checks import expect_close
+from .. import peers
+from ..bench import Absent, Aim, Bench, Measured, Work
+from ..checks import expect_close
+from ..shapes import QWEN_3B, QWEN_7B, QWEN_32B, TINY
+from ..timing import Call
+from ..torch_fp8 import fp8_rows, scaled_mm, values
 from .quantize_pack import TOKENS
-from .shapes import QWEN_3B, QWEN_7B, QWEN_32B, TINY
-from .timing import Call
-from .torch_fp8 import fp8_rows, scaled_mm, values
 
 
 NAME, SHARE = "train_linear_w4a4", 100

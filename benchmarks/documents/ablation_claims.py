@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .records import table
+from ..records import table
 
 
 #: What is claimed, the cell that should be better (or, with -1, worse) than the other, in points of the sign given.

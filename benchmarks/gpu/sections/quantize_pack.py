@@ -8,11 +8,11 @@ import torch
 import mxfp4_kernels
 from hf_mxfp4 import numerics
 
-from . import peers
-from .bench import Aim, Bench, Measured, Work
-from .checks import expect_equal, some_rows
-from .shapes import QWEN_3B, QWEN_7B, QWEN_32B, TINY
-from .timing import rotated
+from .. import peers
+from ..bench import Aim, Bench, Measured, Work
+from ..checks import expect_equal, some_rows
+from ..shapes import QWEN_3B, QWEN_7B, QWEN_32B, TINY
+from ..timing import rotated
 
 
 NAME, SHARE = "quantize_pack", 35

@@ -15,12 +15,12 @@ import mxfp4_kernels
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 from hf_mxfp4.numerics import MXFP4Tensor
 
-from . import peers
-from .bench import Aim, Bench, Measured, Work
-from .checks import expect_close
+from .. import peers
+from ..bench import Aim, Bench, Measured, Work
+from ..checks import expect_close
+from ..shapes import QWEN3_30B_A3B, TINY_EXPERTS, Experts
+from ..timing import Call
 from .quantize_pack import TOKENS
-from .shapes import QWEN3_30B_A3B, TINY_EXPERTS, Experts
-from .timing import Call
 
 
 NAME, SHARE = "grouped_experts", 60

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plots of the benchmark records, for `docs/`; drawn by `python -m benchmarks.write_docs`."""
 
-import sys
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from recipes.pretraining.plots import draw_curves, draw_overheads
+
+from ..records import DATA, records, scheme_error
 from . import ablation_tables, gpu_tables
-from .records import DATA, records, scheme_error
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
-
-from pretraining.plots import draw_curves, draw_overheads
 
 
 SHOWN = (

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, StaticCache
 
 from hf_mxfp4 import MXFP4RLConfig, cached_weights
 
-from . import models
-from .bench import Absent, Bench, Measured, Work, times_of
-from .checks import WrongResult, expect_close
-from .timing import MAX_ROUNDS, Call, take_turns
+from .. import models
+from ..bench import Absent, Bench, Measured, Work, times_of
+from ..checks import WrongResult, expect_close
+from ..timing import MAX_ROUNDS, Call, take_turns
 
 
 NAME, SHARE = "generate_e2e", 70
