@@ -17,7 +17,7 @@ from tiny_models import make_model
 from common.arguments import parse
 from common.checksum import frozen_checksum
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from tiny_models import make_model
 from common.arguments import parse
 from common.resolved_config import resolved_options, run_id
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, NormNoise
 from tasks import load_task
 
