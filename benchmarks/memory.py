@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.planning import LiveTensors, Planner, SavedTensors, Setup, state_bytes
 from hf_mxfp4.planning.strategies import STRATEGIES
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 from .records import made, option_parser, write
 

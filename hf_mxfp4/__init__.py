@@ -1,30 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """hf-mxfp4: reinforcement-learning post-training of language models in MXFP4.
 
-Importing the package registers the quantization method `mxfp4_rl` with transformers. Everything else is imported when
-it is first used, so that trl, triton and matplotlib cost nothing until then. In the process of the `hf-mxfp4` command
-the registration waits until a command runs, too: its help needs none of the seconds that transformers takes.
+Importing the package registers the quantization method `mxfp4_rl` with transformers, before or after transformers is
+imported. Everything else is imported when it is first used, torch and transformers too.
 """
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ._lazy import lazy_names
+from .registration import register_with_tables
 
 
 __version__ = "0.1.0"
 
 
-def _is_own_command() -> bool:
-    """Whether this process is `hf-mxfp4`, or `python -m hf_mxfp4.cli` looking for its module."""
-    started = sys.argv[0] if sys.argv else ""
-    return Path(started).stem == "hf-mxfp4" or started == "-m" and "hf_mxfp4.cli" in sys.orig_argv
+register_with_tables()
 
-
-if TYPE_CHECKING or not _is_own_command():
+if TYPE_CHECKING:
     from .config import MXFP4RLConfig
-    from .quantizer.quantizer import MXFP4RLQuantizer
+    from .quantizer import MXFP4RLQuantizer
 
 _LAZY = {
     "ErrorDecomposition": "numerics",
@@ -34,6 +28,8 @@ _LAZY = {
     "MXFP4Linear": "layers",
     "MXFP4PackedExperts": "layers",
     "MXFP4PackedLinear": "layers",
+    "MXFP4RLConfig": "config",
+    "MXFP4RLQuantizer": "quantizer",
     "MXFP4Tensor": "numerics",
     "QuantScheme": "numerics",
     "ScaleRule": "numerics",
@@ -42,17 +38,19 @@ _LAZY = {
     "dither_masters": "dither",
     "fake_quantize": "backends.functional",
     "merge_adapters": "adapters",
-    "pack": "quantizer.pack",
+    "pack": "quantizer.pack_model",
     "quantize": "backends.functional",
     "set_quantization_step": "layers",
     "uncached_weights": "layers",
 }
 
-__all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__", *_LAZY]
+__all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__"]
+__all__ += [name for name in _LAZY if name not in __all__]
 
+#: Parts that code may name after `import hf_mxfp4` alone.
+_PARTS = ("adapters", "backends", "checkpoint", "config", "dither", "gemm", "layers", "numerics", "quantizer", "report")
 
-# The first two only where they were not imported above. The quantizer's module registers both.
-__getattr__ = lazy_names(__name__, {"MXFP4RLConfig": "quantizer.quantizer", "MXFP4RLQuantizer": "quantizer", **_LAZY})
+__getattr__ = lazy_names(__name__, _LAZY, parts=_PARTS)
 
 
 def __dir__():

@@ -22,10 +22,10 @@ from .module_names import read_names
 from .numerics import GEMM_OPERANDS, SAVED_FORMS, LinearScheme, QuantScheme, ScaleRule
 from .numerics.scheme import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
 from .presets import FORWARD_PRESETS, OPTION_DEFAULTS, PRESET_DEFAULTS, PRESETS, preset_gemms
+from .registration import QUANT_METHOD
 from .suggestions import unknown_key_message
 
 
-QUANT_METHOD = "mxfp4_rl"
 #: Version of the meaning of the fields, written to `config.json`; a newer one is refused instead of misread.
 FORMAT_VERSION = 1
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
-import hf_mxfp4.quantizer.quantizer as quantizer_module
 import hf_mxfp4.report as report_module
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
 from hf_mxfp4.module_names import fused_experts, split_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -159,7 +159,7 @@ def test_from_dict_keyword_typo():
 def test_shared_module():
     linear = torch.nn.Linear(8, 8)
     model = torch.nn.ModuleDict({"a": linear, "b": linear})
-    quantizer_module.quantize_linears(model, MXFP4RLConfig())
+    quantize_linears(model, MXFP4RLConfig())
     assert type(model["b"]) is MXFP4Linear and model["a"] is model["b"]
 
 

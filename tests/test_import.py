@@ -13,7 +13,7 @@ import pytest
 
 import hf_mxfp4
 import mxfp4_kernels
-from hf_mxfp4.quantizer.tables import _without_noise
+from hf_mxfp4.registration import _without_noise
 
 
 PACKAGE = Path(hf_mxfp4.__file__).parent
@@ -39,15 +39,83 @@ def test_import_registers_the_method_and_loads_nothing_heavy():
         "import sys\n"
         "sys.modules['torchao'] = None\n"
         "import hf_mxfp4\n"
-        "print(sorted({'trl', 'mxfp4_kernels', 'matplotlib', 'peft'} & sys.modules.keys()))\n"
+        "print(sorted({'torch', 'transformers'} & sys.modules.keys()))\n"
+        "import transformers, hf_mxfp4\n"
+        "print(sorted({'torch', 'transformers.quantizers'} & sys.modules.keys()))\n"
         "from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs\n"
         "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
+        "print(configs['mxfp4_rl'], 'hf_mxfp4.layers' in sys.modules)\n"
+        "print(type(quantizers['mxfp4_rl'](hf_mxfp4.MXFP4RLConfig())) is hf_mxfp4.MXFP4RLQuantizer)\n"
         "print(configs['mxfp4_rl'] is hf_mxfp4.MXFP4RLConfig, quantizers['mxfp4_rl'] is hf_mxfp4.MXFP4RLQuantizer)\n"
         "print(hf_mxfp4.MXFP4RLConfig().describe(), hf_mxfp4.MXFP4Linear(32, 8).out_features)\n"
         "print(sorted({'trl', 'mxfp4_kernels', 'matplotlib', 'peft'} & sys.modules.keys()))\n"
     )
-    description = hf_mxfp4.MXFP4RLConfig().describe()
-    assert out.splitlines() == ["[]", "True True", f"{description} 8", "[]"]
+    assert out.splitlines() == [
+        "[]",
+        "[]",
+        "<MXFP4RLConfig of hf_mxfp4, imported on use> False",
+        "True",
+        "True True",
+        f"{hf_mxfp4.MXFP4RLConfig().describe()} 8",
+        "[]",
+    ]
+
+
+AFTER_TRANSFORMERS = """
+import importlib, sys
+sys.modules["torchao"] = None
+from transformers.quantizers import auto
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
+from transformers.quantizers.auto import AutoQuantizationConfig
+import hf_mxfp4
+print("hf_mxfp4.layers" in sys.modules, quantizers["mxfp4_rl"].requires_calibration)
+config = AutoQuantizationConfig.from_dict({"quant_method": "mxfp4_rl", "preset": "w4a16"})
+print(type(config) is hf_mxfp4.MXFP4RLConfig, config.preset)
+from hf_mxfp4 import config as config_module
+from hf_mxfp4.quantizer import quantizer
+for module in (hf_mxfp4, quantizer, config_module, quantizer, hf_mxfp4):
+    importlib.reload(module)
+print(configs["mxfp4_rl"] is hf_mxfp4.MXFP4RLConfig, quantizers["mxfp4_rl"] is hf_mxfp4.MXFP4RLQuantizer)
+importlib.reload(auto)
+print(auto.AUTO_QUANTIZER_MAPPING is quantizers, auto.AUTO_QUANTIZER_MAPPING["mxfp4_rl"].__name__)
+for name in [name for name in sys.modules if name.partition(".")[0] == "hf_mxfp4"]:
+    del sys.modules[name]
+import hf_mxfp4 as anew
+made = auto.AUTO_QUANTIZATION_CONFIG_MAPPING["mxfp4_rl"].from_dict({"preset": "w4a16"})
+print(anew is hf_mxfp4, type(made) is anew.MXFP4RLConfig)
+"""
+
+
+def test_import_after_transformers_and_reloading():
+    expected = ["False False", "True w4a16", "True True", "False MXFP4RLQuantizer", "False True"]
+    assert run_python(AFTER_TRANSFORMERS).splitlines() == expected
+
+
+THREADS = """
+import sys, threading, traceback
+sys.modules["torchao"] = None
+import transformers.utils.quantization_config
+names = ["hf_mxfp4", "transformers.quantizers.auto", "hf_mxfp4.quantizer.quantizer", "transformers.modeling_utils"]
+failed, barrier = [], threading.Barrier(len(names))
+def work(name):
+    barrier.wait()
+    try:
+        __import__(name)
+    except BaseException:
+        failed.append(traceback.format_exc())
+sys.setswitchinterval(1e-5)
+threads = [threading.Thread(target=work, args=[name]) for name in names]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+import hf_mxfp4
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
+print(failed, quantizers["mxfp4_rl"] is hf_mxfp4.MXFP4RLQuantizer)
+"""
+
+
+def test_imports_in_threads_at_once():
+    assert run_python(THREADS).splitlines() == ["[] True"]
 
 
 HELP = """
@@ -64,7 +132,7 @@ print(len(commands), sorted({"torch", "transformers", "matplotlib"} & sys.module
 import hf_mxfp4
 print(hf_mxfp4.MXFP4RLConfig.__name__)
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
-print(quantizers["mxfp4_rl"] is hf_mxfp4.MXFP4RLQuantizer)
+print(quantizers["mxfp4_rl"].__name__)
 """
 
 
@@ -72,7 +140,7 @@ def test_help_of_the_command_imports_neither_torch_nor_transformers():
     assert run_python("import sys; sys.modules['torchao'] = None\n" + HELP).splitlines() == [
         "9 []",
         "MXFP4RLConfig",
-        "True",
+        "MXFP4RLQuantizer",
     ]
 
 
@@ -116,22 +184,6 @@ def test_only_the_noise_of_torchao_is_kept_off_the_terminal(caplog):
     assert heard == ["int4 is slow here", "something else", "Failed to load once more"]
 
 
-def test_reloading_registers_again():
-    out = run_python(
-        "import importlib, sys\n"
-        "sys.modules['torchao'] = None\n"
-        "import hf_mxfp4, hf_mxfp4\n"
-        "from hf_mxfp4 import config\n"
-        "from hf_mxfp4.quantizer import quantizer\n"
-        "for module in (hf_mxfp4, quantizer, config, quantizer, hf_mxfp4):\n"
-        "    importlib.reload(module)\n"
-        "from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs\n"
-        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
-        "print(configs['mxfp4_rl'] is hf_mxfp4.MXFP4RLConfig, quantizers['mxfp4_rl'] is hf_mxfp4.MXFP4RLQuantizer)\n"
-    )
-    assert out.split() == ["True", "True"]
-
-
 def test_kernels_import_neither_triton_nor_torch():
     out = run_python(
         "import sys\n"
@@ -153,6 +205,11 @@ def test_every_public_name_resolves(name):
 @pytest.mark.parametrize("name", ["MXFP4RLConfig", "MXFP4Linear", "fake_quantize", "quantize", "decompose"])
 def test_the_names_that_users_type_are_public(name):
     assert name in hf_mxfp4.__all__
+
+
+@pytest.mark.parametrize("name", hf_mxfp4._PARTS)
+def test_parts_are_named_without_an_import_of_their_own(name):
+    assert getattr(hf_mxfp4, name).__name__ == f"hf_mxfp4.{name}"
 
 
 def test_a_name_that_does_not_exist():
@@ -209,6 +266,7 @@ ABOVE = {
     "backends": ["gemm", "layers", "checkpoint", "quantizer", "config", "module_names", "rl", "analysis"],
     "gemm": ["layers", "checkpoint", "quantizer", "config", "module_names", "rl", "analysis"],
     "layers": ["checkpoint", "quantizer", "rl", "analysis"],
+    "quantizer": ["rl", "analysis"],
     "checkpoint": ["layers", "quantizer", "rl", "analysis"],
     "analysis": ["quantizer", "rl"],
 }

@@ -14,7 +14,7 @@ from torch import nn
 from .._logging import get_logger
 from ..dither import round_frozen_masters
 from ..layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
-from ..quantizer.pack import pack
+from ..quantizer.pack_model import pack
 from .base_scheme import record_base
 from .expert_lora import MXFP4LoraExperts
 from .expert_parameters import lora_on_experts

@@ -8,7 +8,7 @@ from rich.console import Console
 from ..analysis.errors.results import Analysis
 from ..analysis.errors.statistics import ErrorStatistics
 from ..analysis.report.columns import COLUMNS, LEGEND, number
-from ..analysis.report.statements import SQNR_NOTE, bits_text, statements, verdict
+from ..analysis.report.statements import SQNR_NOTE, bits_text, least_error, statements
 from .console import plain_table
 
 
@@ -34,7 +34,7 @@ def print_summary(analysis: Analysis, console: Console) -> None:
         title = f"{analysis.model}: {count} {kind} tensors, {elements:,} elements"
         console.print(_schemes(title, totals, console.width))
         say(LEGEND)
-        say(verdict(totals))
+        say(least_error(totals))
         say(SQNR_NOTE)
         for sentence in statements(totals):
             say(sentence)

@@ -17,7 +17,7 @@ from ..gemm.packed_weight import PACKED_FIELDS, packed_shapes
 from ..layers import MXFP4Linear, MXFP4PackedLinear
 from ..module_names import fused_experts, split_linears
 from ..numerics import MXFP4Tensor, QuantScheme
-from ..quantizer.quantizer import swap_layers
+from ..quantizer.swap import swap_layers
 
 
 def read_config(model: str) -> PretrainedConfig:

@@ -18,7 +18,7 @@ from hf_mxfp4.analysis.errors.schemes import bits_per_element
 from hf_mxfp4.analysis.errors.source import open_source
 from hf_mxfp4.analysis.errors.weights import Selection, analyze_weights
 from hf_mxfp4.analysis.report.files import build_report, build_summary, write_reports
-from hf_mxfp4.analysis.report.statements import statements, verdict
+from hf_mxfp4.analysis.report.statements import least_error, statements
 
 
 SCHEMES = [parse_scheme(text) for text in ("rceil", "floor", "rceil+mbs128-static+of0.5")]
@@ -178,17 +178,17 @@ def test_grid_noise_is_called_the_same_only_where_it_is():
     assert words(statistics("rceil+32x32")) == []
 
 
-def test_the_verdict_names_the_best_at_each_number_of_bits():
+def test_the_ranking_names_the_best_at_each_number_of_bits():
     texts = ("rceil", "even", "rceil+mbs128-static", "rceil+of0.5@0.1")
     found = {text: statistics(text) for text in texts}
     rceil, even, macro, selective = (f"{found[text].sqnr_db:.2f}" for text in texts)
-    assert verdict(found) == (
+    assert least_error(found) == (
         f"Verdict, least error: at 4.25 bits an element even (SQNR {even} dB, next is rceil with {rceil}); at 4.31 "
         f"bits an element rceil+mbs128-static (SQNR {macro} dB); at 4.68 bits an element rceil+of0.5@0.1 (SQNR "
         f"{selective} dB)."
     )
     assert found["even"].sqnr_db > found["rceil"].sqnr_db
-    assert verdict({"rceil": ErrorStatistics()}) == ""
+    assert least_error({"rceil": ErrorStatistics()}) == ""
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hf_mxfp4.analysis.policy.injection import inject_component, injectable_line
 from hf_mxfp4.analysis.policy.pathways import component_damage
 from hf_mxfp4.analysis.policy.predictions import next_tokens, policy_logits
 from hf_mxfp4.numerics import COMPONENTS, QuantScheme, apply_component, apply_scheme, decompose_scheme
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 SCHEMES = [QuantScheme(), QuantScheme("rceil", 128, "static", 0.5), QuantScheme("even", 128, "blockwise")]

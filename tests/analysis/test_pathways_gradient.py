@@ -15,7 +15,7 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.policy.gradient_gain import _loss_and_gradient, decoder_layers, gradient_gain
 from hf_mxfp4.analysis.policy.injection import INJECTABLE
 from hf_mxfp4.numerics import QuantScheme, decompose_scheme
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 DTYPES = [torch.float32, torch.bfloat16]

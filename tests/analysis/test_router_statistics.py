@@ -11,7 +11,7 @@ from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig, pack
 from hf_mxfp4.analysis import RouterStatistics, router_agreement, router_statistics
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.routing import find_routers, recorded_choices
 
 

@@ -6,10 +6,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hf_mxfp4.analysis.run_report.charts import PANELS, panels_figure
-from hf_mxfp4.analysis.run_report.health import means_with_interval, overall, summary, verdict
+from hf_mxfp4.analysis.run_report.charts import CHARTS, charts_figure
+from hf_mxfp4.analysis.run_report.health import health_checks, overall, summary
 from hf_mxfp4.analysis.run_report.log import PREVIOUS_LOG, RUN_LOG, RunLog, RunLogError, read_run
 from hf_mxfp4.analysis.run_report.report import render_run, write_run_picture
+from hf_mxfp4.stats import means_with_interval
 
 
 FACTS = {
@@ -88,7 +89,7 @@ def write_log(folder, count=20, end="finished", facts=FACTS, **changed):
 
 
 def states(record):
-    return {check.title: check.state for check in verdict(record)}
+    return {check.title: check.state for check in health_checks(record)}
 
 
 # ---- the log --------------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def test_a_resumed_run_replaces_what_it_does_again(tmp_path):
     assert [entry["step"] for entry in record.logs] == [1, 2, 3, 4, 5, 6]
     assert record.values("reward") == [0.1] * 4 + [0.9] * 2
     assert len(record.starts) == 2
-    assert "resumed once" in verdict(record)[0].finding
+    assert "resumed once" in health_checks(record)[0].finding
 
 
 def test_a_resume_into_an_empty_folder_takes_the_history_of_the_checkpoint(tmp_path):
@@ -199,14 +200,14 @@ def test_nothing_to_report_is_said(tmp_path, prepare, message):
         read_run(tmp_path / "run")
 
 
-# ---- the verdict ----------------------------------------------------------------------------------------------------
+# ---- the checks -----------------------------------------------------------------------------------------------------
 
 
 def test_a_healthy_run_is_green(tmp_path):
     write_log(tmp_path)
     record = read_run(tmp_path)
-    assert set(states(record).values()) == {"green"} and overall(verdict(record)) == "green"
-    assert "looks healthy: 20 of 20 steps" in summary(record, verdict(record))
+    assert set(states(record).values()) == {"green"} and overall(health_checks(record)) == "green"
+    assert "looks healthy: 20 of 20 steps" in summary(record, health_checks(record))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_a_healthy_run_is_green(tmp_path):
 )
 def test_what_is_wrong_is_said_with_advice(tmp_path, changed, title, state, words):
     write_log(tmp_path, **changed)
-    (check,) = [check for check in verdict(read_run(tmp_path)) if check.title == title]
+    (check,) = [check for check in health_checks(read_run(tmp_path)) if check.title == title]
     assert check.state == state
     assert words in f"{check.finding} {check.advice}"
 
@@ -261,7 +262,7 @@ def test_a_falling_reward_and_falling_sqnr_are_seen(tmp_path):
     found = states(record)
     assert (found["Reward"], found["Quantization error"]) == ("red", "amber")
     # In the words that the list below the summary has.
-    assert "1 BAD" in summary(record, verdict(record)) and "LOOK" in summary(record, verdict(record))
+    assert "1 BAD" in summary(record, health_checks(record)) and "LOOK" in summary(record, health_checks(record))
 
 
 def test_a_later_jump_is_not_blamed_on_ties(tmp_path):
@@ -269,7 +270,7 @@ def test_a_later_jump_is_not_blamed_on_ties(tmp_path):
     log.start(0, 20, FACTS, [])
     for step in range(1, 11):
         log.write("log", **values(step, **(moved(9.0 if step == 6 else 1.1, 0.1) if step in (1, 6, 10) else {})))
-    (check,) = [check for check in verdict(read_run(tmp_path)) if check.title == "Step movement"]
+    (check,) = [check for check in health_checks(read_run(tmp_path)) if check.title == "Step movement"]
     assert check.state == "red" and "moved 1.1 ± 0.2 (step 1), 9 ± 0.2 (step 6), 1.1 ± 0.2 (step 10)" in check.finding
     assert "gathered at the boundaries" in check.advice and "dither" not in check.advice
 
@@ -279,16 +280,16 @@ def test_an_alarm_that_is_over_is_amber(tmp_path):
     log.start(0, 20, FACTS, [])
     for step in range(1, 11):
         log.write("log", **values(step, **{"entropy/alarm": -1 if step == 4 else 0}))
-    (check,) = [check for check in verdict(read_run(tmp_path)) if check.title == "Entropy"]
+    (check,) = [check for check in health_checks(read_run(tmp_path)) if check.title == "Entropy"]
     assert check.state == "amber" and "collapse in 1 of 10 values" in check.finding
 
 
 def test_how_a_run_ended(tmp_path):
     log = write_log(tmp_path, end=None)
-    assert "was killed, or still goes on" in verdict(read_run(tmp_path))[0].finding
+    assert "was killed, or still goes on" in health_checks(read_run(tmp_path))[0].finding
     log.write("end", step=20, reason="stopped by an error", error="RewardError: reward <b> failed")
     record = read_run(tmp_path)
-    assert verdict(record)[0].state == "red"
+    assert health_checks(record)[0].state == "red"
     assert "by RewardError: reward <b> failed" in Reader(render_run(record)).text
 
 
@@ -329,7 +330,7 @@ def test_the_interval_covers_no_change_as_often_as_it_says():
 
 
 def everything(step):
-    keys = {key for panel in PANELS for key, _ in panel.lines}
+    keys = {key for chart in CHARTS for key, _ in chart.lines}
     return {**dict.fromkeys(keys, 0.5), **moved(1.0, 0.1), **values(step)}
 
 
@@ -349,7 +350,7 @@ def test_long_values_break_instead_of_running_out_of_the_page(tmp_path):
     assert ".texts td{white-space:normal;overflow-wrap:anywhere}" in text
 
 
-def test_every_panel_is_drawn_when_its_values_are_there(tmp_path):
+def test_every_chart_is_drawn_when_its_values_are_there(tmp_path):
     log = RunLog(tmp_path)
     log.start(0, 3, FACTS, [])
     for step in (1, 2, 3):
@@ -358,15 +359,15 @@ def test_every_panel_is_drawn_when_its_values_are_there(tmp_path):
     scores = {"exact": {"accuracy": 0.2, "standard_error": 0.02, "n": 400}}
     log.write("evaluation", when="before RL", step=0, scores=scores)
     page = Reader(render_run(read_run(tmp_path)))
-    assert page.tags.count("img") == len(PANELS)
+    assert page.tags.count("img") == len(CHARTS)
     assert "Not measured" not in page.text
-    assert all(panel.reading in page.text for panel in PANELS)
+    assert all(chart.reading in page.text for chart in CHARTS)
 
 
 def test_alarms_are_marked_in_the_plot(tmp_path):
     write_log(tmp_path, **{"entropy/alarm": 1})
-    (panel,) = [panel for panel in PANELS if panel.title == "Policy entropy"]
-    axes = panels_figure(read_run(tmp_path), "title", [panel]).axes[0]
+    (chart,) = [chart for chart in CHARTS if chart.title == "Policy entropy"]
+    axes = charts_figure(read_run(tmp_path), "title", [chart]).axes[0]
     (alarms,) = [line for line in axes.get_lines() if line.get_label() == "alarm"]
     assert len(alarms.get_xdata()) == 20
 
@@ -374,8 +375,8 @@ def test_alarms_are_marked_in_the_plot(tmp_path):
 @pytest.mark.parametrize(("total", "scale"), [(9.0, "linear"), (2224.0, "symlog")])
 def test_movement_is_drawn_by_layer_type_with_its_interval(tmp_path, total, scale):
     write_log(tmp_path, **moved(total, 0.5, q_proj=2.0, up_proj=-1.0))
-    (panel,) = [panel for panel in PANELS if panel.title == "Step movement"]
-    axes = panels_figure(read_run(tmp_path), "title", [panel]).axes[0]
+    (chart,) = [chart for chart in CHARTS if chart.title == "Step movement"]
+    axes = charts_figure(read_run(tmp_path), "title", [chart]).axes[0]
     assert axes.get_legend_handles_labels()[1] == ["q_proj", "up_proj", "total"] and axes.get_yscale() == scale
     by_label = {line.get_label(): set(line.get_ydata()) for line in axes.get_lines()}
     assert by_label["q_proj"] == {2.0} and by_label["up_proj"] == {-1.0}
@@ -388,8 +389,8 @@ def test_movement_is_drawn_by_layer_type_with_its_interval(tmp_path, total, scal
 def test_the_share_of_groups_without_a_signal_is_drawn_once(tmp_path, share):
     own = {} if share is None else {"dynamic_sampling/zero_variance_share": share}
     write_log(tmp_path, **own)
-    (panel,) = [panel for panel in PANELS if panel.title == "Groups without a signal"]
-    (line,) = panels_figure(read_run(tmp_path), "title", [panel]).axes[0].get_lines()
+    (chart,) = [chart for chart in CHARTS if chart.title == "Groups without a signal"]
+    (line,) = charts_figure(read_run(tmp_path), "title", [chart]).axes[0].get_lines()
     assert line.get_label() == "all rewards equal" and set(line.get_ydata()) == {share or 0.1}
 
 
@@ -401,3 +402,16 @@ def test_the_picture(tmp_path):
         log.start(0, 1, {}, [])
         log.write("log", step=1, other=1.0)
         write_run_picture(tmp_path / "empty", tmp_path / "empty.png")
+
+
+def test_limits_that_fall_are_reached_from_above(tmp_path):
+    write_log(tmp_path, **{"router/agreement": 0.9, "sampling/effective_sample_size": 0.71})
+    found = states(read_run(tmp_path))
+    assert (found["Router agreement"], found["Effective sample size"]) == ("amber", "green")
+
+
+def test_noise_that_was_measured_and_never_set_is_no_error(tmp_path):
+    log = RunLog(tmp_path)
+    log.start(0, 20, FACTS, [])
+    log.write("log", step=1, reward=1.0, **{"aqn/measured_std": 0.1})
+    assert "Noise" not in states(read_run(tmp_path))

@@ -9,7 +9,7 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 WEIGHT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}

@@ -13,7 +13,7 @@ from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 from hf_mxfp4.gemm.custom_ops import plain_grouped_linear
 from hf_mxfp4.gemm.groups import Groups, group_by_expert
 from hf_mxfp4.layers import MXFP4PackedExperts, update_fallback_thresholds
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 OPS = torch.ops.hf_mxfp4

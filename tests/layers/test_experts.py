@@ -23,7 +23,7 @@ from hf_mxfp4 import (
 )
 from hf_mxfp4.experts_layout import obstacle
 from hf_mxfp4.layers import fallback_thresholds, random_layers, update_fallback_thresholds
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]

@@ -13,7 +13,7 @@ from hf_mxfp4.adapters.rollout import policy_parameters
 from hf_mxfp4.analysis.policy.injection import inject_component
 from hf_mxfp4.layers import MXFP4PackedExperts, trainable_matrices
 from hf_mxfp4.numerics import FP8, FULL, QuantScheme
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl.callbacks.base import spread_layers
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.layers import cached_weights, fallback_thresholds, update_fallback_thresholds
 from hf_mxfp4.numerics import apply_scheme, fake_quantize
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 RATE = 0.25

@@ -15,7 +15,7 @@ import hf_mxfp4.adapters
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.adapters import MXFP4LoraExpertParameter
 from hf_mxfp4.layers import MXFP4Experts, cached_weights, full_precision
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 IDS = torch.arange(2, 14).view(2, 6)

@@ -14,7 +14,7 @@ import hf_mxfp4.adapters
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, fake_quantize, merge_adapters
 from hf_mxfp4.adapters import MXFP4LoraMasterLinear
 from hf_mxfp4.layers import MXFP4Experts
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 IDS = torch.arange(2, 14).view(2, 6)

@@ -13,7 +13,7 @@ from torch import nn
 import hf_mxfp4.adapters
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
 from hf_mxfp4.adapters import strict_targets
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 IDS = torch.arange(2, 14).view(2, 6)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, fake_quantize, numerics, quantize
 from hf_mxfp4.gemm.packed_weight import packed_shapes
 from hf_mxfp4.layers import fallback_thresholds, packed_linear, update_fallback_thresholds
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 SCHEMES = some(

@@ -14,7 +14,7 @@ from hf_mxfp4.backends import cpu
 from hf_mxfp4.gemm import saved as saved_module
 from hf_mxfp4.layers import set_quantization_step, update_fallback_thresholds
 from hf_mxfp4.numerics import parse_scheme
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.

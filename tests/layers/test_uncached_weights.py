@@ -12,7 +12,7 @@ from tiny_models import make_model
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, pack, uncached_weights
 from hf_mxfp4.gemm.packed_weight import packed_shapes
 from hf_mxfp4.planning import LiveTensors
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 IDS = tokens(2, 5)

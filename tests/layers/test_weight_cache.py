@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_mxfp4.layers.linear as linear_module
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, uncached_weights
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 WEIGHT_ONLY = MXFP4RLConfig(preset="w4a16", macro_search="static")

@@ -12,7 +12,7 @@ from test_grpo_two_processes import launch
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from recipes.grpo import main
 from recipes.post_training.arguments import parse
 from recipes.post_training.checksum import frozen_checksum

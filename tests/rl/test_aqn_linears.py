@@ -16,7 +16,7 @@ from trl import TrlParser
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.adapters import policy_parameters
 from hf_mxfp4.layers import QUANTIZED, cached_weights, uncached_weights
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import LinearNoise
 from hf_mxfp4.rl.noise.targets import plain_name
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters

@@ -6,7 +6,7 @@ from transformers import TrainerControl, TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.numerics import decompose
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, ErrorCallback
 from hf_mxfp4.rl.callbacks.base import spread_layers
 

@@ -9,7 +9,7 @@ from transformers import TrainerControl, TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import fallback_thresholds
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl.callbacks.base import FallbackCallback
 
 

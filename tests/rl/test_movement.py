@@ -14,10 +14,10 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.analysis.run_report.health import verdict
+from hf_mxfp4.analysis.run_report.health import health_checks
 from hf_mxfp4.analysis.run_report.log import read_run
 from hf_mxfp4.backends import fake_quantize
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import StepMovementCallback
 from hf_mxfp4.rl.callbacks.movement import MovementSums
 from hf_mxfp4.rl.callbacks.weight_samples import sample_weights
@@ -367,7 +367,7 @@ def test_a_run_logs_it_and_its_report_has_an_alarm(build, tmp_path, caplog):
     assert 0 < logged(trainer, "movement/flipped_share")[1] < 0.05
     assert "movement of quantized weights in a step, first and every 2: 448 rows of 14 matrices" in caplog.text
     assert caplog.text.count("step 1: quantized weights moved") == 1 and "dither_ties" in caplog.text
-    (check,) = [check for check in verdict(read_run(tmp_path / "run")) if check.title == "Step movement"]
+    (check,) = [check for check in health_checks(read_run(tmp_path / "run")) if check.title == "Step movement"]
     assert check.state == "red" and "(step 1)" in check.finding and "ties" in check.advice
 
 
@@ -381,7 +381,7 @@ def test_masters_in_general_position_raise_no_alarm(build, tmp_path, capsys):
     assert list(totals) == [1, 4]
     assert all(abs(totals[step] - 1) < 4 * errors[step] < 1 for step in totals)
     assert "times as far" not in capsys.readouterr().err
-    (check,) = [check for check in verdict(read_run(tmp_path / "run")) if check.title == "Step movement"]
+    (check,) = [check for check in health_checks(read_run(tmp_path / "run")) if check.title == "Step movement"]
     assert check.state == "green"
 
 

@@ -14,7 +14,7 @@ from hf_mxfp4.analysis.policy.gradient_gain import gradient_gain, training_gradi
 from hf_mxfp4.analysis.policy.predictions import policy_logits
 from hf_mxfp4.analysis.policy.temperature import effective_temperature
 from hf_mxfp4.layers import full_precision
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import GradientGainCallback, TemperatureCallback
 from hf_mxfp4.rl.callbacks.policy import TrainingBatch
 

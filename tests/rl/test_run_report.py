@@ -12,7 +12,7 @@ from grpo_runs import even_digits, trainer_factory
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from hf_mxfp4.analysis.run_report.charts import PANELS
+from hf_mxfp4.analysis.run_report.charts import CHARTS
 from hf_mxfp4.analysis.run_report.log import RUN_LOG, read_run
 from hf_mxfp4.analysis.run_report.report import RUN_REPORT
 from hf_mxfp4.cli import app
@@ -55,7 +55,7 @@ def test_a_whole_run(run, tmp_path):
     trainer.train()
     assert trainer.report_callback.path == tmp_path / "run" / RUN_REPORT
     record = read_run(tmp_path / "run")
-    shown = {key for panel in PANELS for key, _ in panel.lines} & record.keys
+    shown = {key for chart in CHARTS for key, _ in chart.lines} & record.keys
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     for key in shown:
         steps, values = record.series(key)

@@ -5,7 +5,7 @@ from grpo_runs import trainer_factory, with_simulated_vllm
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl.noise.norms import NormNoise
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize, pack, quantize
 from hf_mxfp4.layers import QUANTIZED, MXFP4PackedLinear
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 IDS = torch.arange(24).reshape(2, 12) % 32

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.quantizer.quantizer import quantize_linears
+from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, NormNoise
 from recipes.grpo import main
 from recipes.post_training.arguments import parse

@@ -5,12 +5,11 @@ import csv
 import io
 import json
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from ...files import json_clean, replace_file
-from ..html import page, table
+from ..page import render_page
 from .checkpoints import Comparison
 
 
@@ -44,26 +43,12 @@ def _csv_text(result: Comparison) -> str:
 
 
 def _html_text(result: Comparison, version: str) -> str:
-    title = f"{result.first} and {result.second}"
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="small">hf-mxfp4 {escape(version)}</p>',
-        *(f"<p>{escape(line)}</p>" for line in result.lines()),
-    ]
-    if result.problems:
-        lines = "".join(f"<li>{escape(p.where)}: {escape(p.reason)}</li>" for p in result.problems)
-        body.append(
-            f'<div class="problem"><h2>Problems</h2><p>Not part of the numbers below:</p><ul>{lines}</ul></div>'
-        )
+    tables = []
     if result.pairs:
-        body += _section(result, result.groups_title, {"all": result.total(), **result.by_layer_type()})
-        body += _section(result, result.worst_title, {name: result.pairs[name] for name in result.worst()})
-    for side, names in (("A", result.only_first), ("B", result.only_second)):
-        if names:
-            body.append(f"<h2>Only in {side}</h2><p>{escape(', '.join(names))}</p>")
-    return page(title, body)
+        tables.append((result.groups_title, _rows(result, {"all": result.total(), **result.by_layer_type()})))
+        tables.append((result.worst_title, _rows(result, {name: result.pairs[name] for name in result.worst()})))
+    return render_page("comparison", result=result, version=version, tables=tables)
 
 
-def _section(result: Comparison, title: str, pairs: Mapping[str, Any]) -> list[str]:
-    rows = [[name, *(cell(pair) for cell in result.columns.values())] for name, pair in pairs.items()]
-    return [f"<h2>{escape(title)}</h2>", table(["tensors", *result.columns], rows)]
+def _rows(result: Comparison, pairs: Mapping[str, Any]) -> list[list[str]]:
+    return [[name, *(cell(pair) for cell in result.columns.values())] for name, pair in pairs.items()]

@@ -14,7 +14,7 @@ from ..errors.results import Analysis
 from ..errors.statistics import ErrorStatistics
 from ..errors.sweep import SAMPLE_ELEMENTS
 from .page import render_html
-from .statements import statements, verdict
+from .statements import least_error, statements
 
 
 FORMAT = 1
@@ -85,7 +85,7 @@ def _kind_summary(analysis: Analysis, kind: str) -> dict[str, Any]:
     return {
         "tensors": len(analysis.of_kind(kind)),
         "total": {scheme: {**t.summary(), "delta_histogram": list(t.histogram)} for scheme, t in totals.items()},
-        "verdict": verdict(totals),
+        "verdict": least_error(totals),
         "statements": statements(totals),
         "by_layer_type": _groups(schemes, lambda scheme: analysis.by_layer_type(kind, scheme)),
         "by_depth": _groups(schemes, lambda scheme: analysis.by_depth(kind, scheme)),

@@ -10,14 +10,14 @@ from ..errors.statistics import ErrorStatistics
 
 #: Cosines below this are rounding of the sums, not correlation.
 _EXACT = 1e-9
-#: What the verdict does not say.
+#: What the ranking by error does not say.
 SQNR_NOTE = (
     "SQNR does not rank schemes by the perplexity of the model: between schemes of about the same bits let that "
     "decide, or the accuracy on your task (recipes/evaluate.py)."
 )
 
 
-def verdict(by_scheme: Mapping[str, ErrorStatistics]) -> str:
+def least_error(by_scheme: Mapping[str, ErrorStatistics]) -> str:
     """One sentence: the scheme of least error, among those of each number of bits; empty where there is no error to
     compare."""
     groups: dict[str, list[tuple[str, ErrorStatistics]]] = {}

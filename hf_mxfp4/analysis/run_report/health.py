@@ -1,56 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training run's numbers say about its health, in plain words with a line of advice each.
 
-The limits are rules of thumb, named here, and not laws: a report says "look", it does not stop anything.
+The limits are rules of thumb, and not laws: a report says "look", it does not stop anything.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...files import is_number
-from ...stats import difference_interval, share_text
+from . import findings
+from .check import STATE_WORDS, STATES, Check, graded
+from .findings import reward_words
 from .log import RunRecord
-from .movement import MOVEMENT_ALARM, logged_movements, movement_advice
 
 
-#: From worst to best; "none": there is nothing to judge.
-STATES = ("red", "amber", "green", "none")
-#: What a report calls them.
-STATE_WORDS = {"red": "BAD", "amber": "LOOK", "green": "OK", "none": "–"}
-#: Measured over intended noise may be off by this before it is pointed out, and before it is called absent.
-_NOISE_OFF, _NOISE_ABSENT = 0.15, 0.5
-#: Shares from which on a check is amber, and red.
-_CLIPPED_WEIGHTS = (0.01, 0.10)
-_NO_SIGNAL = (0.5, 0.9)
-_TRUNCATED = (0.3, 0.8)
-_TEMPERATURE_OFF = (0.1, 0.3)
-#: Effective sample size below which it is amber, and red.
-_SAMPLE_SIZE = (0.7, 0.3)
-#: Fall of an SQNR over the run, in dB, that is amber, and red.
-_SQNR_FALL = (1.0, 3.0)
-#: |log2| of the gradient gain over all layers, that is amber, and red.
-_GRADIENT_GAIN = (0.5, 1.0)
-#: Movement of quantized weights over that of masters, below and above which, beyond two standard errors, it is amber.
-_MOVEMENT = (0.5, 1.5)
-#: Router agreement below which it is amber, and red.
-_AGREEMENT = (0.9, 0.7)
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+def _last_from_one(values: Sequence[float]) -> float:
+    return abs(values[-1] - 1)
+
+
+def _mean_of_last_fifth(values: Sequence[float]) -> float:
+    return _mean(values[-max(1, len(values) // 5) :])
 
 
 @dataclass(frozen=True)
-class Check:
-    """One finding: its state (see [`STATES`]), what was looked at, what was found, and what to do about it."""
+class Rule:
+    """A check of one logged quantity against two limits.
 
-    state: str
+    Attributes:
+        metrics: names in the log; the first that has values counts. Without any the check is left out.
+        measure: from its values to the number that is judged.
+        limits: of that number, where it is amber and where red; falling ones for a quantity that should be high.
+        finding: a format of the words, with ``value`` (the number), ``first``, ``last``, ``mean`` and ``max`` of the
+            values, and ``beside_first`` and ``beside_last`` of those of ``beside``, which is then needed too.
+    """
+
     title: str
+    metrics: tuple[str, ...]
+    measure: Callable[[Sequence[float]], float]
+    limits: tuple[float, float]
     finding: str
-    advice: str = ""
+    advice: str
+    beside: str | None = None
+
+    def __call__(self, record: RunRecord) -> Check | None:
+        values = next(filter(None, map(record.values, self.metrics)), None)
+        beside = record.values(self.beside) if self.beside else [0.0]
+        if not values or not beside:
+            return None
+        value = self.measure(values)
+        words = self.finding.format(
+            value=value,
+            first=values[0],
+            last=values[-1],
+            mean=_mean(values),
+            max=max(values),
+            beside_first=beside[0],
+            beside_last=beside[-1],
+        )
+        return graded(self.title, words, value, self.limits, self.advice)
 
 
-def verdict(record: RunRecord) -> list[Check]:
+#: In the order of importance.
+CHECKS: tuple[Callable[[RunRecord], Check | None], ...] = (
+    findings.ending,
+    findings.reward,
+    findings.accuracy,
+    findings.entropy,
+    findings.noise,
+    findings.layers,
+    findings.sqnr,
+    Rule(
+        "Importance weights",
+        ("sampling/importance_sampling_ratio/clipped",),
+        _mean,
+        (0.01, 0.10),
+        "{mean:.2%} of the importance weights were clipped on average, {max:.2%} at most.",
+        "Rollouts are far from the policy that trains: lower aqn_sigma_start, or reuse rollouts less.",
+    ),
+    Rule(
+        "Effective sample size",
+        ("sampling/effective_sample_size",),
+        _mean,
+        (0.7, 0.3),
+        "{mean:.1%} on average.",
+        "Few tokens carry the gradient: lower aqn_sigma_start, or reuse rollouts less.",
+    ),
+    Rule(
+        "Learning signal",
+        ("dynamic_sampling/zero_variance_share", "frac_reward_zero_std"),
+        _mean,
+        (0.5, 0.9),
+        "In {mean:.0%} of the groups all responses got the same reward, and taught nothing.",
+        "Choose prompts the policy solves sometimes, raise num_generations or temperature, or resample groups.",
+    ),
+    Rule(
+        "Response length",
+        ("completions/clipped_ratio",),
+        _mean_of_last_fifth,
+        (0.3, 0.8),
+        "{beside_first:.0f} to {beside_last:.0f} tokens on average; {value:.0%} cut off in the last fifth.",
+        "Raise max_completion_length, or reward shorter answers.",
+        beside="completions/mean_length",
+    ),
+    Rule(
+        "Effective temperature",
+        ("entropy/effective_temperature",),
+        _last_from_one,
+        (0.1, 0.3),
+        "Quantization acts like a sampling temperature of {last:.3f} (1: no effect).",
+        "Quantization changes the policy much: keep more precision (macro_block, outlier_fallback, w4a16).",
+    ),
+    findings.gradient,
+    findings.movement,
+    findings.finite,
+    Rule(
+        "Router agreement",
+        ("router/agreement",),
+        _last,
+        (0.9, 0.7),
+        "{last:.1%} of the experts chosen are those that full precision would choose.",
+        "Try router_replay: true, and a scheme with less error.",
+    ),
+)
+
+
+def health_checks(record: RunRecord) -> list[Check]:
     """All checks of a run, in the order of importance; those whose quantities were not logged are left out."""
-    found = [check(record) for check in _CHECKS]
-    return [check for check in found if check is not None]
+    return [found for check in CHECKS if (found := check(record)) is not None]
 
 
 def overall(checks: Sequence[Check]) -> str:
@@ -65,315 +148,4 @@ def summary(record: RunRecord, checks: Sequence[Check]) -> str:
     reasons = [f"{count} {STATE_WORDS[state]}" for state, count in counts.items() if count]
     of = f" of {record.max_steps}" if record.max_steps else ""
     because = f" ({', '.join(reasons)})" if reasons else ""
-    return f"This run {words[overall(checks)]}{because}: {record.step}{of} steps. {_reward_words(record)}".strip()
-
-
-def means_with_interval(values: Sequence[float]) -> tuple[float, float, float] | None:
-    """Mean of the first and of the last fifth of ``values`` (three at least), and the half width of the 95 % interval
-    of their difference, from the scatter within each; `None` for fewer than 6 values."""
-    if len(values) < 6:
-        return None
-    width = max(3, len(values) // 5)
-    ends = (values[:width], values[-width:])
-    means = [sum(part) / width for part in ends]
-    variances = [sum((v - mean) ** 2 for v in part) / (width - 1) for part, mean in zip(ends, means, strict=True)]
-    # Student's t of two samples of one variance; within 1 % of its tables from 4 degrees of freedom on.
-    freedom = 2 * (width - 1)
-    t = 1.96 + 2.4 / freedom + 3.4 / freedom**2
-    return means[0], means[1], t * math.sqrt(sum(variances) / width)
-
-
-# ---- the checks -----------------------------------------------------------------------------------------------------
-
-
-def _ending(record: RunRecord) -> Check:
-    title, of = "Course", f" of {record.max_steps}" if record.max_steps else ""
-    resumed = _resumed_words(len(record.starts) - 1)
-    if record.end is None:
-        return Check(
-            "amber",
-            title,
-            f"No end is recorded: the run was killed, or still goes on. Last known step: {record.step}{of}{resumed}.",
-            "If it is dead, continue with resume_from_checkpoint (needs save_strategy and save_steps).",
-        )
-    if record.end.get("error"):
-        return Check(
-            "red",
-            title,
-            f"Stopped at step {record.end['step']}{of}{resumed} by {record.end['error']}",
-            "Mend the cause and continue with resume_from_checkpoint; the message on the console names the checkpoint.",
-        )
-    early = record.end["reason"] != "finished"
-    return Check(
-        "amber" if early else "green", title, f"{record.end['reason'].capitalize()} at step {record.step}{of}{resumed}."
-    )
-
-
-def _resumed_words(times: int) -> str:
-    if times < 1:
-        return ""
-    return ", resumed once" if times == 1 else f", resumed {times} times"
-
-
-def _reward_words(record: RunRecord) -> str:
-    found = means_with_interval(record.values("reward"))
-    if found is None:
-        return ""
-    first, last, half = found
-    return f"Mean reward went from {first:.3f} to {last:.3f} ({last - first:+.3f} ± {half:.3f}, 95 % interval)."
-
-
-def _reward(record: RunRecord) -> Check | None:
-    values = record.values("reward")
-    if not values:
-        return None
-    found = means_with_interval(values)
-    if found is None:
-        return Check(
-            "none", "Reward", f"{len(values)} values are too few to tell a trend.", "Log more often: logging_steps."
-        )
-    first, last, half = found
-    words = _reward_words(record) + " First against last fifth of the logged values."
-    if last - first > half:
-        return Check("green", "Reward", words)
-    if first - last > half:
-        return Check("red", "Reward", words, "Training makes it worse: lower learning_rate or aqn_sigma_start.")
-    advice = "No difference that chance could not explain: train longer, or look at the share of groups without signal."
-    return Check("amber", "Reward", words, advice)
-
-
-def _accuracy(record: RunRecord) -> Check | None:
-    if len(record.evaluations) < 2:
-        return None
-    evaluations = sorted(record.evaluations, key=lambda evaluation: evaluation["step"])
-    first, last = evaluations[0], evaluations[-1]
-    name = next((name for name in first["scores"] if name in last["scores"]), None)
-    if name is None:
-        return None
-    a, b = first["scores"][name], last["scores"][name]
-    low, high = difference_interval(*((round(score["accuracy"] * score["n"]), score["n"]) for score in (a, b)))
-    words = (
-        f"{name}: {share_text(a['accuracy'], a['n'])} ({first['when']}) to {share_text(b['accuracy'], b['n'])} "
-        f"({last['when']}), n = {b['n']}: {b['accuracy'] - a['accuracy']:+.3f} [{low:+.3f}, {high:+.3f}] "
-        "(95 % intervals, one run)."
-    )
-    if low > 0:
-        return Check("green", "Accuracy", words)
-    if high < 0:
-        return Check("red", "Accuracy", words, "The policy got worse on held-out problems.")
-    return Check("amber", "Accuracy", words, "Not a difference: more test problems or more seeds would narrow it.")
-
-
-def _entropy(record: RunRecord) -> Check | None:
-    values = record.values("entropy")
-    if not values:
-        return None
-    alarms = [entry["entropy/alarm"] for entry in record.logs if is_number(entry.get("entropy/alarm"))]
-    words = f"{values[0]:.3f} to {values[-1]:.3f} nats per token"
-    slopes = record.values("entropy/slope")
-    words += f", slope {slopes[-1]:+.2g} per step at the end" if slopes else ""
-    if not any(alarms):
-        return Check("green", "Entropy", f"{words}; no alarm.")
-    kinds = {-1: "collapse", 1: "explosion"}
-    found = ", ".join(
-        f"{kind} in {alarms.count(sign)} of {len(alarms)} values" for sign, kind in kinds.items() if sign in alarms
-    )
-    advice = (
-        "The policy stopped exploring: raise aqn_sigma_start or entropy_coef, or lower learning_rate."
-        if [alarm for alarm in alarms if alarm][-1] < 0
-        else "The policy is losing its shape: lower aqn_sigma_start or learning_rate."
-    )
-    return Check("red" if alarms[-1] else "amber", "Entropy", f"{words}; alarms: {found}.", advice)
-
-
-def _noise(record: RunRecord) -> Check | None:
-    found = [_noise_on(record, *names) for names in _NOISE_TARGETS if record.values(names[1])]
-    if not found:
-        off = record.facts.get("options", {}).get("aqn") is False
-        return Check("none", "Noise", "Adaptive quantization noise is off (aqn: false).") if off else None
-    worst = min(found, key=lambda check: STATES.index(check.state))
-    if worst.state == "green" and any(record.values("aqn/saturated")):
-        share = sum(map(bool, record.values("aqn/saturated"))) / len(record.values("aqn/saturated"))
-        words = f"{worst.finding} Sigma was at its bound in {share:.0%} of the logged values."
-        return Check("amber", "Noise", words, "Widen the bounds of sigma, or choose another target entropy.")
-    return Check(worst.state, "Noise", " ".join(check.finding for check in found), worst.advice)
-
-
-#: Logged names: what sigma is intended, what was measured, on how many of what.
-_NOISE_TARGETS = (
-    ("aqn/sigma", "aqn/measured_std", "aqn/n_modules", "norms"),
-    ("aqn/linear_sigma", "aqn/linear_measured_std", "aqn/n_linears", "linear weights"),
-)
-
-
-def _noise_on(record: RunRecord, sigma: str, measured: str, count: str, target: str) -> Check:
-    sigmas, stds = record.values(sigma), record.values(measured)
-    intended, real = sum(sigmas) / len(sigmas), sum(stds) / len(stds)
-    if intended == 0:
-        advice = "The first of aqn_num_stages stages is noise-free; nothing is wrong if the run ended in it."
-        return Check("none", "Noise", f"No noise on {target} was intended so far.", advice)
-    modules = max(record.values(count), default=0)
-    words = (
-        f"Noise was on: intended {max(sigmas):.2g} at most, {intended:.2g} on average; measured {real:.2g} on average "
-        f"({real / intended:.0%} of it) on {modules:.0f} {target}."
-    )
-    if real < _NOISE_ABSENT * intended or modules == 0:
-        return Check("red", "Noise", words, "The noise did not reach the policy that samples.")
-    if abs(real / intended - 1) > _NOISE_OFF:
-        advice = "It differs from what was set: models of few weights draw few numbers; else look."
-        return Check("amber", "Noise", words, advice)
-    return Check("green", "Noise", words)
-
-
-def _layers(record: RunRecord) -> Check | None:
-    facts = record.facts
-    if not is_number(facts.get("n_quantized")):
-        return None
-    if facts["n_quantized"] == 0:
-        return Check("none", "Quantization", "No layer is quantized: this is a run in full precision.")
-    skipped = (
-        f"{facts['n_skipped']} left in full precision" if is_number(facts.get("n_skipped")) else "others left alone"
-    )
-    names = f" ({', '.join(facts['skipped'])})" if 0 < len(facts.get("skipped") or []) <= 4 else ""
-    sqnr = f"; weight SQNR {facts['weight_sqnr_db']:.1f} dB at the start" if is_number(facts["weight_sqnr_db"]) else ""
-    return Check("green", "Quantization", f"{facts['n_quantized']} layers in MXFP4, {skipped}{names}{sqnr}.")
-
-
-def _sqnr(record: RunRecord) -> Check | None:
-    falls, words = [], []
-    for key, name in (("error/sqnr_db", "weights"), ("error/activations/sqnr_db", "activations")):
-        values = record.values(key)
-        if values:
-            falls.append(values[0] - values[-1])
-            words.append(f"{name} {values[0]:.1f} to {values[-1]:.1f} dB")
-    if not falls:
-        return None
-    advice = "Outliers grow: outlier_fallback or macro_block hold the error down; a lower learning_rate slows it."
-    return _graded("Quantization error", f"SQNR of {', '.join(words)}.", max(falls), _SQNR_FALL, advice)
-
-
-def _clipped(record: RunRecord) -> Check | None:
-    values = record.values("sampling/importance_sampling_ratio/clipped")
-    if not values:
-        return None
-    share = sum(values) / len(values)
-    words = f"{share:.2%} of the importance weights were clipped on average, {max(values):.2%} at most."
-    advice = "Rollouts are far from the policy that trains: lower aqn_sigma_start, or reuse rollouts less."
-    return _graded("Importance weights", words, share, _CLIPPED_WEIGHTS, advice)
-
-
-def _sample_size(record: RunRecord) -> Check | None:
-    values = record.values("sampling/effective_sample_size")
-    if not values:
-        return None
-    mean = sum(values) / len(values)
-    advice = "Few tokens carry the gradient: lower aqn_sigma_start, or reuse rollouts less."
-    return _graded("Effective sample size", f"{mean:.1%} on average.", -mean, tuple(-x for x in _SAMPLE_SIZE), advice)
-
-
-def _signal(record: RunRecord) -> Check | None:
-    key = "dynamic_sampling/zero_variance_share"
-    values = record.values(key) or record.values("frac_reward_zero_std")
-    if not values:
-        return None
-    share = sum(values) / len(values)
-    words = f"In {share:.0%} of the groups all responses got the same reward, and taught nothing."
-    advice = "Choose prompts the policy solves sometimes, raise num_generations or temperature, or resample groups."
-    return _graded("Learning signal", words, share, _NO_SIGNAL, advice)
-
-
-def _length(record: RunRecord) -> Check | None:
-    lengths, cut = record.values("completions/mean_length"), record.values("completions/clipped_ratio")
-    if not lengths or not cut:
-        return None
-    last = cut[-max(1, len(cut) // 5) :]
-    share = sum(last) / len(last)
-    words = f"{lengths[0]:.0f} to {lengths[-1]:.0f} tokens on average; {share:.0%} cut off in the last fifth."
-    advice = "Raise max_completion_length, or reward shorter answers."
-    return _graded("Response length", words, share, _TRUNCATED, advice)
-
-
-def _temperature(record: RunRecord) -> Check | None:
-    values = record.values("entropy/effective_temperature")
-    if not values:
-        return None
-    words = f"Quantization acts like a sampling temperature of {values[-1]:.3f} (1: no effect)."
-    advice = "Quantization changes the policy much: keep more precision (macro_block, outlier_fallback, w4a16)."
-    return _graded("Effective temperature", words, abs(values[-1] - 1), _TEMPERATURE_OFF, advice)
-
-
-def _gradient(record: RunRecord) -> Check | None:
-    values = record.values("gradient_gain/first")
-    if not values:
-        return None
-    cosines = record.values("gradient_gain/cosine")
-    direction = f", cosine of the direction {cosines[-1]:.3f}" if cosines else ""
-    words = f"At the first layer gradients are {2 ** values[-1]:.2f} times those in full precision{direction}."
-    advice = "An error multiplies from layer to layer: try macro_block: 128 or outlier_fallback."
-    return _graded("Gradient gain", words, abs(values[-1]), _GRADIENT_GAIN, advice)
-
-
-def _movement(record: RunRecord) -> Check | None:
-    found = logged_movements(record)
-    if not found:
-        return None
-    few, many = _MOVEMENT
-    highest = max(found, key=lambda movement: movement.total - movement.interval)
-    shown = ", ".join(dict.fromkeys(str(movement) for movement in (found[0], highest, found[-1])))
-    words = f"Quantized weights moved {shown} times as far as their masters, where training assumes 1."
-    least = highest.total - highest.interval
-    if least > many:
-        words += f" Most in {highest.worst}." if highest.kinds else ""
-        state = "red" if least > MOVEMENT_ALARM else "amber"
-        return Check(state, "Step movement", words, movement_advice(is_first=highest is found[0]))
-    if min(movement.total + movement.interval for movement in found) < few:
-        advice = (
-            "Masters near their quantized values, as those of a checkpoint that was quantized before, have to go half "
-            "the way to the next value before a step shows."
-        )
-        return Check("amber", "Step movement", words, advice)
-    return Check("green", "Step movement", words)
-
-
-def _finite(record: RunRecord) -> Check | None:
-    watched = ("loss", "grad_norm")
-    bad = [entry["step"] for entry in record.logs if any(k in entry and not is_number(entry[k]) for k in watched)]
-    if bad:
-        words = f"loss or grad_norm was NaN or infinite in {len(bad)} logged steps, first at step {bad[0]}."
-        return Check("red", "Finite numbers", words, "Lower learning_rate; check the rewards for NaN.")
-    return Check("green", "Finite numbers", "Loss and gradient norm stayed finite.") if record.values("loss") else None
-
-
-def _routers(record: RunRecord) -> Check | None:
-    values = record.values("router/agreement")
-    if not values:
-        return None
-    words = f"{values[-1]:.1%} of the experts chosen are those that full precision would choose."
-    advice = "Try router_replay: true, and a scheme with less error."
-    return _graded("Router agreement", words, -values[-1], tuple(-x for x in _AGREEMENT), advice)
-
-
-def _graded(title: str, words: str, value: float, limits: tuple[float, ...], advice: str) -> Check:
-    """Amber from the first limit on, red from the second."""
-    state = "red" if value >= limits[1] else "amber" if value >= limits[0] else "green"
-    return Check(state, title, words, "" if state == "green" else advice)
-
-
-_CHECKS: tuple[Callable[[RunRecord], Check | None], ...] = (
-    _ending,
-    _reward,
-    _accuracy,
-    _entropy,
-    _noise,
-    _layers,
-    _sqnr,
-    _clipped,
-    _sample_size,
-    _signal,
-    _length,
-    _temperature,
-    _gradient,
-    _movement,
-    _finite,
-    _routers,
-)
+    return f"This run {words[overall(checks)]}{because}: {record.step}{of} steps. {reward_words(record)}".strip()

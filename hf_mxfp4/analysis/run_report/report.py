@@ -3,15 +3,13 @@
 
 import datetime
 import json
-from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from ...files import is_number, replace_file
-from ..html import image, page, table
-from .charts import Panel, draw_panels, panels_figure
-from .health import STATE_WORDS, Check, overall, summary, verdict
+from ..page import render_page
+from .charts import charts_figure, draw_charts
+from .health import STATE_WORDS, health_checks, overall, summary
 from .log import RunRecord, read_run
 
 
@@ -39,7 +37,7 @@ def write_run_picture(folder: str | Path, out: str | Path) -> Path:
     record, out = read_run(folder), Path(out)
     if not out.suffix:  # matplotlib would add one by itself, and the file be elsewhere than is told
         out = out.with_name(f"{out.name}.png")
-    figure = panels_figure(record, summary(record, verdict(record)))
+    figure = charts_figure(record, summary(record, health_checks(record)))
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=80)
     return out
@@ -47,74 +45,27 @@ def write_run_picture(folder: str | Path, out: str | Path) -> Path:
 
 def render_run(record: RunRecord) -> str:
     """The report as one HTML page, images included."""
-    checks = verdict(record)
-    drawn, absent = draw_panels(record)
-    facts = record.facts
-    title = f"MXFP4 training run: {_name(record)}"
-    line = [facts.get("architecture"), facts.get("scheme"), _when(record)]
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="small">{escape(" · ".join(str(part) for part in line if part))}</p>',
-        f"<p><b>{escape(summary(record, checks))}</b></p>",
-        _checks(checks),
-        '<p class="small">OK, LOOK and BAD follow rules of thumb: see docs/run-report.md. One run is one seed: what '
-        "differs between two runs needs several of each.</p>",
-        *_damage(record),
-        "<h2>Plots</h2>",
-        '<div class="panels">',
-        *(f"<section>{image(figure, panel.title)}<p>{escape(panel.reading)}</p></section>" for panel, figure in drawn),
-        "</div>",
-        *_absent(absent),
-        *_facts(record),
-    ]
-    return page(f"{title} ({STATE_WORDS[overall(checks)]})", body)
-
-
-def _checks(checks: Sequence[Check]) -> str:
-    items = []
-    for check in checks:
-        advice = f" <i>{escape(check.advice)}</i>" if check.advice else ""
-        items.append(
-            f'<li class="{check.state}"><b>{STATE_WORDS[check.state]} · {escape(check.title)}.</b> '
-            f"{escape(check.finding)}{advice}</li>"
-        )
-    return f'<ul class="checks">{"".join(items)}</ul>'
-
-
-def _damage(record: RunRecord) -> list[str]:
-    if not record.damaged:
-        return []
-    lines = "1 line" if record.damaged == 1 else f"{record.damaged} lines"
-    return [f'<p class="problem">{lines} of {escape(record.source)} could not be read and were passed over.</p>']
-
-
-def _absent(panels: Sequence[Panel]) -> list[str]:
-    if not panels:
-        return []
-    rows = [[panel.title, panel.option] for panel in panels]
-    return ["<h2>Not measured</h2>", table(["plot", "what turns it on"], rows, numbers=False)]
-
-
-def _facts(record: RunRecord) -> list[str]:
-    facts = record.facts
-    if not facts:
-        return [
-            "<h2>Run</h2>",
-            f"<p>Read from {escape(record.source)}, which holds the logged values alone: options, versions and machine "
-            "are not known.</p>",
-        ]
+    checks, facts = health_checks(record), record.facts
+    drawn, absent = draw_charts(record)
     options = facts.get("options", {})
-    changed = {name: options.get(name) for name in facts.get("changed_options", [])}
-    quantization = facts.get("quantization") or {}
-    parts = ["<h2>Run</h2>", table([], _overview(record), numbers=False)]
-    parts.append(
-        "<h3>Options that differ from their defaults</h3>"
-        f'<p class="small">Some of these transformers and TRL fill in by themselves.</p>{_options(changed)}'
+    return render_page(
+        "run_report",
+        title=f"MXFP4 training run: {record.folder.resolve().name}",
+        subtitle=" · ".join(
+            str(part) for part in (facts.get("architecture"), facts.get("scheme"), _when(record)) if part
+        ),
+        state=STATE_WORDS[overall(checks)],
+        summary=summary(record, checks),
+        checks=checks,
+        state_words=STATE_WORDS,
+        record=record,
+        charts=drawn,
+        absent=[[chart.title, chart.option] for chart in absent],
+        overview=_overview(record) if facts else [],
+        changed_options=_option_rows({name: options.get(name) for name in facts.get("changed_options", [])}),
+        quantization=_option_rows(facts.get("quantization") or {}),
+        options=_option_rows(options),
     )
-    if quantization:
-        parts.append(f"<details><summary>Quantization config</summary>{_options(quantization)}</details>")
-    parts.append(f"<details><summary>All {len(options)} options</summary>{_options(options)}</details>")
-    return parts
 
 
 def _overview(record: RunRecord) -> list[list[str]]:
@@ -148,13 +99,8 @@ def _overview(record: RunRecord) -> list[list[str]]:
     return rows
 
 
-def _options(options: dict[str, Any]) -> str:
-    rows = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in sorted(options.items())]
-    return table(["option", "value"], rows, numbers=False)
-
-
-def _name(record: RunRecord) -> str:
-    return record.folder.resolve().name
+def _option_rows(options: dict[str, Any]) -> list[list[str]]:
+    return [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in sorted(options.items())]
 
 
 def _when(record: RunRecord) -> str:

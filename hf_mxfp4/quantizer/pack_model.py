@@ -1,57 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From full-precision weights to packed ones: as a checkpoint is read, and of a model in memory."""
+"""`pack`: from the full-precision weights of a model in memory to packed ones."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps
 
-from ..checkpoint.io.mapped import release_files, release_mapped
 from ..config import MXFP4RLConfig
 from ..experts_layout import matrix_names, obstacle, projections
-from ..gemm.packed_weight import quantize_weight
-from ..layers import PACKED, TRAINABLE, MXFP4PackedExperts, MXFP4PackedLinear
+from ..layers import PACKED, TRAINABLE, MXFP4PackedLinear
 from ..module_names import find_layers, fused_experts
 from ..report import ErrorEnergy, add_packed, add_packed_experts
-from .quantizer import MXFP4RLQuantizer, from_plain, swap_layers
+from .quantizer import MXFP4RLQuantizer
+from .swap import from_plain, swap_layers
 
 
 if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Triton with it
     from transformers import PreTrainedModel
-
-
-class PackOnLoad(ConversionOps):
-    """Packs one weight of a checkpoint as transformers reads it, so that full-precision weights exist one at a time."""
-
-    def __init__(self, quantizer: MXFP4RLQuantizer):
-        self.quantizer = quantizer
-
-    def convert(self, input_dict, full_layer_name: str = "", model=None, **kwargs) -> dict[str, torch.Tensor]:
-        """Maps ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names.
-
-        Raises `ValueError` when the weight is not of the layer's shape, which transformers does not check here.
-        """
-        (value,) = input_dict.values()
-        weight = value[0] if isinstance(value, list) else value
-        owner, _, own = full_layer_name.rpartition(".")
-        layer = model.get_submodule(owner)
-        needed = getattr(layer, own).shape  # the placeholder's
-        if weight.shape != needed:
-            raise ValueError(
-                f"{full_layer_name} is {list(weight.shape)} in the checkpoint, the model needs {list(needed)}"
-            )
-        config, energy = self.quantizer.quantization_config, self.quantizer.error_energy
-        if isinstance(layer, MXFP4PackedExperts):
-            packed = layer.pack_weight(own, weight)
-            add_packed_experts(energy, layer, own, weight, packed)
-            release_files(self.quantizer.source_files)  # the weight is a copy of the experts' own
-        else:
-            packed = quantize_weight(weight, config.weight_scheme, config.backend)
-            add_packed(energy, weight, packed, config)
-            release_mapped(weight, self.quantizer.source_files)
-        return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}
 
 
 def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreTrainedModel":

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTML reports, made of the templates in `pages/`: files without external references, readable on a telephone."""
+
+import base64
+import functools
+import io
+from typing import Any
+
+import jinja2
+
+from .report.figures import Figure
+
+
+def render_page(template: str, **values: Any) -> str:
+    """The page of the template ``pages/<template>.html.j2``, which extends the common one and escapes all values.
+
+    Raises `jinja2.UndefinedError` for a value that the template asks for and ``values`` lacks.
+    """
+    return _environment().get_template(f"{template}.html.j2").render(**values)
+
+
+def png_base64(figure: Figure) -> str:
+    """A figure as what an image inside the page is made of."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "pages"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["png_base64"] = png_base64
+    return environment

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What loading a checkpoint does: weights are packed as they are read, and what was loaded is checked."""
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+
+from ..checkpoint.io.mapped import release_files, release_mapped
+from ..config import MXFP4RLConfig
+from ..gemm.packed_weight import quantize_weight
+from ..layers import PACKED, MXFP4PackedExperts, MXFP4PackedLinear
+from ..report import ErrorEnergy, add_packed, add_packed_experts
+
+
+class PackOnLoad(ConversionOps):
+    """Packs one weight of a checkpoint as transformers reads it, so that full-precision weights exist one at a time.
+
+    Its error is added to ``energy``, and the pages of ``source_files`` that it was read from are let go.
+    """
+
+    def __init__(self, config: MXFP4RLConfig, energy: ErrorEnergy, source_files: frozenset[str]):
+        self._config, self._energy, self._source_files = config, energy, source_files
+
+    def convert(self, input_dict, full_layer_name: str = "", model=None, **kwargs) -> dict[str, torch.Tensor]:
+        """Maps ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names.
+
+        Raises `ValueError` when the weight is not of the layer's shape, which transformers does not check here.
+        """
+        (value,) = input_dict.values()
+        weight = value[0] if isinstance(value, list) else value
+        owner, _, own = full_layer_name.rpartition(".")
+        layer = model.get_submodule(owner)
+        needed = getattr(layer, own).shape  # the placeholder's
+        if weight.shape != needed:
+            raise ValueError(
+                f"{full_layer_name} is {list(weight.shape)} in the checkpoint, the model needs {list(needed)}"
+            )
+        if isinstance(layer, MXFP4PackedExperts):
+            packed = layer.pack_weight(own, weight)
+            add_packed_experts(self._energy, layer, own, weight, packed)
+            release_files(self._source_files)  # the weight is a copy of the experts' own
+        else:
+            packed = quantize_weight(weight, self._config.weight_scheme, self._config.backend)
+            add_packed(self._energy, weight, packed, self._config)
+            release_mapped(weight, self._source_files)
+        return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}
+
+
+def refuse_parallel_plan(model: nn.Module) -> None:
+    """Raise `ValueError` for a model that transformers would split over devices as it loads: trainable layers fail on
+    the split tensors, and of packed ones the weight alone would be split, without its scales."""
+    plan = getattr(model.config, "distributed_config", None)
+    asked = {name: getattr(plan, name, None) for name in ("tp_plan", "tp_size", "fsdp_size", "pp_size")}
+    asked = {name: value for name, value in asked.items() if value not in (None, 0, 1)}
+    if asked:
+        raise ValueError(
+            f"the layers of this package cannot be split over devices as they load ({str(asked)[:200]}); leave out "
+            "tp_plan, tp_size and distributed_config, and shard with FSDP2 or DeepSpeed through `accelerate launch` "
+            "(recipes/accelerate), or place whole layers with device_map"
+        )
+
+
+def packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4PackedExperts]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, PACKED)}
+
+
+def check_loaded(model: nn.Module, whole: bool) -> None:
+    """transformers only warns of tensors that no file has, and fills in random numbers.
+
+    Raises `ValueError` for the first one missing in a packed layer or, with ``whole``, anywhere but in a head that the
+    checkpoint was saved without.
+    """
+    layers = packed_layers(model)
+    same_class = type(model).__name__ in (model.config.architectures or ())
+    prefix = getattr(model, "base_model_prefix", "")
+    for name, parameter in model.named_parameters():
+        layer = name.rpartition(".")[0]
+        new_head = not same_class and hasattr(model, prefix) and not name.startswith(f"{prefix}.")
+        if layer not in layers and (new_head or not whole):
+            continue
+        # Offloaded parameters are meta tensors here, and left to the check of the files.
+        if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
+            raise ValueError(f"{name} is in no file of the checkpoint")
+    for layer in layers.values():
+        layer.check()
