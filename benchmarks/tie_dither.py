@@ -26,12 +26,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.gemm import rotate_operand
 from hf_mxfp4.gemm.packed_weight import quantize_weight
 from hf_mxfp4.layers import cached_weights, trainable_matrices
 from hf_mxfp4.numerics import decode_e8m0, quantize
 from hf_mxfp4.numerics.dither import Cells
 from hf_mxfp4.rl.callbacks.movement import Movement, MovementSums
-from hf_mxfp4.rl.callbacks.weight_samples import WeightSample, sample_weights
+from hf_mxfp4.rl.callbacks.weight_samples import WeightSample, layer_type, sample_weights
 from recipes.common.hardware import hardware
 
 from . import perplexity
@@ -56,6 +57,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "`paper_a`": {"preset": "paper_a"},
     "rceil, fallback 1.0": {"macro_block": None, "outlier_fallback": 1.0},
     "`paper_b`: floor, 32x32": {"preset": "paper_b"},
+    "rceil, rotated by H16": {**PLAIN, "fprop": {"rotation": "deterministic-16"}},
+    "default, rotated by H16": {"fprop": {"rotation": "deterministic-16"}},
 }
 #: Standard deviations of the steps.
 STEPS = (1e-6, 1e-5)
@@ -91,6 +94,21 @@ def load(folder: Path, dither: bool, **options: Any) -> tuple[nn.Module, float]:
     return model.eval(), time.process_time() - start
 
 
+def step_samples(model: nn.Module) -> list[WeightSample]:
+    """The rows that are stepped on. `sample_weights` leaves out what a product rotates; of that, as many are taken."""
+    samples = sample_weights(model, WEIGHTS)
+    if samples:
+        return samples
+    matrices = list(trainable_matrices(model))
+    stride = max(1, -(-sum(matrix.weight().numel() for matrix in matrices) // WEIGHTS))
+    for matrix in matrices:
+        n_rows, columns = matrix.weight()[::stride].shape
+        rows = slice(0, matrix.weight().shape[0], stride)
+        part = (matrix.fprop.right, matrix.layer.config.backend, n_rows, n_rows, n_rows * columns)
+        samples.append(WeightSample(layer_type(matrix), (matrix,), (rows,), *part))
+    return samples
+
+
 def movement(samples: Iterable[WeightSample], step: float, spread: float = 0.0) -> Movement:
     """The movement of a Gaussian step of this standard deviation; with ``spread``, from masters that were moved by up
     to as many ulps of bfloat16 first.
@@ -105,8 +123,10 @@ def movement(samples: Iterable[WeightSample], step: float, spread: float = 0.0) 
             raise ValueError(f"{sample.matrices[0].name} has rows that do not fill a tile")
         if spread:
             before = spread_over(before, spread, generator)
-        change = torch.randn(before.shape, generator=generator) * step
-        sums.add(before, before + change, sample.scheme, sample.backend, sample.n_weights)
+        after = before + torch.randn(before.shape, generator=generator) * step
+        matrix = sample.matrices[0]
+        before, after = (rotate_operand(rows, matrix.fprop.rotation, "fprop", matrix.draws) for rows in (before, after))
+        sums.add(before, after, sample.scheme, sample.backend, sample.n_weights)
     return sums.movement
 
 
@@ -123,8 +143,10 @@ def checkpoint_differences(model: nn.Module, checkpoint: dict[str, torch.Tensor]
     for matrix in trainable_matrices(model):
         number, weight = checkpoint[matrix.full_name], matrix.weight()
         not_rounding_back += int((weight.to(number.dtype).view(torch.int16) != number.view(torch.int16)).sum())
-        scheme, backend = matrix.layer.gemms.fprop.right, matrix.layer.config.backend
-        stored, wanted = (quantize_weight(value, scheme, backend) for value in (weight, number.float()))
+        rotated = [
+            rotate_operand(value, matrix.fprop.rotation, "fprop", matrix.draws) for value in (weight, number.float())
+        ]
+        stored, wanted = (quantize_weight(value, matrix.fprop.right, matrix.layer.config.backend) for value in rotated)
         differing += sum(int((stored[name] != wanted[name]).sum()) for name in wanted)
     return not_rounding_back, differing
 
@@ -154,12 +176,12 @@ def measure_movement(folder: Path, weights: str) -> list[dict]:
     records = []
     for name, options in SCHEMES.items():
         plain, seconds_without = load(folder, False, **options)
-        samples = sample_weights(plain, WEIGHTS)
+        samples = step_samples(plain)
         found = {"without": {step: movement(samples, step) for step in STEPS}}
         found["spread"] = {STEPS[0]: movement(samples, STEPS[0], SPREAD)}
         del plain, samples
         model, seconds = load(folder, True, **options)
-        samples = sample_weights(model, WEIGHTS)
+        samples = step_samples(model)
         found["with"] = {step: movement(samples, step) for step in STEPS}
         report = model.quantization_report.dither
         not_rounding_back, differing = checkpoint_differences(model, checkpoint)

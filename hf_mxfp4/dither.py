@@ -9,6 +9,7 @@ where it has to be: a place that would change a code or a scale is mirrored, so 
 to the side that rounding had chosen, and the quantized policy of the first forward pass is that of the checkpoint.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,25 +17,19 @@ from torch import nn
 from transformers.utils.logging import tqdm
 
 from ._logging import get_logger
-from .gemm import Draws, rotate_operand
-from .gemm.packed_weight import dequantize, packed_tensor, quantize_weight
+from .dither_places import ForwardWeight, dithered
 from .layers import Matrix, trainable_matrices
 from .layers.sharded import whole
 from .numerics import BLOCK_SIZE, GemmScheme, QuantScheme
-from .numerics.dither import Cells, sixteen_bit_dtype
+from .numerics.dither import Cells, crowding, sixteen_bit_dtype
 
 
 #: Seconds after which progress is shown.
 _PATIENCE = 2
 #: Weights are dithered in portions of about this many elements, to bound what lies beside them.
 _PORTION = 1 << 20
-#: How often places are tried before they are given up; how often they are drawn anew for blocks that change, and for
-#: blocks that another selection for fallback would take.
-_ATTEMPTS = 24
-_DRAWS = 20
-_SELECTIONS = 8
-#: A weight lies on a boundary when moving it by this share of itself, up or down, makes a difference.
-_NUDGE = 2.0**-21
+#: How often blocks that another selection for fallback would take are drawn anew, and put back where they were.
+_SELECTIONS, _RETURNS = 8, 16
 #: Why nothing is done to the weights of most checkpoints in float32.
 _FULL_NUMBERS = "are no 16-bit numbers"
 #: Rows of each weight, in bands of 32, on which boundaries are counted.
@@ -174,21 +169,22 @@ def _unsupported_reason(parameter: nn.Parameter, fprop: GemmScheme) -> str | Non
 
 def _dither_matrix(matrix: Matrix, weight: torch.Tensor, dtype: torch.dtype, report: DitherReport) -> None:
     """Dither one matrix ``[N, K]`` in place."""
-    fprop, draws = matrix.fprop, matrix.draws
-    backend, scheme = matrix.layer.config.backend, fprop.right
-    forward = _ForwardWeight(scheme, fprop, draws, backend)
+    fprop, draws, backend = matrix.fprop, matrix.draws, matrix.layer.config.backend
+    forward = ForwardWeight(fprop, fprop.right, draws, backend)
     # Blocks are selected for fallback by comparison with all others: their codes are matched first, as if all were.
-    each = (
-        forward
-        if scheme.fallback_rate is None
-        else _ForwardWeight(replace(scheme, fallback_rate=None), fprop, draws, backend)
-    )
+    each = forward
+    if forward.scheme.fallback_rate is not None:
+        each = ForwardWeight(fprop, replace(forward.scheme, fallback_rate=None), draws, backend)
     generator = torch.Generator().manual_seed(draws.dither_seed)
-    before = weight.clone()
+    before, crowds = weight.clone(), crowding(weight, dtype)
+
+    def dither(groups: torch.Tensor) -> torch.Tensor:
+        return dithered(Cells(groups, dtype, crowds), each, generator)
+
     for rows in weight.split(max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE):
-        rows.copy_(each.ungrouped(_dithered(each.grouped(rows), dtype, each, generator), rows.shape))
+        rows.copy_(each.ungrouped(dither(each.grouped(rows)), rows.shape))
     if each is not forward:
-        _match_selection(weight, before, dtype, forward, each, generator)
+        _match_selection(weight, before, forward, each, dither)
     sample = _bands(weight)
     report.n_before += forward.count_on_boundaries(_bands(before))
     report.n_after += forward.count_on_boundaries(sample)
@@ -201,24 +197,21 @@ def _dither_matrix(matrix: Matrix, weight: torch.Tensor, dtype: torch.dtype, rep
 def _match_selection(
     weight: torch.Tensor,
     before: torch.Tensor,
-    dtype: torch.dtype,
-    forward: "_ForwardWeight",
-    each: "_ForwardWeight",
-    generator: torch.Generator,
+    forward: ForwardWeight,
+    each: ForwardWeight,
+    dither: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Dither groups of ``weight`` again, in place, or put them back to ``before``, until the same blocks are selected
     for the residual pass: those with the largest errors, which a dither moves a little."""
-    wanted = forward.quantized(before)
     originals = each.grouped(before)
-    for attempt in range(_ATTEMPTS):
-        codes, blocks = forward.differences(wanted, forward.quantized(weight), weight.shape[1])
-        differs = each.grouped(codes | blocks).flatten(1).any(dim=1)
+    for attempt in range(_SELECTIONS + _RETURNS):
+        differs = each.grouped(forward.differing_elements(before, weight)).flatten(1).any(dim=1)
         if not differs.any():
             return
-        if attempt == _ATTEMPTS - 1:
+        if attempt == _SELECTIONS + _RETURNS - 1:
             differs[:] = True
         groups, again = each.grouped(weight), originals[differs]
-        groups[differs] = _dithered(again, dtype, each, generator) if attempt < _SELECTIONS else again
+        groups[differs] = dither(again) if attempt < _SELECTIONS else again
         weight.copy_(each.ungrouped(groups, weight.shape))
 
 
@@ -228,162 +221,3 @@ def _bands(weight: torch.Tensor) -> torch.Tensor:
         return weight.clone()
     bands = weight[: weight.shape[0] // _BAND * _BAND].unflatten(0, (-1, _BAND))
     return bands[:: -(-len(bands) // _BANDS)].flatten(0, 1)
-
-
-# ---- the weight as the forward product takes it ----------------------------------------------------------------------
-
-
-class _ForwardWeight:
-    """Codes and scales of a weight in the forward product, and where those of two weights differ."""
-
-    def __init__(self, scheme: QuantScheme, fprop: GemmScheme, draws: Draws, backend: str):
-        self.scheme, self.rotation, self.draws, self.backend = scheme, fprop.rotation, draws, backend
-        #: How many neighbours a code depends on.
-        self.unit = BLOCK_SIZE if self.rotation is None else max(BLOCK_SIZE, self.rotation.size)
-
-    def quantized(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors of [`quantize_weight`] for ``[..., N, K]``, in that shape but for the last axis."""
-        rotated = rotate_operand(rows.reshape(-1, rows.shape[-1]), self.rotation, "fprop", self.draws)
-        tensors = quantize_weight(rotated, self.scheme, self.backend)
-        return {name: tensor.view(*rows.shape[:-1], -1) for name, tensor in tensors.items()}
-
-    def differences(
-        self, wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], columns: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masks ``[..., columns]`` of the elements whose code differs in either pass, and of those in blocks of which a
-        scale or a macro byte does. Where a rotation mixes elements, all that it mixes count as such a block."""
-        codes = torch.zeros_like(wanted["weight"][..., :1], dtype=torch.bool).expand(
-            *wanted["weight"].shape[:-1], columns
-        )
-        blocks = codes
-        for name, tensor in wanted.items():
-            bits = tensor ^ found[name]
-            if name in ("weight", "weight_residual"):
-                pairs = torch.stack([bits & 0xF, bits >> 4], dim=-1) != 0
-                codes = codes | pairs.flatten(-2)[..., :columns]
-            else:
-                size = self.scheme.macro_block if name == "weight_macro" else BLOCK_SIZE
-                size = columns if size == "row" else max(size, BLOCK_SIZE)
-                blocks = blocks | _per_element(bits != 0, size, columns)
-        if self.rotation is not None:
-            padded = nn.functional.pad(codes | blocks, (0, -columns % self.unit))
-            blocks = _per_element(padded.unflatten(-1, (-1, self.unit)).any(dim=-1), self.unit, columns)
-        return codes, blocks
-
-    def reflected(
-        self, values: torch.Tensor, wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Values on the other side of the boundaries that they crossed, as far from them: a boundary lies in the middle
-        between the grid values on its sides. ``found`` is what ``values`` are quantized to, ``wanted`` what they were
-        before; for elements whose codes alone differ."""
-        sides = [self._passes(tensors, values.shape[-1]) for tensors in (wanted, found)]
-        (first, residual), (other, other_residual) = sides
-        twice = first + other
-        if residual is not None:
-            twice = torch.where(first == other, twice + residual + other_residual, twice)
-        return twice - values
-
-    def _passes(self, tensors: dict[str, torch.Tensor], columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the codes of the first pass stand for, and those of the residual pass, without their weight alpha."""
-
-        def values(suffix: str) -> torch.Tensor:
-            names = {
-                "weight": f"weight{suffix}",
-                "weight_scale": f"weight{suffix}_scale",
-                "weight_macro": "weight_macro",
-            }
-            one_pass = {name: tensors[own].flatten(0, -2) for name, own in names.items() if own in tensors}
-            tensor = packed_tensor(one_pass, columns, replace(self.scheme, outlier_fallback=None), torch.float32)
-            return dequantize(tensor, torch.float32, self.backend).view(*tensors["weight"].shape[:-1], columns)
-
-        return values(""), values("_residual") if "weight_residual" in tensors else None
-
-    def grouped(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows ``[N, K]`` as groups ``[groups, rows of a group, columns of a group]`` that are quantized independently
-        of each other: macro blocks or rotated blocks where these divide the weight evenly, whole rows elsewhere."""
-        n, k = rows.shape
-        height, width = self.scheme.block_rows, k
-        if self.scheme.macro_block != "row":
-            width = max(self.unit, self.scheme.macro_block or 0)
-        if k % width:
-            width = k
-        if n % height:
-            height, width = n, k
-        return rows.reshape(n // height, height, k // width, width).transpose(1, 2).reshape(-1, height, width)
-
-    def ungrouped(self, groups: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """What [`grouped`] made groups of, in its shape ``[N, K]``."""
-        n, k = shape
-        _, height, width = groups.shape
-        return groups.reshape(n // height, k // width, height, width).transpose(1, 2).reshape(n, k)
-
-    def count_on_boundaries(self, rows: torch.Tensor) -> int:
-        """How many elements of rows lie on a boundary of their codes; a block on one of its scale counts as one."""
-        nudge = rows.abs() * _NUDGE
-        codes, blocks = self.differences(self.quantized(rows + nudge), self.quantized(rows - nudge), rows.shape[-1])
-        return int((codes & ~blocks).sum()) + int(blocks.sum()) // BLOCK_SIZE
-
-
-# ---- places that leave every code and scale as it is -----------------------------------------------------------------
-
-
-def _dithered(
-    groups: torch.Tensor, dtype: torch.dtype, forward: _ForwardWeight, generator: torch.Generator
-) -> torch.Tensor:
-    """Groups of numbers of ``dtype`` (see [`_ForwardWeight.grouped`]) at random places of their cells, at which they
-    have the codes and scales that they have in the middle.
-
-    Groups that differ are tried again. An element whose code differs goes to the other side of the boundary that it
-    crossed, where as many steps then lead over it as over a boundary between weights in general position. Blocks whose
-    scale differs are tried with their largest elements on the other side, then drawn anew. Both come nearer and nearer
-    to the middle, where they stay when nothing else is left.
-    """
-    cells = Cells(groups, dtype)
-    wanted = forward.quantized(groups)
-    places = cells.draw(generator)
-    tried, active = places, torch.arange(len(places), device=places.device)
-    for attempt in range(_ATTEMPTS):
-        values = cells.values(tried, active)
-        found = forward.quantized(values)
-        differs = _any_difference(wanted, found)
-        if not differs.any():
-            break
-        active, tried, values = active[differs], tried[differs], values[differs]
-        wanted, found = ({name: tensor[differs] for name, tensor in tensors.items()} for tensors in (wanted, found))
-        if attempt == _ATTEMPTS - 1:
-            tried = torch.zeros_like(tried)
-        else:
-            codes, blocks = forward.differences(wanted, found, values.shape[-1])
-            other_side = -tried
-            if attempt % 2:
-                other_side >>= 1
-            elif forward.rotation is None:
-                reflected = cells.places(forward.reflected(values, wanted, found), active)
-                other_side = torch.where(reflected.abs() <= cells.outermost, reflected.to(torch.int16), other_side)
-            if attempt == 0:
-                of_blocks = torch.where(_is_largest(cells.weight[active]), -tried, tried)
-            elif attempt < _DRAWS:
-                of_blocks = cells.draw(generator, active) >> attempt // 3
-            else:
-                of_blocks = torch.zeros_like(tried)
-            tried = torch.where(blocks, of_blocks, torch.where(codes, other_side, tried))
-        places[active] = tried
-    return cells.values(places)
-
-
-def _any_difference(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Mask of the groups along the first axis in which any byte differs."""
-    differs = [(tensor != found[name]).flatten(1).any(dim=1) for name, tensor in wanted.items()]
-    return torch.stack(differs).any(dim=0)
-
-
-def _is_largest(weight: torch.Tensor) -> torch.Tensor:
-    """The elements with the largest magnitude of their blocks of 32 columns."""
-    magnitude = weight.abs()
-    padded = nn.functional.pad(magnitude, (0, -weight.shape[-1] % BLOCK_SIZE))
-    largest = padded.unflatten(-1, (-1, BLOCK_SIZE)).amax(dim=-1)
-    return magnitude == _per_element(largest, BLOCK_SIZE, weight.shape[-1])
-
-
-def _per_element(of_blocks: torch.Tensor, size: int, width: int) -> torch.Tensor:
-    return of_blocks.unsqueeze(-1).expand(*of_blocks.shape, size).flatten(-2)[..., :width]

@@ -7,24 +7,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tables import CONFIGS, PLAIN, some
+from tables import PLAIN
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.dither import dither_masters
+from hf_mxfp4.dither_places import ForwardWeight, _crossings
 from hf_mxfp4.gemm import rotate_operand
 from hf_mxfp4.gemm.packed_weight import quantize_weight
 from hf_mxfp4.layers import trainable_matrices
-from hf_mxfp4.numerics.dither import Cells, sixteen_bit_dtype
+from hf_mxfp4.numerics.dither import Cells, crowding, sixteen_bit_dtype
 
 
 IDS = torch.arange(2, 14).view(2, 6)
-SCHEMES = some(
-    CONFIGS, "plain", "floor", "even", "mse", "static", "row static", "default", "even blockwise", "fallback 1",
-    "selective even", "paper_a", "paper_b", "w4a4g4_tuned", "rotated",
-)  # fmt: skip
+SCHEMES = {
+    "rceil": PLAIN,
+    "floor": {**PLAIN, "scale_rule": "floor"},
+    "even": {**PLAIN, "scale_rule": "even"},
+    "mse": {**PLAIN, "scale_rule": "mse"},
+    "static": {"macro_search": "static", "outlier_fallback": None},
+    "row": {"macro_block": "row", "macro_search": "static", "outlier_fallback": None},
+    "default": {},
+    "blockwise": {"scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": None},
+    "fallback": {"macro_block": None, "outlier_fallback": 1.0},
+    "some fallback": {"scale_rule": "even", "macro_block": None, "outlier_fallback": 1.0, "outlier_fallback_rate": 0.1},
+    "paper_a": {"preset": "paper_a"},
+    "paper_b": {"preset": "paper_b"},
+    "tuned": {"preset": "w4a4g4_tuned"},
+    "rotated": {**PLAIN, "fprop": {"rotation": "deterministic-16"}},
+    "rotated by 64": {**PLAIN, "fprop": {"rotation": "deterministic-64"}},
+    "rotated default": {"fprop": {"rotation": "deterministic-16"}},
+}
 
 
 def gaussian(rows, columns, dtype=torch.bfloat16, seed=0):
@@ -83,6 +98,32 @@ def test_a_power_of_two_has_a_third_of_its_places_below():
     assert float(values.max()) < -0.25 + 2**-11 and float(values.min()) > -0.25 - 2**-10
 
 
+def test_crowded_numbers_are_those_with_more_weights_than_their_neighbourhood_has():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.rand(200, 1000, generator=generator).add_(1.0).bfloat16().float()  # 128 numbers from 1 to 2
+    weight[0, 0] = float("nan")
+    numbers = torch.arange(1.0, 2.0, 2**-7)
+    bits = numbers.bfloat16().view(torch.int16).long()
+    middle = slice(32, 96)
+    found = crowding(weight, torch.bfloat16)
+    assert found is None or float(found[bits[middle]].max()) < 0.1
+    coarse = (weight * 32).floor() / 32  # every fourth number
+    found = crowding(coarse, torch.bfloat16)[bits[middle]]
+    assert found[::4].tolist() == pytest.approx([0.75] * 16, abs=0.02)
+    assert (found.view(-1, 4)[:, 1:] == 0).all()
+
+
+def test_what_a_crowded_number_has_too_many_of_is_in_the_outer_halves_of_its_cell():
+    crowds = torch.zeros(1 << 15)
+    crowds[int(torch.tensor(1.25).bfloat16().view(torch.int16))] = 0.75
+    cells = Cells(torch.tensor([[1.25, 1.5]]).repeat(40_000, 1), torch.bfloat16, crowds)
+    places = cells.draw(torch.Generator().manual_seed(0))
+    assert int(places.abs().max()) <= cells.outermost
+    inner = (places.abs() <= cells.outermost // 2).double().mean(dim=0)
+    assert inner.tolist() == pytest.approx([0.125, 0.5], abs=0.01)
+    assert places.double().mean(dim=0).abs().max() < 0.03 * cells.outermost
+
+
 def test_the_dtype_of_numbers_is_found_by_their_bits():
     weight = gaussian(40, 64, torch.float32)
     assert sixteen_bit_dtype(weight) is None
@@ -113,6 +154,50 @@ def test_a_small_step_moves_quantized_weights_as_far_as_masters(scheme):
     assert report.n_left < 0.01 * weight.numel()
     if scheme in ("rceil", "floor", "even", "mse", "fallback", "paper_b", "tuned"):
         assert undithered > 10 and report.share_before > 0.005
+
+
+def test_weights_on_a_coarser_lattice_do_not_jump_either(monkeypatch):
+    # What another quantization leaves: small numbers are multiples of 2^-13, eight times the spacing of bfloat16.
+    weight = gaussian(1024, 1024, torch.float32).mul_(2**13).round_().div_(2**13).bfloat16().float()
+
+    def dithered():
+        model, layer = one_layer(weight, **PLAIN)
+        report = dither_masters(model)
+        found = layer.weight.detach()
+        assert torch.equal(found.bfloat16().float(), weight)
+        assert equal(stored(layer, weight), stored(layer, found))
+        assert report.n_left < 1e-3 * weight.numel()
+        return movement(layer, found, 5e-7)
+
+    assert 0.6 < dithered() < 1.4
+    monkeypatch.setattr("hf_mxfp4.dither.crowding", lambda *arguments: None)
+    assert dithered() > 2
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_rotated_weights_with_many_ties_leave_all_of_them(size):
+    # Multiples of one number: their rotated blocks lie on a dozen boundaries at a time, which no draw leaves unseen.
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-8, 9, (64, 512), generator=generator) * 2**-8
+    model, layer = one_layer(weight, **PLAIN, fprop={"rotation": f"deterministic-{size}"})
+    report = dither_masters(model)
+    dithered = layer.weight.detach()
+    assert torch.equal(dithered.bfloat16().float(), weight)
+    assert equal(stored(layer, weight), stored(layer, dithered))
+    assert report.share_before > 0.05 and report.share_after < 1e-3
+    assert report.n_left < 0.003 * weight.numel()
+
+
+def test_what_crossed_over_to_a_boundary_itself_comes_back():
+    middle = torch.zeros(1, 1, 32)
+    middle[..., 0], middle[..., 1], middle[..., 2] = 5.5, 0.2505, 0.251
+    moved = middle.clone()
+    moved[..., 1], moved[..., 2] = 0.25, 0.2495  # 0.25 is rounded to 0
+    _, layer = one_layer(torch.zeros(32, 32), **PLAIN)
+    forward = ForwardWeight(layer.gemms.fprop, layer.gemms.fprop.right, layer.draws, "auto")
+    crossing, blocks = _crossings(forward, middle, moved, forward.quantized(middle), forward.quantized(moved))
+    assert not blocks.any() and (crossing[..., 3:] == 0).all()
+    assert crossing[0, 0, :3].tolist() == pytest.approx([0.0, -0.0005, -0.0005], abs=1e-6)
 
 
 def test_a_tie_leaves_to_the_side_that_nearest_even_chose():

@@ -16,6 +16,7 @@ from benchmarks.tie_dither import (
     load,
     movement,
     spread_over,
+    step_samples,
     tie_densities,
 )
 from benchmarks.tie_steps import log_probabilities, mean_kl, nudge_norms, share_of_digits, turn_at_random
@@ -40,6 +41,17 @@ def test_the_dither_is_seen_in_the_movement(half):
     assert without.ratio > 10 and without.n_changed > 10 * with_it.n_changed
     assert abs(with_it.ratio - 1) < 5 * with_it.standard_error
     assert movement(sample_weights(plain, 2**25), 1e-6, spread=4.5).ratio < 5
+
+
+def test_rotated_weights_are_stepped_on_as_well(half):
+    rotated = {**PLAIN, "fprop": {"rotation": "deterministic-16"}}
+    model, _ = load(half, True, **rotated)
+    samples = step_samples(model)
+    assert not sample_weights(model, 2**25)
+    assert sum(sample.n_weights for sample in samples) == model.quantization_report.dither.n_weights
+    found = movement(samples, 2e-6)
+    assert abs(found.ratio - 1) < 5 * found.standard_error
+    assert checkpoint_differences(model, tensors_in(half)) == (0, 0)
 
 
 def test_rows_that_are_padding_are_refused(tmp_path):
