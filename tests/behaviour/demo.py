@@ -29,10 +29,9 @@ def record(record: Record) -> None:
         raise RuntimeError(f"the demo failed:\n{result.stderr[-4000:]}")
     for line in result.stdout.splitlines():
         print(line)
-    for path in sorted(out.glob("*.json")):
-        for key, value in _flat(json.loads(path.read_text())):
-            if not any(word in key.lower() for word in _MACHINE):
-                record.value(f"{path.name}/{key}", value)
+    for key, value in _flat(json.loads((out / "summary.json").read_text())):
+        if not any(word in key.lower() for word in _MACHINE):
+            record.value(key, value)
 
 
 def _flat(value: object, place: str = "") -> list[tuple[str, object]]:

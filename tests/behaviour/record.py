@@ -50,8 +50,8 @@ class Record:
         self._add(name, text.encode(), {"kind": "text", "text": text})
 
     def value(self, name: str, value: object) -> None:
-        """Record what JSON can hold, numbers by their shortest exact text."""
-        text = json.dumps(value, sort_keys=True, default=str)
+        """Record what JSON can hold, numbers by their shortest exact text, paths of this run apart."""
+        text = json.dumps(value, sort_keys=True, default=str).replace(str(self.workplace), "FOLDER")
         self._add(name, text.encode(), {"kind": "value", "text": text})
 
     def file(self, name: str, path: Path) -> None:

@@ -12,7 +12,7 @@ _MASKS = (
     (re.compile(r"^.* MB (of .* MB )?\(\d+ ?%\).*\n?", re.MULTILINE), ""),
     (re.compile(r'("transformers_version": )"[^"]*"'), r'\1"VERSION"'),
     (re.compile(r"\b20\d\d-\d\d-\d\d([ T]\d\d:\d\d(:\d\d)?)?"), "DATE"),
-    (re.compile(r"\b\d+(\.\d+)? ?(ms|seconds?|minutes?|min)\b"), "TIME"),
+    (re.compile(r"\b\d+(\.\d+)? ?(ms|s|seconds?|min|minutes?|h|hours?)\b"), "TIME"),
     (re.compile(r"\b\d+(\.\d+)? [kMG]?B/s"), "SPEED"),
 )
 
