@@ -71,9 +71,8 @@ class Counter:
 
 def counted(flow: Callable[[], Any], warm: bool = True) -> Counter:
     """What a flow calls, its second time (its first without ``warm``)."""
-    import mxfp4_kernels
-
     import hf_mxfp4
+    import mxfp4_kernels
 
     folders = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (hf_mxfp4, mxfp4_kernels))
     if warm:

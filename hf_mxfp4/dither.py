@@ -16,7 +16,7 @@ from torch import nn
 from transformers.utils.logging import tqdm
 
 from ._logging import get_logger
-from .gemm import Draws, rotate_operand
+from .gemm import LayerRng, rotate_operand
 from .gemm.packed_weight import dequantize, packed_tensor, quantize_weight
 from .layers import Matrix, trainable_matrices
 from .layers.sharded import whole
@@ -174,16 +174,16 @@ def _unsupported_reason(parameter: nn.Parameter, fprop: GemmScheme) -> str | Non
 
 def _dither_matrix(matrix: Matrix, weight: torch.Tensor, dtype: torch.dtype, report: DitherReport) -> None:
     """Dither one matrix ``[N, K]`` in place."""
-    fprop, draws = matrix.fprop, matrix.draws
+    fprop, rng = matrix.fprop, matrix.rng
     backend, scheme = matrix.layer.config.backend, fprop.right
-    forward = _ForwardWeight(scheme, fprop, draws, backend)
+    forward = _ForwardWeight(scheme, fprop, rng, backend)
     # Blocks are selected for fallback by comparison with all others: their codes are matched first, as if all were.
     each = (
         forward
         if scheme.fallback_rate is None
-        else _ForwardWeight(replace(scheme, fallback_rate=None), fprop, draws, backend)
+        else _ForwardWeight(replace(scheme, fallback_rate=None), fprop, rng, backend)
     )
-    generator = torch.Generator().manual_seed(draws.dither_seed)
+    generator = torch.Generator().manual_seed(rng.dither_seed)
     before = weight.clone()
     for rows in weight.split(max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE):
         rows.copy_(each.ungrouped(_dithered(each.grouped(rows), dtype, each, generator), rows.shape))
@@ -236,14 +236,14 @@ def _bands(weight: torch.Tensor) -> torch.Tensor:
 class _ForwardWeight:
     """Codes and scales of a weight in the forward product, and where those of two weights differ."""
 
-    def __init__(self, scheme: QuantScheme, fprop: GemmScheme, draws: Draws, backend: str):
-        self.scheme, self.rotation, self.draws, self.backend = scheme, fprop.rotation, draws, backend
+    def __init__(self, scheme: QuantScheme, fprop: GemmScheme, rng: LayerRng, backend: str):
+        self.scheme, self.rotation, self.rng, self.backend = scheme, fprop.rotation, rng, backend
         #: How many neighbours a code depends on.
         self.unit = BLOCK_SIZE if self.rotation is None else max(BLOCK_SIZE, self.rotation.size)
 
     def quantized(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors of [`quantize_weight`] for ``[..., N, K]``, in that shape but for the last axis."""
-        rotated = rotate_operand(rows.reshape(-1, rows.shape[-1]), self.rotation, "fprop", self.draws)
+        rotated = rotate_operand(rows.reshape(-1, rows.shape[-1]), self.rotation, "fprop", self.rng)
         tensors = quantize_weight(rotated, self.scheme, self.backend)
         return {name: tensor.view(*rows.shape[:-1], -1) for name, tensor in tensors.items()}
 
