@@ -35,7 +35,7 @@ OPERANDS = ("both", "weights", "activations")
 #: Rows x columns of a weight that share a block scale, and the rows of it.
 WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
 BACKENDS = ("auto", "eager", "cpu", "triton")
-#: What multiplies; see [`hf_mxfp4.gemm.engine_for`].
+#: What multiplies; see [`hf_mxfp4.gemm.select_kernel`].
 ENGINES = ("auto", "dense", "fp8", "mxfp4")
 
 

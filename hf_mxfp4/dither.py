@@ -169,13 +169,13 @@ def _unsupported_reason(parameter: nn.Parameter, fprop: GemmScheme) -> str | Non
 
 def _dither_matrix(matrix: Matrix, weight: torch.Tensor, dtype: torch.dtype, report: DitherReport) -> None:
     """Dither one matrix ``[N, K]`` in place."""
-    fprop, draws, backend = matrix.fprop, matrix.draws, matrix.layer.config.backend
-    forward = ForwardWeight(fprop, fprop.right, draws, backend)
+    fprop, rng, backend = matrix.fprop, matrix.rng, matrix.layer.config.backend
+    forward = ForwardWeight(fprop, fprop.right, rng, backend)
     # Blocks are selected for fallback by comparison with all others: their codes are matched first, as if all were.
     each = forward
     if forward.scheme.fallback_rate is not None:
-        each = ForwardWeight(fprop, replace(forward.scheme, fallback_rate=None), draws, backend)
-    generator = torch.Generator().manual_seed(draws.dither_seed)
+        each = ForwardWeight(fprop, replace(forward.scheme, fallback_rate=None), rng, backend)
+    generator = torch.Generator().manual_seed(rng.dither_seed)
     before, crowds = weight.clone(), crowding(weight, dtype)
 
     def dither(groups: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .gemm import Draws, rotate_operand
+from .gemm import LayerRng, rotate_operand
 from .gemm.operands import rotate_back
 from .gemm.packed_weight import dequantize, packed_tensor, quantize_weight
 from .numerics import BLOCK_SIZE, GemmScheme, QuantScheme
@@ -64,18 +64,18 @@ class ForwardWeight:
     What has columns here has those of the rotated weight, which may end in a padding.
     """
 
-    def __init__(self, fprop: GemmScheme, scheme: QuantScheme, draws: Draws, backend: str):
-        self.scheme, self.rotation, self.draws, self.backend = scheme, fprop.rotation, draws, backend
+    def __init__(self, fprop: GemmScheme, scheme: QuantScheme, rng: LayerRng, backend: str):
+        self.scheme, self.rotation, self.rng, self.backend = scheme, fprop.rotation, rng, backend
         #: How many neighbours a code depends on.
         self.unit = BLOCK_SIZE if self.rotation is None else max(BLOCK_SIZE, self.rotation.size)
 
     def rotated(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows ``[..., K]`` in the domain in which they are quantized."""
-        return rotate_operand(rows, self.rotation, "fprop", self.draws)
+        return rotate_operand(rows, self.rotation, "fprop", self.rng)
 
     def rotated_back(self, rotated: torch.Tensor, columns: int) -> torch.Tensor:
         """The inverse of [`rotated`]."""
-        return rotate_back(rotated, self.rotation, "fprop", columns, self.draws)
+        return rotate_back(rotated, self.rotation, "fprop", columns, self.rng)
 
     def quantized(self, rotated: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors of [`quantize_weight`] for rotated rows ``[..., N, K]``, in that shape but for the last axis."""

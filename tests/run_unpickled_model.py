@@ -9,10 +9,10 @@ import torch
 
 def main() -> None:
     model = torch.load(sys.argv[1], weights_only=False)
-    from hf_mxfp4.layers import MXFP4Linear
+    from hf_mxfp4.gemm import operands
 
-    calls, quantize = [], MXFP4Linear.weight_operand
-    MXFP4Linear.weight_operand = lambda self, weight: calls.append(1) or quantize(self, weight)
+    calls, quantize = [], operands.weight_operand
+    operands.weight_operand = lambda *args: calls.append(1) or quantize(*args)
     tokens = model.generate(torch.arange(2, 8)[None], max_new_tokens=4, min_new_tokens=4, do_sample=False)
     print(json.dumps({"tokens": tokens.tolist(), "quantizations": len(calls)}))
 

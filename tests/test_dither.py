@@ -57,7 +57,7 @@ def one_layer(weight, name="layer", **options):
 
 def stored(layer, weight):
     """Codes and scales of the forward product."""
-    rotated = rotate_operand(weight.detach(), layer.gemms.fprop.rotation, "fprop", layer.draws)
+    rotated = rotate_operand(weight.detach(), layer.gemms.fprop.rotation, "fprop", layer.rng)
     return quantize_weight(rotated, layer.gemms.fprop.right, "auto")
 
 

@@ -19,9 +19,11 @@ from transformers import (
 )
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, uncached_weights
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, uncached_weights
+from hf_mxfp4.backends import select as backends
+from hf_mxfp4.gemm import operands
+from hf_mxfp4.gemm.weight_cache import cached_for_call
 from hf_mxfp4.layers import QUANTIZED, MXFP4Experts
-from hf_mxfp4.layers.weight_cache import cached_for_call
 
 
 IDS = torch.arange(2, 8)[None]
@@ -45,25 +47,25 @@ def logits(model):
 
 @pytest.fixture
 def quantizations(monkeypatch):
-    """The layers that quantized (or dequantized) their weights so far, one entry each time."""
+    """What tells the layers that quantized (or dequantized) their weights so far, one entry each time."""
     calls = []
-    originals = MXFP4Linear.weight_operand, MXFP4PackedLinear._tensor, MXFP4Experts.weight_operand
+    quantize, dequantize = operands.weight_operand, backends.dequantize
 
-    def counted(original):
-        def call(self, *args):
-            calls.append(self)
-            return original(self, *args)
+    def quantized(weight, dtype, state):
+        calls.append(state)
+        return quantize(weight, dtype, state)
 
-        return call
+    def dequantized(weight, *args):
+        calls.append(weight.codes.data_ptr())
+        return dequantize(weight, *args)
 
-    monkeypatch.setattr(MXFP4Linear, "weight_operand", counted(originals[0]))
-    monkeypatch.setattr(MXFP4PackedLinear, "_tensor", counted(originals[1]))
-    monkeypatch.setattr(MXFP4Experts, "weight_operand", counted(originals[2]))
+    monkeypatch.setattr(operands, "weight_operand", quantized)
+    monkeypatch.setattr(backends, "dequantize", dequantized)
     return calls
 
 
 def nothing_is_kept(model):
-    return not any(layer._cache.value is not None for layer in model.modules() if hasattr(layer, "_cache"))
+    return not any(layer.state.cache.value is not None for layer in model.modules() if hasattr(layer, "state"))
 
 
 def test_each_weight_is_quantized_once_per_call(checkpoint, quantizations):
@@ -98,7 +100,7 @@ def test_packed_weights_are_dequantized_where_they_are_used_unless_asked(checkpo
     sizes = []
 
     def look(module, args, output):
-        sizes.append(sum(layer._cache.value is not None for layer in model.modules() if hasattr(layer, "_cache")))
+        sizes.append(sum(layer.state.cache.value is not None for layer in model.modules() if hasattr(layer, "state")))
 
     handle = model.lm_head.register_forward_hook(look)
     plain = logits(model)
@@ -246,7 +248,7 @@ def test_contexts_inside_a_call_change_nothing(checkpoint, quantizations):
 
     def inside(ids, scores):
         with uncached_weights(), cached_weights("packed"):
-            entered.append(model.model.layers[0].mlp.down_proj._cache.value is not None)
+            entered.append(model.model.layers[0].mlp.down_proj.state.cache.value is not None)
         return scores
 
     quantizations.clear()
@@ -331,12 +333,12 @@ def test_two_threads_that_share_a_layer_have_contexts_of_their_own():
         layer.weight.data.mul_(-1.5)
         with torch.no_grad(), cached_for_call():  # begins after the change, and so sees it
             seen += [layer(x), layer(x)]
-            kept = layer._cache.value
+            kept = layer.state.cache.value
     finally:
         changed.set()
         thread.join()
     assert not torch.equal(seen[0], seen[1]) and torch.equal(seen[1], seen[2])
-    assert kept is not None and layer._cache.value is None
+    assert kept is not None and layer.state.cache.value is None
 
 
 def test_models_that_are_offloaded_keep_no_copies(checkpoint, quantizations):

@@ -11,8 +11,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from ..gemm import Groups
-from ..gemm.custom_ops import plain_grouped_linear
+from ..gemm import Groups, quantized_linear
+from ..gemm.custom_ops import compiled_linear
 from ..gemm.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor, quantize_weight
 from .merge_report import MergeError
 from .merging import MergesIntoPacked
@@ -33,10 +33,10 @@ def add_factors(
         result: ``[S, N]``, rows sorted by expert.
         x: ``[S, K]``, the same rows of the input in full precision.
     """
-    total = result
+    total, linear = result, compiled_linear if torch.compiler.is_compiling() else quantized_linear
     for a, b, scaling, dropout in factors:
-        inner = plain_grouped_linear(dropout(layer._cast_input_dtype(x, a.dtype)), a, groups)
-        total = total + plain_grouped_linear(inner, b, groups) * scaling
+        inner = linear(dropout(layer._cast_input_dtype(x, a.dtype)), a, None, groups=groups)
+        total = total + linear(inner, b, None, groups=groups) * scaling
     return total.to(result.dtype)
 
 

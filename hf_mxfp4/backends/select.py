@@ -110,14 +110,11 @@ def backend_for(
         return "eager", "eager was asked for"
     fast = backend if backend != "auto" else ("cpu" if device_type == "cpu" else "triton")
     if fast == "cpu":
-        reason = _cpu_obstacle(device_type, dtype, scheme)
+        on_cpu = device_type == "cpu"
+        reason = cpu.unsupported_reason(dtype, scheme) if on_cpu else f"the tensor is on {device_type}"
     else:
-        reason = triton_kernels.obstacle(device_type, dtype, scheme, length)
+        reason = triton_kernels.unsupported_reason(device_type, dtype, scheme, length)
     return ("eager" if reason and backend == "auto" else fast), reason
-
-
-def _cpu_obstacle(device_type: str, dtype: torch.dtype, scheme: QuantScheme) -> str | None:
-    return cpu.obstacle(dtype, scheme) if device_type == "cpu" else f"the tensor is on {device_type}"
 
 
 def is_torchs_own(x: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from ..numerics import MXFP4Tensor, QuantScheme
 
 
-def obstacle(device_type: str, dtype: torch.dtype, scheme: QuantScheme, length: int = 0) -> str | None:
+def unsupported_reason(device_type: str, dtype: torch.dtype, scheme: QuantScheme, length: int = 0) -> str | None:
     """Why the kernels cannot quantize tensors of this device and dtype along an axis of ``length`` (0: any) under this
     scheme, or read what it makes of them; `None` when they can. On the CPU they run in Triton's interpreter, under
     TRITON_INTERPRET=1, and slowly."""
@@ -37,7 +37,7 @@ def unavailable(device_type: str) -> str | None:
 
 
 def fake_quantize(x: torch.Tensor, scheme: QuantScheme, seed: int | None = None) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a tensor that [`obstacle`] does not refuse."""
+    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a tensor that the kernels take."""
     import mxfp4_kernels
 
     return mxfp4_kernels.fake_quantize(x, **_options(scheme), rounding=scheme.rounding, seed=seed)
@@ -83,7 +83,7 @@ def fake_quantize_both(
 
 
 def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None = None) -> MXFP4Tensor:
-    """[`hf_mxfp4.numerics.quantize`] of a tensor that [`obstacle`] does not refuse; ``axis`` is not negative."""
+    """[`hf_mxfp4.numerics.quantize`] of a tensor that the kernels take; ``axis`` is not negative."""
     import mxfp4_kernels
 
     packed = mxfp4_kernels.quantize(x.movedim(axis, -1), **_options(scheme), rounding=scheme.rounding, seed=seed)
@@ -91,7 +91,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None =
 
 
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[`MXFP4Tensor.dequantize`] of what [`obstacle`] does not refuse."""
+    """[`MXFP4Tensor.dequantize`] of what [`unsupported_reason`] does not refuse."""
     import mxfp4_kernels
 
     out = mxfp4_kernels.dequantize(
@@ -108,7 +108,7 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x Q(W)^T + b`` for a weight ``[N, K]`` that [`obstacle`] does not refuse in the dtype of ``x``."""
+    """``x Q(W)^T + b`` for a weight ``[N, K]`` that [`unsupported_reason`] does not refuse in the dtype of ``x``."""
     import mxfp4_kernels
 
     return mxfp4_kernels.linear_w4a16(

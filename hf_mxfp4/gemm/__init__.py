@@ -1,44 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of MXFP4 operands, differentiable, and the choice of the GEMM kernel that computes them."""
 
-from . import custom_ops as library  # noqa: F401  (registers the operators)
-from .experts import grouped_linear, packed_grouped_linear
-from .fast_experts import FastExperts
-from .fast_products import FastProducts
+from . import custom_ops  # noqa: F401  (registers the operators)
 from .groups import Groups, group_by_expert
-from .layer_rng import Draws
+from .layer_rng import LayerRng
 from .linear import autocast_dtype, quantized_linear
-from .operands import BackwardProducts, quantize_operand, rotate_back, rotate_operand
-from .packed import computes_on_codes, packed_product, packed_product_route
-from .saved import SavedInput, cat_rows, keep_input, pack_rows, restore_input
-from .select import Engine, engine_counts, engine_for, hardware_of, reset_engine_counts
+from .operands import quantize_operand, rotate_back, rotate_operand
+from .packed import computes_on_codes, packed_linear, packed_product, packed_product_route
+from .select import GemmKernel, gemm_kernel_counts, hardware_of, reset_gemm_kernel_counts, select_kernel
+from .spec import GemmSpec, PackedSpec
+from .state import GemmState
 
 
 __all__ = [
-    "BackwardProducts",
-    "Draws",
-    "Engine",
-    "FastExperts",
-    "FastProducts",
+    "GemmKernel",
+    "GemmSpec",
+    "GemmState",
     "Groups",
-    "SavedInput",
+    "LayerRng",
+    "PackedSpec",
     "autocast_dtype",
-    "cat_rows",
     "computes_on_codes",
-    "engine_counts",
-    "engine_for",
+    "gemm_kernel_counts",
     "group_by_expert",
-    "grouped_linear",
     "hardware_of",
-    "keep_input",
-    "pack_rows",
-    "packed_grouped_linear",
+    "packed_linear",
     "packed_product",
     "packed_product_route",
     "quantize_operand",
     "quantized_linear",
-    "reset_engine_counts",
-    "restore_input",
+    "reset_gemm_kernel_counts",
     "rotate_back",
     "rotate_operand",
+    "select_kernel",
 ]

@@ -2,10 +2,10 @@
 """The products of all experts at once: in one launch, with operands quantized in one, and no count read back.
 
 What each expert's product would compute by itself, up to the order of sums. Where that does not hold, or a GPU kernel
-is missing, [`obstacle`] and [`uses_kernels`] say so and experts are computed one after the other.
+is missing, [`unsupported_reason`] and [`uses_kernels`] say so and experts are computed one after the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,9 +15,12 @@ from ..backends import triton as triton_kernels
 from ..backends.select import choose_backend
 from ..numerics import FP8, MXFP4Tensor, OperandScheme, QuantScheme
 from ..numerics.packed import saturate
-from .fast_experts import expert_scales
+from . import dense
+from .fast_grouped import expert_scales
 from .groups import Groups, PaddedRows
-from .operands import BackwardProducts, quantize_operand, rotate_operand
+from .operands import quantize_operand, rotate_operand, rows_first
+from .spec import GemmSpec
+from .state import GemmState
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,11 +48,9 @@ def runs_grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
     )
 
 
-def obstacle(products: Sequence[BackwardProducts] | None) -> str | None:
+def unsupported_reason(spec: GemmSpec) -> str | None:
     """Why gradients cannot be computed for all experts at once; `None` when they can."""
-    if products is None:
-        return None
-    scheme = products[0].scheme
+    scheme = spec.scheme
     if scheme.is_random:
         return "every expert draws random numbers of its own"
     for gemm in (scheme.dgrad, scheme.wgrad):
@@ -63,6 +64,29 @@ def obstacle(products: Sequence[BackwardProducts] | None) -> str | None:
     return None
 
 
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups, backend: str
+) -> torch.Tensor:
+    """``x [S, K] weight[e, N, K]^T + bias[e, N]`` for the rows of each expert: ``[S, N]``."""
+    if uses_kernels(x, backend):
+        return product(x, weight, groups, bias)
+    return each(x, bias, groups, weight.__getitem__, weight.shape[1])
+
+
+def each(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    groups: Groups,
+    weight_of: Callable[[int], torch.Tensor],
+    out_features: int,
+) -> torch.Tensor:
+    """One product for each expert that has rows; ``weight_of`` gives the weight ``[N, K]`` of one."""
+    out = x.new_empty(x.shape[0], out_features)
+    for expert, rows in groups:
+        out[rows] = F.linear(x[rows], weight_of(expert), None if bias is None else bias[expert])
+    return out
+
+
 def product(left: torch.Tensor, right: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``left [S, C] right[e, D, C]^T + bias[e, D]`` for the rows of each expert: ``[S, D]``."""
     offsets = groups.offsets(left.device)
@@ -70,13 +94,6 @@ def product(left: torch.Tensor, right: torch.Tensor, groups: Groups, bias: torch
         out = F.grouped_mm(left.contiguous(), right.transpose(1, 2), offs=offsets)
         return out if bias is None else out + groups.per_row(bias)
     return triton_kernels.grouped_matmul(left, right, offsets, bias)
-
-
-def packed_product(
-    x: torch.Tensor, weight: MXFP4Tensor, groups: Groups, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[`product`] with the packed weights ``[E, N, K]`` of all experts."""
-    return triton_kernels.grouped_matmul_packed(x, weight, groups.offsets(x.device), bias)
 
 
 def reads_packed(weight: MXFP4Tensor, x: torch.Tensor) -> bool:
@@ -92,7 +109,7 @@ def reads_packed_on_gpus(scheme: QuantScheme, backend: str) -> bool:
 
 def _read_obstacle(made_by: QuantScheme, device_type: str, dtype: torch.dtype) -> str | None:
     scheme = QuantScheme("rceil", made_by.macro_block, made_by.macro_search, made_by.outlier_fallback)
-    return triton_kernels.obstacle(device_type, dtype, scheme)
+    return triton_kernels.unsupported_reason(device_type, dtype, scheme)
 
 
 def dequantized(weight: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -101,62 +118,69 @@ def dequantized(weight: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def grad_x(
-    products: BackwardProducts | None,
-    grad: torch.Tensor,
-    masters: torch.Tensor,
-    reused: torch.Tensor | None,
-    groups: Groups,
+    grad: torch.Tensor, weight: torch.Tensor, reused: torch.Tensor | None, groups: Groups, state: GemmState
 ) -> torch.Tensor:
-    """``[S, K]`` from ``grad [S, N]`` and the masters ``[E, N, K]`` or what the forward product used of them.
+    """``[S, K]`` from ``grad [S, N]``.
 
     Args:
-        products: of any expert: all have the same scheme. `None` for what the forward pass used.
-        reused: where the scheme takes that.
+        weight: the master weights ``[E, N, K]``, or ``[E, K, N]`` if the layer's are transposed.
+        reused: what the forward product used of them, where the scheme takes that.
     """
-    right = (masters if reused is None else reused).transpose(1, 2)
-    if products is None:
-        return product(grad, right, groups)
-    scheme = products.scheme.dgrad
+    spec, masters = state.spec, rows_first(weight, state)
+    if not _at_once(grad, spec):
+        out = grad.new_empty(grad.shape[0], masters.shape[2])
+        for expert, rows in groups:
+            own = None if reused is None else reused[expert]
+            out[rows] = dense.grad_x(grad[rows], masters[expert], own, spec, state.rng_of(expert))
+        return out
+    scheme, right = spec.scheme.dgrad, masters
     if reused is not None:
-        right = products.reused(reused, masters.shape[2]).transpose(1, 2)
-    left = _quantized(products, "dgrad", "grad", grad, scheme.left)
-    right = _quantized_stack(products, right, scheme.right, grad.dtype)
+        right = dense.forward_values(reused, masters.shape[2], spec, state.rng_of(0))
+    left = _quantized(state, "dgrad", "grad", grad, scheme.left)
+    right = _quantized_stack(state, right.transpose(1, 2), scheme.right, grad.dtype)
     return product(left.to(grad.dtype), right.to(grad.dtype), groups)
 
 
 def grad_weight(
-    products: BackwardProducts | None,
-    grad: torch.Tensor,
-    kept: torch.Tensor,
-    in_features: int,
-    groups: Groups,
-    dtype: torch.dtype,
-    transposed: bool,
+    grad: torch.Tensor, saved: torch.Tensor, weight: torch.Tensor, groups: Groups, state: GemmState
 ) -> torch.Tensor:
-    """``[E, N, K]`` (``[E, K, N]`` if ``transposed``) in ``dtype`` from ``grad [S, N]`` and what the forward pass kept
-    of its input, ``[S, K]``.
+    """The gradient of the master weights, like them, from ``grad [S, N]`` and what the forward pass saved of its input,
+    ``[S, K]``.
 
     Operands that are quantized along the tokens, or rotated, are those of each expert by itself: its rows are padded
     with zeros to whole blocks, and all experts are quantized in one launch.
     """
-    offsets, left, right = groups.offsets(grad.device), grad, kept
-    if products is not None:
-        scheme = products.scheme.wgrad
-        right = kept if products.keeps_input else products.reused(kept, in_features)
-        if unit := _rows_per_block(scheme.left, scheme.right, scheme.rotation):
-            padded = PaddedRows(groups, unit, grad.device)
-            offsets = padded.offsets
-        else:
-            padded = None
-        left = _along_tokens(products, "grad", left, scheme.left, groups, padded).to(grad.dtype)
-        right = _along_tokens(products, "x", right, scheme.right, groups, padded).to(grad.dtype)
-    left, right = (right, left) if transposed else (left, right)
-    return triton_kernels.grouped_wgrad(left, right, offsets, dtype)
+    spec, scheme = state.spec, state.spec.scheme.wgrad
+    in_features = rows_first(weight, state).shape[2]
+    if not _at_once(grad, spec):
+        out = torch.zeros_like(weight)
+        for expert, rows in groups:
+            own = grad[rows], saved[rows], in_features, spec, state.rng_of(expert)
+            rows_first(out, state)[expert] = dense.grad_weight(*own)
+        return out
+    offsets, padded = groups.offsets(grad.device), None
+    right = saved if spec.saves_raw_input else dense.forward_values(saved, in_features, spec, state.rng_of(0))
+    if unit := _rows_per_block(scheme.left, scheme.right, scheme.rotation):
+        padded = PaddedRows(groups, unit, grad.device)
+        offsets = padded.offsets
+    left = _along_tokens(state, "grad", grad, scheme.left, groups, padded).to(grad.dtype)
+    right = _along_tokens(state, "x", right, scheme.right, groups, padded).to(grad.dtype)
+    left, right = (right, left) if spec.transposed else (left, right)
+    return triton_kernels.grouped_wgrad(left, right, offsets, weight.dtype)
 
 
-def grad_bias(grad: torch.Tensor, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+def _at_once(grad: torch.Tensor, spec: GemmSpec) -> bool:
+    return uses_kernels(grad, spec.backend) and unsupported_reason(spec) is None
+
+
+def grad_bias(grad: torch.Tensor, groups: Groups, dtype: torch.dtype, backend: str) -> torch.Tensor:
     """``[E, N]``, the sums of each expert's rows."""
-    return triton_kernels.grouped_sum(grad, groups.offsets(grad.device), dtype)
+    if uses_kernels(grad, backend):
+        return triton_kernels.grouped_sum(grad, groups.offsets(grad.device), dtype)
+    out = grad.new_zeros(groups.n_experts, grad.shape[1], dtype=dtype)
+    for expert, rows in groups:
+        out[expert] = grad[rows].sum(dim=0)
+    return out
 
 
 def _rows_per_block(left: OperandScheme, right: OperandScheme, rotation) -> int:
@@ -165,19 +189,17 @@ def _rows_per_block(left: OperandScheme, right: OperandScheme, rotation) -> int:
     return max([*units, *([rotation.size] if rotation else [])], default=0)
 
 
-def _quantized(
-    products: BackwardProducts, gemm: str, operand: str, values: torch.Tensor, scheme: OperandScheme
-) -> torch.Tensor:
+def _quantized(state: GemmState, gemm: str, operand: str, values: torch.Tensor, scheme: OperandScheme) -> torch.Tensor:
     """An operand ``[..., C]`` rotated and quantized along its last axis."""
-    rotation = getattr(products.scheme, gemm).rotation
+    rotation, rng = getattr(state.spec.scheme, gemm).rotation, state.rng_of(0)
     if rotation is None and not (isinstance(scheme, QuantScheme) or scheme is FP8):
         return values
-    values = rotate_operand(values.contiguous(), rotation, gemm, products.draws)
-    return quantize_operand(values, scheme, gemm, operand, products.draws, products.backend)
+    values = rotate_operand(values.contiguous(), rotation, gemm, rng)
+    return quantize_operand(values, scheme, gemm, operand, rng, state.spec.backend)
 
 
 def _along_tokens(
-    products: BackwardProducts,
+    state: GemmState,
     operand: str,
     rows: torch.Tensor,
     scheme: OperandScheme,
@@ -192,7 +214,7 @@ def _along_tokens(
     rows = padded.pad(rows)
     if scheme is FP8:
         return rows
-    return _quantized(products, "wgrad", operand, rows.t(), scheme).t()
+    return _quantized(state, "wgrad", operand, rows.t(), scheme).t()
 
 
 def _fake_quantize_e4m3(rows: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -204,17 +226,17 @@ def _fake_quantize_e4m3(rows: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def _quantized_stack(
-    products: BackwardProducts, weights: torch.Tensor, scheme: OperandScheme, dtype: torch.dtype
+    state: GemmState, weights: torch.Tensor, scheme: OperandScheme, dtype: torch.dtype
 ) -> torch.Tensor:
     """The weights ``[E, K, N]`` in Dgrad, rotated and quantized along their last axis; in one launch where a kernel
     does that, and one at a time otherwise: what lies between input and output is then several times their size."""
-    rotation = products.scheme.dgrad.rotation
-    fused = isinstance(scheme, QuantScheme) and choose_backend(weights, scheme, products.backend) != "eager"
+    rotation = state.spec.scheme.dgrad.rotation
+    fused = isinstance(scheme, QuantScheme) and choose_backend(weights, scheme, state.spec.backend) != "eager"
     if rotation is None and (fused or not isinstance(scheme, QuantScheme) and scheme is not FP8):
-        return _quantized(products, "dgrad", "weight", weights, scheme)
+        return _quantized(state, "dgrad", "weight", weights, scheme)
     out = None
     for expert, weight in enumerate(weights):
-        values = _quantized(products, "dgrad", "weight", weight, scheme)
+        values = _quantized(state, "dgrad", "weight", weight, scheme)
         out = values.new_empty(len(weights), *values.shape, dtype=dtype) if out is None else out
         out[expert] = values
     return out

@@ -14,7 +14,7 @@ import torch
 from ..numerics import random_signs
 
 
-class Draws:
+class LayerRng:
     """Source of the random numbers of one layer.
 
     Args:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear layer on quantized operands, with the straight-through gradient.
+"""The linear layer on quantized operands, with the straight-through gradient: of one weight, or of all experts.
 
 Forward ``y = Q(x) Q(W)^T + b``. The quantizers are passed over by the gradient (straight-through estimator), and the
 backward products run on the operands of the forward one: ``dx = g Q(W)``, ``dW = g^T Q(x)``, ``db = sum g``
-(arXiv 2605.20402, section 2: forward operands in MXFP4, output gradients in full precision), unless
-[`BackwardProducts`] say otherwise.
+(arXiv 2605.20402, section 2: forward operands in MXFP4, output gradients in full precision), unless the scheme of the
+layer says otherwise. With groups, each expert's rows of the input meet the expert's weight, and every expert's product,
+forward and backward, is the one that a linear layer of its own would compute.
+
+What a product does, in this order: choose its kernel ([`choose`]), make its operands ([`operands`]) and what is saved
+of the input ([`saved`]), multiply ([`fast`] and [`fast_grouped`], or dense values: [`dense`] and [`grouped`]).
 """
 
 from collections.abc import Sequence
@@ -14,46 +18,53 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .fast_products import FastProducts
-from .layer_rng import Draws
-from .operands import BackwardProducts, Quantizer
-from .saved import SavedInput, SavedRecord, SavedTensors, keep_input, restore_input
+from . import dense, fast, fast_grouped, grouped
+from .choose import kernel_of_product
+from .groups import Groups
+from .layer_rng import LayerRng
+from .operands import kept_weight_operand
+from .saved import SavedRecord, SavedTensors, restore_input, save_input
+from .spec import FULL_PRECISION
+from .state import GemmState
+from .weight_cache import kept_for_backward
+
+
+#: Of products whose operands are not quantized.
+PLAIN_STATE = GemmState(FULL_PRECISION)
 
 
 def quantized_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    quantize_input: Quantizer,
-    quantize_weight: Quantizer,
-    products: BackwardProducts | None = None,
-    saved: SavedInput | None = None,
-    fast: FastProducts | None = None,
+    state: GemmState = PLAIN_STATE,
+    groups: Groups | None = None,
+    *,
+    input_operand: torch.Tensor | None = None,
+    weight_operand: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``Q(x) Q(W)^T + b`` with straight-through gradients.
 
+    The backward pass quantizes the weight as it is then: a sharded engine may have freed what the forward pass saw
+    (but see [`kept_for_backward`]). An expert without rows has zero gradients, and nothing random is drawn for it.
+
     Args:
-        x: ``[..., K]``.
-        weight: master weight ``[N, K]``; read, never written.
-        bias: ``[N]`` or `None`.
-        quantize_input, quantize_weight: map an operand and the dtype of the product to the operand's quantized values
-            in that dtype. The weight's is called again in the backward pass, on the weight as it is then: a sharded
-            engine may have freed what the forward pass saw. Both may return more than K columns, of a rotation that
-            ``products`` knows.
-        products: how gradients are computed; by default from the operands above and the output gradient as it is.
-        saved: what is kept of ``x`` for the gradient of the weight; by default what that product takes, as it is.
-        fast: takes over products that its engines can compute, from the master weight and the input themselves; by
-            default all are dense.
+        x: ``[..., K]``; with groups ``[S, K]``, rows sorted by expert.
+        weight: master weight ``[N, K]``, with groups ``[E, N, K]``, or ``[E, K, N]`` if the spec says transposed; read,
+            never written.
+        bias: ``[N]``, ``[E, N]`` or `None`.
+        state: of the layer, with its spec; by default operands are not quantized.
+        groups: the rows of each expert; `None` for one weight.
+        input_operand, weight_operand: take the place of ``Q(x)`` and of ``Q(W)``, in the dtype of the product.
 
     Returns:
         ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
     """
     dtype = autocast_dtype(x) or x.dtype
-    # A frozen weight, as under LoRA, needs no input kept for its gradient.
-    needed = weight.requires_grad and torch.is_grad_enabled()
-    return _QuantizedLinear.apply(
-        x, weight, bias, quantize_input, quantize_weight, products, dtype, saved or SavedInput(), fast, needed
-    )
+    # A frozen weight, as under LoRA, needs no input saved for its gradient.
+    weight_needs_grad = weight.requires_grad and torch.is_grad_enabled()
+    given = input_operand, weight_operand
+    return _QuantizedLinear.apply(x, weight, bias, state, groups, dtype, weight_needs_grad, given)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -64,144 +75,183 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
 
 
-def check_step(draws: Draws, step: int) -> None:
-    """Raise `RuntimeError` unless ``draws`` is still at the ``step`` of the forward pass."""
-    if draws.step != step:
-        raise RuntimeError(
-            f"the quantization step of {draws.layer or 'a layer'} went from {step} to {draws.step} between its forward "
-            "and its backward pass; set it before the forward pass"
-        )
-
-
 @dataclass(frozen=True)
 class LinearRecord:
     """What the backward pass must know of the forward pass beside tensors.
 
     Attributes:
-        kept_as: how the input was kept.
-        step: the quantization step, of layers whose backward products may draw random numbers; otherwise `None`.
+        saved: how the input was saved.
+        step: the quantization step, of layers whose gradients are not plain; otherwise `None`.
         input_dtype, bias_dtype: of the gradients; `None` for a bias that is not there.
     """
 
-    kept_as: SavedRecord
+    saved: SavedRecord
     step: int | None
     input_dtype: torch.dtype
     bias_dtype: torch.dtype | None
 
 
-def forward_linear(
+def linear_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    quantize_input: Quantizer,
-    quantize_weight: Quantizer,
-    products: BackwardProducts | None,
+    state: GemmState,
+    groups: Groups | None,
     dtype: torch.dtype,
-    saved: SavedInput,
-    fast: FastProducts | None,
-    needed: bool,
-) -> tuple[torch.Tensor, SavedTensors, LinearRecord]:
+    weight_needs_grad: bool,
+    given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | None]:
     """The forward pass of [`quantized_linear`], without a gradient.
 
     Args:
-        x, weight, bias, quantize_input, quantize_weight, products, saved, fast: as there.
+        x, weight, bias, state, groups: as there.
         dtype: of the product.
-        needed: whether the gradient of the weight will be asked for.
+        weight_needs_grad: whether the gradient of the weight will be asked for.
+        given: operands that were made already.
 
     Returns:
-        The output, and for [`backward_linear`] what was kept of ``x``, and the record.
+        The output, what was saved of ``x``, the record, and the operand of the weight, `None` where there was none.
     """
-    itself = products is not None and products.keeps_input
-    engine = None if fast is None else fast.engine("fprop", x, weight, dtype=dtype)
-    is_fast = engine is not None and engine.name != "dense"
-    if is_fast and (itself or not needed):
-        quantize_input = unquantized
-    operand, kept, kept_as = keep_input(x, dtype, quantize_input, saved, needed=needed, itself=itself)
-    step = None if products is None else products.draws.step
-    record = LinearRecord(kept_as, step, x.dtype, None if bias is None else bias.dtype)
+    spec, kernel, right = state.spec, "dense", given[1]
+    if right is None:
+        kernel = kernel_of_product("fprop", spec, x, weight, dtype=dtype, experts=groups is not None)
+    left, tensors, saved = save_input(
+        x,
+        dtype,
+        state,
+        groups,
+        weight_needs_grad=weight_needs_grad,
+        multiplies=kernel == "dense",
+        given=given[0],
+    )
+    step = None if spec.is_plain else state.rngs[0].step
+    record = LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype)
     bias = None if bias is None else bias.to(dtype)
-    if is_fast:
-        return fast.forward(engine, x, weight, bias, dtype), kept, record
-    return F.linear(operand, quantize_weight(weight, dtype), bias), kept, record
+    if kernel != "dense":
+        if groups is None:
+            return fast.forward(kernel, x, weight, bias, dtype, state), tensors, record, None
+        return fast_grouped.forward(x, weight, bias, dtype, groups, state), tensors, record, None
+    if right is None:
+        right = kept_weight_operand(weight, dtype, state)
+    if groups is None:
+        return F.linear(left, right, bias), tensors, record, right
+    return grouped.forward(left, right, bias, groups, spec.backend), tensors, record, right
 
 
-def unquantized(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Stands for the operand of a product that makes its own."""
-    return x
-
-
-def backward_linear(
+def linear_backward(
     grad: torch.Tensor,
     weight: torch.Tensor,
-    kept: SavedTensors,
+    tensors: SavedTensors,
     record: LinearRecord,
-    quantize_weight: Quantizer | None,
-    products: BackwardProducts | None,
-    fast: FastProducts | None,
+    state: GemmState,
+    groups: Groups | None,
     needs: Sequence[bool],
+    reused: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of ``x``, the weight and the bias, `None` for those that ``needs`` does not ask for.
 
     Args:
         grad: ``[..., N]``.
         weight: the master weight as it is now.
-        kept, record: from [`forward_linear`].
-        quantize_weight, products, fast: as there; the first `None` where the gradient of ``x`` does not take it.
+        tensors, record: from [`linear_forward`].
+        state, groups: as there.
+        reused: the operand of the weight in the forward product where that was kept.
 
     Raises `RuntimeError` when the quantization step has moved on since the forward pass.
     """
-    if products is not None:
-        check_step(products.draws, record.step)
-    grad_x = grad_weight = grad_bias = None
+    spec, rng = state.spec, state.rng_of(0)
+    if not spec.is_plain:
+        check_step(rng, record.step)
+    grad_x = grad_weight = grad_bias = left = left_t = None
     rows = grad.reshape(-1, grad.shape[-1])
 
-    def values() -> torch.Tensor:
-        found = restore_input(kept, record.kept_as)
-        return found.reshape(-1, found.shape[-1])
+    def saved_rows() -> torch.Tensor:
+        values = restore_input(tensors, record.saved)
+        return values.reshape(-1, values.shape[-1])
 
-    if fast is not None:
-        grad_x, grad_weight = fast.gradients(rows, weight, values, (needs[0], needs[1]))
-    left = left_t = None
-    if products is not None and all(needs[:2]) and grad_x is None and grad_weight is None:
-        left, left_t = products.quantized_grad(rows)
+    if spec.gemm_kernel != "dense":
+        grad_x, grad_weight = _fast_gradients(rows, weight, saved_rows, state, groups, needs)
+    if groups is None and not spec.is_plain and needs[0] and needs[1] and grad_x is None and grad_weight is None:
+        left, left_t = dense.quantized_grads(rows, spec, rng)
     if needs[0]:
         if grad_x is not None:
             grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
-        elif products is None:
-            grad_x = grad @ quantize_weight(weight, grad.dtype)
         else:
-            grad_x = products.grad_x(grad, weight, quantize_weight, left)
+            if not spec.reuses_weight:
+                reused = None
+            elif reused is None or reused.dtype != grad.dtype:
+                reused = kept_weight_operand(weight, grad.dtype, state)
+            if groups is None:
+                grad_x = dense.grad_x(grad, weight, reused, spec, rng, left)
+            else:
+                grad_x = grouped.grad_x(grad, weight, reused, groups, state)
         grad_x = grad_x.to(record.input_dtype)
     if needs[1]:
-        if grad_weight is None and products is None:
-            grad_weight = rows.t() @ values()
+        if grad_weight is None and groups is None:
+            grad_weight = dense.grad_weight(rows, saved_rows(), weight.shape[-1], spec, rng, left_t)
         elif grad_weight is None:
-            grad_weight = products.grad_weight(rows, values(), weight.shape[-1], left_t)
+            grad_weight = grouped.grad_weight(grad, saved_rows(), weight, groups, state)
         grad_weight = grad_weight.to(weight.dtype)
-    if needs[2]:
+    if needs[2] and groups is None:
         grad_bias = rows.sum(dim=0).to(record.bias_dtype)
-    if products is not None:
-        products.draws.n_backward += 1
+    elif needs[2]:
+        grad_bias = grouped.grad_bias(grad, groups, record.bias_dtype, spec.backend)
+    _count_pass(state, groups)
     return grad_x, grad_weight, grad_bias
+
+
+def _fast_gradients(rows, weight, saved_rows, state, groups, needs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``dx`` and ``dW`` as far as they are needed and a fast kernel takes them; see [`fast.gradients`]."""
+    spec, experts = state.spec, groups is not None
+    dgrad = wgrad = "dense"
+    if needs[0]:
+        dgrad = kernel_of_product("dgrad", spec, rows, weight, dtype=rows.dtype, experts=experts)
+    if needs[1]:
+        wgrad = kernel_of_product("wgrad", spec, rows, dtype=weight.dtype if experts else rows.dtype, experts=experts)
+    if groups is None:
+        return fast.gradients(rows, weight, saved_rows, state, dgrad, wgrad)
+    return fast_grouped.gradients(rows, weight, saved_rows, groups, state, dgrad, wgrad)
+
+
+def check_step(rng: LayerRng, step: int) -> None:
+    """Raise `RuntimeError` unless ``rng`` is still at the ``step`` of the forward pass."""
+    if rng.step != step:
+        raise RuntimeError(
+            f"the quantization step of {rng.layer or 'a layer'} went from {step} to {rng.step} between its forward "
+            "and its backward pass; set it before the forward pass"
+        )
+
+
+def _count_pass(state: GemmState, groups: Groups | None) -> None:
+    """Let the next backward pass of the step draw other numbers, of each expert that had rows in this one."""
+    if not state.spec.scheme.is_random:
+        return
+    if groups is None:
+        state.rngs[0].n_backward += 1
+        return
+    for expert, _ in groups:
+        state.rngs[expert].n_backward += 1
 
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, quantize_input, quantize_weight, products, dtype, saved, fast, needed):
-        out, kept, ctx.record = forward_linear(
-            x, weight, bias, quantize_input, quantize_weight, products, dtype, saved, fast, needed
+    def forward(ctx, x, weight, bias, state, groups, dtype, weight_needs_grad, given):
+        out, tensors, ctx.record, right = linear_forward(
+            x, weight, bias, state, groups, dtype, weight_needs_grad, given
         )
-        ctx.save_for_backward(weight, *kept)
-        # It may hold what it has made of the weight, and is let go where that is not used again.
-        reused = ctx.needs_input_grad[0] and (products is None or products.reuses_weight)
-        ctx.quantize_weight = quantize_weight if reused else None
-        ctx.products, ctx.fast = products, fast
+        ctx.save_for_backward(weight, *tensors)
+        reused = ctx.needs_input_grad[0] and state.spec.reuses_weight
+        ctx.weight_operand = right if reused and (given[1] is not None or kept_for_backward(weight)) else None
+        ctx.state, ctx.groups, ctx.keeps_operand = state, groups, given[1] is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, *kept = ctx.saved_tensors
+        weight, *tensors = ctx.saved_tensors
+        reused = ctx.weight_operand
+        if not ctx.keeps_operand:  # it is as large as the weight, and only `retain_graph` asks a second time
+            ctx.weight_operand = None
         needs = ctx.needs_input_grad[:3]
-        how = ctx.quantize_weight, ctx.products, ctx.fast
-        return *backward_linear(grad, weight, tuple(kept), ctx.record, *how, needs), *(None,) * 7
+        gradients = linear_backward(grad, weight, tuple(tensors), ctx.record, ctx.state, ctx.groups, needs, reused)
+        return *gradients, *(None,) * 5

@@ -1,32 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands of the three products of a linear layer, rotated and quantized along the contraction axis."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ..backends import functional
 from ..backends import select as backends
-from ..backends import triton as triton_kernels
 from ..numerics import (
     FP8,
-    FULL,
-    GEMM_OPERANDS,
-    REUSE,
-    GemmScheme,
-    LinearScheme,
+    FallbackThreshold,
+    MXFP4Tensor,
     OperandScheme,
     QuantScheme,
     Rotation,
+    apply_scheme_delayed,
     fake_quantize_e4m3,
+    quantize_delayed,
     rotate,
     unrotate,
 )
-from .layer_rng import Draws
-
-
-Quantizer = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+from .groups import Groups
+from .layer_rng import LayerRng
+from .packed_weight import cat_rows, pack_rows, part_sizes
+from .state import GemmState
 
 
 def rotate_padded(x: torch.Tensor, rotation: Rotation, signs: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,25 +33,25 @@ def rotate_padded(x: torch.Tensor, rotation: Rotation, signs: torch.Tensor | Non
 
 
 def rotation_signs(
-    rotation: Rotation, gemm: str, length: int, draws: Draws, device: torch.device
+    rotation: Rotation, gemm: str, length: int, rng: LayerRng, device: torch.device
 ) -> torch.Tensor | None:
     """Signs of a random rotation of an axis of ``length`` elements, padding included; `None` without signs."""
-    return draws.signs(gemm, length + -length % rotation.size, device) if rotation.random else None
+    return rng.signs(gemm, length + -length % rotation.size, device) if rotation.random else None
 
 
-def rotate_operand(x: torch.Tensor, rotation: Rotation | None, gemm: str, draws: Draws) -> torch.Tensor:
+def rotate_operand(x: torch.Tensor, rotation: Rotation | None, gemm: str, rng: LayerRng) -> torch.Tensor:
     """An operand of a product in the domain in which it is quantized; see [`rotate_padded`]."""
     if rotation is None:
         return x
-    return rotate_padded(x, rotation, rotation_signs(rotation, gemm, x.shape[-1], draws, x.device))
+    return rotate_padded(x, rotation, rotation_signs(rotation, gemm, x.shape[-1], rng, x.device))
 
 
-def rotate_back(x: torch.Tensor, rotation: Rotation | None, gemm: str, length: int, draws: Draws) -> torch.Tensor:
+def rotate_back(x: torch.Tensor, rotation: Rotation | None, gemm: str, length: int, rng: LayerRng) -> torch.Tensor:
     """The inverse of [`rotate_operand`] for an axis that had ``length`` elements, in float32 (float64 stays)."""
     if rotation is None:
         return x
     x = x if x.dtype == torch.float64 else x.float()
-    signs = rotation_signs(rotation, gemm, length, draws, x.device)
+    signs = rotation_signs(rotation, gemm, length, rng, x.device)
     return unrotate(x, rotation.size, signs=signs)[..., :length]
 
 
@@ -63,7 +60,7 @@ def quantize_operand(
     scheme: OperandScheme,
     gemm: str,
     operand: str,
-    draws: Draws,
+    rng: LayerRng,
     backend: str = "auto",
     *,
     rotation: Rotation | None = None,
@@ -72,121 +69,160 @@ def quantize_operand(
     """Quantized values of an operand along its last axis, rotated before ([`rotate_operand`]) where there is a
     rotation; without quantization where the scheme has none. As ``dtype`` if one is given."""
     if not isinstance(scheme, QuantScheme):
-        x = rotate_operand(x, rotation, gemm, draws)
+        x = rotate_operand(x, rotation, gemm, rng)
         x = fake_quantize_e4m3(x) if scheme is FP8 else x
         return x if dtype is None else x.to(dtype)
-    x, seed = x.detach(), operand_seed(scheme, gemm, operand, draws)
+    seed = operand_seed(scheme, gemm, operand, rng)
     if rotation is None:
-        values = backends.fake_quantize(x, scheme, backend, seed=seed)
+        values = backends.fake_quantize(x.detach(), scheme, backend, seed=seed)
         return values if dtype is None else values.to(dtype)
-    signs = rotation_signs(rotation, gemm, x.shape[-1], draws, x.device)
-    return backends.fake_quantize(x, scheme, backend, seed=seed, rotation=rotation.size, signs=signs, dtype=dtype)
+    signs = rotation_signs(rotation, gemm, x.shape[-1], rng, x.device)
+    options = {"seed": seed, "rotation": rotation.size, "signs": signs, "dtype": dtype}
+    return backends.fake_quantize(x.detach(), scheme, backend, **options)
 
 
-def operand_seed(scheme: QuantScheme, gemm: str, operand: str, draws: Draws) -> int | None:
+def operand_seed(scheme: QuantScheme, gemm: str, operand: str, rng: LayerRng) -> int | None:
     """The seed of an operand that is rounded stochastically."""
-    return draws.seed_of(gemm, operand) if scheme.rounding == "stochastic" else None
+    return rng.seed_of(gemm, operand) if scheme.rounding == "stochastic" else None
 
 
-@dataclass(frozen=True)
-class BackwardProducts:
-    """Dgrad and Wgrad of one layer.
+# ---- the input ------------------------------------------------------------------------------------------------------
 
-    Attributes:
-        scheme: of all three products; that of the forward one says what a reused operand has to be rotated back from.
-        draws: the layer's random numbers.
-        backend: see [`hf_mxfp4.gemm.fake_quantize`].
+
+def input_operand(x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None = None) -> torch.Tensor:
+    """``Q(x)`` along the last axis in ``dtype``, of the rotated and padded input where the forward product rotates.
+    Where random numbers are drawn, each group has its own. Of a tensor without memory one of that shape."""
+    spec = state.spec
+    if isinstance(x, FakeTensor) and not spec.keeps_input:
+        return x.new_empty(*x.shape[:-1], padded_length(x.shape[-1], state), dtype=dtype)
+    if groups is None or not spec.scheme.fprop.is_random:
+        return _input(x, dtype, state, state.rng_of(0))
+    parts = [_input(x[rows], dtype, state, state.rng_of(group)) for group, rows in groups]
+    parts = parts or [_input(x, dtype, state, state.rng_of(0))]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _input(x: torch.Tensor, dtype: torch.dtype, state: GemmState, rng: LayerRng) -> torch.Tensor:
+    spec, fprop = state.spec, state.spec.scheme.fprop
+    if not spec.quantizes_input:
+        return rotate_operand(x, fprop.rotation, "fprop", rng).to(dtype)
+    if state.threshold is not None:
+        rotated = rotate_operand(x, fprop.rotation, "fprop", rng)
+        return delayed_input(rotated, dtype, fprop.left, state.threshold, spec.backend)
+    return quantize_operand(x, fprop.left, "fprop", "x", rng, spec.backend, rotation=fprop.rotation, dtype=dtype)
+
+
+def delayed_input(
+    x: torch.Tensor, dtype: torch.dtype, scheme: QuantScheme, threshold: FallbackThreshold, backend: str
+) -> torch.Tensor:
+    """``Q(x)`` along the last axis in ``dtype``, with outlier fallback of blocks above the threshold.
+
+    Raises `ValueError` for a backend that has no selective fallback; ``"auto"`` is the eager one.
     """
-
-    scheme: LinearScheme
-    draws: Draws
-    backend: str = "auto"
-
-    @property
-    def keeps_input(self) -> bool:
-        """Whether Wgrad needs the layer's input itself and not what the forward product used of it."""
-        return self.scheme.wgrad.right is not REUSE
-
-    @property
-    def reuses_weight(self) -> bool:
-        """Whether Dgrad needs what the forward product used of the weight."""
-        return self.scheme.dgrad.right is REUSE
-
-    def quantized_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The left operands of Dgrad and Wgrad, of ``grad [M, N]`` and of its transpose, from one read of it; `None`
-        twice where the Triton kernels do not make both, or the schemes differ in more than rounding and rotation."""
-        gemms = "dgrad", "wgrad"
-        schemes = tuple(getattr(self.scheme, gemm).left for gemm in gemms)
-        rotations = [getattr(self.scheme, gemm).rotation for gemm in gemms]
-        if not all(isinstance(scheme, QuantScheme) for scheme in schemes) or not _alike(schemes, rotations, grad.dtype):
-            return None, None
-        seeds, signs = [], []
-        for gemm, scheme, rotation, length in zip(gemms, schemes, rotations, reversed(grad.shape), strict=True):
-            seed = operand_seed(scheme, gemm, "grad", self.draws)
-            if backends.choose_backend(grad, scheme, self.backend, seed, length) != "triton":
-                return None, None
-            seeds.append(seed)
-            signs.append(rotation and rotation_signs(rotation, gemm, length, self.draws, grad.device))
-        sizes = tuple(rotation and rotation.size for rotation in rotations)
-        return triton_kernels.fake_quantize_both(grad.detach(), schemes, tuple(seeds), sizes, tuple(signs), grad.dtype)
-
-    def grad_x(
-        self,
-        grad: torch.Tensor,
-        weight: torch.Tensor,
-        quantize_weight: Quantizer | None,
-        quantized: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """``[..., K]`` from ``grad [..., N]`` and the master weight ``[N, K]`` as it is now. ``quantized`` is the left
-        operand where [`quantized_grad`] has made it, as a matrix."""
-        right = weight
-        if self.reuses_weight:
-            right = self.reused(quantize_weight(weight, grad.dtype), weight.shape[-1])
-        if quantized is not None:
-            quantized = quantized.view(*grad.shape[:-1], quantized.shape[-1])
-        return self._product("dgrad", grad, right.t(), quantized)
-
-    def grad_weight(
-        self, grad: torch.Tensor, kept: torch.Tensor, in_features: int, quantized: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """``[N, K]`` from ``grad [M, N]`` and what the forward pass kept of its input, ``[M, K]``; ``quantized`` as in
-        [`grad_x`]."""
-        right = kept if self.keeps_input else self.reused(kept, in_features)
-        return self._product("wgrad", grad.t(), right.t(), quantized)
-
-    def _quantized(
-        self, values: torch.Tensor, treatment: OperandScheme, gemm: str, name: str, dtype: torch.dtype
-    ) -> torch.Tensor:
-        # The Triton kernels read transposes as they are.
-        if not isinstance(treatment, QuantScheme) or values.device.type == "cpu":
-            values = values.contiguous()
-        rotation = getattr(self.scheme, gemm).rotation
-        return quantize_operand(values, treatment, gemm, name, self.draws, self.backend, rotation=rotation, dtype=dtype)
-
-    def reused(self, values: torch.Tensor, in_features: int) -> torch.Tensor:
-        """What the forward product used of an operand, rotated back: ``[..., in_features]``."""
-        return rotate_back(values, self.scheme.fprop.rotation, "fprop", in_features, self.draws)
-
-    def _product(
-        self, gemm: str, left: torch.Tensor, right: torch.Tensor, quantized: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """``left [..., C] right[D, C]^T``, both quantized along C, in the dtype of ``left``, which may already be
-        ``quantized``."""
-        scheme: GemmScheme = getattr(self.scheme, gemm)
-        operands = []
-        treatments = (scheme.left, scheme.right)
-        for name, values, treatment in zip(GEMM_OPERANDS[gemm], (left, right), treatments, strict=True):
-            if quantized is not None and values is left:
-                values = quantized
-            elif scheme.rotation is not None or treatment not in (FULL, REUSE):
-                values = self._quantized(values, treatment, gemm, name, left.dtype)
-            operands.append(values.to(left.dtype))
-        return operands[0] @ operands[1].t()
+    if backend not in ("auto", "eager"):
+        raise ValueError(f"backend={backend!r} has no selective outlier fallback; use backend='auto'")
+    return apply_scheme_delayed(x, scheme, threshold).to(dtype)
 
 
-def _alike(schemes: tuple[QuantScheme, QuantScheme], rotations: list[Rotation | None], dtype: torch.dtype) -> bool:
-    """Whether one launch gives the bits of two: schemes differ in rounding alone, and where one axis is rotated only,
-    what is written is what both end as."""
-    first, second = (replace(scheme, rounding="nearest") for scheme in schemes)
-    mixed = (rotations[0] is None) != (rotations[1] is None)
-    return first == second and not (mixed and triton_kernels.written_dtype(first, dtype) != dtype)
+def nearest_input(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    scheme: QuantScheme | None,
+    threshold: FallbackThreshold | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``Q(x)`` along the last axis in ``dtype``, rounded to nearest; ``x`` itself without a scheme. With a threshold,
+    blocks above it get outlier fallback. Of a tensor without memory one of that shape."""
+    if scheme is None:
+        return x.to(dtype)
+    if isinstance(x, FakeTensor):
+        return x.new_empty(x.shape, dtype=dtype)
+    if threshold is not None:
+        return delayed_input(x, dtype, scheme, threshold, backend)
+    return backends.fake_quantize(x, scheme, backend).to(dtype)
+
+
+def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> MXFP4Tensor:
+    """[`input_operand`] as codes and scale bytes. Only under a scheme that quantizes activations."""
+    if isinstance(x, FakeTensor):
+        return _shapes_of_input(x, state)
+    if groups is None or not state.spec.scheme.fprop.is_random:
+        return _packed(x, state, state.rng_of(0))
+    parts = [_packed(x[rows], state, state.rng_of(group)) for group, rows in groups]
+    return cat_rows(parts or [_packed(x, state, state.rng_of(0))])
+
+
+def _packed(x: torch.Tensor, state: GemmState, rng: LayerRng) -> MXFP4Tensor:
+    fprop, backend = state.spec.scheme.fprop, state.spec.backend
+    x = rotate_operand(x.detach(), fprop.rotation, "fprop", rng)
+    if state.threshold is not None:
+        return quantize_delayed(x, fprop.left, state.threshold)
+    if fprop.left.rounding == "stochastic":
+        return functional.quantize(x, **vars(fprop.left), seed=rng.seed_of("fprop", "x"), backend=backend)
+    return pack_rows(x, fprop.left, backend)
+
+
+def padded_length(length: int, state: GemmState) -> int:
+    """The columns of the forward operands of an axis of ``length`` elements: more where a rotation pads it."""
+    return length + -length % state.spec.rotation_size
+
+
+def _shapes_of_input(x: torch.Tensor, state: GemmState) -> MXFP4Tensor:
+    length, scheme = padded_length(x.shape[-1], state), state.spec.scheme.fprop.left
+    parts = {
+        part: None if size is None else x.new_empty(*x.shape[:-1], size, dtype=torch.uint8)
+        for part, size in part_sizes(scheme, length).items()
+    }
+    return MXFP4Tensor(**parts, length=length, axis=x.dim() - 1, scheme=scheme, dtype=x.dtype)
+
+
+# ---- the weight -----------------------------------------------------------------------------------------------------
+
+
+def kept_weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> torch.Tensor:
+    """[`weight_operand`], kept as [`WeightCache`] says."""
+    if state.spec.keeps_weight:
+        return rows_first(weight.detach(), state).to(dtype)
+    if isinstance(weight, FakeTensor):
+        return weight.new_empty(*weight.shape[:-1], padded_length(weight.shape[-1], state), dtype=dtype)
+    return state.cache.get(weight, dtype, lambda: weight_operand(weight, dtype, state))
+
+
+def rows_first(weight: torch.Tensor, state: GemmState) -> torch.Tensor:
+    """A master weight as ``[N, K]`` or ``[E, N, K]``, the same memory."""
+    return weight.transpose(1, 2) if state.spec.transposed else weight
+
+
+@torch.no_grad()
+def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> torch.Tensor:
+    """The weight as the forward product takes it, in ``dtype``: ``Q(W)`` ``[N, K]`` or, of experts, ``[E, N, K]``, of
+    the rotated and padded weight where the scheme rotates."""
+    spec, scheme = state.spec, state.spec.scheme.fprop.right
+    weight = rows_first(weight.detach(), state)
+    if weight.dim() == 2:
+        return matrix_operand(weight, state, state.rng_of(0)).to(dtype)
+    by_row = isinstance(scheme, QuantScheme) and scheme.block_rows == 1 and scheme.fallback_rate is None
+    by_row = by_row and scheme.rounding == "nearest"  # each expert has random numbers of its own
+    if by_row and spec.rotation_size == 1 and backends.choose_backend(weight, scheme, spec.backend) != "eager":
+        return matrix_operand(weight, state, state.rng_of(0)).to(dtype)
+    out = None
+    for group, rng in enumerate(state.rngs):  # the eager functions take several times the memory of their input
+        values = matrix_operand(weight[group], state, rng)
+        out = values.new_empty(len(state.rngs), *values.shape, dtype=dtype) if out is None else out
+        out[group] = values
+    return out
+
+
+@torch.no_grad()
+def matrix_operand(weight: torch.Tensor, state: GemmState, rng: LayerRng) -> torch.Tensor:
+    """``Q(W)`` of rows along the last axis, in the dtype that it is computed in."""
+    fprop, backend = state.spec.scheme.fprop, state.spec.backend
+    return quantize_operand(weight.detach(), fprop.right, "fprop", "weight", rng, backend, rotation=fprop.rotation)
+
+
+@torch.no_grad()
+def effective_rows(rows: torch.Tensor, state: GemmState, group: int = 0) -> torch.Tensor:
+    """The values ``[n, K]`` that the forward product takes for rows of a weight, rotated back, in their dtype."""
+    rng = state.rng_of(group)
+    values = matrix_operand(rows, state, rng)
+    return rotate_back(values, state.spec.scheme.fprop.rotation, "fprop", rows.shape[-1], rng).to(rows.dtype)

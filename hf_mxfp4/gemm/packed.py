@@ -1,15 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with packed weights: on the codes where a kernel does that, otherwise with their dequantized values."""
+"""The linear layer on packed weights, of one weight or of all experts: on the codes where a kernel does that, otherwise
+with their dequantized values, which exist only while a product needs them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from ..backends import select as backends
 from ..backends import triton as triton_kernels
-from ..numerics import MXFP4Tensor, QuantScheme
+from ..numerics import FallbackThreshold, MXFP4Tensor, QuantScheme
+from . import grouped
+from .groups import Groups
+from .linear import autocast_dtype
+from .operands import nearest_input
+from .packed_weight import PACKED_FIELDS, PackedWeight, packed_tensor
+from .spec import PackedSpec
+from .state import GemmState
+from .weight_cache import WeightCache
+
+
+def packed_linear(
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    state: GemmState,
+    groups: Groups | None = None,
+) -> torch.Tensor:
+    """``Q(x) Q(W)^T + b`` on frozen packed weights, with the straight-through gradient to ``x`` and ``b``.
+
+    Only the packed tensors are kept for the backward pass, which dequantizes them again; of experts, without kernels
+    for it, those of one at a time, and of those alone that have rows.
+
+    Args:
+        x: ``[..., K]``; with groups ``[S, K]``, rows sorted by expert.
+        packed: the tensors of [`PACKED_FIELDS`], of experts each ``[E, ...]``, `None` for those that the scheme has
+            not.
+        bias: ``[N]``, ``[E, N]`` or `None`.
+        state: of the layer, with its [`PackedSpec`].
+        groups: the rows of each expert; `None` for one weight.
+
+    Returns:
+        ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
+    """
+    return _PackedLinear.apply(x, bias, state, groups, autocast_dtype(x) or x.dtype, *packed)
+
+
+def packed_forward(
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    spec: PackedSpec,
+    groups: Groups | None,
+    dtype: torch.dtype,
+    threshold: FallbackThreshold | None = None,
+    cache: WeightCache | None = None,
+) -> torch.Tensor:
+    """The forward pass of [`packed_linear`], without a gradient. ``cache`` keeps dequantized values of one weight."""
+    weight = _tensor(packed, spec, dtype)
+    bias = None if bias is None else bias.to(dtype)
+    x = nearest_input(x, dtype, spec.inputs, threshold, spec.backend)
+    if groups is None:
+        return packed_product(x, weight, bias, lambda: _values(packed, weight, spec, cache), spec.backend)
+    if grouped.uses_kernels(x, spec.backend) and grouped.reads_packed(weight, x):
+        return triton_kernels.grouped_matmul_packed(x, weight, groups.offsets(x.device), bias)
+    return grouped.each(x, bias, groups, lambda e: _matrix(weight, e, spec), packed[0].shape[1])
+
+
+def packed_grad_x(
+    grad: torch.Tensor,
+    packed: PackedWeight,
+    spec: PackedSpec,
+    groups: Groups | None,
+    cache: WeightCache | None = None,
+) -> torch.Tensor:
+    """The gradient ``[..., K]`` of the input of [`packed_linear`]."""
+    weight = _tensor(packed, spec, grad.dtype)
+    if groups is None:
+        return grad @ _values(packed, weight, spec, cache)
+    if grouped.uses_kernels(grad, spec.backend) and grouped.reads_packed(weight, grad):
+        return grouped.product(grad, grouped.dequantized(weight, grad.dtype).transpose(1, 2), groups)
+    grad_x = grad.new_empty(grad.shape[0], spec.in_features)
+    for expert, rows in groups:
+        grad_x[rows] = grad[rows] @ _matrix(weight, expert, spec)
+    return grad_x
+
+
+def grad_bias(grad: torch.Tensor, groups: Groups | None, dtype: torch.dtype, backend: str) -> torch.Tensor:
+    """The gradient of a bias, ``[N]`` or ``[E, N]``."""
+    if groups is None:
+        return grad.reshape(-1, grad.shape[-1]).sum(dim=0).to(dtype)
+    return grouped.grad_bias(grad, groups, dtype, backend)
+
+
+class _PackedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, state, groups, dtype, *packed):
+        ctx.save_for_backward(*packed)
+        ctx.state, ctx.groups, ctx.input_dtype = state, groups, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return packed_forward(x, packed, bias, state.spec, groups, dtype, state.threshold, state.cache)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_x, of_bias, state = None, None, ctx.state
+        if ctx.needs_input_grad[0]:
+            packed = ctx.saved_tensors  # once: under gradient checkpointing they can be unpacked only once
+            grad_x = packed_grad_x(grad, packed, state.spec, ctx.groups, state.cache).to(ctx.input_dtype)
+        if ctx.needs_input_grad[1]:
+            of_bias = grad_bias(grad, ctx.groups, ctx.bias_dtype, state.spec.backend)
+        return (grad_x, of_bias) + (None,) * (3 + len(PACKED_FIELDS))
+
+
+def _tensor(packed: Sequence[torch.Tensor | None], spec: PackedSpec, dtype: torch.dtype) -> MXFP4Tensor:
+    """A weight, or those of all experts, sharing the memory of ``packed``; ``dtype`` is that of its values."""
+    return packed_tensor(dict(zip(PACKED_FIELDS, packed, strict=True)), spec.in_features, spec.weights, dtype)
+
+
+def _values(packed: PackedWeight, weight: MXFP4Tensor, spec: PackedSpec, cache: WeightCache | None) -> torch.Tensor:
+    """``Q(W)`` ``[N, K]``, kept as the cache says."""
+
+    def compute() -> torch.Tensor:
+        return backends.dequantize(weight, weight.dtype, spec.backend)
+
+    return compute() if cache is None else cache.get(packed[0], weight.dtype, compute)
+
+
+def _matrix(weight: MXFP4Tensor, expert: int, spec: PackedSpec) -> torch.Tensor:
+    """``Q(W)`` ``[N, K]`` of one expert."""
+    found = {field: getattr(weight, field) for field in PACKED_FIELDS.values()}
+    parts = {field: None if tensor is None else tensor[expert] for field, tensor in found.items()}
+    return backends.dequantize(replace(weight, **parts), weight.dtype, spec.backend)
 
 
 def packed_product(

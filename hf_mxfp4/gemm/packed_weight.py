@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed weights: their tensors, how they are made and read back, and the linear layer on them.
+"""Packed weights and rows: their tensors, and how they are made and read back, in bounded memory.
 
-A weight ``[N, K]`` is kept as codes and scale bytes, in memory as on disk. The forward product runs on those where a
-kernel can; other products run on dequantized values, which exist only while a product needs them.
+A weight ``[N, K]`` is kept as codes and scale bytes, in memory as on disk.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..backends import select as backends
 from ..backends.functional import quantize
 from ..backends.select import dequantize as dequantize
 from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
-from .linear import Quantizer, autocast_dtype
-from .packed import packed_product
 
 
 #: Names of a packed weight's tensors on its layer and on disk -> the fields of [`MXFP4Tensor`] that they hold.
@@ -30,23 +27,30 @@ PACKED_FIELDS = {
 #: What those names have after that of the weight.
 PACKED_SUFFIXES = tuple(name.removeprefix("weight") for name in PACKED_FIELDS)
 
-#: Weights that no fused function covers are quantized in portions of about this many elements, to bound what lies
+#: What no fused function covers is packed and read back in portions of about this many elements, to bound what lies
 #: between input and output.
-_EAGER_PORTION = 1 << 22
+PORTION = 1 << 22
 
 PackedWeight = tuple[torch.Tensor | None, ...]
+
+
+def part_sizes(scheme: QuantScheme, length: int) -> dict[str, int | None]:
+    """The last axis, in bytes, of each tensor of an [`MXFP4Tensor`] of ``length`` elements, by field; `None` for those
+    that the scheme has not."""
+    n_bytes, n_blocks = (length + 1) // 2, (length + BLOCK_SIZE - 1) // BLOCK_SIZE
+    macro = None
+    if scheme.macro_block is not None:
+        macro = 1 if scheme.macro_block == "row" else (length + scheme.macro_block - 1) // scheme.macro_block
+    residual = (None, None) if scheme.outlier_fallback is None else (n_bytes, n_blocks)
+    return dict(zip(PACKED_FIELDS.values(), (n_bytes, n_blocks, macro, *residual), strict=True))
 
 
 def packed_shapes(out_features: int, in_features: int, scheme: QuantScheme) -> dict[str, tuple[int, int]]:
     """Shapes of the uint8 tensors that a weight ``[out_features, in_features]`` consists of under ``scheme``, by name,
     in the order of [`PACKED_FIELDS`]."""
-    columns = {"weight": -(-in_features // 2), "weight_scale": -(-in_features // BLOCK_SIZE)}
-    if scheme.macro_block is not None:
-        columns["weight_macro"] = 1 if scheme.macro_block == "row" else -(-in_features // scheme.macro_block)
-    if scheme.outlier_fallback is not None:
-        columns["weight_residual"] = columns["weight"]
-        columns["weight_residual_scale"] = columns["weight_scale"]
-    return {name: (out_features, n) for name, n in columns.items()}
+    sizes = part_sizes(scheme, in_features)
+    columns = {name: sizes[field] for name, field in PACKED_FIELDS.items()}
+    return {name: (out_features, size) for name, size in columns.items() if size is not None}
 
 
 def check_packed(
@@ -71,7 +75,7 @@ def quantize_weight(weight: torch.Tensor, scheme: QuantScheme, backend: str = "a
     rows = weight.shape[0]
     # Selective fallback ranks the blocks of the whole weight.
     if scheme.fallback_rate is None and backends.choose_backend(weight, scheme, backend) == "eager":
-        rows = max(1, _EAGER_PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
+        rows = max(1, PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
     portions = [quantize(portion, **vars(scheme), backend=backend) for portion in weight.detach().split(rows)]
     packed = {}
     for name, field in PACKED_FIELDS.items():
@@ -90,53 +94,42 @@ def packed_tensor(
     return MXFP4Tensor(**parts, length=length, axis=1, scheme=scheme, dtype=dtype)
 
 
-def packed_linear(
-    x: torch.Tensor,
-    packed: PackedWeight,
-    bias: torch.Tensor | None,
-    quantize_input: Quantizer,
-    dequantize_weight: Callable[[PackedWeight, torch.dtype], torch.Tensor],
-    scheme: QuantScheme,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """``Q(x) Q(W)^T + b`` on a frozen packed weight, with the straight-through gradient to ``x``.
+def pack_rows(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> MXFP4Tensor:
+    """``x [..., K]`` quantized along its last axis, rows by themselves: [`hf_mxfp4.quantize`] in bounded memory.
 
-    Only the packed tensors are kept for the backward pass, which dequantizes them again.
-
-    Args:
-        x: ``[..., K]``.
-        packed: the tensors of [`packed_shapes`], `None` for those that the scheme has not.
-        bias: ``[N]`` or `None`.
-        quantize_input: maps ``x`` and the dtype of the product to ``Q(x)`` in that dtype.
-        dequantize_weight: maps ``packed`` and the dtype of the product to ``Q(W)`` ``[N, K]`` in that dtype.
-        scheme, backend: of the weight; what the forward product runs on, see [`packed_product`].
-
-    Returns:
-        ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
+    Raises `ValueError` for a scheme under which rows are not independent, or a backend that cannot do it.
     """
-    dtype = autocast_dtype(x) or x.dtype
-    return _PackedLinear.apply(x, bias, quantize_input, dequantize_weight, dtype, scheme, backend, *packed)
+    if scheme.rounding != "nearest" or scheme.block_rows != 1 or scheme.fallback_rate is not None:
+        raise ValueError(f"{scheme} quantizes rows that depend on each other")
+    portions = _split(x.detach())
+    if len(portions) == 1 or backends.choose_backend(x, scheme, backend) != "eager":
+        return quantize(x, **vars(scheme), backend=backend)
+    packed = cat_rows([quantize(portion, **vars(scheme), backend=backend) for portion in portions])
+    parts = {name: _shaped(getattr(packed, name), x.shape[:-1]) for name in PACKED_FIELDS.values()}
+    return replace(packed, **parts, axis=x.dim() - 1)
 
 
-class _PackedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias, quantize_input, dequantize_weight, dtype, scheme, backend, *packed):
-        ctx.save_for_backward(*packed)
-        ctx.dequantize_weight = dequantize_weight
-        ctx.input_dtype = x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        bias = None if bias is None else bias.to(dtype)
-        weight = packed_tensor(dict(zip(PACKED_FIELDS, packed, strict=True)), x.shape[-1], scheme, dtype)
-        operand = quantize_input(x, dtype)
-        return packed_product(operand, weight, bias, lambda: dequantize_weight(packed, dtype), backend)
+def cat_rows(tensors: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
+    """Matrices quantized along their last axis by one scheme, below each other."""
+    if len(tensors) == 1:
+        return tensors[0]
+    parts = {}
+    for name in PACKED_FIELDS.values():
+        found = [getattr(tensor, name) for tensor in tensors]
+        parts[name] = None if found[0] is None else torch.cat(found)
+    return replace(tensors[0], **parts)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            weight = ctx.dequantize_weight(ctx.saved_tensors, grad.dtype)
-            grad_x = (grad @ weight).to(ctx.input_dtype)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(dim=0).to(ctx.bias_dtype)
-        return (grad_x, grad_bias) + (None,) * (5 + len(PACKED_FIELDS))
+
+def _shaped(tensor: torch.Tensor | None, leading: Sequence[int]) -> torch.Tensor | None:
+    return None if tensor is None else tensor.view(*leading, tensor.shape[-1])
+
+
+def _split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if x.dim() < 2 or x.numel() <= PORTION:
+        return (x,)
+    return x.reshape(-1, x.shape[-1]).split(rows_per_portion(x.shape[-1]))
+
+
+def rows_per_portion(length: int) -> int:
+    """How many rows of ``length`` elements are packed or read back at once."""
+    return max(1, PORTION // max(1, length))

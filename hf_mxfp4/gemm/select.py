@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine multiplies the operands of a product, why, and how often each did.
+"""Which GEMM kernel multiplies the operands of a product, why, and how often each did.
 
 * ``dense``: an ordinary product of the quantized values, in the dtype of the model. Always possible.
 * ``fp8``: operands folded into E4M3 ([`hf_mxfp4.numerics.fold`]), for FP8 tensor cores. The same values, but for blocks
@@ -13,9 +13,7 @@ at every 32 elements (what a model of the hardware says, not measured).
 
 import functools
 import os
-import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +32,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _counts: Counter[tuple[str, str]] = Counter()
 #: Per device, blocks that were rounded when folded: an int32 scalar that kernels add to.
 _inexact: dict[torch.device, torch.Tensor] = {}
-#: What a self-check of an engine found on a device.
-_problems: dict[tuple[str, torch.device, Callable], str | None] = {}
 
 
 @dataclass(frozen=True)
-class Engine:
+class GemmKernel:
     """``name``: ``"dense"``, ``"fp8"`` or ``"mxfp4"``; ``reason``: why that one, in words."""
 
     name: str
@@ -59,14 +55,14 @@ def hardware_of(device: torch.device) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def engine_for(
+def select_kernel(
     gemm: str,
     scheme: LinearScheme,
     hardware: str,
     dtype: torch.dtype = torch.bfloat16,
     requested: str = "auto",
     experts: bool = False,
-) -> Engine:
+) -> GemmKernel:
     """The engine of one product.
 
     Args:
@@ -80,25 +76,25 @@ def engine_for(
             hardware for MXFP4 has FP8 products too.
     """
     if requested == "dense":
-        return Engine("dense", "engine='dense' was asked for")
+        return GemmKernel("dense", "engine='dense' was asked for")
     if experts and requested == "mxfp4":
-        return Engine("dense", "no kernel multiplies packed operands of all experts")
+        return GemmKernel("dense", "no kernel multiplies packed operands of all experts")
     names = (("fp8",) if experts else ("mxfp4", "fp8")) if requested == "auto" else (requested,)
     if requested == "auto" and hardware in (INTERPRETER, "cpu"):
-        return Engine("dense", "on the CPU there is nothing faster")
+        return GemmKernel("dense", "on the CPU there is nothing faster")
     reasons = []
     for name in names:
-        reason = _hardware_obstacle(name, hardware) or dtype_obstacle(dtype) or _obstacle(name, gemm, scheme)
+        reason = _hardware_problem(name, hardware) or dtype_problem(dtype) or _scheme_problem(name, gemm, scheme)
         if experts and reason is None and _draws(gemm, scheme):
             reason = "every expert draws random numbers of its own"
         if reason is None:
-            return Engine(name, "native MXFP4 products" if name == "mxfp4" else "folded exactly into E4M3")
+            return GemmKernel(name, "native MXFP4 products" if name == "mxfp4" else "folded exactly into E4M3")
         reasons.append(reason)
     # Of several the last is about the engine that asks least.
-    return Engine("dense", reasons[-1])
+    return GemmKernel("dense", reasons[-1])
 
 
-def engine_counts() -> dict[str, dict[str, int] | int]:
+def gemm_kernel_counts() -> dict[str, dict[str, int] | int]:
     """Products of this process so far: by product and engine, as ``{"fprop": {"fp8": 12, "dense": 3}, ...}``, and under
     ``"inexact_blocks"`` the blocks that did not fold exactly. Waits for the GPU."""
     found: dict[str, dict[str, int] | int] = {gemm: {} for gemm in GEMM_OPERANDS}
@@ -107,16 +103,16 @@ def engine_counts() -> dict[str, dict[str, int] | int]:
     return found | {"inexact_blocks": sum(int(counter) for counter in _inexact.values())}
 
 
-def reset_engine_counts() -> None:
+def reset_gemm_kernel_counts() -> None:
     """Count from zero."""
     _counts.clear()
     for counter in _inexact.values():
         counter.zero_()
 
 
-def count_product(gemm: str, engine: str) -> None:
-    """Add one to [`engine_counts`]."""
-    _counts[gemm, engine] += 1
+def count_product(gemm: str, kernel: str) -> None:
+    """Add one to [`gemm_kernel_counts`]."""
+    _counts[gemm, kernel] += 1
 
 
 def inexact_counter(device: torch.device) -> torch.Tensor:
@@ -126,52 +122,28 @@ def inexact_counter(device: torch.device) -> torch.Tensor:
     return _inexact[device]
 
 
-def checked(engine: Engine, device: torch.device, check: Callable[[str, torch.device], str | None]) -> Engine:
-    """``engine``, or the dense one where ``check`` found, once per process, that it does not work on this device."""
-    if engine.name == "dense":
-        return engine
-    key = engine.name, device, check
-    if key not in _problems:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return Engine("dense", "a CUDA graph is captured before the engine was checked")
-        _problems[key] = _problem(*key)
-    if _problems[key] is None:
-        return engine
-    return Engine("dense", f"the {engine.name} engine failed its self-check: {_problems[key]}")
-
-
-def _problem(name: str, device: torch.device, check: Callable[[str, torch.device], str | None]) -> str | None:
-    try:
-        problem = check(name, device)
-    except Exception as error:  # compilers and drivers fail in every way, and the dense engine does the same
-        problem = f"{type(error).__name__}: {error}"
-    if problem is not None:
-        warnings.warn(f"engine='auto' takes dense products on {device}: {name} {problem}", stacklevel=2)
-    return problem
-
-
-def _hardware_obstacle(name: str, hardware: str) -> str | None:
+def _hardware_problem(name: str, hardware: str) -> str | None:
     if hardware == INTERPRETER or hardware in (MXFP4_HARDWARE if name == "mxfp4" else FP8_HARDWARE):
         return triton_kernels.unavailable("cuda")
     return f"{hardware} has no {'MXFP4' if name == 'mxfp4' else 'FP8'} products"
 
 
-def dtype_obstacle(dtype: torch.dtype) -> str | None:
+def dtype_problem(dtype: torch.dtype) -> str | None:
     """Why no engine but the dense one takes tensors of a dtype; `None` where others do."""
     return None if dtype in _DTYPES else f"{dtype} has more digits than these engines"
 
 
-def _obstacle(name: str, gemm: str, scheme: LinearScheme) -> str | None:
+def _scheme_problem(name: str, gemm: str, scheme: LinearScheme) -> str | None:
     """Why operands of a product do not fit an engine."""
     product: GemmScheme = getattr(scheme, gemm)
     schemes = []
-    for operand, treatment in zip(GEMM_OPERANDS[gemm], (product.left, product.right), strict=True):
-        reason = _operand_obstacle(name, operand, treatment, scheme)
+    for operand, precision in zip(GEMM_OPERANDS[gemm], (product.left, product.right), strict=True):
+        reason = _operand_problem(name, operand, precision, scheme)
         if reason is not None:
             return reason
-        if product.rotation is not None and not isinstance(treatment, QuantScheme):
-            return f"{operand} is rotated ({product.rotation}) and {treatment}, which no kernel does in one pass"
-        schemes.append(treatment)
+        if product.rotation is not None and not isinstance(precision, QuantScheme):
+            return f"{operand} is rotated ({product.rotation}) and {precision}, which no kernel does in one pass"
+        schemes.append(precision)
     macros = {operand.macro_block for operand in schemes if isinstance(operand, QuantScheme)}
     if name == "mxfp4" and len(macros) > 1:
         return "one operand has macro factors and the other has none"
@@ -187,12 +159,12 @@ def _draws(gemm: str, scheme: LinearScheme) -> bool:
     return random or product.rotation is not None and product.rotation.random
 
 
-def _operand_obstacle(name: str, operand: str, treatment: OperandScheme, scheme: LinearScheme) -> str | None:
-    if treatment is FULL:
+def _operand_problem(name: str, operand: str, precision: OperandScheme, scheme: LinearScheme) -> str | None:
+    if precision is FULL:
         return f"{operand} is in full precision"
-    if treatment is FP8:
+    if precision is FP8:
         return f"{operand} is FP8" if name == "mxfp4" else None
-    if treatment is REUSE:
+    if precision is REUSE:
         if name == "mxfp4":
             return f"blocks of the reused {operand} run along the other axis"
         used = scheme.fprop.right if operand == "weight" else scheme.fprop.left
@@ -204,5 +176,5 @@ def _operand_obstacle(name: str, operand: str, treatment: OperandScheme, scheme:
             return f"macro factors of the reused {operand} vary along this product's contraction"
         if operand == "weight" and used.block_rows != 1:
             return "tiles of the reused weight have no kernel that folds them across"
-        treatment = used
-    return fold_obstacle(treatment, 128)
+        precision = used
+    return fold_obstacle(precision, 128)

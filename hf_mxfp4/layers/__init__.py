@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that compute on MXFP4 operands."""
 
+from ..gemm.weight_cache import WEIGHT_FORMS, cached_weights, uncached_weights
 from .experts import MXFP4Experts
 from .fallback import fallback_thresholds, named_fallback_thresholds, update_fallback_thresholds
 from .full_precision import full_precision, is_full_precision
@@ -10,7 +11,6 @@ from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear
 from .sharded import whole
 from .step import random_layers, set_quantization_step
-from .weight_cache import WEIGHT_FORMS, cached_weights, uncached_weights
 
 
 __all__ = [

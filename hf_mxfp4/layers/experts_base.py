@@ -9,8 +9,7 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..experts_layout import obstacle, projections
-from ..gemm import Groups, autocast_dtype, group_by_expert
-from ..gemm.custom_ops import new_handle
+from ..gemm import GemmState, Groups, autocast_dtype, group_by_expert
 from ..numerics import FallbackThreshold
 
 
@@ -27,8 +26,7 @@ class ExpertsBase(nn.Module):
         name: the module's place in the model, for messages, the options of single layers, and random numbers.
         projections: names of the two weights, ``gate_up_proj`` (or ``up_proj``) and ``down_proj``.
         n_experts: how many there are.
-        handle: of the layer in compiled code; see [`hf_mxfp4.gemm.custom_ops`].
-        fallback_thresholds: by projection, as `fallback_threshold` of [`MXFP4Linear`], shared by all experts.
+        states: by projection, the product and what of it changes, as `state` of [`MXFP4Linear`].
     """
 
     #: The class of transformers that this one stands for.
@@ -64,8 +62,7 @@ class ExpertsBase(nn.Module):
         layer.config, layer.name = config, name
         layer.projections = projections(experts)
         layer.n_experts = getattr(experts, layer.projections[0]).shape[0]
-        layer.fallback_thresholds = {}
-        layer.handle = new_handle(layer)
+        layer.states = {}
         return layer
 
     def _to_plain(self) -> nn.Module:
@@ -78,12 +75,15 @@ class ExpertsBase(nn.Module):
         return plain
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return ("config", "name", "projections", "n_experts", "fallback_thresholds", "handle", "plain_attributes")
+        return ("config", "name", "projections", "n_experts", "states", "plain_attributes")
 
-    def _start_thresholds(self, rates: dict[str, float | None]) -> None:
-        self.fallback_thresholds = {
-            projection: FallbackThreshold(rate) for projection, rate in rates.items() if rate is not None
-        }
+    states: dict[str, GemmState]
+
+    @property
+    def fallback_thresholds(self) -> dict[str, FallbackThreshold]:
+        """By projection, as `fallback_threshold` of [`MXFP4Linear`], shared by all experts."""
+        found = {projection: state.threshold for projection, state in self.states.items()}
+        return {projection: threshold for projection, threshold in found.items() if threshold is not None}
 
     def forward(
         self,
@@ -175,10 +175,6 @@ class ExpertsBase(nn.Module):
         # Its class is made at run time: pickle cannot find it by name.
         base = next(cls for cls in type(self).__mro__ if "_classes" in cls.__dict__)
         return _rebuild, (base, self.plain_class), self.__getstate__()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.handle = new_handle(self)  # a copied or unpickled layer is another one
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

@@ -8,23 +8,10 @@ saved by itself does not.
 
 import math
 
-import torch
 from torch import nn
 
-from ..numerics import FallbackThreshold, QuantScheme, apply_scheme_delayed
+from ..numerics import FallbackThreshold
 from ..numerics.fallback import fetch_counts
-
-
-def quantize_delayed(
-    x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold, backend: str = "auto"
-) -> torch.Tensor:
-    """Quantized values of ``x`` along the last axis, in its shape and dtype, with fallback above the threshold.
-
-    Raises `ValueError` for a backend that has no selective fallback; ``"auto"`` is the eager one.
-    """
-    if backend not in ("auto", "eager"):
-        raise ValueError(f"backend={backend!r} has no selective outlier fallback; use backend='auto'")
-    return apply_scheme_delayed(x, scheme, threshold)
 
 
 def fallback_thresholds(model: nn.Module) -> list[FallbackThreshold]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .. import experts_layout
-from ..gemm import Draws
+from ..gemm import LayerRng
 from ..numerics import GemmScheme
 from .experts import MXFP4Experts
 from .experts_base import ExpertsBase
@@ -50,9 +50,9 @@ class Matrix:
         return self.layer.gemms.fprop if self.expert is None else self.layer.gemms[self.parameter].fprop
 
     @property
-    def draws(self) -> Draws:
+    def rng(self) -> LayerRng:
         """The random numbers of the linear map."""
-        return self.layer.draws if self.expert is None else self.layer.draws[self.parameter][self.expert]
+        return self.layer.rng if self.expert is None else self.layer.rngs[self.parameter][self.expert]
 
     @property
     def siblings(self) -> int:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen experts of a mixture: weights kept as packed 4-bit tensors, contraction axis last."""
 
-from functools import partial
-
 import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..experts_layout import weight_size
-from ..gemm import Groups, packed_grouped_linear
-from ..gemm.custom_ops import PackedForm, frozen_experts
+from ..gemm import GemmState, Groups, PackedSpec, packed_linear
+from ..gemm.custom_ops import compiled_packed_linear
 from ..gemm.grouped import reads_packed_on_gpus
+from ..gemm.operands import nearest_input
 from ..gemm.packed_weight import (
     PACKED_FIELDS,
     PACKED_SUFFIXES,
@@ -21,9 +20,8 @@ from ..gemm.packed_weight import (
     packed_tensor,
     quantize_weight,
 )
-from ..numerics import MXFP4Tensor
+from ..numerics import FallbackThreshold, MXFP4Tensor
 from .experts_base import ExpertsBase
-from .operands import nearest_input
 
 
 class MXFP4PackedExperts(ExpertsBase):
@@ -41,8 +39,7 @@ class MXFP4PackedExperts(ExpertsBase):
     nearly all of a model, and packed to save that memory. Made by [`from_experts`] and [`placeholder`] alone.
 
     Attributes, besides those of the experts and of [`ExpertsBase`]:
-        form, reads_on_gpus: its schemes in compiled code, and whether a kernel is certain to read the weights on a GPU;
-            see [`hf_mxfp4.gemm.custom_ops`].
+        read_on_gpus: whether a kernel is certain to read the weights on a GPU.
         compute_dtype: of the experts that it stands for; follows ``.to(dtype)``.
     """
 
@@ -64,7 +61,8 @@ class MXFP4PackedExperts(ExpertsBase):
                 layer._set(tensor, value)
         trained = getattr(experts, "fallback_thresholds", {})
         if trained and experts.config.activation_scheme == config.activation_scheme:
-            layer.fallback_thresholds = trained
+            for projection, threshold in trained.items():
+                layer.states[projection].threshold = threshold
         return layer
 
     @classmethod
@@ -76,8 +74,7 @@ class MXFP4PackedExperts(ExpertsBase):
         plain = experts._to_plain() if isinstance(experts, ExpertsBase) else experts
         layer = cls._around(plain, config, name)
         layer.sizes = {projection: weight_size(plain, projection) for projection in layer.projections}
-        layer.form = PackedForm.of(config.weight_scheme, config.activation_scheme, config.backend)
-        layer.reads_on_gpus = reads_packed_on_gpus(config.weight_scheme, config.backend)
+        layer.read_on_gpus = reads_packed_on_gpus(config.weight_scheme, config.backend)
         layer.compute_dtype = getattr(plain, layer.projections[0]).dtype
         shapes = layer.shapes()
         for projection in layer.projections:
@@ -86,12 +83,16 @@ class MXFP4PackedExperts(ExpertsBase):
                 layer.register_parameter(tensor, None)
                 if tensor in shapes:
                     layer._set(tensor, torch.empty(shapes[tensor], dtype=torch.uint8, device="meta"))
-        scheme = config.activation_scheme
-        layer._start_thresholds(dict.fromkeys(layer.projections, None if scheme is None else scheme.fallback_rate))
+        inputs = config.activation_scheme
+        for projection, (_, _, columns) in layer.sizes.items():
+            spec = PackedSpec(config.weight_scheme, inputs, columns, config.backend)
+            selects = inputs is not None and inputs.fallback_rate is not None
+            threshold = FallbackThreshold(inputs.fallback_rate) if selects else None
+            layer.states[projection] = GemmState(spec, threshold=threshold, cached="nowhere")
         return layer
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "sizes", "form", "reads_on_gpus", "compute_dtype")
+        return (*super()._own_attributes(), "sizes", "read_on_gpus", "compute_dtype")
 
     def _set(self, name: str, value: torch.Tensor) -> None:
         setattr(self, name, nn.Parameter(value, requires_grad=False))
@@ -158,23 +159,10 @@ class MXFP4PackedExperts(ExpertsBase):
                 f"{self._label()}: {projection} was replaced by a tensor of {packed[0].dtype}, which is not packed; "
                 "build new experts with MXFP4PackedExperts.from_experts"
             )
+        bias, state = self.bias_of(projection), self.states[projection]
         if torch.compiler.is_compiling():
-            return frozen_experts(self, projection, x, groups)
-        return packed_grouped_linear(
-            x,
-            packed,
-            self.bias_of(projection),
-            groups,
-            partial(self.quantized_input, projection),
-            partial(self._dequantized, projection),
-            partial(self._stack, projection),
-            self.config.backend,
-        )
-
-    def _stack(self, projection: str, packed: PackedWeight) -> MXFP4Tensor:
-        """The weights of all experts, which share the memory of ``packed``."""
-        named = dict(zip(PACKED_FIELDS, packed, strict=True))
-        return packed_tensor(named, self.sizes[projection][2], self.config.weight_scheme, self.compute_dtype)
+            return compiled_packed_linear(x, packed, bias, state.spec, state, groups, self.read_on_gpus)
+        return packed_linear(x, packed, bias, state, groups)
 
     def quantized_input(self, projection: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""

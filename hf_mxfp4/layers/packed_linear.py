@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frozen linear layer: a weight kept as packed 4-bit tensors, the base that adapters are trained on."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..gemm.custom_ops import PackedForm, frozen_linear, new_handle
-from ..gemm.linear import autocast_dtype
+from ..gemm import GemmState, PackedSpec, autocast_dtype, packed_linear
+from ..gemm.custom_ops import compiled_packed_linear
+from ..gemm.operands import nearest_input
 from ..gemm.packed_weight import (
     PACKED_FIELDS,
     PackedWeight,
     check_packed,
     dequantize,
-    packed_linear,
     packed_shapes,
     packed_tensor,
     quantize_weight,
 )
 from ..numerics import FallbackThreshold, MXFP4Tensor
-from .linear import MXFP4Linear
-from .weight_cache import WeightCache
 
 
 class MXFP4PackedLinear(nn.Linear):
@@ -40,7 +35,7 @@ class MXFP4PackedLinear(nn.Linear):
         config: the scheme; see [`MXFP4RLConfig`].
         name: the layer's place in the model, for messages.
         compute_dtype: of the linear layer that it stands for; follows ``.to(dtype)``. PEFT makes adapters in it.
-        form, handle, fallback_threshold: as in [`MXFP4Linear`].
+        state, fallback_threshold: as in [`MXFP4Linear`].
 
     A new layer holds zeros. Raises `ValueError` unless ``config`` is one of mode ``"packed"``.
     """
@@ -61,14 +56,12 @@ class MXFP4PackedLinear(nn.Linear):
         if self.config.mode != "packed":
             raise ValueError(f"{type(self).__name__} needs a config of mode='packed', not {self.config.mode!r}")
         self.in_features, self.out_features, self.name = in_features, out_features, name
-        self.handle = new_handle(self)
         self.compute_dtype = dtype or torch.get_default_dtype()
         self._weight_scheme = self.config.weight_scheme
         self._activation_scheme = self.config.activation_scheme
-        self.form = PackedForm.of(self._weight_scheme, self._activation_scheme, self.config.backend)
-        self._cache = WeightCache(unasked="nowhere")
-        rate = None if self._activation_scheme is None else self._activation_scheme.fallback_rate
-        self.fallback_threshold = None if rate is None else FallbackThreshold(rate)
+        spec = PackedSpec(self._weight_scheme, self._activation_scheme, in_features, self.config.backend)
+        rate = None if spec.inputs is None else spec.inputs.fallback_rate
+        self.state = GemmState(spec, threshold=None if rate is None else FallbackThreshold(rate), cached="nowhere")
         shapes = packed_shapes(out_features, in_features, self._weight_scheme)
         for tensor in PACKED_FIELDS:
             self.register_parameter(tensor, None)
@@ -185,25 +178,21 @@ class MXFP4PackedLinear(nn.Linear):
                 "layer of new weights with MXFP4PackedLinear.from_linear"
             )
         if torch.compiler.is_compiling():
-            return frozen_linear(self, x)
-        return packed_linear(
-            x,
-            self.packed_weight(),
-            self.bias,
-            self.quantized_input,
-            self._dequantized,
-            self._weight_scheme,
-            self.config.backend,
-        )
+            return compiled_packed_linear(x, self.packed_weight(), self.bias, self.state.spec, self.state)
+        return packed_linear(x, self.packed_weight(), self.bias, self.state)
 
-    # One definition of the operand for both layers: a packed model must repeat the trainable one's bits.
-    quantized_input: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = MXFP4Linear.quantized_input
+    @property
+    def fallback_threshold(self) -> FallbackThreshold | None:
+        """As in [`MXFP4Linear`]."""
+        return self.state.threshold
 
-    def _dequantized(self, packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-        def compute() -> torch.Tensor:
-            return dequantize(self._tensor(packed), dtype, self.config.backend)
+    @fallback_threshold.setter
+    def fallback_threshold(self, threshold: FallbackThreshold | None) -> None:
+        self.state.threshold = threshold
 
-        return self._cache.get(packed[0], dtype, compute)
+    def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""
+        return nearest_input(x, dtype, self._activation_scheme, self.fallback_threshold, self.config.backend)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes of the packed tensors under the scheme, by name."""
@@ -213,10 +202,6 @@ class MXFP4PackedLinear(nn.Linear):
         """Raise `ValueError` unless every packed tensor is there, uint8, and of the shape that the scheme says."""
         tensors = {name: getattr(self, name) for name in PACKED_FIELDS}
         check_packed(self.name or type(self).__name__, tensors, self.shapes(), self._weight_scheme)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.handle = new_handle(self)  # a copied or unpickled layer is another one
 
     def reset_parameters(self) -> None:
         raise TypeError(f"{self._label()} is packed and frozen; it has no random initialisation")

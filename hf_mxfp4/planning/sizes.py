@@ -9,9 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..layers import MXFP4PackedLinear
+from ..layers import MXFP4Linear, MXFP4PackedLinear
 from .counters import SavedTensors, state_bytes, unique_bytes
-from .skeleton import PlannedExperts, PlannedLinear
+from .skeleton import PlannedExperts
 
 
 #: Tokens of the pass that the size of the key-value cache is read off.
@@ -65,7 +65,7 @@ def model_sizes(model: nn.Module) -> ModelSizes:
     inside = {id(p) for layer in layers for p in layer}
     outside = [p for p in parameters if id(p) not in inside]
     largest = max(layers, key=unique_bytes, default=[])
-    linears = [m for m in model.modules() if isinstance(m, (PlannedLinear, MXFP4PackedLinear))]
+    linears = [m for m in model.modules() if isinstance(m, (MXFP4Linear, MXFP4PackedLinear))]
     experts = [m for m in model.modules() if isinstance(m, PlannedExperts)]
     sizes = [m.in_features * m.out_features for m in linears]
     head = model.get_output_embeddings().weight

@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..config import MXFP4RLConfig
-from ..gemm.packed_weight import PACKED_FIELDS, packed_shapes
+from ..gemm.packed_weight import packed_shapes
 from ..layers import MXFP4Linear, MXFP4PackedLinear
 from ..module_names import fused_experts, split_linears
-from ..numerics import MXFP4Tensor, QuantScheme
 from ..quantizer.swap import swap_layers
 
 
@@ -40,37 +39,6 @@ def read_config(model: str) -> PretrainedConfig:
         raise ValueError(
             f"{model!r} is no folder with a config.json, no such file, and no model that the Hub gives: {error}"
         ) from error
-
-
-class PlannedLinear(MXFP4Linear):
-    """[`MXFP4Linear`] that keeps what it would keep, of operands that nobody computes."""
-
-    def _width(self) -> int:
-        rotation = self.gemms.fprop.rotation
-        return self.in_features + (-self.in_features % rotation.size if rotation else 0)
-
-    def forward_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if not isinstance(self.gemms.fprop.left, QuantScheme) and self.gemms.fprop.rotation is None:
-            return x.to(dtype)
-        return x.new_empty(*x.shape[:-1], self._width(), dtype=dtype)
-
-    def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return weight.new_empty(self.out_features, self._width(), dtype=dtype)
-
-    def packed_input(self, x: torch.Tensor) -> MXFP4Tensor:
-        scheme, rows = self.gemms.fprop.left, x.shape[:-1]
-        shapes = packed_shapes(1, self._width(), scheme)
-        parts = dict.fromkeys(PACKED_FIELDS.values())
-        for name, (_, columns) in shapes.items():
-            parts[PACKED_FIELDS[name]] = x.new_empty(*rows, columns, dtype=torch.uint8)
-        return MXFP4Tensor(**parts, length=self._width(), axis=x.dim() - 1, scheme=scheme, dtype=x.dtype)
-
-
-class PlannedPackedLinear(MXFP4PackedLinear):
-    """[`MXFP4PackedLinear`] whose input nobody quantizes."""
-
-    def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return x.to(dtype) if self.config.activation_scheme is None else x.new_empty(x.shape, dtype=dtype)
 
 
 class PlannedExperts(nn.Module):
@@ -117,7 +85,7 @@ class PlannedExperts(nn.Module):
             return nn.Linear(in_features, out_features, bias=False, dtype=self._dtype)
         if self._config.mode == "packed":
             return nn.Linear(in_features, out_features, bias=False, dtype=self._dtype).requires_grad_(False)
-        return PlannedLinear(in_features, out_features, bias=False, dtype=self._dtype, config=self._config)
+        return MXFP4Linear(in_features, out_features, bias=False, dtype=self._dtype, config=self._config)
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         first, second = self._linears
@@ -188,11 +156,11 @@ def _pretend_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
 
 def _maker(quantization: MXFP4RLConfig) -> Callable[[nn.Linear, MXFP4RLConfig, str], nn.Linear]:
     if quantization.mode == "qat":
-        return PlannedLinear.from_linear
+        return MXFP4Linear.from_linear
 
     def packed(linear: nn.Linear, config: MXFP4RLConfig, name: str) -> nn.Linear:
         features, bias = (linear.in_features, linear.out_features), linear.bias is not None
-        return PlannedPackedLinear(*features, bias, dtype=linear.weight.dtype, config=config, name=name)
+        return MXFP4PackedLinear(*features, bias, dtype=linear.weight.dtype, config=config, name=name)
 
     return packed
 
@@ -206,7 +174,7 @@ def _with_adapters(model: PreTrainedModel, rank: int) -> nn.Module:
     from .. import adapters  # noqa: F401
 
     # By name, since PEFT would take "all-linear" for the experts too, which have no adapters on packed weights.
-    names = [name for name, module in model.named_modules() if isinstance(module, PlannedPackedLinear)]
+    names = [name for name, module in model.named_modules() if isinstance(module, MXFP4PackedLinear)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a property that transformers has renamed
         return get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules=names))

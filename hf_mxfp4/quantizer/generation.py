@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..checkpoint.save import is_quantized
-from ..layers.weight_cache import cached_for_call
+from ..gemm.weight_cache import cached_for_call
 
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def wrap_generation(cls: type["PreTrainedModel"]) -> None:
     """Make `generate` of the quantized models of a class keep quantized weights while a call lasts (see
-    [`hf_mxfp4.layers.weight_cache.cached_for_call`]): nothing changes them inside.
+    [`hf_mxfp4.gemm.weight_cache.cached_for_call`]): nothing changes them inside.
 
     Wraps the method of the class, once, as [`hf_mxfp4.checkpoint.save.wrap_saving`] does; other models of the
     class generate as ever. A class that cannot generate is left alone.

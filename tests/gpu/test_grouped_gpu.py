@@ -45,7 +45,7 @@ def case(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_nothing_waits_for_the_gpu():
     import mxfp4_kernels
-    from hf_mxfp4.gemm import group_by_expert, grouped_linear
+    from hf_mxfp4.gemm import group_by_expert, quantized_linear
 
     x, weight, ids = case(100)
     packed = mxfp4_kernels.quantize(weight)
@@ -55,7 +55,7 @@ def test_nothing_waits_for_the_gpu():
         order, groups = group_by_expert(ids, 8)
         offsets = groups.offsets(x.device)
         out = mxfp4_kernels.grouped_matmul_packed(x[order], packed.codes, packed.scale, offsets, length=256)
-        trained = grouped_linear(x[order], leaf, None, groups, lambda v, d: v.to(d), lambda v, d: v.detach().to(d))
+        trained = quantized_linear(x[order], leaf, None, groups=groups)
         trained.sum().backward()
         return out
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.backends import fake_quantize
-from hf_mxfp4.gemm import BackwardProducts, Draws, group_by_expert, grouped_linear, rotate_operand
+from hf_mxfp4.gemm import GemmSpec, GemmState, LayerRng, group_by_expert, quantized_linear
 from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts
+from hf_mxfp4.numerics import LinearScheme
 
 
 E, N, K = 4, 48, 40
@@ -58,19 +58,10 @@ def linear(scheme: str, transposed: bool, dtype: torch.dtype, backend: str) -> t
     leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
     _, groups = group_by_expert(IDS, E)
     options = MXFP4RLConfig(**{"macro_block": None, "outlier_fallback": None, **(SCHEMES[scheme] or {})})
-    gemms, draws = options.gemms(), [Draws(0, f"experts.{e}") for e in range(E)]
-    products = [BackwardProducts(gemms, own, backend) for own in draws] if SCHEMES[scheme] else None
-
-    def quantized(values, dtype):
-        return fake_quantize(values.detach(), options.activation_scheme, backend).to(dtype)
-
-    def rotated(values, dtype):
-        return quantized(rotate_operand(values.detach(), gemms.fprop.rotation, "fprop", draws[0]), dtype)
-
-    def rotated_rows(weight, dtype):
-        return rotated(weight.transpose(1, 2) if transposed else weight, dtype)
-
-    out = grouped_linear(*leaves, groups, rotated, rotated_rows, products, transposed, backend=backend)
+    gemms = options.gemms() if SCHEMES[scheme] else LinearScheme(options.gemms().fprop)
+    spec = GemmSpec(gemms, backend, transposed=transposed)
+    state = GemmState(spec, [LayerRng(0, f"experts.{e}") for e in range(E)])
+    out = quantized_linear(*leaves, state, groups)
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)], "counts" in vars(groups)
 

@@ -125,11 +125,11 @@ def test_the_cached_weight_is_used_and_renewed():
     x, (call, _) = torch.randn(3, 64), compiled(layer)
     with torch.no_grad(), cached_weights():
         assert torch.equal(call(x), layer(x))
-        kept = layer._cache.value
-        assert torch.equal(call(x), layer(x)) and layer._cache.value is kept
+        kept = layer.state.cache.value
+        assert torch.equal(call(x), layer(x)) and layer.state.cache.value is kept
     with torch.no_grad():
         layer.weight.data.neg_()
-        assert torch.equal(call(x), layer(x)) and layer._cache.value is not kept
+        assert torch.equal(call(x), layer(x)) and layer.state.cache.value is not kept
 
 
 def test_rollouts_on_packed_copies():
@@ -139,7 +139,7 @@ def test_rollouts_on_packed_copies():
         dense = call(x)
         with cached_weights("packed"):
             assert torch.equal(call(x), dense)
-            assert isinstance(layer._cache.value, MXFP4Tensor)
+            assert isinstance(layer.state.cache.value, MXFP4Tensor)
         assert torch.equal(call(x), dense)
     assert counter.frame_count == 1
     layer.weight.requires_grad_(False)
@@ -156,28 +156,28 @@ def test_compiled_code_reads_shared_copies_anew():
         for _ in range(3):
             with cached_weights("packed"):
                 expected = layer(x)  # as for a prompt, in eager mode
-                assert layer.shared_weight is not None and torch.equal(call(x), expected)
-            assert layer.shared_weight is None
+                assert layer.state.cache.shared is not None and torch.equal(call(x), expected)
+            assert layer.state.cache.shared is None
             layer.weight.data.neg_().mul_(1.5)
         assert counter.frame_count == 1
         assert torch.equal(call(x), layer(x)) and counter.frame_count == 2
         with uncached_weights():
             layer(x)
-            assert layer.shared_weight is None
+            assert layer.state.cache.shared is None
     with cached_weights("packed"), torch.no_grad():
         layer(x)
         layer.weight.neg_()
-        layer._cache.clear()
-        assert layer.shared_weight is None
+        layer.state.cache.clear()
+        assert layer.state.cache.shared is None
     with pytest.raises(RuntimeError, match=r"within cached_weights\(\) alone"):
-        layer._cache.share((layer.weight.detach(),))
+        layer.state.cache.share((layer.weight.detach(),))
 
 
 def test_copies_beside_state_are_not_shared():
     for layer in (MXFP4Linear(64, 32, config=MXFP4RLConfig(**options)) for options in (STOCHASTIC, SELECTIVE)):
         with torch.no_grad(), cached_weights("packed"):
             layer(torch.randn(3, 64))
-            assert layer.shared_weight is None
+            assert layer.state.cache.shared is None
 
 
 @pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4"}, SELECTIVE], ids=["w4a16", "w4a4", "selective"])

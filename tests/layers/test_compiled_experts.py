@@ -10,7 +10,9 @@ from torch.library import opcheck
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
-from hf_mxfp4.gemm.custom_ops import plain_grouped_linear
+from hf_mxfp4.gemm import quantized_linear
+from hf_mxfp4.gemm.custom_ops import compiled_linear
+from hf_mxfp4.gemm.custom_ops.linear import what_is_saved
 from hf_mxfp4.gemm.groups import Groups, group_by_expert
 from hf_mxfp4.layers import MXFP4PackedExperts, update_fallback_thresholds
 from hf_mxfp4.quantizer.swap import quantize_linears
@@ -89,53 +91,60 @@ def test_a_token_for_an_expert_that_does_not_exist():
 def test_the_operator_of_trainable_experts(family, saved):
     layer = experts(family, preset="w4a4g8", saved_activations=saved)
     name = layer.projections[0]
-    weight, bias, form = layer.master(name), layer.bias_of(name), layer.forms[name]
+    weight, bias, state = getattr(layer, name), layer.bias_of(name), layer.states[name]
     for counts in ((3, 0, 2, 1), (0, 0, 0, 0)):
         ends = Groups(counts).offsets("cpu")
         x = torch.randn(sum(counts), 64, requires_grad=True)
-        kept, options = form.kept(x.dtype, x.dtype), (form.columns, form.scheme, form.draws, layer.is_transposed)
-        arguments = x, weight, bias, ends, layer.handle, name, x.dtype, kept, *options
-        opcheck(OPS.trainable_experts.default, arguments)
-        out, tensors = OPS.trainable_experts(*arguments)
+        kept = what_is_saved(state.spec, x.dtype, x.dtype)
+        options = 64, state.spec.input_text, True, layer.is_transposed
+        arguments = x, weight, bias, ends, state.layer_id, x.dtype, kept, *options
+        opcheck(OPS.quantized_linear.default, arguments)
+        out, tensors = OPS.quantized_linear(*arguments)
         dtypes = x.dtype, None if bias is None else bias.dtype
         needs = [True, True, bias is not None]
-        tail = layer.handle, name, x.dtype, kept, layer.is_transposed, *dtypes, needs
-        opcheck(OPS.trainable_experts_backward.default, (out.detach(), weight.detach(), ends, tensors, *tail))
+        tail = state.layer_id, x.dtype, kept, True, layer.is_transposed, *dtypes, needs
+        opcheck(OPS.quantized_linear_backward.default, (out.detach(), weight.detach(), ends, tensors, *tail))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_operator_of_packed_experts(family):
     layer = experts(family, mode="packed", preset="w4a4", outlier_fallback=0.5)
-    name, form = layer.projections[0], layer.form
+    name = layer.projections[0]
+    spec = layer.states[name].spec
     packed, bias = layer.packed_weight(name), layer.bias_of(name)
     for counts in ((3, 0, 2, 1), (0, 0, 0, 0)):
         ends = Groups(counts).offsets("cpu")
         x = torch.randn(sum(counts), 64, requires_grad=True)
-        schemes = form.weights, form.inputs, form.backend
-        for operator in (OPS.packed_experts, OPS.packed_experts_grouped):
+        schemes = spec.weight_text, spec.input_text, spec.backend
+        for operator in (OPS.packed_experts, OPS.packed_linear):
             opcheck(operator.default, (x, *packed, bias, ends, x.dtype, *schemes))
         grad = torch.randn(len(x), layer.weight_size(name)[1])
         dtypes = x.dtype, None if bias is None else bias.dtype
-        tail = 64, *dtypes, form.weights, form.backend, [True, bias is not None]
-        for operator in (OPS.packed_experts_backward, OPS.packed_experts_grouped_backward):
+        tail = 64, *dtypes, spec.weight_text, spec.backend, [True, bias is not None]
+        for operator in (OPS.packed_experts_backward, OPS.packed_linear_backward):
             opcheck(operator.default, (grad, *packed, ends, *tail))
 
 
 def test_what_cuda_graphs_may_hold():
-    for name, unsafe in (("packed_experts", True), ("packed_experts_grouped", False)):
+    for name, unsafe in (("packed_experts", True), ("packed_linear", False)):
         for operator in (getattr(OPS, name), getattr(OPS, f"{name}_backward")):
             assert (torch.Tag.cudagraph_unsafe in operator.default.tags) == unsafe
-    assert experts(FAMILIES[0], mode="packed", preset="w4a4", outlier_fallback=0.5).reads_on_gpus
-    assert not experts(FAMILIES[0], mode="packed", preset="w4a4", backend="eager").reads_on_gpus
+    assert experts(FAMILIES[0], mode="packed", preset="w4a4", outlier_fallback=0.5).read_on_gpus
+    assert not experts(FAMILIES[0], mode="packed", preset="w4a4", backend="eager").read_on_gpus
 
 
 def test_experts_that_are_not_quantized_as_adapters_have_them():
     weight = torch.randn(3, 8, 16, requires_grad=True)
     ids = torch.tensor([2, 0, 2, 2, 0])
-    call, counter = compiled(lambda x, ids: plain_grouped_linear(x, weight, group_by_expert(ids, 3)[1]))
+
+    def linear(x, ids):
+        product = compiled_linear if torch.compiler.is_compiling() else quantized_linear
+        return product(x, weight, None, groups=group_by_expert(ids, 3)[1])
+
+    call, counter = compiled(linear)
     for _ in range(2):
         found, x = [], torch.randn(5, 16)
-        for function in (call, lambda x, ids: plain_grouped_linear(x, weight, group_by_expert(ids, 3)[1])):
+        for function in (call, linear):
             weight.grad, leaf = None, x.clone().requires_grad_()
             out = function(leaf, ids)
             out.square().sum().backward()

@@ -32,14 +32,12 @@ def counting():
 @pytest.mark.parametrize(
     ("family", "mode", "preset", "operators_expected"),
     [
-        ("qwen2", "qat", "w4a4", {"trainable_linear": 14}),
+        ("qwen2", "qat", "w4a4", {"quantized_linear": 14}),
         ("qwen2", "packed", "w4a16", {"packed_linear": 14}),
         ("qwen3_moe", "packed", "w4a4", {"packed_linear": 8, "packed_experts": 4}),
-        pytest.param("qwen2", "qat", "w4a16", {"trainable_linear": 14}, marks=pytest.mark.large),
+        pytest.param("qwen2", "qat", "w4a16", {"quantized_linear": 14}, marks=pytest.mark.large),
         pytest.param("qwen2", "packed", "w4a4", {"packed_linear": 14}, marks=pytest.mark.large),
-        pytest.param(
-            "qwen3_moe", "qat", "w4a4", {"trainable_linear": 8, "trainable_experts": 4}, marks=pytest.mark.large
-        ),
+        pytest.param("qwen3_moe", "qat", "w4a4", {"quantized_linear": 12}, marks=pytest.mark.large),
     ],
 )
 def test_the_tokens_are_those_of_the_eager_run(checkpoint, counting, family, mode, preset, operators_expected):

@@ -22,6 +22,7 @@ from hf_mxfp4 import (
     set_quantization_step,
 )
 from hf_mxfp4.experts_layout import obstacle
+from hf_mxfp4.gemm import operands
 from hf_mxfp4.layers import fallback_thresholds, random_layers, update_fallback_thresholds
 from hf_mxfp4.quantizer.swap import quantize_linears
 
@@ -225,8 +226,8 @@ def test_a_change_of_one_expert_is_seen_whatever_way_it_was_made():
 
 def test_weights_are_quantized_once_in_a_context(monkeypatch):
     layer, calls = quantized(dtype=torch.float32), []
-    compute = layer.weight_operand
-    monkeypatch.setattr(layer, "weight_operand", lambda p, *args: calls.append(p) or compute(p, *args))
+    compute, names = operands.weight_operand, {id(getattr(layer, name)): name for name in layer.projections}
+    monkeypatch.setattr(operands, "weight_operand", lambda w, *args: calls.append(names[id(w)]) or compute(w, *args))
     states, index, weights = routing(dtype=torch.float32)
     with torch.no_grad(), cached_weights():
         for _ in range(3):
@@ -271,7 +272,7 @@ def test_random_numbers_belong_to_layer_and_expert_and_follow_the_step():
         assert not torch.equal(second, first)
         set_quantization_step(nn.ModuleList([layer]), 0)
         assert torch.equal(layer(*inputs), first)
-    keys = {draws.layer for projection in layer.draws.values() for draws in projection}
+    keys = {rng.layer for projection in layer.rngs.values() for rng in projection}
     assert len(keys) == 8 and f"{NAME}.3.down_proj" in keys
     assert random_layers(layer) == [layer] and random_layers(quantized()) == []
 

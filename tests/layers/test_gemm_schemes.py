@@ -68,8 +68,8 @@ class Oracle:
     """One pass of a layer in float64, with the layer's own random numbers drawn again by their keys."""
 
     def __init__(self, layer: MXFP4Linear, options: dict, backward: int = 0):
-        self.options, self.draws = options, copy.deepcopy(layer.draws)
-        self.draws.n_backward = backward
+        self.options, self.rng = options, copy.deepcopy(layer.rng)
+        self.rng.n_backward = backward
 
     def operand(self, gemm: str, name: str, values: torch.Tensor, text: str | None = None) -> torch.Tensor:
         """``values [rows, contraction]`` after rotation and quantization."""
@@ -77,7 +77,7 @@ class Oracle:
         signs = None
         if rotation.startswith("random"):
             size = int(rotation.split("-")[1])
-            signs = self.draws.signs(gemm, math.ceil(values.shape[1] / size) * size, "cpu")
+            signs = self.rng.signs(gemm, math.ceil(values.shape[1] / size) * size, "cpu")
         rotated = values.double() @ rotation_matrix(rotation, values.shape[1], signs)
         if rotation != "none":
             # The very rotated values decide on which side of a rounding boundary they fall.
@@ -91,7 +91,7 @@ class Oracle:
         text = text or self.options[gemm][name]
         if text in ("full", "reuse"):
             return rotated.double()
-        seed = self.draws.seed_of(gemm, name) if "stochastic" in text else None
+        seed = self.rng.seed_of(gemm, name) if "stochastic" in text else None
         rounding = "stochastic" if "stochastic" in text else "nearest"
         return numerics.fake_quantize(rotated.float(), rounding=rounding, seed=seed).double()
 
@@ -198,7 +198,7 @@ def test_reused_operands_are_those_of_a_rotated_forward_rotated_back(rotation):
     y.backward(grad)
     weight = layer.weight.detach()
     size = int(rotation.split("-")[1])
-    signs = oracle.draws.signs("fprop", math.ceil(K / size) * size, "cpu") if rotation.startswith("random") else None
+    signs = oracle.rng.signs("fprop", math.ceil(K / size) * size, "cpu") if rotation.startswith("random") else None
     back = rotation_matrix(rotation, K, signs).t()
     effective_w = oracle.operand("fprop", "weight", weight) @ back
     effective_x = oracle.operand("fprop", "x", x) @ back
@@ -275,7 +275,7 @@ def test_draws_are_a_function_of_seed_rank_step_layer_and_operand(monkeypatch):
 def test_operands_draw_independently():
     layer = make_layer(**RANDOM)
     names = [("fprop", "x"), ("fprop", "weight"), *OPERANDS[2:]]
-    assert len({layer.draws.seed_of(*name) for name in names}) == 6
+    assert len({layer.rng.seed_of(*name) for name in names}) == 6
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -285,7 +285,7 @@ def test_a_recomputed_forward_draws_the_same(reentrant):
     for recompute in (False, True):
         layers = [make_layer(out_features=K, seed=i, **RANDOM) for i in range(2)]
         for i, layer in enumerate(layers):
-            layer.draws.layer = f"layers.{i}"
+            layer.rng.layer = f"layers.{i}"
         leaf = x.clone().requires_grad_()
         for _ in range(2):  # two micro-batches
             h = leaf
@@ -436,4 +436,4 @@ def test_copies_draw_from_their_own_state():
     layer = make_layer(**RANDOM)
     other = copy.deepcopy(layer)
     other.set_step(7)
-    assert layer.draws.step == 0 and other._products.draws is other.draws
+    assert layer.rng.step == 0 and other.rng is not layer.rng

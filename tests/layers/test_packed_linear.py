@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, fake_quantize, numerics, quantize
+from hf_mxfp4.backends import select as backends
 from hf_mxfp4.gemm.packed_weight import packed_shapes
-from hf_mxfp4.layers import fallback_thresholds, packed_linear, update_fallback_thresholds
+from hf_mxfp4.layers import fallback_thresholds, update_fallback_thresholds
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
@@ -186,7 +187,7 @@ def test_a_weight_that_is_quantized_in_portions(monkeypatch):
 
     source = linear(100, 64)
     whole = MXFP4PackedLinear.from_linear(source, packed_config(weight_block="32x32"))
-    monkeypatch.setattr(module, "_EAGER_PORTION", 32 * 64)
+    monkeypatch.setattr(module, "PORTION", 32 * 64)
     parts = MXFP4PackedLinear.from_linear(source, packed_config(weight_block="32x32"))
     assert all(torch.equal(a, b) for a, b in zip(whole.packed_weight()[:3], parts.packed_weight()[:3], strict=True))
     # Selective fallback ranks blocks over the whole weight, and must not be cut.
@@ -390,14 +391,14 @@ def test_only_packed_tensors_are_kept_for_the_backward_pass():
 
 def test_no_dequantized_copy_outlives_the_product(monkeypatch):
     made = []
-    original = packed_linear.dequantize
+    original = backends.dequantize
 
     def spy(*args):
         value = original(*args)
         made.append(weakref.ref(value))
         return value
 
-    monkeypatch.setattr(packed_linear, "dequantize", spy)
+    monkeypatch.setattr(backends, "dequantize", spy)
     layer = packed()
     y = layer(torch.randn(3, 72, requires_grad=True))
     gc.collect()
@@ -409,14 +410,14 @@ def test_no_dequantized_copy_outlives_the_product(monkeypatch):
 
 def test_generation_dequantizes_once_and_frees_at_the_end(monkeypatch):
     made = []
-    original = packed_linear.dequantize
+    original = backends.dequantize
 
     def spy(*args):
         value = original(*args)
         made.append(weakref.ref(value))
         return value
 
-    monkeypatch.setattr(packed_linear, "dequantize", spy)
+    monkeypatch.setattr(backends, "dequantize", spy)
     layer, x = packed(), torch.randn(3, 72)
     with torch.no_grad():
         expected = layer(x)
@@ -436,8 +437,8 @@ def test_a_nested_context_keeps_the_copy_until_the_outer_one_ends():
         layer(x)
         with cached_weights():
             layer(x)
-        assert layer._cache.value is not None
-    assert layer._cache.value is None
+        assert layer.state.cache.value is not None
+    assert layer.state.cache.value is None
 
 
 def test_selective_fallback_continues_with_the_trainable_layers_threshold():

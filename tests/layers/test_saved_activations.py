@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, pack
 from hf_mxfp4.backends import cpu
+from hf_mxfp4.gemm import packed_weight
 from hf_mxfp4.gemm import saved as saved_module
 from hf_mxfp4.layers import set_quantization_step, update_fallback_thresholds
 from hf_mxfp4.numerics import parse_scheme
@@ -20,7 +21,8 @@ from hf_mxfp4.quantizer.swap import quantize_linears
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
 M, N, K = 43, 37, 50
 NO_FUSED = pytest.mark.skipif(
-    cpu.obstacle(torch.float32, MXFP4RLConfig().weight_scheme) is not None, reason="no fused CPU functions here"
+    cpu.unsupported_reason(torch.float32, MXFP4RLConfig().weight_scheme) is not None,
+    reason="no fused CPU functions here",
 )
 EXACT = {
     "w4a4": {},
@@ -140,13 +142,13 @@ def test_huge_values_saturate_alike(autocast):
 def test_portions_of_rows_change_nothing(monkeypatch, shape, backend):
     full, saved = pair_of_layers(backend=backend)
     expected = outputs(full, inputs(*shape))
-    monkeypatch.setattr(saved_module, "_PORTION", 7 * K + 3)
+    monkeypatch.setattr(packed_weight, "PORTION", 7 * K + 3)
     assert_same(outputs(saved, inputs(*shape)), expected)
 
 
 def test_rows_that_depend_on_each_other_are_not_cut():
     with pytest.raises(ValueError, match=r"of0.5@0.25 quantizes rows that depend on each other"):
-        saved_module.pack_rows(inputs(M, K), parse_scheme("rceil+of0.5@0.25"))
+        packed_weight.pack_rows(inputs(M, K), parse_scheme("rceil+of0.5@0.25"))
 
 
 def test_a_nan_stays_where_it_was():
@@ -213,7 +215,7 @@ def test_a_frozen_weight_keeps_nothing(form):
 def test_without_gradients_nothing_is_packed(monkeypatch):
     _, layer = pair_of_layers()
     expected = layer(inputs(M, K)).detach()
-    monkeypatch.setattr(layer, "packed_input", None)
+    monkeypatch.setattr(saved_module, "packed_input", None)
     with torch.no_grad():
         assert torch.equal(layer(inputs(M, K)), expected)
 

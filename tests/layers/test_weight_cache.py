@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from tiny_models import make_model
 from torch import nn
 
-import hf_mxfp4.layers.linear as linear_module
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, uncached_weights
+from hf_mxfp4.gemm import operands
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
@@ -33,13 +33,13 @@ def from_scratch(layer: MXFP4Linear, x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def quantizations(monkeypatch):
     """The list of weights quantized so far (the weight-only preset quantizes nothing else)."""
-    calls, quantize = [], linear_module.weight_operand
+    calls, quantize = [], operands.weight_operand
 
     def counted(weight, *args):
         calls.append(weight)
         return quantize(weight, *args)
 
-    monkeypatch.setattr(linear_module, "weight_operand", counted)
+    monkeypatch.setattr(operands, "weight_operand", counted)
     return calls
 
 
@@ -219,8 +219,8 @@ def test_gradient_checkpointing_quantizes_once_more(quantizations):
 @pytest.mark.parametrize(("options", "kept"), [({}, 1), ({"preset": "w4a4g4"}, 0)], ids=["reused", "another-operand"])
 def test_what_a_pass_holds_for_its_gradient_goes_with_it(options, kept, monkeypatch):
     layer, made = MXFP4Linear(64, 64, config=MXFP4RLConfig(**options)), []
-    compute = layer.weight_operand
-    monkeypatch.setattr(layer, "weight_operand", lambda weight: made.append(weakref.ref(v := compute(weight))) or v)
+    compute = operands.weight_operand
+    monkeypatch.setattr(operands, "weight_operand", lambda *args: made.append(weakref.ref(v := compute(*args))) or v)
 
     def alive():
         return sum(reference() is not None for reference in made)
@@ -242,7 +242,7 @@ def test_outside_of_contexts_nothing_is_kept(quantizations):
         with cached_weights(), torch.no_grad():
             outputs = [layer(X) for _ in range(3)]
         assert len(quantizations) == 2 + contexts and torch.equal(outputs[0], outputs[2])
-        assert layer._cache.value is None
+        assert layer.state.cache.value is None
 
 
 def test_one_quantization_per_layer_of_a_model_that_generates(quantizations):

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.gemm import engine_counts, reset_engine_counts
+from hf_mxfp4.gemm import gemm_kernel_counts, reset_gemm_kernel_counts
 from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.numerics import FP8
 
@@ -77,9 +77,9 @@ def compare() -> dict:
         for dtype in (DTYPES[number % 2],) if WHAT == "few" else DTYPES:
             dense = results("dense", dtype, options)
             for engine in ENGINES:
-                reset_engine_counts()
+                reset_gemm_kernel_counts()
                 found = results(engine, dtype, options)
-                counts = engine_counts()
+                counts = gemm_kernel_counts()
                 label = f"{name}, {engine}, {str(dtype).removeprefix('torch.')}"
                 report[label] = {
                     "distance": {part: distance(found[part], dense[part]) for part in dense},
@@ -117,7 +117,7 @@ def weights_are_folded_once() -> list[int]:
 
 def outliers() -> list[int | bool]:
     """Blocks that do not fold are counted, and the result is near the dense one all the same."""
-    reset_engine_counts()
+    reset_gemm_kernel_counts()
     outs = []
     for engine in ("fp8", "dense"):
         layer = MXFP4Linear(128, 16, config=MXFP4RLConfig(engine=engine, **CONFIGS["w4a4 plain"])).to(DEVICE)
@@ -127,7 +127,7 @@ def outliers() -> list[int | bool]:
         x[1, :32] = 2.0
         with torch.no_grad():
             outs.append(layer(x))
-    return [engine_counts()["inexact_blocks"], bool((outs[0] - outs[1]).abs().max() <= 2.0**-15 * 2.0 * 128)]
+    return [gemm_kernel_counts()["inexact_blocks"], bool((outs[0] - outs[1]).abs().max() <= 2.0**-15 * 2.0 * 128)]
 
 
 if __name__ == "__main__":

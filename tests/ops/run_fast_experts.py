@@ -13,8 +13,8 @@ from torch import nn
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.gemm import engine_counts, group_by_expert, reset_engine_counts
-from hf_mxfp4.gemm.fast_experts import self_check
+from hf_mxfp4.gemm import gemm_kernel_counts, group_by_expert, reset_gemm_kernel_counts
+from hf_mxfp4.gemm.fast_grouped import self_check
 from hf_mxfp4.layers import MXFP4Experts, cached_weights
 from hf_mxfp4.numerics import FP8
 
@@ -101,9 +101,9 @@ def compare(everything: bool) -> dict:
         for case in range(4) if everything else (number % 4,) if name in FEW else ():
             transposed, dtype = bool(case % 2), (torch.bfloat16, torch.float32)[case // 2]
             dense = results("dense", dtype, options, transposed)
-            reset_engine_counts()
+            reset_gemm_kernel_counts()
             found = results(ENGINE, dtype, options, transposed)
-            counts = engine_counts()
+            counts = gemm_kernel_counts()
             report[f"{name}, {transposed}, {str(dtype).removeprefix('torch.')}"] = {
                 "distance": {part: distance(found[part], dense[part]) for part in dense},
                 "engines": [next(iter(counts[gemm])) for gemm in ("fprop", "dgrad", "wgrad")],
@@ -147,7 +147,7 @@ def no_rows() -> bool:
 
 
 if __name__ == "__main__":
-    checked = self_check(torch.device(DEVICE)) if WHAT != "few" else None
+    checked = self_check("fp8", torch.device(DEVICE)) if WHAT != "few" else None
     print(
         json.dumps(
             {

@@ -16,8 +16,8 @@ DYNAMIC = QuantScheme("rceil", 128, "dynamic", 0.5)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_cpu_is_served_by_the_fused_functions_where_there_is_a_compiler(dtype):
-    if cpu.obstacle(dtype, STATIC) is not None:
-        pytest.skip(cpu.obstacle(dtype, STATIC))
+    if cpu.unsupported_reason(dtype, STATIC) is not None:
+        pytest.skip(cpu.unsupported_reason(dtype, STATIC))
     assert backend_for("cpu", dtype, STATIC, "auto") == ("cpu", None)
     assert backend_for("cpu", dtype, STATIC, "cpu") == ("cpu", None)
     assert backend_for("cpu", dtype, STATIC, "eager")[0] == "eager"

@@ -4,8 +4,7 @@
 import pytest
 import torch
 
-from hf_mxfp4.gemm import Engine, FastExperts, FastProducts, Groups, engine_for
-from hf_mxfp4.gemm import select as engines
+from hf_mxfp4.gemm import GemmKernel, Groups, choose, select_kernel
 from hf_mxfp4.gemm.groups import PaddedRows
 from hf_mxfp4.numerics import REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
 
@@ -26,15 +25,15 @@ EXPECTED = {
 
 def test_the_engine_of_experts():
     scheme = LinearScheme(GemmScheme(PLAIN, PLAIN))
-    assert [engine_for("fprop", scheme, on, experts=True).name for on in ("sm_80", "sm_90", "sm_100", "gfx950")] == [
+    assert [select_kernel("fprop", scheme, on, experts=True).name for on in ("sm_80", "sm_90", "sm_100", "gfx950")] == [
         "dense",
         "fp8",
         "fp8",
         "fp8",
     ]
-    asked = engine_for("fprop", scheme, "sm_100", requested="mxfp4", experts=True)
+    asked = select_kernel("fprop", scheme, "sm_100", requested="mxfp4", experts=True)
     assert asked.name == "dense" and "packed operands of all experts" in asked.reason
-    assert engine_for("fprop", scheme, "sm_90", torch.float64, experts=True).name == "dense"
+    assert select_kernel("fprop", scheme, "sm_90", torch.float64, experts=True).name == "dense"
 
 
 @pytest.mark.parametrize(
@@ -48,14 +47,14 @@ def test_the_engine_of_experts():
 def test_experts_that_draw_random_numbers_are_computed_one_by_one(gemm, dgrad, wgrad):
     scheme = LinearScheme(GemmScheme(PLAIN, PLAIN), dgrad, wgrad)
     for name in ("fprop", "dgrad", "wgrad"):
-        engine = engine_for(name, scheme, "sm_90", experts=True)
+        engine = select_kernel(name, scheme, "sm_90", experts=True)
         assert engine.name == ("dense" if name == gemm else "fp8"), engine
         assert name != gemm or "random numbers of its own" in engine.reason
 
 
 def test_a_reused_operand_brings_its_random_numbers():
     scheme = LinearScheme(GemmScheme(STOCHASTIC, PLAIN), GemmScheme(PLAIN, REUSE), GemmScheme(PLAIN, REUSE))
-    engines = [engine_for(name, scheme, "sm_90", experts=True).name for name in ("fprop", "dgrad", "wgrad")]
+    engines = [select_kernel(name, scheme, "sm_90", experts=True).name for name in ("fprop", "dgrad", "wgrad")]
     assert engines == ["dense", "fp8", "dense"]
 
 
@@ -71,12 +70,12 @@ def test_blocks_of_padded_rows_belong_to_experts():
 
 @pytest.mark.filterwarnings("ignore:engine=.auto.")
 def test_experts_are_checked_apart_from_linear_layers(monkeypatch):
-    monkeypatch.setattr(engines, "_problems", {})
-    fast, device = Engine("fp8", ""), torch.device("cpu")
-    assert engines.checked(fast, device, FastProducts.check) is not fast  # no kernel runs here
-    assert len(engines._problems) == 1
-    monkeypatch.setitem(engines._problems, ("fp8", device, FastExperts.check), None)
-    assert engines.checked(fast, device, FastExperts.check) is fast
+    monkeypatch.setattr(choose, "_problems", {})
+    fast, device = GemmKernel("fp8", ""), torch.device("cpu")
+    assert choose.checked(fast, device) is not fast  # no kernel runs here
+    assert len(choose._problems) == 1
+    monkeypatch.setitem(choose._problems, ("fp8", device, True), None)
+    assert choose.checked(fast, device, experts=True) is fast
 
 
 def check(found: dict) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, QuantScheme, numerics
-from hf_mxfp4.gemm.custom_ops import new_handle
-from hf_mxfp4.gemm.custom_ops.registry import owner_of
-from hf_mxfp4.gemm.custom_ops.tensors import PARTS
+from hf_mxfp4.gemm.custom_ops.linear import what_is_saved
+from hf_mxfp4.gemm.saved import PARTS
+from hf_mxfp4.gemm.state import state_of
 from hf_mxfp4.numerics import parse_scheme
 
 
@@ -98,15 +98,15 @@ def test_schemes_are_read_back_from_their_text_exactly(alpha):
 def test_the_trainable_linear_operator(preset, saved, shape):
     layer = MXFP4Linear(70, 40, config=MXFP4RLConfig(preset=preset, saved_activations=saved))
     x = torch.randn(shape, requires_grad=True)
-    form = layer.form
-    kept = form.kept(x.dtype, x.dtype)
-    arguments = layer.handle, x.dtype, kept, form.columns, form.scheme, form.draws
-    opcheck(OPS.trainable_linear.default, (x, layer.weight, layer.bias, *arguments))
-    out, tensors = OPS.trainable_linear(x, layer.weight, None, *arguments)
-    needs = [True, True, False]
+    spec, layer_id = layer.state.spec, layer.state.layer_id
+    kept, has_step = what_is_saved(spec, x.dtype, x.dtype), preset == "w4a4g8"
+    arguments = None, layer_id, x.dtype, kept, 70, spec.input_text, has_step, False
+    opcheck(OPS.quantized_linear.default, (x, layer.weight, layer.bias, *arguments))
+    out, tensors = OPS.quantized_linear(x, layer.weight, None, *arguments)
+    needs, tail = [True, True, False], (x.dtype, kept, has_step, False, x.dtype, None)
     opcheck(
-        OPS.trainable_linear_backward.default,
-        (out.detach(), layer.weight.detach(), tensors, layer.handle, x.dtype, kept, x.dtype, None, needs),
+        OPS.quantized_linear_backward.default,
+        (out.detach(), layer.weight.detach(), None, tensors, layer_id, *tail, needs),
     )
 
 
@@ -116,35 +116,30 @@ def test_the_packed_linear_operator(scheme):
     layer = MXFP4PackedLinear.from_linear(torch.nn.Linear(70, 40), config)
     for rows in (3, 0):
         x = torch.randn(rows, 70, requires_grad=True)
-        form = layer.form
+        spec = layer.state.spec
         opcheck(
             OPS.packed_linear.default,
-            (x, *layer.packed_weight(), layer.bias, x.dtype, form.weights, form.inputs, form.backend),
+            (x, *layer.packed_weight(), layer.bias, None, x.dtype, spec.weight_text, spec.input_text, spec.backend),
         )
-        arguments = *layer.packed_weight(), 70, x.dtype, form.weights, form.backend
-        opcheck(OPS.packed_linear_grad_x.default, (torch.randn(rows, 40), *arguments))
+        arguments = None, 70, x.dtype, x.dtype, spec.weight_text, spec.backend, [True, True]
+        opcheck(OPS.packed_linear_backward.default, (torch.randn(rows, 40), *layer.packed_weight(), *arguments))
 
 
-def test_layers_are_found_by_their_handle_for_as_long_as_they_live():
+def test_layers_are_found_by_their_number_for_as_long_as_they_live():
     layer = MXFP4Linear(32, 32)
     others = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), MXFP4Linear(32, 32)
     for each in (layer, *others):
-        assert owner_of(each.handle) is each
-    handle = layer.handle
+        assert state_of(each.state.layer_id) is each.state
+    layer_id = layer.state.layer_id
     del layer, each
     gc.collect()
     with pytest.raises(RuntimeError, match="is gone"):
-        owner_of(handle)
+        state_of(layer_id)
 
 
-def test_handles_stay_on_the_cpu_and_out_of_the_state():
+def test_numbers_stay_on_the_cpu_and_out_of_the_state():
     with torch.device("meta"), torch.inference_mode():
         layer = MXFP4Linear(32, 32)
-    assert layer.handle.device.type == "cpu" and not layer.handle.is_inference()
+    assert layer.state.layer_id.device.type == "cpu" and not layer.state.layer_id.is_inference()
     assert set(layer.state_dict()) == {"weight", "bias"}
-    assert layer.double().handle.dtype == torch.int64
-
-
-def test_a_handle_of_anything_that_can_be_weakly_referred_to():
-    owner = torch.nn.Identity()
-    assert owner_of(new_handle(owner)) is owner
+    assert layer.double().state.layer_id.dtype == torch.int64

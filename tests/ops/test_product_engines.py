@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.gemm import engine_counts, engine_for, reset_engine_counts
+from hf_mxfp4.gemm import gemm_kernel_counts, reset_gemm_kernel_counts, select_kernel
 from hf_mxfp4.gemm import select as engines
 from hf_mxfp4.numerics import FP8, FULL, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
 
@@ -34,23 +34,23 @@ def linear(left, right=None, rotation=None) -> LinearScheme:
 )
 def test_engine_of_the_forward_product(scheme, on_90, on_100):
     for hardware, expected in (("sm_90", on_90), ("sm_100", on_100), ("gfx950", on_100), ("sm_89", on_90)):
-        engine = engine_for("fprop", linear(scheme, PLAIN if scheme is FULL else None), hardware)
+        engine = select_kernel("fprop", linear(scheme, PLAIN if scheme is FULL else None), hardware)
         assert expected in (engine.name, engine.reason) or engine.name == "dense" and expected in engine.reason
 
 
 def test_hardware_dtypes_rotations_and_what_was_asked_for():
-    assert engine_for("fprop", linear(PLAIN), "sm_80").reason == "sm_80 has no FP8 products"
-    assert engine_for("fprop", linear(PLAIN), "gfx942").name == "dense"
-    assert engine_for("fprop", linear(PLAIN), "cpu").reason == "on the CPU there is nothing faster"
-    assert engine_for("fprop", linear(PLAIN), "interpreter").name == "dense"
-    assert engine_for("fprop", linear(PLAIN), "interpreter", requested="fp8").name == "fp8"
-    assert engine_for("fprop", linear(PLAIN), "sm_90", requested="dense").reason == "engine='dense' was asked for"
-    assert engine_for("fprop", linear(PLAIN), "sm_90", requested="mxfp4").reason == "sm_90 has no MXFP4 products"
-    assert engine_for("fprop", linear(PLAIN), "sm_100", requested="fp8").name == "fp8"
-    assert "float64 has more digits" in engine_for("fprop", linear(PLAIN), "sm_90", torch.float64).reason
-    assert engine_for("fprop", linear(PLAIN, None, Rotation(16)), "sm_90").name == "fp8"
-    assert engine_for("fprop", linear(PLAIN, None, Rotation(128, True)), "sm_100").name == "mxfp4"
-    mixed = engine_for("fprop", linear(PLAIN, MBS), "sm_100")
+    assert select_kernel("fprop", linear(PLAIN), "sm_80").reason == "sm_80 has no FP8 products"
+    assert select_kernel("fprop", linear(PLAIN), "gfx942").name == "dense"
+    assert select_kernel("fprop", linear(PLAIN), "cpu").reason == "on the CPU there is nothing faster"
+    assert select_kernel("fprop", linear(PLAIN), "interpreter").name == "dense"
+    assert select_kernel("fprop", linear(PLAIN), "interpreter", requested="fp8").name == "fp8"
+    assert select_kernel("fprop", linear(PLAIN), "sm_90", requested="dense").reason == "engine='dense' was asked for"
+    assert select_kernel("fprop", linear(PLAIN), "sm_90", requested="mxfp4").reason == "sm_90 has no MXFP4 products"
+    assert select_kernel("fprop", linear(PLAIN), "sm_100", requested="fp8").name == "fp8"
+    assert "float64 has more digits" in select_kernel("fprop", linear(PLAIN), "sm_90", torch.float64).reason
+    assert select_kernel("fprop", linear(PLAIN, None, Rotation(16)), "sm_90").name == "fp8"
+    assert select_kernel("fprop", linear(PLAIN, None, Rotation(128, True)), "sm_100").name == "mxfp4"
+    mixed = select_kernel("fprop", linear(PLAIN, MBS), "sm_100")
     assert mixed.name == "fp8"  # native products want macro factors on both sides or on none
 
 
@@ -75,7 +75,7 @@ def test_engines_of_gradients(forward, dgrad, wgrad, expected):
     left = PLAIN if forward == QuantScheme(block_rows=32) else forward
     scheme = LinearScheme(GemmScheme(left, PLAIN if forward is FULL else forward), dgrad, wgrad)
     for gemm, words in zip(GEMMS[1:], expected, strict=True):
-        engine = engine_for(gemm, scheme, "sm_90")
+        engine = select_kernel(gemm, scheme, "sm_90")
         assert engine.name == words or engine.name == "dense" and words in engine.reason
 
 
@@ -98,14 +98,14 @@ def test_a_failed_self_check_means_dense_with_one_warning(monkeypatch):
 
 
 def test_layers_count_their_products():
-    reset_engine_counts()
+    reset_gemm_kernel_counts()
     layer = MXFP4Linear(32, 8)
     layer(torch.randn(4, 32)).sum().backward()
     layer(torch.randn(4, 32))
-    assert engine_counts() == {"fprop": {"dense": 2}, "dgrad": {}, "wgrad": {"dense": 1}, "inexact_blocks": 0}
-    reset_engine_counts()
+    assert gemm_kernel_counts() == {"fprop": {"dense": 2}, "dgrad": {}, "wgrad": {"dense": 1}, "inexact_blocks": 0}
+    reset_gemm_kernel_counts()
     MXFP4Linear(32, 8, config=MXFP4RLConfig(engine="dense"))(torch.randn(4, 32))
-    assert engine_counts()["fprop"] == {}  # nothing to choose
+    assert gemm_kernel_counts()["fprop"] == {}  # nothing to choose
 
 
 def test_the_option_is_checked_and_written_where_it_says_something():

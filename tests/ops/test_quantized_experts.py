@@ -5,22 +5,28 @@ import pytest
 import torch
 from tables import CONFIGS, some
 
-from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4 import MXFP4RLConfig, fake_quantize, uncached_weights
+from hf_mxfp4 import quantize as mxfp4_quantize
+from hf_mxfp4.backends import select as backends
 from hf_mxfp4.gemm import (
-    BackwardProducts,
-    Draws,
+    GemmSpec,
+    GemmState,
     Groups,
+    LayerRng,
+    PackedSpec,
     group_by_expert,
     grouped,
-    grouped_linear,
-    packed_grouped_linear,
+    operands,
+    packed_linear,
     quantized_linear,
 )
 from hf_mxfp4.gemm.groups import PaddedRows
+from hf_mxfp4.numerics import GemmScheme, LinearScheme, QuantScheme
 
 
 COUNTS = (5, 0, 33, 2)
 E, N, K = 4, 48, 40
+SCHEME = QuantScheme(macro_block=32)
 SCHEMES = some(CONFIGS, "w4a4g8", "w4a4g4", "paper_b", "stochastic", "random wgrad", "full")
 
 
@@ -40,22 +46,23 @@ def tensors(bias=True, transposed=False, dtype=torch.float32, seed=0):
     return leaves[0], leaves[1], leaves[2] if bias else None, grad
 
 
-def products(scheme):
-    gemms = MXFP4RLConfig(macro_block=None, outlier_fallback=None, **SCHEMES[scheme]).gemms()
-    return [BackwardProducts(gemms, Draws(0, f"experts.{e}")) for e in range(E)]
+def states(scheme=None, transposed=False, matrices=E):
+    """Of the experts, and of linear layers of their own. ``None``: what gradients reuse is all that is quantized."""
+    gemms = LinearScheme(GemmScheme(SCHEME, SCHEME))
+    if scheme is not None:
+        gemms = MXFP4RLConfig(macro_block=None, outlier_fallback=None, **SCHEMES[scheme]).gemms()
+    rngs = [[LayerRng(0, f"experts.{e}") for e in range(matrices)] for _ in range(2)]
+    of_experts = GemmState(GemmSpec(gemms, transposed=transposed), rngs[0])
+    return of_experts, [GemmState(GemmSpec(gemms), [rng]) for rng in rngs[1]]
 
 
-def run(x, weight, bias, grad, transposed=False, products=None, quantize_weight=None):
-    def rows_first(weight, dtype):
-        return quantize(weight.transpose(1, 2) if transposed else weight, dtype)
-
-    groups = Groups(COUNTS)
-    out = grouped_linear(x, weight, bias, groups, quantize, quantize_weight or rows_first, products, transposed)
+def run(x, weight, bias, grad, state=None):
+    out = quantized_linear(x, weight, bias, state or states()[0], Groups(COUNTS))
     out.backward(grad)
     return out.detach(), [None if t is None else t.grad for t in (x, weight, bias)]
 
 
-def expected(x, weight, bias, grad, transposed=False, products=None):
+def expected(x, weight, bias, grad, transposed=False, own_states=None):
     """One linear layer for each expert."""
     out, grads = torch.empty(len(x), N, dtype=x.dtype), [torch.zeros_like(t) for t in (x, weight, bias)]
     start = 0
@@ -65,7 +72,7 @@ def expected(x, weight, bias, grad, transposed=False, products=None):
             continue
         own = (x[rows], weight[e].t() if transposed else weight[e], bias[e])
         own = [t.detach().clone().requires_grad_() for t in own]
-        y = quantized_linear(*own, quantize, quantize, None if products is None else products[e])
+        y = quantized_linear(*own, (own_states or states()[1])[e])
         y.backward(grad[rows])
         out[rows] = y.detach()
         grads[0][rows], grads[2][e] = own[0].grad, own[2].grad
@@ -94,7 +101,7 @@ def test_no_rows():
     order, groups = group_by_expert(torch.empty(0, dtype=torch.long), 3)
     assert order.numel() == 0 and groups.counts == (0, 0, 0) and list(groups) == []
     x, weight = torch.empty(0, K, requires_grad=True), torch.randn(3, N, K, requires_grad=True)
-    out = grouped_linear(x, weight, None, groups, quantize, quantize)
+    out = quantized_linear(x, weight, None, states(matrices=3)[0], groups)
     out.sum().backward()
     assert out.shape == (0, N) and x.grad.shape == (0, K) and weight.grad.abs().sum() == 0
 
@@ -107,17 +114,17 @@ def test_an_expert_that_does_not_exist():
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_each_expert_is_a_quantized_linear_of_its_own(scheme, transposed):
-    mine = None if scheme is None else products(scheme)
-    out, grads = run(*tensors(transposed=transposed), transposed, mine)
-    theirs = None if scheme is None else products(scheme)
+    mine, theirs = states(scheme, transposed)
+    out, grads = run(*tensors(transposed=transposed), mine)
     wanted, wanted_grads = expected(*tensors(transposed=transposed), transposed, theirs)
     assert torch.equal(out, wanted)
     for found, want in zip(grads, wanted_grads, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
     assert grads[1][1].abs().sum() == grads[2][1].abs().sum() == 0  # the expert without rows
     assert all(grads[1][e].abs().sum() > 0 for e in (0, 2, 3))
-    if mine is not None:
-        assert [p.draws.n_backward for p in mine] == [1, 0, 1, 1] == [p.draws.n_backward for p in theirs]
+    counts = [rng.n_backward for rng in mine.rngs]
+    assert counts == [state.rngs[0].n_backward for state in theirs]
+    assert counts == ([1, 0, 1, 1] if mine.spec.scheme.is_random else [0] * E)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -156,7 +163,7 @@ def test_grouped_kernels_are_for_gpus_and_where_they_are_asked_for(monkeypatch):
     ],
 )
 def test_experts_that_draw_random_numbers_are_computed_one_by_one(scheme, reason):
-    found = grouped.obstacle(products(scheme))
+    found = grouped.unsupported_reason(states(scheme)[0].spec)
     assert found is None if reason is None else reason in found
 
 
@@ -170,15 +177,13 @@ def test_rows_are_padded_to_whole_blocks_of_one_expert_each():
     assert padded.sum() == x.sum()
 
 
-def test_the_weight_is_quantized_again_in_the_backward_pass_and_never_written():
+def test_the_weight_is_quantized_again_in_the_backward_pass_and_never_written(monkeypatch):
     x, weight, bias, grad = tensors()
     before, version, seen = weight.detach().clone(), weight._version, []
-
-    def counted(w, dtype):
-        seen.append(w is weight or w.data_ptr() == weight.data_ptr())
-        return quantize(w, dtype)
-
-    run(x, weight, bias, grad, quantize_weight=counted)
+    make = operands.weight_operand
+    monkeypatch.setattr(operands, "weight_operand", lambda w, *args: seen.append(w is weight) or make(w, *args))
+    with uncached_weights():
+        run(x, weight, bias, grad)
     assert seen == [True, True]
     assert torch.equal(weight, before) and weight._version == version
 
@@ -186,18 +191,17 @@ def test_the_weight_is_quantized_again_in_the_backward_pass_and_never_written():
 def test_a_frozen_weight_keeps_no_input_and_gets_no_gradient():
     x, weight, bias, grad = tensors()
     weight.requires_grad_(False)
-    out = grouped_linear(x, weight, bias, Groups(COUNTS), quantize, quantize)
+    out = quantized_linear(x, weight, bias, states()[0], Groups(COUNTS))
     assert [t.data_ptr() for t in out.grad_fn.saved_tensors] == [weight.data_ptr()]
     out.backward(grad)
     assert weight.grad is None and x.grad.abs().sum() > 0 and bias.grad.abs().sum() > 0
 
 
 def test_a_step_that_changes_between_the_passes_is_refused():
-    mine = products("w4a4g4")
+    mine = states("w4a4g4")[0]
     x, weight, bias, grad = tensors()
-    out = grouped_linear(x, weight, bias, Groups(COUNTS), quantize, quantize, mine)
-    for product in mine:
-        product.draws.set_step(3)
+    out = quantized_linear(x, weight, bias, mine, Groups(COUNTS))
+    mine.set_step(3)
     with pytest.raises(RuntimeError, match="quantization step of experts.0 went from 0 to 3 between"):
         out.backward(grad)
 
@@ -205,7 +209,7 @@ def test_a_step_that_changes_between_the_passes_is_refused():
 def test_autocast_computes_in_its_dtype_and_gradients_have_the_masters():
     x, weight, bias, grad = tensors()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = grouped_linear(x, weight, bias, Groups(COUNTS), quantize, quantize)
+        out = quantized_linear(x, weight, bias, states()[0], Groups(COUNTS))
     assert out.dtype == torch.bfloat16
     out.backward(grad.bfloat16())
     assert {t.grad.dtype for t in (x, weight, bias)} == {torch.float32}
@@ -214,15 +218,18 @@ def test_autocast_computes_in_its_dtype_and_gradients_have_the_masters():
     torch.testing.assert_close(weight.grad, exact[1][1], rtol=0.05, atol=0.3)
 
 
-def test_packed_weights_are_dequantized_for_experts_with_rows_alone():
+def test_packed_weights_are_dequantized_for_experts_with_rows_alone(monkeypatch):
     x, weight, bias, grad = tensors()
-    values, seen = quantize(weight, torch.float32), []
+    packed, seen, dequantize = mxfp4_quantize(weight.detach(), macro_block=32), [], backends.dequantize
+    state = GemmState(PackedSpec(SCHEME, SCHEME, K))
 
-    def dequantize(packed, expert, dtype):
-        seen.append(expert)
-        return packed[0][expert].to(dtype)
+    def noted(tensor, *args):
+        seen.append((tensor.codes.data_ptr() - packed.codes.data_ptr()) // packed.codes[0].numel())
+        return dequantize(tensor, *args)
 
-    out = packed_grouped_linear(x, (values, None, None, None, None), bias, Groups(COUNTS), quantize, dequantize)
+    monkeypatch.setattr(backends, "dequantize", noted)
+    parts = packed.codes, packed.scale, packed.macro, None, None
+    out = packed_linear(x, parts, bias, state, Groups(COUNTS))
     assert seen == [0, 2, 3]
     out.backward(grad)
     assert seen == [0, 2, 3] * 2

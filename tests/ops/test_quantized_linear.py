@@ -5,16 +5,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_mxfp4.gemm import quantized_linear
+from hf_mxfp4 import fake_quantize, uncached_weights
+from hf_mxfp4.gemm import GemmSpec, GemmState, LayerRng, operands, quantized_linear
+from hf_mxfp4.numerics import FULL, GemmScheme, LinearScheme, QuantScheme
 
 
-def halve(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A "quantizer" whose every trace in a result is visible, and exact."""
-    return (x.detach() / 2).to(dtype)
+STATE = GemmState(GemmSpec(LinearScheme(GemmScheme(FULL, QuantScheme()))), [LayerRng(0, "layer")])
 
 
-def quadruple(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (x.detach() * 4).to(dtype)
+def changed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of "quantized" operands whose every trace in a result is visible, and exact."""
+    return quantized_linear(x, weight, bias, input_operand=x.detach() / 2, weight_operand=weight.detach() * 4)
 
 
 def integers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,7 +29,7 @@ def integers(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_forward_and_the_three_gradients(shape, has_bias):
     x, weight = integers(*shape).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
     bias = integers(5, seed=2).requires_grad_() if has_bias else None
-    y = quantized_linear(x, weight, bias, halve, quadruple)
+    y = changed_linear(x, weight, bias)
     assert torch.equal(y, F.linear(x / 2, weight * 4, bias))
 
     grad = integers(*shape[:-1], 5, seed=3)
@@ -44,7 +45,7 @@ def test_literal():
     x = torch.tensor([[2.0, 4.0]], requires_grad=True)
     weight = torch.tensor([[1.0, -1.0], [0.5, 0.0]], requires_grad=True)
     bias = torch.tensor([10.0, 20.0], requires_grad=True)
-    y = quantized_linear(x, weight, bias, halve, quadruple)
+    y = changed_linear(x, weight, bias)
     assert y.tolist() == [[4.0 - 8.0 + 10.0, 2.0 + 20.0]]
     y.backward(torch.tensor([[1.0, 2.0]]))
     assert x.grad.tolist() == [[4.0 + 2.0 * 2.0, -4.0]]
@@ -54,46 +55,44 @@ def test_literal():
 
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
 def test_no_gradient_where_none_is_needed(frozen):
-    operands = {"x": integers(3, 6), "weight": integers(5, 6, seed=1), "bias": integers(5, seed=2)}
-    for name, operand in operands.items():
+    tensors = {"x": integers(3, 6), "weight": integers(5, 6, seed=1), "bias": integers(5, seed=2)}
+    for name, operand in tensors.items():
         operand.requires_grad_(name != frozen)
-    quantized_linear(*operands.values(), halve, quadruple).sum().backward()
-    for name, operand in operands.items():
+    changed_linear(*tensors.values()).sum().backward()
+    for name, operand in tensors.items():
         assert (operand.grad is None) == (name == frozen)
 
 
 def test_nothing_is_recorded_without_gradients():
     with torch.no_grad():
-        y = quantized_linear(integers(3, 6), integers(5, 6).requires_grad_(), None, halve, quadruple)
+        y = changed_linear(integers(3, 6), integers(5, 6).requires_grad_(), None)
     assert not y.requires_grad
 
 
-def test_the_weight_is_quantized_again_in_backward_only_when_it_is_needed():
-    calls = []
-
-    def counted(weight, dtype):
-        calls.append(dtype)
-        return quadruple(weight, dtype)
-
-    quantized_linear(integers(3, 6), integers(5, 6).requires_grad_(), None, halve, counted).sum().backward()
-    assert len(calls) == 1
-    quantized_linear(integers(3, 6).requires_grad_(), integers(5, 6), None, halve, counted).sum().backward()
-    assert len(calls) == 3
+def test_the_weight_is_quantized_again_in_backward_only_when_it_is_needed(monkeypatch):
+    calls, quantize = [], operands.weight_operand
+    monkeypatch.setattr(operands, "weight_operand", lambda *args: calls.append(1) or quantize(*args))
+    with uncached_weights():
+        quantized_linear(integers(3, 6), integers(5, 6).requires_grad_(), None, STATE).sum().backward()
+        assert len(calls) == 1
+        quantized_linear(integers(3, 6).requires_grad_(), integers(5, 6), None, STATE).sum().backward()
+        assert len(calls) == 3
 
 
 def test_backward_survives_a_weight_whose_storage_was_freed_in_between():
     x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
-    y = quantized_linear(x, weight, None, halve, quadruple)
-    kept = weight.data
-    weight.data = torch.empty(0)
-    weight.data = kept
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.ones(3, 5) @ (weight.detach() * 4))
+    with uncached_weights():
+        y = quantized_linear(x, weight, None, STATE)
+        kept = weight.data
+        weight.data = torch.empty(0)
+        weight.data = kept
+        y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 5) @ fake_quantize(weight.detach()))
 
 
 def test_a_weight_written_between_forward_and_backward_is_an_error():
     x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
-    y = quantized_linear(x, weight, None, halve, quadruple)
+    y = changed_linear(x, weight, None)
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -102,9 +101,7 @@ def test_a_weight_written_between_forward_and_backward_is_an_error():
 
 def test_there_is_no_second_derivative():
     x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
-    (grad,) = torch.autograd.grad(
-        quantized_linear(x, weight, None, halve, quadruple).square().sum(), x, create_graph=True
-    )
+    (grad,) = torch.autograd.grad(changed_linear(x, weight, None).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
@@ -113,18 +110,11 @@ def test_there_is_no_second_derivative():
 def test_autocast_decides_the_dtype_of_the_product(dtype):
     x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
     bias = integers(5, seed=2).requires_grad_()
-    seen = []
-
-    def noted(tensor, to):
-        seen.append(to)
-        return tensor.detach().to(to)
-
     with torch.autocast("cpu", dtype):
-        y = quantized_linear(x, weight, bias, noted, noted)
+        y = quantized_linear(x, weight, bias)
     assert y.dtype == dtype
     assert torch.equal(y, F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype)))
     y.backward(torch.ones_like(y))
-    assert seen == [dtype] * 3
     for operand in (x, weight, bias):
         assert operand.grad.dtype == torch.float32
     assert torch.equal(bias.grad, torch.full((5,), 3.0))

@@ -94,12 +94,12 @@ def check_training(build, graphs, **options):
     [
         ("qat", "packed_linear", {"bf16": True, "gradient_checkpointing": True, "rollout_weights": "packed"}),
         ("lora", "packed_linear", {}),
-        pytest.param("qat", "trainable_linear", {}, marks=pytest.mark.large),
+        pytest.param("qat", "quantized_linear", {}, marks=pytest.mark.large),
         pytest.param(
-            "qat", "trainable_linear", {"scheme": SELECTIVE, "rollout_weights": "packed"}, marks=pytest.mark.large
+            "qat", "quantized_linear", {"scheme": SELECTIVE, "rollout_weights": "packed"}, marks=pytest.mark.large
         ),
         pytest.param(
-            "qat", "trainable_linear", {"scheme": SELECTIVE, "cache_rollout_weights": False}, marks=pytest.mark.large
+            "qat", "quantized_linear", {"scheme": SELECTIVE, "cache_rollout_weights": False}, marks=pytest.mark.large
         ),
         pytest.param(
             "lora",
@@ -170,7 +170,7 @@ def test_logits_follow_noise_weights_and_evaluation(build, graphs, mode):
     assert torch.equal(seen[-1], seen[-2])  # evaluation is without noise
     with trainer._rollout_weights():
         logits(trainer, compiled=True, step=2)
-        kept = [m._cache.value for m in trainer.model.modules() if isinstance(m, MXFP4Linear)]
+        kept = [m.state.cache.value for m in trainer.model.modules() if isinstance(m, MXFP4Linear)]
     assert all(isinstance(value, MXFP4Tensor) for value in kept) and len(kept) == (14 if mode == "qat" else 0)
 
 

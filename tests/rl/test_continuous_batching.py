@@ -152,7 +152,7 @@ def test_copies_of_weights_come_before_the_cache(build, monkeypatch, setup):
     trainer, kept = build(setup), []
 
     def look(self, inputs, **options):
-        kept.extend(module._cache.value is not None for module in self.modules() if isinstance(module, QUANTIZED))
+        kept.extend(module.state.cache.value is not None for module in self.modules() if isinstance(module, QUANTIZED))
         return {}
 
     monkeypatch.setattr(GenerationMixin, "generate_batch", look)

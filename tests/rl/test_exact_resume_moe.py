@@ -113,7 +113,7 @@ def test_rollouts_without_kept_copies_have_the_same_bits(build, tmp_path):
 @pytest.mark.parametrize(("cached", "times"), [(True, 1), (False, 4)])
 def test_how_often_a_rollout_quantizes_the_experts(build, monkeypatch, cached, times):
     """For each of four tokens, or once."""
-    import hf_mxfp4.layers.experts as module
+    import hf_mxfp4.gemm.operands as module
 
     trainer = build(MXFP4RLConfig(), max_steps=1, save_strategy="no", cache_rollout_weights=cached, aqn=False)
     trainer.generation_config.eos_token_id = None

@@ -28,7 +28,7 @@ def test_the_step_is_the_trainers():
     state = TrainerState()
     state.global_step = 12
     QuantizationStepCallback().on_step_begin(None, state, TrainerControl(), model=model)
-    assert [layer.draws.step for layer in random_layers(model)] == [12] * 14
+    assert [layer.rng.step for layer in random_layers(model)] == [12] * 14
 
 
 def test_a_model_without_random_numbers_is_refused():
@@ -43,7 +43,7 @@ def test_a_run_repeats_itself(tmp_path, checkpointing):
         build = trainer_factory(tmp_path / str(run))
         trainer = build(scheme=RANDOM, max_steps=2, gradient_checkpointing=checkpointing)
         trainer.train()
-        assert {layer.draws.step for layer in random_layers(trainer.model)} == {1}
+        assert {layer.rng.step for layer in random_layers(trainer.model)} == {1}
         weights.append([p.detach().clone() for p in trainer.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 

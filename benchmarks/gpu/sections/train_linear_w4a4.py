@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.gemm import engine_counts, reset_engine_counts
+from hf_mxfp4.gemm import gemm_kernel_counts, reset_gemm_kernel_counts
 from hf_mxfp4.numerics import GEMM_OPERANDS
 
 from .. import peers
@@ -57,7 +57,7 @@ def _measure(bench: Bench, shape: tuple[int, int, int], name: str) -> Measured:
         config = replace(config, backend="triton", macro_search=search, engine="fp8" if FP8_PRODUCTS[name] else "auto")
     step = Step(bench, shape)
     layer = step.layer(config)
-    reset_engine_counts()
+    reset_gemm_kernel_counts()
     error = step.check(layer, config)
     engines = _engines()
     products = {"fp8": FP8_PRODUCTS[name], "bf16": 3 - FP8_PRODUCTS[name]}
@@ -85,7 +85,7 @@ def _measure(bench: Bench, shape: tuple[int, int, int], name: str) -> Measured:
 
 def _engines() -> str:
     """What multiplied each product; the dense engine also did for the definition that it was compared with."""
-    counts = engine_counts()
+    counts = gemm_kernel_counts()
     took = {gemm: next((name for name in counts[gemm] if name != "dense"), "dense") for gemm in GEMM_OPERANDS}
     inexact = counts["inexact_blocks"]
     return ", ".join(f"{gemm} {name}" for gemm, name in took.items()) + (f", {inexact} rounded" if inexact else "")

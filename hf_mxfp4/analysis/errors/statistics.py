@@ -183,7 +183,11 @@ def error_statistics(x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1) ->
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() == 0:
         decompose_scheme(x, scheme, axis=axis)  # raises what fits
     x = x.detach().movedim(axis, -1)
-    if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and not cpu.obstacle(x.dtype, scheme):
+    if (
+        type(x) in (torch.Tensor, torch.nn.Parameter)
+        and x.device.type == "cpu"
+        and not cpu.unsupported_reason(x.dtype, scheme)
+    ):
         return _fused_statistics(x, scheme)
     generator = torch.Generator(x.device).manual_seed(0) if scheme.rounding == "stochastic" else None
     whole = ErrorStatistics()

@@ -15,9 +15,9 @@ from torch import nn
 
 from ...backends import fake_quantize
 from ...config import OPERANDS, MXFP4RLConfig
-from ...gemm import quantized_linear
+from ...gemm import autocast_dtype, quantized_linear
+from ...gemm.weight_cache import WeightCache
 from ...layers import MXFP4Experts, MXFP4Linear
-from ...layers.weight_cache import WeightCache, kept_for_backward
 from ...module_names import fused_experts, name_matches, split_linears
 from ...numerics import COMPONENTS, QuantScheme, apply_component
 from ...numerics.scheme import one_of
@@ -197,8 +197,9 @@ def _forward(
 
     def input_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if activation_scheme is None:
-            return x.to(dtype)
-        changed = _with_component(x, injection.component, activation_scheme)
+            return x.detach().to(dtype)
+        with torch.no_grad():
+            changed = _with_component(x.detach(), injection.component, activation_scheme)
         injection.activations.count(x, changed)
         return changed.to(dtype)
 
@@ -207,7 +208,7 @@ def _forward(
             with torch.no_grad():
                 return _with_component(weight.detach(), injection.component, weight_scheme).to(dtype)
 
-        return weight.to(dtype) if weight_scheme is None else cache.get(weight, dtype, compute)
+        return weight.detach().to(dtype) if weight_scheme is None else cache.get(weight, dtype, compute)
 
     if weight_scheme is not None:
         injection.weights.count(layer.weight, weight_of(layer.weight, layer.weight.dtype))
@@ -217,7 +218,9 @@ def _forward(
             return nn.functional.linear(x, layer.weight, layer.bias)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        output = quantized_linear(x, layer.weight, layer.bias, input_of, kept_for_backward(weight_of))
+        dtype = autocast_dtype(x) or x.dtype
+        changed = {"input_operand": input_of(x, dtype), "weight_operand": weight_of(layer.weight, dtype)}
+        output = quantized_linear(x, layer.weight, layer.bias, **changed)
         return output if not backward_only else _GradientOf.apply(full_precision(x), output)
 
     return forward

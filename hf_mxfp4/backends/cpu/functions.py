@@ -24,7 +24,7 @@ _PORTION = 1 << 18
 _HISTOGRAM_BINS = 64
 
 
-def obstacle(dtype: torch.dtype, scheme: QuantScheme) -> str | None:
+def unsupported_reason(dtype: torch.dtype, scheme: QuantScheme) -> str | None:
     """Why the fused functions cannot quantize CPU tensors of this dtype under this scheme; `None` when they can."""
     if dtype not in _TYPES:
         return f"the fused CPU functions take float32, bfloat16 and float16, not {dtype}"
@@ -34,11 +34,11 @@ def obstacle(dtype: torch.dtype, scheme: QuantScheme) -> str | None:
         return f"block_rows={scheme.block_rows} has no fused CPU function"
     if scheme.fallback_rate is not None:
         return "selective outlier fallback (fallback_rate) has no fused CPU function"
-    return _library_obstacle()
+    return _library_problem()
 
 
 @functools.cache
-def _library_obstacle() -> str | None:
+def _library_problem() -> str | None:
     library, reason = load()
     if library is None:
         return reason
@@ -49,7 +49,7 @@ def _library_obstacle() -> str | None:
 
 
 def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a CPU tensor that [`obstacle`] does not refuse."""
+    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a CPU tensor that is supported."""
     rows = x.detach().contiguous()
     out = torch.empty_like(rows)
     if rows.numel():
@@ -58,7 +58,7 @@ def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
-    """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that [`obstacle`] does not refuse; ``axis`` is not negative."""
+    """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that is supported; ``axis`` is not negative."""
     rows = x.detach().movedim(axis, -1).contiguous()
     length = rows.shape[-1]
 
@@ -116,7 +116,7 @@ class ErrorSums:
 
 
 def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[int]]:
-    """Sums over the error of quantizing a CPU tensor along its last axis, that [`obstacle`] does not refuse, and the
+    """Sums over the error of quantizing a CPU tensor along its last axis, which is supported, and the
     histogram of ``log2(s / s*)`` over its blocks in 64 bins of [-2, 2]. Independent of the number of threads."""
     rows = x.detach().contiguous()
     if rows.numel() == 0:

@@ -7,10 +7,10 @@ never in them. Three things make that one graph that is never compiled again:
 
 * An operator is a function of tensors and of what shapes depend on (dtypes, schemes as text, what is kept of an input).
   It keeps nothing for its backward pass but its outputs, and returns no tensor that it was given.
-* State that moves from step to step (random numbers, thresholds, cached weights) is found through the layer's handle
-  when the operator runs ([`handles`]). Such operators are tagged `cudagraph_unsafe`, so that a CUDA graph never replays
-  the numbers of one step; those without state or counts that the host reads are not.
-  A packed copy of a trainable weight, kept for a rollout, is an input like a packed layer's (`shared_weight`).
+* State that moves from step to step (random numbers, thresholds, cached weights) is found through the layer's number
+  when the operator runs ([`hf_mxfp4.gemm.state`]). Such operators are tagged `cudagraph_unsafe`, so that a CUDA graph
+  never replays the numbers of one step; those without state or counts that the host reads are not.
+  A packed copy of a trainable weight, kept for a rollout, is an input like a packed layer's ([`WeightCache.share`]).
 * The backward pass is an operator of its own, without a gradient: there is no second derivative.
 
 To make another product an operator: give it a forward and a backward function of plain arguments, without `ctx` (as
@@ -20,19 +20,9 @@ differentiable; have the layer call it under `torch.compiler.is_compiling()`; te
 against eager to the bit.
 """
 
-from .experts import frozen_experts, plain_grouped_linear, trainable_experts
-from .linear import LinearForm, trainable_linear
-from .packed import PackedForm, frozen_linear
-from .registry import new_handle
+from . import tensors  # noqa: F401  (registers operators)
+from .linear import compiled_linear
+from .packed import compiled_packed_linear
 
 
-__all__ = [
-    "LinearForm",
-    "PackedForm",
-    "frozen_experts",
-    "frozen_linear",
-    "new_handle",
-    "plain_grouped_linear",
-    "trainable_experts",
-    "trainable_linear",
-]
+__all__ = ["compiled_linear", "compiled_packed_linear"]

@@ -1,57 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear layer on a frozen packed weight as an operator, a function of its arguments alone: safe in CUDA graphs."""
+"""The linear layer on frozen packed weights, of one or of all experts, as an operator: a function of its arguments
+alone.
+
+There are two of it, of the same functions. ``packed_linear`` is safe in CUDA graphs. ``packed_experts`` is tagged as
+unsafe: where no kernel takes the operands of experts, the host reads where their rows end.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
-from ...backends import select as backends
-from ...numerics import MXFP4Tensor, QuantScheme
+from ..groups import Groups
 from ..linear import autocast_dtype
-from ..packed import packed_product
-from .registry import owner_of
+from ..operands import nearest_input
+from ..packed import grad_bias, packed_forward, packed_grad_x
+from ..packed_weight import PackedWeight
+from ..spec import PackedSpec
+from ..state import GemmState, state_of
+from .linear import groups_of
 from .tensors import read_scheme
 
 
-@dataclass(frozen=True)
-class PackedForm:
-    """The schemes of a packed layer as text, ``""`` for activations that are not quantized, and its backend."""
-
-    weights: str
-    inputs: str
-    backend: str
-
-    @classmethod
-    def of(cls, weights: QuantScheme, inputs: QuantScheme | None, backend: str) -> "PackedForm":
-        return cls(str(weights), "" if inputs is None else str(inputs), backend)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def frozen_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """[`hf_mxfp4.gemm.packed_weight.packed_linear`] of a layer, where Dynamo traces.
+def compiled_packed_linear(
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    spec: PackedSpec,
+    state: GemmState,
+    groups: Groups | None = None,
+    read_on_gpus: bool = False,
+) -> torch.Tensor:
+    """[`hf_mxfp4.gemm.packed_linear`] where Dynamo traces.
 
     Args:
-        layer: has ``packed_weight()``, ``bias``, ``form`` ([`PackedForm`]), ``fallback_threshold`` and ``handle``
-            ([`new_handle`]).
-        x: ``[..., K]``.
+        read_on_gpus: whether a kernel is certain to read the weights of experts there.
     """
-    form, scheme = layer.form, layer.form.inputs
-    if layer.fallback_threshold is not None:
-        x, scheme = torch.ops.hf_mxfp4.delayed_input(x, layer.handle, ""), ""
-    return linear_on(layer.packed_weight(), x, layer.bias, form, scheme)
+    dtype, inputs = autocast_dtype(x) or x.dtype, spec.input_text
+    if state.threshold is not None:
+        x, inputs = torch.ops.hf_mxfp4.delayed_input(x, state.layer_id), ""
+    ends, operator = None, torch.ops.hf_mxfp4.packed_linear
+    if groups is not None:
+        ends = groups.offsets(x.device)
+        if not (read_on_gpus and x.device.type == "cuda" and dtype in _KERNEL_DTYPES):
+            operator = torch.ops.hf_mxfp4.packed_experts
+    return operator(x, *packed, bias, ends, dtype, spec.weight_text, inputs, spec.backend)
 
 
-def linear_on(
-    packed: Sequence[torch.Tensor | None], x: torch.Tensor, bias: torch.Tensor | None, form: PackedForm, inputs: str
-) -> torch.Tensor:
-    """``Q(x) Q(W)^T + b`` on the tensors of a packed weight, where Dynamo traces; ``inputs`` is the scheme of ``x``."""
-    options = autocast_dtype(x) or x.dtype, form.weights, inputs, form.backend
-    return torch.ops.hf_mxfp4.packed_linear(x, *packed, bias, *options)
-
-
-@torch.library.custom_op("hf_mxfp4::packed_linear", mutates_args=())
 def _forward(
     x: torch.Tensor,
     codes: torch.Tensor,
@@ -60,78 +57,97 @@ def _forward(
     residual_codes: torch.Tensor | None,
     residual_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
+    ends: torch.Tensor | None,
     dtype: torch.dtype,
     weight_scheme: str,
     input_scheme: str,
     backend: str,
 ) -> torch.Tensor:
-    length = x.shape[-1]
-    if input_scheme:
-        x = backends.fake_quantize(x.detach(), read_scheme(input_scheme), backend)
+    spec = _spec(weight_scheme, input_scheme, x.shape[-1], backend)
     packed = codes, scale, macro, residual_codes, residual_scale
-    weight = MXFP4Tensor(*packed, length=length, axis=1, scheme=read_scheme(weight_scheme), dtype=dtype)
-    values = partial(backends.dequantize, weight, dtype, backend)
-    bias = None if bias is None else bias.to(dtype)
-    return packed_product(x.to(dtype), weight, bias, values, backend).contiguous()
+    return packed_forward(x.detach(), packed, bias, spec, groups_of(ends, x.shape[0]), dtype).contiguous()
 
 
-@_forward.register_fake
-def _(x, codes, scale, macro, residual_codes, residual_scale, bias, dtype, weight_scheme, input_scheme, backend):
-    return x.new_empty(*x.shape[:-1], codes.shape[0], dtype=dtype)
+def _spec(weights: str, inputs: str, in_features: int, backend: str) -> PackedSpec:
+    return PackedSpec(read_scheme(weights), read_scheme(inputs) if inputs else None, in_features, backend)
 
 
-@torch.library.custom_op("hf_mxfp4::packed_linear_grad_x", mutates_args=())
-def _grad_x(
+def _out_shape(
+    x, codes, scale, macro, residual_codes, residual_scale, bias, ends, dtype, weight_scheme, input_scheme, backend
+):
+    return x.new_empty(*x.shape[:-1], codes.shape[-2], dtype=dtype)
+
+
+def _backward(
     grad: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
     macro: torch.Tensor | None,
     residual_codes: torch.Tensor | None,
     residual_scale: torch.Tensor | None,
-    length: int,
+    ends: torch.Tensor | None,
+    in_features: int,
     dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
     weight_scheme: str,
     backend: str,
-) -> torch.Tensor:
-    packed = codes, scale, macro, residual_codes, residual_scale
-    weight = MXFP4Tensor(*packed, length=length, axis=1, scheme=read_scheme(weight_scheme), dtype=grad.dtype)
-    return (grad @ backends.dequantize(weight, grad.dtype, backend)).to(dtype).contiguous()
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    groups, spec = groups_of(ends, grad.shape[0]), _spec(weight_scheme, "", in_features, backend)
+    packed, found = (codes, scale, macro, residual_codes, residual_scale), []
+    if needs[0]:
+        found.append(packed_grad_x(grad, packed, spec, groups).to(dtype).contiguous())
+    if needs[1]:
+        found.append(grad_bias(grad, groups, bias_dtype, backend))
+    return found
 
 
-@_grad_x.register_fake
-def _(grad, codes, scale, macro, residual_codes, residual_scale, length, dtype, weight_scheme, backend):
-    return grad.new_empty(*grad.shape[:-1], length, dtype=dtype)
+def _gradient_shapes(grad, codes, scale, macro, residual_codes, residual_scale, ends, in_features, dtype, *rest):
+    bias_dtype, _, _, needs = rest
+    x = grad.new_empty(*grad.shape[:-1], in_features, dtype=dtype)
+    bias = grad.new_empty(*codes.shape[:-2], grad.shape[-1], dtype=bias_dtype or grad.dtype)
+    return [like for like, need in zip((x, bias), needs, strict=True) if need]
 
 
 def _setup(ctx, inputs, output):
-    x, *packed, bias, _, weight_scheme, _, backend = inputs
-    ctx.save_for_backward(*packed)
-    ctx.options = x.shape[-1], x.dtype, weight_scheme, backend
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    x, *packed, bias, ends, _, weight_scheme, _, backend = inputs
+    ctx.save_for_backward(*packed, ends)
+    ctx.options = x.shape[-1], x.dtype, None if bias is None else bias.dtype, weight_scheme, backend
 
 
-def _gradients(ctx, grad):
-    grad_x = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = torch.ops.hf_mxfp4.packed_linear_grad_x(grad, *ctx.saved_tensors, *ctx.options)
-    if ctx.needs_input_grad[6]:
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(dim=0).to(ctx.bias_dtype)
-    return grad_x, *(None,) * 5, grad_bias, *(None,) * 4
+def _define(name: str, tags: Sequence[torch.Tag]) -> None:
+    """The operators ``name`` and ``<name>_backward``."""
+    forward, backward = (
+        torch.library.custom_op(f"hf_mxfp4::{name}{suffix}", function, mutates_args=(), tags=tags)
+        for suffix, function in (("", _forward), ("_backward", _backward))
+    )
+    forward.register_fake(_out_shape)
+    backward.register_fake(_gradient_shapes)
+
+    def gradients(ctx, grad):
+        needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[6]]
+        found = iter(backward(grad, *ctx.saved_tensors, *ctx.options, needs))
+        grad_x, of_bias = (next(found) if need else None for need in needs)
+        return grad_x, *(None,) * 5, of_bias, *(None,) * 5
+
+    forward.register_autograd(gradients, setup_context=_setup)
 
 
-_forward.register_autograd(_gradients, setup_context=_setup)
+_define("packed_linear", ())
+_define("packed_experts", (torch.Tag.cudagraph_unsafe,))
 
 
 @torch.library.custom_op("hf_mxfp4::delayed_input", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _delayed_input(x: torch.Tensor, layer: torch.Tensor, projection: str) -> torch.Tensor:
-    """``Q(x)`` under the fallback threshold of a layer, or of a projection of experts, straight through."""
-    of = (projection,) if projection else ()
-    return owner_of(layer).quantized_input(*of, x.detach(), x.dtype).contiguous()
+def _delayed_input(x: torch.Tensor, layer_id: torch.Tensor) -> torch.Tensor:
+    """``Q(x)`` under the fallback threshold of a packed layer, straight through."""
+    state = state_of(layer_id)
+    spec = state.spec
+    return nearest_input(x.detach(), x.dtype, spec.inputs, state.threshold, spec.backend).contiguous()
 
 
 @_delayed_input.register_fake
-def _(x, layer, projection):
+def _(x, layer_id):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-_delayed_input.register_autograd(lambda ctx, grad: (grad, None, None))
+_delayed_input.register_autograd(lambda ctx, grad: (grad, None))

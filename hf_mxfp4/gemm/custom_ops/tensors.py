@@ -11,11 +11,8 @@ import torch
 
 from ...backends import functional
 from ...backends import select as backends
-from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, fake_quantize_e4m3, parse_scheme
-
-
-#: The tensors of an [`MXFP4Tensor`] in the order of its fields.
-PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
+from ...numerics import MXFP4Tensor, QuantScheme, fake_quantize_e4m3, parse_scheme
+from ..packed_weight import PACKED_FIELDS, part_sizes
 
 
 parse = functools.lru_cache(maxsize=256)(parse_scheme)
@@ -28,16 +25,6 @@ def read_scheme(text: str) -> QuantScheme:
     if scheme.rounding != "nearest":
         raise ValueError(f"scheme {text!r} draws random numbers; the operators round to nearest")
     return scheme
-
-
-def part_sizes(scheme: QuantScheme, length: int) -> tuple[int | None, ...]:
-    """The last axis of each of [`PARTS`] for ``length`` elements; `None` for those that the scheme has not."""
-    n_bytes, n_blocks = (length + 1) // 2, (length + BLOCK_SIZE - 1) // BLOCK_SIZE
-    macro = None
-    if scheme.macro_block is not None:
-        macro = 1 if scheme.macro_block == "row" else (length + scheme.macro_block - 1) // scheme.macro_block
-    residual = (None, None) if scheme.outlier_fallback is None else (n_bytes, n_blocks)
-    return n_bytes, n_blocks, macro, *residual
 
 
 @torch.library.custom_op("hf_mxfp4::fake_quantize", mutates_args=())
@@ -69,13 +56,13 @@ def _quantize(
     x: torch.Tensor, scheme: str, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     packed = functional.quantize(x.detach(), **vars(read_scheme(scheme)), backend=backend)
-    parts = (getattr(packed, part) for part in PARTS)
+    parts = (getattr(packed, part) for part in PACKED_FIELDS.values())
     return tuple(x.new_empty(0, dtype=torch.uint8) if part is None else part.contiguous() for part in parts)
 
 
 @_quantize.register_fake
 def _(x, scheme, backend):
-    sizes = part_sizes(read_scheme(scheme), x.shape[-1])
+    sizes = part_sizes(read_scheme(scheme), x.shape[-1]).values()
     shapes = ((0,) if size is None else (*x.shape[:-1], size) for size in sizes)
     return tuple(torch.empty(shape, dtype=torch.uint8, device=x.device) for shape in shapes)
 

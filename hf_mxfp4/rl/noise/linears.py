@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...backends.devices import widest_float
-from ...gemm import Groups, autocast_dtype, grouped_linear, quantized_linear
+from ...gemm import Groups, autocast_dtype, grouped, quantized_linear
 from ...gemm.packed_weight import dequantize
+from ...gemm.weight_cache import WeightCache, form_in_force
 from ...layers import QUANTIZED, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
-from ...layers.weight_cache import WeightCache, form_in_force
 from ...numerics.rng import counted_uniform
 from .norms import NoiseReport, router_names
 from .targets import chosen_names, plain_name
@@ -68,7 +68,7 @@ class WeightTarget:
         if self.projection is None:
             if self.is_packed:
                 return layer.dequantized_weight(dtype)[None]
-            return layer.weight_operand(layer.weight).to(dtype)[None]
+            return layer.weight_operand(layer.weight, dtype)[None]
         if not self.is_packed:
             return layer.weight_operand(self.projection, self.weight(), dtype)
         tensors = [layer.quantized_tensor(self.projection, expert) for expert in range(layer.n_experts)]
@@ -255,8 +255,7 @@ class LinearNoise:
         if copy.target.is_packed:
             bias = None if layer.bias is None else layer.bias.to(dtype)
             return F.linear(layer.quantized_input(x, dtype), noisy, bias)
-        parts = {**layer.parts(), "quantize_weight": lambda *_: noisy, "fast": None}
-        return quantized_linear(x, layer.weight, layer.bias, **parts)
+        return quantized_linear(x, layer.weight, layer.bias, layer.state, weight_operand=noisy)
 
     def _project(
         self,
@@ -273,12 +272,13 @@ class LinearNoise:
         copy = copies[projection]
         layer, dtype = copy.target.layer, autocast_dtype(x) or x.dtype
         noisy = self._kept(copy, dtype, step, sigma)
+        bias = layer.bias_of(projection)
         if copy.target.is_packed:
-            parts = {"quantize_input": partial(layer.quantized_input, projection), "backend": layer.config.backend}
-        else:
-            parts = {**layer.parts(projection, groups), "fast": None}
-        parts["quantize_weight"] = lambda *_: noisy
-        return grouped_linear(x, copy.target.weight(), layer.bias_of(projection), groups, **parts)
+            bias = None if bias is None else bias.to(dtype)
+            quantized = layer.quantized_input(projection, x, dtype)
+            return grouped.forward(quantized, noisy, bias, groups, layer.config.backend)
+        state = layer.states[projection]
+        return quantized_linear(x, copy.target.weight(), bias, state, groups, weight_operand=noisy)
 
 
 def linear_targets(model: nn.Module) -> dict[str, WeightTarget]:

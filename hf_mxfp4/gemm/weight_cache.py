@@ -25,8 +25,6 @@ WEIGHT_FORMS = ("auto", "dense", "packed")
 #: Where a value is kept for one call of `generate`, without being asked to by [`cached_weights`].
 _UNASKED = ("anywhere", "cpu", "nowhere")
 
-Quantize = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-
 
 class _Context:
     """One context that trusts weights.
@@ -139,30 +137,13 @@ def copies_are_shared() -> bool:
     return context is not None and context.asked
 
 
-def kept_for_backward(quantize: Quantize) -> Quantize:
-    """``quantize`` for one pass of a layer, whose backward pass gets what the forward pass has made of the weight.
+def kept_for_backward(weight: torch.Tensor) -> bool:
+    """Whether the backward pass of a layer gets what its forward pass has made of this weight.
 
     On the CPU, in a job of one process. Elsewhere, and within [`uncached_weights`], the backward pass quantizes the
     weight as it is then: kernels are fast there, and a copy of all weights between the passes is not worth its memory.
     """
-    return quantize if _bypassed or _distributed() else _ForOnePass(quantize)
-
-
-class _ForOnePass:
-    """Quantizes at its first call, and hands the result out a second time, once."""
-
-    def __init__(self, quantize: Quantize):
-        self._quantize = quantize
-        self._is_new = True
-        self._value: torch.Tensor | None = None
-
-    def __call__(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        value, self._value = self._value, None
-        if value is None or value.dtype != dtype:
-            value = self._quantize(weight, dtype)
-            self._value = value if self._is_new and weight.device.type == "cpu" else None
-        self._is_new = False
-        return value
+    return weight.device.type == "cpu" and not _bypassed and not _distributed()
 
 
 class WeightCache:
@@ -182,7 +163,7 @@ class WeightCache:
             raise ValueError(f"unasked={unasked!r} is not one of {', '.join(_UNASKED)}")
         self.unasked = unasked
         # Context, weight and value in one attribute: another thread finds all of them or none.
-        self._kept: tuple[_Context, tuple, Any] | None = None
+        self._kept: tuple[_Context, tuple, Any, int, tuple | None] | None = None
         self.shared: tuple[torch.Tensor | None, ...] | None = None
 
     @property
@@ -192,16 +173,19 @@ class WeightCache:
         return None if kept is None else kept[2]
 
     def get(self, weight: torch.Tensor, dtype: torch.dtype, compute: Callable[[], Any]) -> Any:
-        """The kept value for this weight and dtype (uint8: packed), or a fresh one from ``compute``."""
+        """The kept value for this weight and dtype (uint8: packed), or a fresh one from ``compute``. A weight is known
+        by identity and by its memory: compiled code passes on other objects."""
         context = _in_force()
         if context is None or _bypassed or not (context.asked or self._is_kept_unasked(weight)):
             return compute()
-        key = id(weight), weight.shape, weight.device, weight.dtype, dtype
+        key = weight.shape, weight.device, weight.dtype, dtype
+        identity, memory = id(weight), _memory(weight)
         kept = self._kept
         if kept is not None and kept[0] is context and kept[1] == key:
-            return kept[2]
+            if kept[3] == identity or memory is not None and kept[4] == memory:
+                return kept[2]
         value = compute()
-        self._kept, self.shared = (context, key, value), None
+        self._kept, self.shared = (context, key, value, identity, memory), None
         context.add(self)
         return value
 
@@ -231,6 +215,13 @@ class WeightCache:
     def __reduce__(self):
         # A copied or unpickled layer starts with an empty cache.
         return WeightCache, (self.unasked,)
+
+
+def _memory(weight: torch.Tensor) -> tuple | None:
+    """Where a weight lies; `None` for tensors that have no memory of their own."""
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.data_ptr() == 0:
+        return None
+    return weight.data_ptr(), weight.stride()
 
 
 def _distributed() -> bool:

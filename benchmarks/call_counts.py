@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far it is from a call to the arithmetic: Python calls, depth and files of the project in its main flows.
+
+    python benchmarks/call_counts.py [--only NAME ...]
+
+Counted by `sys.setprofile` are calls of Python functions that are defined in this repository. ``calls`` is their
+number, ``depth`` how many of them are at most inside of one another, ``files`` how many files they are in. Each flow
+runs once before it is counted, so that caches and imports of its first time are not. The flows use names that users
+know alone, so that the script also measures other versions of the project.
+
+Flows:
+    eager     the forward pass of one `MXFP4Linear`, on the eager reference
+    cpu       the same, on the fused C++ of the CPU
+    train     the forward and the backward pass, on the fused C++ of the CPU
+    triton    the forward pass on the Triton kernels, whose launches do nothing: what is in front of a kernel
+    fp8       the same, with products in FP8
+    experts   the forward pass of `MXFP4Experts`, two projections, on the fused C++ of the CPU
+    weight    a checkpoint through `from_pretrained`, and packed to disk
+    trainer   one step of `MXFP4GRPOTrainer`: from prompts to a gradient
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+
+class Counter:
+    """Calls of Python functions defined below some folders, while it is entered.
+
+    Attributes:
+        calls: how many there were.
+        depth: the most that were inside of one another.
+        files: those that the functions are in.
+    """
+
+    def __init__(self, folders: tuple[str, ...]):
+        self.folders = folders
+        self.calls = self.depth = self._now = 0
+        self.files: set[str] = set()
+
+    def __enter__(self) -> "Counter":
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: Any, event: str, _: Any) -> None:
+        if event not in ("call", "return") or not frame.f_code.co_filename.startswith(self.folders):
+            return
+        if event == "return":
+            self._now -= 1
+            return
+        self.calls += 1
+        self._now += 1
+        self.depth = max(self.depth, self._now)
+        self.files.add(frame.f_code.co_filename)
+
+
+def counted(flow: Callable[[], Any], warm: bool = True) -> Counter:
+    """What a flow calls, its second time (its first without ``warm``)."""
+    import hf_mxfp4
+    import mxfp4_kernels
+
+    folders = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (hf_mxfp4, mxfp4_kernels))
+    if warm:
+        flow()
+    with Counter(folders) as counter:
+        flow()
+    return counter
+
+
+def linear(backend: str, engine: str = "dense") -> Any:
+    """A layer of the default preset and a batch for it."""
+    from hf_mxfp4 import MXFP4RLConfig
+    from hf_mxfp4.layers import MXFP4Linear
+
+    torch.manual_seed(0)
+    config = MXFP4RLConfig(backend=backend, engine=engine)
+    layer = MXFP4Linear.from_linear(torch.nn.Linear(256, 128), config, "layer")
+    return layer, torch.randn(8, 256)
+
+
+def forward(backend: str) -> Counter:
+    """The forward pass of a linear layer, with gradients to come."""
+    layer, x = linear(backend)
+    return counted(lambda: layer(x))
+
+
+def train() -> Counter:
+    """The forward and the backward pass of a linear layer."""
+    layer, x = linear("cpu")
+    x.requires_grad_()
+    return counted(lambda: layer(x).sum().backward())
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Launches of Triton kernels do nothing: what a layer makes of their outputs is nonsense, but as long a way."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+    GridExecutor.__call__ = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = launch
+
+
+def to_kernels(engine: str) -> Counter:
+    """The forward pass of a linear layer up to the calls of kernels."""
+    with without_kernels():
+        layer, x = linear("triton", engine)
+        return counted(lambda: layer(x))
+
+
+def experts() -> Counter:
+    """The forward pass of four experts, two for each of eight tokens."""
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    from hf_mxfp4 import MXFP4RLConfig
+    from hf_mxfp4.layers import MXFP4Experts
+
+    torch.manual_seed(0)
+    plain = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=64, num_experts=4))
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter)
+    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(backend="cpu"), "experts")
+    x, ids = torch.randn(8, 64), torch.randint(4, (8, 2))
+    return counted(lambda: layer(x, ids, torch.ones(8, 2)))
+
+
+def tiny_model(folder: Path) -> Path:
+    """A saved model of two layers."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def weight() -> Counter:
+    """A checkpoint of 14 matrices loaded and quantized, packed and saved."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_mxfp4 import MXFP4RLConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = tiny_model(Path(folder))
+
+        def flow() -> None:
+            config = MXFP4RLConfig(mode="packed")
+            model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+            model.save_pretrained(Path(folder) / "packed")
+
+        return counted(flow)
+
+
+def tokenizer() -> Any:
+    """A tokenizer of words ``t0`` to ``t127``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(128)}, unk_token="t2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")
+
+
+def trainer() -> Counter:
+    """One training step of GRPO on a quantized model of two layers."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = tiny_model(Path(folder))
+        model = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig())
+        args = MXFP4GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=4,
+            max_steps=1,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trained = MXFP4GRPOTrainer(
+            model=model,
+            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": ["t5 t6", "t7 t8"]}),
+            processing_class=tokenizer(),
+        )
+        return counted(trained.train, warm=False)
+
+
+FLOWS: dict[str, Callable[[], Counter]] = {
+    "eager": lambda: forward("eager"),
+    "cpu": lambda: forward("cpu"),
+    "train": train,
+    "triton": lambda: to_kernels("dense"),
+    "fp8": lambda: to_kernels("fp8"),
+    "experts": experts,
+    "weight": weight,
+    "trainer": trainer,
+}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=FLOWS, default=list(FLOWS))
+    print("| flow | calls | depth | files |\n|---|---|---|---|")
+    for name in parser.parse_args().only:
+        counter = FLOWS[name]()
+        print(f"| {name} | {counter.calls} | {counter.depth} | {len(counter.files)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

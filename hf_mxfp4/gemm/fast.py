@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three products of a linear layer on the fast kernels: operands straight from these into tensor cores."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..backends.select import fake_quantize
+from ..numerics import FP8, GEMM_OPERANDS, REUSE, GemmScheme, OperandScheme, QuantScheme
+from .operands import operand_seed, rotation_signs
+from .select import inexact_counter
+from .state import GemmState
+
+
+def forward(
+    kernel: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, state: GemmState
+) -> torch.Tensor:
+    """``Q(x) Q(W)^T + b``, ``[..., N]``, of ``x [..., K]`` and the master weight ``[N, K]``."""
+    whole = whole_rows(state.spec.scheme.fprop)
+    left = quantized(kernel, x.reshape(-1, x.shape[-1]), "fprop", "x", state, whole)
+
+    def fold() -> Any:
+        return quantized(kernel, weight.detach(), "fprop", "weight", state, whole)
+
+    right = state.folded.get(weight, weight.dtype, fold)
+    return multiply(kernel, left, right, dtype, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def gradients(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    saved: Callable[[], torch.Tensor],
+    state: GemmState,
+    dgrad: str,
+    wgrad: str,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``dx [M, K]`` and ``dW [N, K]``, `None` for one whose kernel is ``"dense"``.
+
+    Args:
+        grad: the output gradient ``[M, N]``.
+        weight: the master weight ``[N, K]`` as it is now.
+        saved: gives what was saved of the input, ``[M, K]``.
+        dgrad, wgrad: the kernels of both.
+    """
+    by_row, by_column = _grad_operands(grad, dgrad, wgrad, state)
+    grad_x = grad_weight = None
+    if by_row is not None:
+        right = quantized_across(dgrad, weight.detach(), "dgrad", "weight", state)
+        grad_x = multiply(dgrad, by_row, right, grad.dtype)
+    if by_column is not None:
+        right = quantized_across(wgrad, saved(), "wgrad", "x", state)
+        grad_weight = multiply(wgrad, by_column, right, grad.dtype)
+    return grad_x, grad_weight
+
+
+def _grad_operands(grad: torch.Tensor, dgrad: str, wgrad: str, state: GemmState) -> tuple[Any, Any]:
+    """The output gradient along N and along M, `None` where that product is dense."""
+    import mxfp4_kernels
+
+    left, right = state.spec.scheme.dgrad.left, state.spec.scheme.wgrad.left
+    if dgrad == wgrad == "fp8" and FP8 not in (left, right):
+        if replace(left, rounding="nearest") == replace(right, rounding="nearest"):
+            pairs = both_directions(grad, state)
+            counter = inexact_counter(grad.device)
+            return mxfp4_kernels.fold_e4m3_both(grad, counter=counter, **pairs, **scheme_options(left, tiles=False))
+    by_row = None if dgrad == "dense" else quantized(dgrad, grad, "dgrad", "grad", state)
+    return by_row, None if wgrad == "dense" else quantized(wgrad, grad, "wgrad", "grad", state, axis=0)
+
+
+def quantized(
+    kernel: str, matrix: torch.Tensor, gemm: str, name: str, state: GemmState, whole: bool = False, axis: int = 1
+) -> Any:
+    """[`operand`] as the scheme has it under this name, rotated and rounded by the layer's random numbers."""
+    precision = _precision(getattr(state.spec.scheme, gemm), gemm, name)
+    direction = {} if precision is FP8 else _direction(gemm, name, matrix, state, axis)
+    return operand(kernel, matrix, precision, whole, axis, direction)
+
+
+def quantized_across(kernel: str, matrix: torch.Tensor, gemm: str, name: str, state: GemmState) -> Any:
+    """The second operand of a gradient: ``matrix`` along its columns, quantized there or, of an operand that is reused,
+    along the rows as in the forward product. (Quantizing its values again changes none.)"""
+    import mxfp4_kernels
+
+    scheme = state.spec.scheme
+    if _precision(getattr(scheme, gemm), gemm, name) is not REUSE:
+        return quantized(kernel, matrix, gemm, name, state, axis=0)
+    precision = _precision(scheme.fprop, "fprop", name)
+    seed = operand_seed(precision, "fprop", name, state.rngs[0])
+    return mxfp4_kernels.fold_e4m3_both(
+        matrix,
+        columns="reused",
+        rounding=(precision.rounding, "nearest"),
+        seed=(seed, None),
+        counter=inexact_counter(matrix.device),
+        **scheme_options(precision, tiles=False),
+    )[1]
+
+
+def both_directions(grad: torch.Tensor, state: GemmState) -> dict[str, tuple[Any, Any]]:
+    """Rounding and rotation of an output gradient along its rows for Dgrad and along its columns for Wgrad."""
+    by_row, by_column = _direction("dgrad", "grad", grad, state), _direction("wgrad", "grad", grad, state, axis=0)
+    return {name: (by_row[name], by_column[name]) for name in by_row}
+
+
+def _direction(gemm: str, name: str, matrix: torch.Tensor, state: GemmState, axis: int = 1) -> dict[str, Any]:
+    """Rounding and rotation of an operand along ``axis``, as arguments of the kernels."""
+    product: GemmScheme = getattr(state.spec.scheme, gemm)
+    precision, rotation, rng = _precision(product, gemm, name), product.rotation, state.rngs[0]
+    signs = None
+    if rotation is not None:
+        signs = rotation_signs(rotation, gemm, matrix.shape[axis], rng, matrix.device)
+    return {
+        "rounding": precision.rounding,
+        "seed": operand_seed(precision, gemm, name, rng),
+        "rotation": None if rotation is None else rotation.size,
+        "signs": signs,
+    }
+
+
+def whole_rows(product: GemmScheme) -> bool:
+    """Whether a scale per row will do, so that sums of whole rows need no scale but one at their end."""
+    return all(isinstance(side, QuantScheme) and side.macro_block is None for side in (product.left, product.right))
+
+
+def _precision(product: GemmScheme, gemm: str, name: str) -> OperandScheme:
+    return product.left if name == GEMM_OPERANDS[gemm][0] else product.right
+
+
+def operand(
+    kernel: str,
+    matrix: torch.Tensor,
+    precision: OperandScheme,
+    whole: bool = False,
+    axis: int = 1,
+    direction: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """A matrix quantized along ``axis``, which comes last, for a kernel; with a scale per row where ``whole``.
+    ``direction`` holds arguments of the kernels for rounding and rotation; by default, to nearest and none."""
+    import mxfp4_kernels
+
+    if precision is FP8:
+        return mxfp4_kernels.quantize_e4m3(matrix, axis=axis)
+    if kernel == "mxfp4":
+        rows = matrix if axis == 1 else matrix.t()
+        return mxfp4_kernels.quantize(rows.contiguous(), **direction, **scheme_options(precision))
+    counter = inexact_counter(matrix.device)
+    group = "row" if whole else 128
+    return mxfp4_kernels.fold_e4m3(
+        matrix, group=group, axis=axis, counter=counter, **direction, **scheme_options(precision)
+    )
+
+
+def multiply(kernel: str, left: Any, right: Any, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``left right^T + bias`` of what [`operand`] made."""
+    import mxfp4_kernels
+
+    if kernel == "mxfp4":
+        macros = {"a_macro": left.macro, "b_macro": right.macro}
+        parts = (left.codes, left.scale, right.codes, right.scale)
+        return mxfp4_kernels.matmul_mxf4(*parts, **macros, out_dtype=dtype, bias=bias)
+    parts = (left.elements, left.scale, right.elements, right.scale)
+    return mxfp4_kernels.matmul_e4m3(*parts, out_dtype=dtype, bias=bias)
+
+
+def self_check(kernel: str, device: torch.device) -> str | None:
+    """What is wrong with a kernel on a device, by small products of all kinds; `None` when nothing is."""
+    rng = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, 300, generator=rng).to(device, torch.bfloat16) for rows in (33, 48))
+    for scheme in (QuantScheme(), QuantScheme("rceil", 128)):
+        product = GemmScheme(scheme, scheme)
+        left, right = (operand(kernel, side, scheme, whole_rows(product)) for side in (x, w))
+        found = multiply(kernel, left, right, torch.bfloat16)
+        values = (fake_quantize(side.float(), scheme, "eager") for side in (x, w))
+        error = product_error(found, *values)
+        if not error < PRODUCT_BOUND:
+            return f"is off by {error:.1e} of the sum of magnitudes ({scheme})"
+    return None
+
+
+#: Of [`product_error`] of a bfloat16 result.
+PRODUCT_BOUND = 2.0**-8
+
+
+def product_error(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest error of ``left right^T`` relative to the sum of the magnitudes of what is summed."""
+    left, right = left.double(), right.double()
+    magnitude = left.abs() @ right.abs().t()
+    return float(((found.double() - left @ right.t()).abs() / magnitude.clamp(min=1e-30)).max())
+
+
+def scheme_options(scheme: QuantScheme, tiles: bool = True) -> dict[str, Any]:
+    """A scheme as arguments of the folding kernels; those for two directions know no ``tiles``."""
+    options = {
+        "scale_rule": scheme.scale_rule.value,
+        "macro_block": scheme.macro_block,
+        "macro_search": scheme.macro_search,
+    }
+    return options | {"block_rows": scheme.block_rows} if tiles else options

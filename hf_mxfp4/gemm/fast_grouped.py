@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three products of all experts on the FP8 kernels: operands folded in one launch each, and multiplied in one.
+
+Stacks of weights are folded as matrices, whichever axis lies contiguous in memory: the rows of all experts below each
+other, each expert's padded to whole groups, so that no group belongs to two.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..backends.select import fake_quantize
+from ..numerics import FP8, GemmScheme, LinearScheme, QuantScheme, decode_e8m0, e4m3_scale_byte
+from .fast import (
+    PRODUCT_BOUND,
+    both_directions,
+    product_error,
+    quantized,
+    quantized_across,
+    scheme_options,
+)
+from .groups import Groups, PaddedRows
+from .layer_rng import LayerRng
+from .operands import rows_first
+from .select import inexact_counter
+from .spec import GemmSpec
+from .state import GemmState
+
+
+#: Elements that share a scale.
+_GROUP = 128
+_BLOCK = 32
+
+
+class Operand(NamedTuple):
+    """``elements [..., C]`` in E4M3 and their float32 ``scale``, ``[..., 1]`` or ``[..., C/128]``."""
+
+    elements: torch.Tensor
+    scale: torch.Tensor
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    groups: Groups,
+    state: GemmState,
+) -> torch.Tensor:
+    """``Q(x) Q(W_e)^T + b_e`` for the rows of each expert, ``[S, N]``. No count of rows is read back.
+
+    Args:
+        weight: the master weights ``[E, N, K]``, or ``[E, K, N]`` if the layer's are transposed.
+    """
+    left = quantized("fp8", x, "fprop", "x", state)
+    right = state.folded.get(weight, weight.dtype, lambda: _fold_weight(rows_first(weight.detach(), state), state))
+    return multiply_rows(left, right, groups.offsets(x.device), dtype, bias)
+
+
+def gradients(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    saved: Callable[[], torch.Tensor],
+    groups: Groups,
+    state: GemmState,
+    dgrad: str,
+    wgrad: str,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``dx [S, K]`` and ``dW``, laid out as ``weight``, `None` for one whose kernel is ``"dense"``.
+
+    Args:
+        grad: the output gradient ``[S, N]``.
+        weight: the master weights as they are now; see [`forward`].
+        saved: gives what was saved of the input, ``[S, K]``.
+        dgrad, wgrad: the kernels of both.
+    """
+    padded = PaddedRows(groups, _GROUP, grad.device) if wgrad != "dense" else None
+    by_row, by_column, rows = _grad_operands(grad, dgrad, wgrad, groups, padded, state)
+    grad_x = grad_weight = None
+    if by_row is not None:
+        right = _fold_across(rows_first(weight.detach(), state), state)
+        grad_x = multiply_rows(by_row, right, groups.offsets(grad.device), grad.dtype, rows=rows)
+    if by_column is not None:
+        right = along_tokens("x", saved(), groups, padded, state)
+        left, right = (right, by_column) if state.spec.transposed else (by_column, right)
+        grad_weight = multiply_tokens(left, right, padded.offsets, weight.dtype)
+    return grad_x, grad_weight
+
+
+def _grad_operands(
+    grad: torch.Tensor, dgrad: str, wgrad: str, groups: Groups, padded: PaddedRows | None, state: GemmState
+) -> tuple[Any, Any, torch.Tensor | None]:
+    """The output gradient along N and along the tokens, `None` where that product is dense; and where the rows are in
+    the first, `None` where they are as they were."""
+    import mxfp4_kernels
+
+    left, right = state.spec.scheme.dgrad.left, state.spec.scheme.wgrad.left
+    if dgrad == wgrad == "fp8" and left == right and left is not FP8 and left.block_rows == 1:
+        options = {**both_directions(grad, state), **scheme_options(left, tiles=False)}
+        counter = inexact_counter(grad.device)
+        return *mxfp4_kernels.fold_e4m3_both(padded.pad(grad), counter=counter, **options), padded.places
+    by_row = quantized("fp8", grad, "dgrad", "grad", state) if dgrad == "fp8" else None
+    return by_row, along_tokens("grad", grad, groups, padded, state) if wgrad == "fp8" else None, None
+
+
+def _fold_weight(stack: torch.Tensor, state: GemmState) -> Operand:
+    """Weights ``[E, N, K]`` along K: elements ``[E, N, K']``, K' a multiple of 128, and their scales."""
+    n_experts, n_rows, _ = stack.shape
+    if stack.is_contiguous():
+        matrix = _pad_rows(stack, state.spec.scheme.fprop.right.block_rows)
+        return _apart(quantized("fp8", matrix, "fprop", "weight", state), n_experts, n_rows)
+    matrix = _pad_rows(stack.mT.contiguous(), _GROUP)
+    return _side_by_side(quantized("fp8", matrix, "fprop", "weight", state, axis=0), n_experts)
+
+
+def _fold_across(stack: torch.Tensor, state: GemmState) -> Operand:
+    """Weights ``[E, N, K]`` along N, for Dgrad: elements ``[E, K, N']`` and their scales."""
+    n_experts, _, n_columns = stack.shape
+    if stack.is_contiguous():
+        return _side_by_side(quantized_across("fp8", _pad_rows(stack, _GROUP), "dgrad", "weight", state), n_experts)
+    matrix = _pad_rows(stack.mT.contiguous(), _BLOCK)
+    return _apart(quantized_across("fp8", matrix.t(), "dgrad", "weight", state), n_experts, n_columns)
+
+
+def along_tokens(name: str, rows: torch.Tensor, groups: Groups, padded: PaddedRows, state: GemmState) -> Any:
+    """An operand of Wgrad ``[S, D]``, padded and folded along its rows: ``[D, padded S]``."""
+    if name == "x" or state.spec.scheme.wgrad.left is not FP8:
+        return quantized_across("fp8", padded.pad(rows), "wgrad", name, state)
+    scale = expert_scales(rows, groups)
+    elements = padded.pad((rows.detach().float() / groups.per_row(scale)).to(torch.float8_e4m3fn).view(torch.uint8))
+    return Operand(elements.t().contiguous().view(torch.float8_e4m3fn), padded.blocks(scale).t())
+
+
+def multiply_rows(
+    left: Any,
+    right: Operand,
+    offsets: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each expert's rows of a folded matrix times its weight."""
+    import mxfp4_kernels
+
+    parts = left.elements, left.scale, right.elements, right.scale
+    return mxfp4_kernels.grouped_matmul_e4m3(*parts, offsets, bias, rows=rows, out_dtype=dtype)
+
+
+def multiply_tokens(left: Any, right: Any, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[E, N, K]``, the sums over each expert's tokens of matrices folded along these."""
+    import mxfp4_kernels
+
+    parts = left.elements, left.scale, right.elements, right.scale
+    return mxfp4_kernels.grouped_wgrad_e4m3(*parts, offsets, out_dtype=dtype)
+
+
+def _pad_rows(stack: torch.Tensor, unit: int) -> torch.Tensor:
+    """``[E, A, B]`` as a matrix ``[E * A', B]``, each expert's rows padded with zeros to a multiple of ``unit``."""
+    missing = -stack.shape[1] % unit
+    return (F.pad(stack, (0, 0, 0, missing)) if missing else stack).flatten(0, 1)
+
+
+def _apart(folded: Any, n_experts: int, n_rows: int) -> Operand:
+    """Of experts below each other: ``[E * A', B]`` as ``[E, A, B]``."""
+    return Operand(*(part.unflatten(0, (n_experts, -1))[:, :n_rows] for part in (folded.elements, folded.scale)))
+
+
+def _side_by_side(folded: Any, n_experts: int) -> Operand:
+    """Of experts side by side: ``[B, E * A']`` as ``[E, B, A']``."""
+    parts = (part.unflatten(1, (n_experts, -1)) for part in (folded.elements, folded.scale))
+    return Operand(*(part.transpose(0, 1) for part in parts))
+
+
+def expert_scales(rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Float32 ``[E, D]``: the power of two by which [`hf_mxfp4.numerics.fake_quantize_e4m3`] divides each column of an
+    expert's rows ``[S, D]``."""
+    values = rows.detach().float()
+    experts = groups.per_row(torch.arange(groups.n_experts, device=rows.device))
+    amax = values.new_zeros(groups.n_experts, rows.shape[1])
+    amax.scatter_reduce_(0, experts[:, None].expand_as(values), values.abs(), "amax")
+    return decode_e8m0(e4m3_scale_byte(amax))
+
+
+def self_check(kernel: str, device: torch.device) -> str | None:
+    """What is wrong with the products of experts on a device, by small ones; `None` when nothing is."""
+    rng = torch.Generator().manual_seed(0)
+    counts, inner, outer = (33, 0, 150), 300, 48
+    groups = Groups(counts)
+    x, grad = (torch.randn(groups.n_rows, size, generator=rng).to(device, torch.bfloat16) for size in (inner, outer))
+    weight = torch.randn(len(counts), outer, inner, generator=rng).to(device, torch.bfloat16)
+    padded = PaddedRows(groups, _GROUP, device)
+    for scheme in (QuantScheme(), QuantScheme("rceil", 128)):
+        spec = GemmSpec(LinearScheme(*[GemmScheme(scheme, scheme)] * 3), gemm_kernel=kernel)
+        state = GemmState(spec, [LayerRng(0, "")])
+        out = forward(x, weight, None, torch.bfloat16, groups, state)
+        sides = (along_tokens(name, side, groups, padded, state) for name, side in (("grad", grad), ("x", x)))
+        wgrad = multiply_tokens(*sides, padded.offsets, torch.bfloat16)
+        for expert, rows in groups:
+            values = (fake_quantize(side.float(), scheme, "eager") for side in (x[rows], weight[expert]))
+            along = (fake_quantize(side[rows].float().t(), scheme, "eager") for side in (grad, x))
+            error = max(product_error(out[rows], *values), product_error(wgrad[expert], *along))
+            if not error < PRODUCT_BOUND:
+                return f"is off by {error:.1e} of the sum of magnitudes in products of experts ({scheme})"
+        if wgrad[1].any():
+            return "gives an expert without tokens a gradient"
+    return None
