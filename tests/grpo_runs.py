@@ -112,6 +112,7 @@ def with_simulated_vllm(trainer, *, walk: bool = True) -> list[dict]:
         def generate(self, prompts, **kwargs):
             return None, [[2, 1]] * len(prompts), [[[0.0], [0.0]]] * len(prompts), None
 
-    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Generation(), -1
+    trainer.use_vllm = trainer.args.use_vllm = True
+    trainer.vllm_generation, trainer._last_loaded_step = Generation(), -1
     trainer._push_rollout_policy_to_vllm()
     return pushed

@@ -1,51 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MXFP4GRPOTrainer`: TRL's GRPO for policies whose linear layers compute in MXFP4."""
+"""`MXFP4GRPOTrainer`: TRL's GRPO for policies whose linear layers compute in MXFP4 (arXiv 2605.20402).
+
+One training step, in the order in which it happens, and what of this package has a part in it:
+
+1. A step begins: `step_boundary` remembers random states, for a checkpoint of this point; layers that draw random
+   numbers are told the step ([`QuantizationStepCallback`]).
+2. Completions are sampled (`_generate`), within what makes the policy that samples: `generation` keeps the quantized
+   copies of weights, `rollout_noise` puts noise on norms and linear layers (or on the weights that vLLM is pushed), and
+   `replay` records the experts. Around a single `generate` (`_generate_single_turn`), `correction` records the
+   log-probability of every token, and `generation` sets the dtype, switches dropout off, and compiles.
+3. Completions are scored (`_calculate_rewards`): reward functions are guarded; `overlong` is one of them.
+4. The batch is made (`_generate_and_score_completions`): `replay` adds the experts to it, and `sampler` replaces groups
+   that earn the same by groups of other prompts, for each of which 2 and 3 come again.
+5. The loss is computed (`compute_loss`): `replay` has the routers choose as they did, `monitor` measures the inputs of
+   layers, and `correction` weights the advantages once TRL has computed log-probabilities. The policy entropy goes to
+   the controller of `rollout_noise`.
+6. Gradients are computed and the optimizer steps, in [`transformers.Trainer`]. `replay` ends before the optimizer does.
+7. A step ends: the callbacks of `monitor` measure errors, gradients and movement; the controller moves the noise.
+8. What was measured is logged, checkpoints are written, and evaluations run on the policy without noise.
+
+Each of these components is `None` when it is switched off, and is told what it needs; none calls the trainer.
+"""
 
 import contextlib
+import copy
+import functools
 import math
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from transformers import TrainerState
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 
 from .._logging import get_logger
-from ..adapters import strict_targets
-from ..layers import TRAINABLE
+from ..adapters import is_packed_with_adapters, policy_parameters, strict_targets
+from ..checkpoint import why_incomplete
+from .callbacks.monitor import PolicyMonitor
 from .callbacks.policy import thresholds_kept
-from .callbacks.run_card import mend_card
+from .callbacks.run_facts import mend_card, run_facts
+from .checks import (
+    check_arguments,
+    check_policy,
+    check_reference,
+    check_router_replay,
+    count_quantized,
+    reference_config,
+    sharding_of,
+)
 from .config import MXFP4GRPOConfig
 from .noise.rollouts import RolloutNoise
 from .resume.boundary import StepBoundary
-from .resume.interruption import InterruptibleTraining
-from .resume.state import random_states, restore_random_states
+from .resume.interruption import free_gigabytes, newest_checkpoint, signals_as_exceptions, why_unsaved
+from .resume.state import ExactResumeMixin, random_states, restore_random_states
+from .resume.trackers import TolerantHandler, guard_direct_writes
 from .rewards.guard import guard_reward
 from .rewards.overlong import OverlongPenalty
 from .rollout.correction import RolloutCorrection
-from .rollout.generation import RolloutGeneration
-from .rollout.reference_policy import check_reference, check_scheme, count_quantized, reference_config
-from .rollout.router_replay import RouterTraining
-from .rollout.sampling import DynamicSampling
-from .rollout.weights import describe_rollout_weights, rollout_context
+from .rollout.generation import RolloutGeneration, describe_rollout_weights
+from .rollout.replay import BATCH_KEY, RouterReplay
+from .rollout.sampling import DynamicSampling, equal_rewards
+from .rollout.vllm import Parameters, rollout_parameters, send_rollout_policy
 
 
-class MXFP4GRPOTrainer(
-    InterruptibleTraining,
-    RouterTraining,
-    DynamicSampling,
-    OverlongPenalty,
-    RolloutCorrection,
-    RolloutNoise,
-    RolloutGeneration,
-):
+class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     """[`trl.GRPOTrainer`] with adaptive quantization noise in rollouts, correction of the mismatch it makes, and
     callbacks for policy entropy and quantization error.
 
     Takes the arguments of [`trl.GRPOTrainer`]; `args` is an [`MXFP4GRPOConfig`], and `quantization_config` an
     `MXFP4RLConfig` when `model` is a name. A failing reward function raises `RewardError`, and whatever ends training
-    early, what was trained so far is saved as a checkpoint first, see [`InterruptibleTraining`]. A resumed run repeats
-    the one that was never stopped, see [`ExactResumeMixin`].
+    early, what was trained so far is saved as a checkpoint first, see [`train`]. A resumed run repeats the one that was
+    never stopped, see [`ExactResumeMixin`].
+
+    Attributes:
+        n_quantized: weight matrices of the policy that are in MXFP4.
+        noise, linear_noise: on norms, and on linear layers and experts, in rollouts; `None` without.
+        noise_controller: under `aqn_schedule="entropy"`; else `None`.
+        routing: what records and replays experts, under `router_replay`; else `None`.
+        entropy_callback, error_callback, activation_callback, temperature_callback, gradient_gain_callback,
+        movement_callback, router_callback, report_callback: what watches; `None` where it is off.
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
@@ -69,17 +105,8 @@ class MXFP4GRPOTrainer(
         **kwargs: Any,
     ):
         args = MXFP4GRPOConfig() if args is None else args
-        if not isinstance(args, MXFP4GRPOConfig):
-            raise TypeError(f"args must be an MXFP4GRPOConfig, got {type(args).__name__}")
-        check_scheme("quantization_config", quantization_config)
-        check_scheme(
-            "quantization_config in model_init_kwargs", (args.model_init_kwargs or {}).get("quantization_config")
-        )
-        args.check_overlong_buffer()
         needs_prompt = kwargs.get("environment_factory") is None
-        _check_dataset("train_dataset", train_dataset, needs_prompt)
-        for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}).items():
-            _check_dataset(f"eval_dataset {name}".strip(), dataset, needs_prompt)
+        check_arguments(args, quantization_config, train_dataset, eval_dataset, needs_prompt)
         functions = reward_funcs if isinstance(reward_funcs, list) or reward_funcs is None else [reward_funcs]
         if functions is not None:
             functions = [guard_reward(function) for function in functions]
@@ -93,40 +120,230 @@ class MXFP4GRPOTrainer(
             **kwargs,
         )
         self.n_quantized = count_quantized(self.model)
-        self._check_model()
+        check_policy(self.model, self.n_quantized, args, self.accelerator)
         check_reference(self.model, self.ref_model, args)
-        self._set_up_generation()
-        self._set_up_noise()
-        self._set_up_correction()
-        self._set_up_dynamic_sampling()
-        self._set_up_overlong_penalty()
-        self._watch_policy()
-        self._watch_routers()
+        self._make_components()
         if self.use_vllm:
             self._push_rollout_policy_to_vllm()
-        self._boundary = StepBoundary(self._process_state)
-        self.add_callback(self._boundary)
         self._epochs_begun = 0
         get_logger().info(
             "MXFP4GRPOTrainer: n_quantized=%d, noise on %s, rollout correction %s, rollout weights: %s",
             self.n_quantized,
-            self._describe_noise(),
+            self.rollout_noise.describe() if self.rollout_noise is not None else "nothing",
             args.rollout_correction_mode if args.rollout_correction else "off",
             describe_rollout_weights(self.model, args.cache_rollout_weights, args.rollout_weights),
         )
 
-    # ---- rollouts -------------------------------------------------------------------------------------------------
+    def _make_components(self) -> None:
+        """Make what a training step consists of, as the module says."""
+        args, model, accelerator, sharding = self.args, self.model, self.accelerator, sharding_of(self.accelerator)
+        batching, is_custom = self.continuous_batching_config, self.rollout_func is not None
+        config = None if self.use_vllm else self.generation_config
+        self.generation = RolloutGeneration(args, accelerator, config, batching, is_custom, sharding)
+        self.rollout_noise: RolloutNoise | None = None
+        if args.aqn:
+            self.rollout_noise = RolloutNoise(model, args, self.generation.is_compiled, self._record)
+        self._vllm_has_noise = False
+        self.correction = RolloutCorrection(args, accelerator, batching, self._record)
+        self.sampler: DynamicSampling | None = None
+        if args.dynamic_sampling:
+            pad_token = self._tokenizer.pad_token_id
+            self.sampler = DynamicSampling(args, self.train_dataset, accelerator, pad_token, self._record)
+        self.overlong: OverlongPenalty | None = None
+        if args.overlong_buffer:
+            self._add_overlong_penalty()
+        facts = functools.partial(run_facts, self)
+        self.monitor = PolicyMonitor(model, args, self.n_quantized, sharding, self._record, self._record_mean, facts)
+        self.replay: RouterReplay | None = None
+        if args.router_replay:
+            check_router_replay(bool(self.tools) or is_custom or self.environment_factories is not None)
+            self.replay = RouterReplay(model, accelerator, self._record)
+        self._in_step = contextlib.ExitStack()
+        self.step_boundary = StepBoundary(self._process_state)
+        # A step that is counted has moved the noise: its controller goes ahead of all callbacks that may fail.
+        first = [*self.monitor.first, *([] if self.noise_controller is None else [self.noise_controller])]
+        self.callback_handler.callbacks[:0] = first
+        for callback in (*self.monitor.last, self.step_boundary):
+            self.add_callback(callback)
+
+    def _add_overlong_penalty(self) -> None:
+        """One more reward function, as TRL adds the rewards of environments."""
+        self.overlong = OverlongPenalty(self.args, len(self.reward_funcs))
+        self.reward_funcs.append(self.overlong.function)
+        self.reward_func_names.append(self.overlong.function.__name__)
+        self.reward_processing_classes.append(None)
+        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([self.overlong.weight])])
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        """[`transformers.Trainer.train`]; an exception, Ctrl-C or SIGTERM leaves a checkpoint of the last finished step
+        behind. A tracker that fails is named in a warning, and training goes on.
+
+        Raises `ValueError` when the checkpoint to resume from is not whole, or there is none that is.
+        """
+        if not isinstance(self.callback_handler, TolerantHandler):
+            self.callback_handler = TolerantHandler(self.callback_handler)
+        single = self.accelerator.num_processes == 1
+        with guard_direct_writes():
+            try:
+                # Several processes could not save together, each somewhere else; signals end them as they always do.
+                with signals_as_exceptions(self.step_boundary) if single else contextlib.nullcontext():
+                    return super().train(resume_from_checkpoint, *args, **kwargs)
+            except BaseException as error:
+                self._save_before_leaving(error)
+                # After what was trained is saved: a scheduler may not wait.
+                if self.monitor.report is not None:
+                    self.monitor.report.stopped_by(error, self.state)
+                raise
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Gradient checkpointing runs forward passes in the backward pass: what they depend on must last until then.
+        with contextlib.ExitStack() as self._in_step:
+            return super().training_step(*args, **kwargs)
+
+    # ---- a rollout ------------------------------------------------------------------------------------------------
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self._rollout(inputs)
+        if not self.model.training:
+            return batch
+        # TRL's `frac_reward_zero_std` is that of the batch, zero or one, where rewards are scaled by the batch.
+        equal = self._equal_groups()
+        self._record("dynamic_sampling/zero_variance_share", equal.float().mean().item())
+        if self.sampler is None:
+            return batch
+        replacement = self.sampler.replacement(batch, inputs, equal, self._step)
+        with self._logs_set_aside():
+            while replacement.goes_on:
+                found = self._rollout(replacement.next_inputs())
+                replacement.take(found, self._equal_groups())
+        return self.sampler.finish(replacement, self.state.global_step)
+
+    def _rollout(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """One rollout of these rows of the dataset, scored, as a batch."""
+        batch = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return batch
+        self.correction.check(batch, self.state.global_step)
+        if self.replay is not None:
+            batch[BATCH_KEY] = self.replay.padded(batch["prompt_mask"], batch["completion_ids"])
+            if "old_per_token_logps" in batch:
+                # What TRL computed is under free routing.
+                batch["old_per_token_logps"] = self._replayed_log_probs(batch)
+        return batch
 
     def _generate(self, prompts: list):
-        with self._rollout_weights(), self._rollout_noise():
-            with self.routing.recording() if self._replays else contextlib.nullcontext():
+        with self._rollout_policy():
+            if self.replay is None or not self.model.training:
+                return super()._generate(prompts)
+            with self.replay.recording():
                 output = super()._generate(prompts)
-            if self._replays:
-                self.routing.keep(output[0], output[1])
+            self.replay.keep(output[0], output[1])
         return output
 
-    def _rollout_weights(self) -> contextlib.AbstractContextManager[None]:
-        return rollout_context(self.args.cache_rollout_weights, self.args.rollout_weights)
+    @contextlib.contextmanager
+    def _rollout_policy(self) -> Iterator[None]:
+        """The policy as it samples: with copies of its weights, and with noise in training."""
+        step, sigma = self.state.global_step, self._sigma()
+        is_noisy = self.rollout_noise is not None and self.model.training
+        if self.use_vllm and (self._vllm_has_noise or is_noisy):
+            # The noise travels with the weights: a push is due even if they have not changed, to bring noise, or in
+            # evaluation to take it away.
+            self._last_loaded_step = -1
+        noise = contextlib.nullcontext()
+        if is_noisy:
+            noise = self.rollout_noise.pushed(step, sigma) if self.use_vllm else self.rollout_noise.active(step, sigma)
+        with self.generation.weight_copies(), noise:
+            yield
+
+    def _sigma(self) -> float:
+        """Standard deviation of the noise at this step; 0 outside of training."""
+        if self.rollout_noise is None or not self.model.training:
+            return 0.0
+        return self.rollout_noise.sigma(self.state.global_step, self.state.max_steps)
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
+        if self.use_vllm:
+            # Weights that are merged for it are to be summed in their own dtype.
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if not self.model.training:
+            with self.generation.sampling(self.model):
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        with self.correction.recording(self.model) as log_probs_of, self.generation.sampling(self.model):
+            completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return completions, log_probs_of(completions)
+
+    def _push_rollout_policy_to_vllm(self) -> None:
+        send_rollout_policy(self.vllm_generation, self.model, self._rollout_parameters)
+
+    def _rollout_parameters(self, trl_parameters: Any) -> Parameters:
+        """What vLLM is to sample from at this step, whenever weights are pushed to it."""
+        # TRL would merge the adapters, which for packed layers means to quantize their sum with the weight; the policy
+        # that trains adds them to the quantized weight.
+        named = policy_parameters(self.model) if is_packed_with_adapters(self.model) else trl_parameters()
+        sigma = self._sigma()
+        # From the first tensor on, and until all of them are clean again.
+        self._vllm_has_noise = self._vllm_has_noise or sigma > 0
+        step = self.state.global_step
+        yield from rollout_parameters(named, self.model, self.noise, step, sigma, self.linear_noise)
+        self._vllm_has_noise = sigma > 0
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)  # [all processes' completions, functions]
+        if self.overlong is not None:
+            rewards = self.overlong.spare_unscored(rewards, self.state.global_step)
+        self._rewards = rewards
+        return rewards
+
+    def _equal_groups(self) -> torch.Tensor:
+        """Which groups of the last rollout earn the same: bool ``[groups of all processes]``."""
+        return equal_rewards(self._rewards, self.reward_weights.to(self._rewards.device), self.num_generations)
+
+    @torch.no_grad()
+    def _replayed_log_probs(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Log-probabilities ``[B, T]`` of the last rollout's completions, routed as it was."""
+        masks = batch["prompt_mask"], batch["completion_mask"]
+        with (
+            self.generation.weight_copies(),
+            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+            self.replay.scoring(*masks),
+        ):
+            logps, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                torch.cat(masks, dim=1),
+                batch["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        return logps
+
+    # ---- the loss -------------------------------------------------------------------------------------------------
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        if self.replay is not None:
+            self._in_step.enter_context(self.replay.training(inputs))
+        logged = len(self._metrics["train"].get("entropy", ()))
+        with self.monitor.watching(inputs), self.correction.weighting(inputs, self.state.global_step) as weighted:
+            loss = super().compute_loss(model, weighted, *args, **kwargs)
+        entropies = self._metrics["train"].get("entropy", [])
+        if len(entropies) > logged:
+            counted = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()
+            if self.accelerator.reduce(counted, reduction="sum").item() == 0:
+                # TRL logs 0, which is the entropy of a policy that has collapsed. What is NaN, its log leaves out.
+                entropies[logged:] = [math.nan] * (len(entropies) - logged)
+            if self.noise_controller is not None:
+                # Of the tokens of all processes.
+                for entropy in entropies[logged:]:
+                    self.noise_controller.observe(entropy)
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any):
+        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.correction.take_log_probs(output[0])
+        return output
 
     # ---- evaluation -----------------------------------------------------------------------------------------------
 
@@ -141,33 +358,39 @@ class MXFP4GRPOTrainer(
         finally:
             restore_random_states(states)
 
-    # ---- checks ---------------------------------------------------------------------------------------------------
+    # ---- logs -----------------------------------------------------------------------------------------------------
 
-    def _check_model(self) -> None:
-        if self.n_quantized == 0 and not self.args.allow_full_precision:
-            raise ValueError(
-                f"{type(self.model).__name__} has no MXFP4 layer: this run would train in full precision. Load the "
-                "model with quantization_config=MXFP4RLConfig() (the trainer takes it too, beside a model's name), or "
-                "set allow_full_precision=True for a baseline"
-            )
-        layers = [module for module in self.model.modules() if isinstance(module, TRAINABLE)]
-        trained = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
-        if trained and trained[0].dtype in (torch.bfloat16, torch.float16):
-            get_logger().warning(
-                "the master weights are trained in %s: updates smaller than a 256th (bfloat16) of a weight are rounded "
-                "away, which at the learning rates of RL is most of them; load the model with dtype=torch.float32",
-                trained[0].dtype,
-            )
-        casts = self.args.use_transformers_continuous_batching and (self.args.bf16 or self.args.fp16)
-        if casts and any(p.dtype == torch.float32 for p in self.model.parameters() if p.requires_grad):
-            # PEFT makes adapters in float32 whatever the model is loaded in.
-            adapters = isinstance(self.accelerator.unwrap_model(self.model), PeftModel)
-            what, remedy = ("adapters", ", with the model loaded in bfloat16") if adapters else ("master weights", "")
-            half = "bf16" if self.args.bf16 else "fp16"
-            raise ValueError(
-                "use_transformers_continuous_batching casts the model for good before generating, which would round "
-                f"float32 {what}; set use_transformers_continuous_batching=False, or {half}=False{remedy}"
-            )
+    def _record(self, name: str, value: float) -> None:
+        """Add to the next training log, where values of one name are averaged."""
+        self._metrics["train"][name].append(value)
+
+    def _record_mean(self, name: str, value: float) -> None:
+        """[`_record`] the mean over all processes, which must all call this; NaN does not count."""
+        values = self.accelerator.gather(torch.tensor([value], dtype=torch.float32, device=self.accelerator.device))
+        self._record(name, values.nanmean().item())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """[`transformers.Trainer.log`]. A callback that fails in it leaves nothing of this line for the next."""
+        metrics, lines = self._metrics["train" if self.model.training else "eval"], len(self.state.log_history)
+        try:
+            super().log(logs, start_time)
+        finally:
+            if len(self.state.log_history) > lines:
+                metrics.clear()
+
+    @contextlib.contextmanager
+    def _logs_set_aside(self) -> Iterator[None]:
+        """What is logged within the context is lost but for the number of tokens: metrics of TRL's about rewards and
+        completions remain those of the prompts that its sampler drew, with `dynamic_sampling` and without."""
+        metrics, logs = self._metrics["train"], self._logs
+        self._metrics["train"], self._logs = defaultdict(list), copy.deepcopy(logs)
+        try:
+            yield
+        finally:
+            tokens = self._metrics["train"].get("num_tokens")
+            self._metrics["train"], self._logs = metrics, logs
+            if tokens:
+                metrics["num_tokens"] = tokens
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -177,6 +400,42 @@ class MXFP4GRPOTrainer(
         if self.is_world_process_zero():
             source = Path(getattr(self.model.config, "_name_or_path", "")).name or type(self.model).__name__
             mend_card(Path(self.args.output_dir) / "README.md", source, self.n_quantized > 0)
+
+    def _save_before_leaving(self, error: BaseException) -> None:
+        step, logger = self.state.global_step, get_logger()
+        trained = step if self.optimizer is not None else 0
+        what = f"training stopped at step {step} by {type(error).__name__}: {error}"
+        reason = why_unsaved(trained, self.accelerator.num_processes, self.step_boundary, self.args.output_dir)
+        if reason is not None:
+            logger.error("%s%s", what, reason)
+            return
+        folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
+        try:
+            if why_incomplete(folder) is not None:
+                state = self.step_boundary.rewind(step)
+                if state is not None:
+                    self._load_process_state(state, exact=True)
+                elif self.control.should_log:
+                    self._log_what_there_is()
+                self._save_checkpoint(self.model, trial=None)
+        except Exception as failure:
+            logger.error(
+                "%s; saving failed too: %s: %s (%s GB are free there); %s",
+                what,
+                type(failure).__name__,
+                failure,
+                free_gigabytes(self.args.output_dir),
+                newest_checkpoint(self.args.output_dir),
+            )
+        else:
+            logger.error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
+
+    def _log_what_there_is(self) -> None:
+        """A line for a step that ended before its log: what was measured must not be averaged into the next one's."""
+        try:
+            self.log({})
+        except Exception as failure:
+            get_logger().error("logging it failed too: %s: %s", type(failure).__name__, failure)
 
     def _process_state(self) -> dict[str, Any]:
         # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.
@@ -223,7 +482,7 @@ class MXFP4GRPOTrainer(
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         # The epoch has begun before a Trainer loads them, and the states of then belong to no step.
-        self._boundary.remember(self.state.global_step)
+        self.step_boundary.remember(self.state.global_step)
 
     def _restore_process(self, checkpoint: str) -> None:
         super()._restore_process(checkpoint)
@@ -241,16 +500,21 @@ class MXFP4GRPOTrainer(
         self._epochs_begun = 0
         return sampler
 
+    # ---- what callbacks and users look at -------------------------------------------------------------------------
+
+    noise = property(lambda self: None if self.rollout_noise is None else self.rollout_noise.norms)
+    linear_noise = property(lambda self: None if self.rollout_noise is None else self.rollout_noise.linears)
+    noise_controller = property(lambda self: None if self.rollout_noise is None else self.rollout_noise.controller)
+    routing = property(lambda self: self.replay)
+    entropy_callback = property(lambda self: self.monitor.entropy)
+    error_callback = property(lambda self: self.monitor.errors)
+    activation_callback = property(lambda self: self.monitor.activations)
+    temperature_callback = property(lambda self: self.monitor.temperature)
+    gradient_gain_callback = property(lambda self: self.monitor.gradient_gain)
+    movement_callback = property(lambda self: self.monitor.movement)
+    router_callback = property(lambda self: self.monitor.routers)
+    report_callback = property(lambda self: self.monitor.report)
+
 
 def _in_words(options: dict[str, int]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items())
-
-
-def _check_dataset(name: str, dataset: Any, needs_prompt: bool) -> None:
-    if dataset is None:
-        return
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
-        raise ValueError(f"{name} is empty")
-    columns = getattr(dataset, "column_names", None)
-    if needs_prompt and columns is not None and "prompt" not in columns:
-        raise ValueError(f"{name} has no column 'prompt'; it has {', '.join(columns)}")

@@ -43,7 +43,7 @@ def logits(trainer, compiled, step):
     config.eos_token_id, config.max_new_tokens, config.disable_compile = None, 6, not compiled
     config.suppress_tokens = [token for token in range(32) if token != 9]  # near ties must not part the two runs
     trainer.state.global_step = step
-    with torch.no_grad(), trainer._rollout_weights(), trainer._rollout_noise(), _static_caches(trainer.model):
+    with torch.no_grad(), trainer._rollout_policy(), _static_caches(trainer.model):
         return torch.stack(trainer.model.generate(input_ids=IDS.cuda(), generation_config=config).logits)
 
 

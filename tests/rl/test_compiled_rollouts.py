@@ -139,7 +139,7 @@ def logits(trainer, compiled, step):
     config.do_sample, config.return_dict_in_generate, config.output_logits = False, True, True
     config.eos_token_id, config.max_new_tokens, config.disable_compile = None, 6, not compiled
     trainer.state.global_step, trainer.state.max_steps = step, 4
-    with torch.no_grad(), trainer._rollout_weights(), trainer._rollout_noise(), _static_caches(trainer.model):
+    with torch.no_grad(), trainer._rollout_policy(), _static_caches(trainer.model):
         return torch.stack(trainer.model.generate(input_ids=IDS, generation_config=config).logits)
 
 
@@ -168,7 +168,7 @@ def test_logits_follow_noise_weights_and_evaluation(build, graphs, mode):
     check(2, 3)
     assert all(not torch.equal(a, b) for a, b in zip(seen, seen[1:-1], strict=False))
     assert torch.equal(seen[-1], seen[-2])  # evaluation is without noise
-    with trainer._rollout_weights():
+    with trainer.generation.weight_copies():
         logits(trainer, compiled=True, step=2)
         kept = [m.state.cache.value for m in trainer.model.modules() if isinstance(m, MXFP4Linear)]
     assert all(isinstance(value, MXFP4Tensor) for value in kept) and len(kept) == (14 if mode == "qat" else 0)

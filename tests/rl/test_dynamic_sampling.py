@@ -15,7 +15,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.rl.rollout.routing import BATCH_KEY
+from hf_mxfp4.rl.rollout.replay import BATCH_KEY
 from hf_mxfp4.rl.rollout.rows import put_rows, take_rows
 from hf_mxfp4.rl.rollout.sampling import equal_rewards, prompt_digest
 
@@ -210,8 +210,7 @@ def test_a_resumed_run_draws_the_same_prompts(run, tmp_path):
 def test_prompts_are_a_function_of_seed_and_step(run, tmp_path):
     def drawn(step, **options):
         trainer = run(dynamic_sampling=True, dataset=prompts(50), **options)
-        trainer._step = step
-        rows = trainer._other_prompts(set())
+        rows = trainer.sampler.other_prompts(set(), step)
         return [next(rows)["prompt"] for _ in range(60)]
 
     first = drawn(3)
@@ -224,9 +223,9 @@ def test_prompts_of_the_batch_are_drawn_only_if_there_are_no_others(run):
     for step in range(3):
         assert texts(rollout(trainer, [2, 1, 4, 3], step))[4:8] == ["0+0="] * 4
         left_out = {prompt_digest(DATA[number]) for number in (2, 1, 4)}
-        rows = trainer._other_prompts(left_out)
+        rows = trainer.sampler.other_prompts(left_out, step)
         assert {next(rows)["prompt"] for _ in range(6)} == {"0+0=", "3+3="}
-        rows = trainer._other_prompts({prompt_digest(row) for row in DATA})
+        rows = trainer.sampler.other_prompts({prompt_digest(row) for row in DATA}, step)
         assert {next(rows)["prompt"] for _ in range(5)} == {f"{i}+{i}=" for i in range(5)}
 
 

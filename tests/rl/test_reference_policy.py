@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.quantizer.swap import quantize_linears
-from hf_mxfp4.rl.rollout.reference_policy import count_quantized
+from hf_mxfp4.rl.checks import count_quantized
 
 
 @pytest.fixture

@@ -157,7 +157,8 @@ def test_every_loss_is_weighted_as_trl_weights_it_under_vllm(run):
     difference = (batch["old_per_token_logps"] - batch[SAMPLED]) * mask
     losses = {}
     for loss, level, mode in LOSSES:
-        trainer.loss_type, trainer.importance_sampling_level = loss, level
+        trainer.loss_type = trainer.args.loss_type = loss
+        trainer.importance_sampling_level = level
         trainer.args.rollout_correction_mode = mode
         trainer.args.rollout_correction_cap, trainer.args.rollout_correction_min = 1.2, 0.8
         ours = trainer.compute_loss(trainer.model, batch)
@@ -338,7 +339,7 @@ def test_under_vllm_trl_weights_and_what_it_does_not_measure_is_added(run):
     batch["old_per_token_logps"] = log_probs(trainer, batch)
     batch["importance_sampling_ratio"] = torch.ones_like(batch[SAMPLED])
     trainer._metrics["train"].clear()
-    trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
+    trainer.use_vllm = trainer.args.use_vllm = trainer.vllm_importance_sampling_correction = True
     assert seen_by_loss(trainer, batch)["advantages"].dim() == 1
     added = {name.removeprefix("sampling/") for name in trainer._metrics["train"] if name.startswith("sampling/")}
     sizes = {"effective_sample_size", "effective_sample_size_sequence"}

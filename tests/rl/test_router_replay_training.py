@@ -3,12 +3,13 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from grpo_runs import TOKENIZER, prompts, trainer_factory
 from moe_models import make_moe
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.rl.rollout.routing import BATCH_KEY, RolloutRouting, routed_tokens
+from hf_mxfp4.rl.rollout.replay import BATCH_KEY, RouterReplay, routed_tokens
 from hf_mxfp4.routing import RouterReplayError, find_routers, recorded_choices
 
 
@@ -196,7 +197,7 @@ def test_a_dense_policy_is_refused(tmp_path):
 
 
 def test_a_recording_of_another_batch_is_refused():
-    routing = RolloutRouting(make_moe())
+    routing = RouterReplay(make_moe(), Accelerator(cpu=True), record=None)
     with pytest.raises(RouterReplayError, match="recordings of 0 sequences for a batch of 2"):
         routing.padded(torch.ones(2, 3), torch.ones(2, 4))
 

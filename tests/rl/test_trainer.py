@@ -15,7 +15,7 @@ from trl import GRPOConfig, TrlParser
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import NoiseSchedule, RewardError
-from hf_mxfp4.rl.rollout.weights import describe_rollout_weights
+from hf_mxfp4.rl.rollout.generation import describe_rollout_weights
 
 
 @pytest.fixture

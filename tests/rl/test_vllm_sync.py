@@ -103,7 +103,8 @@ def test_the_trainer_pushes_the_rollout_policy_and_reports_its_noise(tmp_path):
 
 def test_vllm_that_pulls_no_weights_is_an_error(tmp_path):
     trainer = trainer_factory(tmp_path)(aqn_num_stages=1)
-    trainer.use_vllm, trainer._last_loaded_step = True, -1
+    trainer.use_vllm = trainer.args.use_vllm = True
+    trainer._last_loaded_step = -1
     trainer.rollout_func = lambda prompts, trainer: {
         "prompt_ids": [[2]],
         "completion_ids": [[3]],

@@ -104,7 +104,8 @@ class Engine:
 
 def vllm_trainer(run, **options):
     trainer = run(**options)
-    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Engine(trainer), -1
+    trainer.use_vllm = trainer.args.use_vllm = True
+    trainer.vllm_generation, trainer._last_loaded_step = Engine(trainer), -1
     trainer._push_rollout_policy_to_vllm()
     trainer.state.max_steps = 4
     return trainer

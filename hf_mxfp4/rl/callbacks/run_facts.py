@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run report says about a run besides its numbers."""
+"""What is said about a run besides its numbers: the facts of its report, and the card of its folder."""
 
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import Trainer
 
 from ...environment import machine, package_versions
+
+
+#: What TRL's template makes of a base model, and of a repository, that has no name on the Hub.
+_NO_BASE, _NO_REPOSITORY = "[None](https://huggingface.co/None)", 'model="None"'
+_PIPELINE = "from transformers import pipeline\n"
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
@@ -62,3 +68,19 @@ def _changed(args: Any, options: dict[str, Any]) -> list[str]:
         if option.init and option.name in options and getattr(args, option.name) != default:
             changed.append(option.name)
     return changed
+
+
+def mend_card(path: Path, base: str, quantized: bool) -> None:
+    """Rewrite the card (`README.md`) that TRL writes into a run's folder, without links to what does not exist: what
+    was trained in the place of ``None``, and the import that MXFP4 layers need.
+
+    Args:
+        base: name of a local model, or of a class where the model has none.
+        quantized: whether the policy has MXFP4 layers.
+    """
+    text = path.read_text(encoding="utf-8")
+    text = text.replace(_NO_BASE, f"the local model `{base}`")
+    text = text.replace(_NO_REPOSITORY, 'model="path/to/this/model"')
+    if quantized:
+        text = text.replace(_PIPELINE, f"import hf_mxfp4  # the layers\n{_PIPELINE}")
+    path.write_text(text, encoding="utf-8")

@@ -7,15 +7,10 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from ..._logging import get_logger
-from ...checkpoint import last_complete_checkpoint, why_incomplete
+from ...checkpoint import last_complete_checkpoint
 from .boundary import StepBoundary
-from .state import ExactResumeMixin
-from .trackers import guard_direct_writes, guard_trackers
 
 
 class Terminated(SystemExit):
@@ -28,92 +23,26 @@ class Terminated(SystemExit):
         return "SIGTERM"
 
 
-class InterruptibleTraining(ExactResumeMixin):
-    """Saves a checkpoint of the last finished step before it lets anything that ends training through, and keeps
-    experiment trackers that fail from ending it.
+def why_unsaved(step: int, processes: int, boundary: StepBoundary, output_dir: str) -> str | None:
+    """Why a run that ends early after ``step`` optimizer steps leaves no checkpoint of its own, to go on a sentence
+    with; `None` where it can."""
+    if step == 0:
+        return "; nothing was trained yet, so nothing was saved"
+    if processes > 1:
+        # Sharded weights are gathered by all ranks together, and the others may not be here.
+        return f"; not saved, since other processes may still be training; {newest_checkpoint(output_dir)}"
+    if boundary.inside_update:
+        newest = newest_checkpoint(output_dir)
+        return f", in the middle of an update; not saved, since the weights are half-updated; {newest}"
+    return None
 
-    Expects a [`StepBoundary`] in ``_boundary``, and [`Telemetry`] beside it, which reports the error.
-    """
 
-    _boundary: StepBoundary
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
-        """[`transformers.Trainer.train`]; an exception, Ctrl-C or SIGTERM leaves a checkpoint of the last finished step
-        behind. A tracker that fails is named in a warning, and training goes on.
-
-        Raises `ValueError` when the checkpoint to resume from is not whole, or there is none that is.
-        """
-        guard_trackers(self.callback_handler.callbacks)
-        single = self.accelerator.num_processes == 1
-        with guard_direct_writes():
-            try:
-                # Several processes could not save together, each somewhere else; signals end them as they always do.
-                with signals_as_exceptions(self._boundary) if single else contextlib.nullcontext():
-                    return super().train(resume_from_checkpoint, *args, **kwargs)
-            except BaseException as error:
-                self._save_before_leaving(error)
-                self._report_error(error)
-                raise
-
-    def _save_before_leaving(self, error: BaseException) -> None:
-        step = self.state.global_step
-        what = f"training stopped at step {step} by {type(error).__name__}: {error}"
-        if step == 0 or self.optimizer is None:
-            get_logger().error("%s; nothing was trained yet, so nothing was saved", what)
-        elif self.accelerator.num_processes > 1:
-            # Sharded weights are gathered by all ranks together, and the others may not be here.
-            get_logger().error(
-                "%s; not saved, since other processes may still be training; %s", what, self._newest_checkpoint()
-            )
-        elif self._boundary.inside_update:
-            get_logger().error(
-                "%s, in the middle of an update; not saved, since the weights are half-updated; %s",
-                what,
-                self._newest_checkpoint(),
-            )
-        else:
-            folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
-            try:
-                if why_incomplete(folder) is not None:
-                    state = self._boundary.rewind(step)
-                    if state is not None:
-                        self._load_process_state(state, exact=True)
-                    elif self.control.should_log:
-                        self._log_what_there_is()
-                    self._save_checkpoint(self.model, trial=None)
-            except Exception as failure:
-                get_logger().error(
-                    "%s; saving failed too: %s: %s (%s GB are free there); %s",
-                    what,
-                    type(failure).__name__,
-                    failure,
-                    free_gigabytes(self.args.output_dir),
-                    self._newest_checkpoint(),
-                )
-            else:
-                get_logger().error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
-
-    def _log_what_there_is(self) -> None:
-        """A line for a step that ended before its log: what was measured must not be averaged into the next one's."""
-        try:
-            self.log({})
-        except Exception as failure:
-            get_logger().error("logging it failed too: %s: %s", type(failure).__name__, failure)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """[`transformers.Trainer.log`]. A callback that fails in it leaves nothing of this line for the next."""
-        metrics, lines = self._metrics["train" if self.model.training else "eval"], len(self.state.log_history)
-        try:
-            super().log(logs, start_time)
-        finally:
-            if len(self.state.log_history) > lines:
-                metrics.clear()
-
-    def _newest_checkpoint(self) -> str:
-        path = last_complete_checkpoint(self.args.output_dir)
-        if path is None:
-            return f"there is no whole checkpoint in {self.args.output_dir}"
-        return f"the newest whole checkpoint is {path}, resume with resume_from_checkpoint"
+def newest_checkpoint(output_dir: str) -> str:
+    """Which checkpoint of a run can be resumed from, in words."""
+    path = last_complete_checkpoint(output_dir)
+    if path is None:
+        return f"there is no whole checkpoint in {output_dir}"
+    return f"the newest whole checkpoint is {path}, resume with resume_from_checkpoint"
 
 
 def free_gigabytes(folder: str) -> str:

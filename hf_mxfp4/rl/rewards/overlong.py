@@ -1,68 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of [`MXFP4GRPOTrainer`] that punishes completions for their length: soft overlong punishment (DAPO, arXiv
-2503.14476, equation 13), as one more reward function."""
-
-from typing import Any
+"""Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), as one more reward function."""
 
 import torch
-from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
 from ..._logging import get_logger
+from ..config import MXFP4GRPOConfig
 from .guard import guard_reward
 
 
-class OverlongPenalty(GRPOTrainer):
+class OverlongPenalty:
     """TRL's punishment among the rewards (`overlong_buffer`, `overlong_penalty`): 0 up to `max_completion_length` less
     the buffer's tokens, from there falling to minus the weight at `max_completion_length`. Logged as
     `rewards/soft_overlong_punishment_reward/*`.
 
     A completion that no other reward function scores is not punished either: its advantage is 0, as without.
+
+    Args:
+        args: of the trainer.
+        column: its place among the reward functions.
+
+    Attributes:
+        function: the reward function.
+        weight: its weight among them.
+
+    Raises `ValueError` when completions have no greatest length.
     """
 
-    #: Among the reward functions; `None` without a buffer.
-    _overlong_column: int | None = None
-    _warned_of_unscored = False
-
-    def _set_up_overlong_penalty(self) -> None:
-        buffer, weight, longest = self.args.overlong_buffer, self.args.overlong_penalty, self.max_completion_length
-        if not buffer:
-            return
+    def __init__(self, args: MXFP4GRPOConfig, column: int):
+        buffer, self.weight, longest = args.overlong_buffer, args.overlong_penalty, args.max_completion_length
         if longest is None:
             raise ValueError(
                 f"overlong_buffer={buffer} is part of a completion's length: set max_completion_length too"
             )
-        punishment = guard_reward(get_soft_overlong_punishment(longest, buffer))
-        # As TRL adds the rewards of environments.
-        self._overlong_column = len(self.reward_funcs)
-        self.reward_funcs.append(punishment)
-        self.reward_func_names.append(punishment.__name__)
-        self.reward_processing_classes.append(None)
-        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([weight], dtype=torch.float32)])
-        get_logger().info("overlong punishment: from %d to %d tokens, weight %g", longest - buffer, longest, weight)
+        self.function = guard_reward(get_soft_overlong_punishment(longest, buffer))
+        self._column = column
+        self._warned = False
+        get_logger().info(
+            "overlong punishment: from %d to %d tokens, weight %g", longest - buffer, longest, self.weight
+        )
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        rewards = super()._calculate_rewards(*args, **kwargs)  # [all processes' completions, functions]
-        if self._overlong_column is None:
-            return rewards
-        kept = unscored_kept(rewards, self._overlong_column)
-        unscored = int(kept.isnan().all(dim=1).sum())
-        if unscored and not self._warned_of_unscored:
+    def spare_unscored(self, rewards: torch.Tensor, step: int) -> torch.Tensor:
+        """Rewards ``[completions, functions]`` with NaN for the punishment too where all others are NaN."""
+        others = torch.cat([rewards[:, : self._column], rewards[:, self._column + 1 :]], dim=1)
+        unscored = others.isnan().all(dim=1)
+        rewards = rewards.clone()
+        rewards[unscored, self._column] = torch.nan
+        if unscored.any() and not self._warned:
             # TRL says so where no function returned anything, which the punishment always does.
-            self._warned_of_unscored = True
+            self._warned = True
             get_logger().warning(
                 "step %d: no reward function scores %d of %d completions; they train nothing, and are not punished for "
                 "their length. Said once",
-                self.state.global_step,
-                unscored,
-                len(kept),
+                step,
+                int(unscored.sum()),
+                len(rewards),
             )
-        return kept
-
-
-def unscored_kept(rewards: torch.Tensor, column: int) -> torch.Tensor:
-    """Rewards ``[completions, functions]`` with NaN in ``column`` too where all others are NaN."""
-    others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
-    rewards = rewards.clone()
-    rewards[others.isnan().all(dim=1), column] = torch.nan
-    return rewards
+        return rewards

@@ -1,30 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of [`MXFP4GRPOTrainer`] that weights sampled tokens by how likely the policy that trains is to sample them.
+"""Weights on sampled tokens by how likely the policy that trains is to sample them.
 
-TRL does so for vLLM alone. Without vLLM the policy that samples is another one, too: noise in its norms, tokens
+TRL weights them for vLLM alone. Without vLLM the policy that samples is another one, too: noise in its norms, tokens
 computed one by one from a key-value cache, compiled code, packed copies of weights, each with its own rounding, which
 4-bit activations turn into steps of their grid. See docs/rollouts.md.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
+from accelerate import Accelerator
+from torch import nn
+from transformers import ContinuousBatchingConfig
 
 from ..._logging import get_logger
+from ..config import MXFP4GRPOConfig
 from .generation import generating_module
 from .logprobs import recorded_batches, recorded_generate
 from .mismatch import MismatchSums, importance_ratios, limit_ratios, log_ratios
-from .routing import BATCH_KEY
 
 
 _SAMPLED = "sampling_per_token_logps"
 #: What TRL records under vLLM itself.
 _RECORDED_BY_TRL = ("sampling/importance_sampling_ratio/m", "sampling/sampling_logp_difference/")
 
+#: Gives one list of log-probabilities for each of the completions that were generated.
+RowsOf = Callable[[list[list[int]]], list[list[float]]]
 
-class RolloutCorrection(GRPOTrainer):
+
+class RolloutCorrection:
     """Importance weights (`rollout_correction*`) and the `sampling/*` metrics.
 
     Both need the log-probabilities of the sampled tokens under the policy as it is when training on them begins. Where
@@ -32,112 +38,100 @@ class RolloutCorrection(GRPOTrainer):
     no cost. TRL's loss takes one advantage per token as well as one per completion: the door for the weights, since
     they are not negative and every loss but VESPO's is, for a token, proportional to its advantage as long as the sign
     stays. VESPO takes them as they are.
+
+    Args:
+        args: of the trainer.
+        accelerator: knows when an optimizer step ends, and gathers its measures.
+        batching: under continuous batching, which is made to return log-probabilities; else `None`.
+        record: called with a metric's name and value.
     """
 
-    _unweighted: tuple[dict[str, Any], torch.Tensor] | None = None
-
-    def _set_up_correction(self) -> None:
-        self._mismatch, self._mismatch_step = MismatchSums(), -1
-        if self.use_transformers_continuous_batching:
-            self.continuous_batching_config.return_logprobs = True
+    def __init__(
+        self,
+        args: MXFP4GRPOConfig,
+        accelerator: Accelerator,
+        batching: ContinuousBatchingConfig | None,
+        record: Callable[[str, float], None],
+    ):
+        self._args, self._accelerator, self._batching, self._record = args, accelerator, batching, record
+        self._sums, self._sums_step = MismatchSums(), -1
+        self._waiting: tuple[dict[str, Any], torch.Tensor, int] | None = None
+        if batching is not None:
+            batching.return_logprobs = True
 
     # ---- the policy that samples ----------------------------------------------------------------------------------
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
-        if self.use_vllm or not self.model.training:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        generator = generating_module(self.model)
-        if self.use_transformers_continuous_batching:
+    @contextlib.contextmanager
+    def recording(self, model: nn.Module) -> Iterator[RowsOf]:
+        """Within this context one generation is recorded; gives what has its log-probabilities afterwards."""
+        generator = generating_module(model)
+        if self._batching is not None:
             with recorded_batches(generator) as rows:
-                completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+                yield lambda completions: rows
         else:
             with recorded_generate(generator) as recorder:
-                completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            rows = recorder.rows(completions)
-        return completions, rows
+                yield recorder.rows
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
-        if self.model.training and _SAMPLED not in output:
-            if self.args.rollout_correction and self.state.global_step == 0:
-                get_logger().warning("rollout_func returns no log-probabilities: its rollouts are not corrected")
-        if self._replays:
-            output[BATCH_KEY] = self.routing.padded(output["prompt_mask"], output["completion_ids"])
-            if "old_per_token_logps" in output:
-                # What TRL computed is under free routing.
-                output["old_per_token_logps"] = self._replayed_log_probs(output)
-        return output
-
-    @torch.no_grad()
-    def _replayed_log_probs(self, output: dict[str, Any]) -> torch.Tensor:
-        """Log-probabilities ``[B, T]`` of the last rollout's completions, routed as it was."""
-        masks = output["prompt_mask"], output["completion_mask"]
-        with (
-            self._rollout_weights(),
-            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
-            self.routing.scoring(*masks),
-        ):
-            logps, _, _ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-                torch.cat(masks, dim=1),
-                output["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size,
-            )
-        return logps
+    def check(self, batch: dict[str, Any], step: int) -> None:
+        """Warn, before the first step, of a rollout for training that came without log-probabilities."""
+        if _SAMPLED not in batch and self._args.rollout_correction and step == 0:
+            get_logger().warning("rollout_func returns no log-probabilities: its rollouts are not corrected")
 
     # ---- the policy that trains -----------------------------------------------------------------------------------
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any):
-        if not self.model.training or _SAMPLED not in inputs:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+    @contextlib.contextmanager
+    def weighting(self, inputs: dict[str, Any], step: int) -> Iterator[dict[str, Any]]:
+        """Gives the training batch to compute the loss of within this context: its advantages are weighted already, or
+        not there before [`take_log_probs`] was called, so that a loss that reads them earlier fails."""
+        if _SAMPLED not in inputs:
+            yield inputs
+            return
         inputs = dict(inputs)  # weighted anew when the batch is trained on again
         old = inputs.get("old_per_token_logps")
         if old is not None:
-            self._weigh(inputs, old)
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        # Not there until they are weighted: a loss that reads them earlier fails.
-        self._unweighted = inputs, inputs.pop("advantages")
+            self._weigh(inputs, old, step)
+            yield inputs
+            return
+        self._waiting = inputs, inputs.pop("advantages"), step
         try:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            yield inputs
         finally:
-            self._unweighted = None
+            self._waiting = None
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any):
-        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._unweighted is not None:
-            (inputs, advantages), self._unweighted = self._unweighted, None
+    def take_log_probs(self, trained: torch.Tensor) -> None:
+        """Weight the batch that waits for its log-probabilities ``[B, T]`` under the policy that trains."""
+        if self._waiting is not None:
+            (inputs, advantages, step), self._waiting = self._waiting, None
             inputs["advantages"] = advantages
-            self._weigh(inputs, output[0].detach())
-        return output
+            self._weigh(inputs, trained.detach(), step)
 
-    def _weigh(self, inputs: dict[str, Any], trained: torch.Tensor) -> None:
+    def _weigh(self, inputs: dict[str, Any], trained: torch.Tensor, step: int) -> None:
         """Weight a batch in place by the ratio of ``trained`` to the probabilities it was sampled with; measure it."""
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         log_ratio = log_ratios(trained, inputs[_SAMPLED], mask)
-        args = self.args
-        if self.use_vllm:
+        args = self._args
+        if args.use_vllm:
             mode, cap = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max
             limits = mode, cap, args.vllm_importance_sampling_clip_min
         else:
             limits = args.rollout_correction_mode, args.rollout_correction_cap, args.rollout_correction_min
-        self._measure(log_ratio, mask, limits)
-        if self.use_vllm or not args.rollout_correction:
+        self._measure(log_ratio, mask, limits, step)
+        if args.use_vllm or not args.rollout_correction:
             return
         weights = limit_ratios(importance_ratios(log_ratio, limits[0]), *limits)
-        if self.loss_type == "vespo":
+        if args.loss_type == "vespo":
             inputs["importance_sampling_ratio"] = weights.masked_fill(~mask.bool(), 1.0)
         else:
             inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weights
 
-    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, limits: tuple) -> None:
+    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, limits: tuple, step: int) -> None:
         """Add to what is logged once per optimizer step, over its batches and all processes."""
-        if self._mismatch_step != self.state.global_step:
-            self._mismatch, self._mismatch_step = MismatchSums(), self.state.global_step
-        self._mismatch.add(log_ratio, mask, *limits)
-        if self.accelerator.sync_gradients:
-            by_trl = _RECORDED_BY_TRL if self.use_vllm and self.vllm_importance_sampling_correction else ()
-            for name, value in self._mismatch.measures(self.accelerator.gather).items():
-                if not name.startswith(by_trl):
+        if self._sums_step != step:
+            self._sums, self._sums_step = MismatchSums(), step
+        self._sums.add(log_ratio, mask, *limits)
+        if self._accelerator.sync_gradients:
+            by_trl = self._args.use_vllm and self._args.vllm_importance_sampling_correction
+            for name, value in self._sums.measures(self._accelerator.gather).items():
+                if not (by_trl and name.startswith(_RECORDED_BY_TRL)):
                     self._record(name, value)
-            self._mismatch_step = -1
+            self._sums_step = -1

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of [`MXFP4GRPOTrainer`] that has to do with how transformers generates: in the dtype of training and without
-dropout, compiled, or in continuous batches.
+"""How transformers generates rollouts: in the dtype of training, without dropout, compiled, or in continuous batches.
 
 `generate` compiles the forward pass of single tokens by itself when its cache is static; prompts run in eager mode. TRL
 switches that off. Where it is on, state that moves from rollout to rollout must not end in the compiled code: quantized
@@ -11,67 +10,99 @@ weights are found by the layers' operators when they run (see [`hf_mxfp4.gemm.cu
 import contextlib
 import copy
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import CompileConfig, GenerationConfig, GenerationMixin, StaticCache
-from trl import GRPOTrainer
+from accelerate import Accelerator
+from torch import nn
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, GenerationMixin, StaticCache
 
 from ..._logging import get_logger
 from ...analysis.policy.predictions import evaluation_mode
+from ...layers import MXFP4Linear, cached_weights, uncached_weights
+from ..config import MXFP4GRPOConfig
 
 
 #: Static caches hold a multiple of this many tokens, so that prompts of other lengths fit code that was compiled.
 _CACHE_STEP = 64
 
 
-class RolloutGeneration(GRPOTrainer):
+class RolloutGeneration:
     """Rollouts by the policy that training computes, compiled (`compile_rollouts`) or not, and continuous batching that
     does not lose completions.
 
     accelerate puts autocast on the forward pass of what TRL trains. For adapters that is PEFT's, which `generate` goes
     past, so that the policy would sample in the dtype of its parameters; and the policy samples in training mode, in
     which dropout would draw another policy for each token.
+
+    Args:
+        args: `compile_rollouts`, `cache_rollout_weights` and `rollout_weights` are read.
+        accelerator: knows the dtype of autocast.
+        config: of `generate`, in which compilation is switched on; `None` under vLLM.
+        batching: of `generate_batch`, under continuous batching; else `None`.
+        is_custom: whether `rollout_func` generates instead.
+        sharding: what shards the weights over processes, in words; `None` where every process has them all.
+
+    Raises `ValueError` where what the options ask for cannot work.
     """
 
-    def _set_up_generation(self) -> None:
-        """Set up what the config asks for; raises `ValueError` where it cannot work."""
-        if not self.args.compile_rollouts:
+    def __init__(
+        self,
+        args: MXFP4GRPOConfig,
+        accelerator: Accelerator,
+        config: GenerationConfig | None,
+        batching: ContinuousBatchingConfig | None,
+        is_custom: bool,
+        sharding: str | None,
+    ):
+        self._args, self._accelerator, self._batching = args, accelerator, batching
+        if not args.compile_rollouts:
             return
-        if self.rollout_func is not None:
+        if is_custom:
             raise ValueError("compile_rollouts=True compiles generation by transformers, which rollout_func replaces")
-        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
-        if self.is_fsdp_enabled or plugin is not None and plugin.zero_stage == 3:
+        if sharding is not None:
             raise ValueError(
-                f"compile_rollouts=True does not work with {'FSDP' if self.is_fsdp_enabled else 'DeepSpeed ZeRO-3'}: "
+                f"compile_rollouts=True does not work with {sharding}: "
                 "compiled code would run on sharded weights; use DDP or ZeRO up to stage 2, or compile_rollouts=False"
             )
-        compile_generation(self.generation_config)
+        compile_generation(config)
 
     @property
-    def _generates_compiled(self) -> bool:
+    def is_compiled(self) -> bool:
         """Whether any forward pass of a rollout may be compiled code."""
-        batching = self.continuous_batching_config
-        return self.args.compile_rollouts or batching is not None and _compiles(batching)
+        return self._args.compile_rollouts or self._batching is not None and _compiles(self._batching)
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
-        if self.use_vllm:
-            # Weights that are merged for it are to be summed in their own dtype.
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+    def weight_copies(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context each quantized weight is copied once (`cache_rollout_weights`, `rollout_weights`)."""
+        return cached_weights(self._args.rollout_weights) if self._args.cache_rollout_weights else uncached_weights()
+
+    @contextlib.contextmanager
+    def sampling(self, model: nn.Module) -> Iterator[None]:
+        """Within this context ``model`` generates as the class says."""
         with contextlib.ExitStack() as stack:
             # Which mode the model was in comes back with the end of this context: after continuous batching TRL puts
             # it in training mode, in evaluation too, and the next prompts would be sampled with noise.
-            stack.enter_context(evaluation_mode(self.model))
-            stack.enter_context(self.accelerator.autocast())
-            if self.args.compile_rollouts:
-                stack.enter_context(_static_caches(self.model))
-            elif self.use_transformers_continuous_batching:
-                stack.enter_context(_complete_batches(self.model, self.args.cache_rollout_weights))
-                generator = generating_module(self.model)
-                if generator is not self.accelerator.unwrap_model(self.model):
-                    stack.enter_context(_autocast_in_threads(generator, self.accelerator))
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            stack.enter_context(evaluation_mode(model))
+            stack.enter_context(self._accelerator.autocast())
+            if self._args.compile_rollouts:
+                stack.enter_context(_static_caches(model))
+            elif self._batching is not None:
+                stack.enter_context(_complete_batches(model, self._args.cache_rollout_weights))
+                generator = generating_module(model)
+                if generator is not self._accelerator.unwrap_model(model):
+                    stack.enter_context(_autocast_in_threads(generator, self._accelerator))
+            yield
+
+
+def describe_rollout_weights(model: nn.Module, kept: bool, form: str) -> str:
+    """Which copies of a model's trainable linear layers [`RolloutGeneration.weight_copies`] keeps, counted."""
+    if not kept:
+        return "no copies"
+    layers = [module for module in model.modules() if isinstance(module, MXFP4Linear)]
+    counts = Counter(layer.rollout_form(layer.weight, form) for layer in layers)
+    return f"copies of {counts['packed']} linear layers packed, of {counts['dense']} dense"
 
 
 class RolloutCache(StaticCache):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch.nn.functional import pad
 
-from .routing import BATCH_KEY
+from .replay import BATCH_KEY
 
 
 _PROMPT = {"prompt_ids": None, "prompt_mask": 0}  # padded on the left; `None` is the padding token

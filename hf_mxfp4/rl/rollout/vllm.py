@@ -8,19 +8,44 @@ rollouts are W4A16; TRL's importance sampling corrects the difference.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...layers import trainable_matrices
+from ..._logging import get_logger
+from ...layers import QUANTIZED, trainable_matrices
 from ..noise.linears import LinearNoise
 from ..noise.norms import NoiseReport, NormNoise
 from ..noise.targets import plain_name
 
 
+#: ``(name, weight)`` pairs.
+Parameters = Iterable[tuple[str, torch.Tensor]]
+
+
+def send_rollout_policy(generation: Any, model: nn.Module, policy: Callable[[Callable[[], Parameters]], Parameters]):
+    """Have TRL's `VLLMGeneration` push other weights than the parameters of the model that it was given.
+
+    TRL makes this object itself, and walks over the parameters wherever it pushes: that walk is replaced, for good.
+
+    Args:
+        model: the policy, for a warning about what vLLM does not quantize.
+        policy: called with TRL's own walk, gives the weights to push.
+    """
+    own = generation._iter_named_params
+    generation._iter_named_params = lambda: policy(own)
+    layers = [module for module in model.modules() if isinstance(module, QUANTIZED)]
+    if any(layer.config.activation_scheme is not None for layer in layers):
+        get_logger().warning(
+            "vLLM samples from the quantized weights with full-precision activations (W4A16); "
+            "vllm_importance_sampling_correction accounts for the difference"
+        )
+
+
 def rollout_parameters(
-    named: Iterable[tuple[str, torch.Tensor]],
+    named: Parameters,
     model: nn.Module,
     noise: NormNoise | None = None,
     step: int = 0,

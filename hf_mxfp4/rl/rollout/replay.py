@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay between a rollout and the training on it (R3, arXiv 2510.11370)."""
+"""Router replay between a rollout and the training on it (R3, arXiv 2510.11370): the experts that a mixture chose while
+it sampled are those that it trains with."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
+from ..._logging import get_logger
 from ...routing import ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
 from ...routing.replay import UNRECORDED
 
@@ -16,16 +19,26 @@ from ...routing.replay import UNRECORDED
 BATCH_KEY = "router_choices"
 
 
-class RolloutRouting:
-    """Records the experts of each rollout and replays them where the policy scores it or trains on it.
+class RouterReplay:
+    """Records the experts of each rollout and replays them where the policy scores or trains on it (`router_replay`).
+
+    Metrics of each batch that is trained on: `router_replay/coverage` and `router_replay/changed`, see
+    [`ReplayReport`].
+
+    Args:
+        model: the policy.
+        accelerator: averages the metrics over processes.
+        record: called with a metric's name and value.
 
     Raises `ValueError` when the model has no router.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, accelerator: Accelerator, record: Callable[[str, float], None]):
         self.routers = find_routers(model)
+        self._accelerator, self._record = accelerator, record
         self._recorder = ChoiceRecorder(model, self.routers)
         self._rows: list[torch.Tensor] | None = None
+        get_logger().info("router replay: %d routers", len(self.routers))
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Records generation within the context."""
@@ -71,7 +84,8 @@ class RolloutRouting:
 
     @contextlib.contextmanager
     def training(self, inputs: dict[str, Any]) -> Iterator[ReplayReport]:
-        """Replays the recording in a training batch; to last until its backward pass is over.
+        """Replays the recording in a training batch, and logs what it did when it ends: gradient checkpointing runs
+        forward passes in the backward pass, so it is to last until that is over.
 
         Raises `RouterReplayError` when the batch has no recording, or one that does not cover it.
         """
@@ -83,6 +97,10 @@ class RolloutRouting:
             )
         with replayed_choices(self.routers, inputs[BATCH_KEY], required) as report:
             yield report
+        values = torch.tensor([[report.coverage, report.changed]], device=self._accelerator.device)
+        coverage, changed = self._accelerator.gather(values).mean(dim=0).tolist()
+        self._record("router_replay/coverage", coverage)
+        self._record("router_replay/changed", changed)
 
 
 def routed_tokens(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What [`MXFP4GRPOTrainer`] refuses or warns of before it begins: arguments, data, the policy, and the reference policy
+that `beta` > 0 holds it to, which is to compute under the same scheme."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from torch import nn
+
+from .._logging import get_logger
+from ..layers import QUANTIZED, TRAINABLE, matrix_names
+from .config import MXFP4GRPOConfig
+
+
+def count_quantized(model: nn.Module) -> int:
+    """Weight matrices in MXFP4; each projection of fused experts is one."""
+    return sum(len(matrix_names("", module)) for module in model.modules() if isinstance(module, QUANTIZED))
+
+
+def sharding_of(accelerator: Accelerator) -> str | None:
+    """What shards the weights over processes, in words; `None` where every process has them all."""
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        return "FSDP"
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return "DeepSpeed ZeRO-3" if plugin is not None and plugin.zero_stage == 3 else None
+
+
+def check_arguments(
+    args: Any, quantization_config: Any, train_dataset: Any, eval_dataset: Any, needs_prompt: bool
+) -> None:
+    """Check what a trainer is made of besides its model.
+
+    Args:
+        needs_prompt: whether rows of datasets must have a prompt: not where environments make them.
+
+    Raises `TypeError` for another config, or a scheme's name in the place of a config.
+    Raises `ValueError` for a dataset that is empty or has no prompts, and for lengths that contradict one another.
+    """
+    if not isinstance(args, MXFP4GRPOConfig):
+        raise TypeError(f"args must be an MXFP4GRPOConfig, got {type(args).__name__}")
+    check_scheme("quantization_config", quantization_config)
+    check_scheme("quantization_config in model_init_kwargs", (args.model_init_kwargs or {}).get("quantization_config"))
+    args.check_overlong_buffer()
+    _check_dataset("train_dataset", train_dataset, needs_prompt)
+    for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}).items():
+        _check_dataset(f"eval_dataset {name}".strip(), dataset, needs_prompt)
+
+
+def _check_dataset(name: str, dataset: Any, needs_prompt: bool) -> None:
+    if dataset is None:
+        return
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ValueError(f"{name} is empty")
+    columns = getattr(dataset, "column_names", None)
+    if needs_prompt and columns is not None and "prompt" not in columns:
+        raise ValueError(f"{name} has no column 'prompt'; it has {', '.join(columns)}")
+
+
+def check_policy(model: nn.Module, n_quantized: int, args: MXFP4GRPOConfig, accelerator: Accelerator) -> None:
+    """Raise `ValueError` for a model without an MXFP4 layer (unless `allow_full_precision`), and where continuous
+    batching would damage what is trained; warn of master weights in 16 bits."""
+    if n_quantized == 0 and not args.allow_full_precision:
+        raise ValueError(
+            f"{type(model).__name__} has no MXFP4 layer: this run would train in full precision. Load the "
+            "model with quantization_config=MXFP4RLConfig() (the trainer takes it too, beside a model's name), or "
+            "set allow_full_precision=True for a baseline"
+        )
+    layers = [module for module in model.modules() if isinstance(module, TRAINABLE)]
+    trained = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
+    if trained and trained[0].dtype in (torch.bfloat16, torch.float16):
+        get_logger().warning(
+            "the master weights are trained in %s: updates smaller than a 256th (bfloat16) of a weight are rounded "
+            "away, which at the learning rates of RL is most of them; load the model with dtype=torch.float32",
+            trained[0].dtype,
+        )
+    casts = args.use_transformers_continuous_batching and (args.bf16 or args.fp16)
+    if casts and any(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad):
+        # PEFT makes adapters in float32 whatever the model is loaded in.
+        adapters = isinstance(accelerator.unwrap_model(model), PeftModel)
+        what, remedy = ("adapters", ", with the model loaded in bfloat16") if adapters else ("master weights", "")
+        half = "bf16" if args.bf16 else "fp16"
+        raise ValueError(
+            "use_transformers_continuous_batching casts the model for good before generating, which would round "
+            f"float32 {what}; set use_transformers_continuous_batching=False, or {half}=False{remedy}"
+        )
+
+
+def check_router_replay(has_tools: bool) -> None:
+    """Raise `ValueError` where a rollout is more than one generation, of which `router_replay` records one."""
+    if has_tools:
+        raise ValueError(
+            "router_replay=True records rollouts of one generation each; it does not work with tools, "
+            "environment_factory or rollout_func"
+        )
+
+
+def check_scheme(option: str, given: Any) -> None:
+    """Raise `TypeError` for the name of a scheme in the place of a config, which transformers fails on without a
+    message."""
+    if isinstance(given, str):
+        raise TypeError(
+            f"{option} must be an MXFP4RLConfig, such as MXFP4RLConfig(preset='w4a4'), or its dict; got {given!r}"
+        )
+
+
+def reference_config(model: Any, given: Any, args: MXFP4GRPOConfig) -> Any:
+    """The `quantization_config` to give [`trl.GRPOTrainer`], which loads the reference with it, and the policy too when
+    ``model`` is a name. TRL by itself would load the reference of a policy that is no name in full precision.
+
+    Raises `ValueError` where the two cannot differ.
+    """
+    if args.beta == 0 or (isinstance(model, str) and args.quantize_reference):
+        return given
+    if isinstance(model, str):
+        raise ValueError(
+            "quantize_reference=False loads the reference in another way than the policy: load the policy first, and "
+            "give the model instead of its name"
+        )
+    if not args.quantize_reference:
+        return None
+    return getattr(model.config, "quantization_config", None) if given is None else given
+
+
+def check_reference(policy: nn.Module, reference: nn.Module | None, args: MXFP4GRPOConfig) -> None:
+    """Log what the reference policy computes in; ``reference`` is `None` without `beta` and for adapters.
+
+    Raises `ValueError` when that is not what `quantize_reference` asks for.
+    """
+    if args.beta == 0:
+        return
+    if reference is None:
+        if not args.quantize_reference:
+            raise ValueError(
+                "quantize_reference=False has no meaning with adapters: the reference is the policy itself without them"
+            )
+        get_logger().info("reference policy: the policy without its adapters, under its scheme")
+        return
+    expected, found = count_quantized(policy), count_quantized(reference)
+    get_logger().info("reference policy: n_quantized=%d, of the policy %d", found, expected)
+    if args.quantize_reference and found != expected:
+        raise ValueError(
+            f"the reference policy has {found} MXFP4 weight matrices and the policy {expected}: their divergence would "
+            "include what quantization does. Load the policy by from_pretrained with quantization_config, which the "
+            "reference is then loaded with; or set quantize_reference=False to accept it"
+        )
+    if not args.quantize_reference and found:
+        raise ValueError(
+            f"quantize_reference=False, but the checkpoint that the reference is loaded from is quantized ({found} "
+            "weight matrices); remove quantization_config from its config.json"
+        )
+    if expected and not found:
+        get_logger().warning(
+            "the reference policy is in full precision and the policy quantized: beta=%g holds the policy to what it "
+            "cannot compute, since kl includes the error of quantization",
+            args.beta,
+        )
