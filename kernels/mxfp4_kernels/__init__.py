@@ -3,12 +3,11 @@
 
 [`fake_quantize`] gives the MXFP4 values of a tensor, [`quantize`] their codes and scale bytes, each with a ``_both``
 for a matrix and its transpose from one read; [`dequantize`] gives the values of codes; [`supports`] says beforehand
-whether a dtype and scheme are covered. [`rms_norm_quantize`] and [`swiglu_quantize`] quantize what they compute.
-[`fold_e4m3`] and [`fold_e4m3_both`] give the operands of FP8 products, [`quantize_e4m3`] those of output gradients, and
-[`matmul_e4m3`] and [`matmul_mxf4`] the products. For the experts of a mixture, [`grouped_matmul`],
-[`grouped_matmul_packed`], [`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and [`grouped_sum`]
-compute those of all experts in one launch. [`linear_w4a16`] multiplies with a packed weight, and [`plan_linear_w4a16`]
-says how.
+whether a dtype and scheme are covered. [`fold_e4m3`] and [`fold_e4m3_both`] give the operands of FP8 products,
+[`quantize_e4m3`] those of output gradients, and [`matmul_e4m3`] and [`matmul_mxf4`] the products. For the experts of a
+mixture, [`grouped_matmul`], [`grouped_matmul_packed`], [`grouped_matmul_e4m3`], [`grouped_wgrad`],
+[`grouped_wgrad_e4m3`] and [`grouped_sum`] compute those of all experts in one launch. [`linear_w4a16`] multiplies with
+a packed weight, and [`plan_linear_w4a16`] says how.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ _LAZY = {
     "matmul_mxf4": "gemm.matmul",
     "plan_linear_w4a16": "gemm.decode_plan",
     "quantize_e4m3": "e4m3.fold",
-    "rms_norm_quantize": "quantization.producers",
-    "swiglu_quantize": "quantization.producers",
 }
 
 __all__ = ["dequantize", "fake_quantize", "fake_quantize_both", "quantize", "quantize_both", "supports", *_LAZY]
@@ -118,9 +115,9 @@ def fake_quantize(
     check_input("fake_quantize", x, block_rows)
     check_output(dtype)
     side = _side(x, x.shape[-1], rounding, seed, rotation, signs)
-    from .quantization import launch as _launch
+    from .quantization import launch
 
-    return _launch.fake_quantize(x, scheme, side, dtype)
+    return launch.fake_quantize(x, scheme, side, dtype)
 
 
 def fake_quantize_both(
@@ -152,9 +149,9 @@ def fake_quantize_both(
         (rounding, seed, rotation, signs),
     )
     check_output(dtype)
-    from .quantization import launch as _launch
+    from .quantization import launch
 
-    return _launch.fake_quantize_both(x, scheme, *sides, dtype)
+    return launch.fake_quantize_both(x, scheme, *sides, dtype)
 
 
 def quantize(
@@ -183,9 +180,9 @@ def quantize(
     scheme = _scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows, rounding)
     check_input("quantize", x, block_rows)
     side = _side(x, x.shape[-1], rounding, seed, rotation, signs)
-    from .quantization import launch as _launch
+    from .quantization import launch
 
-    return _launch.quantize(x, scheme, side)
+    return launch.quantize(x, scheme, side)
 
 
 def quantize_both(
@@ -208,9 +205,9 @@ def quantize_both(
         (scale_rule, macro_block, macro_search, outlier_fallback, block_rows),
         (rounding, seed, rotation, signs),
     )
-    from .quantization import launch as _launch
+    from .quantization import launch
 
-    return _launch.quantize_both(x, scheme, *sides)
+    return launch.quantize_both(x, scheme, *sides)
 
 
 def dequantize(
@@ -247,10 +244,10 @@ def dequantize(
         outlier_fallback=outlier_fallback,
     )
     scheme = _scheme("rceil", macro_block, macro_search, outlier_fallback, 1, "nearest")
-    from .quantization import launch as _launch
+    from .quantization import launch
 
-    packed = _launch.Packed(codes, scale, macro, residual_codes, residual_scale)
-    return _launch.dequantize(packed, length, scheme, dtype)
+    packed = launch.Packed(codes, scale, macro, residual_codes, residual_scale)
+    return launch.dequantize(packed, length, scheme, dtype)
 
 
 def supports(
@@ -277,9 +274,9 @@ def _scheme(*options: object) -> Scheme:
     """Of scale rule, macro block, search, fallback, block rows and rounding. Raises as [`fake_quantize`] says."""
     if (reason := unsupported_scheme(*options)) is not None:
         raise ValueError(reason)
-    from .quantization import launch as _launch
+    from .quantization import launch
 
-    return _launch.Scheme(*options[:5])
+    return launch.Scheme(*options[:5])
 
 
 def _side(
@@ -288,9 +285,9 @@ def _side(
     """What belongs to the blocks along an axis of ``length``. Raises as [`fake_quantize`] says."""
     check_seed(rounding, seed)
     signs = check_rotation(x, length, rotation, signs)
-    from .quantization import launch as _launch
+    from .quantization import launch
 
-    return _launch.Side(seed, rotation, signs)
+    return launch.Side(seed, rotation, signs)
 
 
 def _pair(name: str, x: torch.Tensor, options: tuple, pairs: tuple[tuple, ...]) -> tuple[Scheme, tuple[Side, Side]]:

@@ -29,23 +29,35 @@ def compile_kernel(
     bytes of ``shared`` memory.
 
     Args:
-        types: Triton's type of every argument that is not constant; of more names than the kernel has, if need be.
+        types: Triton's type of every argument that is not constant; of more names than the kernel has, if need be. Of a
+            bundle, a (named) tuple of types, with numbers and `None` for what is constant in it.
         constants: values of compile-time arguments; `None` for a pointer that is not used. Likewise.
         options: of the compiler, ``num_warps`` and the like.
-        multiples_of_16: arguments that the compiler may take for multiples of 16 (pointers: aligned to 16 bytes).
+        multiples_of_16: arguments, and parts of bundles, that the compiler may take for multiples of 16 (pointers:
+            aligned to 16 bytes).
     """
     names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    source = ASTSource(
-        kernel,
-        signature={name: "constexpr" if name in constants else types[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (names.index(name),): [["tt.divisibility", 16]]
-            for name in multiples_of_16
-            if name in names and name not in constants
-        },
-    )
+    signature, values, attributes = {}, {}, {}
+    multiples = set(multiples_of_16)
+
+    def kind_of(name: str, path: tuple[int, ...], kind: Any) -> Any:
+        if isinstance(kind, tuple):
+            parts = getattr(kind, "_fields", [name] * len(kind))
+            found = [kind_of(part, (*path, i), k) for i, (part, k) in enumerate(zip(parts, kind, strict=True))]
+            return type(kind)(*found) if hasattr(kind, "_fields") else tuple(found)
+        if not isinstance(kind, str):
+            values[path] = kind
+            return "constexpr"
+        if name in multiples:
+            attributes[path] = [["tt.divisibility", 16]]
+        return kind
+
+    for place, name in enumerate(names):
+        if name in constants:
+            signature[name], values[(place,)] = "constexpr", constants[name]
+        else:
+            signature[name] = kind_of(name, (place,), types[name])
+    source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
     compiled = triton.compile(source, target=target, options=dict(options))
     report = {kind: compiled.asm[kind] for kind in ("llir", "ptx", "amdgcn") if kind in compiled.asm}
     if "cubin" in compiled.asm:

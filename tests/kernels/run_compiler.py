@@ -12,16 +12,17 @@ import sys
 import torch
 from ahead_of_time import compile_kernel, gpu_target
 
-from mxfp4_kernels.common import plan as _plan
+from mxfp4_kernels.common import plan
+from mxfp4_kernels.common.arguments import BothLengths, Lengths, PackedPointers, RowBytes, Sides
 from mxfp4_kernels.common.plan import PLAIN, Scheme, Side
-from mxfp4_kernels.quantization import both as _both
-from mxfp4_kernels.quantization import dequantize as _dequantize
-from mxfp4_kernels.quantization import rows as _kernel
+from mxfp4_kernels.quantization.both import quantize_both_kernel
+from mxfp4_kernels.quantization.dequantize import dequantize_kernel
+from mxfp4_kernels.quantization.rows import quantize_kernel
 
 
-FLAT, ROWS = _plan._FLAT_TILE, _plan._ROW_TILE
+FLAT, ROWS = plan._FLAT_TILE, plan._ROW_TILE
 DEFAULT = Scheme("rceil", 128, "static", 0.5)
-BOTH, BOTH_DEFAULT = _plan.both_tile(Scheme()), _plan.both_tile(DEFAULT)
+BOTH, BOTH_DEFAULT = plan.both_tile(Scheme()), plan.both_tile(DEFAULT)
 SIGNS = torch.ones(1)
 #: Name: kernel, dtype, scheme, tile, type of sizes, whether sizes are multiples of 16, and perhaps: what belongs to the
 #: axis that blocks run along (`None` for columns alone), and in the kernels of `quantization/both.py` to the other one.
@@ -56,9 +57,9 @@ VARIANTS = {
 }
 _INPUTS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*i16"}
 _OUTPUTS = _INPUTS | {torch.bfloat16: "*bf16"}
-_SMALL = ("col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t")
-#: The arguments that say how long rows are, here or in the output: at least multiples of 16 where anything is.
-_LENGTHS = ("n_cols", "n_read", "n_codes", "n_codes_t", "out_cols", "out_cols_t", "x_row_stride", "x_stack_stride")
+_SMALL = ("col_tiles", "first_row", "seed_low", "seed_high", "seed_low_t", "seed_high_t")
+#: What says how long rows are, here or in the output: at least multiples of 16 where anything is.
+_LENGTHS = ("n_cols", "n_read", "n_codes", "out_cols", "out_cols_t", "x_row_stride", "x_stack_stride")
 
 
 def compile_variant(
@@ -72,27 +73,40 @@ def compile_variant(
     side: Side | None = PLAIN,
     side_t: Side = PLAIN,
 ) -> dict:
-    kernel = next(found for m in (_kernel, _both, _dequantize) if (found := getattr(m, f"{name}_kernel", None)))
-    constants = _plan.compile_constants(dtype, scheme, side or PLAIN, side_t)
-    names = ("TILE", "STRIP") if "TILE" in kernel.arg_names else ("ROWS", "COLS")
-    constants |= {**dict(zip(names, tile, strict=True)), "BY_ROWS": side is not None}
-    options = _plan.options(*tile, {name: value for name, value in constants.items() if name in kernel.arg_names})
-    unused = {"macro": scheme.macro_block is None, "residual": scheme.outlier_fallback is None}
-    unused |= {"signs_ptr": (side or PLAIN).signs is None, "signs_t_ptr": side_t.signs is None}
-    for pointer in [name for name in kernel.arg_names if name.endswith("_ptr")]:
-        of_rows = side is None and not pointer.endswith("_t_ptr") and pointer != "x_ptr"
-        if of_rows or any(absent and pointer.startswith(start) for start, absent in unused.items()):
-            constants[pointer] = None
-    pointers = {name: "*u8" for name in kernel.arg_names if name.endswith("_ptr")} | {
+    both, packs = name.endswith("both"), name.startswith("quantize")
+    kernel = quantize_both_kernel if both else dequantize_kernel if name == "dequantize" else quantize_kernel
+    scheme_constants = plan.scheme_constants(dtype, scheme)
+    sides = Sides((side or PLAIN).constants, side_t.constants)
+    constants = {"SCHEME": scheme_constants, "SIDE": sides.rows, "SIDES": sides, "BY_ROWS": side is not None}
+    constants |= dict(zip(("TILE", "STRIP") if both else ("ROWS", "COLS"), tile, strict=True))
+    constants |= {"alpha": None} if packs else {}
+    packed = PackedPointers(
+        codes="*u8",
+        scale="*u8",
+        macro=None if scheme.macro_block is None else "*u8",
+        residual_codes=None if scheme.outlier_fallback is None else "*u8",
+        residual_scale=None if scheme.outlier_fallback is None else "*u8",
+    )
+    out, row_bytes = (packed, RowBytes(*[size] * 3)) if packs else (_OUTPUTS[dtype], None)
+    signs = tuple("*fp32" if one is not None and one.signs is not None else None for one in (side, side_t))
+    types = dict.fromkeys(_SMALL, "i32") | {
         "x_ptr": _INPUTS[dtype],
         "out_ptr": _OUTPUTS[dtype],
-        "out_t_ptr": _OUTPUTS[dtype],
-        "signs_ptr": "*fp32",
-        "signs_t_ptr": "*fp32",
+        "out": None if both and side is None else out,
+        "out_t": out,
+        "packed": packed,
+        "signs_ptr": signs[0],
+        "signs": signs,
+        "n_rows": size,
+        "lengths": BothLengths(*[size] * 6) if both else Lengths(size, size, size, row_bytes),
+        "row_bytes": None if row_bytes is None else (row_bytes, row_bytes),
+        "alpha": "fp32",
     }
-    types = dict.fromkeys(kernel.arg_names, size) | pointers | dict.fromkeys(_SMALL, "i32") | {"alpha": "fp32"}
-    multiples = [*pointers, *_LENGTHS * aligned, *["n_rows"] * (aligned and "TILE" in names)]
-    return compile_kernel(target, kernel, types, constants, options, multiples)
+    if name == "dequantize":
+        types["lengths"] = Lengths(size, None, None, RowBytes(*[size] * 3))
+    pointers = ("x_ptr", "out_ptr", "out", "out_t", "signs_ptr", "signs", *PackedPointers._fields)
+    multiples = [*pointers, *_LENGTHS * aligned, *["n_rows"] * (aligned and both)]
+    return compile_kernel(target, kernel, types, constants, plan.options(*tile, scheme_constants), multiples)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from ahead_of_time import compile_kernel, gpu_target
 
 from mxfp4_kernels import plan_linear_w4a16
-from mxfp4_kernels.gemm import decode as _decode
+from mxfp4_kernels.gemm import decode
 from mxfp4_kernels.gemm.decode_kernel import linear_kernel
 from mxfp4_kernels.quantization.launch import Scheme
 
@@ -35,7 +35,7 @@ def compile_variant(backend: str, arch: str, n_tokens: int, n_cols: int, scheme:
     options = {name: getattr(scheme, name) for name in ("macro_block", "macro_search", "outlier_fallback")}
     name = str(dtype).removeprefix("torch.")
     config = plan_linear_w4a16(n_tokens, 4096, n_cols, arch, **options, dtype=name).configs[0]
-    constants = _decode.constants(dtype, scheme, n_cols, config, True, n_tokens > 16) | config
+    constants = decode.constants(dtype, scheme, n_cols, config, True, n_tokens > 16) | config
     constants |= {"SPLIT": True, "CUDA": backend == "cuda", "INTERPRETED": False}
     unused = ["macro"] * (scheme.macro_block is None)
     unused += ["residual_codes", "residual_scale"] * (scheme.outlier_fallback is None)

@@ -9,13 +9,15 @@ import sys
 
 from ahead_of_time import compile_kernel, gpu_target
 
-from mxfp4_kernels.common import blocks as _blocks
-from mxfp4_kernels.gemm import grouped as _grouped
-from mxfp4_kernels.gemm import grouped_e4m3 as _grouped_e4m3
-from mxfp4_kernels.gemm import grouped_e4m3_kernel as _grouped_e4m3_kernel
-from mxfp4_kernels.gemm import grouped_kernel as _grouped_kernel
-from mxfp4_kernels.gemm import grouped_packed as _grouped_packed
-from mxfp4_kernels.gemm import grouped_packed_kernel as _grouped_packed_kernel
+from mxfp4_kernels.common import blocks
+from mxfp4_kernels.gemm import (
+    grouped,
+    grouped_e4m3,
+    grouped_e4m3_kernel,
+    grouped_kernel,
+    grouped_packed,
+    grouped_packed_kernel,
+)
 
 
 # Qwen3-30B-A3B: gate and up projections of 128 experts.
@@ -30,37 +32,37 @@ def named(table) -> dict[str, dict]:
     return {"x".join(map(str, config.values())): config for config in configs}
 
 
-MATMUL, WGRAD = named(_grouped._MATMUL), named(_grouped._WGRAD)
+MATMUL, WGRAD = named(grouped._MATMUL), named(grouped._WGRAD)
 PACKED = [
-    dict(zip(("BM", "BN", "num_warps", "num_stages"), t, strict=True)) for _, ts in _grouped_packed._TILES for t in ts
+    dict(zip(("BM", "BN", "num_warps", "num_stages"), t, strict=True)) for _, ts in grouped_packed._TILES for t in ts
 ]
 
 
 def dense(name: str, config: dict, element: str = "bf16", **changes) -> tuple:
-    return _grouped_kernel, f"{name}_kernel", config, element, changes
+    return grouped_kernel, f"{name}_kernel", config, element, changes
 
 
 def packed(config: dict, **changes) -> tuple:
     plain = {"BK": 128, "MACRO": 32, "SEARCH": 0, "residual_codes_ptr": None, "residual_scale_ptr": None}
-    return _grouped_packed_kernel, "grouped_packed_kernel", config, "bf16", plain | changes
+    return grouped_packed_kernel, "grouped_packed_kernel", config, "bf16", plain | changes
 
 
 def e4m3(name: str, tile: tuple, sides: tuple[str, str]) -> tuple:
     config = dict(zip((*sides, "num_warps", "num_stages"), tile, strict=True))
-    return _grouped_e4m3_kernel, f"grouped_{name}_e4m3_kernel", config, "e4m3", {"bias_ptr": None}
+    return grouped_e4m3_kernel, f"grouped_{name}_e4m3_kernel", config, "e4m3", {"bias_ptr": None}
 
 
-STATIC = {"MACRO": 128, "SEARCH": _blocks.STATIC.value}
+STATIC = {"MACRO": 128, "SEARCH": blocks.STATIC.value}
 VARIANTS = {
     **{f"matmul {name}": dense("grouped_matmul", config) for name, config in MATMUL.items()},
     **{f"wgrad {name}": dense("grouped_wgrad", config) for name, config in WGRAD.items()},
     **{f"packed {'x'.join(map(str, config.values()))}": packed(config) for config in PACKED},
     "packed static": packed(PACKED[0], **STATIC),
-    "packed blockwise": packed(PACKED[0], MACRO=128, SEARCH=_blocks.BLOCKWISE.value),
+    "packed blockwise": packed(PACKED[0], MACRO=128, SEARCH=blocks.BLOCKWISE.value),
     "packed fallback": packed(PACKED[0], residual_codes_ptr=..., residual_scale_ptr=..., **STATIC),
     "packed odd": packed(PACKED[0], N=1531, K=2040, **STATIC),
-    **{f"e4m3 {'x'.join(map(str, t))}": e4m3("matmul", t, ("BM", "BN")) for _, t in _grouped_e4m3._MATMUL},
-    **{f"e4m3 wgrad {'x'.join(map(str, t))}": e4m3("wgrad", t, ("BN", "BK")) for t in _grouped_e4m3._WGRAD},
+    **{f"e4m3 {'x'.join(map(str, t))}": e4m3("matmul", t, ("BM", "BN")) for _, t in grouped_e4m3._MATMUL},
+    **{f"e4m3 wgrad {'x'.join(map(str, t))}": e4m3("wgrad", t, ("BN", "BK")) for t in grouped_e4m3._WGRAD},
     "dgrad": dense("grouped_matmul", MATMUL["128x128x64x8x3"], transposed=True),
     "odd": dense("grouped_matmul", MATMUL["16x64x64x4x3"], N=1531, K=2041),
     "fp32": dense("grouped_matmul", {"BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}, "fp32"),

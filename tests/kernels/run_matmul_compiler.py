@@ -9,8 +9,7 @@ import sys
 
 from ahead_of_time import compile_kernel, gpu_target
 
-from mxfp4_kernels.gemm import matmul as _matmul
-from mxfp4_kernels.gemm import matmul_kernel as _matmul_kernel
+from mxfp4_kernels.gemm import matmul, matmul_kernel
 
 
 #: Bytes of shared memory that a program may have.
@@ -33,7 +32,7 @@ E4M3_TYPES = TYPES | {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "a_scale_ptr": "
 
 def compile_product(target, arch: str, kernel, types: dict, n_rows: int, tiles, constants: dict) -> dict:
     limit = SHARED_MEMORY[arch] * 1024
-    config = dict(_matmul.usual_configs(n_rows, tiles, limit)[0])
+    config = dict(matmul.usual_configs(n_rows, tiles, limit)[0])
     options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
     constants = {"HAS_BIAS": True, "INTERPRETED": False, "STEPS": 0, **constants, **config}
     # What is not divisible by 16: the rows, and with them the scales of groups.
@@ -48,16 +47,16 @@ def compile_all(target, arch: str) -> dict:
         if arch in FP8:
             for name, per_group in (("row", False), ("group", True)):
                 constants = {"PER_GROUP": per_group}
-                kernel = _matmul_kernel.matmul_e4m3_kernel
+                kernel = matmul_kernel.matmul_e4m3_kernel
                 found[f"e4m3 {name} {n_rows}"] = compile_product(
-                    target, arch, kernel, E4M3_TYPES, n_rows, _matmul.Tiles(), constants
+                    target, arch, kernel, E4M3_TYPES, n_rows, matmul.Tiles(), constants
                 )
         for name, has_macro in (("plain", False), ("macro", True)):
             constants = {"MACRO": has_macro, "NATIVE": arch in NATIVE}
             if not has_macro:
                 constants |= {"a_macro_ptr": None, "b_macro_ptr": None}
-            kernel = _matmul_kernel.matmul_mxf4_kernel
-            tiles = _matmul.mxf4_tiles(arch in NATIVE, has_macro, arch == "100")
+            kernel = matmul_kernel.matmul_mxf4_kernel
+            tiles = matmul.mxf4_tiles(arch in NATIVE, has_macro, arch == "100")
             found[f"mxf4 {name} {n_rows}"] = compile_product(target, arch, kernel, TYPES, n_rows, tiles, constants)
     return found
 

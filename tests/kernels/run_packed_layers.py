@@ -13,7 +13,7 @@ from torch import nn
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights
 from hf_mxfp4.backends import triton as triton_kernels
 from hf_mxfp4.gemm import packed_product_route
-from mxfp4_kernels.gemm import decode as _decode
+from mxfp4_kernels.gemm import decode
 
 
 OPTIONS = [
@@ -62,13 +62,13 @@ def copies(linear: nn.Linear) -> dict[str, int]:
 
 def main() -> dict:
     report = {"layers": 0, "launches": 0, "wrong": []}
-    launch = _decode._launch_fused
+    launch = decode._launch_fused
 
     def counted(*arguments):
         report["launches"] += 1
         launch(*arguments)
 
-    _decode._launch_fused = counted
+    decode._launch_fused = counted
     torch.manual_seed(0)
     linear, x = nn.Linear(160, 40), torch.randn(2, 3, 160)
     grad = torch.randn(2, 3, 40)

@@ -103,9 +103,9 @@ def test_wrong_inputs_raise():
 
 
 def test_cpu_tensor_needs_the_interpreter(monkeypatch):
-    from mxfp4_kernels.quantization import launch as _launch
+    from mxfp4_kernels.common import plan
 
-    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    monkeypatch.setattr(plan, "INTERPRETED", False)
     with pytest.raises(ValueError, match="CPU"):
         mxfp4_kernels.fake_quantize(torch.ones(32))
 

@@ -137,19 +137,19 @@ ENDS = torch.tensor([2, 6], dtype=torch.int32)
     ],
 )
 def test_grouped_matmul_refuses_what_does_not_fit(arguments, error, words, monkeypatch):
-    from mxfp4_kernels.gemm import grouped as _grouped
+    from mxfp4_kernels.gemm import grouped
 
-    monkeypatch.setattr(_grouped, "INTERPRETED", True)
+    monkeypatch.setattr(grouped, "INTERPRETED", True)
     with pytest.raises(error, match=words):
         mxfp4_kernels.grouped_matmul(*arguments)
 
 
 def test_the_other_products_refuse_too(monkeypatch):
-    from mxfp4_kernels.gemm import grouped as _grouped
+    from mxfp4_kernels.gemm import grouped
 
     with pytest.raises(ValueError, match="grouped_matmul needs tensors on a GPU"):
         mxfp4_kernels.grouped_matmul(X, W, ENDS)
-    monkeypatch.setattr(_grouped, "INTERPRETED", True)
+    monkeypatch.setattr(grouped, "INTERPRETED", True)
     with pytest.raises(ValueError, match=r"right has the shape \[5, 8\], expected \[6, any\]"):
         mxfp4_kernels.grouped_wgrad(X, X[:5], ENDS)
     with pytest.raises(TypeError, match="results cannot be torch.float64"):
@@ -179,14 +179,14 @@ def test_tiles_are_enough_for_any_counts():
 
 @pytest.mark.parametrize("limit", [65536, 101376, 166912, 232448])
 def test_configs_fit_the_shared_memory(limit, monkeypatch):
-    from mxfp4_kernels.gemm import grouped as _grouped
+    from mxfp4_kernels.gemm import grouped
 
-    monkeypatch.setattr(_grouped, "INTERPRETED", False)
-    monkeypatch.setattr(_grouped, "shared_memory", lambda device: limit)
+    monkeypatch.setattr(grouped, "INTERPRETED", False)
+    monkeypatch.setattr(grouped, "shared_memory", lambda device: limit)
     for rows in (1, 64, 1024, 65536):
-        for table, contracted in ((_grouped._MATMUL, 2), (_grouped._WGRAD, 0)):
+        for table, contracted in ((grouped._MATMUL, 2), (grouped._WGRAD, 0)):
             for size in (2, 4):
-                found = _grouped.fitting(table, rows, 128, size, torch.device("cuda"), contracted)
+                found = grouped.fitting(table, rows, 128, size, torch.device("cuda"), contracted)
                 assert found
                 for config in found:
                     side = config["BM"] if contracted == 0 else config["BK"]

@@ -107,12 +107,11 @@ class _Launch:
 
 def test_a_launch_reads_no_value_of_any_tensor(monkeypatch):
     """Fake tensors have none: a host that waited for one would raise. What is left can be captured in a graph."""
-    from mxfp4_kernels.gemm import decode as _decode
-    from mxfp4_kernels.quantization import launch as _launch
+    from mxfp4_kernels.gemm import decode
 
     kernel = _Launch()
-    monkeypatch.setattr(_decode, "linear_kernel", kernel)
-    monkeypatch.setattr(_launch, "INTERPRETED", True)
+    monkeypatch.setattr(decode, "linear_kernel", kernel)
+    monkeypatch.setattr(decode, "INTERPRETED", True)
     with FakeTensorMode(allow_non_fake_inputs=False):
         x = torch.empty(3, 4096, dtype=torch.bfloat16)
         codes, scale = (torch.empty(256, 4096 // n, dtype=torch.uint8) for n in (2, 32))
@@ -124,22 +123,22 @@ def test_a_launch_reads_no_value_of_any_tensor(monkeypatch):
 
 
 def test_captured_launches_never_share_counters(monkeypatch):
-    from mxfp4_kernels.common import counters as _counters
+    from mxfp4_kernels.common import counters
 
     device = torch.device("cpu")
-    monkeypatch.setattr(_counters, "_for_graphs", {device: (torch.zeros(256, dtype=torch.int32), 0)})
-    given = [_counters._captured(count, device) for count in (1, 70, 64)]
+    monkeypatch.setattr(counters, "_for_graphs", {device: (torch.zeros(256, dtype=torch.int32), 0)})
+    given = [counters._captured(count, device) for count in (1, 70, 64)]
     places = [part.storage_offset() for part in given]
     assert places == [0, 32, 128]
     # Used up: the graph clears some of its own.
-    other = _counters._captured(65, device)
+    other = counters._captured(65, device)
     assert other.numel() == 65 and other.storage_offset() == 0 and not other.any()
     assert other.untyped_storage().data_ptr() != given[0].untyped_storage().data_ptr()
 
 
 def test_counters_are_never_allocated_by_the_launching_thread(monkeypatch):
     """Its allocations may go to the memory of a CUDA graph that is warmed up, which later graphs overwrite."""
-    from mxfp4_kernels.common import counters as _counters
+    from mxfp4_kernels.common import counters
 
     synchronized, threads = [], []
 
@@ -153,15 +152,15 @@ def test_counters_are_never_allocated_by_the_launching_thread(monkeypatch):
         threads.append(threading.get_ident())
         return torch.empty(count, dtype=dtype).zero_()
 
-    monkeypatch.setattr(_counters, "_of_stream", {})
-    monkeypatch.setattr(_counters, "_for_graphs", {})
+    monkeypatch.setattr(counters, "_of_stream", {})
+    monkeypatch.setattr(counters, "_for_graphs", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
     monkeypatch.setattr(torch, "zeros", zeros)
     device = torch.device("cuda", 0)
-    few, same, many = (_counters.zeros_of_a_launch(count, device) for count in (3, 4000, 5000))
+    few, same, many = (counters.zeros_of_a_launch(count, device) for count in (3, 4000, 5000))
     assert few is same and many.numel() >= 5000 and not many.any()
     # Those of graphs, those of the stream, and more of these; the first are cleared before any graph can run.
     assert len(threads) == 3 and threading.get_ident() not in threads

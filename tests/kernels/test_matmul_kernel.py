@@ -64,9 +64,9 @@ def test_matmul_mxf4_refuses_what_does_not_fit(arguments, options, error, words)
 
 
 def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch):
-    from mxfp4_kernels.gemm import matmul as _matmul
+    from mxfp4_kernels.gemm import matmul
 
-    monkeypatch.setattr(_matmul, "INTERPRETED", False)
+    monkeypatch.setattr(matmul, "INTERPRETED", False)
     with pytest.raises(ValueError, match="needs GPU tensors"):
         mxfp4_kernels.matmul_e4m3(E4M3, ROW, E4M3, ROW)
     with pytest.raises(ValueError, match="needs GPU tensors"):

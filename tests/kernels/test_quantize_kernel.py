@@ -69,9 +69,9 @@ def test_dequantize_refuses_what_does_not_fit(change, error, words):
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    from mxfp4_kernels.quantization import launch as _launch
+    from mxfp4_kernels.common import plan
 
-    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    monkeypatch.setattr(plan, "INTERPRETED", False)
     with pytest.raises(ValueError, match="CPU"):
         mxfp4_kernels.quantize(torch.ones(32))
     with pytest.raises(ValueError, match="CPU"):

@@ -18,7 +18,7 @@ def test_interpreted_kernels_equal_eager_bit_for_bit(run_script):
     assert report["cases"] == cases
 
 
-#: How many options of each kind the modes of run_variants.py and run_producers.py have.
+#: How many options of each kind the modes of run_variants.py have.
 OPTIONS = ((8, 5, 3, 3), (8, 5, 3, 4, 3, 3), (3, 8, 3), (8, 6, 3, 3), (7, 7, 3, 4, 4, 3, 3, 3), (7, 8, 3, 4, 5))
 
 
@@ -85,9 +85,9 @@ def test_the_output_dtype_is_checked():
 
 
 def test_gpu_tensors_are_needed(monkeypatch):
-    from mxfp4_kernels.quantization import launch as _launch
+    from mxfp4_kernels.common import plan
 
-    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    monkeypatch.setattr(plan, "INTERPRETED", False)
     with pytest.raises(ValueError, match="CPU"):
         mxfp4_kernels.fake_quantize_both(X)
     with pytest.raises(ValueError, match="CPU"):

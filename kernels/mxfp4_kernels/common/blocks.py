@@ -150,14 +150,14 @@ def sum_of_squares(error, TILES: tl.constexpr):
 
 
 @triton.jit
-def _grid_values(z, byte, noise, STOCHASTIC: tl.constexpr, CLIPS: tl.constexpr, LIMITED: tl.constexpr):
+def _grid_values(z, byte, noise, STOCHASTIC: tl.constexpr, SCHEME: tl.constexpr):
     """E2M1 values of blocks at scale bytes 0..253; of blocks with byte 255, anything."""
     y = z * ((254 - byte) << 23).to(tl.float32, bitcast=True)
-    if LIMITED:
+    if SCHEME.LIMITED:
         # 4 * 2**126 is not finite.
         limit = tl.where(byte == 253, 3.0, 6.0)
         y = tl.minimum(tl.maximum(y, -limit), limit)
-    elif CLIPS:
+    elif SCHEME.CLIPS:
         y = tl.clamp(y, -6.0, 6.0)
     if STOCHASTIC:
         return round_stochastically(y, noise)
@@ -182,54 +182,31 @@ def round_stochastically(y, noise):
 
 
 @triton.jit
-def scale_bytes(
-    z,
-    amax_bits,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Scale bytes (int32) of blocks, given the float32 bits of their maxima; 255 for those with NaN or infinity.
-
-    ``CARRY`` is the scale rule: what is added to the bits of the maximum before its exponent is read. ``CLIPS`` says
-    that the rule lets magnitudes exceed 6 scales, ``LEAST_SQUARES`` that it tries the neighbouring scales too,
-    ``LIMITED`` that byte 253 is in reach, the largest of all.
-    """
-    byte = tl.maximum(((tl.minimum(amax_bits, EXPONENT_FIELD) + CARRY) >> 23) - 2, 0)
+def scale_bytes(z, amax_bits, SCHEME: tl.constexpr):
+    """Scale bytes (int32) of blocks, given the float32 bits of their maxima; 255 for those with NaN or infinity."""
+    byte = tl.maximum(((tl.minimum(amax_bits, EXPONENT_FIELD) + SCHEME.CARRY) >> 23) - 2, 0)
     byte = tl.where(amax_bits < EXPONENT_FIELD, byte, NAN_BYTE)
-    if LEAST_SQUARES:
+    if SCHEME.LEAST_SQUARES:
         first = byte
         unit = inverse_power_of_two(amax_bits)
-        error = (_grid_values(z, first, 0.0, False, CLIPS, LIMITED) * scale_value(first) - z) * unit
-        best_error = sum_of_squares(error, TILES)
+        error = (_grid_values(z, first, 0.0, False, SCHEME) * scale_value(first) - z) * unit
+        best_error = sum_of_squares(error, SCHEME.TILES)
         for step in tl.static_range(2):
             other = tl.where(first == NAN_BYTE, first, tl.maximum(first + (1 - 2 * step), 0))
-            error = (_grid_values(z, other, 0.0, False, CLIPS, LIMITED) * scale_value(other) - z) * unit
-            sum_error = sum_of_squares(error, TILES)
+            error = (_grid_values(z, other, 0.0, False, SCHEME) * scale_value(other) - z) * unit
+            sum_error = sum_of_squares(error, SCHEME.TILES)
             byte = tl.where(sum_error < best_error, other, byte)
             best_error = tl.minimum(sum_error, best_error)
     return byte
 
 
 @triton.jit
-def quantize_pass(
-    z,
-    amax_bits,
-    noise,
-    STOCHASTIC: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-):
+def quantize_pass(z, amax_bits, noise, STOCHASTIC: tl.constexpr, SCHEME: tl.constexpr):
     """One quantization: E2M1 values (float32) of blocks, and their [`scale_bytes`]. The values of blocks with byte 255
     mean nothing. ``noise`` is what ``STOCHASTIC`` rounding takes; a search for the scale rounds to nearest.
     """
-    byte = scale_bytes(z, amax_bits, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
-    return _grid_values(z, byte, noise, STOCHASTIC, CLIPS, LIMITED), byte
+    byte = scale_bytes(z, amax_bits, SCHEME)
+    return _grid_values(z, byte, noise, STOCHASTIC, SCHEME), byte
 
 
 @triton.jit

@@ -33,23 +33,13 @@ _BLOCK_MANTISSAS = tl.constexpr(4)
 
 
 @triton.jit
-def _search_macro(
-    x,
-    amax_bits,
-    macro_bits,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _search_macro(x, amax_bits, macro_bits, SCHEME: tl.constexpr):
     """Macro bytes of the candidate ``16 * j``, ``j`` in 0..15, with the least squared error; the smallest wins a tie.
 
     Each error is below 1/2, so that the int32 sum over a macro block of 256 elements is less than 2**29; those over
     whole rows need int64.
     """
-    wide: tl.constexpr = TILES or x.shape[2] > 8
+    wide: tl.constexpr = SCHEME.TILES or x.shape[2] > 8
     unit = inverse_power_of_two(macro_bits)
     # Quotients are zero or at least 2**-64, and no candidate leaves float32 where one is looked for.
     fast = all_at_least(amax_bits, FAST_DIVISION_BITS) & all_below(amax_bits, TOO_LARGE_TO_SCALE_BITS)
@@ -60,9 +50,9 @@ def _search_macro(
     best_error = tl.full(macro_bits.shape, 0x7FFFFFFFFFFFFFFF if wide else 0x7FFFFFFF, tl.int64 if wide else tl.int32)
     for _ in range(_DYNAMIC_CANDIDATES):
         bits = (amax * factor).to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
-        q, byte = quantize_pass(x * factor, bits, 0.0, False, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
-        value = divide_by_factor(q * scale_value(byte), factor, fast, INTERPRETED)
-        error = sum_of_squares((value - x) * unit, TILES)
+        q, byte = quantize_pass(x * factor, bits, 0.0, False, SCHEME)
+        value = divide_by_factor(q * scale_value(byte), factor, fast, SCHEME.INTERPRETED)
+        error = sum_of_squares((value - x) * unit, SCHEME.TILES)
         if wide:
             error = error.to(tl.int64)
         error = tl.sum(error, axis=2, keep_dims=True)
@@ -75,30 +65,21 @@ def _search_macro(
 
 
 @triton.jit
-def _search_mantissas(
-    x,
-    amax_bits,
-    fast,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def _search_mantissas(x, amax_bits, fast, SCHEME: tl.constexpr):
     """Two-bit mantissas of blocks with the least squared error; the smallest wins a tie."""
     unit = inverse_power_of_two(amax_bits)
     amax = amax_bits.to(tl.float32, bitcast=True)
     factor = tl.full([1, 1, 1, 1], 1.0, tl.float32)
     mantissa = tl.full([1, 1, 1, 1], 0, tl.int32)
     best = tl.zeros_like(amax_bits)
-    best_error = tl.full(amax_bits.shape, 0x7FFFFFFFFFFFFFFF if TILES else 0x7FFFFFFF, tl.int64 if TILES else tl.int32)
+    wide: tl.constexpr = SCHEME.TILES
+    best_error = tl.full(amax_bits.shape, 0x7FFFFFFFFFFFFFFF if wide else 0x7FFFFFFF, tl.int64 if wide else tl.int32)
     for _ in range(_BLOCK_MANTISSAS):
         bits = tl.div_rn(amax, tl.broadcast_to(factor, amax.shape)).to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
-        z = divide_by_factor(x, factor, fast, INTERPRETED)
-        q, byte = quantize_pass(z, bits, 0.0, False, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+        z = divide_by_factor(x, factor, fast, SCHEME.INTERPRETED)
+        q, byte = quantize_pass(z, bits, 0.0, False, SCHEME)
         error = (clamp(q * scale_value(byte) * factor, LARGEST_FLOAT) - x) * unit
-        sum_error = sum_of_squares(error, TILES)
+        sum_error = sum_of_squares(error, SCHEME.TILES)
         better = sum_error < best_error
         best = tl.where(better, mantissa, best)
         best_error = tl.where(better, sum_error, best_error)
@@ -108,39 +89,29 @@ def _search_mantissas(
 
 
 @triton.jit
-def apply_macro(
-    x,
-    SEARCH: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    NATIVE: tl.constexpr = False,
-):
+def apply_macro(x, SCHEME: tl.constexpr):
     """The values to quantize, the bits of their block maxima, the factor in them (of macro blocks; of blocks when
     ``BLOCKWISE``) and the macro bytes. Without macro blocks the last two mean nothing."""
-    amax_bits = max_bits(x, TILES, NATIVE)
+    amax_bits = max_bits(x, SCHEME.TILES, SCHEME.NATIVE)
     macro_bits = tl.max(amax_bits, axis=2, keep_dims=True)
     m8 = tl.zeros_like(macro_bits)
     factor = macro_factor(m8)
     z = x
-    if SEARCH == BLOCKWISE:
+    if SCHEME.SEARCH == BLOCKWISE:
         fast = can_divide_fast(x)
-        mantissa = _search_mantissas(x, amax_bits, fast, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, INTERPRETED)
+        mantissa = _search_mantissas(x, amax_bits, fast, SCHEME)
         mantissa = tl.where(amax_bits < EXPONENT_FIELD, mantissa, 0)
         m8 = tl.sum(mantissa << (2 * tl.arange(0, 4)[None, None, :, None]), axis=2, keep_dims=True)
         factor = mantissa_factor(mantissa)
         amax_bits = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), factor)
         amax_bits = amax_bits.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
-        z = divide_by_factor(x, factor, fast, INTERPRETED)
-    elif SEARCH != NO_MACRO:
-        if SEARCH == STATIC:
+        z = divide_by_factor(x, factor, fast, SCHEME.INTERPRETED)
+    elif SCHEME.SEARCH != NO_MACRO:
+        if SCHEME.SEARCH == STATIC:
             ratio = tl.div_rn(6.0, macro_bits.to(tl.float32, bitcast=True))
             m8 = (ratio.to(tl.int32, bitcast=True) >> 15) & 0xFF
         else:
-            m8 = _search_macro(x, amax_bits, macro_bits, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, INTERPRETED)
+            m8 = _search_macro(x, amax_bits, macro_bits, SCHEME)
         m8 = tl.where(macro_bits < TOO_LARGE_TO_SCALE_BITS, m8, 0)
         factor = macro_factor(m8)
         # Rounding is monotonic: the maximum of the products is the product of the maximum.

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from . import blocks as _blocks
+from . import blocks
+from .arguments import SchemeConstants, SideConstants
 from .checks import unsupported_row
 from .tile import LONGEST_FLAT_TILE
 
 
 #: Added to the float32 bits of a block maximum so that its exponent rounds up where the scale rule says.
 _CARRY = {"rceil": 0x3FFFFF, "floor": 0, "even": 0x200000, "mse": 0}
-_SEARCH = {name: getattr(_blocks, name.upper()).value for name in ("static", "dynamic", "blockwise")}
+_SEARCH = {name: getattr(blocks, name.upper()).value for name in ("static", "dynamic", "blockwise")}
 BLOCK = 32
 # Two (16-bit) or four (32-bit) vectors of 16 bytes per thread of a program with 4 warps: enough loads in flight to
 # stream, few enough registers to keep the multiprocessor full. Both tiles are multiples of the largest macro block.
@@ -24,7 +26,7 @@ _ROW_TILE = (8, 256)
 # AMD's warps have 64 threads, and blocks 1024 at most.
 _MOST_WARPS = 16
 #: Whether TRITON_INTERPRET=1 was set when the kernels were defined, which is what counts.
-INTERPRETED = not isinstance(_blocks.clamp, triton.JITFunction)
+INTERPRETED = not isinstance(blocks.clamp, triton.JITFunction)
 
 
 class Scheme(NamedTuple):
@@ -58,6 +60,12 @@ class Side(NamedTuple):
         return length + -length % (self.rotation or 1)
 
     @property
+    def constants(self) -> SideConstants:
+        """Compile-time arguments."""
+        rotation = self.rotation or 0
+        return SideConstants(self.seed is not None, rotation, (rotation or 1) ** -0.5, self.signs is not None)
+
+    @property
     def halves(self) -> tuple[int, int]:
         """The seed as the bits of two int32 numbers."""
         seed = self.seed or 0
@@ -76,6 +84,16 @@ class Plan(NamedTuple):
     tile_rows: int
     tile_cols: int
 
+    @property
+    def col_tiles(self) -> int:
+        """Tiles side by side."""
+        return triton.cdiv(self.n_cols, self.tile_cols)
+
+    @property
+    def tiles(self) -> int:
+        """All of them."""
+        return triton.cdiv(self.n_rows, self.tile_rows) * self.col_tiles
+
 
 class Packed(NamedTuple):
     """Codes, scale bytes and macro bytes, as [`mxfp4_kernels.quantize`] returns them."""
@@ -87,41 +105,33 @@ class Packed(NamedTuple):
     residual_scale: torch.Tensor | None
 
 
-def compile_constants(
-    dtype: torch.dtype, scheme: Scheme, side: Side = PLAIN, side_t: Side = PLAIN, out: torch.dtype | None = None
-) -> dict[str, Any]:
-    """Compile-time arguments of all kernels, the tile shape apart, for a dtype and that of the output."""
+def scheme_constants(
+    dtype: torch.dtype, scheme: Scheme, out: torch.dtype | None = None, native: bool = False
+) -> SchemeConstants:
+    """Compile-time arguments of a scheme, for a dtype and that of the output. ``native``: the GPU knows E4M3."""
     least_squares = scheme.scale_rule == "mse"
     carry = _CARRY[scheme.scale_rule]
-    constants = {
-        "MACRO": scheme.macro_block or BLOCK,
-        "SEARCH": 0 if scheme.macro_block is None else _SEARCH[scheme.macro_search],
-        "HAS_FALLBACK": scheme.outlier_fallback is not None,
-        "CARRY": carry,
-        "CLIPS": scheme.scale_rule != "rceil",
-        "LEAST_SQUARES": least_squares,
+    return SchemeConstants(
+        MACRO=scheme.macro_block or BLOCK,
+        SEARCH=0 if scheme.macro_block is None else _SEARCH[scheme.macro_search],
+        HAS_FALLBACK=scheme.outlier_fallback is not None,
+        CARRY=carry,
+        CLIPS=scheme.scale_rule != "rceil",
+        LEAST_SQUARES=least_squares,
         # Only scales above E - 2 reach byte 253, and only beyond float16.
-        "LIMITED": dtype != torch.float16 and (carry > 0 or least_squares),
-        "LARGEST": torch.finfo(out or dtype).max,
-        "BF16": dtype == torch.bfloat16,
-        "OUT_BF16": (out or dtype) == torch.bfloat16,
-        "TILES": scheme.block_rows != 1,
-        "INTERPRETED": INTERPRETED,
-    }
-    for suffix, one in (("", side), ("_T", side_t)):
-        constants |= {
-            f"STOCHASTIC{suffix}": one.seed is not None,
-            f"ROTATION{suffix}": one.rotation or 0,
-            f"ROTATION_SCALE{suffix}": (one.rotation or 1) ** -0.5,
-            f"HAS_SIGNS{suffix}": one.signs is not None,
-        }
-    return constants
+        LIMITED=dtype != torch.float16 and (carry > 0 or least_squares),
+        LARGEST=torch.finfo(out or dtype).max,
+        BF16=dtype == torch.bfloat16,
+        TILES=scheme.block_rows != 1,
+        INTERPRETED=INTERPRETED,
+        NATIVE=native,
+    )
 
 
-def options(tile_rows: int, tile_cols: int, constants: dict[str, Any]) -> dict[str, Any]:
+def options(tile_rows: int, tile_cols: int, constants: SchemeConstants) -> dict[str, int | bool]:
     """How to compile for a tile. Contracting a multiply and an add would change bits; see `common/blocks.py`."""
     num_warps = min(tile_rows * tile_cols // 512, _MOST_WARPS)
-    if constants["SEARCH"] in (_SEARCH["dynamic"], _SEARCH["blockwise"]) and constants.get("LEAST_SQUARES"):
+    if constants.SEARCH in (_SEARCH["dynamic"], _SEARCH["blockwise"]) and constants.LEAST_SQUARES:
         # A search in a search needs more registers per element.
         num_warps = min(2 * num_warps, _MOST_WARPS)
     return {"num_warps": num_warps, "enable_fp_fusion": False}
@@ -143,7 +153,7 @@ def plan(n_rows: int, n_cols: int, row_stride: int, unit: int, block_rows: int =
 
 
 def both_tile(scheme: Scheme) -> tuple[int, int]:
-    """``TILE`` and ``STRIP`` of the kernels of `quantization/both.py`: the longer is a multiple of what belongs
+    """``TILE`` and ``STRIP`` of the kernel of `quantization/both.py`: the longer is a multiple of what belongs
     together."""
     if (scheme.macro_block or 0) > 128:
         return 256, 32
@@ -155,3 +165,25 @@ def both_tile(scheme: Scheme) -> tuple[int, int]:
 def unit_of(scheme: Scheme, side: Side) -> int:
     """Elements of a row that belong together."""
     return max(scheme.macro_block or BLOCK, side.rotation or 1)
+
+
+def check_device(x: torch.Tensor) -> None:
+    """Raise `ValueError` for a tensor on a CPU where kernels are not interpreted."""
+    if x.device.type == "cpu" and not INTERPRETED:
+        raise ValueError("the Triton kernel needs a GPU tensor, got one on the CPU")
+
+
+def bits(matrix: torch.Tensor) -> torch.Tensor:
+    """bfloat16 goes in as int16 bits."""
+    return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
+
+
+def as_stored(out: torch.Tensor) -> torch.Tensor:
+    """Interpreted, bfloat16 comes out as int16 bits."""
+    return bits(out) if INTERPRETED else out
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Start a kernel on a device."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*arguments, **constants)

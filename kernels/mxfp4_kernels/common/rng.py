@@ -34,34 +34,22 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def uniform(
-    rows,
-    col_start,
-    n_cols,
-    seed_low,
-    seed_high,
-    DRAW: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    MACRO: tl.constexpr,
-):
-    """Float32 numbers in [0, 1) for a tile.
-
-    ``rows`` are those of the whole tensor, int64 ``[ROWS, 1, 1, 1]`` or 0; ``col_start`` is a multiple of 4; the halves
-    of the seed are int32 bits.
-    """
-    blocks: tl.constexpr = MACRO // 32
-    macros = tl.arange(0, COLS // MACRO)[None, :, None, None]
-    parts = tl.arange(0, blocks)[None, None, :, None]
-    quads = (macros * blocks + parts) * 8 + tl.arange(0, 8)[None, None, None, :]
-    counter = rows * ((n_cols + 3) // 4) + (col_start // 4 + quads)
-    counter = tl.broadcast_to(counter, [ROWS, COLS // MACRO, blocks, 8]).to(tl.int64)
+def uniform(tile, at, random, DRAW: tl.constexpr):
+    """Float32 numbers in [0, 1) of the shape of ``tile``, for the place ``at`` in its matrix; the first column is a
+    multiple of 4."""
+    MACROS: tl.constexpr = tile.shape[1]
+    BLOCKS: tl.constexpr = tile.shape[2]
+    macros = tl.arange(0, MACROS)[None, :, None, None]
+    parts = tl.arange(0, BLOCKS)[None, None, :, None]
+    quads = (macros * BLOCKS + parts) * 8 + tl.arange(0, 8)[None, None, None, :]
+    counter = (at.rows + random.first_row) * ((at.n_cols + 3) // 4) + (at.col_start // 4 + quads)
+    counter = tl.broadcast_to(counter, [tile.shape[0], MACROS, BLOCKS, 8]).to(tl.int64)
     c0 = (counter & 0xFFFFFFFF).to(tl.uint32)
     c1 = (counter >> 32).to(tl.uint32)
     c2 = tl.full(c0.shape, DRAW, tl.uint32)
     c3 = tl.full(c0.shape, 0, tl.uint32)
-    k0, k1 = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
+    k0, k1 = random.seed_low.to(tl.uint32, bitcast=True), random.seed_high.to(tl.uint32, bitcast=True)
     w0, w1, w2, w3 = _philox(c0, c1, c2, c3, k0, k1)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    words = tl.reshape(words, [ROWS, COLS // MACRO, blocks, 32])
+    words = tl.reshape(words, [tile.shape[0], MACROS, BLOCKS, 32])
     return (words >> 8).to(tl.int32).to(tl.float32) * _UNIT

@@ -25,6 +25,7 @@ from .blocks import (
     quantize_pass,
     scale_value,
 )
+from .elements import as_stored, to_float
 from .hadamard import rotate_tile
 from .macro import apply_macro
 from .rng import uniform
@@ -60,140 +61,77 @@ def offsets_in_tile(COLS: tl.constexpr, MACRO: tl.constexpr, SIZE: tl.constexpr,
 
 
 @triton.jit
-def as_float(x, BF16: tl.constexpr):
-    """Elements as float32; bfloat16 arrives as int16 bits (``BF16``)."""
-    if BF16:
-        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
+def load(x_ptr, at, offsets, n_read, x_row_stride, BF16: tl.constexpr):
+    """Elements as float32, zero outside of the matrix and from column ``n_read`` on."""
+    mask = (at.rows < at.n_rows) & (offsets < n_read - at.col_start)
+    return to_float(tl.load(x_ptr + at.col_start + at.rows * x_row_stride + offsets, mask=mask, other=0), BF16)
 
 
 @triton.jit
-def load(x_ptr, rows, col_start, offsets, n_rows, n_cols, x_row_stride, BF16: tl.constexpr):
-    """Elements as float32, zero outside of the matrix."""
-    mask = (rows < n_rows) & (offsets < n_cols - col_start)
-    return as_float(tl.load(x_ptr + col_start + rows * x_row_stride + offsets, mask=mask, other=0), BF16)
-
-
-@triton.jit
-def store(out_ptr, rows, start, offsets, n_rows, n_cols, values):
+def store(out_ptr, rows, start, offsets, n_rows, n_cols, values, INTERPRETED: tl.constexpr):
     """Store what lies inside of the matrix ``out[n_rows, n_cols]`` (contiguous), from column ``start`` on."""
     mask = (rows < n_rows) & (offsets < n_cols - start)
     pointers = out_ptr + start + rows * n_cols + offsets
-    tl.store(pointers, tl.broadcast_to(values, mask.shape).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(pointers, as_stored(tl.broadcast_to(values, mask.shape), out_ptr, INTERPRETED), mask=mask)
 
 
 @triton.jit
-def store_values(
-    out_ptr, rows, col_start, offsets, n_rows, n_cols, value, OUT_BF16: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    """Store float32 values in the dtype of the output; interpreted, bfloat16 leaves as int16 bits."""
-    if OUT_BF16 and INTERPRETED:
-        bits = value.to(tl.int32, bitcast=True)
-        value = tl.where(value == value, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
-    store(out_ptr, rows, col_start, offsets, n_rows, n_cols, value)
+def offsets_of(x, SIZE: tl.constexpr, EACH: tl.constexpr):
+    """[`offsets_in_tile`] of a tile ``x``."""
+    return offsets_in_tile(x.shape[1] * x.shape[2] * 32, x.shape[2] * 32, SIZE, EACH)
 
 
 @triton.jit
-def rotated(
-    x,
-    col_start,
-    n_cols,
-    signs_ptr,
-    COLS: tl.constexpr,
-    MACRO: tl.constexpr,
-    ROTATION: tl.constexpr,
-    ROTATION_SCALE: tl.constexpr,
-    HAS_SIGNS: tl.constexpr,
-):
+def rotated(x, col_start, n_cols, signs_ptr, SIDE: tl.constexpr):
     """A tile times the signs ``[n_cols]`` (float32) of its columns, then rotated."""
-    if HAS_SIGNS:
-        offsets = offsets_in_tile(COLS, MACRO, 32, 32)
+    if SIDE.HAS_SIGNS:
+        offsets = offsets_of(x, 32, 32)
         x = x * tl.load(signs_ptr + col_start + offsets, mask=offsets < n_cols - col_start, other=1.0)
-    if ROTATION > 0:
-        x = rotate_tile(x, ROTATION, ROTATION_SCALE)
+    if SIDE.ROTATION > 0:
+        x = rotate_tile(x, SIDE.ROTATION, SIDE.ROTATION_SCALE)
     return x
 
 
 @triton.jit
-def rounding_noise(
-    rows,
-    first_row,
-    col_start,
-    n_cols,
-    seed_low,
-    seed_high,
-    DRAW: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    MACRO: tl.constexpr,
-):
-    """What [`quantize_pass`] rounds stochastically with, a scalar where it does not."""
-    if STOCHASTIC:
-        return uniform(rows + first_row, col_start, n_cols, seed_low, seed_high, DRAW, ROWS, COLS, MACRO)
+def rounding_noise(x, at, random, DRAW: tl.constexpr, SIDE: tl.constexpr):
+    """What [`quantize_pass`] rounds a tile ``x`` stochastically with, a scalar where it does not."""
+    if SIDE.STOCHASTIC:
+        return uniform(x, at, random, DRAW)
     else:
         return 0.0
 
 
 @triton.jit
-def fake_tile(
-    x,
-    out_ptr,
-    rows,
-    col_start,
-    n_rows,
-    n_cols,
-    alpha,
-    first_row,
-    seed_low,
-    seed_high,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    MACRO: tl.constexpr,
-    SEARCH: tl.constexpr,
-    HAS_FALLBACK: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    OUT_BF16: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Write the MXFP4 values of a tile (float32 ``x``) of the matrix ``out[n_rows, n_cols]``, which is contiguous."""
-    z, amax_bits, factor, _ = apply_macro(x, SEARCH, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, INTERPRETED)
-    noise = rounding_noise(rows, first_row, col_start, n_cols, seed_low, seed_high, 0, STOCHASTIC, ROWS, COLS, MACRO)
-    q, byte = quantize_pass(z, amax_bits, noise, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+def fake_tile(x, out_ptr, at, alpha, random, SCHEME: tl.constexpr, SIDE: tl.constexpr):
+    """Write the MXFP4 values of a tile (float32 ``x``) to its place in a contiguous matrix."""
+    z, amax_bits, factor, _ = apply_macro(x, SCHEME)
+    noise = rounding_noise(x, at, random, 0, SIDE)
+    q, byte = quantize_pass(z, amax_bits, noise, SIDE.STOCHASTIC, SCHEME)
     value = q * scale_value(byte)
-    if HAS_FALLBACK:
+    if SCHEME.HAS_FALLBACK:
         residual = z - value
-        residual_bits = max_bits(residual, TILES)
-        noise = rounding_noise(
-            rows, first_row, col_start, n_cols, seed_low, seed_high, 1, STOCHASTIC, ROWS, COLS, MACRO
-        )
-        q, byte = quantize_pass(residual, residual_bits, noise, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+        residual_bits = max_bits(residual, SCHEME.TILES)
+        noise = rounding_noise(x, at, random, 1, SIDE)
+        q, byte = quantize_pass(residual, residual_bits, noise, SIDE.STOCHASTIC, SCHEME)
         value = value + q * scale_value(byte) * alpha
-        if SEARCH == STATIC and LARGEST > 65504.0:
+        if SCHEME.SEARCH == STATIC and SCHEME.LARGEST > 65504.0:
             # Only values from a maximum of 2**127 on are cut, and its factor is 1 (a smaller maximum times its static
             # factor stays below 3.01 * 2**126): the same as clamping after the division.
-            value = clamp(value, LARGEST)
-    if SEARCH == BLOCKWISE:
+            value = clamp(value, SCHEME.LARGEST)
+    if SCHEME.SEARCH == BLOCKWISE:
         value = value * factor
-    elif SEARCH != NO_MACRO:
+    elif SCHEME.SEARCH != NO_MACRO:
         # A nonzero value is then at least 2**-64, or a sum that is a multiple of alpha * 2**-88: no less than 2**-108.
         fast = all_at_least(amax_bits, FAST_DIVISION_BITS)
-        if HAS_FALLBACK:
+        if SCHEME.HAS_FALLBACK:
             fast = fast & all_at_least(residual_bits, FAST_DIVISION_BITS) & (alpha >= _FAST_DIVISION_ALPHA)
-        if SEARCH == DYNAMIC:
+        if SCHEME.SEARCH == DYNAMIC:
             fast = fast & all_below(amax_bits, TOO_LARGE_TO_SCALE_BITS)
-        value = divide_by_factor(value, factor, fast, INTERPRETED)
-    if LARGEST <= 65504.0 or SEARCH == BLOCKWISE or (HAS_FALLBACK and SEARCH != STATIC):
-        value = clamp(value, LARGEST)
-    offsets = offsets_in_tile(COLS, MACRO, 32, 32)
-    store_values(out_ptr, rows, col_start, offsets, n_rows, n_cols, value, OUT_BF16, INTERPRETED)
+        value = divide_by_factor(value, factor, fast, SCHEME.INTERPRETED)
+    if SCHEME.LARGEST <= 65504.0 or SCHEME.SEARCH == BLOCKWISE or (SCHEME.HAS_FALLBACK and SCHEME.SEARCH != STATIC):
+        value = clamp(value, SCHEME.LARGEST)
+    offsets = offsets_of(x, 32, 32)
+    store(out_ptr, at.rows, at.col_start, offsets, at.n_rows, at.n_cols, value, SCHEME.INTERPRETED)
 
 
 @triton.jit
@@ -210,54 +148,25 @@ def _codes(q, byte):
 
 
 @triton.jit
-def pack_tile(
-    x,
-    codes_ptr,
-    scale_ptr,
-    macro_ptr,
-    residual_codes_ptr,
-    residual_scale_ptr,
-    rows,
-    col_start,
-    n_rows,
-    n_cols,
-    n_codes,
-    n_blocks,
-    n_macros,
-    first_row,
-    seed_low,
-    seed_high,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    MACRO: tl.constexpr,
-    SEARCH: tl.constexpr,
-    HAS_FALLBACK: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def pack_tile(x, out, at, row_bytes, random, SCHEME: tl.constexpr, SIDE: tl.constexpr):
     """Write codes ``[n_rows, n_codes]``, scale bytes ``[n_rows, n_blocks]`` and macro bytes ``[n_rows, n_macros]``, all
     contiguous, of a tile (float32 ``x``). Where rows share blocks, the bytes are written for each of them."""
-    z, amax_bits, _, m8 = apply_macro(x, SEARCH, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, INTERPRETED)
-    if SEARCH != NO_MACRO:
-        at_macros = offsets_in_tile(COLS, MACRO, MACRO, 1)
-        store(macro_ptr, rows, col_start // MACRO, at_macros, n_rows, n_macros, m8)
-    at_codes = offsets_in_tile(COLS, MACRO, 32, 16)
-    at_blocks = offsets_in_tile(COLS, MACRO, 32, 1)
-    noise = rounding_noise(rows, first_row, col_start, n_cols, seed_low, seed_high, 0, STOCHASTIC, ROWS, COLS, MACRO)
-    q, byte = quantize_pass(z, amax_bits, noise, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
-    store(scale_ptr, rows, col_start // 32, at_blocks, n_rows, n_blocks, byte)
-    store(codes_ptr, rows, col_start // 2, at_codes, n_rows, n_codes, _codes(q, byte))
-    if HAS_FALLBACK:
+    rows, col_start, n_rows = at.rows, at.col_start, at.n_rows
+    n_codes, n_blocks = row_bytes.n_codes, row_bytes.n_blocks
+    z, amax_bits, _, m8 = apply_macro(x, SCHEME)
+    if SCHEME.SEARCH != NO_MACRO:
+        at_macros = offsets_of(x, SCHEME.MACRO, 1)
+        store(out.macro, rows, col_start // SCHEME.MACRO, at_macros, n_rows, row_bytes.n_macros, m8, False)
+    at_codes = offsets_of(x, 32, 16)
+    at_blocks = offsets_of(x, 32, 1)
+    noise = rounding_noise(x, at, random, 0, SIDE)
+    q, byte = quantize_pass(z, amax_bits, noise, SIDE.STOCHASTIC, SCHEME)
+    store(out.scale, rows, col_start // 32, at_blocks, n_rows, n_blocks, byte, False)
+    store(out.codes, rows, col_start // 2, at_codes, n_rows, n_codes, _codes(q, byte), False)
+    if SCHEME.HAS_FALLBACK:
         residual = tl.where(byte == NAN_BYTE, 0.0, z - q * scale_value(byte))
-        noise = rounding_noise(
-            rows, first_row, col_start, n_cols, seed_low, seed_high, 1, STOCHASTIC, ROWS, COLS, MACRO
-        )
-        residual_bits = max_bits(residual, TILES)
-        q, byte = quantize_pass(residual, residual_bits, noise, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
-        store(residual_codes_ptr, rows, col_start // 2, at_codes, n_rows, n_codes, _codes(q, byte))
-        store(residual_scale_ptr, rows, col_start // 32, at_blocks, n_rows, n_blocks, byte)
+        noise = rounding_noise(x, at, random, 1, SIDE)
+        residual_bits = max_bits(residual, SCHEME.TILES)
+        q, byte = quantize_pass(residual, residual_bits, noise, SIDE.STOCHASTIC, SCHEME)
+        store(out.residual_codes, rows, col_start // 2, at_codes, n_rows, n_codes, _codes(q, byte), False)
+        store(out.residual_scale, rows, col_start // 32, at_blocks, n_rows, n_blocks, byte, False)

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from ..common.arguments import FoldBothLengths, FoldedPointers, FoldLengths, SchemeConstants, Sides
 from ..common.checks import check_rotation, check_seed, unsupported_dtype, unsupported_scheme
-from ..common.plan import INTERPRETED, PLAIN, Scheme, Side, compile_constants
+from ..common.plan import INTERPRETED, PLAIN, Scheme, Side, bits, check_device, launch, scheme_constants
 from .both_kernel import fold_both_kernel
 from .rows_kernel import fold_groups_kernel, fold_rows_kernel
 
@@ -74,14 +74,14 @@ def fold_e4m3(
     scheme = Scheme(scale_rule, macro_block, macro_search, None, block_rows)
     matrix = _matrix("fold_e4m3", x, axis, scheme)
     side = _side(matrix, matrix.shape[1], rounding, seed, rotation, signs)
-    _check_device(x)
+    check_device(x)
     n_rows, length = matrix.shape[0], side.padded(matrix.shape[1])
     out, scale = _outputs(n_rows, length, group, x.device)
     counter = _counter(counter, x.device)
     if matrix.numel():
-        constants = {**compile_constants(x.dtype, scheme, side), "NATIVE": has_fp8(x.device)}
-        launch = _launch_rows if group == "row" else _launch_groups
-        launch(matrix, out, scale, counter, side, constants)
+        constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
+        fold = _launch_rows if group == "row" else _launch_groups
+        fold(matrix, out, scale, counter, side, constants)
     else:
         scale.fill_(2.0**-125)
     return Folded(out, scale, counter, length)
@@ -125,23 +125,33 @@ def fold_e4m3_both(
         _side(matrix, length, *of_side)
         for length, *of_side in zip(reversed(matrix.shape), rounding, seed, rotation, signs, strict=True)
     ]
-    _check_device(x)
+    check_device(x)
     n_rows, n_cols = matrix.shape
     length, length_t = sides[0].padded(n_cols), sides[1].padded(n_rows)
     out, scale = _outputs(n_rows, n_cols, _GROUP, x.device)
     out_t, scale_t = _outputs(n_cols, n_rows, _GROUP, x.device)
     counter = _counter(counter, x.device)
     if matrix.numel():
-        constants = compile_constants(x.dtype, scheme, *sides)
-        constants |= {"NATIVE": has_fp8(x.device), "REUSED": columns == "reused"}
+        constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
         tile, options = both_plan(*sides)
         col_tiles = triton.cdiv(n_cols, _GROUP)
-        pointers = (_bits(matrix), out.view(torch.uint8), scale.t(), out_t.view(torch.uint8), scale_t.t(), counter)
-        signs_of_sides = (side.signs for side in sides)
-        sizes = (n_rows, n_cols, length, length_t, out.shape[1], out_t.shape[1], *matrix.stride(), col_tiles)
-        arguments = (*pointers, *signs_of_sides, *sizes, *sides[0].halves, *sides[1].halves)
-        grid = triton.cdiv(n_rows, _GROUP) * col_tiles
-        _run(fold_both_kernel, grid, x.device, arguments, constants | tile, options)
+        arguments = (
+            bits(matrix),
+            FoldedPointers(out.view(torch.uint8), scale.t()),
+            FoldedPointers(out_t.view(torch.uint8), scale_t.t()),
+            counter,
+            tuple(side.signs for side in sides),
+            FoldBothLengths(n_rows, n_cols, length, length_t, out.shape[1], out_t.shape[1], *matrix.stride()),
+            col_tiles,
+            *sides[0].halves,
+            *sides[1].halves,
+        )
+        tile |= {
+            "REUSED": columns == "reused",
+            "SCHEME": constants,
+            "SIDES": Sides(*(side.constants for side in sides)),
+        }
+        _run(fold_both_kernel, triton.cdiv(n_rows, _GROUP) * col_tiles, x.device, arguments, tile, options)
     return Folded(out, scale, counter, length), Folded(out_t, scale_t, counter, length_t)
 
 
@@ -153,12 +163,12 @@ def quantize_e4m3(x: torch.Tensor, *, axis: int = 1) -> Folded:
     """
     scheme = Scheme()
     matrix = _matrix("quantize_e4m3", x, axis, scheme)
-    _check_device(x)
+    check_device(x)
     n_rows, length = matrix.shape
     out, scale = _outputs(n_rows, length, "row", x.device)
     if matrix.numel():
-        constants = {**compile_constants(x.dtype, scheme), "NATIVE": has_fp8(x.device), "FP8": True}
-        _launch_rows(matrix, out, scale, None, PLAIN, constants)
+        constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
+        _launch_rows(matrix, out, scale, None, PLAIN, constants, fp8=True)
     else:
         scale.fill_(2.0**-126)
     return Folded(out, scale, None, length)
@@ -206,14 +216,14 @@ def _launch_groups(
     scale: torch.Tensor,
     counter: torch.Tensor,
     side: Side,
-    constants: dict[str, Any],
+    constants: SchemeConstants,
 ) -> None:
-    tile, options = groups_plan(matrix.stride(1) == 1 or matrix.shape[1] == 1, constants["TILES"])
+    tile, options = groups_plan(matrix.stride(1) == 1 or matrix.shape[1] == 1, constants.TILES)
     col_tiles = triton.cdiv(out.shape[1], tile["COLS"])
+    arguments = (*_arguments(matrix, out, scale.t(), counter, side), col_tiles, *side.halves)
+    tile |= {"SCHEME": constants, "SIDE": side.constants}
     grid = triton.cdiv(matrix.shape[0], tile["ROWS"]) * col_tiles
-    pointers = (_bits(matrix), out.view(torch.uint8), scale.t(), counter, side.signs)
-    sizes = (*matrix.shape, side.padded(matrix.shape[1]), out.shape[1], *matrix.stride(), col_tiles)
-    _run(fold_groups_kernel, grid, matrix.device, (*pointers, *sizes, *side.halves), constants | tile, options)
+    _run(fold_groups_kernel, grid, matrix.device, arguments, tile, options)
 
 
 def _launch_rows(
@@ -222,22 +232,28 @@ def _launch_rows(
     scale: torch.Tensor,
     counter: torch.Tensor | None,
     side: Side,
-    constants: dict[str, Any],
+    constants: SchemeConstants,
+    fp8: bool = False,
 ) -> None:
-    tile, options = rows_plan(*matrix.shape, matrix.stride(1) == 1 or matrix.shape[1] == 1, constants["TILES"])
-    grid = triton.cdiv(matrix.shape[0], tile["ROWS"])
+    tile, options = rows_plan(*matrix.shape, matrix.stride(1) == 1 or matrix.shape[1] == 1, constants.TILES)
+    arguments = (*_arguments(matrix, out, scale, counter, side), *side.halves)
     steps = triton.cdiv(out.shape[1], tile["COLS"]) if INTERPRETED else 0
-    pointers = (_bits(matrix), out.view(torch.uint8), scale, counter, side.signs)
-    sizes = (*matrix.shape, side.padded(matrix.shape[1]), out.shape[1], *matrix.stride())
-    constants = {"FP8": False, **constants, **tile, "STEPS": steps}
-    _run(fold_rows_kernel, grid, matrix.device, (*pointers, *sizes, *side.halves), constants, options)
+    tile |= {"STEPS": steps, "FP8": fp8, "SCHEME": constants, "SIDE": side.constants}
+    _run(fold_rows_kernel, triton.cdiv(matrix.shape[0], tile["ROWS"]), matrix.device, arguments, tile, options)
+
+
+def _arguments(
+    matrix: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, counter: torch.Tensor | None, side: Side
+) -> tuple:
+    """What the kernels along rows have in common, in their order."""
+    n_rows, n_cols = matrix.shape
+    lengths = FoldLengths(n_cols, side.padded(n_cols), out.shape[1], *matrix.stride())
+    return bits(matrix), FoldedPointers(out.view(torch.uint8), scale), counter, side.signs, n_rows, lengths
 
 
 def _run(kernel: Any, grid: int, device: torch.device, arguments: tuple, constants: dict, options: dict) -> None:
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     # Contracting a multiply and an add would change bits; see `common/blocks.py`.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(grid,)](*arguments, **constants, **options, enable_fp_fusion=False)
+    launch(kernel, (grid,), device, *arguments, **constants, **options, enable_fp_fusion=False)
 
 
 def _side(
@@ -268,10 +284,6 @@ def _counter(counter: torch.Tensor | None, device: torch.device) -> torch.Tensor
     return counter
 
 
-def _bits(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
-
-
 def _check_group(group: object, macro_block: object, macro_search: object) -> None:
     if group not in GROUPS:
         raise ValueError(f"group={group!r} is not supported; choose one of {', '.join(map(repr, GROUPS))}")
@@ -282,11 +294,6 @@ def _check_group(group: object, macro_block: object, macro_search: object) -> No
             f"{macro_block=}, {macro_search=} does not fold by group={group!r}: a factor per 128 elements joins a "
             "scale per 128 elements, and no other"
         )
-
-
-def _check_device(x: torch.Tensor) -> None:
-    if x.device.type == "cpu" and not INTERPRETED:
-        raise ValueError("the Triton kernel needs a GPU tensor, got one on the CPU")
 
 
 def _matrix(name: str, x: object, axis: int, scheme: Scheme) -> torch.Tensor:

@@ -4,8 +4,10 @@
 import triton
 import triton.language as tl
 
-from ..common.blocks import EXPONENT_FIELD, NAN_BYTE, NO_MACRO, max_bits, scale_value
-from ..common.tile import as_float, offsets_in_tile
+from ..common.arguments import Random, Tile
+from ..common.blocks import EXPONENT_FIELD, NAN_BYTE, max_bits, scale_value
+from ..common.elements import to_float
+from ..common.tile import offsets_in_tile
 from .tile import (
     NAN_BITS,
     base_of,
@@ -20,87 +22,40 @@ from .tile import (
 
 
 @triton.jit
-def _load(x_ptr, rows, col_start, n_rows, n_cols, x_row_stride, x_col_stride, COLS: tl.constexpr, BF16: tl.constexpr):
+def _load(x_ptr, rows, col_start, n_rows, lengths, COLS: tl.constexpr, BF16: tl.constexpr):
     """Elements as float32, zero outside of the matrix; row and column indices are int64. bfloat16 arrives as bits."""
     cols = col_start + offsets_in_tile(COLS, 128, 32, 32)
-    mask = (rows < n_rows) & (cols < n_cols)
-    x = tl.load(x_ptr + rows * x_row_stride + cols * x_col_stride, mask=mask, other=0)
-    return as_float(x, BF16)
+    mask = (rows < n_rows) & (cols < lengths.n_cols)
+    x = tl.load(x_ptr + rows * lengths.x_row_stride + cols * lengths.x_col_stride, mask=mask, other=0)
+    return to_float(x, BF16)
 
 
 @triton.jit(do_not_specialize=["n_rows", "col_tiles", "seed_low", "seed_high"])
 def fold_groups_kernel(
     x_ptr,
-    elements_ptr,
-    scale_ptr,
+    out,
     counter_ptr,
     signs_ptr,
     n_rows,
-    n_cols,
-    length,
-    padded_cols,
-    x_row_stride,
-    x_col_stride,
+    lengths,
     col_tiles,
     seed_low,
     seed_high,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    SEARCH: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ROTATION: tl.constexpr,
-    ROTATION_SCALE: tl.constexpr,
-    HAS_SIGNS: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    BF16: tl.constexpr,
-    TILES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    SCHEME: tl.constexpr,
+    SIDE: tl.constexpr,
 ):
     """What [`fold_tile`] writes for a matrix with any strides. One program per tile, of which ``col_tiles`` lie side by
     side."""
     pid = tl.program_id(0)
     rows = (pid // col_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None, None]
     col_start = (pid % col_tiles).to(tl.int64) * COLS
-    x = _load(x_ptr, rows, col_start, n_rows, n_cols, x_row_stride, x_col_stride, COLS, BF16)
-    x, noise = prepared(
-        x,
-        rows,
-        col_start,
-        length,
-        signs_ptr,
-        seed_low,
-        seed_high,
-        ROWS,
-        COLS,
-        STOCHASTIC,
-        ROTATION,
-        ROTATION_SCALE,
-        HAS_SIGNS,
-    )
-    n_inexact, _ = fold_tile(
-        x,
-        noise,
-        elements_ptr,
-        scale_ptr,
-        rows,
-        col_start,
-        n_rows,
-        padded_cols,
-        COLS,
-        SEARCH,
-        STOCHASTIC,
-        CARRY,
-        CLIPS,
-        LEAST_SQUARES,
-        LIMITED,
-        TILES,
-        NATIVE,
-        INTERPRETED,
-    )
+    x = _load(x_ptr, rows, col_start, n_rows, lengths, COLS, SCHEME.BF16)
+    at = Tile(rows, col_start, n_rows, lengths.length)
+    x, noise = prepared(x, at, signs_ptr, Random(0, seed_low, seed_high), SIDE)
+    at = Tile(rows, col_start, n_rows, lengths.padded_cols)
+    n_inexact, _ = fold_tile(x, noise, out, at, SIDE.STOCHASTIC, SCHEME)
     count_inexact(counter_ptr, n_inexact)
 
 
@@ -111,88 +66,42 @@ def _read_blocks(
     rows,
     start,
     n_rows,
-    n_cols,
-    length,
-    x_row_stride,
-    x_col_stride,
-    seed_low,
-    seed_high,
-    ROWS: tl.constexpr,
+    lengths,
+    random,
     COLS: tl.constexpr,
     FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ROTATION: tl.constexpr,
-    ROTATION_SCALE: tl.constexpr,
-    HAS_SIGNS: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    BF16: tl.constexpr,
-    TILES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    SCHEME: tl.constexpr,
+    SIDE: tl.constexpr,
 ):
     """What [`blocks_of`] gives for a part of whole rows, the macro factor apart, and the largest byte that counts,
     ``[ROWS, 1, 1, 1]``; with ``FP8`` the values, and the bits of the largest."""
-    x = _load(x_ptr, rows, start, n_rows, n_cols, x_row_stride, x_col_stride, COLS, BF16)
+    x = _load(x_ptr, rows, start, n_rows, lengths, COLS, SCHEME.BF16)
     if FP8:
-        counted = max_bits(x, False, NATIVE)
+        counted = max_bits(x, False, SCHEME.NATIVE)
         byte = counted
     else:
-        x, noise = prepared(
-            x,
-            rows,
-            start,
-            length,
-            signs_ptr,
-            seed_low,
-            seed_high,
-            ROWS,
-            COLS,
-            STOCHASTIC,
-            ROTATION,
-            ROTATION_SCALE,
-            HAS_SIGNS,
-        )
-        x, byte, counted, _ = blocks_of(
-            x, noise, NO_MACRO, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, NATIVE, INTERPRETED
-        )
+        x, noise = prepared(x, Tile(rows, start, n_rows, lengths.length), signs_ptr, random, SIDE)
+        x, byte, counted, _ = blocks_of(x, noise, SIDE.STOCHASTIC, SCHEME)
     return x, byte, counted, tl.max(tl.max(counted, axis=2, keep_dims=True), axis=1, keep_dims=True)
 
 
 @triton.jit
-def _row_elements(
-    z,
-    byte,
-    counted,
-    base,
-    FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LIMITED: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+def _row_elements(z, byte, counted, base, FP8: tl.constexpr, STOCHASTIC: tl.constexpr, SCHEME: tl.constexpr):
     if FP8:
         inverse = tl.where(base == NAN_BYTE, NAN_BITS, (254 - base) << 23).to(tl.float32, bitcast=True)
-        return e4m3_bits(z * inverse, NATIVE), 0
+        return e4m3_bits(z * inverse, SCHEME.NATIVE), 0
     else:
-        return elements_of(z, byte, counted, base, STOCHASTIC, CLIPS, LIMITED, NATIVE)
+        return elements_of(z, byte, counted, base, STOCHASTIC, SCHEME)
 
 
 @triton.jit(do_not_specialize=["n_rows", "seed_low", "seed_high"])
 def fold_rows_kernel(
     x_ptr,
-    elements_ptr,
-    scale_ptr,
+    out,
     counter_ptr,
     signs_ptr,
     n_rows,
-    n_cols,
-    length,
-    padded_cols,
-    x_row_stride,
-    x_col_stride,
+    lengths,
     seed_low,
     seed_high,
     ROWS: tl.constexpr,
@@ -200,18 +109,8 @@ def fold_rows_kernel(
     ONE_TILE: tl.constexpr,
     STEPS: tl.constexpr,
     FP8: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ROTATION: tl.constexpr,
-    ROTATION_SCALE: tl.constexpr,
-    HAS_SIGNS: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    BF16: tl.constexpr,
-    TILES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    SCHEME: tl.constexpr,
+    SIDE: tl.constexpr,
 ):
     """Elements ``[n_rows, padded_cols]``, contiguous, and one scale per row of a matrix with any strides. One program
     per ``ROWS`` rows, which it reads once (``ONE_TILE``: they fit) or twice.
@@ -222,64 +121,17 @@ def fold_rows_kernel(
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None, None]
     top = tl.zeros([ROWS, 1, 1, 1], tl.int32)
+    random = Random(0, seed_low, seed_high)
+    padded_cols = lengths.padded_cols
     if ONE_TILE:
         z, byte, counted, top = _read_blocks(
-            x_ptr,
-            signs_ptr,
-            rows,
-            rows * 0,
-            n_rows,
-            n_cols,
-            length,
-            x_row_stride,
-            x_col_stride,
-            seed_low,
-            seed_high,
-            ROWS,
-            COLS,
-            FP8,
-            STOCHASTIC,
-            ROTATION,
-            ROTATION_SCALE,
-            HAS_SIGNS,
-            CARRY,
-            CLIPS,
-            LEAST_SQUARES,
-            LIMITED,
-            BF16,
-            TILES,
-            NATIVE,
-            INTERPRETED,
+            x_ptr, signs_ptr, rows, rows * 0, n_rows, lengths, random, COLS, FP8, SCHEME, SIDE
         )
     else:
-        for step in range(STEPS if INTERPRETED else tl.cdiv(padded_cols, COLS)):
+        for step in range(STEPS if SCHEME.INTERPRETED else tl.cdiv(padded_cols, COLS)):
+            start = tl.cast(step, tl.int64) * COLS
             _, _, _, found = _read_blocks(
-                x_ptr,
-                signs_ptr,
-                rows,
-                tl.cast(step, tl.int64) * COLS,
-                n_rows,
-                n_cols,
-                length,
-                x_row_stride,
-                x_col_stride,
-                seed_low,
-                seed_high,
-                ROWS,
-                COLS,
-                FP8,
-                STOCHASTIC,
-                ROTATION,
-                ROTATION_SCALE,
-                HAS_SIGNS,
-                CARRY,
-                CLIPS,
-                LEAST_SQUARES,
-                LIMITED,
-                BF16,
-                TILES,
-                NATIVE,
-                INTERPRETED,
+                x_ptr, signs_ptr, rows, start, n_rows, lengths, random, COLS, FP8, SCHEME, SIDE
             )
             top = tl.maximum(top, found)
     if FP8:
@@ -289,43 +141,18 @@ def fold_rows_kernel(
     else:
         base = base_of(top)
     if ONE_TILE:
-        elements, n_inexact = _row_elements(z, byte, counted, base, FP8, STOCHASTIC, CLIPS, LIMITED, NATIVE)
-        store_elements(elements_ptr, elements, rows, 0, n_rows, padded_cols, COLS)
+        elements, n_inexact = _row_elements(z, byte, counted, base, FP8, SIDE.STOCHASTIC, SCHEME)
+        store_elements(out.elements, elements, Tile(rows, 0, n_rows, padded_cols))
     else:
         n_inexact = tl.cast(0, tl.int32)
-        for step in range(STEPS if INTERPRETED else tl.cdiv(padded_cols, COLS)):
+        for step in range(STEPS if SCHEME.INTERPRETED else tl.cdiv(padded_cols, COLS)):
             start = tl.cast(step, tl.int64) * COLS
             z, byte, counted, _ = _read_blocks(
-                x_ptr,
-                signs_ptr,
-                rows,
-                start,
-                n_rows,
-                n_cols,
-                length,
-                x_row_stride,
-                x_col_stride,
-                seed_low,
-                seed_high,
-                ROWS,
-                COLS,
-                FP8,
-                STOCHASTIC,
-                ROTATION,
-                ROTATION_SCALE,
-                HAS_SIGNS,
-                CARRY,
-                CLIPS,
-                LEAST_SQUARES,
-                LIMITED,
-                BF16,
-                TILES,
-                NATIVE,
-                INTERPRETED,
+                x_ptr, signs_ptr, rows, start, n_rows, lengths, random, COLS, FP8, SCHEME, SIDE
             )
-            elements, found = _row_elements(z, byte, counted, base, FP8, STOCHASTIC, CLIPS, LIMITED, NATIVE)
-            store_elements(elements_ptr, elements, rows, start, n_rows, padded_cols, COLS)
+            elements, found = _row_elements(z, byte, counted, base, FP8, SIDE.STOCHASTIC, SCHEME)
+            store_elements(out.elements, elements, Tile(rows, start, n_rows, padded_cols))
             n_inexact += found
-    tl.store(scale_ptr + rows, scale_value(base), mask=rows < n_rows)
+    tl.store(out.scale + rows, scale_value(base), mask=rows < n_rows)
     if not FP8:
         count_inexact(counter_ptr, n_inexact)

@@ -56,52 +56,26 @@ def e4m3_bits(value, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def prepared(
-    x,
-    rows,
-    col_start,
-    length,
-    signs_ptr,
-    seed_low,
-    seed_high,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ROTATION: tl.constexpr,
-    ROTATION_SCALE: tl.constexpr,
-    HAS_SIGNS: tl.constexpr,
-):
-    """A tile of rows of ``length`` elements (padding of the rotation included), rotated, and the random numbers that it
-    is rounded with."""
-    x = rotated(x, col_start, length, signs_ptr, COLS, 128, ROTATION, ROTATION_SCALE, HAS_SIGNS)
-    return x, rounding_noise(rows, 0, col_start, length, seed_low, seed_high, 0, STOCHASTIC, ROWS, COLS, 128)
+def prepared(x, at, signs_ptr, random, SIDE: tl.constexpr):
+    """A tile of rows (padding of the rotation included in their length), rotated, and the random numbers that it is
+    rounded with."""
+    x = rotated(x, at.col_start, at.n_cols, signs_ptr, SIDE)
+    return x, rounding_noise(x, at, random, 0, SIDE)
 
 
 @triton.jit
-def blocks_of(
-    x,
-    noise,
-    SEARCH: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def blocks_of(x, noise, STOCHASTIC: tl.constexpr, SCHEME: tl.constexpr):
     """Values to be rounded (``STOCHASTIC``: E2M1 values), scale bytes, the bytes of those blocks that count (neither
     zero nor NaN; 0 of the others), and the macro factor."""
-    z, amax_bits, factor, _ = apply_macro(x, SEARCH, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, INTERPRETED, NATIVE)
+    z, amax_bits, factor, _ = apply_macro(x, SCHEME)
     if STOCHASTIC:
-        z, byte = quantize_pass(z, amax_bits, noise, True, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
+        z, byte = quantize_pass(z, amax_bits, noise, True, SCHEME)
         counts = tl.max(tl.abs(z), axis=3, keep_dims=True) > 0.0
     else:
-        byte = scale_bytes(z, amax_bits, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES)
-        if TILES:
+        byte = scale_bytes(z, amax_bits, SCHEME)
+        if SCHEME.TILES:
             # A row of a tile may be zero where the tile is not.
-            amax_bits = max_bits(z, False, NATIVE)
+            amax_bits = max_bits(z, False, SCHEME.NATIVE)
         # Rounding is monotonic: a block is zero when its largest magnitude is, which goes there up to a quarter.
         counts = amax_bits.to(tl.float32, bitcast=True) * ((254 - byte) << 23).to(tl.float32, bitcast=True) > 0.25
     # Zero blocks of byte 0 would count for nothing.
@@ -123,16 +97,7 @@ def _limit(byte, one_bits, LIMITED: tl.constexpr):
 
 
 @triton.jit
-def elements_of(
-    z,
-    byte,
-    counted,
-    base,
-    STOCHASTIC: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LIMITED: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+def elements_of(z, byte, counted, base, STOCHASTIC: tl.constexpr, SCHEME: tl.constexpr):
     """E4M3 bytes of what [`blocks_of`] gives, in groups with scale bytes ``base``, and how many blocks were rounded.
 
     The multiplication by the scale of a block and that by its power of two inside of the group are one, and values are
@@ -140,69 +105,48 @@ def elements_of(
     """
     shift = tl.minimum(tl.maximum(byte - base, -40), _HIGHEST)
     found = ((counted >= 0) & (byte - base < _LOWEST)).to(tl.int32)
-    if LIMITED and not (CLIPS or STOCHASTIC):
+    if SCHEME.LIMITED and not (SCHEME.CLIPS or STOCHASTIC):
         found = tl.where(byte == 253, _LIMIT_HERE, found)
     found = tl.sum(tl.reshape(tl.broadcast_to(found, counted.shape), [counted.numel], can_reorder=True), axis=0)
     one_bits = (127 + shift) << 23
     if STOCHASTIC:
         power = tl.where(byte == NAN_BYTE, NAN_BITS, one_bits).to(tl.float32, bitcast=True)
-        return e4m3_bits(z * power, NATIVE), found
+        return e4m3_bits(z * power, SCHEME.NATIVE), found
     power = tl.where(byte == NAN_BYTE, NAN_BITS, (254 - byte + shift) << 23).to(tl.float32, bitcast=True)
     y = z * power
-    if CLIPS or LIMITED:
-        limit = _limit(byte, one_bits, LIMITED)
-    if CLIPS:
+    if SCHEME.CLIPS or SCHEME.LIMITED:
+        limit = _limit(byte, one_bits, SCHEME.LIMITED)
+    if SCHEME.CLIPS:
         y = tl.minimum(tl.maximum(y, -limit), limit)
     y = round_to_grid(y, one_bits)
-    if LIMITED and not CLIPS:
+    if SCHEME.LIMITED and not SCHEME.CLIPS:
         # No tensor but a diverged one has anything to limit.
         if found >= _LIMIT_HERE:
             y = tl.minimum(tl.maximum(y, -limit), limit)
-    return e4m3_bits(y, NATIVE), found % _LIMIT_HERE
+    return e4m3_bits(y, SCHEME.NATIVE), found % _LIMIT_HERE
 
 
 @triton.jit
-def store_elements(elements_ptr, elements, rows, col_start, n_rows, padded_cols, COLS: tl.constexpr):
-    cols = col_start + offsets_in_tile(COLS, 128, 32, 32)
-    tl.store(elements_ptr + rows * padded_cols + cols, elements, mask=(rows < n_rows) & (cols < padded_cols))
+def store_elements(elements_ptr, elements, at):
+    """Store bytes of the shape ``[ROWS, groups, 4, 32]``."""
+    cols = at.col_start + offsets_in_tile(elements.shape[1] * 128, 128, 32, 32)
+    tl.store(elements_ptr + at.rows * at.n_cols + cols, elements, mask=(at.rows < at.n_rows) & (cols < at.n_cols))
 
 
 @triton.jit
-def fold_tile(
-    x,
-    noise,
-    elements_ptr,
-    scale_ptr,
-    rows,
-    col_start,
-    n_rows,
-    padded_cols,
-    COLS: tl.constexpr,
-    SEARCH: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TILES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Write elements ``[n_rows, padded_cols]`` and scales ``[padded_cols / 128, n_rows]``, each contiguous, of a tile
-    (float32 ``x``). Returns the number of blocks that were rounded, and the bytes
-    of those that count."""
-    z, byte, counted, factor = blocks_of(
-        x, noise, SEARCH, STOCHASTIC, CARRY, CLIPS, LEAST_SQUARES, LIMITED, TILES, NATIVE, INTERPRETED
-    )
+def fold_tile(x, noise, out, at, STOCHASTIC: tl.constexpr, SCHEME: tl.constexpr):
+    """Write elements ``[n_rows, n_cols]`` and scales ``[n_cols / 128, n_rows]``, each contiguous, of a tile (float32
+    ``x``). Returns the number of blocks that were rounded, and the bytes of those that count."""
+    z, byte, counted, factor = blocks_of(x, noise, STOCHASTIC, SCHEME)
     base = base_of(tl.max(counted, axis=2, keep_dims=True))
-    elements, n_inexact = elements_of(z, byte, counted, base, STOCHASTIC, CLIPS, LIMITED, NATIVE)
-    store_elements(elements_ptr, elements, rows, col_start, n_rows, padded_cols, COLS)
+    elements, n_inexact = elements_of(z, byte, counted, base, STOCHASTIC, SCHEME)
+    store_elements(out.elements, elements, at)
     scale = scale_value(base)
-    if SEARCH != NO_MACRO:
+    if SCHEME.SEARCH != NO_MACRO:
         scale = tl.div_rn(scale, tl.broadcast_to(factor, scale.shape))
-    groups = col_start // 128 + tl.arange(0, COLS // 128)[None, :, None, None]
-    mask = (rows < n_rows) & (groups < padded_cols // 128)
-    tl.store(scale_ptr + groups * n_rows + rows, tl.broadcast_to(scale, mask.shape), mask=mask)
+    groups = at.col_start // 128 + tl.arange(0, x.shape[1])[None, :, None, None]
+    mask = (at.rows < at.n_rows) & (groups < at.n_cols // 128)
+    tl.store(out.scale + groups * at.n_rows + at.rows, tl.broadcast_to(scale, mask.shape), mask=mask)
     return n_inexact, counted
 
 

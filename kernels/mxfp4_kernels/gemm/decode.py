@@ -10,17 +10,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..common import autotune as _autotune
-from ..common import blocks as _blocks
+from ..common import blocks
+from ..common.autotune import choose, milliseconds
 from ..common.checks import check_packed
 from ..common.counters import zeros_of_a_launch
-from ..quantization import launch as _launch
+from ..common.plan import INTERPRETED, Packed, Scheme
+from ..quantization.launch import dequantize
 from .decode_kernel import linear_kernel
 from .decode_plan import LinearPlan, plan_linear_w4a16, steps_of, token_class
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_SEARCH = {name: getattr(_blocks, name.upper()).value for name in ("no_macro", "static", "dynamic", "blockwise")}
+_SEARCH = {name: getattr(blocks, name.upper()).value for name in ("no_macro", "static", "dynamic", "blockwise")}
 #: Elements between rows from which on offsets inside of a tile could leave 32 bits.
 _FARTHEST_ROWS = 1 << 24
 #: bfloat16 numbers that add up to one of these exactly.
@@ -65,8 +66,8 @@ def linear_w4a16(
         ValueError: shapes that do not fit together, options without their tensors or the reverse, tensors of several
             devices, or on a CPU where kernels are not interpreted.
     """
-    packed = _launch.Packed(codes, scale, macro, residual_codes, residual_scale)
-    scheme = _launch.Scheme("rceil", macro_block, macro_search, outlier_fallback)
+    packed = Packed(codes, scale, macro, residual_codes, residual_scale)
+    scheme = Scheme("rceil", macro_block, macro_search, outlier_fallback)
     _check(x, packed, length, scheme, bias, out)
     n_rows = codes.shape[0]
     x, bias = x.detach(), None if bias is None else bias.detach().contiguous()
@@ -81,15 +82,15 @@ def linear_w4a16(
     if plan.route == "fused" and all(_in_words(part) for part in (codes, residual_codes) if part is not None):
         _launch_fused(tokens, packed, scheme, bias, result.view(n_tokens, n_rows), plan)
         return result
-    weight = _launch.dequantize(packed, length, scheme, x.dtype)
+    weight = dequantize(packed, length, scheme, x.dtype)
     product = F.linear(tokens, weight, None if bias is None else bias.to(x.dtype)).view(result.shape)
     return product if out is None else out.copy_(product)
 
 
 def _launch_fused(
     x: torch.Tensor,
-    packed: _launch.Packed,
-    scheme: _launch.Scheme,
+    packed: Packed,
+    scheme: Scheme,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     plan: LinearPlan,
@@ -102,7 +103,7 @@ def _launch_fused(
     parts = (_words(codes), scale, macro, _words(residual_codes), residual_scale)
     natural = n_tokens > 16
     # The interpreter does not round to bfloat16.
-    target = out if not _launch.INTERPRETED else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    target = out if not INTERPRETED else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     alpha = 1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback)
 
     def launch(config: dict[str, int], target: torch.Tensor) -> None:
@@ -134,34 +135,34 @@ def _launch_fused(
 
     def measure(config: dict[str, int]) -> float:
         scratch = torch.empty_like(target)
-        return _autotune.milliseconds(lambda: launch(config, scratch))
+        return milliseconds(lambda: launch(config, scratch))
 
     weight = (n_rows, n_cols, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback is not None)
     key = (token_class(n_tokens), *weight, str(x.dtype), bias is not None)
-    launch(_autotune.choose("linear_w4a16", key, plan.configs, measure, x.device), target)
+    launch(choose("linear_w4a16", key, plan.configs, measure, x.device), target)
     if target is not out:
         out.copy_(target)
 
 
 def constants(
-    dtype: torch.dtype, scheme: _launch.Scheme, n_cols: int, config: dict[str, int], has_bias: bool, natural: bool
+    dtype: torch.dtype, scheme: Scheme, n_cols: int, config: dict[str, int], has_bias: bool, natural: bool
 ) -> dict[str, Any]:
     """Compile-time arguments of the kernel, those of ``config`` and the splits apart."""
     return {
         "SEARCH": _SEARCH[scheme.macro_search if scheme.macro_block else "no_macro"],
         "HAS_FALLBACK": scheme.outlier_fallback is not None,
-        "INTERPRETED": _launch.INTERPRETED,
+        "INTERPRETED": INTERPRETED,
         "MACRO": scheme.macro_block or config["BK"],
         "HAS_BIAS": has_bias,
         "PIECES": _PIECES[dtype],
         "NATURAL": natural,
         "EVEN": n_cols % config["BK"] == 0,
         "COL_MULTIPLE": min(n_cols & -n_cols, 512),
-        "CUDA": torch.version.hip is None and not _launch.INTERPRETED,
+        "CUDA": torch.version.hip is None and not INTERPRETED,
     }
 
 
-def _plan_for(n_tokens: int, n_rows: int, n_cols: int, scheme: _launch.Scheme, x: torch.Tensor) -> LinearPlan:
+def _plan_for(n_tokens: int, n_rows: int, n_cols: int, scheme: Scheme, x: torch.Tensor) -> LinearPlan:
     arch, multiprocessors = ("90", None) if x.device.type != "cuda" else _gpu(x.device)
     weight = (scheme.macro_block, scheme.macro_search, scheme.outlier_fallback)
     return _plan_cached(n_tokens, n_rows, n_cols, arch, *weight, str(x.dtype).removeprefix("torch."), multiprocessors)
@@ -199,9 +200,9 @@ def _words(codes: torch.Tensor | None) -> torch.Tensor | None:
 
 def _check(
     x: torch.Tensor,
-    packed: _launch.Packed,
+    packed: Packed,
     length: int,
-    scheme: _launch.Scheme,
+    scheme: Scheme,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> None:
@@ -238,5 +239,5 @@ def _check(
     if any(tensor.device != x.device for tensor in others):
         devices = sorted({str(tensor.device) for tensor in (x, *others)})
         raise ValueError(f"tensors are on several devices: {', '.join(devices)}; move them to one")
-    if x.device.type == "cpu" and not _launch.INTERPRETED:
+    if x.device.type == "cpu" and not INTERPRETED:
         raise ValueError("the Triton kernel needs GPU tensors, got some on the CPU")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from ..common import autotune as _autotune
+from ..common.autotune import choose, milliseconds
 from ..common.plan import INTERPRETED
 from .grouped_kernel import grouped_matmul_kernel, grouped_sum_kernel, grouped_wgrad_kernel
 from .grouped_tiles import tile_slots
@@ -297,9 +297,9 @@ def tuned(name: str, key: tuple, configs: list[dict[str, int]], launch: Any, out
 
     def bench(config: Mapping[str, Any]) -> float:
         scratch = torch.empty_like(out)
-        return _autotune.milliseconds(lambda: launch(config, scratch))
+        return milliseconds(lambda: launch(config, scratch))
 
-    return _autotune.choose(name, key, configs, bench, out.device)
+    return choose(name, key, configs, bench, out.device)
 
 
 def run(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:

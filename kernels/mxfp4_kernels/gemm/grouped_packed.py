@@ -9,7 +9,7 @@ import torch
 import triton
 
 from ..common.checks import check_packed
-from ..common.plan import INTERPRETED, Packed, Scheme, compile_constants
+from ..common.plan import INTERPRETED, Packed, Scheme, scheme_constants
 from ..quantization.launch import dequantize
 from .grouped import bits, check_offsets, check_operands, check_shape, grouped_matmul, rows_class, run, tuned
 from .grouped_packed_kernel import grouped_packed_kernel
@@ -111,7 +111,7 @@ def _multiply(
     x = x.detach() if x.stride(1) == 1 else x.detach().contiguous()
     bias = None if bias is None else bias.detach().contiguous()
     codes, scale, macro, residual_codes, residual_scale = (None if p is None else p.contiguous() for p in packed)
-    constants = compile_constants(x.dtype, scheme)
+    constants = scheme_constants(x.dtype, scheme)
 
     def launch(config: Mapping[str, int], target: torch.Tensor) -> None:
         run(
@@ -132,10 +132,10 @@ def _multiply(
             1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback),
             N=n,
             K=k,
-            MACRO=constants["MACRO"],
-            SEARCH=constants["SEARCH"],
+            MACRO=constants.MACRO,
+            SEARCH=constants.SEARCH,
             EXPERTS=triton.next_power_of_2(n_experts),
-            BK=min(128, constants["MACRO"]) if constants["SEARCH"] else 128,
+            BK=min(128, constants.MACRO) if constants.SEARCH else 128,
             CUDA=x.device.type == "cuda" and torch.version.hip is None,
             INTERPRETED=INTERPRETED,
             **config,

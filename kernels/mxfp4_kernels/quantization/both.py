@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels along columns, or along rows and columns from one read of a matrix.
+"""The kernel along columns, or along rows and columns from one read of a matrix.
 
 A strip of columns is read as it lies in memory and transposed on the way into the layout of rows; from there on it is
 like any tile. For both directions a program owns ``TILE x TILE`` elements and goes over them in strips of columns, then
@@ -10,7 +10,9 @@ The second axis of the grid runs over the matrices of a stack, which are ``x_sta
 import triton
 import triton.language as tl
 
-from ..common.tile import as_float, fake_tile, pack_tile, rotated
+from ..common.arguments import PackedPointers, Random, Tile
+from ..common.elements import to_float
+from ..common.tile import fake_tile, pack_tile, rotated
 
 
 @triton.jit
@@ -44,24 +46,42 @@ def transposed(x):
 
 
 @triton.jit
-def _tile_of(x, MACRO: tl.constexpr, BF16: tl.constexpr):
-    """Float32 ``[ROWS, macro blocks, blocks, 32]`` of stored elements ``[ROWS, COLS]``."""
-    return as_float(tl.reshape(x, [x.shape[0], x.shape[1] // MACRO, MACRO // 32, 32]), BF16)
+def _quantize_strip(
+    y, out, signs_ptr, at, row_bytes, alpha, stack, seed_low, seed_high, SCHEME: tl.constexpr, SIDE: tl.constexpr
+):
+    """Write what becomes of stored elements ``[ROWS, COLS]`` at their place in matrix number ``stack`` of those that
+    ``out`` holds: values, or with ``row_bytes`` codes and the rest."""
+    y = tl.reshape(y, [y.shape[0], y.shape[1] // SCHEME.MACRO, SCHEME.MACRO // 32, 32])
+    y = rotated(to_float(y, SCHEME.BF16), at.col_start, at.n_cols, signs_ptr, SIDE)
+    before = stack * at.n_rows
+    random = Random(before, seed_low, seed_high)
+    if row_bytes is None:
+        out += before * at.n_cols
+    else:
+        n_codes, n_blocks = row_bytes.n_codes, row_bytes.n_blocks
+        out = PackedPointers(
+            out.codes + before * n_codes,
+            out.scale + before * n_blocks,
+            out.macro + before * row_bytes.n_macros if SCHEME.SEARCH > 0 else None,
+            out.residual_codes + before * n_codes if SCHEME.HAS_FALLBACK else None,
+            out.residual_scale + before * n_blocks if SCHEME.HAS_FALLBACK else None,
+        )
+    rows = at.rows + tl.arange(0, y.shape[0])[:, None, None, None]
+    at = Tile(rows, at.col_start, at.n_rows, at.n_cols)
+    if row_bytes is None:
+        fake_tile(y, out, at, alpha, random, SCHEME, SIDE)
+    else:
+        pack_tile(y, out, at, row_bytes, random, SCHEME, SIDE)
 
 
 @triton.jit(do_not_specialize=["col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t"])
-def fake_quantize_both_kernel(
+def quantize_both_kernel(
     x_ptr,
-    out_ptr,
-    out_t_ptr,
-    signs_ptr,
-    signs_t_ptr,
-    n_rows,
-    n_cols,
-    out_cols,
-    out_cols_t,
-    x_row_stride,
-    x_stack_stride,
+    out,
+    out_t,
+    signs,
+    lengths,
+    row_bytes,
     col_tiles,
     seed_low,
     seed_high,
@@ -71,233 +91,30 @@ def fake_quantize_both_kernel(
     TILE: tl.constexpr,
     STRIP: tl.constexpr,
     BY_ROWS: tl.constexpr,
-    MACRO: tl.constexpr,
-    SEARCH: tl.constexpr,
-    HAS_FALLBACK: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    STOCHASTIC_T: tl.constexpr,
-    ROTATION: tl.constexpr,
-    ROTATION_SCALE: tl.constexpr,
-    HAS_SIGNS: tl.constexpr,
-    ROTATION_T: tl.constexpr,
-    ROTATION_SCALE_T: tl.constexpr,
-    HAS_SIGNS_T: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BF16: tl.constexpr,
-    OUT_BF16: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    SCHEME: tl.constexpr,
+    SIDES: tl.constexpr,
 ):
-    """``out[n_rows, out_cols]`` (``BY_ROWS``) and ``out_t[n_cols, out_cols_t]``, each contiguous, of ``x[n_rows,
-    n_cols]`` with unit stride along columns."""
+    """Values of ``x[n_rows, n_cols]`` (unit stride along columns) to ``out[n_rows, out_cols]`` (``BY_ROWS``) and
+    ``out_t[n_cols, out_cols_t]``, each contiguous; or what [`pack_tile`] writes, where these are `PackedPointers`,
+    ``row_bytes`` a pair and ``alpha`` is `None`. So are signs: of rows, then of columns."""
     # Without rows a tile is a strip of columns.
     width: tl.constexpr = TILE if BY_ROWS else STRIP
+    n_rows, n_cols, stride = lengths.n_rows, lengths.n_cols, lengths.x_row_stride
     pid = tl.program_id(0)
     row_start = (pid // col_tiles).to(tl.int64) * TILE
     col_start = (pid % col_tiles).to(tl.int64) * width
     stack = tl.program_id(1).to(tl.int64)
-    x_ptr += stack * x_stack_stride
+    x_ptr += stack * lengths.x_stack_stride
     for strip in range(width // STRIP):
         start = col_start + strip * STRIP
-        y = transposed(_read(x_ptr, row_start, start, n_rows, n_cols, x_row_stride, TILE, STRIP))
-        y = _tile_of(y, MACRO, BF16)
-        y = rotated(y, row_start, out_cols_t, signs_t_ptr, TILE, MACRO, ROTATION_T, ROTATION_SCALE_T, HAS_SIGNS_T)
-        fake_tile(
-            y,
-            out_t_ptr + stack * n_cols * out_cols_t,
-            start + tl.arange(0, STRIP)[:, None, None, None],
-            row_start,
-            n_cols,
-            out_cols_t,
-            alpha,
-            stack * n_cols,
-            seed_low_t,
-            seed_high_t,
-            STRIP,
-            TILE,
-            MACRO,
-            SEARCH,
-            HAS_FALLBACK,
-            STOCHASTIC_T,
-            CARRY,
-            CLIPS,
-            LEAST_SQUARES,
-            LIMITED,
-            LARGEST,
-            OUT_BF16,
-            TILES,
-            INTERPRETED,
-        )
+        y = transposed(_read(x_ptr, row_start, start, n_rows, n_cols, stride, TILE, STRIP))
+        at = Tile(start, row_start, n_cols, lengths.out_cols_t)
+        of_rows = None if row_bytes is None else row_bytes[1]
+        _quantize_strip(y, out_t, signs[1], at, of_rows, alpha, stack, seed_low_t, seed_high_t, SCHEME, SIDES.columns)
     if BY_ROWS:
         for strip in range(TILE // STRIP):
             start = row_start + strip * STRIP
-            y = _read(x_ptr, start, col_start, n_rows, n_cols, x_row_stride, STRIP, TILE)
-            y = _tile_of(y, MACRO, BF16)
-            y = rotated(y, col_start, out_cols, signs_ptr, TILE, MACRO, ROTATION, ROTATION_SCALE, HAS_SIGNS)
-            fake_tile(
-                y,
-                out_ptr + stack * n_rows * out_cols,
-                start + tl.arange(0, STRIP)[:, None, None, None],
-                col_start,
-                n_rows,
-                out_cols,
-                alpha,
-                stack * n_rows,
-                seed_low,
-                seed_high,
-                STRIP,
-                TILE,
-                MACRO,
-                SEARCH,
-                HAS_FALLBACK,
-                STOCHASTIC,
-                CARRY,
-                CLIPS,
-                LEAST_SQUARES,
-                LIMITED,
-                LARGEST,
-                OUT_BF16,
-                TILES,
-                INTERPRETED,
-            )
-
-
-@triton.jit(do_not_specialize=["col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t"])
-def quantize_both_kernel(
-    x_ptr,
-    codes_ptr,
-    scale_ptr,
-    macro_ptr,
-    residual_codes_ptr,
-    residual_scale_ptr,
-    codes_t_ptr,
-    scale_t_ptr,
-    macro_t_ptr,
-    residual_codes_t_ptr,
-    residual_scale_t_ptr,
-    signs_ptr,
-    signs_t_ptr,
-    n_rows,
-    n_cols,
-    out_cols,
-    out_cols_t,
-    x_row_stride,
-    x_stack_stride,
-    n_codes,
-    n_blocks,
-    n_macros,
-    n_codes_t,
-    n_blocks_t,
-    n_macros_t,
-    col_tiles,
-    seed_low,
-    seed_high,
-    seed_low_t,
-    seed_high_t,
-    TILE: tl.constexpr,
-    STRIP: tl.constexpr,
-    BY_ROWS: tl.constexpr,
-    MACRO: tl.constexpr,
-    SEARCH: tl.constexpr,
-    HAS_FALLBACK: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    STOCHASTIC_T: tl.constexpr,
-    ROTATION: tl.constexpr,
-    ROTATION_SCALE: tl.constexpr,
-    HAS_SIGNS: tl.constexpr,
-    ROTATION_T: tl.constexpr,
-    ROTATION_SCALE_T: tl.constexpr,
-    HAS_SIGNS_T: tl.constexpr,
-    CARRY: tl.constexpr,
-    CLIPS: tl.constexpr,
-    LEAST_SQUARES: tl.constexpr,
-    LIMITED: tl.constexpr,
-    BF16: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """What [`pack_tile`] writes for ``x`` (``BY_ROWS``) and for its transpose; see [`fake_quantize_both_kernel`]."""
-    # Without rows a tile is a strip of columns.
-    width: tl.constexpr = TILE if BY_ROWS else STRIP
-    pid = tl.program_id(0)
-    row_start = (pid // col_tiles).to(tl.int64) * TILE
-    col_start = (pid % col_tiles).to(tl.int64) * width
-    stack = tl.program_id(1).to(tl.int64)
-    x_ptr += stack * x_stack_stride
-    before = stack * n_cols
-    for strip in range(width // STRIP):
-        start = col_start + strip * STRIP
-        y = transposed(_read(x_ptr, row_start, start, n_rows, n_cols, x_row_stride, TILE, STRIP))
-        y = _tile_of(y, MACRO, BF16)
-        y = rotated(y, row_start, out_cols_t, signs_t_ptr, TILE, MACRO, ROTATION_T, ROTATION_SCALE_T, HAS_SIGNS_T)
-        pack_tile(
-            y,
-            codes_t_ptr + before * n_codes_t,
-            scale_t_ptr + before * n_blocks_t,
-            macro_t_ptr + before * n_macros_t if SEARCH > 0 else None,
-            residual_codes_t_ptr + before * n_codes_t if HAS_FALLBACK else None,
-            residual_scale_t_ptr + before * n_blocks_t if HAS_FALLBACK else None,
-            start + tl.arange(0, STRIP)[:, None, None, None],
-            row_start,
-            n_cols,
-            out_cols_t,
-            n_codes_t,
-            n_blocks_t,
-            n_macros_t,
-            before,
-            seed_low_t,
-            seed_high_t,
-            STRIP,
-            TILE,
-            MACRO,
-            SEARCH,
-            HAS_FALLBACK,
-            STOCHASTIC_T,
-            CARRY,
-            CLIPS,
-            LEAST_SQUARES,
-            LIMITED,
-            TILES,
-            INTERPRETED,
-        )
-    before = stack * n_rows
-    if BY_ROWS:
-        for strip in range(TILE // STRIP):
-            start = row_start + strip * STRIP
-            y = _read(x_ptr, start, col_start, n_rows, n_cols, x_row_stride, STRIP, TILE)
-            y = _tile_of(y, MACRO, BF16)
-            y = rotated(y, col_start, out_cols, signs_ptr, TILE, MACRO, ROTATION, ROTATION_SCALE, HAS_SIGNS)
-            pack_tile(
-                y,
-                codes_ptr + before * n_codes,
-                scale_ptr + before * n_blocks,
-                macro_ptr + before * n_macros if SEARCH > 0 else None,
-                residual_codes_ptr + before * n_codes if HAS_FALLBACK else None,
-                residual_scale_ptr + before * n_blocks if HAS_FALLBACK else None,
-                start + tl.arange(0, STRIP)[:, None, None, None],
-                col_start,
-                n_rows,
-                out_cols,
-                n_codes,
-                n_blocks,
-                n_macros,
-                before,
-                seed_low,
-                seed_high,
-                STRIP,
-                TILE,
-                MACRO,
-                SEARCH,
-                HAS_FALLBACK,
-                STOCHASTIC,
-                CARRY,
-                CLIPS,
-                LEAST_SQUARES,
-                LIMITED,
-                TILES,
-                INTERPRETED,
-            )
+            y = _read(x_ptr, start, col_start, n_rows, n_cols, stride, STRIP, TILE)
+            at = Tile(start, col_start, n_rows, lengths.out_cols)
+            of_rows = None if row_bytes is None else row_bytes[0]
+            _quantize_strip(y, out, signs[0], at, of_rows, alpha, stack, seed_low, seed_high, SCHEME, SIDES.rows)

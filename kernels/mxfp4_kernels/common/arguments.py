@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bundles of kernel arguments, named tuples that Triton takes apart.
+
+Those with names in capitals are compile-time constants. Numbers by which no kernel shall be specialized (seeds, row
+counts) stay arguments of their own, because ``do_not_specialize`` goes by name. A function of a kernel may take bundles
+but not return one with `None` in it, which Triton 3.6 does not compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class SchemeConstants(NamedTuple):
+    """What is done to each block.
+
+    Attributes:
+        MACRO: elements of a macro block; of a block, without macro blocks.
+        SEARCH: how their bytes are found, ``NO_MACRO`` and the like of `common/blocks.py`.
+        HAS_FALLBACK: whether the residual is quantized as well.
+        CARRY: the scale rule: what is added to the float32 bits of a maximum before its exponent is read.
+        CLIPS: the rule lets magnitudes exceed 6 scales.
+        LEAST_SQUARES: the rule tries the neighbouring scales too.
+        LIMITED: byte 253 is in reach, the largest of all.
+        LARGEST: the largest finite output.
+        BF16: whether the input is bfloat16.
+        TILES: blocks are 32 x 32.
+        INTERPRETED: for Triton's interpreter.
+        NATIVE: for GPUs that convert to E4M3, and whose maximum takes magnitudes and keeps NaN, by one instruction.
+    """
+
+    MACRO: int
+    SEARCH: int
+    HAS_FALLBACK: bool
+    CARRY: int
+    CLIPS: bool
+    LEAST_SQUARES: bool
+    LIMITED: bool
+    LARGEST: float
+    BF16: bool
+    TILES: bool
+    INTERPRETED: bool
+    NATIVE: bool = False
+
+
+class SideConstants(NamedTuple):
+    """What blocks along one axis have of their own: stochastic rounding, and the rotation and signs before it."""
+
+    STOCHASTIC: bool = False
+    ROTATION: int = 0
+    ROTATION_SCALE: float = 1.0
+    HAS_SIGNS: bool = False
+
+
+class Sides(NamedTuple):
+    """Of blocks along rows, and of those along columns. (Triton forgets the names in a plain tuple of named ones.)"""
+
+    rows: SideConstants
+    columns: SideConstants
+
+
+class PackedPointers(NamedTuple):
+    """Where codes, scale bytes and macro bytes are, and those of the residual; `None` for what there is not."""
+
+    codes: Any
+    scale: Any
+    macro: Any
+    residual_codes: Any
+    residual_scale: Any
+
+
+class RowBytes(NamedTuple):
+    """Bytes of codes, scales and macro factors in a row."""
+
+    n_codes: Any
+    n_blocks: Any
+    n_macros: Any
+
+
+class Lengths(NamedTuple):
+    """Of rows: elements of the matrix and of those that are read, elements between rows, and the bytes of codes and
+    the rest; `None` for what a kernel does not ask for."""
+
+    n_cols: Any
+    n_read: Any
+    x_row_stride: Any
+    row_bytes: Any
+
+
+class BothLengths(NamedTuple):
+    """Of a matrix that is read along rows and along columns: its shape, elements of a row of both results, and elements
+    between rows and between the matrices of a stack."""
+
+    n_rows: Any
+    n_cols: Any
+    out_cols: Any
+    out_cols_t: Any
+    x_row_stride: Any
+    x_stack_stride: Any
+
+
+class FoldedPointers(NamedTuple):
+    """Where E4M3 elements and float32 scales go."""
+
+    elements: Any
+    scale: Any
+
+
+class FoldLengths(NamedTuple):
+    """Of rows that are folded into E4M3: elements, those with the padding of the rotation and with that of the result,
+    and elements between rows and between columns."""
+
+    n_cols: Any
+    length: Any
+    padded_cols: Any
+    x_row_stride: Any
+    x_col_stride: Any
+
+
+class FoldBothLengths(NamedTuple):
+    """As `FoldLengths`, of a matrix and of its transpose."""
+
+    n_rows: Any
+    n_cols: Any
+    length: Any
+    length_t: Any
+    padded_cols: Any
+    padded_rows: Any
+    x_row_stride: Any
+    x_col_stride: Any
+
+
+class Tile(NamedTuple):
+    """Where a tile of a matrix ``[n_rows, n_cols]`` lies: its rows (int64 ``[ROWS, 1, 1, 1]``, or the first of them)
+    and its first column (int64)."""
+
+    rows: Any
+    col_start: Any
+    n_rows: Any
+    n_cols: Any
+
+
+class Random(NamedTuple):
+    """Of random numbers: the number of a tensor's first row, and the halves of the seed (int32 bits)."""
+
+    first_row: Any
+    seed_low: Any
+    seed_high: Any
