@@ -18,10 +18,10 @@ from transformers.integrations import integration_utils
 
 from common.arguments import QuantizationArguments, RecipeArguments, parse
 from evaluation import generate as evaluation
-from evaluation.intervals import wilson
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.run_report.log import RUN_LOG
 from hf_mxfp4.checkpoint import last_complete_checkpoint
+from hf_mxfp4.stats import wilson
 from tasks import TASKS
 
 
