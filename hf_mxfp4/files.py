@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values as JSON can hold them, and files that are replaced in one step."""
+"""Values as JSON can hold them, files that are replaced in one step, and files of JSON lines."""
 
+import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def is_number(value: Any) -> bool:
@@ -21,8 +23,51 @@ def json_clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file that appears whole or stays what it was."""
-    draft = path.with_name(path.name + ".part")
+def replace_file(path: str | Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Write a file that appears whole or stays what it was; its folder is made where need be.
+
+    A killed process may leave a draft beside it (see [`draft_of`]). With ``sync`` the file has reached the disk before
+    it gets its name, so that a power failure cannot leave an empty one.
+    """
+    path, draft = Path(path), draft_of(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft.write_bytes(content.encode() if isinstance(content, str) else content)
+    if sync:
+        sync_to_disk(draft)
     os.replace(draft, path)
+
+
+def draft_of(path: str | Path) -> Path:
+    """Where [`replace_file`] writes what will be ``path``."""
+    return Path(path).with_name(f"{Path(path).name}.part")
+
+
+def write_json(path: str | Path, value: Any, *, indent: int = 2, sync: bool = False, **options: Any) -> None:
+    """[`replace_file`] with a value as indented JSON and a line break at its end; ``options`` are those of
+    `json.dumps`."""
+    replace_file(path, json.dumps(value, indent=indent, **options) + "\n", sync=sync)
+
+
+def append_lines(path: str | Path, entries: Iterable[Any], **options: Any) -> None:
+    """Append each entry as a line of JSON, after ending a line that a killed process left half written; ``options`` are
+    those of `json.dumps`."""
+    with open(path, "a+b") as file:
+        if file.tell() and not _ends_with_newline(file):
+            file.write(b"\n")
+        file.write("".join(json.dumps(entry, **options) + "\n" for entry in entries).encode())
+
+
+def sync_to_disk(path: Path) -> None:
+    """Have what was written to a file, or the names in a folder, reach the disk."""
+    if os.name == "nt" and path.is_dir():  # folders cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _ends_with_newline(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

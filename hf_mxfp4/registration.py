@@ -17,7 +17,8 @@ from typing import Any
 
 
 QUANT_METHOD = "mxfp4_rl"
-TABLES = "transformers.quantizers.auto"
+_PACKAGE = "transformers.quantizers"
+TABLES = f"{_PACKAGE}.auto"
 _QUANTIZER = "hf_mxfp4.quantizer.quantizer"
 
 #: Logger to what its messages contain that are not shown. transformers imports torchao, where that is installed,
@@ -67,13 +68,20 @@ def register_with_tables() -> None:
     if (__name__, TableFinder.__qualname__) not in finders:
         sys.meta_path.insert(0, TableFinder())
     # The finder stands there first: tables that another thread is importing are either waited for here or seen by it.
-    if TABLES.rpartition(".")[0] in sys.modules:
-        _enter_stand_ins(importlib.import_module(TABLES))
+    if _PACKAGE in sys.modules:
+        _enter_stand_ins(_imported_tables())
 
 
 def enter_classes(config: type, quantizer: type) -> None:
     """Put the classes themselves in the place of their stand-ins, or of what a reloaded module put there before."""
-    _enter(importlib.import_module(TABLES), config, quantizer)
+    _enter(_imported_tables(), config, quantizer)
+
+
+def _imported_tables() -> ModuleType:
+    """The tables, through the package first, as it imports them: the other way round two threads can wait for each
+    other."""
+    importlib.import_module(_PACKAGE)
+    return importlib.import_module(TABLES)
 
 
 def _enter_stand_ins(tables: ModuleType) -> None:

@@ -96,7 +96,7 @@ THREADS = """
 import sys, threading, traceback
 sys.modules["torchao"] = None
 import transformers.utils.quantization_config
-names = ["hf_mxfp4", "transformers.quantizers.auto", "hf_mxfp4.quantizer.quantizer", "transformers.modeling_utils"]
+names = ["hf_mxfp4", "transformers.quantizers", "hf_mxfp4.quantizer.quantizer", "transformers.modeling_utils"]
 failed, barrier = [], threading.Barrier(len(names))
 def work(name):
     barrier.wait()

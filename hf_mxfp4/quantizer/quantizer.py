@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers import HfQuantizer
 
 from .._logging import get_logger
 from ..checkpoint import check_checkpoint, check_packed_files, make_record, take_state_dict, wrap_saving

@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_mxfp4 import files
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.rl import ExactResumeMixin
 from recipes.common.progress import TrainingBar
@@ -159,10 +160,7 @@ def _check_tokenizer(folder: Path, text: str, tokenizer: PreTrainedTokenizerBase
 
 def write_json(path: Path, value: Mapping[str, Any] | list) -> None:
     """Write a file that is whole or not there; of a list, each item on a line."""
-    partial = path.with_suffix(".partial")
     if isinstance(value, list):
-        text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        files.replace_file(path, "[\n" + ",\n".join(map(json.dumps, value)) + "\n]\n")
     else:
-        text = json.dumps(value, indent=1)
-    partial.write_text(text + "\n")
-    partial.replace(path)
+        files.write_json(path, value, indent=1)

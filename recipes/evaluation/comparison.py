@@ -7,7 +7,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from .intervals import Estimate, paired_mean_difference, paired_share_difference, pass_at_k
+from hf_mxfp4.stats import Estimate, paired_mean_difference, paired_share_difference, pass_at_k
+
 from .results import GREEDY
 
 

@@ -11,7 +11,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from .intervals import Estimate, mean_pass_at_k, wilson
+from hf_mxfp4.files import write_json
+from hf_mxfp4.stats import Estimate, mean_pass_at_k, wilson
+
 from .records import ScoredCompletion
 
 
@@ -90,9 +92,7 @@ def versions() -> dict[str, str | None]:
 
 def write_result(result: Mapping[str, Any], path: Path) -> None:
     """Write a result so that no reader ever sees a part of it."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_json(path, result, indent=1, ensure_ascii=False)
 
 
 def read_result(path: str | Path) -> dict[str, Any]:

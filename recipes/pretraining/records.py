@@ -2,9 +2,10 @@
 """`study.json`: the settings of a study and its finished runs, so that it can be continued."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from hf_mxfp4.files import write_json
 
 
 class StudyFile:
@@ -44,10 +45,4 @@ class StudyFile:
     def add(self, run: dict[str, Any]) -> None:
         """Append a run; a process killed meanwhile leaves the file as it was."""
         self.runs.append(run)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        with partial.open("w") as file:
-            json.dump({"settings": self.settings, "runs": self.runs}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.path)
+        write_json(self.path, {"settings": self.settings, "runs": self.runs}, indent=1, sync=True)

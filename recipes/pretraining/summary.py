@@ -4,19 +4,16 @@
 A curve is a list of ``(tokens, validation loss)`` with the loss `None` where it was not finite.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
+
+from hf_mxfp4.stats import t_interval
 
 from .arms import BASELINE
 
 
 Curve = Sequence[tuple[float, float | None]]
-
-#: 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom.
-_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-_T_975 += (2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
 
 def tokens_to_target(curve: Curve, target: float) -> float | None:
@@ -48,21 +45,6 @@ def loss_at(curve: Curve, tokens: float) -> float | None:
     if curve[-1][1] is None:
         return None
     raise ValueError(f"the curve goes from {curve[0][0]} to {curve[-1][0]} tokens and says nothing about {tokens}")
-
-
-def t_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, standard deviation and 95 % interval of the mean under Student's t; the last two `None` for one value."""
-    n, mean = len(values), fmean(values)
-    if n < 2:
-        return {"n": n, "mean": mean, "sd": None, "interval": None}
-    sd = stdev(values)
-    half = _quantile(n - 1) * sd / math.sqrt(n)
-    return {"n": n, "mean": mean, "sd": sd, "interval": [mean - half, mean + half]}
-
-
-def _quantile(freedom: int) -> float:
-    # Beyond the table: the normal quantile and the next two terms of its expansion in 1 / freedom.
-    return _T_975[freedom - 1] if freedom <= len(_T_975) else 1.95996 + 2.3723 / freedom + 2.823 / freedom**2
 
 
 def summarize(

@@ -2,12 +2,13 @@
 """Which checkpoint folders count as whole."""
 
 import json
-import logging
 
 import pytest
 
+from hf_mxfp4._logging import get_logger
 from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
-from hf_mxfp4.checkpoint.io.complete import checkpoint_step, has_manifest, invalidate, write_manifest
+from hf_mxfp4.checkpoint.io.complete import MANIFEST, checkpoint_step, has_manifest, invalidate, write_manifest
+from hf_mxfp4.files import draft_of
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_the_newest_whole_one_by_number(make, tmp_path, caplog):
         make(step)
     (tmp_path / "checkpoint-30").write_text("a file")
     (tmp_path / "checkpoint-11" / "model.safetensors").unlink()
-    logger = logging.getLogger("hf_mxfp4")
+    logger = get_logger()
     logger.addHandler(caplog.handler)
     try:
         assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
@@ -102,3 +103,11 @@ def test_the_newest_whole_one_by_number(make, tmp_path, caplog):
 def test_no_checkpoint_at_all(tmp_path):
     assert last_complete_checkpoint(tmp_path) is None
     assert last_complete_checkpoint(tmp_path / "missing") is None
+
+
+def test_the_draft_of_a_killed_process_is_no_part_of_the_manifest(tmp_path):
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    draft_of(folder / MANIFEST).write_text("{")
+    assert write_manifest(folder) == 0 and why_incomplete(folder) is None

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from recipes.evaluation.intervals import (
+from hf_mxfp4.stats import (
     bootstrap_mean,
     mcnemar,
     mean_pass_at_k,

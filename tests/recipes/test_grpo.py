@@ -17,8 +17,8 @@ from transformers.integrations import integration_utils
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.run_report.log import RUN_LOG
 from hf_mxfp4.checkpoint import last_complete_checkpoint
+from hf_mxfp4.stats import wilson
 from recipes.evaluation import generate as evaluation
-from recipes.evaluation.intervals import wilson
 from recipes.grpo import main
 from recipes.post_training.arguments import QuantizationArguments, RecipeArguments, parse, parse_or_exit
 from recipes.tasks import TASKS

@@ -3,12 +3,11 @@
 
 import csv
 import io
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...files import json_clean, replace_file
+from ...files import json_clean, replace_file, write_json
 from ..page import render_page
 from .checkpoints import Comparison
 
@@ -22,10 +21,9 @@ def write_comparison(result: Comparison, version: str, folder: Path) -> list[Pat
     Args:
         version: of this package.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     data = {"hf_mxfp4": version, **result.to_dict()}
     paths = [folder / JSON_NAME, folder / CSV_NAME, folder / HTML_NAME]
-    replace_file(paths[0], json.dumps(data, indent=1, allow_nan=False) + "\n")
+    write_json(paths[0], data, indent=1, allow_nan=False)
     replace_file(paths[1], _csv_text(result))
     replace_file(paths[2], _html_text(result, version))
     return paths

@@ -3,13 +3,12 @@
 
 import csv
 import io
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files import json_clean, replace_file
+from ...files import json_clean, replace_file, write_json
 from ..errors.results import Analysis
 from ..errors.statistics import ErrorStatistics
 from ..errors.sweep import SAMPLE_ELEMENTS
@@ -69,10 +68,8 @@ def build_summary(analysis: Analysis, source: Mapping[str, Any]) -> dict[str, An
 
 def write_reports(analysis: Analysis, source: Mapping[str, Any], version: str, folder: Path) -> list[Path]:
     """Write the three files into ``folder``, each replaced in one step; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(build_report(analysis, source, version), indent=1, allow_nan=False) + "\n"
     paths = [folder / JSON_NAME, folder / CSV_NAME, folder / HTML_NAME]
-    replace_file(paths[0], text)
+    write_json(paths[0], build_report(analysis, source, version), indent=1, allow_nan=False)
     replace_file(paths[1], _csv_text(analysis))
     replace_file(paths[2], render_html(analysis, source, version))
     return paths

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.io.complete import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
-from ...files import is_number, json_clean
+from ...files import append_lines, is_number, json_clean
 
 
 RUN_LOG = "run_log.jsonl"
@@ -120,14 +120,8 @@ class RunLog:
 
     def write(self, kind: str, **entry: Any) -> None:
         """Append one line; numbers that JSON has no word for become null."""
-        line = json.dumps(
-            json_clean({"kind": kind, "time": round(time.time(), 3), **entry}), allow_nan=False, default=str
-        )
-        with open(self.path, "a+b") as file:
-            # A process that was killed may have left half a line.
-            if file.tell() and not _ends_with_newline(file):
-                file.write(b"\n")
-            file.write(line.encode() + b"\n")
+        line = json_clean({"kind": kind, "time": round(time.time(), 3), **entry})
+        append_lines(self.path, [line], allow_nan=False, default=str)
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -188,8 +182,3 @@ def _read_state(checkpoint: Path) -> RunRecord:
 def _identity(entry: dict[str, Any]) -> tuple[int, bool]:
     """What tells the values of one logging step from those of an evaluation at it."""
     return entry["step"], any(key.startswith("eval_") for key in entry)
-
-
-def _ends_with_newline(file: Any) -> bool:
-    file.seek(-1, 2)
-    return file.read(1) == b"\n"

@@ -23,7 +23,6 @@ def write_run_report(folder: str | Path, out: str | Path | None = None) -> Path:
     """
     record = read_run(folder)
     path = Path(out) if out is not None else Path(folder) / RUN_REPORT
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, render_run(record))
     return path
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ...files import write_json
 from ..io.atomic import FolderError, atomic_folder
-from ..io.folder import write_json
 from ..io.writer import MAX_SHARD_SIZE, ShardWriter, TensorSpec
 from .costs import ConversionReport, LayerCost
 from .other_tensors import OtherTensor
@@ -101,11 +101,11 @@ def convert(
                 on_bytes(tensor.nbytes, tensor.name)
             if final_metadata is not None:
                 writer.metadata = dict(final_metadata())
-        write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config, sort_keys=True)
         source.folder.copy_side_files(folder)
         if report_file is not None:
             report.file = report_file
-            write_json(folder / report_file, report.to_dict())
+            write_json(folder / report_file, report.to_dict(), sort_keys=True)
         if finish is not None:
             finish(folder)
     return report

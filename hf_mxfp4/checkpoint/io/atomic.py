@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...files import sync_to_disk
+
 
 class FolderError(ValueError):
     """A folder cannot be written where the user asked; the message says what to do instead."""
@@ -36,7 +38,10 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
     partial.mkdir()
     try:
         yield partial
-        _sync(partial)
+        for file in partial.iterdir():
+            if file.is_file():
+                sync_to_disk(file)
+        sync_to_disk(partial)
         _check_replaceable(target, overwrite)
         old = target.with_name(f".{target.name}.replaced-{mark}")
         if target.exists():
@@ -47,7 +52,7 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
             if old.exists():
                 old.rename(target)
             raise
-        _sync_entry(target.parent)
+        sync_to_disk(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -67,20 +72,3 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise FolderError(f"{target} is not replaced because it holds the folder {subfolders[0]}; give a new one")
     if not (target / "config.json").is_file():
         raise FolderError(f"{target} is not replaced because it has no config.json, so it is no checkpoint")
-
-
-def _sync(folder: Path) -> None:
-    for file in folder.iterdir():
-        if file.is_file():
-            _sync_entry(file)
-    _sync_entry(folder)
-
-
-def _sync_entry(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():  # folders cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

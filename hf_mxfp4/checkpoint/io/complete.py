@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from ..._logging import get_logger
+from ...files import draft_of, write_json
 
 
 MANIFEST = "mxfp4_manifest.json"
@@ -36,12 +37,10 @@ def write_manifest(folder: str | os.PathLike) -> int:
     """List all files under ``folder`` with their sizes in its manifest; their number. To be called when all processes
     have written theirs. The model card is left out: people edit it."""
     folder = Path(folder)
-    left_out = {MANIFEST, TRAINER_STATE, "README.md"}
+    left_out = {MANIFEST, draft_of(MANIFEST).name, TRAINER_STATE, "README.md"}
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     sizes = {name: (folder / name).stat().st_size for name in names if name not in left_out}
-    partial = folder / f".{MANIFEST}.partial"
-    partial.write_text(json.dumps({"files": sizes}, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / MANIFEST)
+    write_json(folder / MANIFEST, {"files": sizes})
     return len(sizes)
 
 

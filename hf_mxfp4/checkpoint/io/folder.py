@@ -164,8 +164,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return contents
-
-
-def write_json(path: Path, contents: Mapping[str, Any]) -> None:
-    """As transformers writes its configs: keys sorted, a line break at the end."""
-    path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...files import sync_to_disk, write_json
+
 
 CONFIG = "config.json"
 _STAGING = ".saving-"
@@ -74,7 +76,7 @@ def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
     files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
     decisive = [Path(name) for name in (single, index, CONFIG)]
     for file in files:
-        _sync(staging / file)
+        sync_to_disk(staging / file)
     for file in files:
         if file not in decisive:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +88,7 @@ def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
         (folder / single).unlink(missing_ok=True)
     if Path(CONFIG) in files:
         os.replace(staging / CONFIG, folder / CONFIG)
-    _sync(folder)
+    sync_to_disk(folder)
     if Path(single) in files:
         (folder / index).unlink(missing_ok=True)
     if Path(single) in files or Path(index) in files:
@@ -105,7 +107,7 @@ def _rename_shards(staging: Path, index: str, taken: set[str]) -> None:
     content["weight_map"] = {tensor: renamed[name] for tensor, name in content["weight_map"].items()}
     for name, new in renamed.items():
         os.replace(staging / name, staging / new)
-    (staging / index).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_json(staging / index, content, sort_keys=True)
 
 
 def shards_of(index: Path) -> set[str]:
@@ -114,14 +116,3 @@ def shards_of(index: Path) -> set[str]:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()
-
-
-def _sync(path: Path) -> None:
-    """Have what was written reach the disk, so that after a power cut a name does not stand for an empty file."""
-    if os.name == "nt":  # opening a folder, or a file only to flush it, is an error there
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

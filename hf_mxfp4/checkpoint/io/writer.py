@@ -15,6 +15,8 @@ from typing import BinaryIO
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from ...files import write_json
+
 
 INDEX = "model.safetensors.index.json"
 #: As `save_pretrained` has it.
@@ -143,8 +145,7 @@ class ShardWriter:
         if missing:
             raise ValueError(f"{len(missing)} announced tensors were not written in full, such as {min(missing)}")
         if len(self._shards) > 1:
-            text = json.dumps(self._index, indent=2, sort_keys=True) + "\n"
-            (self._folder / INDEX).write_text(text, encoding="utf-8")
+            write_json(self._folder / INDEX, self._index, sort_keys=True)
         for file, old in self._headers.items():
             header, _ = self._header(self._shards[file], len(old))
             if header != old:
