@@ -20,7 +20,7 @@ from .gemm_options import (
 )
 from .module_names import read_names
 from .numerics import GEMM_OPERANDS, SAVED_FORMS, LinearScheme, QuantScheme, ScaleRule
-from .numerics.scheme import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
+from .numerics.schemes import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
 from .presets import FORWARD_PRESETS, OPTION_DEFAULTS, PRESET_DEFAULTS, PRESETS, preset_gemms
 from .registration import QUANT_METHOD
 from .suggestions import unknown_key_message

@@ -15,6 +15,8 @@ from . import triton as triton_kernels
 #: The eager reference computes rows in portions of this many elements on the CPU, so that what lies between input and
 #: output stays in the processor's cache.
 _EAGER_PORTION = 1 << 17
+#: Torch's own kinds of tensors, which have memory to hand to a kernel.
+_OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def fake_quantize(
@@ -36,8 +38,9 @@ def fake_quantize(
 
     Raises `ValueError` when the backend named cannot do it.
     """
-    noise_source(scheme.rounding, None, seed)
-    if in_compiled_code(x) and scheme.rounding == "nearest" and rotation is None:
+    if seed is not None:
+        noise_source(scheme.rounding, None, seed)
+    if torch.compiler.is_compiling() and in_compiled_code(x) and scheme.rounding == "nearest" and rotation is None:
         values = torch.ops.hf_mxfp4.fake_quantize(x.detach(), str(scheme), backend)
         return values if dtype is None else values.to(dtype)
     name = choose_backend(x, scheme, backend, seed)
@@ -47,14 +50,11 @@ def fake_quantize(
         x = x if x.dtype == torch.float64 else x.float()
         x = rotate(F.pad(x, (0, -x.shape[-1] % rotation)), rotation, signs=signs)
         name = choose_backend(x, scheme, backend, seed)
-    values = _along_rows(x, scheme, name, seed)
-    return values if dtype is None else values.to(dtype)
-
-
-def _along_rows(x: torch.Tensor, scheme: QuantScheme, name: str, seed: int | None) -> torch.Tensor:
     if name == "cpu":
-        return cpu.fake_quantize(x, scheme)
-    return triton_kernels.fake_quantize(x, scheme, seed) if name == "triton" else _eager(x, scheme, seed)
+        values = cpu.fake_quantize(x, scheme)
+    else:
+        values = triton_kernels.fake_quantize(x, scheme, seed) if name == "triton" else _eager(x, scheme, seed)
+    return values if dtype is None else values.to(dtype)
 
 
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
@@ -87,7 +87,7 @@ def choose_backend(
 ) -> str:
     """The backend for this tensor, whose quantized axis has ``length`` elements (by default, the last axis). Raises
     `ValueError` when the one named cannot do it."""
-    if not _is_plain(x):
+    if type(x) not in _OWN_TYPES or torch.compiler.is_compiling():
         # Tracing and other stand-ins for tensors have no memory to hand to a kernel.
         return "eager"
     # Only rows that are macro blocks can be too long; other lengths would but fill the cache.
@@ -119,7 +119,7 @@ def backend_for(
 
 def is_torchs_own(x: torch.Tensor) -> bool:
     """Whether a tensor is of torch's own kinds, not one that stands for something else."""
-    return type(x) in (torch.Tensor, torch.nn.Parameter)
+    return type(x) in _OWN_TYPES
 
 
 def in_compiled_code(x: torch.Tensor) -> bool:
@@ -127,13 +127,9 @@ def in_compiled_code(x: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() and is_torchs_own(x)
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    return is_torchs_own(x) and not torch.compiler.is_compiling()
-
-
 def _eager(x: torch.Tensor, scheme: QuantScheme, seed: int | None = None) -> torch.Tensor:
     whole = scheme.rounding != "nearest" or scheme.block_rows != 1 or scheme.fallback_rate is not None
-    if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or not _is_plain(x):
+    if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or type(x) not in _OWN_TYPES:
         return apply_scheme(x, scheme, seed=seed)
     rows = x.detach().reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype)

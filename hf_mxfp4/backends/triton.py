@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the Triton kernels (`mxfp4_kernels`, imported when first used) on torch tensors."""
 
+import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ def fake_quantize_rotated(
     import mxfp4_kernels
 
     written = written_dtype(scheme, dtype)
-    options = _options(scheme) | {"rounding": scheme.rounding, "seed": seed, "rotation": rotation, "signs": signs}
+    options = {**_options(scheme), "rounding": scheme.rounding, "seed": seed, "rotation": rotation, "signs": signs}
     return mxfp4_kernels.fake_quantize(x, dtype=written, **options).to(dtype)
 
 
@@ -77,7 +79,7 @@ def fake_quantize_both(
     import mxfp4_kernels
 
     rounding = tuple(scheme.rounding for scheme in schemes)
-    options = _options(schemes[0]) | {"rounding": rounding, "seed": seeds, "rotation": rotations, "signs": signs}
+    options = {**_options(schemes[0]), "rounding": rounding, "seed": seeds, "rotation": rotations, "signs": signs}
     written = written_dtype(schemes[0], dtype) if any(rotations) else None
     return tuple(values.to(dtype) for values in mxfp4_kernels.fake_quantize_both(x, dtype=written, **options))
 
@@ -132,11 +134,14 @@ def plan_linear(n_tokens: int, out_features: int, in_features: int, scheme: Quan
     return mxfp4_kernels.plan_linear_w4a16(n_tokens, out_features, in_features, **_stored(scheme), dtype=name)
 
 
-def _options(scheme: QuantScheme) -> dict[str, Any]:
+@functools.lru_cache(maxsize=64)
+def _options(scheme: QuantScheme) -> Mapping[str, Any]:
+    """A scheme as arguments of the kernels that quantize."""
     return {"scale_rule": scheme.scale_rule.value, "block_rows": scheme.block_rows, **_stored(scheme)}
 
 
-def _stored(scheme: QuantScheme) -> dict[str, Any]:
+@functools.lru_cache(maxsize=64)
+def _stored(scheme: QuantScheme) -> Mapping[str, Any]:
     """What dequantization needs to know."""
     return {
         "macro_block": scheme.macro_block,

@@ -18,10 +18,7 @@ _problems: dict[tuple[str, torch.device, bool], str | None] = {}
 def kernel_of_product(
     gemm: str, spec: GemmSpec, *operands: torch.Tensor, dtype: torch.dtype, experts: bool = False
 ) -> str:
-    """The name of the kernel for these operands of a product, with an output of ``dtype``. It is counted, but where the
-    spec asks for the dense one."""
-    if spec.gemm_kernel == "dense":
-        return "dense"
+    """The name of the kernel for these operands of a product, with an output of ``dtype``. It is counted."""
     device = operands[0].device
     kernel = select_kernel(gemm, spec.scheme, hardware_of(device), dtype, spec.gemm_kernel, experts)
     name = kernel.name

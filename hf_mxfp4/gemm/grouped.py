@@ -51,7 +51,7 @@ def runs_grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
 def unsupported_reason(spec: GemmSpec) -> str | None:
     """Why gradients cannot be computed for all experts at once; `None` when they can."""
     scheme = spec.scheme
-    if scheme.is_random:
+    if spec.is_random:
         return "every expert draws random numbers of its own"
     for gemm in (scheme.dgrad, scheme.wgrad):
         for operand in (gemm.left, gemm.right):

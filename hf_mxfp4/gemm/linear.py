@@ -113,7 +113,7 @@ def linear_forward(
         The output, what was saved of ``x``, the record, and the operand of the weight, `None` where there was none.
     """
     spec, kernel, right = state.spec, "dense", given[1]
-    if right is None:
+    if right is None and spec.gemm_kernel != "dense":
         kernel = kernel_of_product("fprop", spec, x, weight, dtype=dtype, experts=groups is not None)
     left, tensors, saved = save_input(
         x,
@@ -196,7 +196,8 @@ def linear_backward(
         grad_bias = rows.sum(dim=0).to(record.bias_dtype)
     elif needs[2]:
         grad_bias = grouped.grad_bias(grad, groups, record.bias_dtype, spec.backend)
-    _count_pass(state, groups)
+    if spec.is_random:
+        _count_pass(state, groups)
     return grad_x, grad_weight, grad_bias
 
 
@@ -224,8 +225,6 @@ def check_step(rng: LayerRng, step: int) -> None:
 
 def _count_pass(state: GemmState, groups: Groups | None) -> None:
     """Let the next backward pass of the step draw other numbers, of each expert that had rows in this one."""
-    if not state.spec.scheme.is_random:
-        return
     if groups is None:
         state.rngs[0].n_backward += 1
         return

@@ -72,7 +72,7 @@ def quantize_operand(
         x = rotate_operand(x, rotation, gemm, rng)
         x = fake_quantize_e4m3(x) if scheme is FP8 else x
         return x if dtype is None else x.to(dtype)
-    seed = operand_seed(scheme, gemm, operand, rng)
+    seed = None if scheme.rounding == "nearest" else operand_seed(scheme, gemm, operand, rng)
     if rotation is None:
         values = backends.fake_quantize(x.detach(), scheme, backend, seed=seed)
         return values if dtype is None else values.to(dtype)
@@ -93,12 +93,14 @@ def input_operand(x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups:
     """``Q(x)`` along the last axis in ``dtype``, of the rotated and padded input where the forward product rotates.
     Where random numbers are drawn, each group has its own. Of a tensor without memory one of that shape."""
     spec = state.spec
-    if isinstance(x, FakeTensor) and not spec.keeps_input:
+    if spec.keeps_input:
+        return x.to(dtype)
+    if isinstance(x, FakeTensor):
         return x.new_empty(*x.shape[:-1], padded_length(x.shape[-1], state), dtype=dtype)
-    if groups is None or not spec.scheme.fprop.is_random:
-        return _input(x, dtype, state, state.rng_of(0))
-    parts = [_input(x[rows], dtype, state, state.rng_of(group)) for group, rows in groups]
-    parts = parts or [_input(x, dtype, state, state.rng_of(0))]
+    if groups is None or not spec.draws_forward:
+        return _input(x, dtype, state, state.rngs[0])
+    parts = [_input(x[rows], dtype, state, state.rngs[group]) for group, rows in groups]
+    parts = parts or [_input(x, dtype, state, state.rngs[0])]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -146,10 +148,10 @@ def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None
     """[`input_operand`] as codes and scale bytes. Only under a scheme that quantizes activations."""
     if isinstance(x, FakeTensor):
         return _shapes_of_input(x, state)
-    if groups is None or not state.spec.scheme.fprop.is_random:
-        return _packed(x, state, state.rng_of(0))
-    parts = [_packed(x[rows], state, state.rng_of(group)) for group, rows in groups]
-    return cat_rows(parts or [_packed(x, state, state.rng_of(0))])
+    if groups is None or not state.spec.draws_forward:
+        return _packed(x, state, state.rngs[0])
+    parts = [_packed(x[rows], state, state.rngs[group]) for group, rows in groups]
+    return cat_rows(parts or [_packed(x, state, state.rngs[0])])
 
 
 def _packed(x: torch.Tensor, state: GemmState, rng: LayerRng) -> MXFP4Tensor:
@@ -198,13 +200,13 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
     """The weight as the forward product takes it, in ``dtype``: ``Q(W)`` ``[N, K]`` or, of experts, ``[E, N, K]``, of
     the rotated and padded weight where the scheme rotates."""
     spec, scheme = state.spec, state.spec.scheme.fprop.right
-    weight = rows_first(weight.detach(), state)
     if weight.dim() == 2:
-        return matrix_operand(weight, state, state.rng_of(0)).to(dtype)
+        return matrix_operand(weight, state, state.rngs[0]).to(dtype)
+    weight = rows_first(weight.detach(), state)
     by_row = isinstance(scheme, QuantScheme) and scheme.block_rows == 1 and scheme.fallback_rate is None
     by_row = by_row and scheme.rounding == "nearest"  # each expert has random numbers of its own
     if by_row and spec.rotation_size == 1 and backends.choose_backend(weight, scheme, spec.backend) != "eager":
-        return matrix_operand(weight, state, state.rng_of(0)).to(dtype)
+        return matrix_operand(weight, state, state.rngs[0]).to(dtype)
     out = None
     for group, rng in enumerate(state.rngs):  # the eager functions take several times the memory of their input
         values = matrix_operand(weight[group], state, rng)
@@ -223,6 +225,6 @@ def matrix_operand(weight: torch.Tensor, state: GemmState, rng: LayerRng) -> tor
 @torch.no_grad()
 def effective_rows(rows: torch.Tensor, state: GemmState, group: int = 0) -> torch.Tensor:
     """The values ``[n, K]`` that the forward product takes for rows of a weight, rotated back, in their dtype."""
-    rng = state.rng_of(group)
+    rng = state.rngs[group]
     values = matrix_operand(rows, state, rng)
     return rotate_back(values, state.spec.scheme.fprop.rotation, "fprop", rows.shape[-1], rng).to(rows.dtype)

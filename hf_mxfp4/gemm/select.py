@@ -63,14 +63,14 @@ def select_kernel(
     requested: str = "auto",
     experts: bool = False,
 ) -> GemmKernel:
-    """The engine of one product.
+    """The kernel of one product.
 
     Args:
         gemm: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
         scheme: of the layer's products.
         hardware: see [`hardware_of`].
         dtype: of the output.
-        requested: an engine, or ``"auto"`` for the fastest that multiplies the very values; on the CPU that is the
+        requested: a kernel, or ``"auto"`` for the fastest that multiplies the very values; on the CPU that is the
             dense one, also in the interpreter, where others are for tests.
         experts: whether the product is that of all experts of a layer. No kernel multiplies packed operands of those;
             hardware for MXFP4 has FP8 products too.
@@ -90,12 +90,12 @@ def select_kernel(
         if reason is None:
             return GemmKernel(name, "native MXFP4 products" if name == "mxfp4" else "folded exactly into E4M3")
         reasons.append(reason)
-    # Of several the last is about the engine that asks least.
+    # Of several the last is about the kernel that asks least.
     return GemmKernel("dense", reasons[-1])
 
 
 def gemm_kernel_counts() -> dict[str, dict[str, int] | int]:
-    """Products of this process so far: by product and engine, as ``{"fprop": {"fp8": 12, "dense": 3}, ...}``, and under
+    """Products of this process so far: by product and kernel, as ``{"fprop": {"fp8": 12, "dense": 3}, ...}``, and under
     ``"inexact_blocks"`` the blocks that did not fold exactly. Waits for the GPU."""
     found: dict[str, dict[str, int] | int] = {gemm: {} for gemm in GEMM_OPERANDS}
     for (gemm, name), count in sorted(_counts.items()):
@@ -129,12 +129,12 @@ def _hardware_problem(name: str, hardware: str) -> str | None:
 
 
 def dtype_problem(dtype: torch.dtype) -> str | None:
-    """Why no engine but the dense one takes tensors of a dtype; `None` where others do."""
+    """Why no kernel but the dense one takes tensors of a dtype; `None` where others do."""
     return None if dtype in _DTYPES else f"{dtype} has more digits than these engines"
 
 
 def _scheme_problem(name: str, gemm: str, scheme: LinearScheme) -> str | None:
-    """Why operands of a product do not fit an engine."""
+    """Why operands of a product do not fit a kernel."""
     product: GemmScheme = getattr(scheme, gemm)
     schemes = []
     for operand, precision in zip(GEMM_OPERANDS[gemm], (product.left, product.right), strict=True):

@@ -16,6 +16,7 @@ class GemmSpec:
         gemm_kernel: what multiplies; see [`hf_mxfp4.gemm.select_kernel`].
         saved: the form of the input that is saved for Wgrad, one of [`hf_mxfp4.numerics.SAVED_FORMS`].
         transposed: whether the weights of experts are ``[E, K, N]`` and not ``[E, N, K]``.
+        is_random, draws_forward: whether any product draws random numbers, and whether the forward one does.
         is_plain: whether gradients are products of output gradients as they are with the operands of the forward
             product, that is without random numbers, rotations and quantization of their own.
         saves_raw_input: whether Wgrad takes the input itself and not what the forward product used of it.
@@ -33,6 +34,8 @@ class GemmSpec:
     gemm_kernel: str = "dense"
     saved: str = "full"
     transposed: bool = False
+    is_random: bool = field(init=False)
+    draws_forward: bool = field(init=False)
     is_plain: bool = field(init=False)
     saves_raw_input: bool = field(init=False)
     reuses_weight: bool = field(init=False)
@@ -48,6 +51,8 @@ class GemmSpec:
         quantized_x, quantized_weight = (isinstance(side, QuantScheme) for side in (fprop.left, fprop.right))
         rotates = fprop.rotation is not None
         derived = {
+            "is_random": scheme.is_random,
+            "draws_forward": fprop.is_random,
             "is_plain": scheme.dgrad == scheme.wgrad == PLAIN and not rotates and not scheme.is_random,
             "saves_raw_input": scheme.wgrad.right is not REUSE,
             "reuses_weight": scheme.dgrad.right is REUSE,

@@ -58,7 +58,7 @@ class GemmState:
         """Draw the random numbers of optimizer step ``step`` from now on."""
         for rng in self.rngs:
             rng.set_step(step)
-        if self.spec.scheme.fprop.is_random:
+        if self.spec.draws_forward:
             self.cache.clear()
             self.folded.clear()
 

@@ -7,24 +7,25 @@ from .e4m3 import dequantize_e4m3, e4m3_scale_byte, fake_quantize_e4m3, quantize
 from .e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
 from .fallback import FallbackThreshold
 from .fold import FOLD_GROUPS, FoldedOperand, fold, fold_across, fold_obstacle
-from .gemms import (
+from .hadamard import random_signs, rotate, unrotate
+from .packed import MXFP4Tensor, dequantize
+from .quantize import apply_scheme, apply_scheme_delayed, fake_quantize, quantize, quantize_delayed
+from .schemes import (
     FP8,
     FULL,
     GEMM_OPERANDS,
     PLAIN,
     REUSE,
+    ROTATION_SIZES,
     SAVED_FORMS,
     GemmScheme,
     LinearScheme,
     OperandScheme,
+    QuantScheme,
     Rotation,
     parse_rotation,
+    parse_scheme,
 )
-from .hadamard import ROTATION_SIZES, random_signs, rotate, unrotate
-from .packed import MXFP4Tensor, dequantize
-from .quantize import apply_scheme, apply_scheme_delayed, fake_quantize, quantize, quantize_delayed
-from .scheme import QuantScheme
-from .scheme_text import parse_scheme
 
 
 __all__ = [

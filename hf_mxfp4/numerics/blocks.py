@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of one tensor on their way through quantization: padding, macro factor, scales, rounding, searches.
+"""Blocks of one tensor on their way through quantization: rows to blocks and back, padding, macro factor, scales,
+rounding, searches.
 
 The definition that this follows is in [`hf_mxfp4.numerics.quantize`].
 """
@@ -21,10 +22,9 @@ from .e8m0 import (
 )
 from .errors import importance_weights, inverse_power_of_two, sum_of_squares
 from .fallback import block_errors, select_share
-from .layout import from_blocks, to_blocks
 from .packed import saturate
 from .rng import NoiseSource, counted_uniform
-from .scheme import QuantScheme
+from .schemes import QuantScheme
 
 
 #: Scale exponents that the `mse` rule tries, from `E - 2`; the earlier one wins a tie.
@@ -237,3 +237,39 @@ def _as_float32(x: torch.Tensor) -> torch.Tensor:
         largest = torch.finfo(torch.float32).max
         x = torch.where(x.isinf(), x, x.clamp(-largest, largest))
     return x.to(torch.float32, copy=True)
+
+
+def to_blocks(rows: torch.Tensor, unit: int, block_rows: int) -> torch.Tensor:
+    """Blocks ``[..., K/32, 32]`` of rows ``[..., K]``, or tiles ``[..., N/32, K/32, 1024]`` of ``[..., N, K]``.
+
+    Pads with zeros: columns to a multiple of ``unit`` (itself one of 32), rows to one of ``block_rows``. Shares memory
+    with ``rows`` where it can.
+    """
+    padding = -rows.shape[-1] % unit
+    if block_rows > 1:
+        row_padding = -rows.shape[-2] % block_rows
+        if padding or row_padding:
+            rows = torch.nn.functional.pad(rows, (0, padding, 0, row_padding))
+        *lead, n, k = rows.shape
+        tiles = rows.reshape(*lead, n // block_rows, block_rows, k // BLOCK_SIZE, BLOCK_SIZE).transpose(-3, -2)
+        return tiles.reshape(*lead, n // block_rows, k // BLOCK_SIZE, block_rows * BLOCK_SIZE)
+    if padding:
+        rows = torch.nn.functional.pad(rows, (0, padding))
+    rows = rows.contiguous()
+    return rows.view(*rows.shape[:-1], rows.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
+
+
+def from_blocks(blocks: torch.Tensor, shape: torch.Size, block_rows: int) -> torch.Tensor:
+    """Rows of the given shape ``[..., K]`` out of what [`to_blocks`] made of them, without the padding."""
+    if block_rows == 1:
+        return blocks.flatten(-2)[..., : shape[-1]]
+    *lead, n, k, _ = blocks.shape
+    tiles = blocks.reshape(*lead, n, k, block_rows, BLOCK_SIZE).transpose(-3, -2)
+    return tiles.reshape(*lead, n * block_rows, k * BLOCK_SIZE)[..., : shape[-2], : shape[-1]]
+
+
+def per_row(of_blocks: torch.Tensor, shape: torch.Size, block_rows: int) -> torch.Tensor:
+    """What belongs to blocks, ``[..., N / block_rows, n]``, for each of the rows of ``shape``: ``[..., N, n]``."""
+    if block_rows == 1:
+        return of_blocks
+    return of_blocks.repeat_interleave(block_rows, dim=-2)[..., : shape[-2], :]

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .blocks import Blocks
+from .blocks import Blocks, from_blocks, to_blocks
 from .e2m1 import round_nearest
 from .e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0
-from .layout import from_blocks, to_blocks
 from .quantize import check_input, selector, unblock
-from .scheme import QuantScheme, one_of
+from .schemes import QuantScheme, one_of
 
 
 #: Names of the three components, as attributes of [`ErrorDecomposition`].

@@ -3,7 +3,7 @@
 
 import torch
 
-from .scheme import QuantScheme
+from .schemes import QuantScheme
 
 
 #: Squared errors are cut to multiples of ``1 / SQUARE_UNITS``.

@@ -24,7 +24,7 @@ from . import e2m1 as grid
 from . import macro
 from .e8m0 import BLOCK_SIZE, E8M0_NAN, decode_e8m0
 from .packed import MXFP4Tensor, saturate
-from .scheme import QuantScheme, one_of
+from .schemes import QuantScheme, one_of
 
 
 #: Elements that share a scale: a whole row, or 128.

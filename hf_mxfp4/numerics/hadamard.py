@@ -7,11 +7,7 @@ Applied along the contraction axis to both operands of a matrix product it leave
 
 import torch
 
-from .scheme import one_of
-
-
-#: Sizes of the rotated blocks.
-ROTATION_SIZES = (16, 32, 64, 128)
+from .schemes import ROTATION_SIZES, one_of
 
 
 def rotate(x: torch.Tensor, size: int, *, axis: int = -1, signs: torch.Tensor | None = None) -> torch.Tensor:

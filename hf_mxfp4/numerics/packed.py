@@ -8,7 +8,7 @@ import torch
 from . import e2m1 as grid
 from . import macro
 from .e8m0 import BLOCK_SIZE, decode_e8m0
-from .scheme import QuantScheme
+from .schemes import QuantScheme
 
 
 @dataclass(frozen=True)

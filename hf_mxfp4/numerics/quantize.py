@@ -30,13 +30,12 @@ from numbers import Real
 import torch
 
 from . import e2m1 as grid
-from .blocks import Blocks
+from .blocks import Blocks, per_row
 from .e8m0 import ScaleRule
 from .fallback import FallbackThreshold, select_above
-from .layout import per_row
 from .packed import MXFP4Tensor, saturate
 from .rng import NoiseSource, noise_source
-from .scheme import QuantScheme
+from .schemes import QuantScheme
 
 
 def fake_quantize(

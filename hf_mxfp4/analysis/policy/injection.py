@@ -20,7 +20,7 @@ from ...gemm.weight_cache import WeightCache
 from ...layers import MXFP4Experts, MXFP4Linear
 from ...module_names import fused_experts, name_matches, split_linears
 from ...numerics import COMPONENTS, QuantScheme, apply_component
-from ...numerics.scheme import one_of
+from ...numerics.schemes import one_of
 
 
 #: What can be injected: one component, the whole error, or nothing (full precision).

@@ -53,7 +53,7 @@ def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     rows = x.detach().contiguous()
     out = torch.empty_like(rows)
     if rows.numel():
-        _quantize_into(rows, scheme, values=out)
+        _over_rows("mxfp4_quantize", rows, scheme, out.data_ptr(), *[None] * 5)
     return out
 
 
@@ -76,7 +76,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
         "residual_scale": empty(n_blocks) if fallback else None,
     }
     if rows.numel():
-        _quantize_into(rows, scheme, **outputs)
+        _over_rows("mxfp4_quantize", rows, scheme, None, *map(_address, outputs.values()))
     return MXFP4Tensor(**outputs, length=length, axis=axis, scheme=scheme, dtype=x.dtype)
 
 
@@ -137,12 +137,9 @@ def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[in
     return ErrorSums(*map(math.fsum, sums.t().tolist())), bins.sum(dim=0).tolist()
 
 
-def _quantize_into(rows: torch.Tensor, scheme: QuantScheme, **outputs: torch.Tensor | None) -> None:
-    names = ("values", "codes", "scale", "macro", "residual_codes", "residual_scale")
-    _over_rows("mxfp4_quantize", rows, scheme, *(_address(outputs.get(name)) for name in names))
-
-
 def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *addresses: int | None) -> None:
+    """Call a function of the library on portions of rows; ``addresses`` are those of values and of the tensors of an
+    [`MXFP4Tensor`], `None` for those that are not asked for or not there."""
     function, common = getattr(load()[0], name), _common(rows, scheme)
     in_threads(
         lambda first, last: function(*common, first, last, *addresses),

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...config import MXFP4RLConfig
 from ...numerics import QuantScheme, ScaleRule
-from ...numerics.scheme import one_of
+from ...numerics.schemes import one_of
 from ..formats import FORMATS, Format, PackedFormat
 from ..io.folder import ArgumentError, CheckpointError, Spelling, model_dtype, open_checkpoint
 from ..io.validate import WIDEST_FLOAT, make_record

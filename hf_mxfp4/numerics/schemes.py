@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validated descriptions of how one tensor is quantized, how schemes are written as text, and how the three matrix
+products of a linear layer treat their six operands.
+
+Fprop ``y = Q_K(x) Q_K(W)^T``, Dgrad ``dx = Q_N(dy) Q_N(W)``, Wgrad ``dW = Q_M(dy)^T Q_M(x)``. The subscript is the axis
+that blocks run along, always the product's contraction axis: K inputs, N outputs, M tokens (arXiv 2605.09825).
+"""
+
+import difflib
+import enum
+import re
+from dataclasses import dataclass
+from numbers import Real
+
+from .e8m0 import ScaleRule
+
+
+#: Elements per macro block that have a definition; ``"row"`` is the whole axis.
+MACRO_BLOCKS = (32, 64, 128, 256, "row")
+MACRO_SEARCHES = ("static", "dynamic", "blockwise")
+ROUNDINGS = ("nearest", "stochastic")
+#: Rows of elements that share a block scale: a row of 32, or a tile of 32 x 32.
+BLOCK_ROWS = (1, 32)
+
+
+def one_of(name: str, value: object, allowed: tuple) -> None:
+    """Raise `ValueError` naming the argument and the allowed values unless ``value`` is one of them."""
+    if not any(value == choice and isinstance(value, type(choice)) for choice in allowed) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}")
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """How one tensor is quantized. See [`fake_quantize`] for the meaning of the fields.
+
+    Raises `ValueError` for values outside the supported sets.
+    """
+
+    scale_rule: ScaleRule = ScaleRule.RCEIL
+    macro_block: int | str | None = None
+    macro_search: str = "static"
+    outlier_fallback: float | None = None
+    rounding: str = "nearest"
+    block_rows: int = 1
+    fallback_rate: float | None = None
+
+    def __post_init__(self):
+        one_of("scale_rule", self.scale_rule, tuple(rule.value for rule in ScaleRule))
+        object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule))
+        one_of("macro_block", self.macro_block, (None, *MACRO_BLOCKS))
+        if self.macro_search == "hybrid":
+            raise ValueError(
+                "macro_search='hybrid' means dynamic for weights and static for activations; "
+                "one tensor is either: pass 'dynamic' or 'static'"
+            )
+        one_of("macro_search", self.macro_search, MACRO_SEARCHES)
+        if self.macro_search == "blockwise" and self.macro_block not in (None, 128):
+            raise ValueError(
+                f"macro_search='blockwise' needs macro_block=128, whose byte holds the mantissas of four blocks; "
+                f"got macro_block={self.macro_block!r}"
+            )
+        one_of("rounding", self.rounding, ROUNDINGS)
+        check_alpha(self.outlier_fallback)
+        one_of("block_rows", self.block_rows, BLOCK_ROWS)
+        check_fallback_rate("fallback_rate", self.fallback_rate, self.outlier_fallback)
+
+    @property
+    def searches(self) -> bool:
+        """Whether something is chosen by its squared error: the scale (`mse`) or the macro factor."""
+        return self.scale_rule is ScaleRule.MSE or self.macro_block is not None and self.macro_search != "static"
+
+    def __str__(self) -> str:
+        parts = ["mxfp4", self.scale_rule.value]
+        if self.macro_block is not None:
+            parts.append(f"mbs{self.macro_block}-{self.macro_search}")
+        if self.outlier_fallback is not None:
+            rate = "" if self.fallback_rate is None else f"@{_number_text(self.fallback_rate)}"
+            parts.append(f"of{_number_text(self.outlier_fallback)}{rate}")
+        if self.rounding != "nearest":
+            parts.append(self.rounding)
+        if self.block_rows != 1:
+            parts.append(f"{self.block_rows}x32")
+        return "+".join(parts)
+
+
+def _number_text(number: float) -> str:
+    """Short where that is exact: a scheme is read back from its text."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(float(number))
+
+
+def check_alpha(alpha: float | None) -> None:
+    """Raise `ValueError` unless the outlier-fallback weight is `None` or a finite number in (0, 1]."""
+    if alpha is None:
+        return
+    if isinstance(alpha, bool) or not isinstance(alpha, Real) or not 0 < alpha <= 1:
+        raise ValueError(f"outlier_fallback={alpha!r} must be None or a number in (0, 1]")
+
+
+def check_fallback_rate(name: str, rate: float | None, alpha: float | None) -> None:
+    """Raise `ValueError` unless the share of blocks with outlier fallback is `None` or a number in (0, 1), and there is
+    a fallback (weight ``alpha``) to be selective about."""
+    if rate is None:
+        return
+    if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate < 1:
+        raise ValueError(f"{name}={rate!r} must be None (every block) or a number between 0 and 1")
+    if alpha is None:
+        raise ValueError(
+            f"{name}={rate!r} selects blocks for outlier fallback, which outlier_fallback=None switches off"
+        )
+
+
+# ---- schemes as text ------------------------------------------------------------------------------------------------
+
+
+_MACRO = re.compile(r"mbs(?P<size>[^-]+)(?:-(?P<search>.+))?")
+_FALLBACK = re.compile(r"of(?P<alpha>[^@]+)(?:@(?P<rate>.+))?")
+_EXAMPLE = "rceil+mbs128-static+of0.5"
+
+
+def parse_scheme(text: str) -> QuantScheme:
+    """The scheme that ``str(scheme)`` describes: ``"mxfp4+rceil+mbs128-static+of0.5"``, with or without ``"mxfp4+"``.
+
+    The parts after the rule come in any order: ``mbs<size>[-<search>]`` (static when no search is named), ``of<alpha>``
+    or ``of<alpha>@<share of blocks>``, ``stochastic``, ``32x32``.
+
+    Raises `ValueError` for what cannot be read, with the nearest known spelling.
+    """
+    parts = [part.strip() for part in text.strip().split("+")]
+    if parts[0] == "mxfp4":
+        parts = parts[1:]
+    if not parts or not parts[0]:
+        raise ValueError(f"scheme {text!r} names no scale rule; give one first, as in {_EXAMPLE!r}")
+    rules = [rule.value for rule in ScaleRule]
+    if parts[0] not in rules:
+        raise ValueError(f"scheme {text!r}: no scale rule {parts[0]!r}; {_nearest(parts[0], rules)}")
+    options: dict = {"scale_rule": ScaleRule(parts[0])}
+    for part in parts[1:]:
+        for key, value in _part_options(text, part).items():
+            if key in options:
+                raise ValueError(f"scheme {text!r} gives {key} twice")
+            options[key] = value
+    try:
+        return QuantScheme(**options)
+    except ValueError as error:
+        raise ValueError(f"scheme {text!r}: {error}") from None
+
+
+def _part_options(text: str, part: str) -> dict:
+    if match := _MACRO.fullmatch(part):
+        size, search = match["size"], match["search"] or "static"
+        sizes = [str(choice) for choice in MACRO_BLOCKS]
+        if size not in sizes:
+            raise ValueError(
+                f"scheme {text!r}: macro blocks have {', '.join(sizes[:-1])} elements or 'row', not {size}"
+            )
+        if search not in MACRO_SEARCHES:
+            known = list(MACRO_SEARCHES)
+            raise ValueError(f"scheme {text!r}: no macro search {search!r}; {_nearest(search, known)}")
+        return {"macro_block": size if size == "row" else int(size), "macro_search": search}
+    if match := _FALLBACK.fullmatch(part):
+        options = {"outlier_fallback": _number(text, match["alpha"])}
+        if match["rate"] is not None:
+            options["fallback_rate"] = _number(text, match["rate"])
+        return options
+    if part in ROUNDINGS:
+        return {"rounding": part}
+    if part in ("1x32", "32x32"):
+        return {"block_rows": int(part.split("x")[0])}
+    known = ["mbs128-static", "mbs128-dynamic", "mbs128-blockwise", "of0.5", "stochastic", "32x32"]
+    raise ValueError(f"scheme {text!r}: {part!r} is no part of a scheme; {_nearest(part, known)}")
+
+
+def _number(text: str, word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"scheme {text!r}: {word!r} is not a number") from None
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}, as in {_EXAMPLE!r}"
+
+
+# ---- the three products of a linear layer ---------------------------------------------------------------------------
+
+
+#: Sizes of the blocks that a rotation mixes.
+ROTATION_SIZES = (16, 32, 64, 128)
+
+#: The products, and the names of their left and right operands.
+GEMM_OPERANDS = {"fprop": ("x", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "x")}
+
+
+#: Forms of a layer's input that is saved for the gradient of its weight. ``full``: as Wgrad takes it. ``mxfp4``: the
+#: codes and scale bytes of the forward product's operand, which give its very bits back. ``fp8``: rounded to E4M3 with
+#: one power-of-two scale per row (token).
+SAVED_FORMS = ("full", "mxfp4", "fp8")
+
+
+class Treatment(enum.Enum):
+    """What else than MXFP4 an operand can be.
+
+    FULL: full precision. REUSE: the values that the forward product used, blocks along K (arXiv 2605.20402). FP8: E4M3
+    with one power-of-two scale per row of the contraction.
+    """
+
+    FULL = "full"
+    REUSE = "reuse"
+    FP8 = "fp8"
+
+    def __str__(self) -> str:
+        return {"full": "full precision", "reuse": "as in fprop"}.get(self.value, self.value)
+
+
+FULL, REUSE, FP8 = Treatment
+OperandScheme = QuantScheme | Treatment
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Block-diagonal Hadamard rotation of both operands along the contraction axis, before they are quantized.
+
+    The axis is padded with zeros to a multiple of ``size``. With ``random`` each element has a random sign before, the
+    same for both operands. Raises `ValueError` for a size that is not supported.
+    """
+
+    size: int
+    random: bool = False
+
+    def __post_init__(self):
+        one_of("size", self.size, ROTATION_SIZES)
+
+    def __str__(self) -> str:
+        return f"{'random' if self.random else 'deterministic'}-{self.size}"
+
+
+def parse_rotation(text: str) -> Rotation | None:
+    """``"none"``, ``"deterministic-<size>"`` or ``"random-<size>"``. Raises `ValueError` for anything else."""
+    match = re.fullmatch(r"(deterministic|random)-(\d+)", text) if isinstance(text, str) else None
+    if match and int(match[2]) in ROTATION_SIZES:
+        return Rotation(int(match[2]), match[1] == "random")
+    if text != "none":
+        sizes = ", ".join(map(str, ROTATION_SIZES))
+        raise ValueError(
+            f"rotation={text!r} is not supported; choose 'none', 'deterministic-<size>' or 'random-<size>' with a size "
+            f"of {sizes}"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class GemmScheme:
+    """One product: its left and right operand, and the rotation of both."""
+
+    left: OperandScheme
+    right: OperandScheme
+    rotation: Rotation | None = None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether an operand is quantized here, along this product's contraction axis."""
+        return any(isinstance(operand, QuantScheme) or operand is FP8 for operand in (self.left, self.right))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether random numbers are drawn."""
+        return self.rounds_stochastically or self.rotation is not None and self.rotation.random
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether an operand is rounded so."""
+        operands = (self.left, self.right)
+        return any(isinstance(operand, QuantScheme) and operand.rounding != "nearest" for operand in operands)
+
+
+#: Output gradients in full precision times what the forward product used.
+PLAIN = GemmScheme(FULL, REUSE)
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    """The three products of a linear layer; operands in the order of [`GEMM_OPERANDS`]."""
+
+    fprop: GemmScheme
+    dgrad: GemmScheme = PLAIN
+    wgrad: GemmScheme = PLAIN
+
+    @property
+    def is_random(self) -> bool:
+        """Whether any product draws random numbers."""
+        return self.fprop.is_random or self.dgrad.is_random or self.wgrad.is_random
+
+    def describe(self, gemm: str) -> str:
+        """The operands of one product, and its rotation."""
+        scheme: GemmScheme = getattr(self, gemm)
+        parts = [f"{n} {o}" for n, o in zip(GEMM_OPERANDS[gemm], (scheme.left, scheme.right), strict=True)]
+        return ", ".join([*parts, *([f"rotation {scheme.rotation}"] if scheme.rotation else [])])
