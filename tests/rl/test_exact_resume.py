@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A resumed run has the bits of one that was never stopped."""
 
+import functools
 import json
+import shutil
 
 import pytest
 import torch
@@ -34,7 +36,6 @@ SCHEMES = {
 }
 
 CASES = {
-    "between epochs": ("w4a4", 4, {}),
     "in the second epoch and between two logs": ("w4a4", 7, {"logging_steps": 2}),
     "inside a rollout's steps": (
         "w4a4",
@@ -58,17 +59,31 @@ def lora_policy(base):
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4))
 
 
-@pytest.fixture
-def build(tmp_path):
-    factory = trainer_factory(tmp_path)
+def builder(folder):
+    """`make(scheme, **options)` makes a trainer that writes below ``folder``."""
+    factory = trainer_factory(folder)
 
     def make(scheme="w4a4", **options):
         if scheme == "lora":
             factory(**RUN)  # writes the base
-            return factory(policy=lora_policy(tmp_path / "base"), **{**RUN, **options})
+            return factory(policy=lora_policy(folder / "base"), **{**RUN, **options})
         return factory(scheme=SCHEMES[scheme], **{**RUN, **options})
 
     return make
+
+
+@pytest.fixture
+def build(tmp_path):
+    return builder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The end of a run that was never stopped, and its folder, with a checkpoint every 2 steps."""
+    root = tmp_path_factory.mktemp("whole")
+    trainer = builder(root)(save_steps=2)
+    trainer.train()
+    return everything(trainer), root / "run"
 
 
 def everything(trainer):
@@ -102,14 +117,30 @@ def test_train_stop_resume_is_train(build, tmp_path, case):
     assert_same(everything(resumed), expected)
 
 
-@pytest.mark.parametrize("steps", [3, 4])
-def test_a_finished_run_is_not_trained_further(build, tmp_path, steps):
-    whole = build(max_steps=steps, save_steps=steps)
-    whole.train()
-    resumed = build(max_steps=steps, output_dir=str(tmp_path / "resumed"))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{steps}"))
-    assert resumed.state.global_step == steps
-    assert_same(everything(resumed)["weights"], everything(whole)["weights"])
+@pytest.mark.parametrize("step", [2, 4], ids=["inside an epoch", "between epochs"])
+def test_train_stop_resume_is_train_without_the_rest_of_the_folder(build, whole, step):
+    expected, folder = whole
+    resumed = build(save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    assert_same(everything(resumed), expected)
+
+
+def test_a_finished_run_is_not_trained_further(build, tmp_path):
+    """In the middle of an epoch; the next one is at the end of one."""
+    finished = build(max_steps=3, save_steps=3)
+    finished.train()
+    resumed = build(max_steps=3, output_dir=str(tmp_path / "resumed"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert resumed.state.global_step == 3
+    assert_same(everything(resumed)["weights"], everything(finished)["weights"])
+
+
+def test_a_run_that_finished_with_an_epoch_is_not_trained_further(build, whole):
+    expected, folder = whole
+    resumed = build()
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-8"))
+    assert resumed.state.global_step == 8
+    assert_same(everything(resumed)["weights"], expected["weights"])
 
 
 def test_what_would_not_be_exact_without_the_state_of_the_process(build, tmp_path):
@@ -184,9 +215,9 @@ def test_an_interrupted_update_is_not_saved(build, tmp_path, capsys):
 # ---- which checkpoint -----------------------------------------------------------------------------------------------
 
 
-def test_the_newest_complete_checkpoint_is_taken(build, tmp_path, capsys):
-    whole = build(save_steps=2)
-    whole.train()
+def test_the_newest_complete_checkpoint_is_taken(build, whole, tmp_path, capsys):
+    expected, folder = whole
+    shutil.copytree(folder, tmp_path / "run")
     (tmp_path / "run" / "checkpoint-8" / "trainer_state.json").unlink()
     optimizer = tmp_path / "run" / "checkpoint-6" / "optimizer.pt"
     optimizer.write_bytes(optimizer.read_bytes()[:-1])
@@ -196,18 +227,17 @@ def test_the_newest_complete_checkpoint_is_taken(build, tmp_path, capsys):
     messages = capsys.readouterr().err
     assert "checkpoint-8 is not resumed from: it has no trainer_state.json" in messages
     assert "checkpoint-6 is not resumed from: optimizer.pt has" in messages
-    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same(everything(resumed)["weights"], expected["weights"])
     for step in (2, 4, 6, 8):  # those that were cut short are written anew
         state = json.loads((tmp_path / "run" / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert state["global_step"] == step
 
 
-def test_an_incomplete_checkpoint_is_refused_by_name(build, tmp_path):
-    build(max_steps=1, save_steps=1).train()
-    folder = tmp_path / "run" / "checkpoint-1"
+def test_an_incomplete_checkpoint_is_refused_by_name(build, whole, tmp_path):
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(whole[1] / "checkpoint-2", folder)
     (folder / "scheduler.pt").unlink()
-    with pytest.raises(ValueError, match="checkpoint-1 cannot be resumed from: scheduler.pt is missing"):
+    with pytest.raises(ValueError, match="checkpoint-2 cannot be resumed from: scheduler.pt is missing"):
         build().train(resume_from_checkpoint=str(folder))
 
 
@@ -216,34 +246,37 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(build):
         build().train(resume_from_checkpoint=True)
 
 
-def test_another_scheme_is_refused(build, tmp_path):
-    build("fallback", max_steps=1, save_steps=1).train()
-    with pytest.raises(ValueError, match="thresholds of 14 layers and the model 0 layers"):
-        build().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+def test_another_scheme_is_refused(build, whole):
+    with pytest.raises(ValueError, match="thresholds of 0 layers and the model 14 layers"):
+        build("fallback").train(resume_from_checkpoint=str(whole[1] / "checkpoint-2"))
 
 
 # ---- fused experts, with any Trainer --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def train_experts(tmp_path):
-    base = tmp_path / "moe"
+@pytest.fixture(scope="module")
+def train_experts(tmp_path_factory):
+    """`train(cls, out, resume)` gives a trainer after a run, of which those that start anew are trained once."""
+    root = tmp_path_factory.mktemp("experts")
+    base = root / "moe"
     make_model("qwen3_moe", hidden=32).save_pretrained(base)
 
+    @functools.cache
     def train(cls, out, resume=None):
         scheme = MXFP4RLConfig(modules_to_not_convert=["experts"])
-        return train_plainly(cls, base, scheme, tmp_path / out, resume and tmp_path / resume)
+        return train_plainly(cls, base, scheme, root / out, resume and root / resume)
 
+    train.root = root
     return train
 
 
-def test_experts_are_restored(train_experts, tmp_path):
+def test_experts_are_restored(train_experts):
     whole = train_experts(ResumableTrainer, "run")
     experts = [n for n, _ in whole.model.named_parameters() if "experts" in n]
     assert len(experts) == 4
     resumed = train_experts(ResumableTrainer, "resumed", resume="run/checkpoint-2")
     assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
+    loaded = AutoModelForCausalLM.from_pretrained(train_experts.root / "run" / "checkpoint-4")
     assert_same(dict(loaded.state_dict()), dict(whole.model.state_dict()))
 
 

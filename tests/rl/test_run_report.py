@@ -3,12 +3,13 @@
 
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 
 import processes
 import pytest
-from grpo_runs import even_digits, trainer_factory
+from grpo_runs import trainer_factory
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
@@ -16,9 +17,6 @@ from hf_mxfp4.analysis.run_report.charts import CHARTS
 from hf_mxfp4.analysis.run_report.log import RUN_LOG, read_run
 from hf_mxfp4.analysis.run_report.report import RUN_REPORT
 from hf_mxfp4.cli import app
-
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -48,13 +46,40 @@ def report_of(folder):
     return re.sub(r"data:image/png;base64,[^\"]*", "", text)
 
 
-def test_a_whole_run(run, tmp_path):
-    trainer = run(report_every=2, gradient_gain_every=2, max_steps=4)
-    scores = {"exact": {"accuracy": 0.25, "standard_error": 0.02, "n": 400}}
-    trainer.report_callback.add_evaluation("before RL", 0, scores)
+class Watch(TrainerCallback):
+    """A tracker, and whether there was a report when a step began."""
+
+    def __init__(self, report):
+        self.report, self.found, self.logs = report, {}, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.found[state.global_step] = self.report.is_file()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+SCORES = {"exact": {"accuracy": 0.25, "standard_error": 0.02, "n": 400}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of four steps whose entropy raises the alarm, its folder, and what was seen along the way."""
+    root = tmp_path_factory.mktemp("whole")
+    folder = root / "run"
+    watch = Watch(folder / RUN_REPORT)
+    trainer = trainer_factory(root)(
+        report_every=2, gradient_gain_every=2, entropy_collapse=100.0, hub_token="hf_secret", callbacks=[watch]
+    )
+    trainer.report_callback.add_evaluation("before RL", 0, SCORES)
     trainer.train()
-    assert trainer.report_callback.path == tmp_path / "run" / RUN_REPORT
-    record = read_run(tmp_path / "run")
+    return trainer, folder, watch
+
+
+def test_a_whole_run(whole):
+    trainer, folder, _ = whole
+    assert trainer.report_callback.path == folder / RUN_REPORT
+    record = read_run(folder)
     shown = {key for chart in CHARTS for key, _ in chart.lines} & record.keys
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     for key in shown:
@@ -69,51 +94,65 @@ def test_a_whole_run(run, tmp_path):
     assert record.facts["n_quantized"] == 14 and record.facts["skipped"] == ["lm_head"]
     assert "aqn_num_stages" in record.facts["changed_options"]
     assert [len(profile["log2_gain"]) for profile in record.profiles] == [3, 3]
-    text = report_of(tmp_path / "run")
+    text = report_of(folder)
     assert "Finished at step 4 of 4" in text and "14 layers in MXFP4, 1 left in full precision" in text
-    trainer.report_callback.add_evaluation("after RL", 4, {"exact": {**scores["exact"], "accuracy": 0.5}})
+
+
+def test_an_evaluation_after_training_is_added(whole, tmp_path):
+    trainer, folder, _ = whole
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    trainer.report_callback.add_evaluation("after RL", 4, {"exact": {**SCORES["exact"], "accuracy": 0.5}})
     words = (
         "exact: 0.250 [0.210, 0.295] (before RL) to 0.500 [0.451, 0.549] (after RL), n = 400: +0.250 [+0.184, +0.313]"
     )
-    assert words in report_of(tmp_path / "run")
+    assert words in report_of(folder) and words not in report_of(kept)
+    for name in (RUN_LOG, RUN_REPORT):  # as the other tests expect them
+        shutil.copy(kept / name, folder / name)
 
 
-def test_a_report_is_written_along_the_way(run, tmp_path):
-    found = {}
+def test_a_report_is_written_along_the_way(whole):
+    assert whole[2].found == {0: False, 1: False, 2: True, 3: True}
 
-    class Look(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            found[state.global_step] = (tmp_path / "run" / RUN_REPORT).is_file()
 
-    run(report_every=2, callbacks=[Look()]).train()
-    assert found == {0: False, 1: False, 2: True, 3: True}
+def test_tokens_are_not_in_the_report(whole):
+    _, folder, _ = whole
+    assert "hf_secret" not in (folder / RUN_LOG).read_text() and "hf_secret" not in report_of(folder)
+    assert "hub_token" in (folder / RUN_LOG).read_text()
+
+
+def test_alarms_reach_log_trackers_and_report(whole):
+    trainer, folder, watch = whole
+    alarms = [entry["entropy/alarm"] for entry in trainer.state.log_history if "entropy/alarm" in entry]
+    assert alarms == [-1] * 4
+    assert [entry["entropy/alarm"] for entry in watch.logs if "entropy/alarm" in entry] == alarms
+    assert "entropy/effective_temperature" in {key for entry in watch.logs for key in entry}
+    assert "collapse in 4 of 4 values" in report_of(folder)
+
+
+def test_the_logged_lines_are_json(whole):
+    kinds = [json.loads(line)["kind"] for line in (whole[1] / RUN_LOG).read_text().splitlines()]
+    assert kinds[:2] == ["start", "evaluation"] and kinds[-1] == "end"
+    assert set(kinds) == {"start", "evaluation", "log", "gradient_gain", "end"}
 
 
 def test_switched_off_nothing_is_written(run, tmp_path):
-    trainer = run(report_every=0)
+    trainer = run(report_every=0, max_steps=1)
     trainer.train()
     assert trainer.report_callback is None
     assert not list((tmp_path / "run").glob("run_*"))
 
 
-def test_an_exception_is_in_the_report_and_everything_is_saved(run, tmp_path):
+def test_an_exception_is_in_the_report_and_a_resumed_run_goes_on_with_its_log(run, tmp_path):
     """A tracker that raises ends training: with a checkpoint, the last values, and a report that says so."""
-    trainer = run(report_every=100, callbacks=[FailAt(3)])
     with pytest.raises(Stop):
-        trainer.train()
+        run(report_every=100, callbacks=[FailAt(3)]).train()
     assert (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").is_file()
     assert [entry["step"] for entry in read_run(tmp_path / "run").logs] == [1, 2, 3]
     assert "Stopped at step 3 of 4 by Stop: tracker is gone" in report_of(tmp_path / "run")
-
-
-def test_a_resumed_run_goes_on_with_its_log(run, tmp_path):
-    with pytest.raises(Stop):
-        run(report_every=100, callbacks=[FailAt(2)]).train()
-    trainer = run(report_every=100)
-    trainer.train(resume_from_checkpoint=True)
+    run(report_every=100).train(resume_from_checkpoint=True)
     record = read_run(tmp_path / "run")
     assert [entry["step"] for entry in record.logs if "reward" in entry] == [1, 2, 3, 4]
-    assert [start["step"] for start in record.starts] == [0, 2]
+    assert [start["step"] for start in record.starts] == [0, 3]
     assert "resumed once" in report_of(tmp_path / "run")
 
 
@@ -135,16 +174,15 @@ def test_a_report_that_cannot_be_written_does_not_end_training(run, tmp_path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_run_report", full)
-    trainer = run(report_every=1)
+    trainer = run(report_every=1, max_steps=2)
     trainer.train()
-    assert trainer.state.global_step == 4
+    assert trainer.state.global_step == 2
     printed = capsys.readouterr().err
     assert printed.count("the run report in") == 1 and "No space left on device" in printed
 
 
 KILLED = """
 import os, signal, sys
-import conftest
 from pathlib import Path
 from grpo_runs import trainer_factory
 from transformers import TrainerCallback
@@ -154,14 +192,13 @@ class Kill(TrainerCallback):
         if state.global_step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-trainer_factory(Path(sys.argv[2]))(report_every=100, callbacks=[Kill()]).train()
+trainer_factory(Path(sys.argv[1]))(report_every=100, callbacks=[Kill()]).train()
 """
 
 
-@pytest.mark.slow
 def test_a_killed_run_is_reported_on_from_its_files_alone(tmp_path):
-    process = processes.run(processes.code(KILLED, ROOT, tmp_path))
-    assert process.returncode == -signal.SIGKILL, process.stderr[-2000:]
+    done = processes.run(processes.code(KILLED, str(tmp_path)), timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     assert not (tmp_path / "run" / RUN_REPORT).exists()
     done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
     assert done.exit_code == 0, done.stderr
@@ -169,8 +206,8 @@ def test_a_killed_run_is_reported_on_from_its_files_alone(tmp_path):
     assert "the run was killed, or still goes on. Last known step: 3 of 4" in report_of(tmp_path / "run")
 
 
-def test_the_command_writes_where_it_is_told(run, tmp_path):
-    run(report_every=100, max_steps=2).train()
+def test_the_command_writes_where_it_is_told(whole, tmp_path):
+    shutil.copytree(whole[1], tmp_path / "run")
     (tmp_path / "run" / RUN_REPORT).unlink()
     command = ["report", str(tmp_path / "run")]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "new" / "page.html")])
@@ -185,31 +222,3 @@ def test_the_command_writes_where_it_is_told(run, tmp_path):
     assert done.exit_code == 2 and "there is no folder" in done.stderr
     done = CliRunner().invoke(app, [*command, "--png", str(tmp_path / "page.xyz")])
     assert done.exit_code == 2 and "xyz" in done.stderr
-
-
-def test_tokens_are_not_in_the_report(run, tmp_path):
-    run(report_every=100, max_steps=1, hub_token="hf_secret").train()
-    assert "hf_secret" not in (tmp_path / "run" / RUN_LOG).read_text()
-    assert "hf_secret" not in report_of(tmp_path / "run")
-
-
-def test_alarms_reach_log_trackers_and_report(run, tmp_path):
-    seen = []
-
-    class Tracker(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append(dict(logs))
-
-    trainer = run(report_every=100, entropy_collapse=100.0, callbacks=[Tracker()])
-    trainer.train()
-    alarms = [entry["entropy/alarm"] for entry in trainer.state.log_history if "entropy/alarm" in entry]
-    assert alarms == [-1] * 4
-    assert [entry["entropy/alarm"] for entry in seen if "entropy/alarm" in entry] == alarms
-    assert "entropy/effective_temperature" in {key for entry in seen for key in entry}
-    assert "collapse in 4 of 4 values" in report_of(tmp_path / "run")
-
-
-def test_the_logged_lines_are_json(run, tmp_path):
-    run(report_every=100, max_steps=1, reward=even_digits).train()
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / RUN_LOG).read_text().splitlines()]
-    assert kinds[0] == "start" and kinds[-1] == "end" and set(kinds) <= {"start", "log", "gradient_gain", "end"}

@@ -126,7 +126,7 @@ def test_how_often_is_evaluated_does_not_change_training(run, tmp_path):
     for options in ({}, {"eval_dataset": prompts(4), "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
         trainer = run(
             scheme=MXFP4RLConfig(outlier_fallback_rate=0.2),
-            max_steps=3,
+            max_steps=2,
             per_device_eval_batch_size=4,
             output_dir=str(tmp_path / str(len(ends))),
             **options,
@@ -134,7 +134,7 @@ def test_how_often_is_evaluated_does_not_change_training(run, tmp_path):
         trainer.train()
         logs = [logged(trainer, key) for key in ("loss", "entropy", "fallback/rate", "completions/mean_length")]
         ends.append((snapshot(trainer.model), logs, torch.get_rng_state()))
-    assert sorted(logged(trainer, "eval_loss")) == [0, 1, 2, 3]
+    assert sorted(logged(trainer, "eval_loss")) == [0, 1, 2]
     assert_same(*ends)
 
 
