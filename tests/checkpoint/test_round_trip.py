@@ -128,6 +128,8 @@ def test_a_new_process_applies_and_prints_the_scheme(checkpoint, tmp_path):
     model = load(checkpoint("qwen2"), scale_rule="even")
     model.save_pretrained(tmp_path / "saved")
     code = (
+        "import sys\n"
+        "sys.modules['torchao'] = None\n"
         "import hf_mxfp4, torch\n"
         "from transformers import AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained('saved')\n"
