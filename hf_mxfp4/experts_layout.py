@@ -31,7 +31,7 @@ def weight_size(experts: nn.Module, projection: str) -> tuple[int, int, int]:
     return (count, columns, rows) if experts.is_transposed else (count, rows, columns)
 
 
-def obstacle(experts: nn.Module) -> str | None:
+def unsupported_reason(experts: nn.Module) -> str | None:
     """Why a module with 3-D weights is not experts of the one layout known here; `None` when it is."""
     missing = [mark for mark in _MARKS if not hasattr(experts, mark)]
     if missing:

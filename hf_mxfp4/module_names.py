@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ._logging import get_logger
-from .experts_layout import matrix_names, obstacle
+from .experts_layout import matrix_names, unsupported_reason
 
 
 #: Where models of images and sound keep what is no part of the decoder.
@@ -108,7 +108,7 @@ def find_layers(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict
         if name in linears:
             layers[name] = module
         elif name in chosen:
-            problem = obstacle(module)
+            problem = unsupported_reason(module)
             if problem:
                 raise ValueError(
                     f"{type(model).__name__} keeps experts in fused 3-D weights that cannot be quantized ({name}: "
@@ -117,7 +117,7 @@ def find_layers(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict
                 )
             layers[name] = module
         elif name in experts:
-            skipped += [name] if obstacle(module) else matrix_names(name, module)
+            skipped += [name] if unsupported_reason(module) else matrix_names(name, module)
     if not layers:
         raise _nothing_left(model, skipped, extra_skips)
     if conv1d := sum(type(module).__name__ == "Conv1D" for module in model.modules()):

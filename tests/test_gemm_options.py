@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.analysis.policy.injection import inject_component
-from hf_mxfp4.checkpoint.convert.pack import pack_checkpoint
+from hf_mxfp4.checkpoint.convert.pack_folder import pack_checkpoint
 from hf_mxfp4.checkpoint.io.folder import CheckpointError
 from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, QuantScheme, Rotation, ScaleRule
 from hf_mxfp4.presets import PRESETS

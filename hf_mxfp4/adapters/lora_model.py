@@ -18,13 +18,12 @@ from ..quantizer.pack_model import pack
 from .base_scheme import record_base
 from .expert_lora import MXFP4LoraExperts
 from .expert_parameters import lora_on_experts
-from .expert_targets import check_expert_targets
 from .lora_layer import MXFP4LoraLinear
 from .master_lora import MXFP4LoraMasterLinear
 from .merge_cost import LOSSY_DB, adapted_layers
 from .merge_report import MergeReport
 from .merging import Merges, MergesIntoPacked
-from .target_names import check_target_names
+from .target_names import check_expert_targets, check_target_names
 
 
 #: The way that PEFT documents for layers of its users (developer guide, custom models): what stands for LoRA on which.

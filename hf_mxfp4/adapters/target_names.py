@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets that a model has not: PEFT accepts them beside others that it has, and trains less than was asked."""
+"""Targets that a model has not, or that do not reach its experts: PEFT accepts them beside others, and trains less than
+was asked."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,9 +10,12 @@ from peft import LoraConfig
 from torch import nn
 
 from .._logging import get_logger
+from ..layers import MXFP4PackedExperts
 from ..suggestions import nearest_names
 
 
+#: What linear layers of experts are called in checkpoints and in models of older versions of transformers.
+_OLD_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")
 _STRICT: ContextVar[bool] = ContextVar("strict_targets", default=False)
 
 
@@ -56,3 +60,25 @@ def check_target_names(config: LoraConfig, model: nn.Module, quantized: bool) ->
     if _STRICT.get():
         raise ValueError(f"{message}. Correct it or leave it out: PEFT would train the other targets alone")
     get_logger().warning("%s: the adapter is made of the other targets alone", message)
+
+
+def check_expert_targets(config: LoraConfig, model: nn.Module) -> None:
+    """Say that ``target_modules="all-linear"`` means no experts; raise `ValueError` for the name of a part of experts
+    that no module of ``model`` has any more, with which PEFT would train other layers only."""
+    targets = config.target_modules
+    if isinstance(targets, str):
+        if targets.lower() == "all-linear":
+            count = sum(isinstance(module, MXFP4PackedExperts) for module in model.modules())
+            get_logger().warning(
+                'target_modules="all-linear" means linear layers: the experts of %d layers get no adapters. For '
+                'adapters on them, give a list of names with "experts" among them',
+                count,
+            )
+        return
+    names = [name for name, _ in model.named_modules()]
+    for target in sorted(targets or ()):
+        if target.rpartition(".")[2] in _OLD_NAMES and not any(f".{name}".endswith(f".{target}") for name in names):
+            raise ValueError(
+                f"target_modules has {target!r}, which no layer of {type(model).__name__} is called: its experts are "
+                "one module each; give 'experts' for adapters on both projections of every expert"
+            )

@@ -131,8 +131,7 @@ def _finish(analysis: "Analysis", source: "Source", folder: Path, as_json: bool)
     from .. import __version__
     from ..analysis.errors.weights import describe_source
     from ..analysis.report.files import build_summary, write_reports
-    from .analysis_summary import print_summary
-    from .console import out, report_problems
+    from .console import out, print_summary, report_problems
 
     facts = describe_source(source)
     paths = write_reports(analysis, facts, __version__, folder)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from . import analyze, compare, env, export, pack, plan, report, simulate
+from . import analyze, compare, convert, env, plan, report, simulate
 
 
 class _Command(TyperCommand):
@@ -32,9 +32,9 @@ app.command("compare", cls=_Command)(compare.compare)
 app.command("simulate", cls=_Command)(simulate.simulate)
 app.command("plan", cls=_Command)(plan.plan)
 app.command("report", cls=_Command)(report.report)
-app.command("pack", cls=_Command)(pack.pack)
-app.command("export", cls=_Command)(export.export)
-app.command("import", cls=_Command)(export.import_)
+app.command("pack", cls=_Command)(convert.pack)
+app.command("export", cls=_Command)(convert.export)
+app.command("import", cls=_Command)(convert.import_)
 app.command("env", cls=_Command)(env.env)
 
 

@@ -90,12 +90,12 @@ def show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> No
 
 def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
     """A row for all layers of a type that the same was done to."""
-    from ..analysis.errors.layer_names import place_of
+    from ..analysis.errors.layer_names import location_of
     from ..checkpoint.convert.costs import bits_per_weight
 
     groups: dict[tuple[str, str], list[LayerCost]] = {}
     for cost in costs:
-        groups.setdefault((place_of(cost.name).layer_type, cost.action), []).append(cost)
+        groups.setdefault((location_of(cost.name).layer_type, cost.action), []).append(cost)
     rows = []
     for (layer_type, action), members in groups.items():
         values = [member.sqnr_db for member in members]

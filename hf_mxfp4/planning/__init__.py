@@ -2,8 +2,8 @@
 """How much memory a training run takes: predicted from the model's own code, run without memory."""
 
 from .counters import LiveTensors, SavedTensors, state_bytes, unique_bytes
+from .meta_model import read_config
 from .plan import Planner, Setup, StrategyPlan
-from .skeleton import read_config
 from .strategies import OPTIMIZERS, STRATEGIES, Strategy
 
 

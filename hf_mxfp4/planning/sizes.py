@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..layers import MXFP4Linear, MXFP4PackedLinear
 from .counters import SavedTensors, state_bytes, unique_bytes
-from .skeleton import PlannedExperts
+from .meta_model import PlannedExperts
 
 
 #: Tokens of the pass that the size of the key-value cache is read off.
@@ -58,7 +58,7 @@ class ModelSizes:
 
 
 def model_sizes(model: nn.Module) -> ModelSizes:
-    """Count the parameters of a model that [`hf_mxfp4.planning.skeleton.build`] made."""
+    """Count the parameters of a model that [`hf_mxfp4.planning.meta_model.build`] made."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     layers = [list(m.parameters()) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..experts_layout import matrix_names, obstacle, projections
+from ..experts_layout import matrix_names, projections, unsupported_reason
 from ..layers import PACKED, TRAINABLE, MXFP4PackedLinear
 from ..module_names import find_layers, fused_experts
 from ..report import ErrorEnergy, add_packed, add_packed_experts
@@ -71,7 +71,7 @@ def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreT
         skipped = [name for name, module in modules.items() if type(module) is nn.Linear]
         for name in fused_experts(model):
             if name not in layers:
-                skipped += [name] if obstacle(modules[name]) else matrix_names(name, modules[name])
+                skipped += [name] if unsupported_reason(modules[name]) else matrix_names(name, modules[name])
         del modules
     quantized = swap_layers(model, layers, config, make)
     MXFP4RLQuantizer(config, pre_quantized=True).attach(model, quantized, skipped, energy)

@@ -44,7 +44,7 @@ def test_inputs_of_every_layer():
     handle.remove()
     result = next(r for r in results if r.name == "model.layers.1.mlp.down_proj")
     assert (result.kind, result.shape, result.dtype) == ("activation", (14, 96), "float32")
-    assert result.place.layer_type == "mlp.down_proj" and result.place.depth == 1
+    assert result.location.layer_type == "mlp.down_proj" and result.location.depth == 1
     for scheme in SCHEMES:
         expected = error_statistics(torch.cat(seen), scheme)
         found = result.statistics[str(scheme)]
@@ -107,7 +107,7 @@ def test_nan_inputs_are_problems():
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[3] = float("nan")
     results, problems = analyze_activations(model, batches(), SCHEMES)
-    assert [r.place.depth for r in results] == [0] * 4
+    assert [r.location.depth for r in results] == [0] * 4
     assert problems[0].where == "model.layers.1.self_attn.q_proj/k_proj/v_proj"
     assert problems[0].reason == "14 elements of its input are NaN or infinite"
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
-from hf_mxfp4.analysis.errors.layer_names import judge
+from hf_mxfp4.analysis.errors.layer_names import classify
 from hf_mxfp4.analysis.errors.source import open_source
 from hf_mxfp4.analysis.errors.weights import analyze_weights, own_config, selection_for
 from hf_mxfp4.checkpoint.io.tensor_names import FileNames
@@ -77,9 +77,9 @@ def test_errors_are_those_of_each_expert_by_itself(family, tmp_path):
 def test_a_pattern_means_the_modules_of_the_model():
     name, shape = "model.layers.1.block_sparse_moe.experts.3.w1.weight", (64, 32)
     for pattern in ("experts", "layers.1.mlp.experts", "layers.1.mlp", "re:.*mlp.experts", "layers.1"):
-        assert judge(name, shape, torch.float32, "mixtral", [pattern]).skipped == "modules_to_not_convert", pattern
+        assert classify(name, shape, torch.float32, "mixtral", [pattern]).skipped == "modules_to_not_convert", pattern
     for pattern in ("layers.0.mlp.experts", "re:.*w1", "re:experts"):
-        assert judge(name, shape, torch.float32, "mixtral", [pattern]).axis == -1, pattern
+        assert classify(name, shape, torch.float32, "mixtral", [pattern]).axis == -1, pattern
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

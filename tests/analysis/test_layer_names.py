@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from hf_mxfp4.analysis.errors.layer_names import Place, judge, place_of
+from hf_mxfp4.analysis.errors.layer_names import TensorLocation, classify, location_of
 from hf_mxfp4.module_names import split_linears
 
 
@@ -19,18 +19,18 @@ VECTOR, HEAD, EMBEDDING, OTHER = (
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
+    ("name", "location"),
     [
-        ("model.layers.3.self_attn.q_proj.weight", Place("self_attn.q_proj", 3)),
-        ("model.layers.12.mlp.experts.7.up_proj.weight", Place("mlp.experts.up_proj", 12)),
-        ("model.layers.0.mlp.experts.gate_up_proj", Place("mlp.experts.gate_up_proj", 0)),
-        ("transformer.h.5.attn.weight", Place("attn", 5)),
-        ("lm_head.weight", Place("lm_head", None)),
-        ("blocks.4.weight", Place("blocks", 4)),
+        ("model.layers.3.self_attn.q_proj.weight", TensorLocation("self_attn.q_proj", 3)),
+        ("model.layers.12.mlp.experts.7.up_proj.weight", TensorLocation("mlp.experts.up_proj", 12)),
+        ("model.layers.0.mlp.experts.gate_up_proj", TensorLocation("mlp.experts.gate_up_proj", 0)),
+        ("transformer.h.5.attn.weight", TensorLocation("attn", 5)),
+        ("lm_head.weight", TensorLocation("lm_head", None)),
+        ("blocks.4.weight", TensorLocation("blocks", 4)),
     ],
 )
-def test_places(name, place):
-    assert place_of(name) == place
+def test_locations(name, location):
+    assert location_of(name) == location
 
 
 @pytest.mark.parametrize(
@@ -56,30 +56,30 @@ def test_places(name, place):
         ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 64), OTHER),
     ],
 )
-def test_verdicts(name, shape, skipped):
-    verdict = judge(name, shape, BF16)
-    assert verdict.skipped == skipped
-    assert verdict.axis == (None if skipped else -1) and verdict.stored is None
+def test_decisions(name, shape, skipped):
+    decision = classify(name, shape, BF16)
+    assert decision.skipped == skipped
+    assert decision.axis == (None if skipped else -1) and decision.stored is None
 
 
 def test_the_gate_projection_is_no_router():
-    assert judge("model.layers.0.mlp.gate_proj.weight", (64, 32), BF16).axis == -1
+    assert classify("model.layers.0.mlp.gate_proj.weight", (64, 32), BF16).axis == -1
 
 
 @pytest.mark.parametrize(("model_type", "axis"), [("gpt_oss", 1), ("llama4_text", 1), ("qwen3_moe", -1), ("", -1)])
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
 def test_contraction_axis_of_fused_experts(name, model_type, axis):
-    assert judge(f"model.layers.0.mlp.experts.{name}", (4, 64, 32), BF16, model_type).axis == axis
+    assert classify(f"model.layers.0.mlp.experts.{name}", (4, 64, 32), BF16, model_type).axis == axis
 
 
 def test_conv1d_models_have_no_linear_layer():
-    assert judge("transformer.h.0.attn.c_attn.weight", (32, 96), BF16, "gpt2").skipped == OTHER
+    assert classify("transformer.h.0.attn.c_attn.weight", (32, 96), BF16, "gpt2").skipped == OTHER
 
 
 def test_own_skips():
-    verdict = judge("model.layers.2.mlp.up_proj.weight", (64, 32), BF16, skips=("layers.2",))
-    assert verdict.skipped == "modules_to_not_convert"
-    assert judge("model.layers.20.mlp.up_proj.weight", (64, 32), BF16, skips=("layers.2",)).axis == -1
+    decision = classify("model.layers.2.mlp.up_proj.weight", (64, 32), BF16, skips=("layers.2",))
+    assert decision.skipped == "modules_to_not_convert"
+    assert classify("model.layers.20.mlp.up_proj.weight", (64, 32), BF16, skips=("layers.2",)).axis == -1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_own_skips():
     ],
 )
 def test_quantized_storage_is_recognised(name, shape, dtype):
-    assert judge(name, shape, dtype).stored == f"{name} ({str(dtype).removeprefix('torch.')})"
+    assert classify(name, shape, dtype).stored == f"{name} ({str(dtype).removeprefix('torch.')})"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
@@ -104,6 +104,6 @@ def test_the_same_layers_as_the_quantizer(family):
     chosen = {
         name.removesuffix(".weight")
         for name, tensor in model.state_dict().items()
-        if judge(name, tensor.shape, tensor.dtype, model.config.model_type).axis is not None
+        if classify(name, tensor.shape, tensor.dtype, model.config.model_type).axis is not None
     }
     assert chosen == set(split_linears(model)[0])

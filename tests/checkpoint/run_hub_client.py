@@ -12,10 +12,13 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
 
-import hf_mxfp4
+sys.modules["torchao"] = None  # transformers would import it, for seconds
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import hf_mxfp4  # noqa: E402
 
 
 IDS = torch.arange(12)[None]

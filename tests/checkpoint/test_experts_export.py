@@ -257,6 +257,7 @@ def test_the_model_card_of_packed_experts(tmp_path):
 LOADER = """
 import sys
 sys.modules["hf_mxfp4"] = None  # importing it is an error
+sys.modules["torchao"] = None  # transformers would import it, for seconds
 import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
 found = {}

@@ -30,6 +30,7 @@ MODELS = {
 LOADER = """
 import sys
 sys.modules["hf_mxfp4"] = None  # importing it is an error
+sys.modules["torchao"] = None  # transformers would import it, for seconds
 import torch
 from transformers import AutoModelForCausalLM
 found = {}

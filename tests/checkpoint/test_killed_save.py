@@ -68,6 +68,14 @@ def kill_after(monkeypatch, changes: int) -> None:
     monkeypatch.setattr(replace.shutil, "rmtree", lambda *args, **kwargs: None)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_sync():
+    """Power failures are not what is tested here, and waiting for the disk takes most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replace, "sync_to_disk", lambda path: None)
+        yield
+
+
 def save(folder: Path, shards: int, number: int) -> None:
     with staged(folder) as staging:
         write(staging, shards, number)
@@ -76,7 +84,7 @@ def save(folder: Path, shards: int, number: int) -> None:
 @pytest.mark.parametrize("new", SHAPES)
 @pytest.mark.parametrize("old", SHAPES)
 def test_killed_at_every_change(tmp_path, old, new):
-    seen = []
+    seen, killed = [], True
     for changes in range(20):
         folder = tmp_path / str(changes)
         save(folder, SHAPES[old], 1)
@@ -85,6 +93,7 @@ def test_killed_at_every_change(tmp_path, old, new):
             kill_after(patch, changes)
             try:
                 save(folder, SHAPES[new], 2)
+                killed = False
             except Killed:
                 pass
         assert (folder / "trainer_state.json").is_file()
@@ -95,7 +104,9 @@ def test_killed_at_every_change(tmp_path, old, new):
             assert read(folder) == {number}
         assert checkpoint_files(folder) == ["config.json", "generation_config.json", "model.safetensors"]
         assert {path.name for path in folder.iterdir()} == {*checkpoint_files(folder), "trainer_state.json"}
-    assert len(seen) == 20 and seen == sorted(seen) and set(seen) == {1, 2}
+        if not killed:  # more changes than a save makes: nothing new
+            break
+    assert not killed and seen == sorted(seen) and set(seen) == {1, 2}
 
 
 @pytest.mark.parametrize("new", SHAPES)

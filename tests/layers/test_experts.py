@@ -21,7 +21,7 @@ from hf_mxfp4 import (
     fake_quantize,
     set_quantization_step,
 )
-from hf_mxfp4.experts_layout import obstacle
+from hf_mxfp4.experts_layout import unsupported_reason
 from hf_mxfp4.gemm import operands
 from hf_mxfp4.layers import fallback_thresholds, random_layers, update_fallback_thresholds
 from hf_mxfp4.quantizer.swap import quantize_linears
@@ -334,7 +334,7 @@ def test_other_layouts_are_refused(change, message):
     experts = plain_experts()
     for name, value in change.items():
         setattr(experts, name, value)
-    assert message in obstacle(experts)
+    assert message in unsupported_reason(experts)
     with pytest.raises(ValueError, match=f"layers.0.mlp.experts cannot be quantized: .*{message}"):
         MXFP4Experts.from_experts(experts, MXFP4RLConfig(), NAME)
 
@@ -345,7 +345,7 @@ def test_a_class_of_ones_own_is_refused():
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(2, 4, 4))
 
-    assert obstacle(MyExperts()) == "MyExperts is not made by transformers' use_experts_implementation"
+    assert unsupported_reason(MyExperts()) == "MyExperts is not made by transformers' use_experts_implementation"
     model = nn.Sequential(nn.Linear(4, 4))
     model.experts = MyExperts()
     with pytest.raises(ValueError, match="cannot be quantized .experts: MyExperts is not made by.*add 'experts' to"):

@@ -156,6 +156,7 @@ def test_peft_alone_reads_the_adapter_and_says_what_it_ignores(load, tmp_path):
     adapter(load(PACKED), tmp_path / "adapter")
     code = (
         "import sys, warnings\n"
+        "sys.modules['torchao'] = None\n"
         "from transformers import AutoModelForCausalLM\n"
         "from peft import PeftModel\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
@@ -174,6 +175,7 @@ def test_loading_a_quantized_model_is_enough_for_peft_to_know(load, tmp_path):
     adapter(load(PACKED), tmp_path / "adapter")
     code = (
         "import sys, hf_mxfp4\n"
+        "sys.modules['torchao'] = None\n"
         "from transformers import AutoModelForCausalLM\n"
         "config = hf_mxfp4.MXFP4RLConfig(mode='packed')\n"
         "base = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=config)\n"

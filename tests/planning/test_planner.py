@@ -10,8 +10,8 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.planning import STRATEGIES, Planner, Setup, read_config
+from hf_mxfp4.planning.meta_model import build
 from hf_mxfp4.planning.sizes import model_sizes
-from hf_mxfp4.planning.skeleton import build
 
 
 H, INNER, LAYERS, VOCABULARY = 64, 96, 2, 128

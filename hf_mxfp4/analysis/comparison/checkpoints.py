@@ -11,7 +11,7 @@ import torch
 from ...checkpoint.io.reader import ShardError, StoredTensor
 from ...files import json_clean
 from ...numerics import QuantScheme
-from ..errors.layer_names import place_of
+from ..errors.layer_names import location_of
 from ..errors.results import Problem, natural_key
 from ..errors.source import Source, SourceError
 from ..errors.statistics import ErrorStatistics, error_statistics
@@ -114,7 +114,7 @@ class Comparison:
     def by_layer_type(self) -> dict[str, Any]:
         groups: dict[str, Any] = {}
         for name in sorted(self.pairs, key=natural_key):
-            layer_type = place_of(name).layer_type
+            layer_type = location_of(name).layer_type
             groups[layer_type] = groups.get(layer_type, self.zero) + self.pairs[name]
         return groups
 
@@ -191,13 +191,13 @@ def _selected(source: Source, selection: Selection, problems: list[Problem]) -> 
     found = {}
     for _, _, tensors in readable_shards(source, problems):
         for tensor in tensors:
-            verdict = selection.judge(tensor)
-            if verdict.stored:
+            decision = selection.classify(tensor)
+            if decision.stored:
                 raise SourceError(
-                    f"{source.name} stores quantized weights, such as {verdict.stored}; compare full-precision ones"
+                    f"{source.name} stores quantized weights, such as {decision.stored}; compare full-precision ones"
                 )
-            if verdict.axis is not None:
-                found[tensor.name] = (tensor, verdict.axis)
+            if decision.axis is not None:
+                found[tensor.name] = (tensor, decision.axis)
     return found
 
 

@@ -23,7 +23,7 @@ _QUANTIZED_STORAGE = re.compile(
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor stands: ``layer_type`` without indices ("mlp.experts.up_proj"), ``depth`` the layer's index."""
 
     layer_type: str
@@ -31,7 +31,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TensorDecision:
     """Whether a tensor is analysed: blocks run along ``axis``, or ``skipped`` says why not. ``stored`` names a tensor
     that is quantized already, so that it has no error left to measure."""
 
@@ -45,19 +45,19 @@ def module_name(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
-def place_of(tensor: str) -> Place:
+def location_of(tensor: str) -> TensorLocation:
     """Layer type and depth; the first number in the name is the depth, further ones (experts) are dropped."""
     parts = module_name(tensor).split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     if not numbers:
-        return Place(".".join(parts), None)
+        return TensorLocation(".".join(parts), None)
     rest = [part for part in parts[numbers[0] + 1 :] if not part.isdigit()]
-    return Place(".".join(rest) or ".".join(parts[: numbers[0]]), int(parts[numbers[0]]))
+    return TensorLocation(".".join(rest) or ".".join(parts[: numbers[0]]), int(parts[numbers[0]]))
 
 
-def judge(
+def classify(
     tensor: str, shape: Sequence[int], dtype: torch.dtype, model_type: str = "", skips: Sequence[str] = ()
-) -> Verdict:
+) -> TensorDecision:
     """Whether the tensor would be quantized, from its name, shape and dtype.
 
     Args:
@@ -67,24 +67,24 @@ def judge(
     name = module_name(tensor)
     parts = name.split(".")
     if _QUANTIZED_STORAGE.fullmatch(tensor):
-        return Verdict(stored=f"{tensor} ({_short(dtype)})")
+        return TensorDecision(stored=f"{tensor} ({_short(dtype)})")
     if len(shape) < 2:
-        return Verdict(skipped="norm, bias or other vector")
+        return TensorDecision(skipped="norm, bias or other vector")
     if any(name_matches(name, pattern) for pattern in ALWAYS_SKIPPED):
-        return Verdict(skipped="head, router or other tower")
+        return TensorDecision(skipped="head, router or other tower")
     if any(_EMBEDDING.fullmatch(part) for part in parts):
-        return Verdict(skipped="embedding")
+        return TensorDecision(skipped="embedding")
     if any(name_matches(owner, pattern) for owner in _owners(name) for pattern in skips):
-        return Verdict(skipped="modules_to_not_convert")
+        return TensorDecision(skipped="modules_to_not_convert")
     is_expert = len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
     is_linear = len(shape) == 2 and tensor.endswith(".weight") and model_type not in CONV1D_MODELS
     if is_linear and _NORM.fullmatch(parts[-1]):
-        return Verdict(skipped="norm, bias or other vector")
+        return TensorDecision(skipped="norm, bias or other vector")
     if not is_expert and not is_linear:
-        return Verdict(skipped="not the weight of a linear layer")
+        return TensorDecision(skipped="not the weight of a linear layer")
     if dtype not in FLOAT_DTYPES:
-        return Verdict(stored=f"{tensor} ({_short(dtype)})")
-    return Verdict(axis=1 if is_expert and model_type in _TRANSPOSED_EXPERTS else -1)
+        return TensorDecision(stored=f"{tensor} ({_short(dtype)})")
+    return TensorDecision(axis=1 if is_expert and model_type in _TRANSPOSED_EXPERTS else -1)
 
 
 def _owners(name: str) -> list[str]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from .layer_names import Place, place_of
+from .layer_names import TensorLocation, location_of
 from .statistics import ErrorStatistics
 from .sweep import PrecisionSweep
 
@@ -22,8 +22,8 @@ class TensorResult:
     sweep: PrecisionSweep | None = None
 
     @property
-    def place(self) -> Place:
-        return place_of(self.name)
+    def location(self) -> TensorLocation:
+        return location_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Analysis:
         return sum((r.statistics[scheme] for r in self.of_kind(kind)), ErrorStatistics())
 
     def by_layer_type(self, kind: str, scheme: str) -> dict[str, ErrorStatistics]:
-        return _grouped(self.of_kind(kind), scheme, lambda r: r.place.layer_type)
+        return _grouped(self.of_kind(kind), scheme, lambda r: r.location.layer_type)
 
     def by_depth(self, kind: str, scheme: str) -> dict[int, ErrorStatistics]:
         """By index of the layer; tensors outside of numbered layers are left out."""
-        placed = [r for r in self.of_kind(kind) if r.place.depth is not None]
-        return dict(sorted(_grouped(placed, scheme, lambda r: r.place.depth).items()))
+        placed = [r for r in self.of_kind(kind) if r.location.depth is not None]
+        return dict(sorted(_grouped(placed, scheme, lambda r: r.location.depth).items()))
 
     def worst(self, kind: str, scheme: str, count: int = 20) -> list[TensorResult]:
         """The tensors of largest relative error; all-zero ones, which have none, are left out."""

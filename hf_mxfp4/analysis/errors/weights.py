@@ -12,7 +12,7 @@ from ...checkpoint.io.reader import ShardError, StoredTensor, read_header, slice
 from ...config import QUANT_METHOD, MXFP4RLConfig
 from ...module_names import CONV1D_HINT, CONV1D_MODELS, name_matches
 from ...numerics import QuantScheme
-from .layer_names import Verdict, judge, module_name
+from .layer_names import TensorDecision, classify, module_name
 from .progress import ProgressLog
 from .results import Analysis, Problem, TensorResult
 from .source import Source, SourceError
@@ -41,13 +41,13 @@ class Selection:
         included = not self.include or any(name_matches(name, pattern) for pattern in self.include)
         return included and not any(name_matches(name, pattern) for pattern in self.exclude)
 
-    def judge(self, tensor: StoredTensor) -> Verdict:
+    def classify(self, tensor: StoredTensor) -> TensorDecision:
         name = module_name(tensor.name)
         if self.include and not any(name_matches(name, pattern) for pattern in self.include):
-            return Verdict(skipped="not in --include")
+            return TensorDecision(skipped="not in --include")
         if any(name_matches(name, pattern) for pattern in self.exclude):
-            return Verdict(skipped="--exclude")
-        return judge(tensor.name, tensor.shape, tensor.dtype, self.model_type, self.skips)
+            return TensorDecision(skipped="--exclude")
+        return classify(tensor.name, tensor.shape, tensor.dtype, self.model_type, self.skips)
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """Patterns that match none of the tensor names."""
@@ -110,19 +110,19 @@ def analyze_weights(
                     Problem(tensor.name, f"is in {shard} too; the one in {seen[tensor.name]} counts")
                 )
                 continue
-            verdict = selection.judge(tensor)
-            if verdict.stored:
+            decision = selection.classify(tensor)
+            if decision.stored:
                 raise SourceError(
-                    f"{source.name} stores quantized weights already, such as {verdict.stored}; "
+                    f"{source.name} stores quantized weights already, such as {decision.stored}; "
                     "analyse the full-precision checkpoint they were made from"
                 )
-            if verdict.skipped:
-                analysis.skipped.setdefault(verdict.skipped, []).append(tensor.name)
+            if decision.skipped:
+                analysis.skipped.setdefault(decision.skipped, []).append(tensor.name)
                 continue
             result = None if progress is None else progress.find(tensor.name, shard, identity)
             if result is None:
                 try:
-                    result = analyze_tensor(tensor, verdict.axis, schemes, on_bytes)
+                    result = analyze_tensor(tensor, decision.axis, schemes, on_bytes)
                 except (ShardError, NonFiniteError) as error:
                     analysis.problems.append(Problem(tensor.name, str(error)))
                     continue
@@ -212,7 +212,7 @@ def bytes_to_analyze(source: Source, selection: Selection) -> int | None:
         tensor.nbytes
         for _, _, tensors in readable_shards(source, [])
         for tensor in tensors
-        if selection.judge(tensor).axis is not None
+        if selection.classify(tensor).axis is not None
     )
 
 

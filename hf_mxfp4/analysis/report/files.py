@@ -36,8 +36,8 @@ def build_report(analysis: Analysis, source: Mapping[str, Any], version: str) ->
                 {
                     "name": result.name,
                     "kind": kind,
-                    "layer_type": result.place.layer_type,
-                    "depth": result.place.depth,
+                    "layer_type": result.location.layer_type,
+                    "depth": result.location.depth,
                     "shape": list(result.shape),
                     "dtype": result.dtype,
                     "schemes": {scheme: stats.summary() for scheme, stats in result.statistics.items()},
@@ -114,11 +114,11 @@ def _csv_text(analysis: Analysis) -> str:
     writer.writerow(["name", "kind", "layer_type", "depth", "shape", "dtype", "scheme", *columns])
     for kind in analysis.kinds:
         for result in analysis.of_kind(kind):
-            place, shape = result.place, "x".join(map(str, result.shape))
-            depth = "" if place.depth is None else place.depth
+            location, shape = result.location, "x".join(map(str, result.shape))
+            depth = "" if location.depth is None else location.depth
             for scheme, stats in result.statistics.items():
                 numbers = ["" if _missing(value) else value for value in stats.summary().values()]
-                writer.writerow([result.name, kind, place.layer_type, depth, shape, result.dtype, scheme, *numbers])
+                writer.writerow([result.name, kind, location.layer_type, depth, shape, result.dtype, scheme, *numbers])
     return out.getvalue()
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ...experts_layout import obstacle
+from ...experts_layout import unsupported_reason
 from ..formats import LayerShape
 from ..io.folder import CheckpointFolder
 from ..io.reader import StoredTensor, read_rows
@@ -77,7 +77,7 @@ def _unquantized(model: nn.Module, names: FileNames, quantized: set[str]) -> dic
     """The fused weights of experts that are several tensors in files and are not quantized."""
     owners = {name.rpartition(".")[0] for name in names.pieces.keys() - quantized}
     layers = {name: model.get_submodule(name) for name in sorted(owners)}
-    return layer_shapes({name: layer for name, layer in layers.items() if obstacle(layer) is None}, names)
+    return layer_shapes({name: layer for name, layer in layers.items() if unsupported_reason(layer) is None}, names)
 
 
 def _copied(name: str, tensor: StoredTensor) -> OtherTensor:

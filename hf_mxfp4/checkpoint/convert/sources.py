@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...config import QUANT_METHOD, MXFP4RLConfig
-from ...experts_layout import obstacle
+from ...experts_layout import unsupported_reason
 from ...gemm.packed_weight import quantize_weight
 from ...module_names import fused_experts
 from ..formats import PackedFormat
@@ -173,7 +173,7 @@ class ForeignSource(LayerSource):
             if meaning := format.foreign.get(name.rsplit(".", 1)[-1]):
                 raise CheckpointError(f"{folder.path} has {name}: {meaning}, which this package has no equal of")
         model = folder.empty_model()
-        obstacles = [name for name in fused_experts(model) if obstacle(model.get_submodule(name))]
+        obstacles = [name for name in fused_experts(model) if unsupported_reason(model.get_submodule(name))]
         candidates = quantizable_layers(model, _with_skips(imported.config, obstacles))
         has_experts = any(not isinstance(layer, nn.Linear) for layer in candidates.values())
         names = FileNames(model) if has_experts else None

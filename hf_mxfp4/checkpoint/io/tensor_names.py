@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...experts_layout import obstacle, projections
+from ...experts_layout import projections, unsupported_reason
 from ...module_names import fused_experts
 from .folder import CheckpointError
 
@@ -62,7 +62,7 @@ def _fused_weights(model: nn.Module) -> list[str]:
     return [
         f"{name}.{projection}"
         for name, module in experts.items()
-        if obstacle(module) is None and not module.is_transposed
+        if unsupported_reason(module) is None and not module.is_transposed
         for projection in projections(module)
     ]
 
