@@ -3,9 +3,8 @@
 
 import json
 import os
-import subprocess
-import sys
 
+import processes
 import pytest
 
 from benchmarks.documents import gpu_tables
@@ -14,14 +13,11 @@ from benchmarks.gpu.machine import INTERPRETER
 
 
 def run(out, *sections):
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "1",
-        "TRITON_CACHE_DIR": str(out.parent / "cache"),
-    }  # fmt: skip
+    environment = os.environ | {"TRITON_CACHE_DIR": str(out.parent / "cache")}
     only = ["--only", *sections] if sections else []
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", "--tiny", "--out", str(out), *only]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=gpu_tables.RESULTS.parents[1])
-    assert done.returncode == 0, done.stdout + done.stderr
+    job = processes.module("benchmarks.gpu", "--tiny", "--out", out, *only)
+    done = processes.run(job, interpret=True, environment=environment, timeout=600, no_warnings=True)
+    assert done.returncode == 0, done.output
     return done.stdout
 
 

@@ -2,13 +2,14 @@
 """`evaluate.py` from the command line to the result."""
 
 import json
-import os
+import runpy
 import shutil
-import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import evaluate
+import processes
 import pytest
 import torch
 from tiny_models import make_model
@@ -458,17 +459,21 @@ def test_the_default_folder_tells_models_and_controls_apart(policy, tmp_path, mo
 # ---- the script -----------------------------------------------------------------------------------------------------
 
 
-def test_the_library_of_the_same_name_stays_importable():
+def test_beside_the_scripts_the_library_and_the_parts_are_found_and_not_the_script(monkeypatch):
+    folder = str(ROOT / "recipes")
+    monkeypatch.setattr(sys, "path", [folder, *sys.path])
+    assert PathFinder.find_spec("evaluate", sys.path).origin == str(ROOT / "recipes" / "evaluate.py")
+    runpy.run_path(str(ROOT / "recipes" / "from_root.py"))
+    assert sys.path[0] == str(ROOT) and folder not in sys.path
+    assert PathFinder.find_spec("evaluate", sys.path).origin == evaluate.__file__
     assert Path(evaluate.__file__).name == "__init__.py" and callable(evaluate.load)
 
 
 def test_two_processes_find_what_one_finds(whole, policy, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(HERE / "run_and_leave.py"), str(ROOT / "recipes" / "evaluate.py"), policy]
-    command += [*TASK, *SAMPLED, f"--output_dir={tmp_path}"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = [policy, *TASK, *SAMPLED, f"--output_dir={tmp_path}"]
+    job = processes.script(HERE / "run_and_leave.py", ROOT / "recipes" / "evaluate.py", *words)
+    done = processes.run(job, ranks=2, timeout=300)
+    assert done.returncode == 0, done.output[-3000:]
     assert done.stdout.count("left properly") == 2, done.stdout
     result = json.loads((tmp_path / "result.json").read_text())
     folder, alone = whole
