@@ -3,14 +3,13 @@
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.common.hardware import hardware
+from recipes.common.hardware import hardware, versions
 from recipes.common.text import markdown_table, with_interval
 
 
@@ -57,14 +56,8 @@ def made(command: str, packages: Iterable[str], machine: str | None = None) -> d
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of packages, of those that are installed."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    """Look up the versions of those packages that are installed."""
+    return {package: version for package, version in versions(packages).items() if version is not None}
 
 
 def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:

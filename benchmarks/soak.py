@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from hf_mxfp4 import MXFP4GRPOTrainer
 from recipes import grpo
 
-from .records import RESULTS, ROOT, write
+from .records import RESULTS, ROOT, made, write
 
 
 CONFIGS = {"qat": "tiny_cpu.yaml", "lora": "tiny_cpu_lora.yaml"}
@@ -146,13 +146,13 @@ def soak(mode: str, steps: int, folder: Path, every: int = 20, options: Sequence
 
     Raises `RuntimeError` when nothing was compared or no noise was on.
     """
-    made: list[WatchedTrainer] = []
+    trainers: list[WatchedTrainer] = []
     watch = Watch(every)
 
     def build(*args, **kwargs) -> WatchedTrainer:
-        made.append(WatchedTrainer(*args, **kwargs))
-        made[0].add_callback(watch)
-        return made[0]
+        trainers.append(WatchedTrainer(*args, **kwargs))
+        trainers[0].add_callback(watch)
+        return trainers[0]
 
     config = ROOT / "recipes" / "configs" / CONFIGS[mode]
     original, grpo.MXFP4GRPOTrainer = grpo.MXFP4GRPOTrainer, build
@@ -161,7 +161,7 @@ def soak(mode: str, steps: int, folder: Path, every: int = 20, options: Sequence
         summary = grpo.main([*words, *SMALLER, *UNFILTERED, *CHECKPOINTS, *options])
     finally:
         grpo.MXFP4GRPOTrainer = original
-    (trainer,) = made
+    (trainer,) = trainers
     noisy = [entry for entry in trainer.state.log_history if entry.get("aqn/sigma", 0) > 0]
     if not trainer.rollouts or not noisy:
         raise RuntimeError(f"{trainer.rollouts} rollouts were compared, {len(noisy)} log entries had noise")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.process_group import leave_together
+from recipes.common.terminal import errors_as_messages
 from recipes.pretraining.arguments import parse_or_exit
 from recipes.pretraining.corpus import load_corpus
 from recipes.pretraining.records import StudyFile
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     """Run what is missing of a study; the summary that it also writes to `summary.json` in the output folder."""
     study = parse_or_exit(argv)
     output = Path(study.training.output_dir)
-    try:
+    with errors_as_messages(OSError, RuntimeError, ValueError):
         stored = StudyFile(output / "study.json", study.settings)
         missing = [
             (seed, arm)
@@ -38,14 +39,10 @@ def main(argv: list[str]) -> dict[str, Any]:
             if not stored.finished(arm.name, seed, study.scheme_text(arm))
         ]
         corpus = load_corpus(study.options, study.total_steps * study.tokens_per_step) if missing else None
-    except (OSError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from error
     announce(study, corpus, len(missing))
     for seed, arm in missing:
-        try:
+        with errors_as_messages(ValueError, where=f"arm {arm.name}, seed {seed}: "):
             run = train_arm(study, arm, seed, corpus, output)
-        except ValueError as error:
-            raise SystemExit(f"error: arm {arm.name}, seed {seed}: {error}") from error
         if study.training.process_index == 0:
             stored.add(run)
         tell_run(run)

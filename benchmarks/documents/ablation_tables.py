@@ -100,12 +100,12 @@ def readme_ablation(folder: Path = RESULTS) -> str:
             if cell["cell"] not in _README_CELLS:
                 continue
             error = max(cell["over_seeds"] or 0, cell["of_problems"])
-            back = "" if cell["given_back"] is None else f"{100 * cell['given_back']:.0f} %"
+            back = "" if cell["recovered"] is None else f"{100 * cell['recovered']:.0f} %"
             paper = cell["paper"].get("dense")
             before = "" if cell["before"] is None else f"{100 * cell['before']:.1f}"
             after = f"{100 * cell['after']:.1f} ± {100 * error:.1f}"
             rows.append([cell["label"], before, after, back, "" if paper is None else f"{paper:.1f}"])
-        return table(["", "before RL", "after RL", "given back", "paper, Qwen2.5-3B"], rows)
+        return table(["", "before RL", "after RL", "recovered", "paper, Qwen2.5-3B"], rows)
     return NONE_YET
 
 

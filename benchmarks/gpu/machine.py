@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device that is measured, and how records name it."""
 
-import importlib.metadata
 import os
 import platform
 from dataclasses import dataclass
 
 import torch
+
+from ..records import installed
 
 
 #: What records of interpreted runs have in place of a GPU. The documents refuse them.
@@ -79,10 +80,4 @@ class Machine:
 
 def versions() -> dict[str, str]:
     """Of Python and of the packages that have a part in the numbers, those that are installed."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version(), **installed(_PACKAGES)}

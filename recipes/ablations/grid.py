@@ -43,7 +43,7 @@ class Cell:
 
     Attributes:
         paper: accuracies that the paper states, in percent, by its model.
-        naive: the cell whose distance from the reference this one may give back.
+        naive: the cell whose distance from the reference this one may recover.
         models: the models that it is run on; `None`: all.
     """
 

@@ -143,7 +143,7 @@ def statistics(records: Sequence[Record], model: str) -> list[dict[str, Any]]:
     * ``after``: mean over seeds, with the standard error of this mean (``over_seeds``, `None` for one seed) and the one
       that follows from the number of problems (``of_problems``; the seeds share the problems);
     * ``difference``: to the reference within a seed, with the 95 % interval of [`t_interval`];
-    * ``given_back``: the share of the distance of the naive cell from the reference that this cell is above it, from
+    * ``recovered``: the share of the distance of the naive cell from the reference that this cell is above it, from
       means over the seeds that all three have; `None` where the naive cell is not below the reference.
     """
     by_cell: dict[str, dict[int, Record]] = {}
@@ -159,7 +159,7 @@ def statistics(records: Sequence[Record], model: str) -> list[dict[str, Any]]:
         reference = {seed: record["value"] for seed, record in by_cell.get(first["reference"], {}).items()}
         naive = {seed: record["value"] for seed, record in by_cell.get(first["naive"], {}).items()}
         paired = [values[seed] - reference[seed] for seed in values if seed in reference]
-        given_back = _share(values, naive, reference)
+        recovered = _share(values, naive, reference)
         before = [record["before"] for record in of_seed.values() if record["before"] is not None]
         rows.append(
             {
@@ -174,7 +174,7 @@ def statistics(records: Sequence[Record], model: str) -> list[dict[str, Any]]:
                 "over_seeds": None if spread["sd"] is None else spread["sd"] / math.sqrt(len(values)),
                 "of_problems": math.sqrt(mean * (1 - mean) / first["n_test"]),
                 "difference": t_interval(paired) if paired and cell != first["reference"] else None,
-                "given_back": None if cell in (first["reference"], first["naive"]) else given_back,
+                "recovered": None if cell in (first["reference"], first["naive"]) else recovered,
                 "entropy": [_mean([r["entropy"][i] for r in of_seed.values()]) for i in (0, 1)],
                 "seconds": fmean(record["seconds"] for record in of_seed.values()),
             }
@@ -199,7 +199,7 @@ def table_rows(records: Sequence[Record], model: str) -> tuple[list[str], list[l
     """Columns and rows of a model's table, accuracies in percent."""
     rows = statistics(records, model)
     papers = list(dict.fromkeys(name for row in rows for name in row["paper"]))
-    columns = ["cell", "before RL", "after RL", "seeds ±", "problems ±", "minus reference", "given back"]
+    columns = ["cell", "before RL", "after RL", "seeds ±", "problems ±", "minus reference", "recovered"]
     columns += [*(f"paper: {name}" for name in papers)]
     lines = []
     for row in rows:
@@ -211,7 +211,7 @@ def table_rows(records: Sequence[Record], model: str) -> tuple[list[str], list[l
                 _percent(row["over_seeds"]),
                 _percent(row["of_problems"]),
                 "" if row["difference"] is None else with_interval(row["difference"], 100, 1),
-                "" if row["given_back"] is None else f"{100 * row['given_back']:.0f} %",
+                "" if row["recovered"] is None else f"{100 * row['recovered']:.0f} %",
                 *(f"{row['paper'][name]:.1f}" if name in row["paper"] else "" for name in papers),
             ]
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import fcntl
-import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ import yaml
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.stats import share_text
-from recipes.common.hardware import hardware
+from recipes.common.hardware import hardware, versions
 
 from .base import make_base, stored_base, write_json
 from .grid import Grid, Run, changed, fingerprint
@@ -229,7 +228,7 @@ def _start(run: Run, settings: dict[str, Any], jobs: int, lock: TextIO) -> _Proc
     # With the run and not with the report, which may be made on another machine.
     made = {
         "hardware": hardware(threads),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": versions(PACKAGES),
         "date": datetime.date.today().isoformat(),
     }
     state = {"fingerprint": fingerprint(settings), "settings": settings, "threads": threads, "earlier": earlier, **made}

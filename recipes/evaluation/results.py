@@ -2,7 +2,6 @@
 """What an evaluation found: estimates with intervals, per problem and in total, as JSON and as a table."""
 
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from hf_mxfp4.stats import Estimate, mean_pass_at_k, wilson
 from .records import ScoredCompletion
 
 
+#: Those that decide what is measured.
 PACKAGES = ("hf-mxfp4", "torch", "transformers", "peft", "accelerate", "evaluate", "math-verify")
 GREEDY = "greedy"
 #: Its name in the folder of an evaluation.
@@ -77,17 +77,6 @@ def summarize(
             estimates[score][f"pass@{k}"] = mean_pass_at_k(correct["sampled"][score], samples, k, seed).to_dict()
     problems = {"keys": list(keys), "samples": samples, "correct": correct}
     return {"n": len(keys), "scores": estimates, "lengths": lengths, "problems": problems}
-
-
-def versions() -> dict[str, str | None]:
-    """Of the packages that decide what is measured."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def write_result(result: Mapping[str, Any], path: Path) -> None:

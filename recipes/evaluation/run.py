@@ -2,18 +2,18 @@
 """One evaluation from the command line to the result."""
 
 import argparse
-import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from recipes.common.terminal import console
+from recipes.common.hardware import versions
+from recipes.common.terminal import console, errors_as_messages
 from recipes.tasks import Task, load_task
 
 from . import comparison, results
@@ -24,6 +24,10 @@ from .records import CompletionFile, ScoredCompletion
 from .scoring import Scorer
 
 
+#: Errors of inputs, which a user can mend.
+MENDABLE = (ImportError, OSError, RuntimeError, ValueError)
+
+
 def main(argv: list[str]) -> dict[str, Any]:
     """Evaluate, or compare two results; the result that is also written, or the differences."""
     options = parse(argv)
@@ -31,7 +35,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         return {"differences": _compare_files(options)}
     started = time.monotonic()
     state = PartialState(cpu=options.use_cpu)
-    with _told():
+    with errors_as_messages(*MENDABLE):
         task = _load_task(options)
         other = None if options.compare is None else results.read_result(options.compare)
         policy = load_policy(
@@ -83,7 +87,7 @@ def main(argv: list[str]) -> dict[str, Any]:
             "batch_size": options.batch_size,
         },
         "identity": policy.identity,
-        "versions": results.versions(),
+        "versions": versions(results.PACKAGES),
         "device": str(state.device),
         "processes": state.num_processes,
         "generated": generated,
@@ -100,17 +104,8 @@ def main(argv: list[str]) -> dict[str, Any]:
     return result
 
 
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What a user can mend ends with a message instead of a traceback."""
-    try:
-        yield
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from error
-
-
 def _compare_files(options: argparse.Namespace) -> list[dict[str, Any]]:
-    with _told():
+    with errors_as_messages(*MENDABLE):
         if options.compare is None:
             raise ValueError(f"{options.model} is a result; name another one with --compare")
         first, second = (results.read_result(path) for path in (options.model, options.compare))

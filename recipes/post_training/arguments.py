@@ -9,6 +9,7 @@ from trl import ModelConfig, TrlParser
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from recipes.common.options import exit_on_wrong_options, read_none, read_yaml, refuse_unknown, with_default_config
+from recipes.common.terminal import errors_as_messages
 from recipes.tasks import TASKS, Task, load_task
 from recipes.tasks.tiny_model import TINY_MODELS
 
@@ -173,13 +174,9 @@ def load_task_or_exit(recipe: RecipeArguments, training: MXFP4GRPOConfig) -> Tas
     """The task, whose longest completion fills in what ``training`` leaves open. A message about data that is missing
     or malformed, or about lengths that do not fit together, before a model is made."""
     options = {argument: getattr(recipe, option) for option, argument in TASK_OPTIONS.items()}
-    try:
+    with errors_as_messages(ImportError, OSError, RuntimeError, ValueError):
         task = load_task(options.pop("name"), **options)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from error
     training.max_completion_length = training.max_completion_length or task.max_completion_length
-    try:
+    with errors_as_messages(ValueError):
         training.check_overlong_buffer()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
     return task

@@ -5,7 +5,6 @@ import hashlib
 import json
 from dataclasses import fields
 from enum import Enum
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 from transformers import TrainingArguments
 
 import hf_mxfp4
+from recipes.common.hardware import versions
 
 
 FILE_NAME = "resolved_config.yaml"
@@ -42,9 +42,12 @@ def run_id(options: dict[str, Any]) -> str:
 def write_resolved_config(folder: Path, *groups: Any) -> str:
     """Write `resolved_config.yaml`: the options of all groups, versions of packages, and the id of the run; the id."""
     options = resolved_options(*groups)
-    versions = {"hf_mxfp4": hf_mxfp4.__version__, **{name: version(name) for name in PACKAGES}}
     text = yaml.safe_dump(
-        {"run_id": run_id(options), "versions": versions, "options": options},
+        {
+            "run_id": run_id(options),
+            "versions": {"hf_mxfp4": hf_mxfp4.__version__, **versions(PACKAGES)},
+            "options": options,
+        },
         sort_keys=False,
         allow_unicode=True,
     )

@@ -69,7 +69,7 @@ def draw_overheads(arms: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Tokens beyond the baseline's in percent, mean and 95 % interval over seeds, beside what the paper states.
 
     Args:
-        arms: the ``arms`` of [`pretraining.summary.summarize`].
+        arms: the ``arms`` of [`summarize`] of `summary`.
     """
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()

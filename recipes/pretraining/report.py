@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from recipes.common.terminal import console, tell
+from recipes.common.terminal import console, errors_as_messages, tell
 from recipes.common.text import with_interval
 
 from .arguments import Study
@@ -38,10 +38,8 @@ def finish(study: Study, stored: StudyFile, output: Path) -> dict[str, Any]:
     wanted = {(arm.name, seed) for arm in study.arms for seed in study.options.seeds}
     runs = [run for run in stored.runs if (run["arm"], run["seed"]) in wanted]
     runs.sort(key=lambda run: ([arm.name for arm in study.arms].index(run["arm"]), run["seed"]))
-    try:
+    with errors_as_messages(ValueError):
         summary = summarize(runs, budget=study.budget_tokens, target_fraction=study.options.target_fraction)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
     orders = {(run["seed"], run["data_order"]) for run in runs}
     if len(orders) != len(summary["targets"]):
         raise SystemExit(f"error: arms of one seed saw different text, see data_order in {stored.path}; start afresh")

@@ -13,12 +13,11 @@ from benchmarks.gpu.machine import INTERPRETER
 
 
 def run(out, *sections):
+    environment = os.environ | {"TRITON_CACHE_DIR": str(out.parent / "cache")}
     only = ["--only", *sections] if sections else []
     job = processes.module("benchmarks.gpu", "--tiny", "--out", out, *only)
-    environment = os.environ | {"TRITON_CACHE_DIR": str(out.parent / "cache")}
-    options = {"cwd": gpu_tables.RESULTS.parents[1], "interpret": True, "no_warnings": True, "timeout": 600}
-    done = processes.run(job, environment=environment, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = processes.run(job, interpret=True, environment=environment, timeout=600, no_warnings=True)
+    assert done.returncode == 0, done.output
     return done.stdout
 
 

@@ -11,7 +11,8 @@ from hf_mxfp4 import MXFP4GRPOTrainer
 
 
 QUICK = """--sft_steps=2 --sft_batch_size=8 --tiny_hidden_size=32 --tiny_num_layers=2 --per_device_train_batch_size=8
---num_generations=4 --n_test=8 --greedy_batch_size=8 --reload_check=0 --logging_steps=1 --save_strategy=no""".split()
+--num_generations=4 --n_test=8 --greedy_batch_size=8 --reload_check=0 --logging_steps=1 --save_strategy=no
+--report_every=0""".split()
 
 
 def test_slope_of_a_line_in_noise_is_within_its_interval():

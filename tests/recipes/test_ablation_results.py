@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of the tables: means, errors, paired differences, shares given back."""
+"""The arithmetic of the tables: means, errors, paired differences, shares recovered."""
 
 import json
 import math
@@ -63,18 +63,18 @@ def test_only_seeds_that_both_have_are_compared():
     found = row(records, "mbs")
     assert found["difference"]["n"] == 1 and found["difference"]["interval"] is None
     assert found["difference"]["mean"] == pytest.approx(-0.10)
-    assert found["given_back"] == pytest.approx(0.5)
+    assert found["recovered"] == pytest.approx(0.5)
     alone = row([r for r in RECORDS if r["cell"] == "mbs"], "mbs")
-    assert alone["difference"] is None and alone["given_back"] is None
+    assert alone["difference"] is None and alone["recovered"] is None
 
 
-def test_the_share_of_the_gap_that_is_given_back():
+def test_the_share_of_the_gap_that_is_recovered():
     # Of three times 20 points, 10, 8 and 12.
-    assert row(RECORDS, "mbs")["given_back"] == pytest.approx(0.5)
-    assert row(RECORDS, "mxfp4")["given_back"] is None and row(RECORDS, "bf16")["given_back"] is None
-    # Nothing was lost: there is nothing to give back.
+    assert row(RECORDS, "mbs")["recovered"] == pytest.approx(0.5)
+    assert row(RECORDS, "mxfp4")["recovered"] is None and row(RECORDS, "bf16")["recovered"] is None
+    # Nothing was lost: there is nothing to recover.
     no_gap = [record(r["cell"], r["seed"], 0.9 if r["cell"] == "mxfp4" else r["value"]) for r in RECORDS]
-    assert row(no_gap, "mbs")["given_back"] is None
+    assert row(no_gap, "mbs")["recovered"] is None
 
 
 def test_a_cell_may_have_a_naive_cell_of_its_own():
@@ -83,8 +83,8 @@ def test_a_cell_may_have_a_naive_cell_of_its_own():
         *(record("w4a16", seed, 0.70 + 0.04 * seed) for seed in range(3)),
         *(record("w4a16_mbs", seed, 0.78 + 0.04 * seed, naive="w4a16") for seed in range(3)),
     ]
-    assert row(records, "w4a16_mbs")["given_back"] == pytest.approx(0.8)
-    assert row(records, "w4a16")["given_back"] == pytest.approx(0.5)
+    assert row(records, "w4a16_mbs")["recovered"] == pytest.approx(0.8)
+    assert row(records, "w4a16")["recovered"] == pytest.approx(0.5)
 
 
 def test_one_seed_has_no_spread():
@@ -95,7 +95,7 @@ def test_one_seed_has_no_spread():
 
 def test_the_table_to_the_letter():
     assert markdown(RECORDS, "m") == (
-        "| cell | before RL | after RL | seeds ± | problems ± | minus reference | given back | paper: dense | "
+        "| cell | before RL | after RL | seeds ± | problems ± | minus reference | recovered | paper: dense | "
         "paper: MoE |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
         "| BF16 | 50.0 | 84.0 | 2.3 | 3.7 |  |  | 82.0 | 91.5 |\n"

@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from recipes.ablation import main
 from recipes.ablations.base import make_base, stored_base
 from recipes.ablations.grid import read_grid
 from recipes.ablations.runner import locked
@@ -25,7 +26,8 @@ from recipes.tasks import load_task
 from recipes.tasks.tiny_model import wrap_tokenizer
 
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 SCRIPT = ROOT / "recipes" / "ablation.py"
 
 #: Does what its configuration's `learning_rate` says: 0.5 fails, 0.25 waits to be killed, others are the accuracy.
@@ -54,15 +56,17 @@ summary = {
 
 
 @pytest.fixture
-def ablation(monkeypatch):
-    """`ablation(argv)` is the exit code of `recipes/ablation.py`."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("ablation_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def ablation_with_plots(monkeypatch):
+    """`ablation_with_plots(argv)` is the exit code of `recipes/ablation.py`."""
     monkeypatch.setattr("recipes.ablations.runner._POLL_SECONDS", 0.01)
-    return module.main
+    return main
+
+
+@pytest.fixture
+def ablation(ablation_with_plots, monkeypatch):
+    """`ablation(argv)` does the same but for the plots, which take most of the time."""
+    monkeypatch.setattr("recipes.ablations.report.draw_all", lambda records, model: {})
+    return ablation_with_plots
 
 
 @pytest.fixture
@@ -93,8 +97,8 @@ def starts(tmp_path, cell, seed):
     return (tmp_path / "out" / "cells" / cell / f"seed{seed}" / "starts").read_text().splitlines()
 
 
-def test_every_cell_and_seed_is_run_once_and_reported(ablation, grid, tmp_path, capsys):
-    path = grid(bf16=0.75, mxfp4=0.375)
+def test_every_cell_and_seed_is_run_once_and_reported(ablation_with_plots, grid, tmp_path, capsys):
+    path, ablation = grid(bf16=0.75, mxfp4=0.375), ablation_with_plots
     assert ablation(["--config", path, "--jobs", "2"]) == 0
     printed = capsys.readouterr().out
     assert "runs 4 of 4, 2 at a time" in printed and "4/4 " in printed and "left" in printed
@@ -295,8 +299,8 @@ TINY = {
     },
     "train": {
         "macro_block": None, "outlier_fallback": None, "aqn": False, "max_steps": 2, "max_completion_length": None,
-        "per_device_train_batch_size": 8, "num_generations": 4, "logging_steps": 1, "error_every": 1, "use_cpu": True,
-        "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False,
+        "per_device_train_batch_size": 8, "num_generations": 4, "logging_steps": 1, "error_every": 1, "report_every": 0,
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False,
     },
     "cells": {"bf16": {"options": {"full_precision": True}}, "mxfp4": {"label": "MXFP4", "paper": {"dense": 60.1}}},
 }  # fmt: skip
@@ -372,22 +376,24 @@ def run_script(*options):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
 
 
-FORKING = """
-import multiprocessing, runpy, sys
-fork = multiprocessing.get_context("fork")
-multiprocessing.get_context = lambda method: fork
-del sys.argv[0]
-sys.path[0] = sys.argv[0].rpartition("/")[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
+#: With processes that are forked where new ones would be spawned.
+FORKED = """
+import multiprocessing, sys
+from recipes import ablation
+forks = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda kind: forks
+sys.exit(ablation.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
 def test_a_whole_grid(tmp_path):
-    """Two cells, one seed, two steps: from random weights to the table. All its processes are forked."""
-    path = tiny(tmp_path, launcher=" ".join(processes.FORKED))
-    process = processes.run(processes.code(FORKING, SCRIPT, "--config", path), timeout=500)
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    """Two cells, one seed, two steps: from random weights to the table."""
+    processes.run(processes.code("pass"))  # a server for the launcher
+    launcher = f"{sys.executable} {HERE / 'through_the_server.py'} {processes.FOLDER}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, processes.PATHS))}
+    job = processes.code(FORKED, "--config", tiny(tmp_path, launcher=launcher))
+    process = processes.run(job, environment=environment)
+    assert process.returncode == 0, process.output[-4000:]
     full, plain = json.loads((tmp_path / "out" / "ablation.json").read_text())
     assert full["scheme"] == "full precision" and full["n_quantized"] == 0
     assert plain["scheme"] == "w4a4 [weights mxfp4+rceil, activations mxfp4+rceil]" and plain["n_quantized"] == 14
@@ -398,7 +404,7 @@ def test_a_whole_grid(tmp_path):
         "accuracy.png", "entropy.png", "errors.png", "greedy.png", "reward.png",
     }  # fmt: skip
     # Runs start from the saved model, and keep none of their own.
-    *_, run = read_grid(tiny(tmp_path)).runs
+    *_, run = read_grid(tmp_path / "tiny.yaml").runs
     assert not list(run.folder.rglob("*.safetensors"))
     assert json.loads((run.folder / "summary.json").read_text())["model"] == str(run.base_folder)
 

@@ -2,7 +2,10 @@
 """`evaluate.py` from the command line to the result."""
 
 import json
+import runpy
 import shutil
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import evaluate
@@ -456,15 +459,21 @@ def test_the_default_folder_tells_models_and_controls_apart(policy, tmp_path, mo
 # ---- the script -----------------------------------------------------------------------------------------------------
 
 
-def test_the_library_of_the_same_name_stays_importable():
+def test_beside_the_scripts_the_library_and_the_parts_are_found_and_not_the_script(monkeypatch):
+    folder = str(ROOT / "recipes")
+    monkeypatch.setattr(sys, "path", [folder, *sys.path])
+    assert PathFinder.find_spec("evaluate", sys.path).origin == str(ROOT / "recipes" / "evaluate.py")
+    runpy.run_path(str(ROOT / "recipes" / "from_root.py"))
+    assert sys.path[0] == str(ROOT) and folder not in sys.path
+    assert PathFinder.find_spec("evaluate", sys.path).origin == evaluate.__file__
     assert Path(evaluate.__file__).name == "__init__.py" and callable(evaluate.load)
 
 
 def test_two_processes_find_what_one_finds(whole, policy, tmp_path):
-    arguments = [policy, *TASK, *SAMPLED, f"--output_dir={tmp_path}"]
-    job = processes.script(HERE / "run_and_leave.py", ROOT / "recipes" / "evaluate.py", *arguments)
-    done = processes.run(job, ranks=2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = [policy, *TASK, *SAMPLED, f"--output_dir={tmp_path}"]
+    job = processes.script(HERE / "run_and_leave.py", ROOT / "recipes" / "evaluate.py", *words)
+    done = processes.run(job, ranks=2, timeout=300)
+    assert done.returncode == 0, done.output[-3000:]
     assert done.stdout.count("left properly") == 2, done.stdout
     result = json.loads((tmp_path / "result.json").read_text())
     folder, alone = whole

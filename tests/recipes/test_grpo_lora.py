@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe with LoRA on a packed base, from a model made on the spot to the adapter loaded onto a fresh base."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
+import processes
 import pytest
 import torch
-from processes import code, run
 from test_grpo import TINY
 from test_grpo_two_processes import launch
 from tiny_models import make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.quantizer.swap import quantize_linears
@@ -28,9 +31,16 @@ def short_run(folder, *options):
     return main([*config, *TINY, f"--output_dir={folder}", *options])
 
 
-def test_the_whole_recipe_on_a_packed_base(tmp_path, capsys):
-    folder = tmp_path / "out"
-    summary = short_run(folder)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run on a packed base: its folder, its summary, and what it printed."""
+    folder, printed = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        return folder, short_run(folder), printed.getvalue()
+
+
+def test_the_whole_recipe_on_a_packed_base(whole):
+    folder, summary, table = whole
     assert summary["n_quantized"] == 14 and summary["n_skipped"] == 1 and summary["steps"] == 3
     assert summary["scheme"] == PACKED.describe() and summary["adapter"]
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
@@ -43,7 +53,6 @@ def test_the_whole_recipe_on_a_packed_base(tmp_path, capsys):
     adapter = json.loads((folder / "policy" / "adapter_config.json").read_text())
     assert MXFP4RLConfig.from_dict(adapter["base_quantization"]) == PACKED
     assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (2, 32, 0.0)
-    table = capsys.readouterr().out
     for text in ("frozen base", "bit-identical", "16 of 16 completions identical", "adapter alone"):
         assert text in table
 
@@ -55,7 +64,7 @@ from recipes.evaluation.generate import evaluate_greedy
 from peft import PeftModel
 from recipes.tasks import load_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder = sys.argv[2]
+folder = sys.argv[1]
 task = load_task("arithmetic", n_test=16)
 config = hf_mxfp4.MXFP4RLConfig(mode="packed")
 base = AutoModelForCausalLM.from_pretrained(folder + "/base", quantization_config=config)
@@ -66,20 +75,17 @@ print(json.dumps(result.completions))
 """
 
 
-def test_the_adapter_in_a_new_process(tmp_path):
-    short_run(tmp_path / "out", "--reload_check=0")
-    done = run(code(RELOAD, ROOT, tmp_path / "out"))
+def test_the_adapter_in_a_new_process(whole):
+    folder = whole[0]
+    done = processes.run(processes.code(RELOAD, folder))
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = (tmp_path / "out" / "completions_after.jsonl").read_text().splitlines()
+    lines = (folder / "completions_after.jsonl").read_text().splitlines()
     assert json.loads(done.stdout.splitlines()[-1]) == [json.loads(line)["completion"] for line in lines]
     assert "made for a base quantized" not in done.stderr
 
 
-def test_a_packed_checkpoint_as_the_start(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    short_run(tmp_path / "first", "--reload_check=0")
-    base = tmp_path / "first" / "base"
+def test_a_packed_checkpoint_as_the_start(whole, tmp_path):
+    base = whole[0] / "base"
     AutoModelForCausalLM.from_pretrained(base, quantization_config=PACKED).save_pretrained(tmp_path / "packed")
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "packed")
     start = f"--model_name_or_path={tmp_path / 'packed'}"
@@ -103,7 +109,7 @@ def test_what_cannot_train_on_packed_weights_ends_before_anything_is_made(option
 
 
 def test_the_same_recipe_in_full_precision(tmp_path):
-    summary = short_run(tmp_path / "out", "--full_precision=true", "--aqn=false")
+    summary = short_run(tmp_path / "out", "--full_precision=true", "--aqn=false", "--max_steps=1")
     assert summary["scheme"] == "full precision" and summary["n_quantized"] == 0 and summary["adapter"]
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
 

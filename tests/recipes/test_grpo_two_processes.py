@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe in two processes (DDP over gloo), with the variables that launchers set."""
+"""The recipe in two processes, as under a launcher (DDP over gloo)."""
 
 import json
 from pathlib import Path
 
-from processes import run, script
-from test_grpo import TINY
+import processes
+from test_grpo import REPORTED, TINY
 
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 
-def launch(folder, processes, *options):
-    options = [*TINY, "--n_test=13", f"--output_dir={folder}", *options]
-    job = run(script(HERE / "run_and_leave.py", ROOT / "recipes" / "grpo.py", *options), ranks=processes, timeout=180)
-    assert job.returncode == 0, job.output[-3000:]
-    assert job.stdout.count("left properly") == processes, job.output[-3000:]
+def launch(folder, ranks, *options):
+    words = [*TINY, "--n_test=13", f"--output_dir={folder}", *options]
+    job = processes.script(HERE / "run_and_leave.py", ROOT / "recipes" / "grpo.py", *words)
+    done = processes.run(job, ranks=ranks, timeout=180)
+    assert done.returncode == 0, done.output[-3000:]
+    assert done.output.count("left properly") == ranks, done.output[-3000:]
     return json.loads((folder / "summary.json").read_text())
 
 
 def test_two_processes_train_evaluate_save_and_reload(tmp_path):
-    summary = launch(tmp_path / "out", 2, "--save_strategy=steps", "--save_steps=3")
+    summary = launch(tmp_path / "out", 2, REPORTED, "--save_strategy=steps", "--save_steps=3")
     assert summary["n_quantized"] == 14 and summary["steps"] == 3
     assert summary["reloaded"] == {"compared": 13, "identical": 13}
     # Thirteen problems do not divide by two, and each has its completion.

@@ -201,7 +201,7 @@ def test_without_the_hub(monkeypatch):
     def offline(*args, **kwargs):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr("pretraining.corpus.load_dataset", offline)
+    monkeypatch.setattr("recipes.pretraining.corpus.load_dataset", offline)
     with pytest.raises(RuntimeError, match="cannot stream 'allenai/c4' .*no route(.|\n)*corpus: files"):
         load_corpus(options(corpus="hub"), 64)
 
