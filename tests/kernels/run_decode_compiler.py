@@ -11,6 +11,7 @@ import torch
 from ahead_of_time import compile_kernel, gpu_target
 
 from mxfp4_kernels import plan_linear_w4a16
+from mxfp4_kernels.common.arguments import PackedPointers, Partial
 from mxfp4_kernels.gemm import decode
 from mxfp4_kernels.gemm.decode_kernel import linear_kernel
 from mxfp4_kernels.quantization.launch import Scheme
@@ -35,25 +36,28 @@ def compile_variant(backend: str, arch: str, n_tokens: int, n_cols: int, scheme:
     options = {name: getattr(scheme, name) for name in ("macro_block", "macro_search", "outlier_fallback")}
     name = str(dtype).removeprefix("torch.")
     config = plan_linear_w4a16(n_tokens, 4096, n_cols, arch, **options, dtype=name).configs[0]
-    constants = decode.constants(dtype, scheme, n_cols, config, True, n_tokens > 16) | config
-    constants |= {"SPLIT": True, "CUDA": backend == "cuda", "INTERPRETED": False}
-    unused = ["macro"] * (scheme.macro_block is None)
-    unused += ["residual_codes", "residual_scale"] * (scheme.outlier_fallback is None)
-    constants |= {f"{name}_ptr": None for name in unused}
-    pointers = {name: "*u8" for name in linear_kernel.arg_names if name.endswith("_ptr")} | {
+    weight = decode.constants(dtype, scheme, n_cols, config["BK"], n_tokens > 16)
+    constants = {name: config[name] for name in ("BM", "BN", "BK")}
+    constants["WEIGHT"] = weight._replace(CUDA=backend == "cuda", INTERPRETED=False)
+    has_residual = scheme.outlier_fallback is not None
+    types = {
         "x_ptr": _INPUTS[dtype],
-        "codes_ptr": "*i32",
-        "residual_codes_ptr": "*i32",
+        "packed": PackedPointers(
+            codes="*i32",
+            scale="*u8",
+            macro=None if scheme.macro_block is None else "*u8",
+            residual_codes="*i32" if has_residual else None,
+            residual_scale="*u8" if has_residual else None,
+        ),
         "bias_ptr": _OUTPUTS[dtype],
         "out_ptr": _OUTPUTS[dtype],
-        "partial_ptr": "*fp32",
-        "arrived_ptr": "*i32",
+        "partial": Partial("*fp32", "*i32"),
+        "alpha": "fp32",
+        **dict.fromkeys(("n_tokens", "n_rows", "n_cols", "x_row_stride", "split_steps", "n_splits"), "i32"),
     }
-    sizes = ("n_tokens", "n_rows", "n_cols", "x_row_stride", "split_steps", "n_splits")
-    types = pointers | dict.fromkeys(sizes, "i32") | {"alpha": "fp32"}
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    del constants["split_steps"]
-    multiples = [*pointers, *["n_cols", "x_row_stride"] * (n_cols % 16 == 0)]
+    options = {name: config[name] for name in ("num_warps", "num_stages")}
+    multiples = ["x_ptr", "bias_ptr", "out_ptr", *PackedPointers._fields, *Partial._fields]
+    multiples += ["n_cols", "x_row_stride"] * (n_cols % 16 == 0)
     report = compile_kernel(gpu_target(backend, arch), linear_kernel, types, constants, options, multiples)
     weights = config["BN"] * config["BK"] // (32 * config["num_warps"])
     return report | {"weights_per_thread": weights * (2 if scheme.outlier_fallback else 1)}

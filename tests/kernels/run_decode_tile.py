@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from hf_mxfp4 import numerics
+from mxfp4_kernels.common.arguments import DecodeConstants
+from mxfp4_kernels.common.blocks import BLOCKWISE, NO_MACRO
 from mxfp4_kernels.gemm.decode_tile import NARROW_BYTE, decode_tile, interleave
 
 
@@ -21,9 +23,8 @@ def decode_kernel(
     mantissa_ptr,
     out_ptr,
     order_ptr,
-    NATURAL: tl.constexpr,
-    BLOCKWISE: tl.constexpr,
     WIDE: tl.constexpr,
+    WEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -34,9 +35,9 @@ def decode_kernel(
     words = tl.load(words_ptr + rows * WORDS + tl.arange(0, WORDS)[None, :])
     byte = tl.load(byte_ptr + blocks).to(tl.int32)
     mantissa = tl.load(mantissa_ptr + blocks).to(tl.int32)
-    values = decode_tile(words, byte, mantissa, NATURAL, BLOCKWISE, WIDE, CUDA=False, INTERPRETED=True)
+    values = decode_tile(words, byte, mantissa, WIDE, WEIGHT)
     order = tl.broadcast_to(columns, values.shape)
-    if not NATURAL:
+    if not WEIGHT.NATURAL:
         order = interleave(order)
     tl.store(out_ptr + rows * WORDS * 8 + columns, values)
     tl.store(order_ptr + rows * WORDS * 8 + columns, order)
@@ -45,9 +46,10 @@ def decode_kernel(
 def decode(codes, scale, mantissa, natural: bool, blockwise: bool, wide: bool) -> torch.Tensor:
     n_rows, n_blocks = scale.shape
     out, order = torch.empty(n_rows, n_blocks * 32), torch.empty(n_rows, n_blocks * 32, dtype=torch.int32)
-    flags = {"NATURAL": natural, "BLOCKWISE": blockwise, "WIDE": wide}
+    search = (BLOCKWISE if blockwise else NO_MACRO).value
+    weight = DecodeConstants(MACRO=128, SEARCH=search, CUDA=False, INTERPRETED=True, NATURAL=natural)
     words = codes.view(torch.int32)
-    decode_kernel[(n_rows // 8,)](words, scale, mantissa, out, order, **flags, ROWS=8, WORDS=4 * n_blocks)
+    decode_kernel[(n_rows // 8,)](words, scale, mantissa, out, order, wide, weight, ROWS=8, WORDS=4 * n_blocks)
     return torch.empty_like(out).scatter_(1, order.long(), out)
 
 

@@ -10,6 +10,7 @@ import sys
 from ahead_of_time import compile_kernel, gpu_target
 
 from mxfp4_kernels.common import blocks
+from mxfp4_kernels.common.arguments import DecodeConstants, PackedPointers
 from mxfp4_kernels.gemm import (
     grouped,
     grouped_e4m3,
@@ -42,9 +43,11 @@ def dense(name: str, config: dict, element: str = "bf16", **changes) -> tuple:
     return grouped_kernel, f"{name}_kernel", config, element, changes
 
 
-def packed(config: dict, **changes) -> tuple:
-    plain = {"BK": 128, "MACRO": 32, "SEARCH": 0, "residual_codes_ptr": None, "residual_scale_ptr": None}
-    return grouped_packed_kernel, "grouped_packed_kernel", config, "bf16", plain | changes
+def packed(config: dict, macro: int = 32, search: int = 0, fallback: bool = False, **sizes) -> tuple:
+    residual = ("*i32", "*u8") if fallback else (None, None)
+    pointers = PackedPointers("*i32", "*u8", "*u8" if search else None, *residual)
+    changes = {"BK": 128, "MACRO": macro, "SEARCH": search, "packed": pointers, **sizes}
+    return grouped_packed_kernel, "grouped_packed_kernel", config, "bf16", changes
 
 
 def e4m3(name: str, tile: tuple, sides: tuple[str, str]) -> tuple:
@@ -52,14 +55,14 @@ def e4m3(name: str, tile: tuple, sides: tuple[str, str]) -> tuple:
     return grouped_e4m3_kernel, f"grouped_{name}_e4m3_kernel", config, "e4m3", {"bias_ptr": None}
 
 
-STATIC = {"MACRO": 128, "SEARCH": blocks.STATIC.value}
+STATIC = {"macro": 128, "search": blocks.STATIC.value}
 VARIANTS = {
     **{f"matmul {name}": dense("grouped_matmul", config) for name, config in MATMUL.items()},
     **{f"wgrad {name}": dense("grouped_wgrad", config) for name, config in WGRAD.items()},
     **{f"packed {'x'.join(map(str, config.values()))}": packed(config) for config in PACKED},
     "packed static": packed(PACKED[0], **STATIC),
-    "packed blockwise": packed(PACKED[0], MACRO=128, SEARCH=blocks.BLOCKWISE.value),
-    "packed fallback": packed(PACKED[0], residual_codes_ptr=..., residual_scale_ptr=..., **STATIC),
+    "packed blockwise": packed(PACKED[0], macro=128, search=blocks.BLOCKWISE.value),
+    "packed fallback": packed(PACKED[0], fallback=True, **STATIC),
     "packed odd": packed(PACKED[0], N=1531, K=2040, **STATIC),
     **{f"e4m3 {'x'.join(map(str, t))}": e4m3("matmul", t, ("BM", "BN")) for _, t in grouped_e4m3._MATMUL},
     **{f"e4m3 wgrad {'x'.join(map(str, t))}": e4m3("wgrad", t, ("BN", "BK")) for t in grouped_e4m3._WGRAD},
@@ -86,13 +89,13 @@ def compile_variant(target, module, kernel_name: str, config: dict, element: str
         "EXPERTS": EXPERTS,
         "BF16": element == "bf16",
         "OUT_BF16": element != "fp32",
-        "CUDA": target.backend == "cuda",
         "INTERPRETED": False,
         "weight_n_stride" if transposed else "weight_k_stride": 1,
         "left_column_stride": 1,
         "right_column_stride": 1,
         "bias_ptr": None if transposed else ...,
-        **{name: value for name, value in changes.items() if name not in ("N", "K", "transposed")},
+        **{name: value for name, value in changes.items() if name not in ("N", "K", "transposed", "packed")},
+        "WEIGHT": DecodeConstants(changes.get("MACRO"), changes.get("SEARCH"), target.backend == "cuda", False),
     }
     constants = {name: value for name, value in constants.items() if value is not ...}
     types = {name: _ELEMENTS[element] if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
@@ -100,17 +103,15 @@ def compile_variant(target, module, kernel_name: str, config: dict, element: str
         "offsets_ptr": "*i32",
         "rows_ptr": "*i64",
         "alpha": "fp32",
-        "codes_ptr": "*i32",
-        "residual_codes_ptr": "*i32",
+        "packed": changes.get("packed"),
     }
-    types |= dict.fromkeys(("scale_ptr", "macro_ptr", "residual_scale_ptr"), "*u8")
     if element == "e4m3":
         types["out_ptr"] = "*bf16"
         types |= {name: "*fp32" for name in kernel.arg_names if name.endswith("_scale_ptr")}
         constants |= {name: 1 for name in kernel.arg_names if name.endswith("_scale_row_stride")}
-    aligned = [name for name in kernel.arg_names if name.endswith(("_ptr", "_stride"))]
+    aligned = [name for name in kernel.arg_names if name.endswith(("_ptr", "_stride"))] + [*PackedPointers._fields]
     if any(size % 8 for size in sizes.values()):
-        aligned = [name for name in aligned if name.endswith("_ptr")]
+        aligned = [name for name in aligned if not name.endswith("_stride")]
     return compile_kernel(target, kernel, types, constants, options, aligned)
 
 

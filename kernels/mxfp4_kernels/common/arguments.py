@@ -69,6 +69,37 @@ class PackedPointers(NamedTuple):
     residual_scale: Any
 
 
+class DecodeConstants(NamedTuple):
+    """How a packed weight is decoded on its way into a product.
+
+    Attributes:
+        MACRO: elements of a macro block.
+        SEARCH: as in `SchemeConstants`.
+        CUDA: multiply by instructions written in PTX.
+        INTERPRETED: for Triton's interpreter.
+        NATURAL: in the order of the weight's columns.
+        PIECES: bfloat16 numbers that add up to an element of the other operand.
+        EVEN: steps of the product divide its rows.
+        COL_MULTIPLE: a power of two that divides the rows' length.
+    """
+
+    MACRO: int
+    SEARCH: int
+    CUDA: bool
+    INTERPRETED: bool
+    NATURAL: bool = False
+    PIECES: int = 1
+    EVEN: bool = False
+    COL_MULTIPLE: int = 1
+
+
+class Partial(NamedTuple):
+    """Where partial sums go, and a counter for each tile."""
+
+    sums: Any
+    arrived: Any
+
+
 class RowBytes(NamedTuple):
     """Bytes of codes, scales and macro factors in a row."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..common import blocks
+from ..common.arguments import DecodeConstants, PackedPointers, Partial
 from ..common.autotune import choose, milliseconds
 from ..common.checks import check_packed
 from ..common.counters import zeros_of_a_launch
@@ -100,7 +100,7 @@ def _launch_fused(
     if n_cols > 1 and x.stride(1) != 1 or x.stride(0) > _FARTHEST_ROWS:
         x = x.contiguous()
     codes, scale, macro, residual_codes, residual_scale = (None if p is None else p.contiguous() for p in packed)
-    parts = (_words(codes), scale, macro, _words(residual_codes), residual_scale)
+    parts = PackedPointers(_words(codes), scale, macro, _words(residual_codes), residual_scale)
     natural = n_tokens > 16
     # The interpreter does not round to bfloat16.
     target = out if not INTERPRETED else torch.empty(out.shape, dtype=torch.float32, device=out.device)
@@ -109,27 +109,25 @@ def _launch_fused(
     def launch(config: dict[str, int], target: torch.Tensor) -> None:
         splits = -(-steps_of(n_cols, config) // config["split_steps"])
         tiles = (-(-n_rows // config["BN"]), -(-n_tokens // config["BM"]))
-        partial = arrived = None
+        partial = None
         if splits > 1:
-            partial = torch.empty((splits, n_tokens, n_rows), dtype=torch.float32, device=x.device)
-            arrived = zeros_of_a_launch(tiles[0] * tiles[1], x.device)
+            sums = torch.empty((splits, n_tokens, n_rows), dtype=torch.float32, device=x.device)
+            partial = Partial(sums, zeros_of_a_launch(tiles[0] * tiles[1], x.device))
         with torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext():
             linear_kernel[(tiles[0], splits, tiles[1])](
                 # As bits, which the interpreter needs.
                 x.view(torch.int16) if x.dtype == torch.bfloat16 else x,
-                *parts,
+                parts,
                 bias,
                 target,
                 partial,
-                arrived,
                 n_tokens,
                 n_rows,
                 n_cols,
                 x.stride(0),
                 n_splits=splits,
                 alpha=alpha,
-                **constants(x.dtype, scheme, n_cols, config, bias is not None, natural),
-                SPLIT=splits > 1,
+                WEIGHT=constants(x.dtype, scheme, n_cols, config["BK"], natural),
                 **config,
             )
 
@@ -144,22 +142,18 @@ def _launch_fused(
         out.copy_(target)
 
 
-def constants(
-    dtype: torch.dtype, scheme: Scheme, n_cols: int, config: dict[str, int], has_bias: bool, natural: bool
-) -> dict[str, Any]:
-    """Compile-time arguments of the kernel, those of ``config`` and the splits apart."""
-    return {
-        "SEARCH": _SEARCH[scheme.macro_search if scheme.macro_block else "no_macro"],
-        "HAS_FALLBACK": scheme.outlier_fallback is not None,
-        "INTERPRETED": INTERPRETED,
-        "MACRO": scheme.macro_block or config["BK"],
-        "HAS_BIAS": has_bias,
-        "PIECES": _PIECES[dtype],
-        "NATURAL": natural,
-        "EVEN": n_cols % config["BK"] == 0,
-        "COL_MULTIPLE": min(n_cols & -n_cols, 512),
-        "CUDA": torch.version.hip is None and not INTERPRETED,
-    }
+def constants(dtype: torch.dtype, scheme: Scheme, n_cols: int, step: int, natural: bool) -> DecodeConstants:
+    """Compile-time arguments of the kernel for steps of so many columns."""
+    return DecodeConstants(
+        MACRO=scheme.macro_block or step,
+        SEARCH=_SEARCH[scheme.macro_search if scheme.macro_block else "no_macro"],
+        CUDA=torch.version.hip is None and not INTERPRETED,
+        INTERPRETED=INTERPRETED,
+        NATURAL=natural,
+        PIECES=_PIECES[dtype],
+        EVEN=n_cols % step == 0,
+        COL_MULTIPLE=min(n_cols & -n_cols, 512),
+    )
 
 
 def _plan_for(n_tokens: int, n_rows: int, n_cols: int, scheme: Scheme, x: torch.Tensor) -> LinearPlan:

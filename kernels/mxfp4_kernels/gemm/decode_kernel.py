@@ -13,6 +13,7 @@ exact and only sums are rounded, to float32.
 import triton
 import triton.language as tl
 
+from ..common.arguments import PackedPointers, RowBytes
 from ..common.blocks import BLOCKWISE, NO_MACRO, macro_factor
 from .decode_tile import NARROW_BYTE, bfloat16_of, decode_tile, interleave
 
@@ -21,15 +22,7 @@ _HIGH_HALF = tl.constexpr(-0x10000)
 
 
 @triton.jit
-def _load_bytes(pointer, mask, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointer).to(tl.int32)
-    else:
-        return tl.load(pointer, mask=mask, other=0).to(tl.int32)
-
-
-@triton.jit
-def _load_words(pointer, mask, EVEN: tl.constexpr):
+def _load(pointer, mask, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(pointer)
     else:
@@ -43,22 +36,23 @@ def _mantissas(macro, start, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _dot(weight, x, PIECES: tl.constexpr, NATURAL: tl.constexpr, INTERPRETED: tl.constexpr):
+def _dot(weight, x, WEIGHT: tl.constexpr):
     """``weight[BN, BK] x[BM, BK]^T`` of a bfloat16 tile and the bits of bfloat16 (``PIECES`` is 1) or float32."""
+    PIECES: tl.constexpr = WEIGHT.PIECES
     if PIECES == 1:
-        x = bfloat16_of(x, INTERPRETED)
-        if not NATURAL:
+        x = bfloat16_of(x, WEIGHT.INTERPRETED)
+        if not WEIGHT.NATURAL:
             x = interleave(x)
         return tl.dot(weight, tl.trans(x))
     else:
         total = tl.zeros([weight.shape[0], x.shape[0]], tl.float32)
-        if not NATURAL:
+        if not WEIGHT.NATURAL:
             x = interleave(x)
         for _ in tl.static_range(PIECES):
             bits = x.to(tl.int32, bitcast=True)
             # The bits of a NaN may all be in the half that is cut off.
             top = tl.where(x == x, bits & _HIGH_HALF, 0x7FC00000)
-            total = tl.dot(weight, tl.trans(bfloat16_of(top >> 16, INTERPRETED)), total)
+            total = tl.dot(weight, tl.trans(bfloat16_of(top >> 16, WEIGHT.INTERPRETED)), total)
             piece = top.to(tl.float32, bitcast=True)
             x = tl.where(x == piece, 0.0, x - piece)
         return total
@@ -67,33 +61,20 @@ def _dot(weight, x, PIECES: tl.constexpr, NATURAL: tl.constexpr, INTERPRETED: tl
 @triton.jit
 def _accumulate(
     x_ptr,
-    codes_ptr,
-    scale_ptr,
-    macro_ptr,
-    residual_codes_ptr,
-    residual_scale_ptr,
+    packed,
     rows,
     tokens,
     first,
     last,
     n_cols,
-    n_words,
-    n_blocks,
-    n_macros,
+    row_bytes,
     x_row_stride,
     alpha,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    MACRO: tl.constexpr,
-    SEARCH: tl.constexpr,
-    HAS_FALLBACK: tl.constexpr,
-    PIECES: tl.constexpr,
-    NATURAL: tl.constexpr,
-    EVEN: tl.constexpr,
     WIDE: tl.constexpr,
-    CUDA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    WEIGHT: tl.constexpr,
 ):
     """Sums ``[BN, BM]`` over steps ``first..last`` of ``BK`` columns, and the largest scale byte met. Pointers are to
     the tile's first rows, ``rows`` and ``tokens`` offsets from there."""
@@ -101,53 +82,53 @@ def _accumulate(
     cols = tl.arange(0, BK)[None, :]
     words = tl.arange(0, BK // 8)[None, :]
     blocks = tl.arange(0, BLOCKS)[None, :]
-    at_codes = rows[:, None] * n_words + words
-    at_scale = rows[:, None] * n_blocks + blocks
+    at_codes = rows[:, None] * row_bytes.n_codes + words
+    at_scale = rows[:, None] * row_bytes.n_blocks + blocks
     at_x = tokens[:, None] * x_row_stride + cols
     total = tl.zeros([BN, BM], tl.float32)
     largest = tl.zeros([BN, BLOCKS], tl.int32)
     byte_of_factor = tl.zeros([BN], tl.int32)
-    HAS_FACTOR: tl.constexpr = SEARCH != NO_MACRO and SEARCH != BLOCKWISE
+    HAS_FACTOR: tl.constexpr = WEIGHT.SEARCH != NO_MACRO and WEIGHT.SEARCH != BLOCKWISE
     if HAS_FACTOR:
-        byte_of_factor = tl.load(macro_ptr + rows * n_macros + first * BK // MACRO).to(tl.int32)
+        byte_of_factor = tl.load(packed.macro + rows * row_bytes.n_macros + first * BK // WEIGHT.MACRO).to(tl.int32)
     for step in range(first, last):
         col = step * BK
-        has_words = words < n_words - col // 8
-        has_blocks = blocks < n_blocks - col // 32
-        code = _load_words(codes_ptr + step * (BK // 8) + at_codes, has_words, EVEN)
-        byte = _load_bytes(scale_ptr + step * (BK // 32) + at_scale, has_blocks, EVEN)
-        x = _load_words(x_ptr + col + at_x, cols < n_cols - col, EVEN)
-        if PIECES > 1:
+        has_words = words < row_bytes.n_codes - col // 8
+        has_blocks = blocks < row_bytes.n_blocks - col // 32
+        code = _load(packed.codes + step * (BK // 8) + at_codes, has_words, WEIGHT.EVEN)
+        byte = _load(packed.scale + step * (BK // 32) + at_scale, has_blocks, WEIGHT.EVEN).to(tl.int32)
+        x = _load(x_ptr + col + at_x, cols < n_cols - col, WEIGHT.EVEN)
+        if WEIGHT.PIECES > 1:
             x = x.to(tl.float32)
         mantissa = byte
-        if SEARCH == BLOCKWISE:
-            at_macro = rows[:, None] * n_macros + (col // 32 + blocks) // 4
-            mantissa = _mantissas(_load_bytes(macro_ptr + at_macro, has_blocks, EVEN), col, BLOCKS)
+        if WEIGHT.SEARCH == BLOCKWISE:
+            at_macro = rows[:, None] * row_bytes.n_macros + (col // 32 + blocks) // 4
+            mantissa = _mantissas(_load(packed.macro + at_macro, has_blocks, WEIGHT.EVEN).to(tl.int32), col, BLOCKS)
         if not WIDE:
             largest = tl.maximum(largest, byte)
-        weight = decode_tile(code, byte, mantissa, NATURAL, SEARCH == BLOCKWISE, WIDE, CUDA, INTERPRETED)
-        part = _dot(weight, x, PIECES, NATURAL, INTERPRETED)
-        if HAS_FALLBACK:
-            code = _load_words(residual_codes_ptr + step * (BK // 8) + at_codes, has_words, EVEN)
-            byte = _load_bytes(residual_scale_ptr + step * (BK // 32) + at_scale, has_blocks, EVEN)
+        weight = decode_tile(code, byte, mantissa, WIDE, WEIGHT)
+        part = _dot(weight, x, WEIGHT)
+        if packed.residual_codes is not None:
+            code = _load(packed.residual_codes + step * (BK // 8) + at_codes, has_words, WEIGHT.EVEN)
+            byte = _load(packed.residual_scale + step * (BK // 32) + at_scale, has_blocks, WEIGHT.EVEN).to(tl.int32)
             if not WIDE:
                 largest = tl.maximum(largest, byte)
-            weight = decode_tile(code, byte, mantissa, NATURAL, SEARCH == BLOCKWISE, WIDE, CUDA, INTERPRETED)
-            part += alpha * _dot(weight, x, PIECES, NATURAL, INTERPRETED)
+            weight = decode_tile(code, byte, mantissa, WIDE, WEIGHT)
+            part += alpha * _dot(weight, x, WEIGHT)
         if HAS_FACTOR:
             part *= (1.0 / macro_factor(byte_of_factor))[:, None]
             # Ahead of its use, so that nothing waits for it.
-            following = tl.minimum(col + BK, n_cols - 1) // MACRO
-            byte_of_factor = tl.load(macro_ptr + rows * n_macros + following).to(tl.int32)
+            following = tl.minimum(col + BK, n_cols - 1) // WEIGHT.MACRO
+            byte_of_factor = tl.load(packed.macro + rows * row_bytes.n_macros + following).to(tl.int32)
         total += part
     return total, tl.max(tl.max(largest, axis=1), axis=0)
 
 
 @triton.jit
-def _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens, HAS_BIAS: tl.constexpr):
+def _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens):
     """Sums ``[BN, BM]``, and the bias, to their places in ``out[n_tokens, n_rows]``."""
     inside = (rows < n_rows - row)[:, None] & (tokens < n_tokens)[None, :]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         total += tl.load(bias_ptr + row + rows, mask=rows < n_rows - row, other=0.0).to(tl.float32)[:, None]
     at = tokens.to(tl.int64)[None, :] * n_rows + row + rows[:, None]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -156,15 +137,10 @@ def _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens, HAS_BI
 @triton.jit(do_not_specialize=["n_tokens", "n_rows", "split_steps", "n_splits"])
 def linear_kernel(
     x_ptr,
-    codes_ptr,
-    scale_ptr,
-    macro_ptr,
-    residual_codes_ptr,
-    residual_scale_ptr,
+    packed,
     bias_ptr,
     out_ptr,
-    partial_ptr,
-    arrived_ptr,
+    partial,
     n_tokens,
     n_rows,
     n_cols,
@@ -175,26 +151,15 @@ def linear_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    MACRO: tl.constexpr,
-    SEARCH: tl.constexpr,
-    HAS_FALLBACK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PIECES: tl.constexpr,
-    NATURAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    COL_MULTIPLE: tl.constexpr,
-    CUDA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    WEIGHT: tl.constexpr,
 ):
     """``out[n_tokens, n_rows]`` from ``x[n_tokens, n_cols]`` (unit stride along columns) and a packed weight
     ``[n_rows, n_cols]``. The grid is tiles of rows, splits of ``split_steps`` times ``BK``
     columns, tiles of tokens.
 
-    With ``SPLIT`` the last program of a tile to arrive adds up all of its splits, in their order: the sum does not
-    depend on which one that is. ``partial`` is ``[n_splits, n_tokens, n_rows]`` float32, ``arrived`` one zero for each
-    tile, and zero again afterwards. ``COL_MULTIPLE`` is a power of two that divides ``n_cols``, ``EVEN``
-    says that ``BK`` does.
+    With several splits (``partial``) the last program of a tile to arrive adds up all of them, in their order: the sum
+    does not depend on which one that is. ``partial.sums`` is ``[n_splits, n_tokens, n_rows]`` float32, ``arrived`` one
+    zero for each tile, and zero again afterwards.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -205,96 +170,43 @@ def linear_kernel(
     tokens = tl.minimum(tl.arange(0, BM), n_tokens - token - 1).to(tl.int32)
     n_words = (n_cols + 7) // 8
     n_blocks = (n_cols + 31) // 32
-    n_macros = (n_cols + MACRO - 1) // MACRO
+    n_macros = (n_cols + WEIGHT.MACRO - 1) // WEIGHT.MACRO
     # What wide loads need to know; tl.cdiv, a function, would lose it.
-    if COL_MULTIPLE >= 16:
-        n_words = tl.multiple_of(n_words, COL_MULTIPLE // 8)
-    if COL_MULTIPLE >= 64:
-        n_blocks = tl.multiple_of(n_blocks, COL_MULTIPLE // 32)
+    if WEIGHT.COL_MULTIPLE >= 16:
+        n_words = tl.multiple_of(n_words, WEIGHT.COL_MULTIPLE // 8)
+    if WEIGHT.COL_MULTIPLE >= 64:
+        n_blocks = tl.multiple_of(n_blocks, WEIGHT.COL_MULTIPLE // 32)
     x_ptr += token * x_row_stride
-    codes_ptr += row * n_words
-    scale_ptr += row * n_blocks
-    if SEARCH != NO_MACRO:
-        macro_ptr += row * n_macros
-    if HAS_FALLBACK:
-        residual_codes_ptr += row * n_words
-        residual_scale_ptr += row * n_blocks
+    here = PackedPointers(
+        packed.codes + row * n_words,
+        packed.scale + row * n_blocks,
+        packed.macro + row * n_macros if WEIGHT.SEARCH != NO_MACRO else None,
+        packed.residual_codes + row * n_words if packed.residual_codes is not None else None,
+        packed.residual_scale + row * n_blocks if packed.residual_codes is not None else None,
+    )
+    row_bytes = RowBytes(n_words, n_blocks, n_macros)
     first = split * split_steps
     last = tl.minimum(first + split_steps, tl.cdiv(n_cols, BK))
     total, largest = _accumulate(
-        x_ptr,
-        codes_ptr,
-        scale_ptr,
-        macro_ptr,
-        residual_codes_ptr,
-        residual_scale_ptr,
-        rows,
-        tokens,
-        first,
-        last,
-        n_cols,
-        n_words,
-        n_blocks,
-        n_macros,
-        x_row_stride,
-        alpha,
-        BM,
-        BN,
-        BK,
-        MACRO,
-        SEARCH,
-        HAS_FALLBACK,
-        PIECES,
-        NATURAL,
-        EVEN,
-        False,
-        CUDA,
-        INTERPRETED,
+        x_ptr, here, rows, tokens, first, last, n_cols, row_bytes, x_row_stride, alpha, BM, BN, BK, False, WEIGHT
     )
     if largest > NARROW_BYTE:
         # Rare: a block with magnitudes of 12 and more, or NaN.
         total, _ = _accumulate(
-            x_ptr,
-            codes_ptr,
-            scale_ptr,
-            macro_ptr,
-            residual_codes_ptr,
-            residual_scale_ptr,
-            rows,
-            tokens,
-            first,
-            last,
-            n_cols,
-            n_words,
-            n_blocks,
-            n_macros,
-            x_row_stride,
-            alpha,
-            BM,
-            BN,
-            BK,
-            MACRO,
-            SEARCH,
-            HAS_FALLBACK,
-            PIECES,
-            NATURAL,
-            EVEN,
-            True,
-            CUDA,
-            INTERPRETED,
+            x_ptr, here, rows, tokens, first, last, n_cols, row_bytes, x_row_stride, alpha, BM, BN, BK, True, WEIGHT
         )
 
     rows = tl.arange(0, BN)
     tokens = tl.arange(0, BM)
     out_ptr += token * n_rows
     n_tokens_here = (n_tokens - token).to(tl.int32)
-    if not SPLIT:
-        _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens_here, HAS_BIAS)
+    if partial is None:
+        _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens_here)
     else:
-        partial_ptr += token * n_rows
+        sums_ptr = partial.sums + token * n_rows
         size = n_tokens.to(tl.int64) * n_rows
-        _store(partial_ptr + split * size, bias_ptr, total, row, rows, tokens, n_rows, n_tokens_here, False)
-        arrived_ptr += tl.program_id(2) * tl.num_programs(0) + tile
+        _store(sums_ptr + split * size, None, total, row, rows, tokens, n_rows, n_tokens_here)
+        arrived_ptr = partial.arrived + (tl.program_id(2) * tl.num_programs(0) + tile)
         # All threads' sums, before one thread says that they are there.
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == n_splits - 1:
@@ -303,6 +215,6 @@ def linear_kernel(
             inside = (rows < n_rows - row)[:, None] & (tokens < n_tokens_here)[None, :]
             for other in range(n_splits):
                 # Past the first-level cache, which other multiprocessors do not write to.
-                total += tl.load(partial_ptr + other * size + at, mask=inside, other=0.0, cache_modifier=".cg")
-            _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens_here, HAS_BIAS)
+                total += tl.load(sums_ptr + other * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+            _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens_here)
             tl.store(arrived_ptr, 0)

@@ -18,6 +18,8 @@ Constants of the functions here:
 import triton
 import triton.language as tl
 
+from ..common.blocks import BLOCKWISE
+
 
 #: Scale bytes up to this one need no second multiply.
 NARROW_BYTE = tl.constexpr(128)
@@ -73,12 +75,12 @@ def bfloat16_of(bits, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _multipliers(byte, mantissa, BLOCKWISE: tl.constexpr, WIDE: tl.constexpr):
+def _multipliers(byte, mantissa, HAS_MANTISSA: tl.constexpr, WIDE: tl.constexpr):
     """What [`_code_pairs`] of blocks are multiplied by: bfloat16 in both halves of int32 words."""
     if WIDE:
         byte = tl.minimum(byte, NARROW_BYTE)
     factor = (byte + 126) * (_BOTH << 7)
-    if BLOCKWISE:
+    if HAS_MANTISSA:
         factor |= mantissa * (_BOTH << 5)
     return factor
 
@@ -99,44 +101,35 @@ def _for_words(per_block, words):
 
 
 @triton.jit
-def decode_tile(
-    words,
-    byte,
-    mantissa,
-    NATURAL: tl.constexpr,
-    BLOCKWISE: tl.constexpr,
-    WIDE: tl.constexpr,
-    CUDA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def decode_tile(words, byte, mantissa, WIDE: tl.constexpr, WEIGHT: tl.constexpr):
     """Values ``[ROWS, 8 * WORDS]`` (bfloat16) of codes ``[ROWS, WORDS]`` (int32 words), with the scale bytes
     ``[ROWS, WORDS / 4]`` (int32) of their blocks. Macro factors are for the caller to divide by. Block mantissas are
-    not: they come in as int32 of the shape of ``byte``, used with ``BLOCKWISE`` alone.
+    not: they come in as int32 of the shape of ``byte``, used with `BLOCKWISE` macro bytes alone.
 
     ``NATURAL``: in the order of the weight's columns. Otherwise as [`interleave`] orders the other operand, without
     moving anything.
     ``WIDE``: every scale byte is right. Otherwise those up to `NARROW_BYTE` are, at half the multiplies.
     """
-    factor = _for_words(_multipliers(byte, mantissa, BLOCKWISE, WIDE), words)
-    p0 = _multiply(_code_pairs(words, 0), factor, CUDA)
-    p1 = _multiply(_code_pairs(words, 1), factor, CUDA)
-    p2 = _multiply(_code_pairs(words, 2), factor, CUDA)
-    p3 = _multiply(_code_pairs(words, 3), factor, CUDA)
+    factor = _for_words(_multipliers(byte, mantissa, WEIGHT.SEARCH == BLOCKWISE, WIDE), words)
+    p0 = _multiply(_code_pairs(words, 0), factor, WEIGHT.CUDA)
+    p1 = _multiply(_code_pairs(words, 1), factor, WEIGHT.CUDA)
+    p2 = _multiply(_code_pairs(words, 2), factor, WEIGHT.CUDA)
+    p3 = _multiply(_code_pairs(words, 3), factor, WEIGHT.CUDA)
     if WIDE:
         second = _for_words(_second_multipliers(byte), words)
-        p0 = _multiply(p0, second, CUDA)
-        p1 = _multiply(p1, second, CUDA)
-        p2 = _multiply(p2, second, CUDA)
-        p3 = _multiply(p3, second, CUDA)
+        p0 = _multiply(p0, second, WEIGHT.CUDA)
+        p1 = _multiply(p1, second, WEIGHT.CUDA)
+        p2 = _multiply(p2, second, WEIGHT.CUDA)
+        p3 = _multiply(p3, second, WEIGHT.CUDA)
     # Each join adds the innermost axis. Codes 0 to 3 of a word are in low halves, 4 to 7 in high ones.
-    if NATURAL:
+    if WEIGHT.NATURAL:
         even = tl.join(tl.join(p0, p0 >> 16), tl.join(p2, p2 >> 16))
         odd = tl.join(tl.join(p1, p1 >> 16), tl.join(p3, p3 >> 16))
         bits = tl.join(even, odd)
     else:
         pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
         bits = tl.join(pairs, pairs >> 16)
-    return bfloat16_of(tl.reshape(bits, [words.shape[0], words.shape[1] * 8]), INTERPRETED)
+    return bfloat16_of(tl.reshape(bits, [words.shape[0], words.shape[1] * 8]), WEIGHT.INTERPRETED)
 
 
 @triton.jit

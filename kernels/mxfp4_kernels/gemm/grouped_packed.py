@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 import triton
 
+from ..common.arguments import DecodeConstants, PackedPointers
 from ..common.checks import check_packed
 from ..common.plan import INTERPRETED, Packed, Scheme, scheme_constants
 from ..quantization.launch import dequantize
@@ -111,6 +112,7 @@ def _multiply(
     x = x.detach() if x.stride(1) == 1 else x.detach().contiguous()
     bias = None if bias is None else bias.detach().contiguous()
     codes, scale, macro, residual_codes, residual_scale = (None if p is None else p.contiguous() for p in packed)
+    parts = PackedPointers(words(codes), scale, macro, words(residual_codes), residual_scale)
     constants = scheme_constants(x.dtype, scheme)
 
     def launch(config: Mapping[str, int], target: torch.Tensor) -> None:
@@ -119,11 +121,7 @@ def _multiply(
             tile_slots(x.shape[0], n_experts, config["BM"]) * triton.cdiv(n, config["BN"]),
             x.device,
             bits(x),
-            words(codes),
-            scale,
-            macro,
-            words(residual_codes),
-            residual_scale,
+            parts,
             bits(bias),
             bits(target),
             offsets,
@@ -132,12 +130,14 @@ def _multiply(
             1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback),
             N=n,
             K=k,
-            MACRO=constants.MACRO,
-            SEARCH=constants.SEARCH,
             EXPERTS=triton.next_power_of_2(n_experts),
             BK=min(128, constants.MACRO) if constants.SEARCH else 128,
-            CUDA=x.device.type == "cuda" and torch.version.hip is None,
-            INTERPRETED=INTERPRETED,
+            WEIGHT=DecodeConstants(
+                MACRO=constants.MACRO,
+                SEARCH=constants.SEARCH,
+                CUDA=x.device.type == "cuda" and torch.version.hip is None,
+                INTERPRETED=INTERPRETED,
+            ),
             **config,
         )
 

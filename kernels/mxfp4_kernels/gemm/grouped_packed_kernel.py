@@ -25,11 +25,7 @@ def _load(pointers, inside, FULL: tl.constexpr):
 @triton.jit
 def _accumulate(
     x_ptr,
-    codes_ptr,
-    scale_ptr,
-    macro_ptr,
-    residual_codes_ptr,
-    residual_scale_ptr,
+    packed,
     places,
     columns,
     rows,
@@ -38,19 +34,16 @@ def _accumulate(
     alpha,
     N: tl.constexpr,
     K: tl.constexpr,
-    MACRO: tl.constexpr,
-    SEARCH: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     WIDE: tl.constexpr,
-    CUDA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    WEIGHT: tl.constexpr,
 ):
     """Sums ``[BN, BM]`` over K, and the largest scale byte met: above `NARROW_BYTE`, they are right with ``WIDE``
     alone. ``places`` are rows of the weights of all experts."""
     blocks_per_row: tl.constexpr = (K + 31) // 32
-    macros_per_row: tl.constexpr = (K + MACRO - 1) // MACRO
+    macros_per_row: tl.constexpr = (K + WEIGHT.MACRO - 1) // WEIGHT.MACRO
     FULL: tl.constexpr = N % BN == 0 and K % BK == 0
     words_at, blocks_at, ks = tl.arange(0, BK // 8), tl.arange(0, BK // 32), tl.arange(0, BK)
     x_tile = x_ptr + rows.to(tl.int64)[:, None] * x_row_stride + ks[None, :]
@@ -60,48 +53,46 @@ def _accumulate(
     largest = tl.zeros((BN, BK // 32), tl.int32)
     LAST: tl.constexpr = (K - 1) // BK * BK
     exists = (columns < N)[:, None]
-    byte = _load(scale_ptr + blocks_tile, exists & (blocks_at < blocks_per_row)[None, :], FULL).to(tl.int32)
+    byte = _load(packed.scale + blocks_tile, exists & (blocks_at < blocks_per_row)[None, :], FULL).to(tl.int32)
     m8 = tl.zeros((BN,), tl.int32)
-    if SEARCH != NO_MACRO:
-        m8 = _load(macro_ptr + places * macros_per_row, columns < N, FULL).to(tl.int32)
+    if WEIGHT.SEARCH != NO_MACRO:
+        m8 = _load(packed.macro + places * macros_per_row, columns < N, FULL).to(tl.int32)
     for k in range(0, K, BK):
         has_words = exists & (words_at < K // 8 - k // 8)[None, :]
         has_blocks = exists & (blocks_at < blocks_per_row - k // 32)[None, :]
         x = tl.load(x_tile + k, mask=(rows < end)[:, None] & (ks < K - k)[None, :], other=0)
-        x = tl.trans(interleave(as_operand(x, True, INTERPRETED)))
+        x = tl.trans(interleave(as_operand(x, True, WEIGHT.INTERPRETED)))
         largest = tl.maximum(largest, byte)
         mantissa = byte
-        if SEARCH == BLOCKWISE:
+        if WEIGHT.SEARCH == BLOCKWISE:
             mantissa = (m8[:, None] >> (2 * blocks_at)[None, :]) & 3
-        words = _load(codes_ptr + words_tile + k // 8, has_words, FULL)
-        weight = decode_tile(words, byte, mantissa, False, SEARCH == BLOCKWISE, WIDE, CUDA, INTERPRETED)
+        words = _load(packed.codes + words_tile + k // 8, has_words, FULL)
+        weight = decode_tile(words, byte, mantissa, WIDE, WEIGHT)
         partial = tl.dot(weight, x)
-        if residual_codes_ptr is not None:
-            byte = _load(residual_scale_ptr + blocks_tile + k // 32, has_blocks, FULL).to(tl.int32)
+        if packed.residual_codes is not None:
+            byte = _load(packed.residual_scale + blocks_tile + k // 32, has_blocks, FULL).to(tl.int32)
             largest = tl.maximum(largest, byte)
-            words = _load(residual_codes_ptr + words_tile + k // 8, has_words, FULL)
-            weight = decode_tile(words, byte, mantissa, False, SEARCH == BLOCKWISE, WIDE, CUDA, INTERPRETED)
+            words = _load(packed.residual_codes + words_tile + k // 8, has_words, FULL)
+            weight = decode_tile(words, byte, mantissa, WIDE, WEIGHT)
             partial += alpha * tl.dot(weight, x)
-        if SEARCH != NO_MACRO and SEARCH != BLOCKWISE:
+        if WEIGHT.SEARCH != NO_MACRO and WEIGHT.SEARCH != BLOCKWISE:
             partial *= (1.0 / macro_factor(m8))[:, None]
         total += partial
         # Bytes are too short to be copied ahead by the compiler: those of the next step are loaded here.
         following = tl.minimum(k + BK, LAST)
         has_blocks = exists & (blocks_at < blocks_per_row - following // 32)[None, :]
-        byte = _load(scale_ptr + blocks_tile + following // 32, has_blocks, FULL).to(tl.int32)
-        if SEARCH != NO_MACRO:
-            m8 = _load(macro_ptr + places * macros_per_row + following // MACRO, columns < N, FULL).to(tl.int32)
+        byte = _load(packed.scale + blocks_tile + following // 32, has_blocks, FULL).to(tl.int32)
+        if WEIGHT.SEARCH != NO_MACRO:
+            m8 = _load(packed.macro + places * macros_per_row + following // WEIGHT.MACRO, columns < N, FULL).to(
+                tl.int32
+            )
     return total, tl.max(tl.max(largest, axis=1), axis=0)
 
 
 @triton.jit(do_not_specialize=["n_experts"])
 def grouped_packed_kernel(
     x_ptr,
-    codes_ptr,
-    scale_ptr,
-    macro_ptr,
-    residual_codes_ptr,
-    residual_scale_ptr,
+    packed,
     bias_ptr,
     out_ptr,
     offsets_ptr,
@@ -110,14 +101,11 @@ def grouped_packed_kernel(
     alpha,
     N: tl.constexpr,
     K: tl.constexpr,
-    MACRO: tl.constexpr,
-    SEARCH: tl.constexpr,
     EXPERTS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    CUDA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    WEIGHT: tl.constexpr,
 ):
     """``out[rows, N] = x[rows, K] weight[e, N, K]^T + bias[e, N]`` in bfloat16, with weights as [`quantize_kernel`]
     writes them, codes as int32 words: K is a multiple of 8. ``x`` has unit stride along K. ``BK`` is a multiple of 32
@@ -132,57 +120,15 @@ def grouped_packed_kernel(
     # Rows of the weights of all experts.
     places = expert.to(tl.int64) * N + columns
     total, largest = _accumulate(
-        x_ptr,
-        codes_ptr,
-        scale_ptr,
-        macro_ptr,
-        residual_codes_ptr,
-        residual_scale_ptr,
-        places,
-        columns,
-        rows,
-        end,
-        x_row_stride,
-        alpha,
-        N,
-        K,
-        MACRO,
-        SEARCH,
-        BM,
-        BN,
-        BK,
-        False,
-        CUDA,
-        INTERPRETED,
+        x_ptr, packed, places, columns, rows, end, x_row_stride, alpha, N, K, BM, BN, BK, False, WEIGHT
     )
     if largest > NARROW_BYTE:
         # Seldom: for blocks whose largest magnitude is 12 or more, or NaN.
         total, _ = _accumulate(
-            x_ptr,
-            codes_ptr,
-            scale_ptr,
-            macro_ptr,
-            residual_codes_ptr,
-            residual_scale_ptr,
-            places,
-            columns,
-            rows,
-            end,
-            x_row_stride,
-            alpha,
-            N,
-            K,
-            MACRO,
-            SEARCH,
-            BM,
-            BN,
-            BK,
-            True,
-            CUDA,
-            INTERPRETED,
+            x_ptr, packed, places, columns, rows, end, x_row_stride, alpha, N, K, BM, BN, BK, True, WEIGHT
         )
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + places, mask=columns < N, other=0)
-        total += to_float(bias, INTERPRETED)[:, None]
+        total += to_float(bias, WEIGHT.INTERPRETED)[:, None]
     mask = (columns < N)[:, None] & (rows < end)[None, :]
-    store_tile(out_ptr + rows.to(tl.int64)[None, :] * N + columns[:, None], total, mask, True, INTERPRETED)
+    store_tile(out_ptr + rows.to(tl.int64)[None, :] * N + columns[:, None], total, mask, True, WEIGHT.INTERPRETED)
