@@ -355,8 +355,7 @@ def on_ties(build):
     return policy
 
 
-def test_a_run_logs_it_and_its_report_has_an_alarm(build, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("hf_mxfp4"), "propagate", True)  # to caplog
+def test_a_run_logs_it_and_its_report_has_an_alarm(build, tmp_path, caplog):
     trainer = build(policy=on_ties(build), movement_every=2, report_every=100, learning_rate=1e-7)
     with caplog.at_level(logging.INFO, logger="hf_mxfp4"):
         trainer.train()
