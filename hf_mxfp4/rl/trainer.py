@@ -17,9 +17,12 @@ One training step, in the order in which it happens, and what of this package ha
    the controller of `rollout_noise`.
 6. Gradients are computed and the optimizer steps, in [`transformers.Trainer`]. `replay` ends before the optimizer does.
 7. A step ends: the callbacks of `monitor` measure errors, gradients and movement; the controller moves the noise.
-8. What was measured is logged, checkpoints are written, and evaluations run on the policy without noise.
+8. What was measured is logged (`log`), checkpoints are written (`_process_state` is what they have beside TRL's), and
+   evaluations run on the policy without noise (`evaluate`).
 
-Each of these components is `None` when it is switched off, and is told what it needs; none calls the trainer.
+`rollout_noise`, `replay`, `sampler` and `overlong` are `None` when they are switched off. Components are told what they
+need (the step, the batch, what records a metric), and none knows the trainer: what is overridden of TRL is overridden
+here, apart from what [`ExactResumeMixin`] does to any Trainer.
 """
 
 import contextlib
@@ -152,7 +155,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         self.overlong: OverlongPenalty | None = None
         if args.overlong_buffer:
             self._add_overlong_penalty()
-        facts = functools.partial(run_facts, self)
+        facts = functools.partial(run_facts, self)  # gathered when training begins
         self.monitor = PolicyMonitor(model, args, self.n_quantized, sharding, self._record, self._record_mean, facts)
         self.replay: RouterReplay | None = None
         if args.router_replay:

@@ -44,6 +44,14 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
+def test_two_classes_are_ours_and_nothing_is_patched_onto_the_trainer(run):
+    trainer = run()
+    ours = [each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith("hf_mxfp4")]
+    assert ours == ["MXFP4GRPOTrainer", "ExactResumeMixin"]
+    trainer.train()
+    assert [name for name in vars(trainer) if callable(getattr(type(trainer), name, None))] == []
+
+
 # ---- noise over a run -----------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from ...layers import TRAINABLE, fallback_thresholds, random_layers
 from ..config import MXFP4GRPOConfig
 from .activation_errors import ActivationErrorCallback, spread_modules
 from .base import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
-from .movement import StepMovementCallback, movement_obstacle
+from .movement import StepMovementCallback, movement_unsupported_reason
 from .policy import GradientGainCallback, TemperatureCallback, TrainingBatch, can_compare
 from .report import RunReportCallback
 from .routers import RouterCallback
@@ -102,14 +102,14 @@ class PolicyMonitor:
     def _watch_errors(self, model: nn.Module, n_quantized: int) -> None:
         every, layers = self._args.error_every, self._args.error_layers
         trainable = _trainable_layer(model)
-        obstacle = trainable.config.packing_obstacle if trainable is not None else None
-        if obstacle:
-            get_logger().warning("no error components are measured: %s", obstacle)
+        reason = trainable.config.packing_obstacle if trainable is not None else None
+        if reason:
+            get_logger().warning("no error components are measured: %s", reason)
         # Packed weights are frozen, and the weights that their error would be measured against are gone.
         elif trainable is not None:
             self.errors = ErrorCallback(every, layers, self._record)
             self.last.append(self.errors)
-        if not obstacle and not self._args.torch_compile and spread_modules(model, layers):
+        if not reason and not self._args.torch_compile and spread_modules(model, layers):
             self.activations = ActivationErrorCallback(model, every, layers, self._record_mean)
             self.last.append(self.activations)
         if trainable is not None and can_compare(model):
@@ -144,10 +144,10 @@ class PolicyMonitor:
 
     def _watch_movement(self, model: nn.Module) -> None:
         trainable = _trainable_layer(model)
-        obstacle = trainable.config.packing_obstacle if trainable is not None else None
-        if obstacle:
-            get_logger().warning("no movement of quantized weights is measured: %s", obstacle)
-        elif movement_obstacle(model) is None:  # frozen and packed weights do not move
+        reason = trainable.config.packing_obstacle if trainable is not None else None
+        if reason:
+            get_logger().warning("no movement of quantized weights is measured: %s", reason)
+        elif movement_unsupported_reason(model) is None:  # frozen and packed weights do not move
             self.movement = StepMovementCallback(self._args.movement_every, record=self._record)
             self.last.append(self.movement)
 

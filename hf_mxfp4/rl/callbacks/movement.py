@@ -177,7 +177,7 @@ class StepMovementCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.samples = sample_weights(model, self.max_weights)
         if not self.samples:
-            reason = movement_obstacle(model) or "it has no weight"
+            reason = movement_unsupported_reason(model) or "it has no weight"
             raise ValueError(
                 f"no step of {type(model).__name__} can be measured: {reason}; leave StepMovementCallback out"
             )
@@ -247,7 +247,7 @@ class StepMovementCallback(TrainerCallback):
             )
 
 
-def movement_obstacle(model: nn.Module) -> str | None:
+def movement_unsupported_reason(model: nn.Module) -> str | None:
     """Why no movement can be measured for a model; `None` where it can."""
     matrices = list(trainable_matrices(model))
     if not matrices:

@@ -68,10 +68,10 @@ def rollout_parameters(
         {plain_name(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
     )
     for name, matrix in quantized.items():
-        obstacle = matrix.layer.config.packing_obstacle
-        if obstacle:
+        reason = matrix.layer.config.packing_obstacle
+        if reason:
             owner = name.removesuffix(".weight")
-            raise ValueError(f"vLLM cannot sample from {owner}: {obstacle}; set use_vllm=False")
+            raise ValueError(f"vLLM cannot sample from {owner}: {reason}; set use_vllm=False")
     n_quantized = n_noisy = n_elements = 0
     energy = 0.0
     for name, tensor in named:
