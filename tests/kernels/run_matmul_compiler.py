@@ -34,7 +34,7 @@ def compile_product(target, arch: str, kernel, types: dict, n_rows: int, tiles, 
     limit = SHARED_MEMORY[arch] * 1024
     config = dict(matmul.usual_configs(n_rows, tiles, limit)[0])
     options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {"HAS_BIAS": True, "INTERPRETED": False, "STEPS": 0, **constants, **config}
+    constants = {"INTERPRETED": False, "STEPS": 0, **constants, **config}
     # What is not divisible by 16: the rows, and with them the scales of groups.
     aligned = [name for name in TYPES if name not in ("n_rows", "n_macros", "n_blocks")]
     report = compile_kernel(target, kernel, types, constants, options, aligned)

@@ -53,6 +53,9 @@ def fold_both_kernel(
     per 128 x 128 elements, which goes over them in strips: of rows, then of columns. With ``REUSED`` the transpose
     holds the values that were quantized along the rows, without macro factors, otherwise those of blocks along the
     columns. Signs are a pair: of rows, then of columns."""
+    # Triton 3.6 passes no part of a constant on, but a constant.
+    SIDE: tl.constexpr = SIDES.rows
+    SIDE_T: tl.constexpr = SIDES.columns
     n_rows, n_cols = lengths.n_rows, lengths.n_cols
     padded_cols, padded_rows = lengths.padded_cols, lengths.padded_rows
     pid = tl.program_id(0)
@@ -65,9 +68,9 @@ def fold_both_kernel(
         start = row_start + strip * STRIP
         rows = start + tl.arange(0, STRIP)[:, None, None, None]
         at = Tile(rows, col_start, n_rows, lengths.length)
-        y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDES.rows)
+        y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
         at = Tile(rows, col_start, n_rows, padded_cols)
-        found, counted = fold_tile(y, noise, out, at, SIDES.rows.STOCHASTIC, SCHEME)
+        found, counted = fold_tile(y, noise, out, at, SIDE.STOCHASTIC, SCHEME)
         n_inexact += found
         if REUSED:
             top = tl.maximum(top, counted)
@@ -78,9 +81,9 @@ def fold_both_kernel(
             start = row_start + strip * STRIP
             rows = start + tl.arange(0, STRIP)[:, None, None, None]
             at = Tile(rows, col_start, n_rows, lengths.length)
-            y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDES.rows)
-            y, byte, counted, _ = blocks_of(y, noise, SIDES.rows.STOCHASTIC, SCHEME)
-            elements, found = elements_of(y, byte, counted, base, SIDES.rows.STOCHASTIC, SCHEME)
+            y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
+            y, byte, counted, _ = blocks_of(y, noise, SIDE.STOCHASTIC, SCHEME)
+            elements, found = elements_of(y, byte, counted, base, SIDE.STOCHASTIC, SCHEME)
             elements = transposed(tl.reshape(elements, [STRIP, 128]))
             cols = col_start + tl.arange(0, 128)[:, None]
             along = start + tl.arange(0, STRIP)[None, :]
@@ -92,9 +95,9 @@ def fold_both_kernel(
             y = _read(x_ptr, row_start, start, lengths, 128, STRIP)
             y = to_float(tl.reshape(transposed(y), [STRIP, 1, 4, 32]), SCHEME.BF16)
             at = Tile(rows, row_start, n_cols, lengths.length_t)
-            y, noise = prepared(y, at, signs[1], random_t, SIDES.columns)
+            y, noise = prepared(y, at, signs[1], random_t, SIDE_T)
             at = Tile(rows, row_start, n_cols, padded_rows)
-            found, _ = fold_tile(y, noise, out_t, at, SIDES.columns.STOCHASTIC, SCHEME)
+            found, _ = fold_tile(y, noise, out_t, at, SIDE_T.STOCHASTIC, SCHEME)
         n_inexact += found
     if REUSED:
         cols = col_start + tl.arange(0, 4)[None, None, :, None] * 32 + tl.arange(0, 32)[None, None, None, :]

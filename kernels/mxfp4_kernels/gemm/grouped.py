@@ -141,7 +141,6 @@ def grouped_wgrad(
             N=n,
             K=k,
             BF16=left.dtype == torch.bfloat16,
-            OUT_BF16=dtype == torch.bfloat16,
             INTERPRETED=INTERPRETED,
             **config,
         )
@@ -185,7 +184,6 @@ def grouped_sum(x: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype | Non
         BM=_SUM_TILE[0],
         BN=_SUM_TILE[1],
         BF16=x.dtype == torch.bfloat16,
-        OUT_BF16=dtype == torch.bfloat16,
         INTERPRETED=INTERPRETED,
         num_warps=4,
     )

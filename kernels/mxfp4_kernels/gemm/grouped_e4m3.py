@@ -171,7 +171,6 @@ def grouped_wgrad_e4m3(
             *_strides(right_scale),
             N=n,
             K=k,
-            OUT_BF16=out_dtype == torch.bfloat16,
             INTERPRETED=INTERPRETED,
             **config,
         )

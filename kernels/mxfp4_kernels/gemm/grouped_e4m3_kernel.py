@@ -7,7 +7,8 @@ Partial sums of 128 products leave the tensor cores, which keep few bits of them
 import triton
 import triton.language as tl
 
-from .grouped_tiles import find_tile, rows_of, store_tile, to_float
+from ..common.elements import to_float
+from .grouped_tiles import find_tile, rows_of, store_tile
 from .matmul_kernel import e4m3_values
 
 
@@ -79,7 +80,7 @@ def grouped_matmul_e4m3_kernel(
         bias = tl.load(bias_ptr + expert.to(tl.int64) * N + columns, mask=columns < N, other=0)
         total += to_float(bias, OUT_BF16 and INTERPRETED)[None, :]
     mask = (rows < end)[:, None] & (columns < N)[None, :]
-    store_tile(out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], total, mask, OUT_BF16, INTERPRETED)
+    store_tile(out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], total, mask, INTERPRETED)
 
 
 @triton.jit
@@ -119,7 +120,6 @@ def grouped_wgrad_e4m3_kernel(
     K: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    OUT_BF16: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """``out[e, N, K] = left[N, tokens] right[K, tokens]^T`` over each expert's tokens, of which every group of 128
@@ -170,4 +170,4 @@ def grouped_wgrad_e4m3_kernel(
             )
     pointers = out_ptr + (expert.to(tl.int64) * N + left_columns)[:, None] * K + right_columns[None, :]
     mask = (left_columns < N)[:, None] & (right_columns < K)[None, :]
-    store_tile(pointers, total, mask, OUT_BF16, INTERPRETED)
+    store_tile(pointers, total, mask, INTERPRETED)

@@ -5,7 +5,8 @@ gradient of the weight), and their sums (the gradient of the bias). Sums are flo
 import triton
 import triton.language as tl
 
-from .grouped_tiles import as_operand, find_tile, rows_of, store_tile, to_float
+from ..common.elements import to_float
+from .grouped_tiles import as_operand, find_tile, rows_of, store_tile
 
 
 @triton.jit(do_not_specialize=["n_experts"])
@@ -58,7 +59,7 @@ def grouped_matmul_kernel(
         bias = tl.load(bias_ptr + expert.to(tl.int64) * N + columns, mask=columns < N, other=0)
         accumulator += to_float(bias, BF16 and INTERPRETED)[None, :]
     mask = (rows < end)[:, None] & (columns < N)[None, :]
-    store_tile(out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], accumulator, mask, BF16, INTERPRETED)
+    store_tile(out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], accumulator, mask, INTERPRETED)
 
 
 @triton.jit
@@ -118,7 +119,6 @@ def grouped_wgrad_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     BF16: tl.constexpr,
-    OUT_BF16: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """``out[e, N, K] = left[rows, N]^T right[rows, K]``, both with any strides; zeros for an expert without rows.
@@ -176,7 +176,7 @@ def grouped_wgrad_kernel(
             )
     pointers = out_ptr + (expert.to(tl.int64) * N + left_columns)[:, None] * K + right_columns[None, :]
     mask = (left_columns < N)[:, None] & (right_columns < K)[None, :]
-    store_tile(pointers, accumulator, mask, OUT_BF16, INTERPRETED)
+    store_tile(pointers, accumulator, mask, INTERPRETED)
 
 
 @triton.jit
@@ -189,7 +189,6 @@ def grouped_sum_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BF16: tl.constexpr,
-    OUT_BF16: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """``out[e, N]``, the sum of each expert's rows of ``x[rows, N]`` (unit stride along N); zeros without rows."""
@@ -205,4 +204,4 @@ def grouped_sum_kernel(
         total += to_float(x, BF16 and INTERPRETED)
         row += BM
     pointers = out_ptr + expert.to(tl.int64) * N + columns
-    store_tile(pointers, tl.sum(total, 0), columns < N, OUT_BF16, INTERPRETED)
+    store_tile(pointers, tl.sum(total, 0), columns < N, INTERPRETED)

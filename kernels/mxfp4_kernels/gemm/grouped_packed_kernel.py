@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import BLOCKWISE, NO_MACRO, macro_factor
+from ..common.elements import to_float
 from .decode_tile import NARROW_BYTE, decode_tile, interleave
-from .grouped_tiles import as_operand, find_tile, store_tile, to_float
+from .grouped_tiles import as_operand, find_tile, store_tile
 
 
 @triton.jit
@@ -131,4 +132,4 @@ def grouped_packed_kernel(
         bias = tl.load(bias_ptr + places, mask=columns < N, other=0)
         total += to_float(bias, WEIGHT.INTERPRETED)[:, None]
     mask = (columns < N)[:, None] & (rows < end)[None, :]
-    store_tile(out_ptr + rows.to(tl.int64)[None, :] * N + columns[:, None], total, mask, True, WEIGHT.INTERPRETED)
+    store_tile(out_ptr + rows.to(tl.int64)[None, :] * N + columns[:, None], total, mask, WEIGHT.INTERPRETED)

@@ -4,13 +4,12 @@
 Rows are sorted by expert; ``offsets`` says where the rows of each end. Tiles never straddle experts. How many tiles
 there are is known on the device alone, so the grid has the most that there can be ([`tile_slots`]) and programs without
 a tile leave at once: nothing is read back, and one CUDA graph serves every routing.
-
-Triton's interpreter multiplies no bfloat16 and truncates when it converts to it: with ``INTERPRETED`` elements of that
-type pass as int16 bits.
 """
 
 import triton
 import triton.language as tl
+
+from ..common.elements import as_stored, to_float
 
 
 def tile_slots(n_rows: int, n_experts: int, tile_rows: int) -> int:
@@ -45,15 +44,6 @@ def rows_of(offsets_ptr, expert):
 
 
 @triton.jit
-def to_float(x, BF16: tl.constexpr):
-    """Float32 of loaded elements; with ``BF16`` these are int16 bits of bfloat16."""
-    if BF16:
-        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
 def as_operand(x, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
     """Loaded elements as a matrix product takes them."""
     if INTERPRETED:
@@ -63,15 +53,6 @@ def as_operand(x, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def round_to_bf16(value):
-    """Float32 values rounded to bfloat16, as int16 bits; NaN is 0x7FC0."""
-    bits = value.to(tl.int32, bitcast=True)
-    return tl.where(value == value, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0).to(tl.int16)
-
-
-@triton.jit
-def store_tile(pointers, value, mask, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Store float32 values in the dtype of the output; interpreted, bfloat16 leaves as int16 bits."""
-    if BF16 and INTERPRETED:
-        value = round_to_bf16(value)
-    tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
+def store_tile(pointers, value, mask, INTERPRETED: tl.constexpr):
+    """Store float32 values in the dtype of the output; see [`as_stored`]."""
+    tl.store(pointers, as_stored(value, pointers, INTERPRETED), mask=mask)

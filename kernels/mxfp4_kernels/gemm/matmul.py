@@ -86,7 +86,7 @@ def matmul_e4m3(
     scales = [_group_scales(scale, k, per_group) for scale in (a_scale, b_scale)]
     elements = a.view(torch.uint8) if INTERPRETED else a, b.view(torch.uint8) if INTERPRETED else b
     arguments = (elements[0], scales[0], elements[1], scales[1], bias, _as_stored(out), m, n, k)
-    constants = {"PER_GROUP": per_group, "HAS_BIAS": bias is not None, **_steps(k)}
+    constants = {"PER_GROUP": per_group, **_steps(k)}
     key = ("group" if per_group else "row", triton.next_power_of_2(m), n, k)
     _launch(matmul_e4m3_kernel, "matmul_e4m3", key, (m, n), arguments, constants, a.device, Tiles())
     return out
@@ -128,7 +128,6 @@ def matmul_mxf4(
     sizes = (m, n, n_codes, a_scale.shape[1], 0 if a_macro is None else a_macro.shape[1])
     constants = {
         "MACRO": a_macro is not None,
-        "HAS_BIAS": bias is not None,
         "NATIVE": has_mxfp4(out.device),
         **_steps(2 * n_codes),
     }

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import macro_factor, scale_value
+from ..common.elements import as_stored, e2m1_values
 
 
 @triton.jit
@@ -34,18 +35,14 @@ def _store(
     cols,
     n_rows,
     n_cols,
-    HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Add the bias in float32 and store in the output's dtype; interpreted, bfloat16 leaves as bits (int16)."""
-    if HAS_BIAS:
+    if bias_ptr is not None:
         values += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0).to(tl.float32)[None, :]
-    if INTERPRETED and out_ptr.dtype.element_ty == tl.int16:
-        bits = values.to(tl.int32, bitcast=True)
-        values = tl.where(values == values, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
     mask = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
     at = out_ptr + rows[:, None].to(tl.int64) * n_cols + cols[None, :]
-    tl.store(at, values.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(at, as_stored(values, out_ptr, INTERPRETED), mask=mask)
 
 
 @triton.jit
@@ -71,7 +68,6 @@ def matmul_e4m3_kernel(
     n_cols,
     length,
     PER_GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -105,17 +101,13 @@ def matmul_e4m3_kernel(
         b_at += 128
     if not PER_GROUP:
         total = total * tl.load(a_scale_at)[:, None] * tl.load(b_scale_at)[None, :]
-    _store(out_ptr, bias_ptr, total, rows, cols, n_rows, n_cols, HAS_BIAS, INTERPRETED)
+    _store(out_ptr, bias_ptr, total, rows, cols, n_rows, n_cols, INTERPRETED)
 
 
 @triton.jit
 def _mxfp4_values(codes, byte, FLOAT32: tl.constexpr):
     """Values ``[R, 128]`` of packed codes ``[R, 64]`` and scale bytes ``[R, 4]``: all of them bfloat16 numbers."""
-    wide = codes.to(tl.int32)
-    code = tl.reshape(tl.join(wide & 0xF, wide >> 4), [codes.shape[0], 4, 32])
-    magnitude = code & 7
-    bits = tl.where(magnitude > 1, (magnitude + 252) << 22, tl.where(magnitude == 1, 0x3F000000, 0))
-    element = (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    element = tl.reshape(e2m1_values(codes), [codes.shape[0], 4, 32])
     value = tl.reshape(element * scale_value(byte.to(tl.int32))[:, :, None], [codes.shape[0], 128])
     return value if FLOAT32 else value.to(tl.bfloat16)
 
@@ -136,7 +128,6 @@ def matmul_mxf4_kernel(
     n_blocks,
     n_macros,
     MACRO: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -174,4 +165,4 @@ def matmul_mxf4_kernel(
             total += part * (1.0 / a_factor) * tl.trans(1.0 / b_factor)
         else:
             total = part
-    _store(out_ptr, bias_ptr, total, rows, cols, n_rows, n_cols, HAS_BIAS, INTERPRETED)
+    _store(out_ptr, bias_ptr, total, rows, cols, n_rows, n_cols, INTERPRETED)

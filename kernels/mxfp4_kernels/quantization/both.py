@@ -97,6 +97,9 @@ def quantize_both_kernel(
     """Values of ``x[n_rows, n_cols]`` (unit stride along columns) to ``out[n_rows, out_cols]`` (``BY_ROWS``) and
     ``out_t[n_cols, out_cols_t]``, each contiguous; or what [`pack_tile`] writes, where these are `PackedPointers`,
     ``row_bytes`` a pair and ``alpha`` is `None`. So are signs: of rows, then of columns."""
+    # Triton 3.6 passes no part of a constant on, but a constant.
+    SIDE: tl.constexpr = SIDES.rows
+    SIDE_T: tl.constexpr = SIDES.columns
     # Without rows a tile is a strip of columns.
     width: tl.constexpr = TILE if BY_ROWS else STRIP
     n_rows, n_cols, stride = lengths.n_rows, lengths.n_cols, lengths.x_row_stride
@@ -110,11 +113,11 @@ def quantize_both_kernel(
         y = transposed(_read(x_ptr, row_start, start, n_rows, n_cols, stride, TILE, STRIP))
         at = Tile(start, row_start, n_cols, lengths.out_cols_t)
         of_rows = None if row_bytes is None else row_bytes[1]
-        _quantize_strip(y, out_t, signs[1], at, of_rows, alpha, stack, seed_low_t, seed_high_t, SCHEME, SIDES.columns)
+        _quantize_strip(y, out_t, signs[1], at, of_rows, alpha, stack, seed_low_t, seed_high_t, SCHEME, SIDE_T)
     if BY_ROWS:
         for strip in range(TILE // STRIP):
             start = row_start + strip * STRIP
             y = _read(x_ptr, start, col_start, n_rows, n_cols, stride, STRIP, TILE)
             at = Tile(start, col_start, n_rows, lengths.out_cols)
             of_rows = None if row_bytes is None else row_bytes[0]
-            _quantize_strip(y, out, signs[0], at, of_rows, alpha, stack, seed_low, seed_high, SCHEME, SIDES.rows)
+            _quantize_strip(y, out, signs[0], at, of_rows, alpha, stack, seed_low, seed_high, SCHEME, SIDE)
