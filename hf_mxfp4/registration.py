@@ -50,10 +50,11 @@ class StandIn:
 
 
 class TableFinder:
-    """Finds transformers' tables as the other finders do, and has the method entered once they have been run."""
+    """Finds transformers' tables as the other finders do, and has the method entered once they have been run; and finds
+    torchao, which PEFT imports too, so that it is quiet whoever imports it."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        if name != TABLES:
+        if name not in (TABLES, "torchao"):
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
@@ -100,11 +101,12 @@ def _add_step(loader: Any) -> None:
     run = loader.exec_module
 
     def run_and_enter(module: ModuleType) -> None:
-        if module.__name__ != TABLES:  # a loader of zipped packages loads others, too
+        if module.__name__ not in (TABLES, "torchao"):  # a loader of zipped packages loads others, too
             return run(module)
         with _without_noise():
             run(module)
-        _enter_stand_ins(module)
+        if module.__name__ == TABLES:
+            _enter_stand_ins(module)
 
     loader.exec_module = run_and_enter
 

@@ -67,7 +67,7 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
     aqn_rate_limit: float = field(
         default=0.05,
-        metadata={"help": "aqn_schedule='entropy': largest change of ln(sigma) in a step, so 0.05 is 5 %."},
+        metadata={"help": "aqn_schedule='entropy': largest change of ln(sigma) in a step, so 0.05 is about a twentieth."},
     )
     aqn_targets: str = field(
         default="norms",
@@ -80,7 +80,7 @@ class MXFP4GRPOConfig(GRPOConfig):
         default=1.0,
         metadata={
             "help": "Noise of linear weights for each unit of the schedule's: with 1.0 and sigma 0.01, its standard "
-            "deviation is 1 % of the root mean square of each weight matrix."
+            "deviation is 0.01 of the root mean square of each weight matrix."
         },
     )
     aqn_layers: list[str] | None = field(
