@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.gemm import gemm_kernel_counts, reset_gemm_kernel_counts, select_kernel
-from hf_mxfp4.gemm import select as engines
+from hf_mxfp4.gemm import GemmKernel, choose, fast, gemm_kernel_counts, reset_gemm_kernel_counts, select_kernel
 from hf_mxfp4.numerics import FP8, FULL, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
 
 
@@ -80,21 +79,24 @@ def test_engines_of_gradients(forward, dgrad, wgrad, expected):
 
 
 def test_a_failed_self_check_means_dense_with_one_warning(monkeypatch):
-    monkeypatch.setattr(engines, "_problems", {})
-    fast, device, calls = engines.Engine("fp8", ""), torch.device("cpu"), []
+    monkeypatch.setattr(choose, "_problems", {})
+    kernel, device, calls = GemmKernel("fp8", ""), torch.device("cpu"), []
 
     def fails(name, device):
         calls.append(name)
         raise RuntimeError("no such instruction")
 
+    monkeypatch.setattr(fast, "self_check", fails)
     with pytest.warns(UserWarning, match="dense products on cpu: fp8 RuntimeError: no such instruction"):
-        assert engines.checked(fast, device, fails).name == "dense"
-    assert "no such instruction" in engines.checked(fast, device, fails).reason
+        assert choose.checked(kernel, device).name == "dense"
+    assert "no such instruction" in choose.checked(kernel, device).reason
     assert calls == ["fp8"]
+    monkeypatch.setattr(fast, "self_check", lambda *_: "is off by 1")
     with pytest.warns(UserWarning, match="is off by"):
-        assert engines.checked(engines.Engine("mxfp4", ""), device, lambda *_: "is off by 1").name == "dense"
-    monkeypatch.setattr(engines, "_problems", {})
-    assert engines.checked(fast, device, lambda *_: None) is fast
+        assert choose.checked(GemmKernel("mxfp4", ""), device).name == "dense"
+    monkeypatch.setattr(choose, "_problems", {})
+    monkeypatch.setattr(fast, "self_check", lambda *_: None)
+    assert choose.checked(kernel, device) is kernel
 
 
 def test_layers_count_their_products():
