@@ -125,7 +125,7 @@ def movement(samples: Iterable[WeightSample], step: float, spread: float = 0.0) 
             before = spread_over(before, spread, generator)
         after = before + torch.randn(before.shape, generator=generator) * step
         matrix = sample.matrices[0]
-        before, after = (rotate_operand(rows, matrix.fprop.rotation, "fprop", matrix.draws) for rows in (before, after))
+        before, after = (rotate_operand(rows, matrix.fprop.rotation, "fprop", matrix.rng) for rows in (before, after))
         sums.add(before, after, sample.scheme, sample.backend, sample.n_weights)
     return sums.movement
 
@@ -144,7 +144,7 @@ def checkpoint_differences(model: nn.Module, checkpoint: dict[str, torch.Tensor]
         number, weight = checkpoint[matrix.full_name], matrix.weight()
         not_rounding_back += int((weight.to(number.dtype).view(torch.int16) != number.view(torch.int16)).sum())
         rotated = [
-            rotate_operand(value, matrix.fprop.rotation, "fprop", matrix.draws) for value in (weight, number.float())
+            rotate_operand(value, matrix.fprop.rotation, "fprop", matrix.rng) for value in (weight, number.float())
         ]
         stored, wanted = (quantize_weight(value, matrix.fprop.right, matrix.layer.config.backend) for value in rotated)
         differing += sum(int((stored[name] != wanted[name]).sum()) for name in wanted)

@@ -174,9 +174,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         default=True,
         metadata={
             "help": "Mode 'qat': move float32 master weights that come from a 16-bit checkpoint to random places "
-            "within half an ulp of their 16-bit numbers as they are loaded. About one in a hundred of these lie exactly on a "
-            "rounding boundary of MXFP4, and the first training step of any size would flip them all. Codes, scales "
-            "and the checkpoint that rounding gives back stay the same."
+            "within half an ulp of their 16-bit numbers as they are loaded. About one in a hundred of these lie "
+            "exactly on a rounding boundary of MXFP4, and the first training step of any size would flip them all. "
+            "Codes, scales and the checkpoint that rounding gives back stay the same."
         },
     )
     saved_activations: str = field(

@@ -14,3 +14,5 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 
 sys.path[:] = [str(_HERE.parent) if Path(place).resolve() == _HERE else place for place in sys.path]
+
+import hf_mxfp4  # noqa: E402, F401  before TRL, which imports torchao: what that says of its own parts is not shown then

@@ -194,7 +194,7 @@ def test_what_crossed_over_to_a_boundary_itself_comes_back():
     moved = middle.clone()
     moved[..., 1], moved[..., 2] = 0.25, 0.2495  # 0.25 is rounded to 0
     _, layer = one_layer(torch.zeros(32, 32), **PLAIN)
-    forward = ForwardWeight(layer.gemms.fprop, layer.gemms.fprop.right, layer.draws, "auto")
+    forward = ForwardWeight(layer.gemms.fprop, layer.gemms.fprop.right, layer.rng, "auto")
     crossing, blocks = _crossings(forward, middle, moved, forward.quantized(middle), forward.quantized(moved))
     assert not blocks.any() and (crossing[..., 3:] == 0).all()
     assert crossing[0, 0, :3].tolist() == pytest.approx([0.0, -0.0005, -0.0005], abs=1e-6)

@@ -67,7 +67,7 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
     aqn_rate_limit: float = field(
         default=0.05,
-        metadata={"help": "aqn_schedule='entropy': largest change of ln(sigma) in a step, so 0.05 is about a twentieth."},
+        metadata={"help": "aqn_schedule='entropy': largest change of ln(sigma) in a step."},
     )
     aqn_targets: str = field(
         default="norms",

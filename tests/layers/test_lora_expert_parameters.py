@@ -15,6 +15,7 @@ import hf_mxfp4.adapters
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.adapters import MXFP4LoraExpertParameter
 from hf_mxfp4.layers import MXFP4Experts, cached_weights, full_precision
+from hf_mxfp4.numerics import apply_scheme
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
@@ -128,7 +129,7 @@ def test_an_expert_by_hand_with_quantized_inputs():
     delta = {name: ours[name].get_delta_weight("default") for name in experts.projections}
 
     def project(name, x, expert):
-        quantized = experts._input(name, [], x, torch.float32)
+        quantized = apply_scheme(x, experts.gemms[name].fprop.left)
         return quantized @ plain[name][expert].T + x @ delta[name][expert].T
 
     for token in range(3):

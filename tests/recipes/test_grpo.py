@@ -331,6 +331,12 @@ def test_math500_without_math_verify_says_what_to_install(tmp_path, monkeypatch)
         main([*TINY, "--task=math500", f"--output_dir={tmp_path / 'out'}", *files])
 
 
+@pytest.mark.parametrize("name", ["grpo", "pretrain", "ablation", "evaluate"])
+def test_help_of_the_scripts(name):
+    done = processes.run(processes.script(ROOT / "recipes" / f"{name}.py", "--help"))
+    assert done.returncode == 0 and "usage:" in done.stdout and "error:" not in done.stderr, done.output[-2000:]
+
+
 def test_the_help_names_every_task():
     text = next(option.metadata["help"] for option in fields(RecipeArguments) if option.name == "task")
     assert all(task in text for task in TASKS)
