@@ -152,7 +152,8 @@ def _logits_of(folder, mode, base):
 
     if not mode.endswith("lora"):
         return logits(AutoModelForCausalLM.from_pretrained(folder))
-    packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode="packed"))
+    config = MXFP4RLConfig(mode="packed")
+    packed = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=config)
     return logits(PeftModel.from_pretrained(packed, folder))
 
 
