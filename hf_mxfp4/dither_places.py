@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from .backends.select import dequantize
 from .gemm import LayerRng, rotate_operand
 from .gemm.operands import rotate_back
-from .gemm.packed_weight import dequantize, packed_tensor, quantize_weight
+from .gemm.packed_weight import packed_tensor, quantize_weight
 from .numerics import BLOCK_SIZE, GemmScheme, QuantScheme
 from .numerics.dither import Cells
 

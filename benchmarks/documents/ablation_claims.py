@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The claims of arXiv 2605.20402 about RL, one by one, against the records of an ablation."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from hf_mxfp4.stats import t_interval
 
 from ..records import table
 
@@ -26,9 +28,7 @@ CLAIMS = (
 )
 
 
-def claims_table(
-    records: Sequence[Mapping[str, Any]], model: str, t_interval: Callable[[Sequence[float]], Mapping[str, Any]]
-) -> str:
+def claims_table(records: Sequence[Mapping[str, Any]], model: str) -> str:
     """Differences of accuracies after RL in points, paired by seed, with 95 % intervals over seeds.
 
     *Holds* and *contradicted*: the interval is on one side of zero. *Points that way* and *points the other way*: it is

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 
 from recipes.ablations.plots import draw_all
 from recipes.ablations.results import markdown, models, statistics
-from recipes.pretraining.summary import t_interval
 
 from ..records import RESULTS, table
 from .ablation_claims import claims_table
@@ -88,7 +87,7 @@ def ablation_claims(folder: Path = RESULTS) -> str:
     parts = []
     for _, found in _recorded(folder):
         for model in models(found):
-            parts += [f"**{model}**\n", claims_table(found, model, t_interval)]
+            parts += [f"**{model}**\n", claims_table(found, model)]
     return "\n".join(parts) if parts else "No ablation has been recorded yet.\n"
 
 

@@ -11,9 +11,10 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
+from ..backends.select import dequantize
 from ..gemm import Groups, quantized_linear
 from ..gemm.custom_ops import compiled_linear
-from ..gemm.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, dequantize, packed_tensor, quantize_weight
+from ..gemm.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, packed_tensor, quantize_weight
 from .merge_report import MergeError
 from .merging import MergesIntoPacked
 

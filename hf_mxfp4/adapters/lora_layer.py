@@ -6,7 +6,8 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from ..gemm.packed_weight import PACKED_FIELDS, dequantize, packed_tensor, quantize_weight
+from ..backends.select import dequantize
+from ..gemm.packed_weight import PACKED_FIELDS, packed_tensor, quantize_weight
 from .merge_report import MergeError
 from .merging import MergesIntoPacked
 

@@ -1,22 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands put together."""
 
-import importlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from . import analyze, compare, convert, env, plan, report, simulate
-
-
-class _Command(TyperCommand):
-    """Registers the quantization method with transformers before it runs. Help and mistakes in options come before
-    that, and without the seconds that importing transformers takes."""
-
-    def invoke(self, ctx: typer.Context) -> Any:
-        importlib.import_module("..quantizer", __package__)
-        return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -27,15 +16,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("analyze", cls=_Command)(analyze.analyze)
-app.command("compare", cls=_Command)(compare.compare)
-app.command("simulate", cls=_Command)(simulate.simulate)
-app.command("plan", cls=_Command)(plan.plan)
-app.command("report", cls=_Command)(report.report)
-app.command("pack", cls=_Command)(convert.pack)
-app.command("export", cls=_Command)(convert.export)
-app.command("import", cls=_Command)(convert.import_)
-app.command("env", cls=_Command)(env.env)
+app.command("analyze")(analyze.analyze)
+app.command("compare")(compare.compare)
+app.command("simulate")(simulate.simulate)
+app.command("plan")(plan.plan)
+app.command("report")(report.report)
+app.command("pack")(convert.pack)
+app.command("export")(convert.export)
+app.command("import")(convert.import_)
+app.command("env")(env.env)
 
 
 def _print_version(wanted: bool) -> None:

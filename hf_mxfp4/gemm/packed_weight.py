@@ -11,7 +11,6 @@ import torch
 
 from ..backends import select as backends
 from ..backends.functional import quantize
-from ..backends.select import dequantize as dequantize
 from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
 
 

@@ -4,6 +4,7 @@
 import torch
 from torch import nn
 
+from ..backends.select import dequantize
 from ..config import MXFP4RLConfig
 from ..experts_layout import weight_size
 from ..gemm import GemmState, Groups, PackedSpec, packed_linear
@@ -15,7 +16,6 @@ from ..gemm.packed_weight import (
     PACKED_SUFFIXES,
     PackedWeight,
     check_packed,
-    dequantize,
     packed_shapes,
     packed_tensor,
     quantize_weight,

@@ -4,6 +4,7 @@
 import torch
 from torch import nn
 
+from ..backends.select import dequantize
 from ..config import MXFP4RLConfig
 from ..gemm import GemmState, PackedSpec, autocast_dtype, packed_linear
 from ..gemm.custom_ops import compiled_packed_linear
@@ -12,7 +13,6 @@ from ..gemm.packed_weight import (
     PACKED_FIELDS,
     PackedWeight,
     check_packed,
-    dequantize,
     packed_shapes,
     packed_tensor,
     quantize_weight,

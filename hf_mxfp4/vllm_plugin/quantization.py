@@ -16,8 +16,9 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.parameter import ModelWeightParameter
 
+from ..backends.select import dequantize
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..gemm.packed_weight import dequantize, packed_shapes, packed_tensor
+from ..gemm.packed_weight import packed_shapes, packed_tensor
 from ..module_names import ALWAYS_SKIPPED, name_matches
 from ..numerics import BLOCK_SIZE
 from .activations import quantize_input

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from hf_mxfp4.stats import t_interval
 from recipes.common.text import markdown_table, with_interval
-from recipes.pretraining.summary import t_interval
 
 from .base import stored_base
 from .grid import Grid, Run

@@ -388,11 +388,8 @@ sys.exit(ablation.main(sys.argv[1:]))
 
 def test_a_whole_grid(tmp_path):
     """Two cells, one seed, two steps: from random weights to the table."""
-    processes.run(processes.code("pass"))  # a server for the launcher
-    launcher = f"{sys.executable} {HERE / 'through_the_server.py'} {processes.FOLDER}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, processes.PATHS))}
-    job = processes.code(FORKED, "--config", tiny(tmp_path, launcher=launcher))
-    process = processes.run(job, environment=environment)
+    job = processes.code(FORKED, "--config", tiny(tmp_path, launcher=" ".join(processes.FORKED)))
+    process = processes.run(job)
     assert process.returncode == 0, process.output[-4000:]
     full, plain = json.loads((tmp_path / "out" / "ablation.json").read_text())
     assert full["scheme"] == "full precision" and full["n_quantized"] == 0

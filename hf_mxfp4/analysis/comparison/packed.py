@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...backends.select import dequantize
 from ...checkpoint.convert.sources import ForeignSource, LayerSource, MasterSource, PackedSource, own_config
 from ...checkpoint.formats import FORMATS, PackedFormat
 from ...checkpoint.io.folder import CheckpointFolder, open_checkpoint
 from ...checkpoint.io.reader import ShardError, StoredTensor, read_rows
 from ...config import QUANT_METHOD
 from ...files import json_clean
-from ...gemm.packed_weight import dequantize, packed_tensor, quantize_weight
+from ...gemm.packed_weight import packed_tensor, quantize_weight
 from ..errors.results import Problem, natural_key
 from ..errors.source import Source, SourceError
 from ..errors.weights import SLICE_ELEMENTS, OnBytes, Selection

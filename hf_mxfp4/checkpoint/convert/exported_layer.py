@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...gemm.packed_weight import dequantize, packed_tensor, quantize_weight
+from ...backends.select import dequantize
+from ...gemm.packed_weight import packed_tensor, quantize_weight
 from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
 from ..formats import Format, LayerShape, PackedFormat
 from ..io.writer import ShardWriter, TensorSpec

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...backends.devices import widest_float
+from ...backends.select import dequantize
 from ...gemm import Groups, autocast_dtype, grouped, quantized_linear
-from ...gemm.packed_weight import dequantize
 from ...gemm.weight_cache import WeightCache, form_in_force
 from ...layers import QUANTIZED, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
 from ...numerics.rng import counted_uniform
