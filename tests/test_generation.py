@@ -163,10 +163,10 @@ def test_copies_of_a_model_generate_with_their_own_weights(checkpoint, quantizat
     model = load(checkpoint)
     expected = logits(model)
     other = copy.deepcopy(model)
-    assert torch.equal(logits(other), expected)
+    torch.testing.assert_close(logits(other), expected)  # a mapped file is aligned otherwise: an ulp on some CPUs
     other.model.layers[1].mlp.up_proj.weight.data.neg_()
     quantizations.clear()
-    assert not torch.equal(logits(other), expected)
+    assert not torch.allclose(logits(other), expected)
     assert len(quantizations) == LINEARS
     assert torch.equal(logits(model), expected)
 
