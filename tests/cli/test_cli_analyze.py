@@ -274,7 +274,9 @@ def test_killed_half_way(tmp_path):
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
     log = tmp_path / "killed" / "progress.jsonl"
-    process = processes.start(processes.module("hf_mxfp4.cli", "analyze", model, "--scheme", "mse", "--out", log.parent))
+    process = processes.start(
+        processes.module("hf_mxfp4.cli", "analyze", model, "--scheme", "mse", "--out", log.parent)
+    )
     deadline = time.monotonic() + 120
     while not log.exists() or log.read_bytes().count(b"\n") < lines:
         assert process.poll() is None and time.monotonic() < deadline
