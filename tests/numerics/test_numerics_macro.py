@@ -89,25 +89,13 @@ def test_dynamic_candidates_are_sixteenths():
     assert factors == [[1 + candidate / 16] * 3 for candidate in range(16)]
 
 
-@pytest.mark.parametrize(("rule", "size"), list(zip(RULES, (32, 64, 128, 256), strict=True)))
-def test_dynamic_search_is_never_worse_than_no_factor(rule, size):
-    generator = torch.Generator().manual_seed(size)
-    x = torch.randn(16, 500, generator=generator)
-    x *= torch.exp2(torch.randint(-20, 20, (16, 500), generator=generator) * (torch.arange(16) % 2)[:, None])
-    scheme = {"scale_rule": rule, "macro_block": size, "macro_search": "dynamic"}
-    dynamic = squared_error_per_macro_block(x, size, **scheme)
-    plain = squared_error_per_macro_block(x, size, scale_rule=rule)
-    assert (dynamic <= plain * (1 + 1e-5)).all()
-    assert (dynamic < 0.9 * plain).double().mean() > 0.3  # and it does help
-    factors = quantize(x, **scheme).macro
-    assert torch.equal(factors % 16, torch.zeros_like(factors)) and len(factors.unique()) > 8
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_dynamic_search_beats_every_single_candidate(rule):
     """Against each factor applied by hand to the whole tensor."""
     x = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
     dynamic = squared_error_per_macro_block(x, 128, scale_rule=rule, macro_block=128, macro_search="dynamic")
+    factors = quantize(x, scale_rule=rule, macro_block=128, macro_search="dynamic").macro
+    assert not (factors % 16).any() and len(factors.unique()) > 4
     for candidate in range(16):
         factor = 1 + candidate / 16
         error = (fake_quantize(x * factor, scale_rule=rule) / factor - x).double().square()
