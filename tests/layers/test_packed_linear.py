@@ -14,7 +14,6 @@ from peft import LoraConfig, get_peft_model
 from tables import CONFIGS, some
 from tiny_models import make_model
 from torch import nn
-from torch.utils.checkpoint import checkpoint as checkpointed
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, fake_quantize, numerics, quantize
 from hf_mxfp4.backends import select as backends
@@ -368,15 +367,6 @@ def test_without_gradients(mode):
     assert layer(x).requires_grad
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant):
-    layer, x = packed(preset="w4a4"), torch.randn(3, 72, requires_grad=True)
-    layer(x).square().sum().backward()
-    expected, x.grad = x.grad, None
-    checkpointed(layer, x, use_reentrant=reentrant).square().sum().backward()
-    assert torch.equal(x.grad, expected)
-
-
 def test_only_packed_tensors_are_kept_for_the_backward_pass():
     layer = packed(outlier_fallback=0.5)
     kept = []
@@ -389,16 +379,21 @@ def test_only_packed_tensors_are_kept_for_the_backward_pass():
         y.sum().backward()
 
 
-def test_no_dequantized_copy_outlives_the_product(monkeypatch):
-    made = []
-    original = backends.dequantize
+@pytest.fixture
+def made(monkeypatch) -> list[weakref.ref]:
+    """References to the dequantized weights made so far."""
+    references, original = [], backends.dequantize
 
     def spy(*args):
         value = original(*args)
-        made.append(weakref.ref(value))
+        references.append(weakref.ref(value))
         return value
 
     monkeypatch.setattr(backends, "dequantize", spy)
+    return references
+
+
+def test_no_dequantized_copy_outlives_the_product(made):
     layer = packed()
     y = layer(torch.randn(3, 72, requires_grad=True))
     gc.collect()
@@ -408,16 +403,7 @@ def test_no_dequantized_copy_outlives_the_product(monkeypatch):
     assert len(made) == 2 and made[1]() is None
 
 
-def test_generation_dequantizes_once_and_frees_at_the_end(monkeypatch):
-    made = []
-    original = backends.dequantize
-
-    def spy(*args):
-        value = original(*args)
-        made.append(weakref.ref(value))
-        return value
-
-    monkeypatch.setattr(backends, "dequantize", spy)
+def test_generation_dequantizes_once_and_frees_at_the_end(made):
     layer, x = packed(), torch.randn(3, 72)
     with torch.no_grad():
         expected = layer(x)

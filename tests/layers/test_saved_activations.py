@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `MXFP4Linear` keeps of its input for the backward pass: how much it is, and that gradients are the same."""
 
-import copy
 import math
 
 import pytest
@@ -236,24 +235,6 @@ def test_fp8_is_exact_for_values_on_the_grid_of_e2m1():
     """Without macro factors and fallback, block exponents of a row that lie within E4M3's range are exact."""
     full, saved = pair_of_layers(form="fp8", macro_block=None, outlier_fallback=None)
     assert_same(outputs(saved, inputs(M, K)), outputs(full, inputs(M, K)))
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize(
-    ("form", "options"),
-    [("mxfp4", {}), ("mxfp4", {"outlier_fallback_rate": 0.25}), ("fp8", {"preset": "w4a4g4"})],
-    ids=["mxfp4", "selective", "fp8"],
-)
-def test_under_gradient_checkpointing(form, options, reentrant):
-    model = make_model("qwen2").train()
-    quantize_linears(model, MXFP4RLConfig(saved_activations=form, **options))
-    again = copy.deepcopy(model)
-    again.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    ids = torch.arange(2, 30).view(2, 14)
-    for each in (model, again):
-        each(ids, labels=ids).loss.backward()
-    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad), name
 
 
 def test_the_gradients_of_a_whole_model_are_the_same():
