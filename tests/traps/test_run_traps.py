@@ -27,7 +27,7 @@ from recipes.tasks import load_task
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
 TINY = """--sft_steps=3 --sft_batch_size=8 --tiny_hidden_size=32 --tiny_num_layers=2 --per_device_train_batch_size=8
 --num_generations=4 --max_steps=3 --logging_steps=2 --aqn_num_stages=3 --reload_check=0 --greedy_batch_size=8
---n_test=16 --seed=5""".split()
+--n_test=16 --seed=5 --report_every=0""".split()
 
 
 @pytest.fixture
@@ -55,11 +55,11 @@ def weights(model):
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_b13_a_constant_reward_trains_to_the_end_logs_its_share_and_changes_nothing(run, value):
-    trainer = run(lambda completions, **kwargs: [value] * len(completions))
+    trainer = run(lambda completions, **kwargs: [value] * len(completions), max_steps=2)
     before = weights(trainer.model)
     trainer.train()
-    assert trainer.state.global_step == 4
-    assert logged(trainer, "frac_reward_zero_std") == dict.fromkeys(range(1, 5), 1.0)
+    assert trainer.state.global_step == 2
+    assert logged(trainer, "frac_reward_zero_std") == {1: 1.0, 2: 1.0}
     assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.model.named_parameters())
 
 
