@@ -226,11 +226,6 @@ def test_a_fallback_rate_without_fallback_is_refused():
         MXFP4RLConfig(outlier_fallback=None, outlier_fallback_rate=0.1)
 
 
-def test_newer_format_is_refused():
-    with pytest.raises(ValueError, match="format_version=2.*reads version 1.*newer hf_mxfp4"):
-        MXFP4RLConfig.from_dict({**DEFAULTS, "format_version": 2})
-
-
 @pytest.mark.parametrize("method", ["mxfp4", "bitsandbytes", "MXFP4_RL"])
 def test_the_config_of_another_method_is_refused(method):
     with pytest.raises(ValueError, match=f"'{method}'.*'mxfp4_rl'"):

@@ -68,19 +68,6 @@ def test_every_layer_computes_its_equations(family, preset):
             assert torch.equal(layer.bias.grad, rows.sum(0)), name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_gradients_reach_layer_0(family):
-    model = quantized_model(family, layers=4)
-    loss_of(model).backward()
-    first = {name: p for name, p in model.named_parameters() if "layers.0." in name}
-    assert len(first) == (12 if family == "qwen2" else 9)
-    for name, parameter in first.items():
-        # A bias of k shifts all scores of a query alike: its gradient is rounding noise, in any model.
-        if not name.endswith("k_proj.bias"):
-            assert parameter.grad.norm() > 1e-5, name
-    assert model.get_input_embeddings().weight.grad.norm() > 1e-5
-
-
 def interrupt(*_):
     raise KeyboardInterrupt("in the middle")
 
@@ -123,23 +110,6 @@ def test_nothing_writes_the_masters(family, scheme, places, cached):
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, expected)
     assert [(p._version, p.data_ptr()) for p in model.parameters()] == versions
-
-
-def test_autocast_trains_float32_masters():
-    model = quantized_model()
-    dtypes = set()
-    for layer in mxfp4_layers(model).values():
-        layer.register_forward_hook(lambda _, args, y: dtypes.add(y.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(model)
-    loss.backward()
-    assert dtypes == {torch.bfloat16}
-    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-    full = quantized_model()
-    loss_of(full).backward()
-    for (name, p), q in zip(model.named_parameters(), full.parameters(), strict=True):
-        if not name.endswith("k_proj.bias"):
-            assert torch.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.9, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

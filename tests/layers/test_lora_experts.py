@@ -251,19 +251,27 @@ def test_names_that_experts_no_longer_have_are_refused(load):
     assert sum(isinstance(m, MXFP4LoraExperts) for m in model.modules()) == 2
 
 
+BYTES = "target_parameters has '{}'.* of a packed layer.*modules_to_not_convert"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}, "of a packed layer"),
+        ({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}, BYTES.format("experts.down_proj")),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, BYTES.format("mlp.experts.gate_up_proj")),
+        ({"target_parameters": ["down_proj_scale"]}, BYTES.format("down_proj_scale")),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, "modules_to_save has 'mlp'"),
         ({"lora_bias": True}, "lora_bias=True is not supported on experts"),
         ({"use_dora": True}, "use_dora=True is not supported on packed layers"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
     ],
-    ids=["target_parameters", "bias", "dora", "pissa"],
+    ids=["parameter", "longer-name", "scale", "module", "bias", "dora", "pissa"],
 )
 def test_what_cannot_be_is_refused(load, options, words):
+    model = load("qwen3_moe")
     with pytest.raises(ValueError, match=words):
-        with_lora(load("qwen3_moe"), **options)
+        with_lora(model, **options)
+    assert isinstance(model.model.layers[0].mlp.experts, MXFP4PackedExperts)
 
 
 # ---- merging --------------------------------------------------------------------------------------------------------

@@ -308,19 +308,6 @@ def test_outside_of_the_context_no_copy_lives():
     assert is_gone(kept(make_layer()))
 
 
-def test_trust_ends_with_the_context():
-    layer = make_layer()
-    with cached_weights():
-        layer(X)
-    layer.weight.data.neg_()
-    assert torch.equal(layer(X), from_scratch(layer, X))
-    with cached_weights():
-        layer(X)
-    layer.weight.data.neg_()
-    with cached_weights():
-        assert torch.equal(layer(X), from_scratch(layer, X))
-
-
 def test_a_layer_that_goes_away_takes_its_copy_along():
     layer = make_layer()
     with cached_weights():
