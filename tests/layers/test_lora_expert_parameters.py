@@ -123,19 +123,6 @@ def test_an_expert_by_hand_with_quantized_inputs():
         torch.testing.assert_close(found[token : token + 1], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_factors_train_and_the_masters_stay(dtype):
-    model = with_lora(qat(dtype=dtype), std=0.0).train()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16):
-            gradients(model)
-        optimizer.step()
-    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert changed == {name for name in before if "lora_" in name} and len(changed) == 4
-
-
 @torch.no_grad()
 def test_kept_weights_and_full_precision():
     model = with_lora(qat(), std=0.05)
@@ -164,26 +151,15 @@ def test_files_are_pefts(family, tmp_path):
 
 
 @torch.no_grad()
-def test_several_adapters_and_none():
-    base = qat()
-    plain = base(IDS).logits
-    model = with_lora(base, std=0.05)
-    first = model(IDS).logits
+def test_two_adapters_at_once_are_added():
+    model = with_lora(qat(), std=0.05)
     model.add_adapter("second", LoraConfig(r=2, target_modules=[], target_parameters=TARGETS))
     fill(model, "second", 0.07)
     assert len(wrappers(model)) == 2  # one for each parameter still
-    model.set_adapter("second")
-    second = model(IDS).logits
-    assert not torch.equal(first, second)
-    with model.disable_adapter():
-        assert torch.equal(model(IDS).logits, plain)
-    model.set_adapter("default")
-    assert torch.equal(model(IDS).logits, first)
     model.base_model.set_adapter(["default", "second"])
-    layer = experts_of(model)
     both = {n: w.get_delta_weight("default") + w.get_delta_weight("second") for n, w in wrappers(model).items()}
     found = model(IDS).logits
-    plain_experts = layer.to_experts()
+    plain_experts = experts_of(model).to_experts()
     for name, change in both.items():
         plain_experts.get_parameter(name).data += change
     model.get_submodule(BLOCK).experts = plain_experts

@@ -4,14 +4,13 @@ merging, and what other engines are given."""
 
 import copy
 import functools
-import hashlib
 
 import lora_models
 import pytest
 import torch
 from grpo_runs import trainer_factory
 from lora_models import IDS, gradients, same_tensors, stored
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
@@ -26,13 +25,6 @@ EXPERTS = "base_model.model.model.layers.0.mlp.experts"
 
 #: Adapters of experts alone.
 with_lora = functools.partial(lora_models.with_lora, target_modules=["experts"])
-
-
-def digest(model) -> str:
-    total = hashlib.sha256()
-    for _, tensor in sorted(stored(model).items()):
-        total.update(tensor.view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
 
 
 def deltas(layer: MXFP4LoraExperts, projection: str, name: str = "default") -> torch.Tensor:
@@ -87,23 +79,6 @@ def test_every_expert_gets_factors_of_its_own(load, family):
     assert "lora.MXFP4LoraExperts" in repr(layers[0])
 
 
-def test_a_new_adapter_changes_nothing_yet(load):
-    base = load("mixtral")
-    expected = base(IDS).logits
-    assert torch.equal(with_lora(base, init_lora_weights=True)(IDS).logits, expected)
-
-
-@pytest.mark.parametrize(("autocast", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
-def test_adapters_on_a_bfloat16_base(load, autocast, dtype):
-    torch.manual_seed(0)
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["experts"], init_lora_weights="gaussian")
-    model = get_peft_model(load("qwen3_moe", dtype=torch.bfloat16), config, autocast_adapter_dtype=autocast)
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {dtype}
-    grads = gradients(model)
-    assert len(grads) == 8 and all(g.dtype == dtype and g.isfinite().all() for g in grads.values())
-    assert model(IDS).logits.dtype == torch.bfloat16
-
-
 # ---- values and gradients -------------------------------------------------------------------------------------------
 
 
@@ -142,9 +117,8 @@ def test_one_expert_by_hand(load):
         torch.testing.assert_close(found[token], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_experts_without_tokens_have_zero_gradients_and_the_base_stays(load):
+def test_experts_without_tokens_have_zero_gradients(load):
     model = with_lora(load("qwen3_moe"))
-    before = digest(model)
     layer = model.get_submodule(EXPERTS).train()
     x = torch.randn(5, 64)
     index = torch.tensor([[0, 3]] * 5)
@@ -153,11 +127,6 @@ def test_experts_without_tokens_have_zero_gradients_and_the_base_stays(load):
         for parameter in side["default"].parameters():
             norms = parameter.grad.flatten(1).norm(dim=1)
             assert (norms[[0, 3]] > 0).all() and (norms[[1, 2]] == 0).all()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(2):
-        grads = gradients(model)
-        optimizer.step()
-    assert all(grad.isfinite().all() for grad in grads.values()) and digest(model) == before
 
 
 def test_dropout_acts_in_training_alone(load):
@@ -171,30 +140,15 @@ def test_dropout_acts_in_training_alone(load):
 # ---- PEFT's ways ----------------------------------------------------------------------------------------------------
 
 
-def test_several_adapters_and_none(load):
-    base = load("qwen3_moe")
-    plain = base(IDS).logits
-    model = with_lora(base)
-    first = model(IDS).logits
+def test_two_adapters_at_once_are_added_and_not_mixed_in_one_batch(load):
+    model = with_lora(load("qwen3_moe"))
     torch.manual_seed(9)
     model.add_adapter("second", LoraConfig(r=2, target_modules=["experts"], init_lora_weights=False))
-    model.set_adapter("second")
-    second = model(IDS).logits
-    assert not torch.equal(first, second) and {n for n, p in model.named_parameters() if p.requires_grad} == {
-        name for name, _ in model.named_parameters() if ".second." in name
-    }
-    with model.disable_adapter():
-        assert torch.equal(model(IDS).logits, plain)
-    model.set_adapter("default")
-    assert torch.equal(model(IDS).logits, first)
     model.base_model.set_adapter(["default", "second"])
     layer = model.get_submodule(EXPERTS)
     both = deltas(layer, "down_proj") + deltas(layer, "down_proj", "second")
     expected = layer.base_layer.dequantized_weight("down_proj") + both
     torch.testing.assert_close(layer.effective_weight("down_proj", torch.float32), expected)
-    model.delete_adapter("second")
-    model.set_adapter("default")
-    assert torch.equal(model(IDS).logits, first)
     with pytest.raises(ValueError, match="adapter_names in one batch"):
         model.eval()(IDS, adapter_names=["default", "__base__"])
 
@@ -211,17 +165,6 @@ def test_saved_and_loaded_by_peft_alone(load, family, tmp_path):
         assert sum(isinstance(m, MXFP4LoraExperts) for m in reloaded.modules()) == 2
         assert reloaded.peft_config["default"].base_quantization["mode"] == "packed"
     assert len(gradients(reloaded)) == 2 * (2 + 4)
-
-
-def test_through_transformers_own_adapter_methods(load, tmp_path):
-    model = load("mixtral")
-    torch.manual_seed(0)
-    model.add_adapter(LoraConfig(r=2, target_modules=["experts"], init_lora_weights=False), "mine")
-    expected = model(IDS).logits
-    model.save_pretrained(tmp_path)
-    other = load("mixtral")
-    other.load_adapter(tmp_path)
-    assert torch.equal(other(IDS).logits, expected)
 
 
 # ---- which names reach experts --------------------------------------------------------------------------------------
@@ -373,7 +316,7 @@ def test_grpo_trains_the_factors_of_experts(tmp_path):
     lora = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.05, target_modules=["q_proj", "experts"])
     build = trainer_factory(tmp_path)
     trainer = build(policy=policy, peft_config=lora, max_steps=2, gradient_checkpointing=True, learning_rate=1e-2)
-    before = digest(trainer.model)
+    before = stored(trainer.model)
     trainer.train()
     factors = [p for name, p in trainer.model.named_parameters() if "experts.lora_B.default" in name]
-    assert len(factors) == 4 and all(p.any() for p in factors) and digest(trainer.model) == before
+    assert len(factors) == 4 and all(p.any() for p in factors) and same_tensors(stored(trainer.model), before)
