@@ -4,10 +4,12 @@ in PEFT's own files."""
 
 import copy
 
+import lora_models
 import pytest
 import torch
 from grpo_runs import trainer_factory
-from peft import LoraConfig, PeftModel, get_peft_model
+from lora_models import IDS, fill, gradients
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from tiny_models import make_model
 
@@ -19,7 +21,6 @@ from hf_mxfp4.numerics import apply_scheme
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 BLOCK = "base_model.model.model.layers.0.mlp"
@@ -32,21 +33,10 @@ def qat(family="qwen3_moe", layers=1, dtype=torch.float32, **scheme):
     return model
 
 
-def with_lora(model, std=0.01, adapter="default", **options) -> PeftModel:
-    """Adapters whose ``B`` are normal of deviation ``std``."""
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": TARGETS, **options}
-    torch.manual_seed(0)
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings), adapter_name=adapter)
-    fill(model, adapter, std)
-    return model.eval()
-
-
-def fill(model, adapter, std):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if f"lora_B.{adapter}." in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+def with_lora(model, std=0.01, **options):
+    """Adapters of experts alone, unless the options name other targets."""
+    targets = {"target_modules": [], "target_parameters": TARGETS}
+    return lora_models.with_lora(model, std=std, **{**targets, **options})
 
 
 def wrappers(model) -> dict[str, MXFP4LoraExpertParameter]:
@@ -73,12 +63,6 @@ def summed_twin(model: PeftModel) -> torch.nn.Module:
         layer.mlp.experts = plain
     twin.config._experts_implementation = "eager"
     return twin
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    model(IDS, labels=IDS, use_cache=False).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 # ---- values and gradients -------------------------------------------------------------------------------------------

@@ -3,11 +3,14 @@
 merging, and what other engines are given."""
 
 import copy
+import functools
 import hashlib
 
+import lora_models
 import pytest
 import torch
 from grpo_runs import trainer_factory
+from lora_models import IDS, gradients, same_tensors, stored
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
@@ -17,39 +20,12 @@ from hf_mxfp4.adapters import MXFP4LoraExperts, MXFP4LoraLinear, policy_paramete
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
 EXPERTS = "base_model.model.model.layers.0.mlp.experts"
 
 
-@pytest.fixture
-def load(checkpoint):
-    """`load(family, **scheme)` gives a packed model; each call reads the same checkpoint."""
-    folders = {}
-
-    def load(family="qwen3_moe", dtype=torch.float32, **scheme):
-        folders.setdefault(family, checkpoint(family))
-        config = MXFP4RLConfig(mode="packed", **scheme)
-        return AutoModelForCausalLM.from_pretrained(folders[family], dtype=dtype, quantization_config=config)
-
-    return load
-
-
-def with_lora(model, adapter="default", **options) -> PeftModel:
-    torch.manual_seed(0)
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["experts"], "init_lora_weights": False, **options}
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings), adapter_name=adapter)
-
-
-def gradients(model, **inputs):
-    model.train()
-    model.zero_grad(set_to_none=True)
-    model(IDS, labels=IDS, use_cache=False, **inputs).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def stored(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
+#: Adapters of experts alone.
+with_lora = functools.partial(lora_models.with_lora, target_modules=["experts"])
 
 
 def digest(model) -> str:
@@ -121,7 +97,7 @@ def test_a_new_adapter_changes_nothing_yet(load):
 def test_adapters_on_a_bfloat16_base(load, autocast, dtype):
     torch.manual_seed(0)
     config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["experts"], init_lora_weights="gaussian")
-    model = get_peft_model(load(dtype=torch.bfloat16), config, autocast_adapter_dtype=autocast)
+    model = get_peft_model(load("qwen3_moe", dtype=torch.bfloat16), config, autocast_adapter_dtype=autocast)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {dtype}
     grads = gradients(model)
     assert len(grads) == 8 and all(g.dtype == dtype and g.isfinite().all() for g in grads.values())
@@ -131,8 +107,9 @@ def test_adapters_on_a_bfloat16_base(load, autocast, dtype):
 # ---- values and gradients -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "r": 2}], ids=["plain", "rslora"])
+@pytest.mark.parametrize(
+    ("family", "options"), [*((family, {}) for family in FAMILIES), ("gpt_oss", {"use_rslora": True, "r": 2})], ids=str
+)
 def test_values_and_gradients_are_those_of_the_sums(load, options, family):
     model = with_lora(load(family), **options)
     scale = model.get_submodule(EXPERTS).scaling["default"]
@@ -166,7 +143,7 @@ def test_one_expert_by_hand(load):
 
 
 def test_experts_without_tokens_have_zero_gradients_and_the_base_stays(load):
-    model = with_lora(load())
+    model = with_lora(load("qwen3_moe"))
     before = digest(model)
     layer = model.get_submodule(EXPERTS).train()
     x = torch.randn(5, 64)
@@ -184,15 +161,15 @@ def test_experts_without_tokens_have_zero_gradients_and_the_base_stays(load):
 
 
 def test_dropout_acts_in_training_alone(load):
-    model = with_lora(load(), lora_dropout=0.5)
-    expected = with_lora(load())(IDS).logits
+    model = with_lora(load("qwen3_moe"), lora_dropout=0.5)
+    expected = with_lora(load("qwen3_moe"))(IDS).logits
     assert torch.equal(model.eval()(IDS).logits, expected)
     model.train()
     assert not torch.equal(model(IDS).logits, model(IDS).logits)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(load):
-    model = with_lora(load())
+    model = with_lora(load("qwen3_moe"))
     expected = gradients(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
@@ -204,7 +181,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(load):
 
 
 def test_several_adapters_and_none(load):
-    base = load()
+    base = load("qwen3_moe")
     plain = base(IDS).logits
     model = with_lora(base)
     first = model(IDS).logits
@@ -232,18 +209,17 @@ def test_several_adapters_and_none(load):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("low_cpu", [False, True], ids=["", "low-cpu"])
-def test_saved_and_loaded_by_peft_alone(load, family, low_cpu, tmp_path):
+def test_saved_and_loaded_by_peft_alone(load, family, tmp_path):
     model = with_lora(load(family), target_modules=["q_proj", "experts"], rank_pattern={"experts": 2})
     assert model.get_submodule(EXPERTS).r == {"default": 2}
     expected = model(IDS).logits
     model.save_pretrained(tmp_path)
-    reloaded = PeftModel.from_pretrained(load(family), tmp_path, low_cpu_mem_usage=low_cpu)
-    assert torch.equal(reloaded(IDS).logits, expected)
-    assert sum(isinstance(m, MXFP4LoraExperts) for m in reloaded.modules()) == 2
-    assert reloaded.peft_config["default"].base_quantization["mode"] == "packed"
-    again = PeftModel.from_pretrained(load(family), tmp_path, is_trainable=True)
-    assert len(gradients(again)) == 2 * (2 + 4)
+    for options in ({}, {"low_cpu_mem_usage": True}, {"is_trainable": True}):
+        reloaded = PeftModel.from_pretrained(load(family), tmp_path, **options)
+        assert torch.equal(reloaded(IDS).logits, expected)
+        assert sum(isinstance(m, MXFP4LoraExperts) for m in reloaded.modules()) == 2
+        assert reloaded.peft_config["default"].base_quantization["mode"] == "packed"
+    assert len(gradients(reloaded)) == 2 * (2 + 4)
 
 
 def test_through_transformers_own_adapter_methods(load, tmp_path):
@@ -275,7 +251,7 @@ def test_all_linear_means_linear_layers_and_says_so(load, family, linears, capsy
 def test_names_that_experts_no_longer_have_are_refused(load):
     for targets in (["q_proj", "gate_proj", "up_proj", "down_proj"], ["experts", "down_proj"]):
         with pytest.raises(ValueError, match="target_modules has 'down_proj', which no layer of Qwen3MoeForCausalLM"):
-            with_lora(load(), target_modules=targets)
+            with_lora(load("qwen3_moe"), target_modules=targets)
     with pytest.raises(ValueError, match="'w1', which no layer of MixtralForCausalLM"):
         with_lora(load("mixtral"), target_modules=["w1", "w3"])
     # The shared expert of Qwen2-MoE does have them.
@@ -296,7 +272,7 @@ def test_names_that_experts_no_longer_have_are_refused(load):
 )
 def test_what_cannot_be_is_refused(load, options, words):
     with pytest.raises(ValueError, match=words):
-        with_lora(load(), **options)
+        with_lora(load("qwen3_moe"), **options)
 
 
 # ---- merging --------------------------------------------------------------------------------------------------------
@@ -323,8 +299,7 @@ def test_merging_packs_the_sums_and_unmerging_restores_every_bit(load, family):
         signal += packed.square().sum().item()
     assert layer.merge_error.signal == pytest.approx(signal, rel=0.05) and layer.merge_error.sqnr_db > 10
     model.unmerge_adapter()
-    after = stored(model)
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert same_tensors(stored(model), before)
     assert torch.equal(model(IDS).logits, logits) and layer.merge_error is None
 
 
@@ -337,8 +312,14 @@ def test_merged_and_unloaded_models_save_and_load(load, tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")(IDS).logits, logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("targets", [["experts"], ["experts", "q_proj", "k_proj", "v_proj", "o_proj"]], ids=len)
+_ALL = ["experts", "q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("qwen3_moe", _ALL), ("qwen2_moe", ["experts"]), ("mixtral", ["experts"]), ("gpt_oss", _ALL)],
+    ids=str,
+)
 def test_merged_into_bf16(load, family, targets, tmp_path):
     skips = ["shared_expert"] if family == "qwen2_moe" else None
     model = with_lora(load(family, modules_to_not_convert=skips), target_modules=targets)
@@ -359,12 +340,12 @@ def test_merged_into_bf16(load, family, targets, tmp_path):
 
 
 def test_a_sum_that_is_not_finite_changes_nothing(load):
-    model = with_lora(load())
+    model = with_lora(load("qwen3_moe"))
     layer, before = model.get_submodule(EXPERTS), stored(model)
     layer.lora_B["default"].down_proj.data[2, 0, 0] = float("inf")
     with pytest.raises(ValueError, match="weights of expert 2 that are not finite"):
         layer.merge(safe_merge=True)
-    assert not layer.merged and all(torch.equal(p, before[name]) for name, p in stored(model).items())
+    assert not layer.merged and same_tensors(stored(model), before)
 
 
 # ---- other engines --------------------------------------------------------------------------------------------------

@@ -1,40 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on packed layers: what trains, what stays, and that it is LoRA on the dequantized weights."""
+"""LoRA on trainable and packed linear layers: what trains, what stays, and that it is LoRA on the quantized weights."""
 
 import copy
 
 import pytest
 import torch
+from lora_models import IDS, UP, gradients, same_tensors, stored, with_lora
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, fake_quantize
-from hf_mxfp4.adapters import MXFP4LoraLinear
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, fake_quantize
+from hf_mxfp4.adapters import MXFP4LoraLinear, MXFP4LoraMasterLinear
 
 
-IDS = torch.arange(2, 14).view(2, 6)
-UP = "base_model.model.model.layers.0.mlp.up_proj"
+#: Mode -> the class of quantized layers, and of those with adapters.
+CLASSES = {"packed": (MXFP4PackedLinear, MXFP4LoraLinear), "qat": (MXFP4Linear, MXFP4LoraMasterLinear)}
+MODES = pytest.mark.parametrize("mode", CLASSES)
 
 
-@pytest.fixture
-def load(checkpoint):
-    """`load(**scheme)` gives a packed model; each call reads the same checkpoint."""
-    folders = {}
-
-    def load(family="qwen2", model_options=None, dtype=torch.float32, **scheme):
-        key = (family, repr(model_options))
-        folders.setdefault(key, checkpoint(family, **(model_options or {})))
-        config = MXFP4RLConfig(mode="packed", **scheme)
-        return AutoModelForCausalLM.from_pretrained(folders[key], dtype=dtype, quantization_config=config)
-
-    return load
-
-
-def with_lora(model, adapter="default", **options) -> PeftModel:
-    torch.manual_seed(0)
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False, **options}
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings), adapter_name=adapter)
+def count(model, kind: type) -> int:
+    return sum(isinstance(module, kind) for module in model.modules())
 
 
 def float_twin(model: PeftModel) -> PeftModel:
@@ -46,35 +33,22 @@ def float_twin(model: PeftModel) -> PeftModel:
     return twin
 
 
-def gradients(model, **options):
-    model.train()
-    model.zero_grad(set_to_none=True)
-    model(IDS, labels=IDS, use_cache=False, **options).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def stored(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
-
-
 # ---- attaching ------------------------------------------------------------------------------------------------------
 
 
-def test_adapters_attach_to_every_packed_layer_and_to_nothing_else(load):
-    model = with_lora(load())
-    wrapped = {name: m for name, m in model.named_modules() if isinstance(m, MXFP4LoraLinear)}
-    assert len(wrapped) == 14 and all(type(m.base_layer) is MXFP4PackedLinear for m in wrapped.values())
+@MODES
+def test_adapters_attach_to_every_quantized_layer_are_plain_and_all_that_trains(load, mode):
+    quantized, adapted = CLASSES[mode]
+    model = with_lora(load(mode=mode))
+    wrapped = {name: m for name, m in model.named_modules() if isinstance(m, adapted)}
+    assert len(wrapped) == 14 and all(type(m.base_layer) is quantized for m in wrapped.values())
     assert type(model.get_output_embeddings()) is nn.Linear
-    assert "MXFP4LoraLinear" in repr(wrapped[UP])
-
-
-def test_adapters_are_plain_float_layers_and_are_all_that_trains(load):
-    model = with_lora(load())
+    assert adapted.__name__ in repr(wrapped[UP])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 14 and all("lora_" in name for name in trained)
     assert {p.dtype for p in trained.values()} == {torch.float32}
     adapters = [m for name, m in model.named_modules() if name.endswith(("lora_A.default", "lora_B.default"))]
-    assert {type(m) for m in adapters} == {nn.Linear}
+    assert len(adapters) == 2 * 14 and {type(m) for m in adapters} == {nn.Linear}
 
 
 @pytest.mark.parametrize(("autocast", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
@@ -97,7 +71,7 @@ def test_through_transformers_own_adapter_methods(load):
     model = load()
     expected = model(IDS).logits
     model.add_adapter(LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False), "mine")
-    assert sum(isinstance(m, MXFP4LoraLinear) for m in model.modules()) == 14
+    assert count(model, MXFP4LoraLinear) == 14
     assert not torch.equal(model(IDS).logits, expected)
     model.disable_adapters()
     assert torch.equal(model(IDS).logits, expected)
@@ -107,29 +81,23 @@ def test_through_transformers_own_adapter_methods(load):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}, {"lora_bias": True}, {"target_modules": ["v_proj"]}],
-    ids=["plain", "rslora", "rank-pattern", "bias", "one-kind"],
+    ("family", "options", "scheme"),
+    [
+        ("qwen2", {}, {}),
+        ("llama", {}, {"macro_block": None}),
+        ("llama", {"use_rslora": True}, {}),
+        ("qwen2", {"rank_pattern": {"q_proj": 2}}, {"outlier_fallback": 0.5}),
+        ("qwen2", {"lora_bias": True}, {"macro_search": "blockwise"}),
+        ("llama", {"target_modules": ["v_proj"]}, {"scale_rule": "even"}),
+    ],
+    ids=["default", "plain", "rslora", "rank-pattern", "bias", "one-kind"],
 )
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_values_and_gradients_are_those_of_the_dequantized_weights(load, options, family):
-    model = with_lora(load(family), **options)
+def test_values_and_gradients_are_those_of_the_dequantized_weights(load, family, options, scheme):
+    model = with_lora(load(family, **scheme), **options)
     twin = float_twin(model)
     torch.testing.assert_close(model(IDS).logits, twin(IDS).logits, rtol=1e-5, atol=1e-5)
     ours, theirs = gradients(model), gradients(twin)
     assert ours.keys() == theirs.keys() and len(ours) >= 4
-    for name, grad in ours.items():
-        torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [{"macro_block": None}, {"outlier_fallback": 0.5}, {"macro_search": "blockwise"}, {"scale_rule": "even"}],
-    ids=["plain", "fallback", "blockwise", "even"],
-)
-def test_gradients_under_other_weight_schemes(load, scheme):
-    model = with_lora(load(**scheme))
-    ours, theirs = gradients(model), gradients(float_twin(model))
     for name, grad in ours.items():
         torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
 
@@ -141,24 +109,31 @@ def test_a_bfloat16_base_agrees_to_rounding(load):
         assert (grad - theirs[name]).norm() <= 0.02 * theirs[name].norm(), name
 
 
-def test_quantized_activations_reach_the_base_and_not_the_adapter(load):
+@MODES
+def test_quantized_activations_reach_the_base_and_not_the_adapter(load, mode):
     """``y = Q(x) Q(W)^T + 2 B A x``; ``dL/dB = 2 g^T A x``, ``dL/dx = g Q(W) + 2 g B A``."""
-    layer = with_lora(load("llama", preset="w4a4")).get_submodule(UP)
+    model = with_lora(load("llama", mode=mode, preset="w4a4", outlier_fallback=0.5))
+    layer = model.get_submodule(UP)
     torch.manual_seed(1)
     x = torch.randn(3, 64, requires_grad=True)
     a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
-    quantized_x = fake_quantize(x.detach(), scale_rule="rceil", macro_block=128, macro_search="static")
-    weight = layer.base_layer.dequantized_weight()
+    scheme = {"scale_rule": "rceil", "macro_block": 128, "outlier_fallback": 0.5}
+    quantized_x = fake_quantize(x.detach(), **scheme, macro_search="static")
+    if mode == "packed":
+        weight = layer.base_layer.dequantized_weight()
+    else:
+        weight = fake_quantize(layer.base_layer.weight.detach(), **scheme, macro_search="dynamic")
     y = layer(x)
     torch.testing.assert_close(y, quantized_x @ weight.T + 2 * (x @ a.T @ b.T), rtol=1e-5, atol=1e-5)
     g = torch.randn_like(y)
     y.backward(g)
     torch.testing.assert_close(layer.lora_B["default"].weight.grad, 2 * g.T @ (x.detach() @ a.T), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(x.grad, g @ weight + 2 * (g @ b @ a), rtol=1e-5, atol=1e-5)
+    with model.disable_adapter():
+        torch.testing.assert_close(layer(x), quantized_x @ weight.T, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(("reentrant", "order"), [(True, "before"), (False, "after"), (True, "after")])
 def test_gradient_checkpointing_gives_the_same_gradients(load, reentrant, order):
     expected = gradients(with_lora(load()))
     base = load()
@@ -185,49 +160,49 @@ def test_under_autocast(load):
 # ---- training leaves the base alone ---------------------------------------------------------------------------------
 
 
-def test_training_moves_adapters_and_not_one_bit_of_the_base(load):
-    model = with_lora(load())
+@pytest.mark.parametrize(("mode", "preset"), [("packed", "w4a16"), ("qat", "w4a4"), ("qat", "w4a16")])
+def test_training_moves_adapters_and_not_one_bit_of_the_base(load, mode, preset):
+    model = with_lora(load(mode=mode, preset=preset))
     before, adapters = stored(model), {n: p.detach().clone() for n, p in model.named_parameters() if "lora_" in n}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
     losses = []
-    for _ in range(5):
+    for _ in range(3):
         optimizer.zero_grad()
         loss = model(IDS, labels=IDS).loss
         loss.backward()
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is not None and parameter.grad.norm() > 0) == ("lora_" in name), name
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    after = stored(model)
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert same_tensors(stored(model), before)
     assert all(not torch.equal(p, adapters[n]) for n, p in model.named_parameters() if "lora_" in n)
 
 
-def test_biases_train_on_request_and_weights_still_do_not(load):
-    model = with_lora(load(), bias="all")
-    grads = gradients(model)
-    biases = [name for name in grads if name.endswith(".bias")]
-    assert len(biases) == 2 * 3 and all(grads[name].norm() > 0 for name in biases)
-
-
-def test_token_embeddings_train_on_request(load):
-    model = with_lora(load(), trainable_token_indices=[3, 5])
-    grads = gradients(model)
-    (delta,) = (grad for name, grad in grads.items() if "trainable_tokens_delta" in name)
-    assert delta.shape == (2, 64) and delta.norm() > 0
+@pytest.mark.parametrize(
+    ("options", "part", "expected"),
+    [
+        ({"bias": "all"}, ".bias", 2 * 3),
+        ({"modules_to_save": ["lm_head", "input_layernorm"]}, "modules_to_save", 3),
+        ({"trainable_token_indices": [3, 5]}, "trainable_tokens_delta", 1),
+        ({"trainable_token_indices": {"embed_tokens": [3, 5]}}, "trainable_tokens_delta", 1),
+    ],
+    ids=["biases", "modules", "tokens", "tokens-by-name"],
+)
+def test_other_parameters_train_on_request(load, options, part, expected):
+    grads = gradients(with_lora(load(), **options))
+    found = [grad for name, grad in grads.items() if part in name]
+    assert len(found) == expected and all(grad.norm() > 0 for grad in found)
     assert sum("lora_" in name for name in grads) == 28
-
-
-def test_modules_in_full_precision_train_on_request(load):
-    model = with_lora(load(), modules_to_save=["lm_head", "input_layernorm"])
-    grads = gradients(model)
-    assert sum("modules_to_save" in name and grad.norm() > 0 for name, grad in grads.items()) == 3
+    assert part != "trainable_tokens_delta" or found[0].shape == (2, 64)
 
 
 # ---- several adapters, saving, loading ------------------------------------------------------------------------------
 
 
-def test_switching_and_disabling_adapters(load):
-    base = load()
+@MODES
+def test_switching_and_disabling_adapters(load, mode):
+    base = load(mode=mode)
     plain = base(IDS).logits
     model = with_lora(base, "first")
     torch.manual_seed(7)
@@ -236,7 +211,7 @@ def test_switching_and_disabling_adapters(load):
     for name in ("first", "second"):
         model.set_adapter(name)
         outputs[name] = model(IDS).logits
-    assert not torch.equal(outputs["first"], outputs["second"])
+    assert not torch.equal(outputs["first"], outputs["second"]) and not torch.equal(outputs["first"], plain)
     model.set_adapter("first")
     assert torch.equal(model(IDS).logits, outputs["first"])
     with model.disable_adapter():
@@ -258,37 +233,25 @@ def test_rows_of_one_batch_with_different_adapters(load):
         torch.testing.assert_close(mixed[0], model(IDS).logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_round_trip_over_a_freshly_packed_base(load, tmp_path):
-    model = with_lora(load())
+@MODES
+def test_adapters_round_trip_over_a_base_quantized_anew_and_over_a_saved_one(load, tmp_path, mode):
+    base = load(mode=mode)
+    base.save_pretrained(tmp_path / "base")
+    model = with_lora(base)
     expected = model(IDS).logits
     model.save_pretrained(tmp_path / "adapter")
     files = {file.name for file in (tmp_path / "adapter").iterdir()}
     assert files == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    again = PeftModel.from_pretrained(load(), tmp_path / "adapter")
-    assert sum(isinstance(m, MXFP4LoraLinear) for m in again.modules()) == 14
-    assert torch.equal(again(IDS).logits, expected)
-    assert not any(p.requires_grad for p in again.parameters())
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    assert len(names) == 28 and all("lora_" in name for name in names)
+    for base in (AutoModelForCausalLM.from_pretrained(tmp_path / "base"), load(mode=mode)):
+        again = PeftModel.from_pretrained(base, tmp_path / "adapter")
+        assert count(again, CLASSES[mode][1]) == 14
+        assert torch.equal(again(IDS).logits, expected)
+        assert not any(p.requires_grad for p in again.parameters())
     again.load_adapter(tmp_path / "adapter", "trainable", is_trainable=True)
     again.set_adapter("trainable")
     assert len(gradients(again)) == 28
-
-
-def test_adapters_round_trip_over_a_saved_packed_base(load, tmp_path):
-    base = load()
-    base.save_pretrained(tmp_path / "packed")
-    model = with_lora(base)
-    expected = model(IDS).logits
-    model.save_pretrained(tmp_path / "adapter")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    assert torch.equal(PeftModel.from_pretrained(base, tmp_path / "adapter")(IDS).logits, expected)
-
-
-def test_only_adapters_are_saved(load, tmp_path):
-    from safetensors import safe_open
-
-    with_lora(load()).save_pretrained(tmp_path)
-    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
-        assert len(file.keys()) == 28 and all("lora_" in name for name in file.keys())
 
 
 def test_deep_copies_are_independent(load):
