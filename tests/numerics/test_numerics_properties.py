@@ -15,7 +15,7 @@ NARROW = [torch.float32, torch.bfloat16, torch.float16]
 ALPHAS = [None, 0.25, 0.5, 0.75, 1.0, 0.3]
 MACROS = [None, 32, 64, 128, 256, "row"]
 
-properties = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+properties = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 
 @st.composite

@@ -1,247 +1,313 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole numeric contract once more, as plainly as Python can say it, against ``fake_quantize`` and ``quantize``.
+"""The whole numeric contract once more, block by block in numpy, against ``fake_quantize`` and ``quantize``.
 
-Scales, grid rounding and squared errors are exact fractions. Float32 arithmetic (`numpy.float32`) appears only where
-the contract has it: the factor, the product with it, the weighted sum of the two passes and the division.
+Blocks and tiles, every search, selective fallback, importance, and both ends of the range. Elements are rounded in
+float64, where the quotients by powers of two are exact; float32 appears only where the contract has it. Squared errors
+are added up as the integers that the contract prescribes, so searches and selections must agree exactly.
 """
 
+import math
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from tables import RULES
+from pairwise import pairwise_params
+from tables import MACROS, RULES
 
 from hf_mxfp4.numerics import fake_quantize, quantize, unpack_codes
 
 
-GRID = [Fraction(0), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(2), Fraction(3), Fraction(4), Fraction(6)]
-OVERFLOW = Fraction(2) ** 128
+GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+MIDDLES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+TIE_GOES_UP = np.array([False, True, False, True, False, True, False])  # to the even code
 
 
-def power(exponent: int) -> Fraction:
-    return Fraction(2) ** exponent
-
-
-def exponent_of(a: Fraction) -> int:
+def exponent_of(a: float) -> int:
     """floor(log2(a)), exactly."""
-    exponent = a.numerator.bit_length() - a.denominator.bit_length()
-    return exponent if a >= power(exponent) else exponent - 1
+    return math.frexp(a)[1] - 1
 
 
-def candidate_exponents(amax: Fraction, rule: str) -> list[int]:
+def candidates(amax: float, rule: str) -> list[int]:
+    """Exponents of the scales that a rule chooses from."""
     if amax == 0:
         return [-127]
     exponent = exponent_of(amax)
-    mantissa = amax / power(exponent)
-    candidates = {
-        "rceil": [exponent - 2 + (mantissa > Fraction(3, 2))],
-        "floor": [exponent - 2],
-        "even": [exponent - 2 + (mantissa >= Fraction(7, 4))],
-        "mse": [exponent - 2, exponent - 1, exponent - 3],
+    mantissa = Fraction(amax) / Fraction(2) ** exponent
+    steps = {
+        "rceil": [mantissa > Fraction(3, 2)],
+        "floor": [0],
+        "even": [mantissa >= Fraction(7, 4)],
+        "mse": [0, 1, -1],
     }[rule]
-    return [min(max(candidate, -127), 127) for candidate in candidates]
+    return [min(max(exponent - 2 + step, -127), 127) for step in steps]
 
 
-def nearest_code(value: Fraction, exponent: int) -> int:
-    """Code of the nearest grid value that is finite in float32 at this scale; a tie goes to the even code."""
-    scale = power(exponent)
-    allowed = [code for code in range(8) if GRID[code] * scale < OVERFLOW]
-    code = min(allowed, key=lambda code: (abs(GRID[code] * scale - abs(value)), code % 2))
-    return code + 8 if value < 0 and code else code
+def codes_at(z: np.ndarray, exponent: int) -> np.ndarray:
+    """Codes of the nearest grid values that are finite in float32 at this scale; a tie goes to the even code."""
+    y = np.abs(z.astype(np.float64))[:, None] / 2.0**exponent
+    code = ((y > MIDDLES) | (y == MIDDLES) & TIE_GOES_UP).sum(axis=1)
+    code = np.minimum(code, (GRID * 2.0**exponent < 2.0**128).sum() - 1)
+    return np.where((z < 0) & (code > 0), code + 8, code)
 
 
-def decode(code: int, exponent: int) -> Fraction:
-    magnitude = GRID[code & 7] * power(exponent)
-    return -magnitude if code & 8 else magnitude
+def value_of(codes: np.ndarray, exponent: int) -> np.ndarray:
+    return (np.where(codes & 8, -1.0, 1.0) * GRID[codes & 7] * 2.0**exponent).astype(np.float32)
 
 
-def least(errors: list[Fraction], hint: int | None) -> int:
-    """Index of the least error, the first one on a tie. Candidates that are equal to within the rounding of a float32
-    sum may be ordered either way: there, ``hint`` is followed."""
-    best = min(range(len(errors)), key=lambda i: errors[i])
-    if hint is not None and errors[hint] != errors[best] and errors[hint] <= errors[best] * (1 + Fraction(1, 2**18)):
-        return hint
-    return best
+def squares(error: np.ndarray, amax: float, weight: np.ndarray) -> int:
+    """Exact integer: in units of 2**-23 of the power of two below ``amax``."""
+    assert error.dtype == np.float32
+    scaled = error * np.float32(2.0 ** -min(max(exponent_of(amax), -127), 126))
+    return int((scaled * scaled * weight * np.float32(2**23)).astype(np.int64).sum())
 
 
-def one_pass(z: list[Fraction], rule: str, byte_hint: int | None = None) -> tuple[int, list[int], list[Fraction]]:
+def one_pass(z: np.ndarray, rule: str, weight: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
     """Scale byte, codes and values of one block."""
-    exponents = candidate_exponents(max(abs(value) for value in z), rule)
+    amax = float(np.abs(z).max())
     outcomes = []
-    for exponent in exponents:
-        codes = [nearest_code(value, exponent) for value in z]
-        values = [decode(code, exponent) for code in codes]
-        outcomes.append((exponent + 127, codes, values))
-    errors = [sum((v - x) ** 2 for v, x in zip(values, z, strict=True)) for _, _, values in outcomes]
-    bytes_ = [byte for byte, _, _ in outcomes]
-    return outcomes[least(errors, bytes_.index(byte_hint) if byte_hint in bytes_ else None)]
+    for exponent in candidates(amax, rule):
+        codes = codes_at(z, exponent)
+        outcomes.append((exponent + 127, codes, value_of(codes, exponent)))
+    return min(outcomes, key=lambda outcome: squares(outcome[2] - z, amax, weight))
 
 
-def macro_candidates(amax: np.float32, search: str) -> list[int]:
-    if not amax < np.float32(2.0**127):
-        return [0]
-    if search == "dynamic":
-        return [16 * candidate for candidate in range(16)]
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.float32(6) / amax
-    return [(int(inverse.view(np.uint32)) >> 15) & 0xFF]
+@dataclass
+class Block:
+    """Elements of one block or tile; ``where`` indexes the matrix."""
+
+    where: tuple
+    x: np.ndarray
+    weight: np.ndarray
+    divide: np.float32 = np.float32(1)
+    multiply: np.float32 = np.float32(1)
+    byte: int = 0
+    residual_byte: int = 0
+    outputs: dict = field(default_factory=dict)
+
+    def scaled(self, divide=1.0, multiply=1.0) -> np.ndarray:
+        return self.x * np.float32(divide) / np.float32(multiply)
+
+    def error(self, rule: str, divide=1.0, multiply=1.0) -> np.ndarray:
+        _, _, value = one_pass(self.scaled(divide, multiply), rule, self.weight)
+        return value / np.float32(divide) * np.float32(multiply) - self.x
+
+    @property
+    def amax(self) -> float:
+        return float(np.abs(self.x).max())
 
 
 class Reference:
-    """Codes, bytes and float32 values of one row."""
+    """Bytes, codes and values of a matrix of float32 numbers."""
 
-    def __init__(self, row, seen, *, scale_rule, macro_block=None, macro_search="static", outlier_fallback=None):
-        self.rule, self.search, self.alpha, self.seen = scale_rule, macro_search, outlier_fallback, seen
-        self.codes, self.scale, self.macro, self.values = [], [], [], []
-        self.residual_codes, self.residual_scale = [], []
-        size = {None: 32, "row": len(row)}.get(macro_block, macro_block)
-        for start in range(0, len(row), size):
-            self.add_macro_block([np.float32(x) for x in row[start : start + size]], macro_block is not None)
+    def __init__(self, x, rule, macro_block, search, alpha, block_rows, rate, threshold, importance):
+        n, k = x.shape
+        self.rule, self.alpha = rule, alpha
+        weight = np.ones(k, np.float32) if importance is None else (importance / importance.max()).astype(np.float32)
+        per_factor = {None: 1, "row": -(-k // 32)}.get(macro_block) or macro_block // 32
+        self.blocks, self.macros = [], np.zeros((n, -(-k // (32 * per_factor))), np.int64)
+        for top in range(0, n, block_rows):
+            band = []
+            for left in range(0, k, 32):
+                rows = np.arange(top, min(top + block_rows, n))
+                columns = np.arange(left, min(left + 32, k))
+                where = np.ix_(rows, columns)
+                row_weights = np.broadcast_to(weight[columns], (len(rows), len(columns)))
+                band.append(Block(where, x[where].ravel(), row_weights.ravel()))
+            self.blocks += band
+            if macro_block:
+                for i in range(0, len(band), per_factor):
+                    byte = self.scale_group(band[i : i + per_factor], search)
+                    self.macros[top : top + block_rows, i // per_factor] = byte
+        for block in self.blocks:
+            self.quantize(block)
+        if alpha is not None:
+            self.fall_back(rate, threshold)
 
-    def add_macro_block(self, x: list[np.float32], scaled: bool) -> None:
-        m8 = None
-        if scaled:
-            candidates = macro_candidates(max(abs(value) for value in x), self.search)
-            errors = [self.search_error(x, m8) for m8 in candidates] if len(candidates) > 1 else [Fraction()]
-            hint = self.seen["macro"][len(self.macro)]
-            m8 = candidates[least(errors, candidates.index(hint) if hint in candidates else None)]
-            self.macro.append(m8)
-        for start in range(0, len(x), 32):
-            self.add_block(x[start : start + 32], m8)
+    def scale_group(self, group: list[Block], search: str) -> int:
+        if search == "blockwise":
+            byte = 0
+            for j, block in enumerate(group):
+                errors = [squares(block.error(self.rule, 1, 1 + m / 4), block.amax, block.weight) for m in range(4)]
+                best = errors.index(min(errors))
+                block.multiply = np.float32(1 + best / 4)
+                byte += best << (2 * j)
+            return byte
+        amax = max(block.amax for block in group)
+        if not amax < 2.0**127:
+            m8 = 0
+        elif search == "static":
+            with np.errstate(divide="ignore", over="ignore"):
+                m8 = (int((np.float32(6) / np.float32(amax)).view(np.uint32)) >> 15) & 0xFF
+        else:
+            errors = [
+                sum(squares(block.error(self.rule, 1 + j / 16), amax, block.weight) for block in group)
+                for j in range(16)
+            ]
+            m8 = 16 * errors.index(min(errors))
+        for block in group:
+            block.divide = np.float32(1 + m8 / 256)
+        return m8
 
-    def search_error(self, x: list[np.float32], m8: int) -> Fraction:
-        factor = np.float32(1 + m8 / 256)
-        total = Fraction()
-        for start in range(0, len(x), 32):
-            block = x[start : start + 32]
-            _, _, values = one_pass([Fraction(float(factor * value)) for value in block], self.rule)
-            for value, original in zip(values, block, strict=True):
-                total += (Fraction(float(np.float32(float(value)) / factor)) - Fraction(float(original))) ** 2
-        return total
+    def quantize(self, block: Block) -> None:
+        z = block.scaled(block.divide, block.multiply)
+        block.byte, block.outputs["codes"], value = one_pass(z, self.rule, block.weight)
+        block.outputs["residual"] = z - value
+        assert (block.outputs["residual"] == z.astype(np.float64) - value).all(), "residuals are float32 numbers"
+        block.outputs["value"] = value
+        count = squares(z - value, float(np.abs(z).max()), np.ones_like(z))
+        factor = np.float32(float(block.divide) ** 2)
+        in_x = np.float32(count) / np.float32(2**23) / factor * np.float32(float(block.multiply) ** 2)
+        block.outputs["error"] = float(in_x) * 4.0 ** exponent_of(float(np.abs(z).max()) or 1.0)
 
-    def add_block(self, x: list[np.float32], m8: int | None) -> None:
-        factor = np.float32(1 if m8 is None else 1 + m8 / 256)
-        z = [Fraction(float(factor * value)) for value in x]
-        byte, codes, values = one_pass(z, self.rule, self.seen["scale"][len(self.scale)])
-        self.scale.append(byte)
-        self.codes += codes
-        out = [np.float32(float(value)) for value in values]
-        if self.alpha is not None:
-            residual = [a - b for a, b in zip(z, values, strict=True)]
-            assert all(Fraction(float(np.float32(float(r)))) == r for r in residual), "residuals are float32 numbers"
-            byte, codes, values = one_pass(residual, self.rule, self.seen["residual_scale"][len(self.residual_scale)])
-            self.residual_scale.append(byte)
-            self.residual_codes += codes
-            out = [a + np.float32(self.alpha) * np.float32(float(b)) for a, b in zip(out, values, strict=True)]
-        self.values += [value / factor for value in out] if m8 is not None else out
+    def fall_back(self, rate: float | None, threshold: float | None) -> None:
+        errors = [block.outputs["error"] for block in self.blocks]
+        if rate is None:
+            chosen = set(range(len(errors)))
+        elif threshold is not None:
+            chosen = {i for i, error in enumerate(errors) if error > threshold}
+        else:
+            count = math.ceil(Fraction(str(rate)) * len(errors))
+            order = sorted(range(len(errors)), key=lambda i: (-errors[i], i))
+            chosen = {i for i in order[:count] if errors[i] > 0}
+        for i, block in enumerate(self.blocks):
+            codes, value = np.zeros(block.x.size, np.int64), np.zeros(block.x.size, np.float32)
+            if i in chosen:
+                residual = block.outputs["residual"]
+                block.residual_byte, codes, value = one_pass(residual, self.rule, block.weight)
+            block.outputs["residual_codes"] = codes
+            with np.errstate(over="ignore"):
+                block.outputs["value"] = block.outputs["value"] + np.float32(self.alpha) * value
+
+    def gather(self, shape, name: str, dtype) -> np.ndarray:
+        out = np.zeros(shape, dtype)
+        for block in self.blocks:
+            out[block.where] = block.outputs[name].reshape(out[block.where].shape)
+        return out
+
+    def values(self, shape) -> np.ndarray:
+        for block in self.blocks:
+            block.outputs["out"] = block.outputs["value"] / block.divide * block.multiply
+        return self.gather(shape, "out", np.float32)
+
+    def bytes_per_row(self, shape, name: str) -> np.ndarray:
+        out = np.zeros((shape[0], -(-shape[1] // 32)), np.int64)
+        for block in self.blocks:
+            rows, columns = block.where
+            out[rows.ravel(), columns.ravel()[0] // 32] = getattr(block, name)
+        return out
 
 
-def check_against_reference(x: torch.Tensor, **scheme) -> None:
+def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1, rate=None, threshold=None, importance=None):
     """``x`` is [rows, K]."""
-    packed = quantize(x, **scheme)
-    values = fake_quantize(x, **scheme)
+    scheme = dict(
+        scale_rule=rule,
+        macro_block=macro[0],
+        macro_search=macro[1],
+        outlier_fallback=alpha,
+        block_rows=block_rows,
+        fallback_rate=rate,
+        fallback_threshold=threshold,
+        importance=importance,
+    )
+    packed, values = quantize(x, **scheme), fake_quantize(x, **scheme)
+    n, k = x.shape
+    weights = None if importance is None else importance.double().numpy()
+    expected = Reference(x.float().numpy(), rule, *macro, alpha, block_rows, rate, threshold, weights)
+    assert packed.scale.tolist() == expected.bytes_per_row((n, k), "byte").tolist()
+    if macro[0]:
+        assert packed.macro.tolist() == expected.macros.tolist()
+    assert unpack_codes(packed.codes, k).tolist() == expected.gather((n, k), "codes", np.int64).tolist()
+    if alpha is not None:
+        assert packed.residual_scale.tolist() == expected.bytes_per_row((n, k), "residual_byte").tolist()
+        residual_codes = expected.gather((n, k), "residual_codes", np.int64)
+        assert unpack_codes(packed.residual_codes, k).tolist() == residual_codes.tolist()
     largest = torch.finfo(x.dtype).max
-
-    def bytes_of(tensor, row):
-        return None if tensor is None else tensor[row].tolist()
-
-    for row in range(x.shape[0]):
-        seen = {name: bytes_of(getattr(packed, name), row) for name in ("scale", "macro", "residual_scale")}
-        reference = Reference(x[row].float().tolist(), seen, **scheme)
-        assert reference.scale == seen["scale"]
-        assert reference.codes == unpack_codes(packed.codes[row], x.shape[1]).tolist()
-        if packed.macro is not None:
-            assert reference.macro == seen["macro"]
-        if packed.residual_codes is not None:
-            assert reference.residual_scale == seen["residual_scale"]
-            assert reference.residual_codes == unpack_codes(packed.residual_codes[row], x.shape[1]).tolist()
-        expected = torch.tensor(np.array(reference.values, np.float32)).clamp(-largest, largest).to(x.dtype)
-        assert torch.equal(values[row], expected)
+    assert torch.equal(values, torch.from_numpy(expected.values((n, k))).clamp(-largest, largest).to(x.dtype))
+    assert torch.equal(packed.dequantize(), values)
 
 
-def gaussian(rows: int, columns: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def wide(rows: int, columns: int, seed: int) -> torch.Tensor:
+def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Gaussian rows of several sizes, one row full of ties, one over forty octaves, one of zeros, and a few blocks that
+    are larger or zero."""
     generator = torch.Generator().manual_seed(seed)
-    exponent = torch.randint(-20, 20, (rows, columns), generator=generator).float()
-    return torch.randn(rows, columns, generator=generator) * torch.exp2(exponent)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= torch.exp2(torch.randint(-6, 7, (rows, 1), generator=generator).float())
+    x[0, : columns // 2] *= 100
+    x[1] = torch.randint(-31, 32, (columns,), generator=generator) / 4
+    x[:, 32:64] *= torch.arange(rows).remainder(2).unsqueeze(1)
+    x[2] *= torch.exp2(torch.randint(-20, 20, (columns,), generator=generator).float())
+    x[rows // 2 + 1] = 0
+    return x
 
 
-def ties(rows: int, columns: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-31, 32, (rows, columns), generator=generator) / 4
+def rows_of(block_rows: int) -> int:
+    return 4 if block_rows == 1 else 37
 
 
-MACROS = [
-    pytest.param({}, id="plain"),
-    pytest.param({"macro_block": 32}, id="mbs32"),
-    pytest.param({"macro_block": 64}, id="mbs64"),
-    pytest.param({"macro_block": "row"}, id="mbs-row"),
-]
-FALLBACKS = [pytest.param(alpha, id=f"alpha-{alpha}") for alpha in (None, 0.5, 1.0, 0.3)]
+SEARCHES = [(None, "static"), (64, "static"), (64, "dynamic"), (128, "blockwise")]
+SEARCH_IDS = ["plain", "static", "dynamic", "blockwise"]
+ALPHAS = [None, 0.5, 1.0, 0.3]
 
 
-@pytest.mark.parametrize("alpha", FALLBACKS)
-@pytest.mark.parametrize("macro", MACROS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("data", [gaussian, wide, ties], ids=lambda function: function.__name__)
-def test_static(data, rule, macro, alpha):
-    check_against_reference(data(1, 75, 3), scale_rule=rule, outlier_fallback=alpha, **macro)
+@pytest.mark.parametrize(("rule", "macro", "alpha", "block_rows"), pairwise_params(RULES, MACROS, ALPHAS, (1, 32)))
+def test_schemes(rule, macro, alpha, block_rows):
+    check(matrix(rows_of(block_rows), 70, 1), rule, macro, alpha, block_rows)
 
 
-@pytest.mark.parametrize("alpha", FALLBACKS[:2])
-@pytest.mark.parametrize("macro_block", [32, 64, "row"], ids=lambda size: f"mbs{size}")
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("data", [gaussian, wide], ids=lambda function: function.__name__)
-def test_dynamic(data, rule, macro_block, alpha):
-    scheme = {"macro_block": macro_block, "macro_search": "dynamic", "outlier_fallback": alpha}
-    check_against_reference(data(1, 70, 5), scale_rule=rule, **scheme)
+def test_several_macro_blocks_in_a_row():
+    for macro in ((128, "static"), (256, "static"), (128, "dynamic"), (128, "blockwise")):
+        check(matrix(3, 300, 8)[:1], "even", macro, 0.5)
 
 
-@pytest.mark.parametrize("macro_block", [64, 128, 256], ids=lambda size: f"mbs{size}")
-@pytest.mark.parametrize("rule", RULES)
-def test_static_over_several_macro_blocks(rule, macro_block):
-    check_against_reference(gaussian(1, 300, 8), scale_rule=rule, macro_block=macro_block, outlier_fallback=0.5)
+@pytest.mark.parametrize(
+    ("rule", "macro", "rate", "block_rows"),
+    pairwise_params(["rceil", "mse"], SEARCHES, [0.1, 0.5, 0.95], [1, 32]),
+)
+def test_exact_share_of_fallback(rule, macro, rate, block_rows):
+    check(matrix(rows_of(block_rows), 150, 2), rule, macro, 0.5, block_rows, rate)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-def test_dynamic_over_several_macro_blocks(rule):
-    check_against_reference(gaussian(1, 300, 8), scale_rule=rule, macro_block=128, macro_search="dynamic")
+@pytest.mark.parametrize("macro", SEARCHES, ids=SEARCH_IDS)
+def test_threshold_of_fallback(macro):
+    for threshold in (0.3, 1.0, 50.0):
+        check(matrix(3, 150, 3), "even", macro, 1.0, 1, 0.3, threshold)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("alpha", FALLBACKS[:3])
-@pytest.mark.parametrize("macro_block", [None, 128], ids=lambda size: f"mbs{size}")
-@pytest.mark.parametrize("rule", RULES)
-def test_narrow_dtypes_are_computed_on_in_float32_and_rounded_once(dtype, rule, macro_block, alpha):
-    x = gaussian(2, 70, 11).to(dtype)
-    check_against_reference(x, scale_rule=rule, macro_block=macro_block, outlier_fallback=alpha)
+@pytest.mark.parametrize("block_rows", [1, 32])
+@pytest.mark.parametrize(
+    ("rule", "macro"),
+    [("mse", SEARCHES[0]), ("mse", SEARCHES[1])] + [(rule, macro) for rule in RULES for macro in SEARCHES[2:]],
+)
+def test_importance(rule, macro, block_rows):
+    importance = torch.rand(70, generator=torch.Generator().manual_seed(5)) ** 4 * 1e3
+    importance[3] = 0
+    check(matrix(rows_of(block_rows), 70, 4), rule, macro, 0.5, block_rows, importance=importance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("alpha", FALLBACKS[:3])
-@pytest.mark.parametrize("macro_block", [None, 128], ids=lambda size: f"mbs{size}")
-@pytest.mark.parametrize("rule", RULES)
-def test_top_of_the_range(dtype, rule, macro_block, alpha):
-    fraction = torch.rand(4, 40, generator=torch.Generator().manual_seed(13)) * 2 - 1
+@pytest.mark.parametrize(
+    ("dtype", "rule", "macro", "alpha"),
+    pairwise_params([torch.bfloat16, torch.float16], RULES, SEARCHES, ALPHAS),
+)
+def test_narrow_dtypes_are_computed_on_in_float32_and_rounded_once(dtype, rule, macro, alpha):
+    x = matrix(33, 65, 6).clamp(-60, 60).to(dtype)
+    check(x, rule, macro, alpha, 32, None if alpha is None else 0.4)
+    check(x[:5], rule, macro, alpha)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rule", "macro_block", "alpha"),
+    pairwise_params([torch.float32, torch.bfloat16, torch.float16], RULES, [None, 32, 128], ALPHAS[:3]),
+)
+def test_ends_of_the_range(dtype, rule, macro_block, alpha):
+    """Rows up to the largest number, and rows of a few, dozens or hundreds of the smallest subnormal number."""
+    generator = torch.Generator().manual_seed(13)
+    fraction = torch.rand(4, 40, generator=generator).double() * 2 - 1
     fraction[1:, 0] = torch.tensor([1.0, 0.9, 0.6])
-    x = (fraction.double() * torch.finfo(dtype).max).to(dtype)
-    with np.errstate(over="ignore"):
-        check_against_reference(x, scale_rule=rule, macro_block=macro_block, outlier_fallback=alpha)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("macro_block", [None, 32], ids=lambda size: f"mbs{size}")
-@pytest.mark.parametrize("steps", [1, 3, 40, 1000], ids=lambda steps: f"up-to-{steps}-smallest")
-def test_bottom_of_the_range(dtype, rule, macro_block, steps):
-    """Multiples of the smallest subnormal number."""
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    multiple = torch.randint(-steps, steps + 1, (2, 40), generator=torch.Generator().manual_seed(17))
-    x = (multiple.double() * smallest).to(dtype)
-    assert x.any()
-    check_against_reference(x, scale_rule=rule, macro_block=macro_block)
+    limits = torch.finfo(dtype)
+    multiples = [torch.randint(-steps, steps + 1, (2, 40), generator=generator) for steps in (1, 3, 40, 1000)]
+    smallest = torch.cat(multiples).double() * limits.smallest_normal * limits.eps
+    x = torch.cat((fraction * limits.max, smallest)).to(dtype)
+    assert x.any(dim=1).all()
+    check(x, rule, (macro_block, "static"), alpha)

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Rotations by Hadamard matrices: the matrix itself, its inverse, and what it does to outliers."""
+
 import numpy as np
 import pytest
 import torch

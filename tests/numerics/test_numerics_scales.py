@@ -82,19 +82,12 @@ def test_rceil_is_the_smallest_scale_that_does_not_clip():
         assert byte == 0 or Fraction(amax) > 3 * scale
 
 
-@pytest.mark.parametrize("rule", list(ScaleRule), ids=lambda rule: rule.value)
-@pytest.mark.parametrize(
-    ("amax", "byte"), [(0.0, 0), (1e-45, 0), (2.0**-126, 0), (INF, 255), (NAN, 255)], ids=lambda value: f"{value:g}"
-)
-def test_rule_outside_the_normal_range(rule, amax, byte):
-    assert scale_from_amax(torch.tensor([amax]), rule).tolist() == [byte]
-
-
-@pytest.mark.parametrize(
-    ("rule", "byte"), [("rceil", 253), ("floor", 252), ("even", 253), ("mse", 252)], ids=lambda value: str(value)
-)
-def test_largest_float32(rule, byte):
-    assert scale_from_amax(torch.tensor([torch.finfo(torch.float32).max]), ScaleRule(rule)).tolist() == [byte]
+@pytest.mark.parametrize(("rule", "largest"), [("rceil", 253), ("floor", 252), ("even", 253), ("mse", 252)])
+def test_rule_outside_the_normal_range(rule, largest):
+    amax = torch.tensor([0.0, 1e-45, 2.0**-126, torch.finfo(torch.float32).max, INF, NAN])
+    assert scale_from_amax(amax, ScaleRule(rule)).tolist() == [0, 0, 0, largest, 255, 255]
+    nan_with_a_sign = torch.tensor([-1, -0x400000], dtype=torch.int32).view(torch.float32)  # 0xFFFFFFFF, 0xFFC00000
+    assert scale_from_amax(nan_with_a_sign, ScaleRule(rule)).tolist() == [255, 255]
 
 
 def test_clips_says_which_rules_saturate():
@@ -116,10 +109,3 @@ def test_largest_finite_magnitude():
         following = {6: 8, 3: 4, 1.5: 2}[magnitude]
         assert math.isfinite(np.float32(math.ldexp(magnitude, byte - 127)))
         assert math.ldexp(following, byte - 127) >= 2.0**128
-
-
-@pytest.mark.parametrize("rule", list(ScaleRule), ids=lambda rule: rule.value)
-def test_scale_of_a_nan_with_its_sign_bit_set(rule):
-    for pattern in (-1, -0x400000):  # 0xFFFFFFFF, 0xFFC00000
-        amax = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
-        assert scale_from_amax(amax, rule).tolist() == [255]

@@ -31,14 +31,14 @@ def gaussian(*shape, seed=0):
 
 @pytest.mark.parametrize("options", SYMMETRIC, ids=str)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shape", [(64, 96), (70, 33), (1, 200), (3, 40, 70)], ids=str)
-def test_a_matrix_and_its_transpose_have_the_same_values(shape, rule, options):
-    w = gaussian(*shape)
-    options = {"scale_rule": rule, "block_rows": 32, **options}
-    expected = fake_quantize(w, **options)
-    assert torch.equal(fake_quantize(w.mT, **options), expected.mT)
-    assert torch.equal(fake_quantize(w, axis=-2, **options), expected)
-    assert not torch.equal(expected, w)
+def test_a_matrix_and_its_transpose_have_the_same_values(rule, options):
+    for shape in ((64, 96), (70, 33), (1, 200), (3, 40, 70)):
+        w = gaussian(*shape)
+        scheme = {"scale_rule": rule, "block_rows": 32, **options}
+        expected = fake_quantize(w, **scheme)
+        assert torch.equal(fake_quantize(w.mT, **scheme), expected.mT), shape
+        assert torch.equal(fake_quantize(w, axis=-2, **scheme), expected), shape
+        assert not torch.equal(expected, w)
 
 
 def test_a_shared_macro_factor_breaks_the_symmetry():
@@ -99,7 +99,7 @@ def test_stored_bytes_are_one_per_row(options):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
 def test_round_trip_over_shapes_and_scales(shape, axis, rule, macro, fallback, rounding, exponent, dtype, seed):
     largest = torch.finfo(dtype).max
     x = (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double() * 2.0**exponent).clamp(
@@ -107,9 +107,8 @@ def test_round_trip_over_shapes_and_scales(shape, axis, rule, macro, fallback, r
     )
     x = x.to(dtype)
     scheme = QuantScheme(rule, *macro, fallback[0], rounding, 32, fallback[1])
-    options = {name: getattr(scheme, name) for name in scheme.__dataclass_fields__}
-    packed = quantize(x, axis=axis, generator=torch.Generator().manual_seed(1), **options)
-    values = fake_quantize(x, axis=axis, generator=torch.Generator().manual_seed(1), **options)
+    packed = quantize(x, axis=axis, generator=torch.Generator().manual_seed(1), **vars(scheme))
+    values = fake_quantize(x, axis=axis, generator=torch.Generator().manual_seed(1), **vars(scheme))
     assert values.shape == x.shape and values.dtype == x.dtype
     assert torch.equal(packed.dequantize(), values)
     assert values.isfinite().all()
@@ -137,23 +136,24 @@ def test_one_row_is_a_row_of_blocks():
         assert torch.equal(fake_quantize(x, block_rows=32, **options), fake_quantize(x, **options))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("options", [{}, *SYMMETRIC[1:]], ids=str)
-def test_a_bad_element_spoils_its_tile_alone(options, dtype, bad):
-    w = gaussian(70, 70).to(dtype)
-    clean = fake_quantize(w, block_rows=32, **{**options, "fallback_rate": None})
-    spoiled = w.clone()
-    spoiled[40, 10] = bad
-    packed = quantize(spoiled, block_rows=32, **{**options, "fallback_rate": None})
-    tile = torch.zeros(70, 70, dtype=torch.bool)
-    tile[32:64, :32] = True
-    values = packed.dequantize()
-    assert values[tile].isnan().all()
-    assert torch.equal(values[~tile], clean[~tile])
-    assert (packed.scale[32:64, 0] == 255).all() and (packed.scale == 255).sum() == 32
-    selective = quantize(spoiled, block_rows=32, **{**options, "outlier_fallback": 0.5, "fallback_rate": 0.9})
-    assert (selective.residual_scale[32:64, 0] == 0).all()
+def test_a_bad_element_spoils_its_tile_alone(options):
+    everywhere = {"block_rows": 32, **options, "fallback_rate": None}
+    bad_tiles = torch.zeros(3, 3, dtype=torch.bool)
+    bad_tiles[1, 0] = bad_tiles[0, 1] = bad_tiles[2, 2] = True
+    by_row = bad_tiles.repeat_interleave(32, dim=0)[:70]
+    spoiled_elements = by_row.repeat_interleave(32, dim=1)[:, :70]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        w = gaussian(70, 70).to(dtype)
+        clean = fake_quantize(w, **everywhere)
+        w[40, 10], w[0, 63], w[69, 64] = math.nan, math.inf, -math.inf
+        packed = quantize(w, **everywhere)
+        values = packed.dequantize()
+        assert torch.equal(values.isnan(), spoiled_elements)
+        assert torch.equal(values[~spoiled_elements], clean[~spoiled_elements])
+        assert torch.equal(packed.scale == 255, by_row)
+        selective = quantize(w, **{**everywhere, "outlier_fallback": 0.5, "fallback_rate": 0.9})
+        assert (selective.residual_scale[by_row] == 0).all()
 
 
 def test_zero_rows_and_zero_tiles():
@@ -167,12 +167,12 @@ def test_zero_rows_and_zero_tiles():
     assert (packed.scale[32:, 1] == 0).all() and (packed.residual_scale[32:, 1] == 0).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 0), (0, 40), (40, 0), (2, 0, 40)], ids=str)
 @pytest.mark.parametrize("options", SYMMETRIC, ids=str)
-def test_empty(shape, options):
-    x = torch.empty(shape)
-    packed = quantize(x, block_rows=32, **options)
-    assert packed.dequantize().shape == fake_quantize(x, block_rows=32, **options).shape == x.shape
+def test_empty(options):
+    for shape in ((0, 0), (0, 40), (40, 0), (2, 0, 40)):
+        x = torch.empty(shape)
+        packed = quantize(x, block_rows=32, **options)
+        assert packed.dequantize().shape == fake_quantize(x, block_rows=32, **options).shape == x.shape
 
 
 def test_sums_of_1024_squares_do_not_overflow():
