@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from grpo_runs import even_digits, prompts, trainer_factory
+from grpo_runs import even_digits, logged, prompts
 from peft import LoraConfig
+from same_bits import assert_same, weights
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
@@ -30,24 +31,11 @@ TINY = """--sft_steps=3 --sft_batch_size=8 --tiny_hidden_size=32 --tiny_num_laye
 --n_test=16 --seed=5 --report_every=0""".split()
 
 
-@pytest.fixture
-def run(tmp_path):
-    return trainer_factory(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def recipe_run(tmp_path_factory):
     """The folder and the summary of a short run of the recipe, whose steps no cadence divides."""
     folder = tmp_path_factory.mktemp("recipe") / "out"
     return folder, main([*TINY, "--macro_block=64", f"--output_dir={folder}"])
-
-
-def logged(trainer, key):
-    return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
-
-
-def weights(model):
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 # ---- B13: groups without variance -----------------------------------------------------------------------------------
@@ -60,7 +48,7 @@ def test_b13_a_constant_reward_trains_to_the_end_logs_its_share_and_changes_noth
     trainer.train()
     assert trainer.state.global_step == 2
     assert logged(trainer, "frac_reward_zero_std") == {1: 1.0, 2: 1.0}
-    assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.model.named_parameters())
+    assert_same(weights(trainer.model), before)
 
 
 # ---- B14, B25, B26: evaluations that are missing, or of other weights -----------------------------------------------
