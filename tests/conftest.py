@@ -68,6 +68,12 @@ def checkpoint(tmp_path):
 
 
 @pytest.fixture
+def blank_pictures(monkeypatch):
+    """Pages have something in the place of pictures: for tests of the rest, of which drawing is most of the time."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **options: file.write(b"a picture"))
+
+
+@pytest.fixture
 def run_script(request) -> Callable[..., dict]:
     """``run_script(name, *arguments, interpret)``: what a script beside the test prints, parsed as JSON, with Triton's
     kernels interpreted or compiled.

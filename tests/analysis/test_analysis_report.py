@@ -42,6 +42,13 @@ def analysis(tmp_path_factory):
     return analysis
 
 
+@pytest.fixture(scope="module")
+def written(analysis, tmp_path_factory):
+    """The folder of the files, and their paths."""
+    folder = tmp_path_factory.mktemp("report")
+    return folder, write_reports(analysis, SOURCE, "1", folder)
+
+
 def test_json_is_valid_and_complete(analysis):
     report = json.loads(json.dumps(build_report(analysis, SOURCE, "9.9"), allow_nan=False))
     assert (report["format"], report["hf_mxfp4"], report["model"]) == (1, "9.9", "my <model>")
@@ -64,9 +71,8 @@ def test_json_is_valid_and_complete(analysis):
     assert "tensors" not in build_summary(analysis, SOURCE)
 
 
-def test_csv_has_a_row_per_tensor_and_scheme(analysis, tmp_path):
-    write_reports(analysis, SOURCE, "1", tmp_path)
-    rows = list(csv.DictReader((tmp_path / "tensors.csv").open()))
+def test_csv_has_a_row_per_tensor_and_scheme(analysis, written):
+    rows = list(csv.DictReader((written[0] / "tensors.csv").open()))
     assert len(rows) == 25 * 3
     row = rows[0]
     assert (row["name"], row["shape"], row["scheme"]) == ("model.layers.0.mlp.down.weight", "64x128", "mxfp4+rceil")
@@ -75,13 +81,13 @@ def test_csv_has_a_row_per_tensor_and_scheme(analysis, tmp_path):
     assert next(row for row in rows if "zero" in row["name"])["sqnr_db"] == ""
 
 
-def test_the_same_analysis_gives_the_same_bytes(analysis, tmp_path):
-    first = write_reports(analysis, SOURCE, "1", tmp_path / "a")
-    second = write_reports(analysis, SOURCE, "1", tmp_path / "b")
+def test_the_same_analysis_gives_the_same_bytes(analysis, written, tmp_path):
+    folder, first = written
+    second = write_reports(analysis, SOURCE, "1", tmp_path)
     assert [path.name for path in first] == ["report.json", "tensors.csv", "report.html"]
     for a, b in zip(first, second, strict=True):
         assert a.read_bytes() == b.read_bytes()
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(path.name for path in first)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in first)
 
 
 class References(html.parser.HTMLParser):
@@ -101,8 +107,8 @@ class References(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_html_is_one_file_for_any_screen(analysis, tmp_path):
-    page = Path(write_reports(analysis, SOURCE, "1", tmp_path)[2]).read_text()
+def test_html_is_one_file_for_any_screen(written):
+    page = Path(written[1][2]).read_text()
     parsed = References()
     parsed.feed(page)
     assert parsed.open == []

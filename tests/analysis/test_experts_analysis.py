@@ -43,8 +43,19 @@ def make_model_like(model):
         return type(model)(model.config)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("skips", [None, ["layers.0.mlp.experts"], ["experts"], ["re:.*1.mlp.experts"]], ids=str)
+SKIPS = [None, ["layers.0.mlp.experts"], ["experts"], ["re:.*1.mlp.experts"]]
+#: In every run each family as it is, and with patterns of another kind.
+FEW = {(family, number) for i, family in enumerate(FAMILIES) for number in (0, 1 + i % 3)}
+
+
+@pytest.mark.parametrize(
+    ("family", "skips"),
+    [
+        pytest.param(family, skips, marks=() if (family, number) in FEW else pytest.mark.large)
+        for family in FAMILIES
+        for number, skips in enumerate(SKIPS)
+    ],
+)
 def test_what_is_analysed_is_what_is_quantized(family, skips, tmp_path):
     make_model(family).save_pretrained(tmp_path / "base")
     config = MXFP4RLConfig(modules_to_not_convert=skips)
@@ -82,6 +93,7 @@ def test_a_pattern_means_the_modules_of_the_model():
         assert classify(name, shape, torch.float32, "mixtral", [pattern]).axis == -1, pattern
 
 
+@pytest.mark.usefixtures("blank_pictures")
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_the_commands(family, tmp_path):
     make_model(family, layers=1).save_pretrained(tmp_path / "base")

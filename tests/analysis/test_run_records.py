@@ -112,6 +112,7 @@ def test_numbers_without_a_json_form_become_null(tmp_path):
     assert read_run(tmp_path).values("reward") == []
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_half_a_line_of_a_killed_process_costs_that_line_alone(tmp_path):
     log = write_log(tmp_path, count=5, end=None)
     content = log.path.read_bytes()
@@ -168,6 +169,7 @@ def write_checkpoint(folder, step):
     (folder / "trainer_state.json").write_text(json.dumps(state))
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_without_a_log_the_newest_whole_checkpoint_is_read(tmp_path):
     write_checkpoint(tmp_path / "checkpoint-5", 5)
     write_checkpoint(tmp_path / "checkpoint-10", 10)
@@ -284,6 +286,7 @@ def test_an_alarm_that_is_over_is_amber(tmp_path):
     assert check.state == "amber" and "collapse in 1 of 10 values" in check.finding
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_how_a_run_ended(tmp_path):
     log = write_log(tmp_path, end=None)
     assert "was killed, or still goes on" in health_checks(read_run(tmp_path))[0].finding
@@ -303,6 +306,7 @@ def test_accuracy_is_judged_against_its_interval(tmp_path, after, state):
     assert states(read_run(tmp_path))["Accuracy"] == state
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_none_of_few_problems_is_no_certainty(tmp_path):
     log = write_log(tmp_path)
     for when, step in (("before RL", 0), ("after RL", 20)):
@@ -334,6 +338,7 @@ def everything(step):
     return {**dict.fromkeys(keys, 0.5), **moved(1.0, 0.1), **values(step)}
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_the_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
     write_log(tmp_path, **{"entropy/alarm": 1})
     page = Reader(render_run(read_run(tmp_path)))
@@ -342,6 +347,7 @@ def test_the_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
     assert "Not measured" in page.text and "router_every (mixtures of experts)" in page.text
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_long_values_break_instead_of_running_out_of_the_page(tmp_path):
     write_log(tmp_path, **{"entropy/alarm": 1})
     text = render_run(read_run(tmp_path))

@@ -104,15 +104,17 @@ def test_missing_file(tmp_path):
         read_header(tmp_path / "gone.safetensors")
 
 
-def test_every_flipped_bit_of_a_header_is_found_or_harmless(tmp_path):
-    """No flip may make another tensor readable under a wrong size; those in names and between like dtypes remain."""
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.large)])
+def test_every_flipped_bit_of_a_header_is_found_or_harmless(tmp_path, step):
+    """No flip may make another tensor readable under a wrong size; those in names and between like dtypes remain. Every
+    third bit, or every one."""
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(3, 5), "b": torch.ones(2, 2, dtype=torch.float16)}, path)
     whole = path.read_bytes()
     length = struct.unpack("<Q", whole[:8])[0]
     clean = {(entry.shape, entry.dtype.itemsize) for entry in read_header(path)}
     refused = 0
-    for i in range(8 * (8 + length)):
+    for i in range(0, 8 * (8 + length), step):
         broken = bytearray(whole)
         broken[i // 8] ^= 1 << (i % 8)
         path.write_bytes(broken)
@@ -124,7 +126,7 @@ def test_every_flipped_bit_of_a_header_is_found_or_harmless(tmp_path):
         # A flipped quote can only hide tensors in the free metadata, never at the price of unclaimed bytes.
         for entry in found:
             assert (entry.shape, entry.dtype.itemsize) in clean or entry.nbytes == 0
-    assert refused > 4 * length
+    assert refused > 4 * length / step
 
 
 def test_a_file_cut_after_its_header_was_read(file):

@@ -292,6 +292,7 @@ print(peak(f"{folder}/large.safetensors") - small)
 """
 
 
+@pytest.mark.large
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensor(tmp_path):
     """One tensor of 302 MB; growth of the peak, in KiB."""

@@ -26,6 +26,9 @@ from recipes.tasks.tiny_model import build_char_tokenizer
 REPORTS = ("report.json", "tensors.csv", "report.html")
 
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
+
 def run(*arguments):
     return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
 
@@ -58,20 +61,15 @@ def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
     assert "report.html" in done.stderr
 
 
-def test_the_default_folder(checkpoint, tmp_path, monkeypatch):
+def test_the_default_folder_and_json_alone_on_standard_output(checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = Path(checkpoint())
-    assert run(folder, "--scheme", "rceil").exit_code == 0
-    assert sorted(path.name for path in (tmp_path / "analysis" / folder.name).iterdir()) == sorted(
-        ["progress.jsonl", *REPORTS]
-    )
-
-
-def test_json_alone_on_standard_output(checkpoint, tmp_path):
-    done = run(checkpoint(), "--scheme", "rceil", "--scheme", "mxfp4+even", "--json", "--out", tmp_path / "out")
+    done = run(folder, "--scheme", "rceil", "--scheme", "mxfp4+even", "--json")
     summary = json.loads(done.stdout)
     assert summary["schemes"] == ["mxfp4+rceil", "mxfp4+even"] and "tensors" not in summary
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    out = tmp_path / "analysis" / folder.name
+    assert sorted(path.name for path in out.iterdir()) == sorted(["progress.jsonl", *REPORTS])
+    report = json.loads((out / "report.json").read_text())
     assert {key: report[key] for key in summary} == summary
 
 
@@ -87,18 +85,8 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
 
 
 def test_include_and_exclude(checkpoint, tmp_path):
-    done = run(
-        checkpoint(),
-        "--include",
-        "layers.0",
-        "--exclude",
-        "self_attn",
-        "--scheme",
-        "rceil",
-        "--json",
-        "--out",
-        tmp_path,
-    )
+    patterns = ("--include", "layers.0", "--exclude", "self_attn")
+    done = run(checkpoint(), *patterns, "--scheme", "rceil", "--json", "--out", tmp_path)
     summary = json.loads(done.stdout)
     assert list(summary["kinds"]["weight"]["by_layer_type"]["mxfp4+rceil"]) == [
         "mlp.down_proj",
@@ -172,13 +160,16 @@ def test_what_cannot_be_read_is_named_everywhere(checkpoint, tmp_path, damage):
     assert where in (out / "report.html").read_text()
 
 
-def test_a_rerun_gives_the_same_bytes(checkpoint, tmp_path):
-    folder = checkpoint(shard_size="60KB")
-    run(folder, "--scheme", "rceil", "--out", tmp_path)
-    first = contents(tmp_path)
-    again = run(folder, "--scheme", "rceil", "--out", tmp_path)
+def test_a_rerun_and_a_copy_of_the_model_give_the_same_bytes(checkpoint, tmp_path):
+    folder = Path(checkpoint(shard_size="60KB"))
+    run(folder, "--scheme", "rceil", "--out", tmp_path / "a")
+    first = contents(tmp_path / "a")
+    again = run(folder, "--scheme", "rceil", "--out", tmp_path / "a")
     assert again.exit_code == 0 and "holds 14 tensors that are done" in again.stderr
-    assert contents(tmp_path) == first
+    assert contents(tmp_path / "a") == first
+    shutil.copytree(folder, tmp_path / "elsewhere" / folder.name)
+    run(tmp_path / "elsewhere" / folder.name, "--scheme", "rceil", "--out", tmp_path / "b")
+    assert contents(tmp_path / "b") == first
 
 
 def test_other_settings_do_not_mix(checkpoint, tmp_path):
@@ -298,11 +289,3 @@ def test_killed_half_way(tmp_path):
     assert run(model, "--out", tmp_path / "whole").exit_code == 0
     assert contents(log.parent) == contents(tmp_path / "whole")
     assert log.read_bytes() == (tmp_path / "whole" / "progress.jsonl").read_bytes()
-
-
-def test_a_copy_of_the_model_has_the_same_report(checkpoint, tmp_path):
-    folder = Path(checkpoint())
-    run(folder, "--scheme", "rceil", "--out", tmp_path / "a")
-    shutil.copytree(folder, tmp_path / "elsewhere" / folder.name)
-    run(tmp_path / "elsewhere" / folder.name, "--scheme", "rceil", "--out", tmp_path / "b")
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")

@@ -6,8 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.numerics import E2M1_MAGNITUDES, fake_quantize, quantize
@@ -77,30 +75,6 @@ def test_packing_all_bytes():
     assert mantissa_factor(torch.arange(4)).tolist() == [1.0, 1.25, 1.5, 1.75]
 
 
-@given(
-    rows=st.integers(0, 3),
-    columns=st.integers(1, 300),
-    rule=st.sampled_from(["rceil", "floor", "even", "mse"]),
-    alpha=st.sampled_from([None, 0.5, 0.3, 1.0]),
-    exponent=st.integers(-130, 120),
-    seed=st.integers(0, 2**16),
-)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-def test_round_trip_over_shapes_and_scales(rows, columns, rule, alpha, exponent, seed):
-    x = gaussian(rows, columns, seed) * 2.0**exponent
-    options = {"scale_rule": rule, "outlier_fallback": alpha, **BLOCKWISE}
-    packed = quantize(x, **options)
-    assert packed.macro.shape == (rows, -(-columns // 128))
-    assert torch.equal(packed.dequantize(), fake_quantize(x, **options))
-    assert packed.dequantize().isfinite().all()
-
-
-def test_padding_changes_nothing():
-    x = gaussian(3, 77)
-    padded = torch.nn.functional.pad(x, (0, 128 - 77))
-    assert torch.equal(fake_quantize(x, **BLOCKWISE), fake_quantize(padded, **BLOCKWISE)[:, :77])
-
-
 def test_values_are_exact_in_bfloat16():
     quantized = fake_quantize(gaussian(), **BLOCKWISE)
     assert torch.equal(quantized.bfloat16().float(), quantized)
@@ -118,15 +92,6 @@ def test_a_bad_block_spoils_itself_alone():
         keep[32:64] = False
         assert torch.equal(result[0, keep], clean[0, keep])
     assert quantize(spoiled, **BLOCKWISE).macro[0, 0] & 0b1100 == 0
-
-
-@pytest.mark.parametrize("largest", [3.4028234663852886e38, 2.0**127, 2.0**126 * 1.99])
-def test_huge_values_stay_finite(largest):
-    x = torch.linspace(-1.0, 1.0, 128) * largest
-    for rule in ("rceil", "floor", "even", "mse"):
-        for alpha in (None, 1.0):
-            result = fake_quantize(x, scale_rule=rule, outlier_fallback=alpha, **BLOCKWISE)
-            assert result.isfinite().all()
 
 
 @pytest.mark.parametrize("size", [32, 64, 256, "row"])

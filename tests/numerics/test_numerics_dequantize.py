@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dequantization: all 16 x 256 pairs of a code and a scale byte, other people's decoders, shapes and layouts."""
 
+import itertools
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from pairwise import pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_mxfp4.numerics import E2M1_MAGNITUDES, apply_scheme, dequantize, pack_codes, parse_scheme, quantize
@@ -139,26 +139,24 @@ def test_shapes_that_do_not_fit(options, message):
         dequantize(codes, scale, **options)
 
 
-@pytest.mark.parametrize(
-    ("length", "macro_block"), pairwise([1, 31, 32, 33, 64, 129, 300], [None, 32, 64, 128, 256, "row"])
-)
-def test_stored_shapes_hold_no_padding(length, macro_block):
-    x = torch.randn(2, 3, length, generator=torch.Generator().manual_seed(length))
-    packed = quantize(x, macro_block=macro_block, outlier_fallback=0.5)
-    n_blocks = -(-length // 32)
-    assert packed.codes.shape == packed.residual_codes.shape == (2, 3, -(-length // 2))
-    assert packed.scale.shape == packed.residual_scale.shape == (2, 3, n_blocks)
-    if macro_block is None:
-        assert packed.macro is None
-    else:
-        size = length if macro_block == "row" else macro_block
-        assert packed.macro.shape == (2, 3, -(-length // size))
-        assert packed.macro.dtype == torch.uint8
-    for stored in (packed.codes, packed.scale, packed.residual_codes, packed.residual_scale):
-        assert stored.dtype == torch.uint8 and stored.is_contiguous()
-    if length % 2:
-        assert int((packed.codes[..., -1] >> 4).max()) == 0
-    assert (packed.length, packed.axis, packed.dtype) == (length, 2, torch.float32)
+def test_stored_shapes_hold_no_padding():
+    for length, macro_block in itertools.product((1, 31, 32, 33, 64, 129, 300), (None, 32, 64, 128, 256, "row")):
+        x = torch.randn(2, 3, length, generator=torch.Generator().manual_seed(length))
+        packed = quantize(x, macro_block=macro_block, outlier_fallback=0.5)
+        n_blocks = -(-length // 32)
+        assert packed.codes.shape == packed.residual_codes.shape == (2, 3, -(-length // 2))
+        assert packed.scale.shape == packed.residual_scale.shape == (2, 3, n_blocks)
+        if macro_block is None:
+            assert packed.macro is None
+        else:
+            size = length if macro_block == "row" else macro_block
+            assert packed.macro.shape == (2, 3, -(-length // size))
+            assert packed.macro.dtype == torch.uint8
+        for stored in (packed.codes, packed.scale, packed.residual_codes, packed.residual_scale):
+            assert stored.dtype == torch.uint8 and stored.is_contiguous()
+        if length % 2:
+            assert int((packed.codes[..., -1] >> 4).max()) == 0
+        assert (packed.length, packed.axis, packed.dtype) == (length, 2, torch.float32)
 
 
 def test_without_options_there_is_no_macro_and_no_residual():
@@ -189,8 +187,8 @@ def test_dequantize_dtype():
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
     [
-        ("rceil", torch.bfloat16),
-        ("mse+mbs64-dynamic+of0.5", torch.float32),
+        ("mse+of0.5", torch.bfloat16),
+        ("rceil+mbs64-dynamic", torch.float32),
         ("even+mbs128-blockwise", torch.float64),
         ("floor+mbsrow", torch.float32),
         ("rceil+of0.5@0.1", torch.bfloat16),

@@ -18,12 +18,12 @@ from hf_mxfp4.numerics import fake_quantize_e4m3
         ([0.0, 0.0, 0.0, -0.0], [0.0, 0.0, 0.0, 0.0]),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_literals(row, expected, dtype):
-    x = torch.tensor([row], dtype=torch.float64).to(dtype)
-    if x.double().tolist() == [row]:
-        assert fake_quantize_e4m3(x).tolist() == [expected]
-        assert fake_quantize_e4m3(x).dtype == dtype
+def test_literals(row, expected):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.tensor([row], dtype=torch.float64).to(dtype)
+        if x.double().tolist() == [row]:
+            assert fake_quantize_e4m3(x).tolist() == [expected]
+            assert fake_quantize_e4m3(x).dtype == dtype
 
 
 @pytest.mark.parametrize("power", [-100, -20, 0, 20, 100])
@@ -38,11 +38,11 @@ def test_against_ml_dtypes(power):
     np.testing.assert_array_equal(fake_quantize_e4m3(x).double().numpy(), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_largest_numbers_stay_finite(dtype):
-    largest = torch.finfo(dtype).max
-    values = fake_quantize_e4m3(torch.tensor([[largest, -largest, 1.0]], dtype=dtype))
-    assert values.isfinite().all() and values[0, 0] > 0.9 * min(largest, torch.finfo(torch.float32).max)
+def test_the_largest_numbers_stay_finite():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        largest = torch.finfo(dtype).max
+        values = fake_quantize_e4m3(torch.tensor([[largest, -largest, 1.0]], dtype=dtype))
+        assert values.isfinite().all() and values[0, 0] > 0.9 * min(largest, torch.finfo(torch.float32).max)
 
 
 def test_a_row_with_nan_or_infinity_is_nan_and_the_others_are_not():
@@ -53,10 +53,8 @@ def test_a_row_with_nan_or_infinity_is_nan_and_the_others_are_not():
 
 
 def test_shapes_and_kinds():
-    assert fake_quantize_e4m3(torch.zeros(0, 5)).shape == (0, 5) and fake_quantize_e4m3(torch.zeros(5, 0)).shape == (
-        5,
-        0,
-    )
+    for shape in ((0, 5), (5, 0)):
+        assert fake_quantize_e4m3(torch.zeros(shape)).shape == shape
     assert fake_quantize_e4m3(torch.ones(3)).tolist() == [1.0] * 3
     with pytest.raises(TypeError, match="torch.int64"):
         fake_quantize_e4m3(torch.ones(3, dtype=torch.int64))

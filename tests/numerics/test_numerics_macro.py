@@ -78,8 +78,7 @@ def test_dynamic_candidates_are_sixteenths():
     assert factors == [[1 + candidate / 16] * 3 for candidate in range(16)]
 
 
-@pytest.mark.parametrize("size", [32, 64, 128, 256])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "size"), list(zip(RULES, (32, 64, 128, 256), strict=True)))
 def test_dynamic_search_is_never_worse_than_no_factor(rule, size):
     generator = torch.Generator().manual_seed(size)
     x = torch.randn(16, 500, generator=generator)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties over shapes, dtypes, schemes and magnitudes."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import RULES
+from tables import MACROS, RULES
 
 from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e8m0, fake_quantize, quantize
 
@@ -13,7 +12,7 @@ from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e8m0, fake_quantize, quant
 GRID = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64)
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
 ALPHAS = [None, 0.25, 0.5, 0.75, 1.0, 0.3]
-MACROS = [None, 32, 64, 128, 256, "row"]
+OPTIONS = ("scale_rule", "macro_block", "macro_search", "outlier_fallback")
 
 properties = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
@@ -41,13 +40,11 @@ def tensors(draw, dtypes=tuple(NARROW), lowest=-149, highest=127, widest=60, spe
     return x
 
 
-schemes = st.fixed_dictionaries(
-    {
-        "scale_rule": st.sampled_from(RULES),
-        "macro_block": st.sampled_from(MACROS),
-        "macro_search": st.sampled_from(["static", "dynamic"]),
-        "outlier_fallback": st.sampled_from(ALPHAS),
-    }
+schemes = st.builds(
+    lambda rule, macro, alpha: dict(zip(OPTIONS, (rule, *macro, alpha), strict=True)),
+    st.sampled_from(RULES),
+    st.sampled_from(MACROS),
+    st.sampled_from(ALPHAS),
 )
 
 
@@ -66,7 +63,12 @@ def block_error(x: torch.Tensor, **scheme) -> torch.Tensor:
 
 
 @properties
-@given(x=tensors(special=True), scheme=schemes, rounding=st.sampled_from(["nearest", "stochastic"]), data=st.data())
+@given(
+    x=tensors((*NARROW, torch.float64), special=True),
+    scheme=schemes,
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    data=st.data(),
+)
 def test_packed_and_fake_quantized_values_agree(x, scheme, rounding, data):
     axis = data.draw(st.integers(-x.dim(), x.dim() - 1))
     options = {**scheme, "rounding": rounding, "axis": axis}
@@ -76,12 +78,6 @@ def test_packed_and_fake_quantized_values_agree(x, scheme, rounding, data):
     assert same(packed.dequantize(), values)
     assert values.isnan().any() == (not x.isfinite().all())
     assert not values.isinf().any()
-
-
-@properties
-@given(x=tensors(dtypes=(torch.float64,)), rule=st.sampled_from(RULES))
-def test_packed_and_fake_quantized_values_agree_in_float64(x, rule):
-    assert same(quantize(x, scale_rule=rule).dequantize(), fake_quantize(x, scale_rule=rule))
 
 
 @properties
@@ -112,18 +108,18 @@ def test_a_power_of_two_commutes(x, scheme, k):
 @properties
 @given(x=tensors(), scheme=schemes)
 def test_sign_symmetry(x, scheme):
-    assert torch.equal(fake_quantize(-x, **scheme), -fake_quantize(x, **scheme))
-    assert torch.equal(fake_quantize(x.abs(), **scheme) * x.sign(), fake_quantize(x, **scheme))
+    before, out = x.clone(), fake_quantize(x, **scheme)
+    assert torch.equal(x, before)
+    assert torch.equal(fake_quantize(-x, **scheme), -out)
+    assert torch.equal(fake_quantize(x.abs(), **scheme) * x.sign(), out)
+    if scheme["outlier_fallback"] is None:
+        assert (out * x.sign() >= 0).all() and not out[x == 0].any()
 
 
 @properties
 @given(x=tensors(), scheme=schemes, data=st.data())
 def test_order_inside_a_block_does_not_matter(x, scheme, data):
-    """Elements swapped inside one block are swapped in the result (sums of squares are not order-free: they decide
-    nothing here)."""
-    scheme = {**scheme, "macro_search": "static"}
-    if scheme["scale_rule"] == "mse":
-        scheme["scale_rule"] = "even"
+    """Elements swapped inside one block are swapped in the result: sums of squares are integers."""
     order = torch.arange(x.shape[-1])
     size = data.draw(st.integers(1, min(32, x.shape[-1])))
     order[:size] = order[:size].flip(0)
@@ -166,44 +162,8 @@ def test_mse_has_the_least_error_of_all_rules(x):
 
 
 @properties
-@given(x=tensors(dtypes=(torch.float32,), lowest=-60, highest=100), scheme=schemes)
-def test_dynamic_search_is_never_worse_than_no_factor(x, scheme):
-    size = scheme["macro_block"] or 32
-    size = x.shape[-1] if size == "row" else size
-    rule = scheme["scale_rule"]
-
-    def per_macro_block(**options):
-        error = (fake_quantize(x, scale_rule=rule, **options).double() - x.double()).square()
-        return torch.nn.functional.pad(error, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size)).sum(-1)
-
-    dynamic = per_macro_block(macro_block=scheme["macro_block"] or 32, macro_search="dynamic")
-    amax = torch.nn.functional.pad(x.double().abs(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size)).amax(-1)
-    assert (dynamic <= per_macro_block() * (1 + 1e-5) + amax.square() * 1e-12).all()
-
-
-@properties
 @given(x=tensors(), scheme=schemes, data=st.data())
 def test_every_row_is_on_its_own(x, scheme, data):
     rows = x.reshape(-1, x.shape[-1])
     row = data.draw(st.integers(0, rows.shape[0] - 1))
     assert torch.equal(fake_quantize(rows, **scheme)[row], fake_quantize(rows[row], **scheme))
-
-
-@properties
-@given(x=tensors(), scheme=schemes)
-def test_result_is_finite_and_input_untouched(x, scheme):
-    before = x.clone()
-    out = fake_quantize(x, **scheme)
-    assert out.isfinite().all()
-    assert torch.equal(x, before)
-    # Nothing changes sign, and a zero stays a zero, unless the residual pass pushes a small element across.
-    if scheme["outlier_fallback"] is None:
-        assert (out * x.sign() >= 0).all() and not out[x == 0].any()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_quantizing_twice_is_not_idempotent_with_a_macro_factor_in_general(rule):
-    """A reminder of what does not hold: the factor of the result differs from the factor of the input."""
-    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-    once = fake_quantize(x, scale_rule=rule, macro_block=128)
-    assert not torch.equal(fake_quantize(once, scale_rule=rule, macro_block=128), once)

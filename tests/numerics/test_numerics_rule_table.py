@@ -2,7 +2,6 @@
 """Every bfloat16 number as a block maximum: scale bytes by the bit tricks of the contract against exact definitions."""
 
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -17,17 +16,16 @@ PATTERNS = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfl
 NON_NEGATIVE = PATTERNS[: 2**15]
 
 
-def exact_exponent(a: Fraction, rule: str) -> int:
-    """The rule in words, on exact numbers."""
-    below = a.numerator.bit_length() - a.denominator.bit_length()
-    below = below if a >= Fraction(2) ** below else below - 1  # the largest power of two that is not above a
+def exact_exponent(a: float, rule: str) -> int:
+    """The rule in words. Of bfloat16 numbers, all of this arithmetic is exact in float64."""
+    below = math.frexp(a)[1] - 1  # the largest power of two that is not above a
     if rule == "rceil":  # the least scale that does not clip: 6 * 2**e >= a
         exponent = below - 3
-        while 6 * Fraction(2) ** exponent < a:
+        while 6 * 2.0**exponent < a:
             exponent += 1
         return exponent
     if rule == "even":  # a rounded to one mantissa bit, half up: 1.75 and above belong to the next power of two
-        halves = math.floor(a / Fraction(2) ** below * 2 + Fraction(1, 2))
+        halves = math.floor(a / 2.0**below * 2 + 0.5)
         return below - 2 + (halves == 4)
     return below - 2
 
@@ -37,7 +35,7 @@ def exact_byte(value: float, rule: str) -> int:
         return 255
     if value == 0:
         return 0
-    return min(max(exact_exponent(Fraction(value), rule) + 127, 0), 254)
+    return min(max(exact_exponent(value, rule) + 127, 0), 254)
 
 
 @pytest.fixture(scope="module")

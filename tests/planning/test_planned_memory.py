@@ -38,6 +38,9 @@ RUNS = {
     "packed + LoRA, checkpointing": ({"mode": "packed"}, BFLOAT16, BFLOAT16, True),
     "packed w4a4 + LoRA": ({"mode": "packed", "preset": "w4a4"}, BFLOAT16, BFLOAT16, False),
 }
+#: In every run; each option, dtype and form of weights and of saved inputs once.
+FEW = ("full precision", "qat, autocast, checkpointing", "qat, bfloat16", "w4a16", "saved mxfp4, checkpointing")
+FEW += ("w4a4g4, saved fp8", "rotation, stochastic", "packed + LoRA")
 SEQUENCES, TOKENS, RANK = 3, 64, 4
 
 
@@ -47,7 +50,7 @@ def config():
     return small
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.large) for name in RUNS])
 def test_a_step_takes_what_was_predicted(name):
     options, dtype, compute, checkpointing = RUNS[name]
     ids = torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS) % 512
