@@ -2,6 +2,7 @@
 """What importing the package does and costs, and which way its parts depend on each other."""
 
 import ast
+import functools
 import logging
 import os
 import re
@@ -194,11 +195,16 @@ def test_a_name_that_does_not_exist():
         _ = hf_mxfp4.MXFP5Linear
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imports_of(file: Path, root: Path) -> set[str]:
     """Absolute names of all that ``file`` imports, anywhere in it; ``root`` is the folder of its top-level package."""
     package = [root.name, *file.relative_to(root).parent.parts]
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -259,7 +265,7 @@ def test_dependencies_point_one_way(part):
 def imported_at_once(file: Path) -> set[str]:
     """Top-level packages that importing ``file`` imports, unlike those imported inside a function."""
     names = set()
-    nodes = list(ast.parse(file.read_text()).body)
+    nodes = list(parsed(file).body)
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):
