@@ -21,8 +21,11 @@ import pytest
 import torch
 from tiny_models import make_model
 
+from hf_mxfp4._logging import get_logger
+
 
 torch.set_num_threads(1)
+get_logger()  # it propagates nothing: caplog listens to such loggers, to those that there are when a test begins
 
 
 @pytest.fixture(scope="module", autouse=True)

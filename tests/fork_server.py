@@ -193,6 +193,9 @@ def _become_new_process(rank: int, port: int, request: dict) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    measured = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+    if measured:  # lines of this process count for the test that asked for it
+        measured.switch_context(os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" (", 1)[0] + "|run")
     if request["ranks"] > 1:
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"]}
         world |= {"LOCAL_WORLD_SIZE": request["ranks"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

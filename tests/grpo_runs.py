@@ -23,7 +23,12 @@ def prompts(count=8):
     return Dataset.from_list(rows)
 
 
-def trainer_factory(tmp_path):
+def logged(trainer, key):
+    """The values that were logged under a key, by step."""
+    return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
+
+
+def trainer_factory(tmp_path, layers=2):
     """`build(reward=..., **options)` makes a trainer: 2 prompts x 4 generations a step, 4 steps an epoch."""
     base = tmp_path / "base"
 
@@ -39,7 +44,7 @@ def trainer_factory(tmp_path):
         **options,
     ):
         if not base.exists():
-            make_model(layers=2, hidden=32, intermediate=48).save_pretrained(base)
+            make_model(layers=layers, hidden=32, intermediate=48).save_pretrained(base)
             TOKENIZER.save_pretrained(base)
         if policy is None:
             policy = AutoModelForCausalLM.from_pretrained(base, quantization_config=scheme or MXFP4RLConfig())

@@ -130,6 +130,13 @@ CONFIGS = {
     "skips": {"modules_to_not_convert": ["layers.0.mlp", "re:.*o_proj"]},
 }
 
+#: Options of products, and of single layers.
+GEMMS = {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "fp8", "x": "full", "rotation": "random-32"}}
+OVERRIDES = [
+    {"modules": "layers.0", "dgrad": {"grad": "full"}, "wgrad": {"grad": "full", "x": "reuse"}},
+    {"modules": "re:.*down_proj", "dgrad": {"rotation": "random-16"}},
+]
+
 
 def some(table: Mapping[str, Entry], *names: str) -> dict[str, Entry]:
     """The named entries of a table, in that order."""

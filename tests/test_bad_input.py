@@ -98,12 +98,15 @@ def test_integers_are_no_input_of_a_layer(dtype, preset):
         f"MXFP4Linear model.layers.0.mlp.up_proj: input is {dtype} but the weight is torch.float32; "
         "convert one of them, or run under torch.autocast"
     )
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="MXFP4Linear model.layers.0.mlp.up_pr"):
+        layer(torch.zeros(2, 32, dtype=dtype))
 
 
-def test_an_input_of_the_wrong_size():
+@pytest.mark.parametrize("shape", [(2, 33), ()], ids=str)
+def test_an_input_of_the_wrong_size(shape):
     with pytest.raises(ValueError) as error:
-        MXFP4Linear(32, 8, name="model.layers.0.mlp.up_proj")(torch.zeros(2, 33))
-    assert str(error.value) == ("MXFP4Linear model.layers.0.mlp.up_proj: input (2, 33) does not end in in_features=32")
+        MXFP4Linear(32, 8, name="model.layers.0.mlp.up_proj")(torch.zeros(shape))
+    assert str(error.value) == f"MXFP4Linear model.layers.0.mlp.up_proj: input {shape} does not end in in_features=32"
 
 
 def test_a_layer_outside_of_a_model_has_no_name_to_give():

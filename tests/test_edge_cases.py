@@ -1,49 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corners that a review of the quantizer and its layers found broken once."""
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+)
 
 import hf_mxfp4.report as report_module
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.module_names import fused_experts, split_linears
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 IDS = torch.arange(2, 14).view(2, 6)
-
-
-def swap(layer):
-    a, b = layer.weight.data[0, 0].clone(), layer.weight.data[0, 63].clone()
-    layer.weight.data[0, 0], layer.weight.data[0, 63] = b, a
-
-
-def swap_rows(layer):
-    layer.weight.data.copy_(layer.weight.data.flip(0))
-
-
-def negate(layer):
-    layer.weight.data.neg_()
-
-
-@pytest.mark.parametrize("change", [swap, swap_rows, negate])
-def test_stale_cache(change):
-    torch.manual_seed(0)
-    layer = MXFP4Linear(64, 48, config=MXFP4RLConfig(preset="w4a16", macro_search="static"))
-    with torch.no_grad():
-        layer.weight[:, :32].abs_()
-        layer.weight[:, 32:].abs_().neg_()
-    x = torch.randn(4, 64)
-    layer(x)
-    change(layer)
-    weight = fake_quantize(layer.weight.detach(), macro_block=128, macro_search="static", outlier_fallback=0.5)
-    assert torch.equal(layer(x), F.linear(x, weight, layer.bias))
 
 
 @pytest.mark.parametrize("how", ["moved", "argument"])
@@ -81,36 +61,6 @@ def test_import_leaves_triton_out():
     code = "import sys; sys.modules['torchao'] = None; import hf_mxfp4; print('triton' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.split() == ["False"]
-
-
-@pytest.mark.parametrize("preset", ["w4a4", "w4a16"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
-def test_integers_under_autocast(dtype, preset):
-    layer = MXFP4Linear(64, 32, config=MXFP4RLConfig(preset=preset), name="mlp.up_proj")
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="MXFP4Linear mlp.up_proj"):
-        layer(torch.ones(2, 64).to(dtype))
-
-
-@pytest.mark.parametrize("value", [5, 128.0, True], ids=["names-5", "block-128.0", "version-True"])
-def test_config_values(value):
-    name = {5: "modules_to_not_convert", 128.0: "macro_block", True: "format_version"}[value]
-    with pytest.raises(ValueError, match=f"{name}="):
-        MXFP4RLConfig(**{name: value})
-
-
-def test_generator_of_names_is_not_lost():
-    try:
-        names = MXFP4RLConfig(modules_to_not_convert=(n for n in ["layers.0"])).modules_to_not_convert
-    except ValueError:
-        return
-    assert names == ("layers.0",)
-
-
-def test_deleting_a_field():
-    config = MXFP4RLConfig(preset="w4a16")
-    with pytest.raises(AttributeError):
-        del config.preset
-    assert config.preset == "w4a16"
 
 
 def test_broken_regex_names_the_option():
@@ -151,11 +101,6 @@ def test_a_frozen_weight_does_not_keep_the_input_alive():
     assert (2, 64) not in [tuple(t.shape) for t in y.grad_fn.saved_tensors if t is not None]
 
 
-def test_from_dict_keyword_typo():
-    with pytest.raises(TypeError, match="scale_rule"):
-        MXFP4RLConfig.from_dict({}, scale_rul="floor")
-
-
 def test_shared_module():
     linear = torch.nn.Linear(8, 8)
     model = torch.nn.ModuleDict({"a": linear, "b": linear})
@@ -170,22 +115,12 @@ def test_dequantize_keeps_frozen_weights_frozen(checkpoint):
 
 
 def test_vision_towers_are_no_decoder():
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
     with torch.device("meta"):
         model = Gemma3ForConditionalGeneration(Gemma3Config())
     assert not [name for name in split_linears(model)[0] if "vision_tower" in name]
 
 
-def test_scalar_input():
-    with pytest.raises(ValueError, match="MXFP4Linear"):
-        MXFP4Linear(64, 32)(torch.tensor(1.0))
-
-
 def test_a_deleted_model_is_freed_at_once(checkpoint):
-    import gc
-    import weakref
-
     model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
     gc.collect()
     reference = weakref.ref(model.lm_head.weight)

@@ -2,6 +2,7 @@
 """What importing the package does and costs, and which way its parts depend on each other."""
 
 import ast
+import functools
 import logging
 import os
 import re
@@ -20,50 +21,90 @@ PACKAGE = Path(hf_mxfp4.__file__).parent
 KERNELS = Path(mxfp4_kernels.__file__).parent
 
 
-def run_python(code: str) -> str:
+def run_python(*arguments: str) -> subprocess.CompletedProcess:
+    """A new process, which has imported nothing. transformers imports torchao where it is installed, which loads much
+    that is not ours: the programs below hide it."""
     path = os.pathsep.join([str(PACKAGE.parent), str(KERNELS.parent)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done
 
 
-def test_import_registers_the_method_and_loads_nothing_heavy():
-    # transformers imports torchao where it is installed, which loads much that is not ours: hide it.
-    out = run_python(
-        "import sys\n"
-        "sys.modules['torchao'] = None\n"
-        "import hf_mxfp4\n"
-        "print(sorted({'torch', 'transformers'} & sys.modules.keys()))\n"
-        "import transformers, hf_mxfp4\n"
-        "print(sorted({'torch', 'transformers.quantizers'} & sys.modules.keys()))\n"
-        "from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs\n"
-        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
-        "print(configs['mxfp4_rl'], 'hf_mxfp4.layers' in sys.modules)\n"
-        "print(type(quantizers['mxfp4_rl'](hf_mxfp4.MXFP4RLConfig())) is hf_mxfp4.MXFP4RLQuantizer)\n"
-        "print(configs['mxfp4_rl'] is hf_mxfp4.MXFP4RLConfig, quantizers['mxfp4_rl'] is hf_mxfp4.MXFP4RLQuantizer)\n"
-        "print(hf_mxfp4.MXFP4RLConfig().describe(), hf_mxfp4.MXFP4Linear(32, 8).out_features)\n"
-        "print(sorted({'trl', 'mxfp4_kernels', 'matplotlib', 'peft'} & sys.modules.keys()))\n"
-    )
-    assert out.splitlines() == [
-        "[]",
-        "[]",
-        "<MXFP4RLConfig of hf_mxfp4, imported on use> False",
-        "True",
-        "True True",
-        f"{hf_mxfp4.MXFP4RLConfig().describe()} 8",
-        "[]",
-    ]
+LIGHT = """
+import contextlib, io, sys
+sys.modules["torchao"] = None
+def loaded(*names):
+    return sorted(set(names) & sys.modules.keys())
+import mxfp4_kernels
+print(loaded("triton", "torch", "transformers", "hf_mxfp4"))
+scheme = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
+print(mxfp4_kernels.supports("torch.float32", **scheme), loaded("triton", "torch"))
+for name in [name for name in sys.modules if name.partition(".")[0] == "mxfp4_kernels"]:
+    del sys.modules[name]
 
+import hf_mxfp4
+print(loaded("torch", "transformers"))
+sys.argv = ["/somewhere/bin/hf-mxfp4", "--help"]
+from hf_mxfp4.cli import app, main
+commands = [command.name for command in app.registered_commands]
+for arguments in (["--help"], ["--version"], *([name, "--help"] for name in commands)):
+    sys.argv[1:] = arguments
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        main()
+    assert printed.getvalue(), arguments
+print(len(commands), loaded("torch", "transformers", "matplotlib"))
+
+import transformers
+print(loaded("torch", "transformers.quantizers", "trl", "mxfp4_kernels", "matplotlib", "peft"))
+"""
+
+
+def test_importing_and_asking_for_help_load_nothing_heavy():
+    assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "None []", "[]", "9 []", "[]"]
+
+
+def test_help_of_the_module_imports_neither_torch_nor_transformers():
+    done = run_python("-X", "importtime", "-m", "hf_mxfp4.cli", "--help")
+    assert "analyze" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "hf_mxfp4.cli.plan" in imported and not {"torch", "transformers"} & imported
+
+
+#: Runs the programs that it is given, each in a fork that has imported what takes longest.
+IN_FORKS = """
+import os, sys, traceback
+sys.modules["torchao"] = None
+import torch, transformers.utils.quantization_config
+for number, program in enumerate(sys.argv[1:]):
+    print(f"program {number}", flush=True)
+    if os.fork() == 0:
+        try:
+            exec(program, {"__name__": "__main__"})
+        except BaseException:
+            print(traceback.format_exc())
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
+    os.wait()
+"""
+
+BEFORE_TRANSFORMERS = """
+import sys
+from hf_mxfp4.cli import app  # as a command begins
+import hf_mxfp4
+print("transformers.quantizers" in sys.modules)
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
+print(configs["mxfp4_rl"], "hf_mxfp4.layers" in sys.modules)
+print(type(quantizers["mxfp4_rl"](hf_mxfp4.MXFP4RLConfig())) is hf_mxfp4.MXFP4RLQuantizer)
+print(configs["mxfp4_rl"] is hf_mxfp4.MXFP4RLConfig, quantizers["mxfp4_rl"] is hf_mxfp4.MXFP4RLQuantizer)
+print(hf_mxfp4.MXFP4RLConfig().describe(), hf_mxfp4.MXFP4Linear(32, 8).out_features)
+print(sorted({"trl", "mxfp4_kernels", "matplotlib", "peft"} & sys.modules.keys()))
+"""
 
 AFTER_TRANSFORMERS = """
 import importlib, sys
-sys.modules["torchao"] = None
 from transformers.quantizers import auto
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
@@ -86,16 +127,8 @@ made = auto.AUTO_QUANTIZATION_CONFIG_MAPPING["mxfp4_rl"].from_dict({"preset": "w
 print(anew is hf_mxfp4, type(made) is anew.MXFP4RLConfig)
 """
 
-
-def test_import_after_transformers_and_reloading():
-    expected = ["False False", "True w4a16", "True True", "False MXFP4RLQuantizer", "False True"]
-    assert run_python(AFTER_TRANSFORMERS).splitlines() == expected
-
-
-THREADS = """
+IN_THREADS = """
 import sys, threading, traceback
-sys.modules["torchao"] = None
-import transformers.utils.quantization_config
 names = ["hf_mxfp4", "transformers.quantizers", "hf_mxfp4.quantizer.quantizer", "transformers.modeling_utils"]
 failed, barrier = [], threading.Barrier(len(names))
 def work(name):
@@ -114,60 +147,25 @@ print(failed, quantizers["mxfp4_rl"] is hf_mxfp4.MXFP4RLQuantizer)
 """
 
 
-def test_imports_in_threads_at_once():
-    assert run_python(THREADS).splitlines() == ["[] True"]
-
-
-HELP = """
-import contextlib, io, sys
-sys.argv = ["/somewhere/bin/hf-mxfp4", "--help"]
-from hf_mxfp4.cli import app, main
-commands = [command.name for command in app.registered_commands]
-for arguments in (["--help"], ["--version"], *([name, "--help"] for name in commands)):
-    sys.argv[1:] = arguments
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-        main()
-    assert printed.getvalue(), arguments
-print(len(commands), sorted({"torch", "transformers", "matplotlib"} & sys.modules.keys()))
-import hf_mxfp4
-print(hf_mxfp4.MXFP4RLConfig.__name__)
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
-print(quantizers["mxfp4_rl"].__name__)
-"""
-
-
-def test_help_of_the_command_imports_neither_torch_nor_transformers():
-    assert run_python("import sys; sys.modules['torchao'] = None\n" + HELP).splitlines() == [
-        "9 []",
-        "MXFP4RLConfig",
-        "MXFP4RLQuantizer",
+def test_the_method_is_registered_whoever_is_imported_first():
+    out = run_python("-c", IN_FORKS, BEFORE_TRANSFORMERS, AFTER_TRANSFORMERS, IN_THREADS).stdout
+    assert out.splitlines() == [
+        "program 0",
+        "False",
+        "<MXFP4RLConfig of hf_mxfp4, imported on use> False",
+        "True",
+        "True True",
+        f"{hf_mxfp4.MXFP4RLConfig().describe()} 8",
+        "[]",
+        "program 1",
+        "False False",
+        "True w4a16",
+        "True True",
+        "False MXFP4RLQuantizer",
+        "False True",
+        "program 2",
+        "[] True",
     ]
-
-
-def test_help_of_the_module_imports_neither_torch_nor_transformers():
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "hf_mxfp4.cli", "--help"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(KERNELS.parent)])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert "analyze" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "hf_mxfp4.cli.plan" in imported and not {"torch", "transformers"} & imported
-
-
-def test_a_command_registers_the_method_before_it_runs(tmp_path):
-    run_python(
-        "import sys\n"
-        "sys.modules['torchao'] = None\n"
-        "sys.argv = ['hf-mxfp4', 'simulate', '--elements', '1024', '--scheme', 'even']\n"
-        "from hf_mxfp4.cli import app\n"
-        "assert 'transformers' not in sys.modules\n"
-        "app(standalone_mode=False)\n"
-        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
-        "assert quantizers['mxfp4_rl'].__name__ == 'MXFP4RLQuantizer'\n"
-    )
 
 
 def test_only_the_noise_of_torchao_is_kept_off_the_terminal(caplog):
@@ -184,32 +182,12 @@ def test_only_the_noise_of_torchao_is_kept_off_the_terminal(caplog):
     assert heard == ["int4 is slow here", "something else", "Failed to load once more"]
 
 
-def test_kernels_import_neither_triton_nor_torch():
-    out = run_python(
-        "import sys\n"
-        "import mxfp4_kernels\n"
-        "print(sorted({'triton', 'torch', 'transformers', 'hf_mxfp4'} & sys.modules.keys()))\n"
-        "print(mxfp4_kernels.supports('torch.float32', scale_rule='rceil', macro_block=128, macro_search='static',"
-        " outlier_fallback=0.5))\n"
-        "print(sorted({'triton', 'torch'} & sys.modules.keys()))\n"
-    )
-    assert out.splitlines() == ["[]", "None", "[]"]
-
-
-@pytest.mark.parametrize("name", hf_mxfp4.__all__)
-def test_every_public_name_resolves(name):
-    assert getattr(hf_mxfp4, name) is not None
-    assert name in dir(hf_mxfp4)
-
-
-@pytest.mark.parametrize("name", ["MXFP4RLConfig", "MXFP4Linear", "fake_quantize", "quantize", "decompose"])
-def test_the_names_that_users_type_are_public(name):
-    assert name in hf_mxfp4.__all__
-
-
-@pytest.mark.parametrize("name", hf_mxfp4._PARTS)
-def test_parts_are_named_without_an_import_of_their_own(name):
-    assert getattr(hf_mxfp4, name).__name__ == f"hf_mxfp4.{name}"
+def test_public_names():
+    assert {"MXFP4RLConfig", "MXFP4Linear", "fake_quantize", "quantize", "decompose"} <= set(hf_mxfp4.__all__)
+    for name in hf_mxfp4.__all__:
+        assert getattr(hf_mxfp4, name) is not None and name in dir(hf_mxfp4), name
+    for name in hf_mxfp4._PARTS:  # without an import of their own
+        assert getattr(hf_mxfp4, name).__name__ == f"hf_mxfp4.{name}"
 
 
 def test_a_name_that_does_not_exist():
@@ -217,11 +195,16 @@ def test_a_name_that_does_not_exist():
         _ = hf_mxfp4.MXFP5Linear
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imports_of(file: Path, root: Path) -> set[str]:
     """Absolute names of all that ``file`` imports, anywhere in it; ``root`` is the folder of its top-level package."""
     package = [root.name, *file.relative_to(root).parent.parts]
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -282,7 +265,7 @@ def test_dependencies_point_one_way(part):
 def imported_at_once(file: Path) -> set[str]:
     """Top-level packages that importing ``file`` imports, unlike those imported inside a function."""
     names = set()
-    nodes = list(ast.parse(file.read_text()).body)
+    nodes = list(parsed(file).body)
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from processes import FORKED, PATHS, code, function, module, run, script, start
@@ -94,11 +95,12 @@ def test_a_command_runs_a_script_in_a_fork(tmp_path):
 
 
 def alive(pid):
+    """Whether a process runs; one that has ended and that its parent has not heard of yet does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return state not in "ZX"
 
 
 def ends(pid):

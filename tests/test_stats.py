@@ -1,9 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intervals of shares and of their differences, against published values."""
+"""Estimates and intervals of shares, of means and of their differences, against published values and brute force."""
 
+import itertools
+
+import numpy as np
 import pytest
 
-from hf_mxfp4.stats import difference_interval, share_text, wilson_interval
+from hf_mxfp4.stats import (
+    bootstrap_mean,
+    difference_interval,
+    mcnemar,
+    mean_pass_at_k,
+    paired_mean_difference,
+    paired_share_difference,
+    pass_at_k,
+    share_text,
+    wilson,
+    wilson_interval,
+)
+
+
+# Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
+@pytest.mark.parametrize(
+    ("correct", "n", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_intervals_are_the_published_ones(correct, n, low, high):
+    found = wilson(correct, n)
+    assert (found.value, found.n) == (correct / n, n)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=6e-5)
+    mirrored = wilson(n - correct, n)
+    assert (mirrored.low, mirrored.high) == pytest.approx((1 - found.high, 1 - found.low))
+
+
+def test_none_of_few_problems_is_no_certainty():
+    assert share_text(0.0, 8) == "0.000 [0.000, 0.324]"
+    assert share_text(1.0, 8) == "1.000 [0.676, 1.000]"
+    low, high = difference_interval((0, 8), (0, 8))
+    assert (low, high) == pytest.approx((-0.3244, 0.3244), abs=5e-5)
+
+
+@pytest.mark.parametrize(("correct", "n"), [(-1, 4), (5, 4), (0, 0), (1, 0)])
+def test_what_is_no_share_is_refused(correct, n):
+    for interval in (wilson, wilson_interval):
+        with pytest.raises(ValueError, match=f"0 <= correct <= n.*got {correct} of {n}"):
+            interval(correct, n)
 
 
 @pytest.mark.parametrize(
@@ -20,14 +61,79 @@ def test_differences_are_the_published_ones(first, second, low, high):
     assert difference_interval(first, second) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_none_of_few_problems_is_no_certainty():
-    assert share_text(0.0, 8) == "0.000 [0.000, 0.324]"
-    assert share_text(1.0, 8) == "1.000 [0.676, 1.000]"
-    low, high = difference_interval((0, 8), (0, 8))
-    assert (low, high) == pytest.approx((-0.3244, 0.3244), abs=5e-5)
+@pytest.mark.parametrize("n", range(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(n):
+    for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
+        expected = sum(map(any, subsets)) / len(subsets)
+        assert pass_at_k(n, correct, k) == pytest.approx(expected, abs=1e-15)
 
 
-@pytest.mark.parametrize(("correct", "n"), [(-1, 4), (5, 4), (0, 0)])
-def test_what_is_no_share_is_refused(correct, n):
-    with pytest.raises(ValueError, match=f"got {correct} of {n}"):
-        wilson_interval(correct, n)
+def test_pass_at_k_of_many_samples_and_its_limits():
+    assert pass_at_k(1000, 1, 500) == pytest.approx(0.5)
+    assert 0 < pass_at_k(100_000, 1, 1) < 1.1e-5
+    for wrong in ((4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1)):
+        with pytest.raises(ValueError, match="samples"):
+            pass_at_k(*wrong)
+
+
+def test_bootstrap_agrees_with_the_normal_interval_of_many_problems():
+    values = np.random.default_rng(1).beta(2, 3, size=2000)
+    found = bootstrap_mean(values)
+    half = 1.959964 * values.std() / np.sqrt(len(values))
+    assert found.value == pytest.approx(values.mean())
+    assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.1 * half)
+    assert bootstrap_mean(values) == found != bootstrap_mean(values, seed=1)
+
+
+def test_problems_that_are_all_alike_still_have_an_interval():
+    assert mean_pass_at_k([0] * 50, 8, 8) == wilson(0, 50)
+    assert mean_pass_at_k([8] * 50, 8, 1) == wilson(50, 50)
+    same = paired_mean_difference([0.5] * 40, [0.5] * 40)
+    assert same.value == 0 and same.low == -same.high < 0
+
+
+def test_a_single_sample_is_a_share_and_more_are_resampled_by_problem():
+    assert mean_pass_at_k([1, 0, 1, 1], 1, 1) == wilson(3, 4)
+    # Ten equal completions of each problem say no more than one.
+    counts = [10 * (i % 3 == 0) for i in range(300)]
+    found, share = mean_pass_at_k(counts, 10, 1), wilson(100, 300)
+    assert found.method != share.method
+    assert (found.low, found.high) == pytest.approx((share.low, share.high), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("only_first", "only_second", "p"),
+    [(10, 2, 158 / 4096), (2, 10, 158 / 4096), (0, 0, 1.0), (5, 5, 1.0), (0, 6, 2 / 64)],
+)
+def test_mcnemar_is_the_two_sided_binomial(only_first, only_second, p):
+    assert mcnemar(only_first, only_second) == pytest.approx(p)
+
+
+def test_mcnemar_of_more_problems_than_a_float_has_powers():
+    assert mcnemar(1000, 1000) == 1.0
+    assert 0 < mcnemar(1400, 1200) < 1e-3
+
+
+def test_paired_intervals_cover_the_true_difference():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(1000):
+        hard = rng.random(80)
+        first, second = hard + 0.1 * rng.random(80) < 0.6, hard + 0.1 * rng.random(80) < 0.5
+        interval, _ = paired_share_difference(first.tolist(), second.tolist())
+        covered += interval.low <= 0.1 <= interval.high
+    assert 0.93 <= covered / 1000 <= 0.985
+
+
+def test_pairing_sees_what_two_separate_intervals_do_not():
+    first = [i < 520 for i in range(1000)]
+    second = [i < 500 for i in range(1000)]
+    difference, p = paired_share_difference(first, second)
+    assert difference.value == pytest.approx(0.02) and difference.low > 0 and p < 1e-5
+    assert wilson(520, 1000).low < 0.5
+    assert paired_mean_difference(first, second).low > 0
+    with pytest.raises(ValueError, match="same problems twice, got 3 and 2"):
+        paired_share_difference([True] * 3, [True] * 2)
+    with pytest.raises(ValueError, match="got 0 and 0"):
+        paired_mean_difference([], [])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands of the three products of a linear layer, rotated and quantized along the contraction axis."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
@@ -187,7 +189,7 @@ def kept_weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmSta
         return rows_first(weight.detach(), state).to(dtype)
     if isinstance(weight, FakeTensor):
         return weight.new_empty(*weight.shape[:-1], padded_length(weight.shape[-1], state), dtype=dtype)
-    return state.cache.get(weight, dtype, lambda: weight_operand(weight, dtype, state))
+    return state.cache.get(weight, dtype, functools.partial(weight_operand, weight, dtype, state))
 
 
 def rows_first(weight: torch.Tensor, state: GemmState) -> torch.Tensor:

@@ -29,6 +29,9 @@ from .schemes import QuantScheme
 
 #: Scale exponents that the `mse` rule tries, from `E - 2`; the earlier one wins a tie.
 _MSE_OFFSETS = (0, 1, -1)
+#: Elements, of all candidates together, that a search for macro factors computes at a time. On the CPU what it needs
+#: stays in the processor's cache.
+_PORTION, _PORTION_CPU = 1 << 25, 1 << 19
 
 
 class Blocks:
@@ -37,7 +40,13 @@ class Blocks:
 
     def __init__(self, x: torch.Tensor, scheme: QuantScheme, axis: int, importance: torch.Tensor | None = None):
         self.scheme = scheme
-        rows = _as_float32(x.detach().movedim(axis, -1))
+        self.axis = axis
+        rows = x.detach().movedim(axis, -1)
+        if x.dtype == torch.float64:
+            # Finite values stay finite.
+            largest = torch.finfo(torch.float32).max
+            rows = torch.where(rows.isinf(), rows, rows.clamp(-largest, largest))
+        rows = rows.to(torch.float32, copy=True)
         self.shape = rows.shape
         length = self.shape[-1]
         self.blocks_per_row = -(-length // BLOCK_SIZE)
@@ -53,6 +62,8 @@ class Blocks:
             self.weight = to_blocks(weight.contiguous(), unit, scheme.block_rows).squeeze(0)
         self.amax = self.z.abs().amax(dim=-1)
         self.m8: torch.Tensor | None = None
+        #: Per block, what its values were multiplied by, or divided by.
+        self.factor: torch.Tensor | None = None
         self.multiplier: torch.Tensor | None = None
         #: Blocks with a residual pass, where the scheme selects them, and blocks in all.
         self.n_fallback: torch.Tensor | None = None
@@ -67,45 +78,47 @@ class Blocks:
         select: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[tuple, tuple | None]:
         """Grid values and scale bytes of the first pass, and of the residual pass or `None`. Stochastic rounding draws
-        from ``source``.
+        from ``source``. Consumes `z`.
 
         Under a ``fallback_rate``, ``select`` maps the errors of the blocks to the mask of those that get the residual
         pass; without it they are the scheme's share of largest errors.
         """
-        first = _quantize_pass(self.z, self.amax, self.scheme, self._noise(source, 0), self.weight)
         if self.scheme.outlier_fallback is None:
-            return first, None
-        q, scale = first
+            return self._pass(self.z, self.amax, self.scheme.rounding, source), None
+        q, scale = first = self._pass(self.z.clone(), self.amax, self.scheme.rounding, source)
         residual = self.z - q * decode_e8m0(scale).unsqueeze(-1)
         # Where the first pass is NaN, so is the whole result: the residual says nothing there.
         residual.masked_fill_((scale == E8M0_NAN).unsqueeze(-1), 0.0)
         if self.scheme.fallback_rate is not None:
             self._keep_selected(residual, select)
         amax = residual.abs().amax(dim=-1)
-        return first, _quantize_pass(residual, amax, self.scheme, self._noise(source, 1), self.weight)
+        return first, self._pass(residual, amax, self.scheme.rounding, source, draw=1)
 
-    def _noise(self, source: NoiseSource, draw: int) -> torch.Generator | torch.Tensor | None:
-        """What [`grid.round_stochastic`] takes."""
-        if not isinstance(source, int):
-            return source
-        return to_blocks(counted_uniform(self.shape, source, draw, self.z.device), self.unit, self.scheme.block_rows)
+    def _pass(
+        self, z: torch.Tensor, amax: torch.Tensor, rounding: str, source: NoiseSource = None, draw: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One quantization: grid values in the shape of ``z``, which is consumed, and scale bytes (int32) in that of
+        ``amax``."""
+        scale = scale_from_amax(amax, self.scheme.scale_rule)
+        if self.scheme.scale_rule is ScaleRule.MSE:
+            scale = _least_squares_scale(z, amax, scale, self.weight)
+        y = _over_scale(z, scale, out=z)
+        if rounding == "nearest":
+            return grid.round_nearest(y), scale
+        if isinstance(source, int):
+            uniform = counted_uniform(self.shape, source, draw, z.device)
+            source = to_blocks(uniform, self.unit, self.scheme.block_rows)
+        return grid.round_stochastic(y, source), scale
 
     def _keep_selected(self, residual: torch.Tensor, select: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         """Zero the residual of the blocks that are not selected: an all-zero block has scale byte 0 and codes 0."""
-        factor = None
-        if self.multiplier is None and self.m8 is not None:
-            factor = self._per_block(macro.macro_factor(self.m8))
-        errors = block_errors(residual, self.amax, factor, self.multiplier)[..., : self.blocks_per_row]
+        errors = block_errors(residual, self.amax, self.factor, self.multiplier)[..., : self.blocks_per_row]
         mask = select_share(errors, self.scheme.fallback_rate) if select is None else select(errors)
         self.n_fallback = mask.sum()
         residual[..., : self.blocks_per_row, :].masked_fill_(~mask.unsqueeze(-1), 0.0)
 
-    def rows(self, of_elements: torch.Tensor) -> torch.Tensor:
-        """What belongs to elements, ``[..., blocks, 32]`` or tiles, as rows ``[..., K]`` without the padding."""
-        return from_blocks(of_elements, self.shape, self.scheme.block_rows)
-
-    def dequantized(self, first: tuple, residual: tuple | None) -> torch.Tensor:
-        """Values ``[..., blocks, 32]`` of what [`quantize`] returned. Consumes it."""
+    def dequantized(self, first: tuple, residual: tuple | None, dtype: torch.dtype) -> torch.Tensor:
+        """Values of what [`quantize`] returned, as ``dtype`` and in the layout of ``x``. Consumes it."""
         q, scale = first
         out = q.mul_(decode_e8m0(scale).unsqueeze(-1))
         if residual is not None:
@@ -113,9 +126,10 @@ class Blocks:
             out.add_(q2.mul_(decode_e8m0(scale2).unsqueeze(-1)).mul_(self.scheme.outlier_fallback))
         if self.multiplier is not None:
             out.mul_(self.multiplier.unsqueeze(-1))
-        elif self.m8 is not None:
-            out.div_(self._per_block(macro.macro_factor(self.m8)).unsqueeze(-1))
-        return out
+        if self.factor is not None:
+            out.div_(self.factor.unsqueeze(-1))
+        rows = from_blocks(out, self.shape, self.scheme.block_rows)
+        return saturate(rows, dtype).to(dtype).movedim(-1, self.axis)
 
     def _per_block(self, per_macro: torch.Tensor) -> torch.Tensor:
         return per_macro.repeat_interleave(self.blocks_per_macro, dim=-1)
@@ -125,87 +139,69 @@ class Blocks:
         return per_block.view(*per_block.shape[:-1], n_macro, self.blocks_per_macro)
 
     def _apply_macro(self) -> None:
-        if self.scheme.macro_search == "blockwise":
-            mantissa = self._search_mantissas()
+        search = self.scheme.macro_search
+        if search == "blockwise":
+            mantissa = self._in_portions(self._best_mantissa, macro.BLOCK_MANTISSAS)
             self.m8 = macro.pack_mantissas(mantissa)
             self.multiplier = macro.mantissa_factor(mantissa)
             self.z.div_(self.multiplier.unsqueeze(-1))
             self.amax = self.amax / self.multiplier
             return
-        macro_amax = self._by_macro(self.amax).amax(dim=-1)
-        if self.scheme.macro_search == "static":
-            self.m8 = macro.static_macro(macro_amax)
+        if search == "static":
+            self.m8 = macro.static_macro(self._by_macro(self.amax).amax(dim=-1))
         else:
-            self.m8 = self._search_macro(macro_amax)
-        factor = self._per_block(macro.macro_factor(self.m8))
-        self.z.mul_(factor.unsqueeze(-1))
+            self.m8 = self._in_portions(self._best_macro, macro.DYNAMIC_CANDIDATES)
+        self.factor = self._per_block(macro.macro_factor(self.m8))
+        self.z.mul_(self.factor.unsqueeze(-1))
         # Rounding is monotonic, so the maximum of the products is the product of the maximum.
-        self.amax = self.amax * factor
+        self.amax = self.amax * self.factor
 
-    def _search_macro(self, macro_amax: torch.Tensor) -> torch.Tensor:
+    def _best_macro(self, z: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         """``m8`` of the candidate with the least squared error per macro block; the smallest factor wins a tie."""
-        best_error: torch.Tensor | None = None
-        best = torch.zeros_like(macro_amax, dtype=torch.int32)
-        unit = inverse_power_of_two(macro_amax)
-        for candidate in range(macro.DYNAMIC_CANDIDATES):
-            m8 = macro.dynamic_macro(candidate, macro_amax)
-            factor = self._per_block(macro.macro_factor(m8)).unsqueeze(-1)
-            z = self.z * factor
-            amax = self.amax * factor.squeeze(-1)
-            q, scale = _quantize_pass(z, amax, self.scheme, None, self.weight, rounding="nearest")
-            error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).div_(factor).sub_(self.z)
-            error.mul_(self._per_block(unit).unsqueeze(-1))
-            sse = self._by_macro(sum_of_squares(error, self.weight)).sum(dim=-1)
-            best, best_error = _keep_better(best, best_error, m8, sse)
-        return best
+        macro_amax = self._by_macro(amax).amax(dim=-1)
+        m8 = macro.dynamic_candidates(macro_amax)
+        factor = self._per_block(macro.macro_factor(m8))
+        q, scale = self._pass(z * factor.unsqueeze(-1), amax * factor, "nearest")
+        error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).div_(factor.unsqueeze(-1)).sub_(z)
+        error.mul_(self._per_block(inverse_power_of_two(macro_amax)).unsqueeze(-1))
+        sse = self._by_macro(sum_of_squares(error, self.weight)).sum(dim=-1)
+        return m8.gather(0, sse.argmin(dim=0, keepdim=True)).squeeze(0)
 
-    def _search_mantissas(self) -> torch.Tensor:
+    def _best_mantissa(self, z: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         """Two-bit mantissa of least squared error for every block; the smallest wins a tie, non-finite blocks get 0."""
-        best_error: torch.Tensor | None = None
-        best = torch.zeros_like(self.amax, dtype=torch.int32)
-        unit = inverse_power_of_two(self.amax).unsqueeze(-1)
-        for candidate in range(macro.BLOCK_MANTISSAS):
-            mantissa = torch.full_like(best, candidate)
-            factor = macro.mantissa_factor(mantissa)
-            z = self.z / factor.unsqueeze(-1)
-            q, scale = _quantize_pass(z, self.amax / factor, self.scheme, None, self.weight, rounding="nearest")
-            value = q.mul_(decode_e8m0(scale).unsqueeze(-1)).mul_(factor.unsqueeze(-1))
-            # The largest numbers may leave float32 here. An infinite error has no integer: processors disagree on it.
-            error = saturate(value, torch.float32).sub_(self.z).mul_(unit)
-            best, best_error = _keep_better(best, best_error, mantissa, sum_of_squares(error, self.weight))
-        return best.masked_fill_(~self.amax.isfinite(), 0)
+        factor = macro.mantissa_factor(torch.arange(macro.BLOCK_MANTISSAS, device=z.device)).view(-1, 1, 1)
+        q, scale = self._pass(z / factor.unsqueeze(-1), amax / factor, "nearest")
+        value = q.mul_(decode_e8m0(scale).unsqueeze(-1)).mul_(factor.unsqueeze(-1))
+        # The largest numbers may leave float32 here. An infinite error has no integer: processors disagree on it.
+        error = saturate(value, torch.float32).sub_(z).mul_(inverse_power_of_two(amax).unsqueeze(-1))
+        sse = sum_of_squares(error, self.weight)
+        return sse.argmin(dim=0).to(torch.int32).masked_fill_(~amax.isfinite(), 0)
+
+    def _in_portions(self, search: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tries: int) -> torch.Tensor:
+        """``search(z, amax)``, which returns int32 ``[rows, n]`` for ``z [rows, blocks, 32]`` and copies that ``tries``
+        times, of as many rows at a time as memory should be taken for."""
+        z, amax = self.z.unsqueeze(0).flatten(0, -3), self.amax.unsqueeze(0).flatten(0, -2)
+        portion = _PORTION_CPU if z.device.type == "cpu" else _PORTION
+        step = max(1, portion // max(1, tries * z.shape[1:].numel()))
+        if z.shape[0] <= step or z.device.type == "meta" or torch.compiler.is_compiling():
+            found = search(z, amax)
+        else:
+            first = search(z[:step], amax[:step])
+            found = first.new_empty(z.shape[0], first.shape[1])
+            found[:step] = first
+            for start in range(step, z.shape[0], step):
+                found[start : start + step] = search(z[start : start + step], amax[start : start + step])
+        return found.view(*self.amax.shape[:-1], found.shape[-1])
 
 
-def _quantize_pass(
-    z: torch.Tensor,
-    amax: torch.Tensor,
-    scheme: QuantScheme,
-    noise: torch.Generator | torch.Tensor | None,
-    weight: torch.Tensor | None,
-    rounding: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One quantization: grid values in the shape of ``z`` (float32) and scale bytes in that of ``amax`` (int32).
-    ``weight`` is that of the squared errors in searches."""
-    scale = scale_from_amax(amax, scheme.scale_rule)
-    if scheme.scale_rule is ScaleRule.MSE:
-        scale = _least_squares_scale(z, amax, scale, weight)
-    rounding = rounding or scheme.rounding
-    return _round_to_grid(z, scale, rounding, noise), scale
-
-
-def _round_to_grid(
-    z: torch.Tensor, scale: torch.Tensor, rounding: str, noise: torch.Generator | torch.Tensor | None = None
-) -> torch.Tensor:
+def _over_scale(z: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Blocks divided by their scales, no further from zero than what is finite once it is multiplied again."""
+    y = torch.mul(z, inverse_scale(scale).unsqueeze(-1), out=out)
     # A block with NaN or infinity has inverse scale 0: NaN * 0 and inf * 0 are NaN still, hence the masking.
-    y = z * inverse_scale(scale).unsqueeze(-1)
-    if z.device.type != "cpu" or (scale == E8M0_NAN).any():
+    if y.device.type != "cpu" or (scale == E8M0_NAN).any():
         y.masked_fill_((scale == E8M0_NAN).unsqueeze(-1), 0.0)
     limit = largest_finite_magnitude(scale)
-    if limit is not None:
-        y = torch.minimum(torch.maximum(y, -limit.unsqueeze(-1)), limit.unsqueeze(-1))
-    if rounding == "stochastic":
-        return grid.round_stochastic(y, noise)
-    return grid.round_nearest(y)
+    return y if limit is None else torch.minimum(torch.maximum(y, -limit.unsqueeze(-1)), limit.unsqueeze(-1))
 
 
 def _least_squares_scale(
@@ -215,7 +211,7 @@ def _least_squares_scale(
     best, best_error = first, None
     for offset in _MSE_OFFSETS:
         scale = torch.where(first == E8M0_NAN, first, (first + offset).clamp(0, 254))
-        q = _round_to_grid(z, scale, "nearest")
+        q = grid.round_nearest(_over_scale(z, scale))
         error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).sub_(z).mul_(unit)
         best, best_error = _keep_better(best, best_error, scale, sum_of_squares(error, weight))
     return best
@@ -229,14 +225,6 @@ def _keep_better(
         return candidate, error
     better = error < best_error
     return torch.where(better, candidate, best), torch.where(better, error, best_error)
-
-
-def _as_float32(x: torch.Tensor) -> torch.Tensor:
-    """A float32 copy of ``x``, in which finite values stay finite."""
-    if x.dtype == torch.float64:
-        largest = torch.finfo(torch.float32).max
-        x = torch.where(x.isinf(), x, x.clamp(-largest, largest))
-    return x.to(torch.float32, copy=True)
 
 
 def to_blocks(rows: torch.Tensor, unit: int, block_rows: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from .blocks import Blocks, from_blocks, to_blocks
 from .e2m1 import round_nearest
 from .e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0
-from .quantize import check_input, selector, unblock
+from .quantize import check_input, selector
 from .schemes import QuantScheme, one_of
 
 
@@ -137,7 +137,7 @@ def decompose_scheme(
     blocks = Blocks(x, scheme, axis)
     first, residual = blocks.quantize(generator, select)
     scale_ratio = _scale_ratio(blocks, first[1])
-    quantized = unblock(blocks, blocks.dequantized(first, residual), x.dtype, axis)
+    quantized = blocks.dequantized(first, residual, x.dtype)
     ideal, deadzone = _ideal_quantization(x.movedim(axis, -1), scheme.block_rows)
     ideal, deadzone = ideal.movedim(-1, axis), deadzone.movedim(-1, axis)
 

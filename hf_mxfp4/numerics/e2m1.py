@@ -20,19 +20,15 @@ _EXPONENT_FIELD = 0x7F800000
 _ONE_BITS = 0x3F800000
 
 
-def _round_anchor(y: torch.Tensor) -> torch.Tensor:
-    """``2**max(floor(log2|y|), 0)``, the start of the binade of ``y``: twice the grid step there."""
-    bits = y.view(torch.int32) & _EXPONENT_FIELD
-    return bits.clamp_(min=_ONE_BITS).view(torch.float32)
-
-
 def round_nearest(y: torch.Tensor) -> torch.Tensor:
     """Round float32 values onto the E2M1 grid, to nearest, ties to the even code. Values beyond 6 saturate.
 
     ``y`` is consumed: its storage holds the result.
     """
     y = y.clamp_(-E2M1_MAX, E2M1_MAX)
-    anchor = _round_anchor(y).mul_(0.5 * _ROUND_MAGIC)
+    # 2**max(floor(log2|y|), 0), the start of the binade of y, is twice the grid step there.
+    binade = (y.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=_ONE_BITS).view(torch.float32)
+    anchor = binade.mul_(0.5 * _ROUND_MAGIC)
     return y.add_(anchor).sub_(anchor)
 
 
@@ -43,7 +39,8 @@ def round_stochastic(y: torch.Tensor, noise: torch.Generator | torch.Tensor | No
     ``noise`` is uniform in [0, 1), float32 in the shape of ``y``, or the generator to draw it from.
     """
     y = y.clamp_(-E2M1_MAX, E2M1_MAX)
-    step = _round_anchor(y).mul_(0.5)
+    binade = (y.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=_ONE_BITS).view(torch.float32)
+    step = binade.mul_(0.5)
     if not isinstance(noise, torch.Tensor):
         noise = torch.rand(y.shape, dtype=torch.float32, device=y.device, generator=noise)
     position = y.abs().div_(step)

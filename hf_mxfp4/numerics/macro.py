@@ -34,10 +34,11 @@ def static_macro(amax: torch.Tensor) -> torch.Tensor:
     return ((bits >> 15) & 0xFF).masked_fill_(unusable, 0)
 
 
-def dynamic_macro(candidate: int, amax: torch.Tensor) -> torch.Tensor:
-    """``m8`` of candidate ``0..15`` of the dynamic search for every macro block, 0 where [`static_macro`] is too."""
-    unusable = ~(amax < _TOO_LARGE_TO_SCALE)
-    return torch.full(amax.shape, 16 * candidate, dtype=torch.int32, device=amax.device).masked_fill_(unusable, 0)
+def dynamic_candidates(amax: torch.Tensor) -> torch.Tensor:
+    """``m8`` (int32 ``[16, ...]``) that the dynamic search tries for every macro block, from the smallest factor on; 0
+    where [`static_macro`] is too."""
+    m8 = torch.arange(0, 256, 256 // DYNAMIC_CANDIDATES, dtype=torch.int32, device=amax.device)
+    return torch.where(amax < _TOO_LARGE_TO_SCALE, m8.view(-1, *[1] * amax.dim()), 0)
 
 
 def macro_factor(m8: torch.Tensor) -> torch.Tensor:

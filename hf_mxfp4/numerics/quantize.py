@@ -30,10 +30,10 @@ from numbers import Real
 import torch
 
 from . import e2m1 as grid
-from .blocks import Blocks, per_row
+from .blocks import Blocks, from_blocks, per_row
 from .e8m0 import ScaleRule
 from .fallback import FallbackThreshold, select_above
-from .packed import MXFP4Tensor, saturate
+from .packed import MXFP4Tensor
 from .rng import NoiseSource, noise_source
 from .schemes import QuantScheme
 
@@ -147,7 +147,7 @@ def _quantize(
         (q, scale), residual = blocks.quantize(source, select)
 
         def codes_of(values: torch.Tensor) -> torch.Tensor:
-            return grid.pack_codes(blocks.rows(grid.encode_e2m1(values)))
+            return grid.pack_codes(from_blocks(grid.encode_e2m1(values), blocks.shape, block_rows))
 
         def byte_of(values: torch.Tensor) -> torch.Tensor:
             return per_row(values.to(torch.uint8), blocks.shape, block_rows).contiguous()
@@ -219,13 +219,8 @@ def _quantize_dequantize(
     axis = check_input(x, axis, scheme.block_rows)
     with torch.no_grad():
         blocks = Blocks(x, scheme, axis, importance)
-        values = unblock(blocks, blocks.dequantized(*blocks.quantize(source, select)), x.dtype, axis)
+        values = blocks.dequantized(*blocks.quantize(source, select), x.dtype)
     return values, blocks.n_fallback, blocks.n_blocks
-
-
-def unblock(blocks: Blocks, values: torch.Tensor, dtype: torch.dtype, axis: int) -> torch.Tensor:
-    """Values of blocks, as ``dtype``, in the layout of the tensor that they were made of. ``values`` is consumed."""
-    return saturate(blocks.rows(values), dtype).to(dtype).movedim(-1, axis)
 
 
 def selector(scheme: QuantScheme, fallback_threshold: float | None) -> Callable[[torch.Tensor], torch.Tensor] | None:

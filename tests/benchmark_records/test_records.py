@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all benchmarks share: their options, and what every record says of where and when it was made."""
+"""What all benchmarks share: their options, what every record says of where and when it was made, and the documents,
+whose numbers are those of the committed records."""
 
 import datetime
 import json
+import re
 
 import pytest
 import torch
 
+from benchmarks import write_docs
+from benchmarks.pretrain_study import record, stated
 from benchmarks.records import RESULTS, made, median_ratio, option_parser, write
 
 
@@ -31,3 +35,73 @@ def test_records_go_to_the_file_that_is_named_or_nowhere(tmp_path, monkeypatch):
 
 def test_ratios_are_taken_within_a_round():
     assert median_ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0]) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("name", write_docs.DOCUMENTS)
+def test_the_tables_are_those_of_the_records(name):
+    text = (write_docs.ROOT / name).read_text()
+    assert write_docs.MARKED.search(text), "no table"
+    assert write_docs.filled(text) == text, "run `python -m benchmarks.write_docs`"
+
+
+def test_a_changed_number_is_noticed():
+    text = (write_docs.ROOT / "docs" / "error-analysis.md").read_text()
+    changed = text.replace("| rceil | 1.3", "| rceil | 1.2", 1)
+    assert changed != text and write_docs.filled(changed) == text
+
+
+def test_every_table_is_shown_somewhere():
+    shown = {
+        match[2]
+        for name in write_docs.DOCUMENTS
+        for match in write_docs.MARKED.finditer((write_docs.ROOT / name).read_text())
+    }
+    assert shown == set(write_docs.TABLES)
+
+
+def test_plots_that_are_linked_exist():
+    for name in write_docs.DOCUMENTS:
+        path = write_docs.ROOT / name
+        for link in re.findall(r"\]\(([^)]*\.(?:svg|png))\)", path.read_text()):
+            assert (path.parent / link).is_file(), link
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_records_say_what_made_them(path):
+    records = json.loads(path.read_text())
+    assert records
+    for entry in records:
+        for key in ("name", "shape", "value", "unit", "hardware", "versions", "command", "date"):
+            assert entry.get(key) is not None, (key, entry)
+        assert {"baseline", "ratio", "ceiling_fraction"} <= entry.keys()
+
+
+def study(overhead):
+    arm = {
+        "overhead": {"by_seed": [], "n": 2, "n_finite": 2, "sd": 0.1, "interval": None, **overhead},
+        "gap": {"mean": 0.01, "interval": None},
+        "curve": [[[0, 4.0]]],
+    }
+    return {
+        "baseline": "full precision (float32)", "parameters": 800_000, "steps": 420, "tokens_per_step": 1024,
+        "entropy": 1.2, "budget_tokens": 307200, "target_fraction": 0.9, "arms": {"all": arm},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "overhead, value, unit, ratio",
+    [
+        ({"mean": 0.25}, 0.25, "token overhead", 0.8),
+        ({"mean": None, "at_least": 0.6}, 0.6, "token overhead, at least", 0.625),
+        ({"mean": None, "at_least": None}, "diverged", "token overhead, at least", None),
+    ],
+)
+def test_the_record_of_a_pretraining_study_says_what_its_summary_says(overhead, value, unit, ratio):
+    entry = record("all", study(overhead), "command", "machine")
+    assert (entry["value"], entry["unit"], entry["ratio"]) == (value, unit, ratio)
+    assert entry["shape"] == "0.80 M parameters, 420 steps of 1024 tokens" and entry["paper"] == "26-27 %"
+    assert entry["command"] == "command" and entry["hardware"] == "machine"
+
+
+def test_what_the_paper_states():
+    assert [stated(arm) for arm in ("fprop", "all_sr", "ours")] == ["8-9 %", "does not converge", None]

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from undrawn import leave_figures_undrawn
 
 from benchmarks import soak
 from hf_mxfp4 import MXFP4GRPOTrainer
@@ -12,7 +13,12 @@ from hf_mxfp4 import MXFP4GRPOTrainer
 
 QUICK = """--sft_steps=2 --sft_batch_size=8 --tiny_hidden_size=32 --tiny_num_layers=2 --per_device_train_batch_size=8
 --num_generations=4 --n_test=8 --greedy_batch_size=8 --reload_check=0 --logging_steps=1 --save_strategy=no
---report_every=0""".split()
+--report_every=0 --n_train=200""".split()
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    leave_figures_undrawn(monkeypatch.setattr)
 
 
 def test_slope_of_a_line_in_noise_is_within_its_interval():
@@ -28,7 +34,7 @@ def test_slope_of_no_growth_is_zero_and_few_samples_are_refused():
         soak.slope([(i, 5.0) for i in range(9)])
 
 
-@pytest.mark.parametrize("mode", ["qat", "lora"])
+@pytest.mark.parametrize("mode", ["qat", pytest.param("lora", marks=pytest.mark.large)])
 def test_a_short_soak_finds_nothing(mode, tmp_path):
     entry = soak.soak(mode, 14, tmp_path / "run", every=1, options=QUICK)
     assert entry["rollouts_compared"] == 14 and entry["log_entries_with_noise"] > 5

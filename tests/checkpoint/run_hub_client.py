@@ -4,21 +4,20 @@
     python run_hub_client.py push FOLDER
     python run_hub_client.py pull FOLDER REPOSITORY...
 
-A process of its own, because the client reads its settings when it is imported.
+A process of its own: the client's settings, read when it was imported, are read again from the environment.
 """
 
+import importlib
 import json
 import sys
 import time
 from pathlib import Path
 
+import huggingface_hub
+import torch
+from transformers import AutoModelForCausalLM
 
-sys.modules["torchao"] = None  # transformers would import it, for seconds
-
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-import hf_mxfp4  # noqa: E402
+import hf_mxfp4
 
 
 IDS = torch.arange(12)[None]
@@ -83,5 +82,6 @@ def pull(folder: Path, *repositories: str) -> dict:
 
 
 if __name__ == "__main__":
+    importlib.reload(huggingface_hub.constants)
     action, folder, *rest = sys.argv[1:]
     print(json.dumps({"push": push, "pull": pull}[action](Path(folder), *rest)))

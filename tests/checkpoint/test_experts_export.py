@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts in conversions: packing a folder, exports, and the way back; the names that files have for experts."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from export_files import config_in, decode, header_and_data, save_packed, save_plain
@@ -19,7 +14,6 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
 from hf_mxfp4.checkpoint.io.folder import CheckpointError
 from hf_mxfp4.checkpoint.io.tensor_names import FileNames, Piece
-from hf_mxfp4.layers import MXFP4PackedExperts
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
@@ -252,88 +246,3 @@ def test_the_model_card_of_packed_experts(tmp_path):
     n_weights = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 4 * 3 * 96 * 64)
     report = model.quantization_report
     assert report.n_weights == n_weights and report.bits_per_weight == 4.25 and "| 4.25 |" in card
-
-
-LOADER = """
-import sys
-sys.modules["hf_mxfp4"] = None  # importing it is an error
-sys.modules["torchao"] = None  # transformers would import it, for seconds
-import torch
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
-found = {}
-loads = {"bf16": [None], "ct": [None, CompressedTensorsConfig(dequantize=True)], "oss": [Mxfp4Config(dequantize=True)]}
-for name in sys.argv[1:]:
-    for load, config in enumerate(loads[name.rpartition("-")[2]]):
-        options = {} if config is None else {"quantization_config": config}
-        model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
-        assert not any(info.values()), (name, load, info)
-        found[name, load] = model(torch.arange(2, 14).view(2, 6)).logits.detach()
-torch.save(found, "logits.pt")
-"""
-
-
-@pytest.mark.slow
-def test_plain_transformers_loads_what_was_exported(tmp_path):
-    pytest.importorskip("compressed_tensors")
-    expected = {}
-    for family in FAMILIES:
-        # Attention of a gpt-oss model is bfloat16 in that format.
-        config = {"modules_to_not_convert": ["self_attn"]} if family == "gpt_oss" else {}
-        source = save_packed(tmp_path / family, family, config=config)
-        model = AutoModelForCausalLM.from_pretrained(source)
-        assert isinstance(model.model.layers[0].mlp.experts, MXFP4PackedExperts)
-        for format in ("bf16", "gpt-oss" if family == "gpt_oss" else "compressed-tensors"):
-            name = f"{family}-{format.replace('compressed-tensors', 'ct')}"
-            export(source, tmp_path / name, format)
-            expected[name] = model(IDS).logits
-    # A new process, in which nothing of this package has been imported.
-    environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", LOADER, *expected],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found = torch.load(tmp_path / "logits.pt")
-    assert len(found) == 4 + 1 + 2 * 3
-    for (name, load), values in found.items():
-        assert torch.equal(values, expected[name]), (name, load)
-
-
-MEMORY = """
-import resource, torch
-from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
-config = MXFP4RLConfig(mode="packed", macro_block=None, scale_rule="even", modules_to_not_convert=["layers.1.mlp"])
-def everything(name):
-    pack_checkpoint(name, f"{name}-packed", config)
-    export(f"{name}-packed", f"{name}-ct", "compressed-tensors")
-    import_checkpoint(f"{name}-ct", f"{name}-back")
-    export(f"{name}-packed", f"{name}-bf16", "bf16")
-everything("small")
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-everything("large")
-print("grew", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes there")
-def test_memory_is_that_of_one_expert(tmp_path):
-    save_plain(tmp_path / "small", "qwen3_moe")
-    extra = {"num_experts": 32, "moe_intermediate_size": 512}
-    save_plain(tmp_path / "large", "qwen3_moe", hidden=1024, **extra)
-    size = (tmp_path / "large" / "model.safetensors").stat().st_size
-    assert size > 200e6  # one fused gate_up_proj of 32 experts is 67 MB
-    # A new process: a forked one shares memory, and has not touched what it shares.
-    root = Path(hf_mxfp4.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    grew = int(done.stdout.split()[-1])
-    assert grew < 40e6, grew

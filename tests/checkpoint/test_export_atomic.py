@@ -111,13 +111,13 @@ def test_a_kill_leaves_nothing_half_written(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(KILLED)
     existed = False
-    for trial in range(30):
+    for trial in range(12):
         with subprocess.Popen(
             [sys.executable, str(program)], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
         ) as process:
             for _ in range(1 + trial % 2):  # every other trial sees one save to its end
                 process.stdout.readline()
-            time.sleep(0.001 * trial)
+            time.sleep(0.0025 * trial)
             process.send_signal(signal.SIGKILL)
         # Between the two renames of a replacement the old folder waits, whole, under another name.
         places = [tmp_path / "out"] if (tmp_path / "out").exists() else list(tmp_path.glob(".out.replaced-*"))

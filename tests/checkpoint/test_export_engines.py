@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exported checkpoints in plain transformers with compressed-tensors, in a process that cannot import this package."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,13 +13,12 @@ from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4.checkpoint import export
+from hf_mxfp4.layers import MXFP4PackedExperts
 
 
 pytest.importorskip("compressed_tensors")
 
 IDS = torch.arange(2, 14).view(2, 6)
-#: Exported from plain checkpoints, with the rule of the scales.
-PLAIN = {"plain-llama": ("llama", "even"), "plain-rceil": ("qwen2", "rceil"), "plain-experts": ("qwen3_moe", "even")}
 MODELS = {
     "qwen2-biases-tied": {"family": "qwen2", "tie": True},
     "qwen2-float32": {"family": "qwen2", "dtype": torch.float32},
@@ -27,53 +27,81 @@ MODELS = {
     "llama-requantized": {"family": "llama", "config": {"macro_block": 128, "outlier_fallback": 0.5}},
     "llama-odd-length": {"family": "llama", "intermediate": 80},
 }
+#: Exported from plain checkpoints, with the rule of the scales.
+PLAIN = {"plain-llama": ("llama", "even"), "plain-rceil": ("qwen2", "rceil"), "plain-experts": ("qwen3_moe", "even")}
+#: With their experts quantized: the formats they are exported to.
+MIXTURES = {
+    "qwen3_moe": ["bf16", "compressed-tensors"],
+    "qwen2_moe": ["bf16", "compressed-tensors"],
+    "mixtral": ["bf16", "compressed-tensors"],
+    "gpt_oss": ["bf16", "gpt-oss"],
+}
+#: Each folder is loaded in the given ways: as it is, and dequantized by a format's own config.
 LOADER = """
-import sys
+import json, sys
 sys.modules["hf_mxfp4"] = None  # importing it is an error
 sys.modules["torchao"] = None  # transformers would import it, for seconds
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
+configs = {"compressed-tensors": CompressedTensorsConfig, "gpt-oss": Mxfp4Config}
 found = {}
-for name in sys.argv[1:]:
-    model, info = AutoModelForCausalLM.from_pretrained(f"out-{name}", output_loading_info=True)
-    assert not any(info.values()), (name, info)
-    found[name] = model(torch.arange(2, 14).view(2, 6)).logits.detach()
+for name, ways in json.loads(sys.argv[1]).items():
+    for way in ways:
+        options = {"quantization_config": configs[way](dequantize=True)} if way in configs else {}
+        model, info = AutoModelForCausalLM.from_pretrained(f"out-{name}", output_loading_info=True, **options)
+        assert not any(info.values()), (name, way, info)
+        found[name, way] = model(torch.arange(2, 14).view(2, 6)).logits.detach()
 torch.save(found, "logits.pt")
 """
 
 
+def quantized_again(model):
+    """The model with plain MXFP4 weights of its dequantized ones, through stand-ins for its layers, so that nothing of
+    the exporter is used."""
+    for layer in [m for m in model.modules() if hasattr(m, "dequantized_weight")]:
+        values = layer.dequantized_weight(torch.float32)
+        plain = hf_mxfp4.quantize(values, scale_rule=layer.config.scale_rule).dequantize(torch.bfloat16)
+        layer.forward = lambda x, w=plain, b=layer.bias: torch.nn.functional.linear(x, w, b)
+    return model
+
+
 @pytest.mark.slow
 def test_logits_are_ours_bit_for_bit(tmp_path):
-    expected = {}
+    expected, ways = {}, {}
     for name, options in MODELS.items():
         folder = save_packed(tmp_path / name, **options)
         export(folder, tmp_path / f"out-{name}", "compressed-tensors", "requantize")
-        if "requantized" in name:
-            model = AutoModelForCausalLM.from_pretrained(folder)
-            for layer in [m for m in model.modules() if hasattr(m, "dequantized_weight")]:
-                values = layer.dequantized_weight(torch.float32)
-                plain = hf_mxfp4.quantize(values, scale_rule=layer.config.scale_rule).dequantize(torch.bfloat16)
-                # A stand-in for the layer, so that nothing of the exporter is used.
-                layer.forward = lambda x, w=plain, b=layer.bias: torch.nn.functional.linear(x, w, b)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        expected[name] = model(IDS).logits
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        expected[name] = (quantized_again(model) if "requantized" in name else model)(IDS).logits
+        ways[name] = ["as it is"]
     for name, (family, rule) in PLAIN.items():
         folder = save_plain(tmp_path / name, family)
         export(folder, tmp_path / f"out-{name}", "compressed-tensors", scale_rule=rule)
         config = hf_mxfp4.MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule=rule, macro_block=None)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
         expected[name] = model(IDS).logits
+        ways[name] = ["as it is"]
+    for family, formats in MIXTURES.items():
+        # Attention of a gpt-oss model is bfloat16 in that format.
+        config = {"modules_to_not_convert": ["self_attn"]} if family == "gpt_oss" else {}
+        folder = save_packed(tmp_path / family, family, config=config)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert isinstance(model.model.layers[0].mlp.experts, MXFP4PackedExperts)
+        for format in formats:
+            name = f"{family}-{format}"
+            export(folder, tmp_path / f"out-{name}", format)
+            expected[name] = model(IDS).logits
+            ways[name] = {"bf16": ["as it is"], "gpt-oss": ["gpt-oss"]}.get(format, ["as it is", format])
     # A new process, in which nothing of this package has been imported.
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", LOADER, *expected], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", LOADER, json.dumps(ways)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "logits.pt")
-    for name in expected:
-        assert found[name].dtype == torch.bfloat16
-        assert torch.equal(found[name], expected[name]), name
+    assert len(found) == 6 + 3 + 4 + 1 + 2 * 3
+    for (name, way), logits in found.items():
+        assert logits.dtype == torch.bfloat16
+        assert torch.equal(logits, expected[name]), (name, way)
 
 
 def test_compressed_tensors_reads_the_config_as_it_is_meant(tmp_path):

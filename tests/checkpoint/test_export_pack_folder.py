@@ -2,10 +2,6 @@
 """Packing a folder without loading the model: the same files as packing the model and saving it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -120,43 +116,3 @@ def test_what_cannot_be_packed_says_why(tmp_path):
         ):
             pack_checkpoint(plain, tmp_path / "out", config)
     assert not (tmp_path / "out").exists()
-
-
-MEMORY = """
-import resource, sys, torch, transformers
-from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
-config = MXFP4RLConfig(mode="packed", macro_block=None, scale_rule="even")
-pack_checkpoint("small", "small-packed", config); export("small-packed", "small-ct", "compressed-tensors")
-import_checkpoint("small-ct", "small-back"); export("small-packed", "small-bf16", "bf16")
-export("small", "small-straight", "compressed-tensors")
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-pack_checkpoint("large", "packed", config)
-export("packed", "ct", "compressed-tensors")
-import_checkpoint("ct", "back")
-export("packed", "bf16", "bf16")
-export("large", "straight", "compressed-tensors")
-print("grew", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes there")
-def test_memory_is_that_of_one_layer(tmp_path):
-    save_plain(tmp_path / "small")
-    save_plain(tmp_path / "large", "llama", layers=48, hidden=512, intermediate=1024, vocab_size=8192)
-    size = (tmp_path / "large" / "model.safetensors").stat().st_size
-    assert size > 200e6
-    # A new process: a forked one shares memory, and has not touched what it shares.
-    root = Path(hf_mxfp4.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    grew = int(done.stdout.split()[-1])
-    # The largest layer is 1 MB; the eager steps on it and buffers of 16 MB are what is left.
-    assert grew < 60e6, grew
-    packed = (tmp_path / "packed" / "model.safetensors").stat().st_size
-    for name in ("back", "straight"):
-        assert (tmp_path / name / "model.safetensors").stat().st_size == pytest.approx(packed, rel=1e-3)

@@ -4,14 +4,13 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hub_server import HubServer, Repo
 from huggingface_hub import ModelCard
+from processes import run, script
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
@@ -22,11 +21,9 @@ WRITTEN_CARD = "---\nlicense: mit\ntags: [mine]\n---\n# Written by hand\n"
 
 
 def run_client(hub: HubServer, action: str, folder: Path, *names: str) -> dict:
-    """What the client reports. A new process: it reads the Hub's address when it is imported."""
+    """What the client reports."""
     environment = os.environ | hub.environment(str(folder / f"cache-{action}"))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-W", "ignore", str(CLIENT), action, str(folder), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = run(script(CLIENT, action, folder, *names), environment=environment, no_warnings=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -136,12 +136,13 @@ def test_an_exception_leaves_the_folder_as_it_was(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_killed_at_random_moments(tmp_path):
+@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.large)])
+def test_killed_at_random_moments(tmp_path, count):
     program = Path(__file__).with_name("run_killed_saves.py")
-    done = run(script(program, tmp_path, 40), no_warnings=True)
+    done = run(script(program, tmp_path, count), no_warnings=True)
     assert done.returncode == 0, done.stderr
     *trials, end = json.loads(done.stdout.splitlines()[-1])
-    assert len(trials) == 40
+    assert len(trials) == count
     for trial in trials:
         (number,) = trial["numbers"]
         assert number in (trial["finished"], trial["finished"] + 1)

@@ -116,9 +116,19 @@ def noise_of_each_rank(trainer: MXFP4GRPOTrainer) -> list[list[float]]:
     return trainer.accelerator.gather(mine).tolist()
 
 
+def refusal(build, *arguments, **options) -> str | None:
+    """Why something cannot be made; None where it can."""
+    try:
+        build(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_precision: str = "no", fsdp=None) -> None:
     """Train the plain trainer, GRPO, and GRPO once more from its checkpoint in the middle; rank 0 writes what they saw
-    to ``out/results.pt``, and each saves its model."""
+    to ``out/results.pt``, and each saves its model. At the end compiled rollouts are asked for, where weights are
+    sharded."""
     out = Path(out)
     if engine:
         use_engine(engine, out, mixed_precision, fsdp)
@@ -142,6 +152,8 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
         }
         trainer.save_model(str(out / kind / "saved"))
         trainer.accelerator.wait_for_everyone()
+    if engine and engine.startswith(("fsdp2", "zero3")):
+        results["compiled rollouts"] = refusal(grpo_trainer, base, "qat", out, compile_rollouts=True)
     if os.environ.get("RANK", "0") == "0":
         torch.save(results, out / "results.pt")
 
@@ -187,15 +199,15 @@ ROLLOUTS = {
 }
 
 
-def train_on_all_rollouts(mode: str, base: str, out: str) -> None:
+def train_on_all_rollouts(mode: str, kinds: list[str], base: str, out: str) -> None:
     """GRPO with greedy rollouts of each kind, under noise from the second step on. Rank 0 writes what each logged and
     trained to ``out/results.pt``."""
     use_engine("ddp", Path(out))
     results = {}
-    for kind, options in ROLLOUTS.items():
-        options = {"max_steps": 2, "save_strategy": "no", "generation_kwargs": {"do_sample": False}, **options}
+    for kind in kinds:
+        options = {"max_steps": 2, "save_strategy": "no", "generation_kwargs": {"do_sample": False}}
         noise = {"aqn_sigma_start": 0.5, "aqn_sigma_end": 0.1, "error_every": 0}
-        trainer = grpo_trainer(base, mode, Path(out) / kind, **noise, **options)
+        trainer = grpo_trainer(base, mode, Path(out) / kind, **noise, **options, **ROLLOUTS[kind])
         if trainer.args.compile_rollouts:
             trainer.generation_config.compile_config.backend = "aot_eager"
             trainer.generation_config.compile_config.mode = None
@@ -211,15 +223,6 @@ def train_on_all_rollouts(mode: str, base: str, out: str) -> None:
         torch.save(results, Path(out) / "results.pt")
 
 
-def refuse_compiled_rollouts(engine: str, base: str, out: str) -> None:
-    """Ask for compiled rollouts of sharded weights; print the refusal."""
-    use_engine(engine, Path(out))
-    try:
-        grpo_trainer(base, "qat", Path(out), compile_rollouts=True)
-    except ValueError as error:
-        print(f"refused: {error}")
-
-
 def run_recipe(engine: str, out: str, options: list[str]) -> None:
     """`recipes/grpo.py` under a configuration."""
     from recipes import grpo
@@ -228,18 +231,17 @@ def run_recipe(engine: str, out: str, options: list[str]) -> None:
     grpo.main([*options, f"--output_dir={out}/run", "--use_cpu=false"])
 
 
-def load_split(base: str, mode: str) -> None:
-    """Load a model under transformers' own tensor parallelism; print the refusal."""
+def load_split(base: str) -> None:
+    """Load a model under transformers' own tensor parallelism in both modes, which is refused, and then a plain one."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     torch.distributed.init_process_group("gloo")
-    plan = {"tp_plan": "auto"}
-    if mode == "plain":
-        AutoModelForCausalLM.from_pretrained(base, **plan)
-        print("plain model loaded")
-    else:
-        try:
-            AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode=mode), **plan)
-        except ValueError as error:
-            print(f"refused: {error}")
+    for mode in ("qat", "packed"):
+        config = MXFP4RLConfig(mode=mode)
+        load = AutoModelForCausalLM.from_pretrained
+        print("refused:", refusal(load, base, quantization_config=config, tp_plan="auto"), flush=True)
+    torch.distributed.barrier()
+    print("the plain model", flush=True)
+    AutoModelForCausalLM.from_pretrained(base, tp_plan="auto")
+    print("is loaded", flush=True)
     # A rank that leaves takes down the store that the other still needs to make its groups.
     torch.distributed.barrier()

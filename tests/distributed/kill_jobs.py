@@ -4,7 +4,7 @@
 import os
 import shutil
 import signal
-import time
+import sys
 from pathlib import Path
 
 import torch
@@ -14,9 +14,10 @@ from grpo_runs import even_digits
 from transformers import TrainerState
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint
+from hf_mxfp4.rl.rewards.guard import guard_reward
 
 
-STEPS = 6
+STEPS = 5
 OPTIONS = {"max_steps": STEPS, "save_steps": 1, "save_total_limit": 2, "num_iterations": 2, "logging_steps": 2}
 
 
@@ -65,43 +66,26 @@ def _die_while_writing(name: str) -> None:
         original_rmtree, shutil.rmtree = shutil.rmtree, half_removed
 
 
-def train_with_a_failing_rank(base: str, run: str, failure: str) -> None:
-    """Two ranks of a GRPO run; in the second step rank 1 is killed, or its reward function raises."""
+def train_with_a_failing_rank(base: str, run: str, failure: str | None, launched: bool = False) -> None:
+    """Two ranks, a checkpoint at each step; in the third rollout rank 1 is ``"killed"``, or its reward function
+    ``"raises"``. They go on from the newest whole checkpoint, if there is one. Rank 0 leaves the final state in
+    ``final.pt``. ``launched``: by accelerate, which has set the variables."""
+    folder = Path(run)
+    if not launched:
+        use_engine("ddp", folder)
     torch.set_num_threads(1)
-    trainer = grpo_trainer(base, "qat", Path(run), save_strategy="no")
+    trainer = grpo_trainer(base, "qat", folder, save_steps=1)
 
     def reward(completions, trainer_state, **kwargs):
-        if trainer_state.global_step == 1 and os.environ["RANK"] == "1":
+        if failure and trainer_state.global_step == 2 and os.environ["RANK"] == "1":
             print(f"rank 1 fails now: {failure}", flush=True)
             if failure == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError("answer")
-        return [float(len(text)) for text in completions]
-
-    from hf_mxfp4.rl.rewards.guard import guard_reward
-
-    trainer.reward_funcs = [guard_reward(reward)]
-    started = time.monotonic()
-    try:
-        trainer.train()
-    finally:
-        print(f"rank {os.environ['RANK']} left training after {time.monotonic() - started:.1f} s", flush=True)
-
-
-def train_beside_a_rank_that_dies(base: str, run: str, dies: bool) -> None:
-    """Two ranks, a checkpoint at each step; where ``dies``, rank 1 gets SIGKILL in the third rollout. They go on from
-    the newest whole checkpoint, if there is one. Rank 0 leaves the final state in ``final.pt``."""
-    folder = Path(run)
-    use_engine("ddp", folder)
-    trainer = grpo_trainer(base, "qat", folder, save_steps=1)
-
-    def reward(completions, trainer_state, **kwargs):
-        if dies and trainer_state.global_step == 2 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
         return even_digits(completions)
 
     reward.__name__ = even_digits.__name__
-    trainer.reward_funcs = [reward]
+    trainer.reward_funcs = [guard_reward(reward)]
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder) is not None)
     if os.environ["RANK"] == "0":
         state = {"weights": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
@@ -110,6 +94,4 @@ def train_beside_a_rank_that_dies(base: str, run: str, dies: bool) -> None:
 
 
 if __name__ == "__main__":
-    import sys
-
-    train_with_a_failing_rank(*sys.argv[1:])
+    train_with_a_failing_rank(*sys.argv[1:], launched=True)

@@ -12,7 +12,7 @@ import processes
 VARIABLES = {"HF_MXFP4_VERBOSITY": "info"}
 
 
-def start_job(name: str, log: Path, *, ranks: int = 1, timeout: float = 100, **arguments: Any) -> processes.Process:
+def start_job(name: str, log: Path, *, ranks: int = 1, timeout: float = 400, **arguments: Any) -> processes.Process:
     """Start ``"module:function"`` in each rank; ``log`` gets what all of them write."""
     options = {"ranks": ranks, "timeout": timeout, "log": log, "environment": os.environ | VARIABLES}
     return processes.start(processes.function(name, **arguments), **options)

@@ -36,12 +36,20 @@ def build(tmp_path_factory):
     return trainer_factory(tmp_path_factory.mktemp("interrupts"))
 
 
+def end_of(build, folder, resume=None, **options):
+    """Everything at the end of a run that nothing interrupts, or not again."""
+    trainer = build(output_dir=str(folder), **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return everything(trainer)
+
+
+def checkpoints(folder):
+    return [path.name for path in folder.glob("checkpoint-*")]
+
+
 @pytest.fixture(scope="module")
 def whole(build, tmp_path_factory):
-    """The end of a run that nothing interrupts."""
-    trainer = build(output_dir=str(tmp_path_factory.mktemp("whole")), **RUN)
-    trainer.train()
-    return everything(trainer)
+    return end_of(build, tmp_path_factory.mktemp("whole"), **RUN)
 
 
 #: What a log has of times, and means over what was trained since a run was started.
@@ -95,17 +103,14 @@ def test_the_last_finished_step_is_saved_and_goes_on_to_the_same_bits(build, who
         trainer.train()
     assert kind is not SystemExit or caught.value.code == 143
     assert f"training stopped at step 4 by {words}" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
-    resumed = build(output_dir=str(tmp_path), **RUN)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(everything(resumed), whole)
+    assert checkpoints(tmp_path) == ["checkpoint-4"]
+    assert_same(end_of(build, tmp_path, resume=True, **RUN), whole)
 
 
 def test_what_half_a_step_has_logged_is_not_saved(build, tmp_path):
     """It stops between the two micro-batches of its third step, which resuming takes from the start."""
     options = {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    whole = build(output_dir=str(tmp_path / "whole"), **options)
-    whole.train()
+    whole = end_of(build, tmp_path / "whole", **options)
     trainer = build(output_dir=str(tmp_path / "parts"), **options)
     computed, original = [], trainer._compute_loss
 
@@ -118,10 +123,8 @@ def test_what_half_a_step_has_logged_is_not_saved(build, tmp_path):
     trainer._compute_loss = interrupted
     with pytest.raises(SystemExit):
         trainer.train()
-    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-2"]
-    resumed = build(output_dir=str(tmp_path / "parts"), **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(everything(resumed), everything(whole))
+    assert checkpoints(tmp_path / "parts") == ["checkpoint-2"]
+    assert_same(end_of(build, tmp_path / "parts", resume=True, **options), whole)
 
 
 def test_a_stop_in_an_evaluation_goes_on_to_the_same_bits(build, tmp_path):
@@ -129,26 +132,19 @@ def test_a_stop_in_an_evaluation_goes_on_to_the_same_bits(build, tmp_path):
     options = {
         "scheme": MXFP4RLConfig(outlier_fallback_rate=0.2),
         "max_steps": 3,
-        "eval_dataset": prompts(4),
+        "eval_dataset": prompts(2),
         "eval_strategy": "steps",
         "eval_steps": 2,
         "per_device_eval_batch_size": 4,
+        "error_every": 0,
     }
-    whole = build(output_dir=str(tmp_path / "whole"), **options)
-    whole.train()
+    whole = end_of(build, tmp_path / "whole", **options)
 
-    def reward(completions, trainer_state, **kwargs):
-        if trainer_state.global_step == 2 and not trainer.model.training:
-            send(signal.SIGTERM)
-        return even_digits(completions)
-
-    reward.__name__ = even_digits.__name__
-    trainer = build(reward, output_dir=str(tmp_path / "parts"), **options)
+    stop = at_step(2, lambda: trainer.model.training or send(signal.SIGTERM))
+    trainer = build(stop, output_dir=str(tmp_path / "parts"), **options)
     with pytest.raises(SystemExit):
         trainer.train()
-    resumed = build(output_dir=str(tmp_path / "parts"), **options)
-    resumed.train(resume_from_checkpoint=True)
-    ends = [everything(whole), everything(resumed)]
+    ends = [whole, end_of(build, tmp_path / "parts", resume=True, **options)]
     evaluated = [[entry["step"] for entry in end["logs"] if "eval_loss" in entry] for end in ends]
     assert evaluated == [[2, 3], [3]]
     for end in ends:
@@ -160,16 +156,13 @@ def test_a_stop_in_an_evaluation_goes_on_to_the_same_bits(build, tmp_path):
 def test_a_resumed_run_that_stops_in_its_first_step_goes_on_in_another_folder(build, step, tmp_path):
     """What it saves there is the checkpoint that it was resumed from."""
     options = {"max_steps": 5, "save_strategy": "steps", "save_steps": step}
-    whole = build(output_dir=str(tmp_path / "whole"), **options)
-    whole.train()
+    whole = end_of(build, tmp_path / "whole", **options)
     source = tmp_path / "whole" / f"checkpoint-{step}"
     trainer = build(at_step(step, lambda: send(signal.SIGTERM)), output_dir=str(tmp_path / "parts"), **options)
     with pytest.raises(SystemExit):
         trainer.train(resume_from_checkpoint=str(source))
-    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == [source.name]
-    resumed = build(output_dir=str(tmp_path / "parts"), **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(everything(resumed), everything(whole))
+    assert checkpoints(tmp_path / "parts") == [source.name]
+    assert_same(end_of(build, tmp_path / "parts", resume=True, **options), whole)
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 2), (signal.SIGINT, 5)], ids=["SIGTERM", "Ctrl-C"])
@@ -186,10 +179,8 @@ def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monke
     with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyboardInterrupt)):
         patch.setattr(torch.optim.AdamW, "step", interrupted)
         trainer.train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step + 1}"]
-    resumed = build(output_dir=str(tmp_path), **RUN)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(everything(resumed)["weights"], whole["weights"])
+    assert checkpoints(tmp_path) == [f"checkpoint-{step + 1}"]
+    assert_same(end_of(build, tmp_path, resume=True, **RUN)["weights"], whole["weights"])
 
 
 def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
@@ -200,8 +191,7 @@ def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
         "gradient_gain_every": 2,
         "error_every": 0,
     }
-    whole = build(output_dir=str(tmp_path / "whole"), **options)
-    whole.train()
+    whole = end_of(build, tmp_path / "whole", **options)
     trainer = build(output_dir=str(tmp_path / "parts"), **options)
     measure = trainer.gradient_gain_callback._measure
 
@@ -212,10 +202,8 @@ def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
     trainer.gradient_gain_callback._measure = interrupted
     with pytest.raises(SystemExit):
         trainer.train()
-    assert [path.name for path in (tmp_path / "parts").glob("checkpoint-*")] == ["checkpoint-2"]
-    resumed = build(output_dir=str(tmp_path / "parts"), **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(everything(resumed), everything(whole))
+    assert checkpoints(tmp_path / "parts") == ["checkpoint-2"]
+    assert_same(end_of(build, tmp_path / "parts", resume=True, **options), whole)
 
 
 def test_a_second_signal_does_not_wait_for_the_update(tmp_path):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of two processes that train a quantized model by DDP or FSDP2; writes what rank 0 sees. Started by a test."""
+"""One of two processes that train a quantized model by DDP or FSDP2: ``FILE SCHEME ...``; writes what rank 0 sees.
+Started by a test."""
 
 import sys
 
@@ -68,7 +69,7 @@ def wrap(model: torch.nn.Module, engine: str) -> torch.nn.Module:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    results = {(e, s): train(e, s) for e in ("ddp", "fsdp2") for s in SCHEMES}
+    results = {(e, s): train(e, s) for e in ("ddp", "fsdp2") for s in sys.argv[2:]}
     if dist.get_rank() == 0:
         torch.save(results, sys.argv[1])
     # A process that leaves before the other has ended, and with its group open, can be aborted at its exit.

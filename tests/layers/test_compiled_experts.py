@@ -47,23 +47,30 @@ def passes(function, layer, seed, used) -> list[torch.Tensor]:
     return [out.detach(), states.grad, weights.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        {"preset": "w4a16"},
-        {"preset": "w4a4", "saved_activations": "mxfp4"},
-        {"preset": "w4a4g8", "saved_activations": "fp8"},
-        {"preset": "paper_b"},
-        {"preset": "w4a4g4_tuned"},
-        STOCHASTIC,
-        SELECTIVE,
-        {"mode": "packed"},
-        {"mode": "packed", "preset": "w4a4"},
-        {"mode": "packed", **SELECTIVE},
-    ],
-    ids=str,
-)
+#: The experts that each scheme is tried on in every run, and the scheme.
+SCHEMES = [
+    ("gpt_oss", {"preset": "w4a16"}),
+    ("qwen3_moe", {"preset": "w4a4", "saved_activations": "mxfp4"}),
+    ("gpt_oss", {"preset": "w4a4g8", "saved_activations": "fp8"}),
+    ("qwen3_moe", {"preset": "paper_b"}),
+    ("gpt_oss", {"preset": "w4a4g4_tuned"}),
+    ("qwen3_moe", STOCHASTIC),
+    ("gpt_oss", SELECTIVE),
+    ("qwen3_moe", {"mode": "packed"}),
+    ("gpt_oss", {"mode": "packed", "preset": "w4a4"}),
+    ("qwen3_moe", {"mode": "packed", **SELECTIVE}),
+]
+
+
+def on_both_families(cases):
+    """The cases, and large ones on the other family."""
+    for family, *options in cases:
+        yield pytest.param(family, *options)
+        (other,) = set(FAMILIES) - {family}
+        yield pytest.param(other, *options, marks=pytest.mark.large)
+
+
+@pytest.mark.parametrize(("family", "scheme"), on_both_families(SCHEMES), ids=str)
 def test_experts(family, scheme):
     layer = experts(family, **scheme)
     call, counter = compiled(layer)
@@ -86,8 +93,9 @@ def test_a_token_for_an_expert_that_does_not_exist():
         call(states, torch.tensor([[0, 1], [2, 4]]), weights)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("saved", ["full", "mxfp4", "fp8"])
+@pytest.mark.parametrize(
+    ("family", "saved"), on_both_families([("gpt_oss", "full"), ("qwen3_moe", "mxfp4"), ("gpt_oss", "fp8")])
+)
 def test_the_operator_of_trainable_experts(family, saved):
     layer = experts(family, preset="w4a4g8", saved_activations=saved)
     name = layer.projections[0]
@@ -106,7 +114,7 @@ def test_the_operator_of_trainable_experts(family, saved):
         opcheck(OPS.quantized_linear_backward.default, (out.detach(), weight.detach(), ends, tensors, *tail))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.large), "gpt_oss"])
 def test_the_operator_of_packed_experts(family):
     layer = experts(family, mode="packed", preset="w4a4", outlier_fallback=0.5)
     name = layer.projections[0]

@@ -93,7 +93,7 @@ def reference(family, experts, states, index, weights, quantize_input=True):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_those_of_the_equations(family, preset):
     layer, twin = quantized(family, preset=preset), plain_experts(family)
-    states, index, weights = routing()
+    states, index, weights = routing(9)
     ours = [t.clone().requires_grad_() for t in (states, weights)]
     theirs = [t.clone().requires_grad_() for t in (states, weights)]
     out = layer(ours[0], index, ours[1])
@@ -187,23 +187,6 @@ def test_parameters_are_the_very_ones_and_the_class_is_still_the_models(family):
     shape = {"qwen3_moe": (4, 64, 64), "qwen2_moe": (4, 64, 64), "mixtral": (4, 192, 64), "gpt_oss": (4, 192, 64)}
     assert layer.weight_size("gate_up_proj") == shape[family]
     assert "w4a4" in repr(layer) and "gate_up_proj [4, " in repr(layer)
-
-
-@pytest.mark.parametrize("scheme", ["default", "random"])
-def test_masters_are_never_written(scheme):
-    layer = quantized(dtype=torch.float32, **SCHEMES[scheme])
-    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    versions = {name: p._version for name, p in layer.named_parameters()}
-    states, index, weights = routing(dtype=torch.float32)
-    layer(states, index, weights).sum().backward()
-    with torch.no_grad(), cached_weights():
-        layer(states, index, weights)
-    handle = layer.act_fn.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        layer(states, index, weights)
-    handle.remove()
-    for name, parameter in layer.named_parameters():
-        assert torch.equal(parameter, before[name]) and parameter._version == versions[name]
 
 
 def test_a_change_of_one_expert_is_seen_whatever_way_it_was_made():

@@ -23,7 +23,6 @@ OPERANDS = [
     ("wgrad", "grad"),
     ("wgrad", "x"),
 ]
-ROTATIONS = ["none", "deterministic-16", "random-32"]
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
 M, N, K = 43, 37, 50
 
@@ -114,8 +113,17 @@ class Oracle:
 COMBINATIONS = [set(c) for r in range(7) for c in itertools.combinations(OPERANDS, r)]
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize(
+    ("rotation", "rounding"),
+    [
+        ("none", "nearest"),
+        ("deterministic-16", "stochastic"),
+        ("random-32", "nearest"),
+        pytest.param("none", "stochastic", marks=pytest.mark.large),
+        pytest.param("deterministic-16", "nearest", marks=pytest.mark.large),
+        pytest.param("random-32", "stochastic", marks=pytest.mark.large),
+    ],
+)
 def test_every_combination_of_operands(rotation, rounding):
     assert len(COMBINATIONS) == 64
     torch.manual_seed(1)
@@ -331,7 +339,7 @@ def test_stochastic_products_are_unbiased(options, index):
     x, grad = torch.randn(M, K), torch.randn(M, N)
     weight = layer.weight.detach().double()
     exact = (x.double() @ weight.t(), grad.double() @ weight, grad.double().t() @ x.double())[index]
-    n, total, squares = 300, 0.0, 0.0
+    n, total, squares = 150, 0.0, 0.0
     for step in range(n):
         layer.set_step(step)
         error = one_pass(layer, x, grad)[index].double() - exact
@@ -422,14 +430,6 @@ def test_tiles_serve_the_weight_and_its_transpose():
     forward_weight = layer.quantized_weight(layer.weight, torch.float32)
     expected = numerics.fake_quantize(grad).double() @ forward_weight.double()
     torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_frozen_weight_keeps_no_input():
-    layer = make_layer(preset="w4a4g4")
-    layer.weight.requires_grad_(False)
-    x = torch.randn(M, K, requires_grad=True)
-    layer(x).sum().backward()
-    assert layer.weight.grad is None and x.grad.isfinite().all()
 
 
 def test_copies_draw_from_their_own_state():

@@ -36,24 +36,14 @@ def quantized_input(layer, x):
     return layer.quantized_input(x, x.dtype)
 
 
-def test_weights_have_the_exact_share():
-    layer = make_layer()
-    expected = fake_quantize(layer.weight.detach(), **OPTIONS)
-    assert torch.equal(layer.quantized_weight(layer.weight, torch.float32), expected)
-    assert not torch.equal(expected, fake_quantize(layer.weight.detach(), macro_block=128, outlier_fallback=0.5))
-
-
-def test_the_first_input_has_the_exact_share():
+def test_weights_and_the_first_input_have_the_exact_share():
     layer, x = make_layer(), batch()
+    weight = fake_quantize(layer.weight.detach(), **OPTIONS)
+    assert torch.equal(layer.quantized_weight(layer.weight, torch.float32), weight)
+    assert not torch.equal(weight, fake_quantize(layer.weight.detach(), macro_block=128, outlier_fallback=0.5))
     assert torch.equal(quantized_input(layer, x), fake_quantize(x, **OPTIONS))
     assert update_fallback_thresholds(layer) == RATE
-
-
-def test_the_layer_computes_on_what_it_says():
-    layer, x = make_layer(), batch()
-    y = layer(x)
-    expected = fake_quantize(x, **OPTIONS) @ fake_quantize(layer.weight.detach(), **OPTIONS).T + layer.bias
-    assert torch.allclose(y, expected, atol=1e-5)
+    assert torch.allclose(make_layer()(x), fake_quantize(x, **OPTIONS) @ weight.T + layer.bias, atol=1e-5)
 
 
 def test_the_threshold_stands_still_within_a_step():

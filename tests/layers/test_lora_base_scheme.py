@@ -21,13 +21,13 @@ PACKED = MXFP4RLConfig(mode="packed")
 
 
 @pytest.fixture
-def load(checkpoint):
-    folder = checkpoint("qwen2", layers=1)
+def load(saved_base):
+    """`load(scheme)`: a model of one layer under a scheme, or under none."""
 
     def load(scheme=None):
+        folder = saved_base("qwen2", layers=1)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=scheme)
 
-    load.folder = folder
     return load
 
 
@@ -152,38 +152,42 @@ def test_a_config_class_of_ones_own_is_left_alone_and_pointed_out(load, capsys):
     assert "class Mine, which cannot carry the scheme" in capsys.readouterr().err
 
 
-def test_peft_alone_reads_the_adapter_and_says_what_it_ignores(load, tmp_path):
-    adapter(load(PACKED), tmp_path / "adapter")
-    code = (
-        "import sys, warnings\n"
-        "sys.modules['torchao'] = None\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "from peft import PeftModel\n"
-        "with warnings.catch_warnings(record=True) as caught:\n"
-        "    warnings.simplefilter('always')\n"
-        "    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(sys.argv[1]), sys.argv[2])\n"
-        "print(any('base_quantization' in str(w.message) for w in caught), 'hf_mxfp4' in sys.modules)\n"
-    )
-    arguments = [sys.executable, "-c", code, load.folder, str(tmp_path / "adapter")]
-    # A new process, in which nothing of this package has been imported.
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=dict(os.environ), cwd=tmp_path)
-    assert done.stdout.split() == ["True", "False"], done.stderr[-2000:]
+#: Answers of two processes in which nothing of this package, nor PEFT, has been imported before the base is loaded.
+ANEW = """
+import os, sys, warnings
+sys.modules["torchao"] = None
+from transformers import AutoModelForCausalLM
+folder, adapter = sys.argv[1:]
+
+def peft_alone():
+    from peft import PeftModel
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
+    print(any("base_quantization" in str(w.message) for w in caught), "hf_mxfp4" in sys.modules, flush=True)
+
+def quantized_base():
+    import hf_mxfp4
+    config = hf_mxfp4.MXFP4RLConfig(mode="packed")
+    base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(base, adapter)
+    print(type(model.base_model).__name__, type(model.peft_config["default"]).__name__, flush=True)
+
+assert not {"peft", "hf_mxfp4"} & sys.modules.keys()
+if os.fork() == 0:
+    peft_alone()
+else:
+    assert os.wait()[1] == 0
+    quantized_base()
+"""
 
 
-def test_loading_a_quantized_model_is_enough_for_peft_to_know(load, tmp_path):
-    """Neither `hf_mxfp4.adapters` nor PEFT was imported by the user before the base was loaded: a new process."""
+def test_peft_alone_says_what_it_ignores_and_loading_a_quantized_model_is_enough_for_it_to_know(
+    load, saved_base, tmp_path
+):
     adapter(load(PACKED), tmp_path / "adapter")
-    code = (
-        "import sys, hf_mxfp4\n"
-        "sys.modules['torchao'] = None\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "config = hf_mxfp4.MXFP4RLConfig(mode='packed')\n"
-        "base = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=config)\n"
-        "from peft import PeftModel\n"
-        "model = PeftModel.from_pretrained(base, sys.argv[2])\n"
-        "print(type(model.base_model).__name__, type(model.peft_config['default']).__name__)\n"
-    )
+    arguments = [sys.executable, "-c", ANEW, saved_base("qwen2", layers=1), str(tmp_path / "adapter")]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    arguments = [sys.executable, "-c", code, load.folder, str(tmp_path / "adapter")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
-    assert done.stdout.split() == ["MXFP4LoraModel", "MXFP4LoraConfig"], done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["True False", "MXFP4LoraModel MXFP4LoraConfig"], done.stderr[-2000:]

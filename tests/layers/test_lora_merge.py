@@ -1,42 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merging adapters into packed weights: packed again at a measured cost, undone exactly, or summed in bfloat16."""
 
+import functools
 import logging
 import math
 
+import lora_models
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from lora_models import IDS, UP, delta, same_tensors, stored
+from peft import LoraConfig
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, merge_adapters, quantize
+from hf_mxfp4 import MXFP4PackedLinear, merge_adapters, quantize
 from hf_mxfp4.adapters import MXFP4LoraLinear
 from hf_mxfp4.adapters.merge_report import MergeError, MergeReport
 
 
-IDS = torch.arange(2, 14).view(2, 6)
-UP = "base_model.model.model.layers.0.mlp.up_proj"
 SCHEME = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic"}
 
 
-@pytest.fixture
-def packed(checkpoint):
-    folder = checkpoint("qwen2")
-
-    def load(dtype=torch.float32, **scheme):
-        config = MXFP4RLConfig(mode="packed", **scheme)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config)
-
-    return load
-
-
-def with_lora(model, adapter="default", **options) -> PeftModel:
-    torch.manual_seed(0)
-    settings = {"r": 4, "lora_alpha": 2, "target_modules": "all-linear", "init_lora_weights": False, **options}
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings), adapter_name=adapter)
+#: Adapters whose sums with the weights outlive being packed.
+with_lora = functools.partial(lora_models.with_lora, lora_alpha=2)
 
 
 def add_second(model, **options):
@@ -45,19 +33,11 @@ def add_second(model, **options):
     model.add_adapter("second", config)
 
 
-def delta(layer, name="default"):
-    return layer.scaling[name] * (layer.lora_B[name].weight @ layer.lora_A[name].weight).detach()
-
-
-def stored(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
-
-
 # ---- packed again ---------------------------------------------------------------------------------------------------
 
 
-def test_merging_packs_the_sum_of_the_represented_weight_and_the_adapter(packed):
-    model = with_lora(packed())
+def test_merging_packs_the_sum_of_the_represented_weight_and_the_adapter(load):
+    model = with_lora(load())
     layer = model.get_submodule(UP)
     expected = quantize(layer.base_layer.dequantized_weight() + delta(layer), **SCHEME)
     model.merge_adapter()
@@ -75,22 +55,20 @@ def test_merging_packs_the_sum_of_the_represented_weight_and_the_adapter(packed)
     [{}, {"macro_block": None}, {"outlier_fallback": 0.5}, {"weight_block": "32x32"}],
     ids=["default", "plain", "fallback", "tiles"],
 )
-def test_unmerging_restores_every_bit(packed, scheme):
-    model = with_lora(packed(**scheme))
+def test_unmerging_restores_every_bit(load, scheme):
+    model = with_lora(load(**scheme))
     before, logits = stored(model), model(IDS).logits
     model.merge_adapter()
     merged = stored(model)
-    assert merged.keys() == before.keys()
-    assert any(not torch.equal(merged[name], before[name]) for name in before)
+    assert merged.keys() == before.keys() and not same_tensors(merged, before)
     model.unmerge_adapter()
-    after = stored(model)
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert same_tensors(stored(model), before)
     assert torch.equal(model(IDS).logits, logits)
     assert model.get_submodule(UP).merge_error is None
 
 
-def test_disabling_merged_adapters_gives_the_base_back(packed):
-    base = packed()
+def test_disabling_merged_adapters_gives_the_base_back(load):
+    base = load()
     plain = base(IDS).logits
     model = with_lora(base)
     model.merge_adapter()
@@ -98,10 +76,10 @@ def test_disabling_merged_adapters_gives_the_base_back(packed):
         assert torch.equal(model(IDS).logits, plain)
 
 
-def test_the_order_of_merges_does_not_matter_and_errors_do_not_add_up(packed):
+def test_the_order_of_merges_does_not_matter_and_errors_do_not_add_up(load):
     results = []
     for order in (["default", "second"], ["second", "default"]):
-        model = with_lora(packed())
+        model = with_lora(load())
         add_second(model)
         layer = model.get_submodule(UP)
         total = layer.base_layer.dequantized_weight() + delta(layer) + delta(layer, "second")
@@ -113,11 +91,11 @@ def test_the_order_of_merges_does_not_matter_and_errors_do_not_add_up(packed):
         before_unmerge = layer.base_layer.weight
         layer.unmerge()
         assert not torch.equal(layer.base_layer.weight, before_unmerge) and not layer.merged
-    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    assert same_tensors(*results)
 
 
-def test_biases_of_adapters_are_merged_and_restored(packed):
-    model = with_lora(packed(), lora_bias=True, target_modules=["q_proj"])
+def test_biases_of_adapters_are_merged_and_restored(load):
+    model = with_lora(load(), lora_bias=True, target_modules=["q_proj"])
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
     with torch.no_grad():
         layer.lora_B["default"].bias.normal_()
@@ -129,38 +107,38 @@ def test_biases_of_adapters_are_merged_and_restored(packed):
     assert torch.equal(layer.base_layer.bias, before) and torch.equal(model(IDS).logits, logits)
 
 
-def test_an_adapter_bias_without_a_place_to_go_is_an_error(packed):
+def test_an_adapter_bias_without_a_place_to_go_is_an_error(load):
     with pytest.warns(UserWarning, match="has no bias"):
-        model = with_lora(packed(), lora_bias=True, target_modules=["up_proj"])
+        model = with_lora(load(), lora_bias=True, target_modules=["up_proj"])
     before = stored(model)
     with pytest.raises(RuntimeError, match="layers.0.mlp.up_proj: the layer has none"):
         model.merge_adapter()
-    assert all(torch.equal(value, before[name]) for name, value in stored(model).items())
+    assert same_tensors(stored(model), before)
 
 
-def test_safe_merge_refuses_broken_adapters_and_changes_nothing(packed):
-    model = with_lora(packed(), target_modules=["up_proj"])
+def test_safe_merge_refuses_broken_adapters_and_changes_nothing(load):
+    model = with_lora(load(), target_modules=["up_proj"])
     layer = model.get_submodule(UP)
     with torch.no_grad():
         layer.lora_B["default"].weight[0, 0] = math.nan
     before = stored(model)
     with pytest.raises(ValueError, match="up_proj: merging default gives weights that are not finite"):
         layer.merge(safe_merge=True)
-    assert not layer.merged and all(torch.equal(value, before[name]) for name, value in stored(model).items())
+    assert not layer.merged and same_tensors(stored(model), before)
     layer.merge()  # unsafe, as in PEFT: the NaN stays visible
     assert layer.base_layer.dequantized_weight()[0].isnan().any() and math.isnan(layer.merge_error.sqnr_db)
 
 
-def test_weights_that_are_not_here_are_an_error(packed):
-    model = with_lora(packed())
+def test_weights_that_are_not_here_are_an_error(load):
+    model = with_lora(load())
     layer = model.get_submodule(UP)
     layer.base_layer.weight = nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ValueError, match="expected uint8"):
         layer.merge()
 
 
-def test_unmerging_twice_only_warns(packed):
-    model = with_lora(packed(), target_modules=["up_proj"])
+def test_unmerging_twice_only_warns(load):
+    model = with_lora(load(), target_modules=["up_proj"])
     with pytest.warns(UserWarning, match="Already unmerged"):
         model.get_submodule(UP).unmerge()
 
@@ -169,8 +147,8 @@ def test_unmerging_twice_only_warns(packed):
 
 
 @pytest.mark.parametrize("how", ["peft", "ours"])
-def test_merge_and_unload_gives_a_packed_model_that_saves_and_loads(packed, tmp_path, how):
-    model = with_lora(packed(), lora_alpha=1)
+def test_merge_and_unload_gives_a_packed_model_that_saves_and_loads(load, tmp_path, how):
+    model = with_lora(load(), lora_alpha=1)
     adapted = model(IDS).logits
     with model.disable_adapter():
         plain = model(IDS).logits
@@ -185,8 +163,8 @@ def test_merge_and_unload_gives_a_packed_model_that_saves_and_loads(packed, tmp_
     assert torch.equal(again(IDS).logits, logits)
 
 
-def test_merging_into_bfloat16_rounds_each_sum_once(packed):
-    model = with_lora(packed(), lora_alpha=8)
+def test_merging_into_bfloat16_rounds_each_sum_once(load):
+    model = with_lora(load(), lora_alpha=8)
     layer = model.get_submodule(UP)
     expected = (layer.base_layer.dequantized_weight() + delta(layer)).to(torch.bfloat16)
     bias = model.get_submodule(UP.replace("mlp.up_proj", "self_attn.q_proj")).base_layer.bias.detach()
@@ -200,8 +178,8 @@ def test_merging_into_bfloat16_rounds_each_sum_once(packed):
     assert (plain(IDS).logits.float() - adapted).norm() < 0.03 * adapted.norm()
 
 
-def test_a_model_merged_into_bfloat16_is_a_plain_one(packed, tmp_path):
-    plain = merge_adapters(with_lora(packed(torch.bfloat16), target_modules=["q_proj"]), into="bf16")
+def test_a_model_merged_into_bfloat16_is_a_plain_one(load, tmp_path):
+    plain = merge_adapters(with_lora(load(dtype=torch.bfloat16), target_modules=["q_proj"]), into="bf16")
     assert not hasattr(plain.config, "quantization_config") and not hasattr(plain, "quantization_report")
     plain.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -209,8 +187,8 @@ def test_a_model_merged_into_bfloat16_is_a_plain_one(packed, tmp_path):
     assert torch.equal(again(IDS).logits, plain(IDS).logits)
 
 
-def test_merging_into_bfloat16_after_a_packed_merge_starts_from_the_original(packed):
-    model = with_lora(packed())
+def test_merging_into_bfloat16_after_a_packed_merge_starts_from_the_original(load):
+    model = with_lora(load())
     layer = model.get_submodule(UP)
     expected = (layer.base_layer.dequantized_weight() + delta(layer)).to(torch.bfloat16)
     model.merge_adapter()
@@ -218,18 +196,18 @@ def test_merging_into_bfloat16_after_a_packed_merge_starts_from_the_original(pac
     assert torch.equal(plain.model.layers[0].mlp.up_proj.weight, expected)
 
 
-def test_trained_copies_of_other_modules_come_along(packed):
-    model = with_lora(packed(), modules_to_save=["lm_head"])
+def test_trained_copies_of_other_modules_come_along(load):
+    model = with_lora(load(), modules_to_save=["lm_head"])
     with torch.no_grad():
         model.base_model.model.lm_head.modules_to_save["default"].weight.fill_(0.25)
     assert (merge_adapters(model, into="bf16").lm_head.weight == 0.25).all()
 
 
-def test_what_cannot_be_merged_says_so(packed):
+def test_what_cannot_be_merged_says_so(load):
     with pytest.raises(ValueError, match="into='fp8' is not supported; choose one of 'packed', 'bf16'"):
-        merge_adapters(with_lora(packed()), into="fp8")
+        merge_adapters(with_lora(load()), into="fp8")
     with pytest.raises(TypeError, match="takes a PeftModel with LoRA adapters, not Qwen2ForCausalLM"):
-        merge_adapters(packed())
+        merge_adapters(load())
     with pytest.raises(ValueError, match="no adapter of this model is on a quantized layer; use model.merge_and_unlo"):
         merge_adapters(with_lora(make_model()))
     assert hf_mxfp4.merge_adapters is merge_adapters
@@ -238,9 +216,9 @@ def test_what_cannot_be_merged_says_so(packed):
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
-def test_the_cost_is_measured_per_layer_and_overall(packed, caplog, capsys):
+def test_the_cost_is_measured_per_layer_and_overall(load, caplog, capsys):
     caplog.set_level(logging.INFO, logger="hf_mxfp4")
-    model = with_lora(packed())
+    model = with_lora(load())
     layers = {name: m for name, m in model.base_model.model.named_modules() if isinstance(m, MXFP4LoraLinear)}
     signal = update = noise = 0.0
     expected = {}
@@ -263,8 +241,8 @@ def test_the_cost_is_measured_per_layer_and_overall(packed, caplog, capsys):
 
 
 @pytest.mark.parametrize(("alpha", "lossy"), [(1e-4, True), (0.5, True), (8.0, False)])
-def test_an_update_that_packing_swallows_is_pointed_out(packed, capsys, alpha, lossy):
-    model = with_lora(packed(), lora_alpha=alpha)
+def test_an_update_that_packing_swallows_is_pointed_out(load, capsys, alpha, lossy):
+    model = with_lora(load(), lora_alpha=alpha)
     capsys.readouterr()
     merged = model.merge_and_unload()
     assert (merged.merge_report.total.update_sqnr_db < 10) == lossy
@@ -272,8 +250,8 @@ def test_an_update_that_packing_swallows_is_pointed_out(packed, capsys, alpha, l
     assert ("part of what was trained is lost" in text and "merge_adapters(model, into='bf16')" in text) == lossy
 
 
-def test_a_merge_without_an_update_is_exact_and_no_alarm(packed, capsys):
-    model = with_lora(packed(macro_block=None), init_lora_weights=True, target_modules=["up_proj"])
+def test_a_merge_without_an_update_is_exact_and_no_alarm(load, capsys):
+    model = with_lora(load(macro_block=None), init_lora_weights=True, target_modules=["up_proj"])
     layer = model.get_submodule(UP)
     before = layer.base_layer.dequantized_weight()
     model.merge_adapter()

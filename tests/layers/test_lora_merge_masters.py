@@ -3,10 +3,12 @@
 
 import math
 
+import lora_models
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
+from lora_models import IDS, UP, delta, fill, same_tensors, stored
+from peft import LoraConfig
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
@@ -17,8 +19,6 @@ from hf_mxfp4.layers import MXFP4Experts
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
-IDS = torch.arange(2, 14).view(2, 6)
-UP = "base_model.model.model.layers.0.mlp.up_proj"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ROTATED = {"fprop": {"x": "full", "weight": "rceil", "rotation": "deterministic-32"}}
 
@@ -30,25 +30,8 @@ def qat(family="qwen2", dtype=torch.float32, layers=1, **scheme):
     return model
 
 
-def with_lora(model, std=0.01, adapter="default", **options) -> PeftModel:
-    """Adapters whose ``B`` are normal of deviation ``std``."""
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **options}
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings), adapter_name=adapter)
-    fill(model, adapter, std)
-    return model.eval()
-
-
-def fill(model, adapter, std):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if f".{adapter}." in name and ("lora_A" in name or "lora_B" in name):
-                size = std if "lora_B" in name else 0.1
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
-
-
-def delta(layer, name="default"):
-    return layer.scaling[name] * (layer.lora_B[name].weight @ layer.lora_A[name].weight).detach()
+def with_lora(model, std=0.01, **options):
+    return lora_models.with_lora(model, std=std, **options)
 
 
 def energy(tensor) -> float:
@@ -64,10 +47,6 @@ def quantized(layer, weight):
         macro_search=scheme.macro_search,
         outlier_fallback=scheme.outlier_fallback,
     )
-
-
-def masters(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
 
 
 # ---- what it costs --------------------------------------------------------------------------------------------------
@@ -103,8 +82,16 @@ def test_the_loss_is_measured_as_it_is_and_said(std, loses_more_than_half, capsy
 
 
 def test_a_change_that_survives_is_no_alarm(capsys):
-    merged = with_lora(qat(), std=1.0).merge_and_unload()
+    base = qat()
+    plain = base(IDS).logits
+    model = with_lora(base, std=1.0)
+    adapted = model(IDS).logits
+    merged = model.merge_and_unload()
     assert merged.merge_report.total.update_sqnr_db > 10
+    # The sum is quantized again, hence near and not equal; without the adapter it would be far.
+    assert (merged(IDS).logits - adapted).norm() < 0.5 * (plain - adapted).norm()
+    assert sum(isinstance(module, MXFP4Linear) for module in merged.modules()) == 7
+    assert not any("lora_" in name for name, _ in merged.named_parameters())
     assert "lost" not in capsys.readouterr().err
 
 
@@ -162,30 +149,43 @@ def test_variants_of_lora_are_measured_by_what_they_changed():
 def test_what_cannot_be_merged_is_refused_before_anything_is_touched():
     dora, rotated = with_lora(qat(), use_dora=True), with_lora(qat(**ROTATED))
     for model, into, words in ((dora, "bf16", "a variant of LoRA"), (rotated, "packed", "rotat")):
-        before = [(name, type(module)) for name, module in model.named_modules()], masters(model)
+        before = [(name, type(module)) for name, module in model.named_modules()], stored(model)
         with pytest.raises(ValueError, match=words):
             merge_adapters(model, into=into)
         assert [(name, type(module)) for name, module in model.named_modules()] == before[0]
-        assert all(torch.equal(value, before[1][name]) for name, value in masters(model).items())
+        assert same_tensors(stored(model), before[1])
 
 
 # ---- merged and taken apart -----------------------------------------------------------------------------------------
 
 
+def test_a_merged_layer_quantizes_the_sum():
+    model = with_lora(qat(preset="w4a4"))
+    layer = model.get_submodule(UP)
+    x = torch.randn(3, 64)
+    before, master = layer(x), layer.base_layer.weight.detach().clone()
+    merged = master + delta(layer)
+    model.merge_adapter()
+    weight = layer.base_layer.weight.detach()
+    torch.testing.assert_close(weight, merged, rtol=1e-6, atol=1e-6)
+    quantized_x = fake_quantize(x, macro_block=128, macro_search="static", outlier_fallback=0.5)
+    assert torch.equal(layer(x), F.linear(quantized_x, quantized(layer.base_layer, weight)))
+    model.unmerge_adapter()
+    torch.testing.assert_close(layer(x), before, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("safe", [False, True], ids=["in-place", "safe"])
 def test_merging_and_unmerging_are_pefts(safe):
     model, plain = with_lora(qat()), with_lora(make_model(layers=1))
-    before = masters(model)
+    before = stored(model)
     for one in (model, plain):
         one.merge_adapter(safe_merge=safe)
-    theirs = masters(plain)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in masters(model).items())
+    assert same_tensors(stored(model), stored(plain))
     assert model.get_submodule(UP).merge_error is not None
     for one in (model, plain):
         one.unmerge_adapter()
-    theirs = masters(plain)
-    for name, tensor in masters(model).items():
-        assert torch.equal(tensor, theirs[name])
+    assert same_tensors(stored(model), stored(plain))
+    for name, tensor in stored(model).items():
         torch.testing.assert_close(tensor, before[name], rtol=1e-6, atol=1e-7)
     assert model.get_submodule(UP).merge_error is None
 
@@ -214,11 +214,11 @@ def test_a_sum_that_is_not_finite_is_refused_by_a_safe_merge():
     model = with_lora(qat(), target_modules=["up_proj"])
     layer = model.get_submodule(UP)
     layer.lora_B["default"].weight.data[0, 0] = math.nan
-    before = masters(model)
+    before = stored(model)
     with pytest.raises(ValueError, match="NaNs detected in the merged weights"):
         model.merge_adapter(safe_merge=True)
     assert not layer.merged and layer.merge_error is None
-    assert all(torch.equal(value, before[name]) for name, value in masters(model).items())
+    assert same_tensors(stored(model), before)
 
 
 def test_merging_the_same_adapters_again_and_again_is_said_once(capsys):
@@ -237,11 +237,11 @@ def test_merging_the_same_adapters_again_and_again_is_said_once(capsys):
 
 def test_masters_in_bfloat16():
     model = with_lora(qat(dtype=torch.bfloat16), std=1.0)
-    before = masters(model)
+    before = stored(model)
     model.merge_adapter()
     assert 5 < model.base_model.merge_report.total.update_sqnr_db < 40
     model.unmerge_adapter()
-    for name, tensor in masters(model).items():
+    for name, tensor in stored(model).items():
         torch.testing.assert_close(tensor, before[name], rtol=0.02, atol=0.02)
 
 
@@ -257,15 +257,6 @@ def test_fan_in_fan_out_is_pefts_mistake_to_correct():
 # ---- without a loss -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def load(checkpoint):
-    def load(family="qwen2", **scheme):
-        config = MXFP4RLConfig(**{"preset": "w4a16", **scheme})
-        return AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32, quantization_config=config)
-
-    return load
-
-
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
@@ -277,7 +268,7 @@ def load(checkpoint):
 @pytest.mark.parametrize("merged_before", [False, True], ids=["", "merged"])
 @torch.no_grad()
 def test_merged_into_bfloat16_the_policy_stays(load, family, targets, merged_before, tmp_path):
-    base = load(family)
+    base = load(family, mode="qat", preset="w4a16")
     plain = base(IDS).logits
     model = with_lora(base, std=0.03, **targets)
     adapted = model(IDS).logits
@@ -293,8 +284,8 @@ def test_merged_into_bfloat16_the_policy_stays(load, family, targets, merged_bef
 
 @torch.no_grad()
 def test_merged_and_packed(load):
-    model = with_lora(load(), std=0.03)
-    twin = with_lora(load(), std=0.03).merge_and_unload()
+    model, twin = (with_lora(load(mode="qat", preset="w4a16"), std=0.03) for _ in range(2))
+    twin = twin.merge_and_unload()
     packed = merge_adapters(model)
     assert sum(isinstance(m, MXFP4PackedLinear) for m in packed.modules()) == 14
     assert packed.merge_report.kind == "trainable" and len(packed.merge_report.layers) == 14

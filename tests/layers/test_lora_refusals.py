@@ -11,7 +11,7 @@ from tiny_models import make_model
 from torch import nn
 
 import hf_mxfp4.adapters
-from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
 from hf_mxfp4.adapters import strict_targets
 from hf_mxfp4.quantizer.swap import quantize_linears
 
@@ -116,17 +116,6 @@ def test_a_second_adapter_is_refused_too():
             model.add_adapter("second", LoraConfig(target_modules=["q_proj"], **options))
 
 
-def test_modules_and_parameters_that_are_not_packed_are_no_concern():
-    model = attach(
-        model_of(),
-        modules_to_save=["lm_head", "norm"],
-        trainable_token_indices={"embed_tokens": [3]},
-    )
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert any("lm_head.modules_to_save" in name for name in trained)
-    assert any("trainable_tokens_delta" in name for name in trained)
-
-
 def test_a_layer_kept_in_full_precision_can_be_trained_in_full():
     model = make_model()
     quantize_linears(model, MXFP4RLConfig(mode="packed", modules_to_not_convert=["down_proj"]))
@@ -134,13 +123,20 @@ def test_a_layer_kept_in_full_precision_can_be_trained_in_full():
     assert sum("down_proj.modules_to_save" in name for name, p in model.named_parameters() if p.requires_grad) == 2
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}], ids=["dora", "pissa"])
+@pytest.mark.parametrize(
+    ("options", "factors"), [({"use_dora": True}, 3), ({"init_lora_weights": "pissa"}, 2)], ids=["dora", "pissa"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["qat", "plain"])
-def test_trainable_and_plain_models_keep_all_that_peft_offers(mode, options):
-    model = make_model() if mode == "plain" else model_of("qat")
+def test_trainable_and_plain_models_keep_all_that_peft_offers(mode, dtype, options, factors):
+    model = make_model(dtype=dtype) if mode == "plain" else model_of("qat", dtype=dtype)
     model = attach(model, **options)
     model(IDS, labels=IDS).loss.backward()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # PiSSA makes both factors of the weight; LoRA's B begins at zero, so that its A has no gradient yet.
+    assert len(trained) == factors * 4 and all(p.grad.isfinite().all() for p in trained)
+    assert sum(bool(p.grad.any()) for p in trained) >= 2 * 4
+    assert sum(isinstance(m, MXFP4Linear) for m in model.modules()) == (14 if mode == "qat" else 0)
 
 
 def test_plain_models_get_pefts_own_layers():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `MXFP4Linear` keeps of its input for the backward pass: how much it is, and that gradients are the same."""
+"""What `MXFP4Linear` and `MXFP4Experts` keep of their input for the backward pass: how much it is, and that gradients
+are the same."""
 
-import copy
 import math
 
 import pytest
@@ -9,11 +9,11 @@ import torch
 from tiny_models import make_model
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, pack
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, pack
 from hf_mxfp4.backends import cpu
 from hf_mxfp4.gemm import packed_weight
 from hf_mxfp4.gemm import saved as saved_module
-from hf_mxfp4.layers import set_quantization_step, update_fallback_thresholds
+from hf_mxfp4.layers import fallback_thresholds, set_quantization_step, update_fallback_thresholds
 from hf_mxfp4.numerics import parse_scheme
 from hf_mxfp4.quantizer.swap import quantize_linears
 
@@ -60,16 +60,16 @@ def pair_of_layers(dtype=torch.float32, form="mxfp4", in_features=K, **options) 
     return full, saved
 
 
-def outputs(layer: MXFP4Linear, x: torch.Tensor, autocast: bool = False) -> list[torch.Tensor]:
-    """y, dx, dW, db."""
+def outputs(layer: torch.nn.Module, x: torch.Tensor, *routing, autocast: bool = False) -> list[torch.Tensor]:
+    """y, dx, and the gradients of parameters: dW, db."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = layer(x)
+        y = layer(x, *routing)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
-    return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-def kept_bytes(layer: MXFP4Linear, x: torch.Tensor) -> int:
+def kept_bytes(layer: torch.nn.Module, *inputs: torch.Tensor) -> int:
     """Bytes that a forward pass keeps besides the layer's parameters."""
     kept = {}
 
@@ -79,7 +79,7 @@ def kept_bytes(layer: MXFP4Linear, x: torch.Tensor) -> int:
         return tensor
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
-        y = layer(x)
+        y = layer(*inputs)
     assert y.requires_grad == any(p.requires_grad for p in layer.parameters())
     return sum(size for _, size in kept.values())
 
@@ -133,7 +133,7 @@ def test_huge_values_saturate_alike(autocast):
     full, saved = pair_of_layers(outlier_fallback=None)
     x = inputs(M, K)
     x[0, 0], x[1, 1], x[2, 2] = 3.4e38, 1e-40, 0.0
-    for a, b in zip(outputs(saved, x, autocast), outputs(full, x, autocast), strict=True):
+    for a, b in zip(outputs(saved, x, autocast=autocast), outputs(full, x, autocast=autocast), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
@@ -238,24 +238,6 @@ def test_fp8_is_exact_for_values_on_the_grid_of_e2m1():
     assert_same(outputs(saved, inputs(M, K)), outputs(full, inputs(M, K)))
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize(
-    ("form", "options"),
-    [("mxfp4", {}), ("mxfp4", {"outlier_fallback_rate": 0.25}), ("fp8", {"preset": "w4a4g4"})],
-    ids=["mxfp4", "selective", "fp8"],
-)
-def test_under_gradient_checkpointing(form, options, reentrant):
-    model = make_model("qwen2").train()
-    quantize_linears(model, MXFP4RLConfig(saved_activations=form, **options))
-    again = copy.deepcopy(model)
-    again.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    ids = torch.arange(2, 30).view(2, 14)
-    for each in (model, again):
-        each(ids, labels=ids).loss.backward()
-    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad), name
-
-
 def test_the_gradients_of_a_whole_model_are_the_same():
     full, saved = make_model("llama").train(), make_model("llama").train()
     quantize_linears(full, MXFP4RLConfig())
@@ -266,6 +248,57 @@ def test_the_gradients_of_a_whole_model_are_the_same():
             model(ids, labels=ids).loss.backward()
     for (name, a), b in zip(full.named_parameters(), saved.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad), name
+
+
+# Of experts.
+
+UNUSED = 1
+EXPERTS = {
+    "w4a4": {},
+    "w4a4g8": {"preset": "w4a4g8"},
+    "blockwise": {"macro_search": "blockwise", "outlier_fallback": None},
+    "selective": {"outlier_fallback_rate": 0.25},
+    "random": {"fprop": {"x": "rceil+stochastic", "rotation": "random-16"}, "outlier_fallback": None},
+}
+
+
+def pair_of_experts(form="mxfp4", family="qwen3_moe", **options) -> list[MXFP4Experts]:
+    """The same experts twice: inputs saved as usual, and in ``form``."""
+    plain = (make_model(family, layers=1).model.layers[0].mlp.experts for _ in range(2))
+    configs = (MXFP4RLConfig(saved_activations=saved, **options) for saved in ("full", form))
+    return [MXFP4Experts.from_experts(p, c, "layers.0.mlp.experts") for p, c in zip(plain, configs, strict=True)]
+
+
+def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, two experts of each, never the unused one, and their weights."""
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.rand(41, 4, generator=generator)
+    scores[:, UNUSED] = -1
+    weights, index = scores.topk(2)
+    return torch.randn(41, 64, generator=generator), index, weights
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("scheme", EXPERTS)
+def test_codes_give_experts_the_same_gradients(scheme, family):
+    full, saved = pair_of_experts("mxfp4", family, **EXPERTS[scheme])
+    assert kept_bytes(saved, *routed()) < kept_bytes(full, *routed())
+    expected = outputs(full, *routed())
+    assert_same(outputs(saved, *routed()), expected)
+    assert expected[2].abs().sum() > 0 and not expected[2][UNUSED].any()
+    if scheme == "selective":
+        assert len(fallback_thresholds(saved)) == 2
+        assert all(0 < threshold.update() < 1 for threshold in fallback_thresholds(saved))
+
+
+@pytest.mark.parametrize("preset", ["w4a4", "w4a16", "w4a4g4"])
+def test_fp8_rounds_the_gradients_of_the_weights_of_experts_alone(preset):
+    full, saved = pair_of_experts("fp8", preset=preset)
+    assert kept_bytes(saved, *routed()) < kept_bytes(full, *routed())
+    expected, found = outputs(full, *routed()), outputs(saved, *routed())
+    assert_same(found[:2], expected[:2])
+    for a, b in zip(found[2:], expected[2:], strict=True):
+        assert 0.001 < ((a - b).norm() / b.norm()).item() < 0.12
 
 
 # Where it is refused.

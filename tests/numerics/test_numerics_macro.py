@@ -12,7 +12,7 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.numerics import E2M1_MAGNITUDES, fake_quantize, quantize
 from hf_mxfp4.numerics.macro import (
     DYNAMIC_CANDIDATES,
-    dynamic_macro,
+    dynamic_candidates,
     macro_factor,
     mantissa_factor,
     pack_mantissas,
@@ -79,13 +79,12 @@ def test_maxima_without_a_factor():
     assert static_macro(torch.tensor([0.0, 2.0**-149, 2.0**-130])).tolist() == [0] * 3
     large = torch.tensor([2.0**127, 3.4e38, float("inf"), float("nan")])
     assert static_macro(large).tolist() == [0] * 4
-    for candidate in range(16):
-        assert dynamic_macro(candidate, large).tolist() == [0] * 4
+    assert dynamic_candidates(large).flatten().tolist() == [0] * 64
 
 
 def test_dynamic_candidates_are_sixteenths():
     assert DYNAMIC_CANDIDATES == 16
-    factors = [macro_factor(dynamic_macro(candidate, torch.ones(3))).tolist() for candidate in range(16)]
+    factors = macro_factor(dynamic_candidates(torch.ones(3))).tolist()
     assert factors == [[1 + candidate / 16] * 3 for candidate in range(16)]
 
 
@@ -136,6 +135,15 @@ def test_searches_do_not_depend_on_the_order_of_summation(options):
     there = fake_quantize(x, **options)
     back = fake_quantize(x.flip(-1), **options).flip(-1)
     assert torch.equal(there, back)
+
+
+@pytest.mark.parametrize("search", ["dynamic", "blockwise"])
+def test_rows_of_a_large_tensor_choose_as_they_do_alone(search):
+    # So large that its candidates are computed in portions of rows.
+    x = torch.randn(24, 16, 512)
+    options = {"scale_rule": "even", "macro_block": 128, "macro_search": search}
+    alone = torch.stack([fake_quantize(rows, **options) for rows in x])
+    assert torch.equal(fake_quantize(x, **options), alone)
 
 
 # ---- two mantissa bits per block, in the byte of a macro block ------------------------------------------------------

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a recipe as its script, and print at its exit whether it left its process group open, as no recipe should.
 
-With an open group a process can be aborted at its exit. Arguments: the script, and its own.
+Figures are not drawn. With an open group a process can be aborted at its exit. Arguments: the script, and its own.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from undrawn import leave_figures_undrawn
 
 
 def say_how_it_left() -> None:
@@ -22,4 +23,5 @@ if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.parent)
     atexit.register(say_how_it_left)
+    leave_figures_undrawn()
     runpy.run_path(str(script), run_name="__main__")

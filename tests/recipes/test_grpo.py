@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
+import io
 import json
 import os
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,7 @@ from recipes.post_training.arguments import QuantizationArguments, RecipeArgumen
 from recipes.tasks import TASKS
 
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = [
@@ -39,7 +41,7 @@ TINY = [
     "--aqn_num_stages=3",
     "--reload_check=16",
     "--greedy_batch_size=8",
-    # Drawing its plots takes longer than the rest of a run.
+    "--n_train=200",
     "--report_every=0",
 ]
 #: For runs whose report is looked at, and the log that it is made of.
@@ -50,10 +52,18 @@ def short_run(folder, *options):
     return main([*TINY, "--n_test=16", f"--output_dir={folder}", *options])
 
 
-def starts(folder):
-    """The steps at which training began, once for each time that it did."""
+def logged(folder, kind):
+    """The lines of one kind in the log that the report is made of."""
     lines = map(json.loads, (folder / RUN_LOG).read_text().splitlines())
-    return [line["step"] for line in lines if line["kind"] == "start"]
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with a report: its folder, its summary, and what it printed."""
+    folder, printed = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        return folder, short_run(folder, REPORTED), printed.getvalue()
 
 
 RELOAD = """
@@ -71,9 +81,8 @@ print(json.dumps(result.completions))
 """
 
 
-def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
-    folder = tmp_path / "out"
-    summary = short_run(folder, REPORTED)
+def test_the_whole_recipe_and_a_reload_in_a_new_process(whole):
+    folder, summary, table = whole
     assert summary["n_quantized"] == 14 and summary["n_skipped"] == 1 and summary["steps"] == 3
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
     assert summary["scheme"] == MXFP4RLConfig().describe()
@@ -86,7 +95,6 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
     for when in ("before", "after"):
         accuracy = wilson(round(16 * summary[f"accuracy_{when}"]["exact_match"]), 16)
         assert f"{accuracy} ({when} RL)" in report
-    table = capsys.readouterr().out
     assert f"run report {folder / 'run_report.html'}\n" in table  # on one line, however long the path
     assert f"{accuracy}  (" in table and "(95 %, n = 16)" in table
     for row in ("greedy, before RL", "greedy, after RL", "entropy", "AQN sigma", "quantized layers", "size on disk"):
@@ -102,16 +110,11 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(tmp_path, capsys):
 
 def test_the_documented_command_runs_under_the_launcher(tmp_path):
     """`accelerate launch recipes/grpo.py` with no configuration at all is the CPU default. The parts are those beside
-    the script, wherever it is called from."""
-    process = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=1", str(ROOT / "recipes" / "grpo.py")]
-        + [*TINY, "--max_steps=1", "--n_test=4", "--reload_check=0", f"--output_dir={tmp_path / 'out'}"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "kernels")},
-        cwd=tmp_path,
-        timeout=300,
-    )
+    the script, wherever it is called from. The launcher is a fork; what it launches is a new process."""
+    options = [*TINY, "--max_steps=1", "--n_test=4", "--reload_check=0", f"--output_dir={tmp_path / 'out'}"]
+    job = processes.module("accelerate.commands.launch", "--num_processes=1", ROOT / "recipes" / "grpo.py", *options)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
+    process = processes.run(job, environment=environment, cwd=tmp_path)
     assert process.returncode == 0, process.stderr[-2000:]
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["n_quantized"] == 14
 
@@ -146,7 +149,8 @@ def test_evaluations_while_training_do_not_change_it(tmp_path):
     weights, rates = [], []
     for every in (1, 0):
         folder = tmp_path / f"every{every}"
-        short_run(folder, "--outlier_fallback_rate=0.2", f"--evaluate_every={every}", "--reload_check=0")
+        options = ["--outlier_fallback_rate=0.2", f"--evaluate_every={every}", "--reload_check=0", "--n_test=8"]
+        short_run(folder, *options)
         weights.append(load_file(folder / "policy" / "model.safetensors"))
         history = json.loads((folder / "log_history.json").read_text())
         rates.append([entry["fallback/rate"] for entry in history if "fallback/rate" in entry])
@@ -206,7 +210,7 @@ def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsy
     assert len((out / "completions_after.jsonl").read_text().splitlines()) == 16
     assert len(json.loads((out / "log_history.json").read_text())) >= 3
     assert "exact_match" in (out / "policy" / "README.md").read_text()
-    assert "(after RL)" in (out / "run_report.html").read_text()
+    assert [line["when"] for line in logged(out, "evaluation")] == ["before RL", "after RL"]
     table = capsys.readouterr().out
     assert "FAILED, see below" in table and "reloading failed OutOfMemoryError: no memory left" in table
     assert "--reload_check 0 leaves the comparison out" in table
@@ -306,20 +310,19 @@ def test_wrong_options_end_with_a_message(options, message, tmp_path):
         ("presett: w4a4\n", "no option 'presett'; did you mean 'preset'?"),
         ("preset: [w4a4\n", "not valid YAML"),
         ("- preset\n", "one `option: value` per line"),
+        (None, "error: cannot read {path}: Is a directory"),
     ],
-    ids=["misspelt", "broken", "list"],
+    ids=["misspelt", "broken", "list", "folder"],
 )
 def test_wrong_yaml_ends_with_a_message(text, message, tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text(text)
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_text(text)
     with pytest.raises(SystemExit) as caught:
         parse_or_exit(["--config", str(path), f"--output_dir={tmp_path}"])
-    assert message in str(caught.value)
-
-
-def test_a_folder_for_a_configuration_ends_with_a_message(tmp_path):
-    with pytest.raises(SystemExit, match=f"error: cannot read {tmp_path}: Is a directory"):
-        parse_or_exit(["--config", str(tmp_path)])
+    assert message.format(path=path) in str(caught.value)
 
 
 def test_math500_without_math_verify_says_what_to_install(tmp_path, monkeypatch):
@@ -328,7 +331,7 @@ def test_math500_without_math_verify_says_what_to_install(tmp_path, monkeypatch)
     files = [f"--{split}_file={tmp_path / 'rows.jsonl'}" for split in ("train", "test")]
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(SystemExit, match=r"error: .*math-verify"):
-        main([*TINY, "--task=math500", f"--output_dir={tmp_path / 'out'}", *files])
+        main([*TINY, "--task=math500", "--n_train=1", f"--output_dir={tmp_path / 'out'}", *files])
 
 
 @pytest.mark.parametrize("name", ["grpo", "pretrain", "ablation", "evaluate"])
@@ -342,32 +345,30 @@ def test_the_help_names_every_task():
     assert all(task in text for task in TASKS)
 
 
-def test_missing_gpu_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="made for a GPU and none was found"):
-        parse_or_exit(["--config", str(CONFIGS / "qwen2.5_3b_gsm8k.yaml"), f"--output_dir={tmp_path}"])
+EMPTY = "--test_file=empty.jsonl"
 
 
-def test_a_buffer_longer_than_the_tasks_completions_ends_with_a_message_before_a_model_is_made(tmp_path):
-    words = ["--max_completion_length=none", "--overlong_buffer=9", "--model_name_or_path=no/such-model"]
-    with pytest.raises(SystemExit, match="^error: overlong_buffer=9 is more than max_completion_length=4$"):
-        short_run(tmp_path / "out", *words)
-
-
-def test_missing_model_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="cannot load the model '.*nowhere': there is no such folder"):
-        short_run(tmp_path / "out", f"--model_name_or_path={tmp_path}/nowhere")
-
-
-def test_missing_and_empty_data_are_named(tmp_path):
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    for files, message in (
-        (["--train_file=missing.jsonl", f"--test_file={empty}"], "missing.jsonl"),
-        ([f"--train_file={empty}", f"--test_file={empty}"], "empty"),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            main([*TINY, "--task=gsm8k", f"--output_dir={tmp_path / 'out'}", *files])
-        assert message in str(caught.value)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", str(CONFIGS / "qwen2.5_3b_gsm8k.yaml")], "made for a GPU and none was found"),
+        (
+            ["--max_completion_length=none", "--overlong_buffer=9", "--model_name_or_path=no/such-model"],
+            "^error: overlong_buffer=9 is more than max_completion_length=4$",
+        ),
+        (["--model_name_or_path=./nowhere"], "cannot load the model '.*nowhere': there is no such folder"),
+        (["--task=gsm8k", "--train_file=missing.jsonl", EMPTY], "missing.jsonl"),
+        (["--task=gsm8k", "--train_file=empty.jsonl", EMPTY], "empty.jsonl is empty"),
+        (["--resume_from_checkpoint=true"], "nothing to resume: .* holds no complete checkpoint"),
+    ],
+    ids=["gpu", "buffer", "model", "missing-data", "empty-data", "no-checkpoint"],
+)
+def test_what_is_missing_is_named_before_there_is_a_trainer(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").write_text("")
+    monkeypatch.setattr("recipes.grpo.MXFP4GRPOTrainer", None)
+    with pytest.raises(SystemExit, match=message):
+        short_run("out", *words)
 
 
 def test_a_used_folder_is_not_written_over(tmp_path):
@@ -387,11 +388,12 @@ def test_checkpoints_of_a_run_that_is_written_over_are_removed_when_nothing_is_r
         with pytest.raises((SystemExit, ValueError)):
             short_run(out, "--overwrite=true", refused)
         assert (out / "checkpoint-9" / "trainer_state.json").is_file(), refused
-    short_run(out, "--overwrite=true", "--reload_check=0", "--save_strategy=steps", "--save_steps=2")
+    short = ["--overwrite=true", "--reload_check=0", "--n_test=4"]
+    short_run(out, *short, "--save_strategy=steps", "--save_steps=2")
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3", "checkpoint-best"}
     assert last_complete_checkpoint(out) == str(out / "checkpoint-3")
     # Whoever resumes needs them, whatever is written over beside.
-    short_run(out, "--overwrite=true", "--resume_from_checkpoint=true", "--reload_check=0")
+    short_run(out, *short, "--resume_from_checkpoint=true")
     assert (out / "checkpoint-2").is_dir()
 
 
@@ -404,18 +406,12 @@ def test_not_to_resume_guards_a_used_folder_in_yaml_too(tmp_path, choice):
         main(["--config", str(config), f"--output_dir={tmp_path}"])
 
 
-def test_nothing_to_resume_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="nothing to resume: .* holds no complete checkpoint"):
-        short_run(tmp_path / "out", "--resume_from_checkpoint=true")
-
-
-def test_a_saved_policy_is_not_trained_under_another_scheme(tmp_path):
-    short_run(tmp_path / "first", "--reload_check=0")
-    policy = f"--model_name_or_path={tmp_path / 'first' / 'policy'}"
+def test_a_saved_policy_is_not_trained_under_another_scheme(whole, tmp_path):
+    short = [f"--model_name_or_path={whole[0] / 'policy'}", "--max_steps=1", "--n_test=4", "--reload_check=0"]
     with pytest.raises(SystemExit, match="was saved under the scheme w4a4 .*, not w4a16"):
-        short_run(tmp_path / "second", policy, "--preset=w4a16")
-    assert short_run(tmp_path / "third", policy)["n_quantized"] == 14
-    assert short_run(tmp_path / "fourth", policy, "--full_precision=true")["scheme"] == "full precision"
+        short_run(tmp_path / "second", *short, "--preset=w4a16")
+    assert short_run(tmp_path / "third", *short)["n_quantized"] == 14
+    assert short_run(tmp_path / "fourth", *short, "--full_precision=true")["scheme"] == "full precision"
 
 
 def test_a_checkpoint_of_another_quantization_method_is_refused(tmp_path, checkpoint):
@@ -435,9 +431,10 @@ def test_a_checkpoint_of_another_quantization_method_is_refused(tmp_path, checkp
 
 @pytest.mark.slow
 @pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="GSM8K_DIR names no folder with the real GSM8K")
-def test_gsm8k_recipe_on_the_real_data(tmp_path):
-    """The configuration shipped for Qwen2.5-3B, on the CPU with a model made on the spot: training steps, all 1,319
-    test problems before and after, saved and reloaded."""
+@pytest.mark.parametrize("n_test", [32, pytest.param(1319, marks=pytest.mark.large)])
+def test_gsm8k_recipe_on_the_real_data(n_test, tmp_path):
+    """The configuration shipped for Qwen2.5-3B, on the CPU with a model made on the spot: training steps, some or all
+    of the 1,319 test problems before and after, saved and reloaded."""
     data = os.environ["GSM8K_DIR"]
     summary = main(
         [
@@ -457,10 +454,11 @@ def test_gsm8k_recipe_on_the_real_data(tmp_path):
             "--overlong_buffer=0",
             "--greedy_batch_size=64",
             "--reload_check=64",
+            *(["--n_train=none", "--n_test=none"] if n_test == 1319 else [f"--n_test={n_test}"]),
             f"--output_dir={tmp_path / 'out'}",
         ]
     )
-    assert summary["n_test"] == 1319 and summary["steps"] == 3
+    assert summary["n_test"] == n_test and summary["steps"] == 3
     assert set(summary["accuracy_after"]) == {"strict", "flexible"}
-    assert summary["reloaded"] == {"compared": 64, "identical": 64}
-    assert len((tmp_path / "out" / "completions_after.jsonl").read_text().splitlines()) == 1319
+    assert summary["reloaded"] == {"compared": min(64, n_test), "identical": min(64, n_test)}
+    assert len((tmp_path / "out" / "completions_after.jsonl").read_text().splitlines()) == n_test

@@ -13,6 +13,7 @@ from test_grpo import TINY
 from test_grpo_two_processes import launch
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from undrawn import leave_figures_undrawn
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.quantizer.swap import quantize_linears
@@ -21,6 +22,7 @@ from recipes.post_training.arguments import parse
 from recipes.post_training.checksum import frozen_checksum
 
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 PACKED = MXFP4RLConfig(mode="packed")
@@ -35,7 +37,8 @@ def short_run(folder, *options):
 def whole(tmp_path_factory):
     """A run on a packed base: its folder, its summary, and what it printed."""
     folder, printed = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        leave_figures_undrawn(patch.setattr)
         return folder, short_run(folder), printed.getvalue()
 
 
@@ -114,6 +117,7 @@ def test_the_same_recipe_in_full_precision(tmp_path):
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
 
 
+@pytest.mark.large
 def test_two_processes(tmp_path):
     summary = launch(tmp_path / "out", 2, "--config", str(CONFIGS / "tiny_cpu_lora.yaml"), "--lora_r=2")
     assert summary["n_quantized"] == 14 and summary["steps"] == 3
@@ -137,17 +141,9 @@ def test_two_recipes_of_one_task_differ_only_where_they_should():
     first, second = options["tiny_cpu"], options["tiny_cpu_lora"]
     different = {key for key in first if first[key] != second[key]}
     assert different <= {
-        *("mode", "preset", "outlier_fallback", "output_dir", "logging_dir", "run_name", "learning_rate"),
-        *(
-            "use_peft",
-            "lora_r",
-            "lora_alpha",
-            "lora_dropout",
-            "lora_target_modules",
-            "error_every",
-            "gradient_gain_every",
-        ),
-    }
+        "mode", "preset", "outlier_fallback", "output_dir", "logging_dir", "run_name", "learning_rate", "use_peft",
+        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "error_every", "gradient_gain_every",
+    }  # fmt: skip
 
 
 def test_the_checksum_sees_every_frozen_bit_and_nothing_else():

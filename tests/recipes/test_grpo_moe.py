@@ -35,7 +35,7 @@ def check_routing(folder):
     assert history[-1]["router/agreement"] == pytest.approx((rows[2]["agreement"] + rows[3]["agreement"]) / 2)
 
 
-def test_the_whole_recipe(tmp_path):
+def test_the_whole_recipe(tmp_path, no_figures):
     folder = tmp_path / "out"
     summary = main([*CONFIG, *TINY, *SHORT, "--n_test=16", f"--output_dir={folder}"])
     assert summary["steps"] == 3 and summary["n_quantized"] >= 8  # the attention's; experts where they are quantized

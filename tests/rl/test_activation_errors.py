@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from grpo_runs import trainer_factory
+from grpo_runs import logged
 from peft import LoraConfig
 from tiny_models import make_model
 from transformers import TrainerState
@@ -18,19 +18,10 @@ from hf_mxfp4.rl.callbacks.activation_errors import spread_modules
 PARTS = ("scale_bias", "deadzone", "grid", "sqnr_db")
 
 
-@pytest.fixture
-def run(tmp_path):
-    return trainer_factory(tmp_path)
-
-
 def quantized_model(config=None, **options):
     model = make_model(**options)
     quantize_linears(model, config or MXFP4RLConfig(outlier_fallback=None))
     return model
-
-
-def logged(trainer, key):
-    return {entry["step"]: entry[key] for entry in trainer.state.log_history if entry.get(key) is not None}
 
 
 def begin(callback, step, max_steps=10):
@@ -105,58 +96,19 @@ def test_nan_is_recorded_and_not_raised():
     assert all(value != value for value in recorded.values()) and len(recorded) == 4
 
 
-def test_the_log_of_a_run_has_them(run):
-    trainer = run(error_every=2)
+def test_the_log_of_a_run_has_them(build):
+    trainer = build(error_every=2)
     trainer.train()
     for part in PARTS:
         assert list(logged(trainer, f"error/activations/{part}")) == [1, 2, 4]
     assert 10 < logged(trainer, "error/activations/sqnr_db")[1] < 40
 
 
-def test_measuring_changes_no_bit_of_training(run, tmp_path):
-    weights = []
-    for every in (0, 1):
-        out = str(tmp_path / f"run{every}")
-        # A report in the middle of the run.
-        trainer = run(error_every=every, gradient_gain_every=every, report_every=2 * every, max_steps=3, output_dir=out)
-        trainer.train()
-        weights.append({name: value.detach().clone() for name, value in trainer.model.named_parameters()})
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-@pytest.mark.parametrize("scheme", ["rate", "stochastic"])
-def test_nor_under_selective_fallback_or_stochastic_rounding(run, tmp_path, scheme):
-    options = {"rate": {"outlier_fallback_rate": 0.1}, "stochastic": {"preset": "w4a4g4", "outlier_fallback": None}}
-    config = options[scheme]
-    if scheme == "stochastic":
-        config = {**config, "macro_block": None, "dgrad": {"grad": "rceil+stochastic"}}
-    weights = []
-    for every in (0, 1):
-        out = str(tmp_path / f"run{every}")
-        trainer = run(
-            scheme=MXFP4RLConfig(**config), error_every=every, gradient_gain_every=every, output_dir=out, max_steps=2
-        )
-        trainer.train()
-        weights.append({name: value.detach().clone() for name, value in trainer.model.named_parameters()})
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_packed_layers_that_quantize_activations_are_measured(run):
+def test_packed_layers_that_quantize_activations_are_measured(build):
     scheme = MXFP4RLConfig(mode="packed", preset="w4a4")
-    trainer = run(scheme=scheme, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2))
+    trainer = build(scheme=scheme, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2))
     trainer.train()
     assert list(logged(trainer, "error/activations/sqnr_db")) == [1, 2, 4]
     # There is no full precision to compare with.
     assert trainer.temperature_callback is None and trainer.gradient_gain_callback is None
     assert trainer.error_callback is None
-
-
-def test_a_resumed_run_has_the_same_history(run, tmp_path):
-    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_gain_every": 2}
-    whole = run(output_dir=str(tmp_path / "whole"), **options)
-    whole.train()
-    resumed = run(output_dir=str(tmp_path / "whole"), **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    for name in ("activation_callback", "temperature_callback", "gradient_gain_callback"):
-        first, second = getattr(whole, name).history, getattr(resumed, name).history
-        assert first == second and len(first) > 2, name

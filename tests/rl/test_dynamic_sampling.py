@@ -9,7 +9,7 @@ import processes
 import pytest
 import torch
 from datasets import Dataset
-from grpo_runs import TOKENIZER, even_digits, prompts, trainer_factory
+from grpo_runs import TOKENIZER, even_digits, logged, prompts
 from moe_models import make_moe
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
@@ -31,11 +31,6 @@ def rewarded(prompts, completions, completion_ids, **kwargs):
     return [0.0 if bad else 1.0 + i % 4 for i, bad in enumerate(hopeless)]
 
 
-@pytest.fixture
-def run(tmp_path):
-    return trainer_factory(tmp_path)
-
-
 def rollout(trainer, numbers, step=0):
     trainer.model.train()
     trainer.state.global_step, trainer.state.max_steps = step, 4
@@ -50,10 +45,6 @@ def texts(batch):
     ]
 
 
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
 def recorded(trainer, name):
     return trainer._metrics["train"][f"dynamic_sampling/{name}"][-1]
 
@@ -61,8 +52,8 @@ def recorded(trainer, name):
 # ---- one batch ------------------------------------------------------------------------------------------------------
 
 
-def test_groups_with_equal_rewards_are_replaced(run):
-    trainer = run(rewarded, dynamic_sampling=True, dynamic_sampling_max_rounds=20, dataset=DATA)
+def test_groups_with_equal_rewards_are_replaced(build):
+    trainer = build(rewarded, dynamic_sampling=True, dynamic_sampling_max_rounds=20, dataset=DATA)
     batch = rollout(trainer, [2, 1, 3, 4])
     found = texts(batch)
     assert found[:4] == ["2+2="] * 4 and found[12:] == ["4+4="] * 4
@@ -74,8 +65,8 @@ def test_groups_with_equal_rewards_are_replaced(run):
     assert 1 <= recorded(trainer, "rounds") < 20
 
 
-def test_a_batch_without_such_groups_stays_as_it_is(run):
-    trainer = run(rewarded, dynamic_sampling=True, dataset=DATA)
+def test_a_batch_without_such_groups_stays_as_it_is(build):
+    trainer = build(rewarded, dynamic_sampling=True, dataset=DATA)
     rollouts = []
     original = trainer._generate
     trainer._generate = lambda prompts: rollouts.append(len(prompts)) or original(prompts)
@@ -84,9 +75,9 @@ def test_a_batch_without_such_groups_stays_as_it_is(run):
     assert recorded(trainer, "rounds") == 0 and recorded(trainer, "replaced_share") == 0
 
 
-def test_a_row_keeps_its_own_completion_probabilities_and_advantage(run):
+def test_a_row_keeps_its_own_completion_probabilities_and_advantage(build):
     """Scored again by a plain forward pass, and the tokens counted for the loss are those of the final batch."""
-    trainer = run(
+    trainer = build(
         rewarded, dynamic_sampling=True, dynamic_sampling_max_rounds=20, num_iterations=2, aqn=False, beta=0.1,
         dataset=DATA,
     )  # fmt: skip
@@ -104,26 +95,26 @@ def test_a_row_keeps_its_own_completion_probabilities_and_advantage(run):
     assert torch.isfinite(trainer.compute_loss(trainer.model, batch))
 
 
-def test_off_by_default_but_measured(run):
-    trainer = run(rewarded, dataset=DATA)
+def test_off_by_default_but_measured(build):
+    trainer = build(rewarded, dataset=DATA)
     batch = rollout(trainer, [2, 1])
     assert texts(batch)[4:] == ["1+1="] * 4
     assert recorded(trainer, "zero_variance_share") == 0.5
     assert "dynamic_sampling/rounds" not in trainer._metrics["train"]
 
 
-def test_the_share_is_that_of_groups_also_where_trl_logs_that_of_the_batch(run):
-    trainer = run(rewarded, dataset=DATA, scale_rewards="batch")
+def test_the_share_is_that_of_groups_also_where_trl_logs_that_of_the_batch(build):
+    trainer = build(rewarded, dataset=DATA, scale_rewards="batch")
     rollout(trainer, [2, 1])
     assert trainer._metrics["train"]["frac_reward_zero_std"][-1] == 0.0
     assert recorded(trainer, "zero_variance_share") == 0.5
 
 
-def test_logs_stay_those_of_the_prompts_that_were_drawn(run):
+def test_logs_stay_those_of_the_prompts_that_were_drawn(build):
     logs = []
     for dynamic in (False, True):
         torch.manual_seed(0)
-        trainer = run(rewarded, dynamic_sampling=dynamic, dataset=DATA)
+        trainer = build(rewarded, dynamic_sampling=dynamic, dataset=DATA)
         torch.manual_seed(1)
         rollout(trainer, [2, 1])
         metrics = {name: values for name, values in trainer._metrics["train"].items() if "dynamic" not in name}
@@ -133,8 +124,8 @@ def test_logs_stay_those_of_the_prompts_that_were_drawn(run):
     assert tokens[1] > tokens[0]  # but what was sampled counts
 
 
-def test_evaluation_is_untouched(run):
-    trainer = run(rewarded, dynamic_sampling=True, dataset=DATA)
+def test_evaluation_is_untouched(build):
+    trainer = build(rewarded, dynamic_sampling=True, dataset=DATA)
     trainer.model.eval()
     batch = trainer._generate_and_score_completions([dict(DATA[number]) for number in (1, 3) for _ in range(4)])
     assert texts(batch) == ["1+1="] * 4 + ["3+3="] * 4
@@ -144,18 +135,18 @@ def test_evaluation_is_untouched(run):
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def test_trap_b13_constant_rewards_train_on_and_lose_nothing(run, capsys):
+def test_trap_b13_constant_rewards_train_on_and_lose_nothing(build, capsys):
     """QeRL's successor stopped when the filter left no group. Here the batch is kept, weights stay and steps go on."""
-    trainer = run(
+    trainer = build(
         lambda completions, **kwargs: [0.5] * len(completions),
         dynamic_sampling=True, dynamic_sampling_max_rounds=2, max_steps=3, aqn_num_stages=1,
     )  # fmt: skip
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
     assert trainer.state.global_step == 3
-    assert logged(trainer, "dynamic_sampling/rounds") == [2, 2, 2]
-    assert logged(trainer, "dynamic_sampling/zero_variance_share") == [1, 1, 1]
-    assert logged(trainer, "dynamic_sampling/replaced_share") == [0, 0, 0]
+    assert list(logged(trainer, "dynamic_sampling/rounds").values()) == [2, 2, 2]
+    assert list(logged(trainer, "dynamic_sampling/zero_variance_share").values()) == [1, 1, 1]
+    assert list(logged(trainer, "dynamic_sampling/replaced_share").values()) == [0, 0, 0]
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.named_parameters())
     assert capsys.readouterr().err.count("every group has equal rewards") == 1
 
@@ -170,7 +161,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_training_with(run, tmp_path, name):
+def test_training_with(build, tmp_path, name):
     options = dict(OPTIONS[name])
     if "router_replay" in options:
         make_moe("qwen3_moe").save_pretrained(tmp_path / "moe")
@@ -181,13 +172,13 @@ def test_training_with(run, tmp_path, name):
     # Prompts of several lengths, so that batches of several widths are put together.
     numbers = [int(f"{i}{'0' * (i % 3)}") for i in range(1, 9)]
     data = Dataset.from_list([{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in numbers])
-    trainer = run(rewarded_by_length, dynamic_sampling=True, max_steps=4, error_every=0, dataset=data, **options)
+    trainer = build(rewarded_by_length, dynamic_sampling=True, max_steps=2, error_every=0, dataset=data, **options)
     trainer.train()
-    assert sum(logged(trainer, "dynamic_sampling/replaced_share")) > 0
-    assert trainer.state.global_step == 4
-    assert all(np.isfinite(norm) for norm in logged(trainer, "grad_norm"))
+    assert sum(logged(trainer, "dynamic_sampling/replaced_share").values()) > 0
+    assert trainer.state.global_step == 2
+    assert all(np.isfinite(norm) for norm in logged(trainer, "grad_norm").values())
     if "router_replay" in options:
-        assert logged(trainer, "router_replay/coverage") == [1.0] * 4
+        assert list(logged(trainer, "router_replay/coverage").values()) == [1.0] * 2
 
 
 def rewarded_by_length(prompts, completions, **kwargs):
@@ -196,20 +187,20 @@ def rewarded_by_length(prompts, completions, **kwargs):
     return [0.01 * (i % 4) + digits[i] if len(prompt) == 8 else 0.0 for i, prompt in enumerate(prompts)]
 
 
-def test_a_resumed_run_draws_the_same_prompts(run, tmp_path):
-    options = {"dynamic_sampling": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "dataset": DATA}
-    whole = run(rewarded, output_dir=str(tmp_path / "whole"), **options)
+def test_a_resumed_run_draws_the_same_prompts(build, tmp_path):
+    options = {"dynamic_sampling": True, "max_steps": 3, "save_strategy": "steps", "save_steps": 2, "dataset": DATA}
+    whole = build(rewarded, output_dir=str(tmp_path / "whole"), **options)
     whole.train()
-    resumed = run(rewarded, output_dir=str(tmp_path / "resumed"), **options)
+    resumed = build(rewarded, output_dir=str(tmp_path / "resumed"), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     for name, value in whole.model.named_parameters():
         assert torch.equal(value, resumed.model.get_parameter(name)), name
     assert logged(resumed, "dynamic_sampling/rounds") == logged(whole, "dynamic_sampling/rounds")
 
 
-def test_prompts_are_a_function_of_seed_and_step(run, tmp_path):
+def test_prompts_are_a_function_of_seed_and_step(build, tmp_path):
     def drawn(step, **options):
-        trainer = run(dynamic_sampling=True, dataset=prompts(50), **options)
+        trainer = build(dynamic_sampling=True, dataset=prompts(50), **options)
         rows = trainer.sampler.other_prompts(set(), step)
         return [next(rows)["prompt"] for _ in range(60)]
 
@@ -218,8 +209,8 @@ def test_prompts_are_a_function_of_seed_and_step(run, tmp_path):
     assert len(set(first[:50])) == 50 and first[50:] == first[:10]  # none twice before all have been drawn
 
 
-def test_prompts_of_the_batch_are_drawn_only_if_there_are_no_others(run):
-    trainer = run(rewarded, dynamic_sampling=True, dynamic_sampling_max_rounds=20, dataset=DATA.select(range(5)))
+def test_prompts_of_the_batch_are_drawn_only_if_there_are_no_others(build):
+    trainer = build(rewarded, dynamic_sampling=True, dynamic_sampling_max_rounds=20, dataset=DATA.select(range(5)))
     for step in range(3):
         assert texts(rollout(trainer, [2, 1, 4, 3], step))[4:8] == ["0+0="] * 4
         left_out = {prompt_digest(DATA[number]) for number in (2, 1, 4)}
@@ -280,11 +271,11 @@ leave_together()
 
 
 @pytest.mark.large
-def test_two_processes_replace_the_same_groups(run, tmp_path):
-    run()  # leaves the model's files
+def test_two_processes_replace_the_same_groups(build, tmp_path):
+    build()  # leaves the model's files
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "rl")}
     program = processes.code(TWO_PROCESSES.format(folder=str(tmp_path)))
-    job = processes.run(program, ranks=2, environment=environment, timeout=180)
+    job = processes.build(program, ranks=2, environment=environment, timeout=180)
     assert job.returncode == 0 and job.stdout.count("agreed") == 2, job.stderr[-3000:]
 
 
@@ -367,6 +358,6 @@ def test_options_that_starve_or_mix_scales_are_refused(options, tmp_path):
         MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
-def test_streamed_datasets_are_refused(run):
+def test_streamed_datasets_are_refused(build):
     with pytest.raises(ValueError, match="dynamic_sampling=True draws prompts from anywhere"):
-        run(dynamic_sampling=True, dataset=prompts(8).to_iterable_dataset())
+        build(dynamic_sampling=True, dataset=prompts(8).to_iterable_dataset())

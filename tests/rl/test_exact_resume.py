@@ -7,13 +7,15 @@ import shutil
 
 import pytest
 import torch
-from grpo_runs import ResumableTrainer, even_digits, train_plainly, trainer_factory
+from grpo_runs import TOKENIZER, ResumableTrainer, even_digits, train_plainly, trainer_factory
+from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
 from same_bits import assert_same
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 from hf_mxfp4.layers import named_fallback_thresholds
 from hf_mxfp4.rl import RewardError
 from hf_mxfp4.rl.resume.state import missing_parameters
@@ -21,35 +23,44 @@ from hf_mxfp4.rl.resume.state import missing_parameters
 
 #: Eight steps are two epochs of four.
 RUN = {"max_steps": 8, "save_strategy": "steps", "lr_scheduler_type": "linear", "learning_rate": 3e-3}
+RUN |= {"gradient_gain_every": 2, "movement_every": 3}
+HISTORIES = ("activation_callback", "temperature_callback", "gradient_gain_callback", "movement_callback")
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "step_time", "total_flos")
 
+RANDOM = {
+    "preset": "w4a4g4",
+    "fprop": {"weight": "rceil+stochastic"},
+    "dgrad": {"grad": "rceil+stochastic"},
+    "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"},
+}
 SCHEMES = {
     "w4a4": MXFP4RLConfig(),
-    "random": MXFP4RLConfig(
-        preset="w4a4g4",
-        fprop={"weight": "rceil+stochastic"},
-        dgrad={"grad": "rceil+stochastic"},
-        wgrad={"grad": "rceil+stochastic", "rotation": "random-16"},
-    ),
+    "random": MXFP4RLConfig(**RANDOM),
     "fallback": MXFP4RLConfig(outlier_fallback_rate=0.2),
     "lora": MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5, outlier_fallback_rate=0.2),
 }
 
+#: A checkpoint in the middle of a rollout's steps, with accumulated gradients.
+REUSED = {
+    "num_iterations": 2,
+    "steps_per_generation": 4,
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 4,
+}
+#: Scheme, step of the checkpoint, options.
 CASES = {
     "in the second epoch and between two logs": ("w4a4", 7, {"logging_steps": 2}),
-    "inside a rollout's steps": (
-        "w4a4",
-        3,
-        {
-            "num_iterations": 2,
-            "steps_per_generation": 4,
-            "gradient_accumulation_steps": 2,
-            "per_device_train_batch_size": 4,
-        },
-    ),
-    "stochastic rounding and random rotation": ("random", 3, {}),
+    "inside a rollout's steps": ("w4a4", 3, {**REUSED, "max_steps": 5}),
+    "stochastic rounding and random rotation": ("random", 2, {"max_steps": 4}),
     "fallback thresholds": ("fallback", 2, {"gradient_checkpointing": True, "max_steps": 4}),
-    "packed weights and LoRA": ("lora", 5, {}),
+    "packed weights and LoRA": ("lora", 2, {"max_steps": 4}),
+}
+#: Mixtures of quantized experts: what was trained, noised, corrected and replayed.
+MIXTURE = {"router_every": 2, "router_replay": True, "aqn_num_stages": 3, "gradient_gain_every": 0, "movement_every": 0}
+MIXTURES = {
+    "inside a rollout's steps": ("random", 3, {**REUSED, "max_steps": 5}),
+    "between rollouts": ("random", 3, {"max_steps": 6}),
+    "selective fallback, checkpointing": ("fallback", 2, {"gradient_checkpointing": True, "max_steps": 4}),
 }
 
 
@@ -60,16 +71,27 @@ def lora_policy(base):
 
 
 def builder(folder):
-    """`make(scheme, **options)` makes a trainer that writes below ``folder``."""
+    """`make(scheme, **options)` makes a trainer that writes below ``folder``, of a mixture of experts if wanted."""
     factory = trainer_factory(folder)
 
-    def make(scheme="w4a4", **options):
+    def make(scheme="w4a4", mixture=False, **options):
+        options = {**RUN, **(MIXTURE if mixture else {}), **options}
         if scheme == "lora":
             factory(**RUN)  # writes the base
-            return factory(policy=lora_policy(folder / "base"), **{**RUN, **options})
-        return factory(scheme=SCHEMES[scheme], **{**RUN, **options})
+            options["policy"] = lora_policy(folder / "base")
+        if mixture:
+            moe = save_mixture(folder)
+            options["policy"] = AutoModelForCausalLM.from_pretrained(moe, quantization_config=SCHEMES[scheme])
+        return factory(scheme=SCHEMES[scheme], **options)
 
     return make
+
+
+def save_mixture(folder):
+    if not (folder / "moe").exists():
+        make_moe().save_pretrained(folder / "moe")
+        TOKENIZER.save_pretrained(folder / "moe")
+    return folder / "moe"
 
 
 @pytest.fixture
@@ -83,7 +105,11 @@ def whole(tmp_path_factory):
     root = tmp_path_factory.mktemp("whole")
     trainer = builder(root)(save_steps=2)
     trainer.train()
-    return everything(trainer), root / "run"
+    expected = everything(trainer)
+    assert {name: len(history) >= 3 for name, history in expected["histories"].items()} == dict.fromkeys(
+        HISTORIES, True
+    )
+    return expected, root / "run"
 
 
 def everything(trainer):
@@ -98,6 +124,7 @@ def everything(trainer):
         "thresholds": {n: t.state_dict() for n, t in named_fallback_thresholds(trainer.model).items()},
         "logs": logs,
         "callbacks": [c.state_dict() for c in (trainer.entropy_callback, trainer.error_callback) if c is not None],
+        "histories": {n: getattr(trainer, n).history for n in HISTORIES if getattr(trainer, n) is not None},
         "random": torch.get_rng_state(),
     }
 
@@ -109,6 +136,7 @@ def test_train_stop_resume_is_train(build, tmp_path, case):
     whole.train()
     expected = everything(whole)
     assert whole.state.global_step == options.get("max_steps", 8)
+    assert any(entry.get("aqn/sigma", 0) > 0 for entry in expected["logs"])
     if scheme in ("fallback", "lora"):
         assert len(expected["thresholds"]) == 14
         assert all(state["value"] > 0 for state in expected["thresholds"].values())
@@ -145,7 +173,7 @@ def test_a_run_that_finished_with_an_epoch_is_not_trained_further(build, whole):
 
 def test_what_would_not_be_exact_without_the_state_of_the_process(build, tmp_path):
     """The same resume with a checkpoint that lacks it, as other trainers write: other rollouts, other weights."""
-    options = {"num_iterations": 2, "save_steps": 3}
+    options = {"num_iterations": 2, "save_steps": 3, "max_steps": 5}
     whole = build(**options)
     whole.train()
     checkpoint = tmp_path / "run" / "checkpoint-3"
@@ -158,7 +186,7 @@ def test_what_would_not_be_exact_without_the_state_of_the_process(build, tmp_pat
 
 def test_a_run_that_failed_is_continued_as_if_it_had_not(tmp_path):
     factory = trainer_factory(tmp_path)
-    options = {**RUN, "num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    options = {**RUN, **REUSED, "steps_per_generation": 2, "max_steps": 6}
 
     def train(folder, resume=None, fails_at=None):
         def even_digits_drawing(completions, trainer_state, **kwargs):
@@ -173,27 +201,29 @@ def test_a_run_that_failed_is_continued_as_if_it_had_not(tmp_path):
 
     whole = train("whole")
     with pytest.raises(RewardError):
-        train("failing", fails_at=6)
-    assert [path.name for path in (tmp_path / "failing").glob("checkpoint-*")] == ["checkpoint-6"]
+        train("failing", fails_at=4)
+    assert [path.name for path in (tmp_path / "failing").glob("checkpoint-*")] == ["checkpoint-4"]
     assert_same(everything(train("failing", resume=True)), everything(whole))
 
 
-@pytest.mark.parametrize("steps", [1, 4], ids=["shorter", "longer"])
-def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, steps, capsys):
+def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, capsys):
     """The micro-batches of the checkpoint are those of another number of optimizer steps."""
     options = {"num_iterations": 2, "per_device_train_batch_size": 4}
     build(steps_per_generation=2, max_steps=3, save_steps=3, **options).train()
     checkpoint = tmp_path / "run" / "checkpoint-3"
-    resumed = build(steps_per_generation=steps, max_steps=6, output_dir=str(tmp_path / "resumed"), **options)
-    capsys.readouterr()
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert f"is resumed with steps_per_generation={steps}, num_iterations=2" in capsys.readouterr().err
-    assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5, 6]
-    # Checkpoints from before the split was kept have the one that they are resumed with.
-    state = torch.load(checkpoint / "mxfp4_state_0.pt", weights_only=True)
-    assert state["rollouts"].pop("split") == {**resumed._batch_split(), "steps_per_generation": 2}
-    resumed._load_process_state(state, exact=True)
-    assert resumed._step == 3 and len(resumed._buffered_inputs) == 2
+    for steps in (1, 4):  # shorter, and longer
+        resumed = build(
+            steps_per_generation=steps, max_steps=5, output_dir=str(tmp_path / f"resumed{steps}"), **options
+        )
+        capsys.readouterr()
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert f"is resumed with steps_per_generation={steps}, num_iterations=2" in capsys.readouterr().err
+        assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5]
+        # Checkpoints from before the split was kept have the one that they are resumed with.
+        state = torch.load(checkpoint / "mxfp4_state_0.pt", weights_only=True)
+        assert state["rollouts"].pop("split") == {**resumed._batch_split(), "steps_per_generation": 2}
+        resumed._load_process_state(state, exact=True)
+        assert resumed._step == 3 and len(resumed._buffered_inputs) == 2
 
 
 def test_an_interrupted_update_is_not_saved(build, tmp_path, capsys):
@@ -210,6 +240,64 @@ def test_an_interrupted_update_is_not_saved(build, tmp_path, capsys):
         trainer.train()
     assert "the weights are half-updated" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+# ---- mixtures of experts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.large if n else ()) for n, c in enumerate(MIXTURES)]
+)
+def test_mixtures_of_experts_are_resumed_to_the_bit(build, tmp_path, case):
+    scheme, step, options = MIXTURES[case]
+    whole = build(scheme, mixture=True, save_steps=step, **options)
+    assert sum(isinstance(module, MXFP4Experts) for module in whole.model.modules()) == 2
+    before = {name: weight.clone() for name, weight in whole.model.state_dict().items()}
+    whole.train()
+    expected = everything(whole)
+    after = expected["weights"]
+    assert not any(torch.equal(before[name], after[name]) for name in after if "experts" in name or "gate" in name)
+    assert [log["router_replay/coverage"] for log in expected["logs"] if "loss" in log] == [1.0] * whole.args.max_steps
+    assert any(log.get("router_replay/changed", 0) > 0 for log in expected["logs"])
+    assert any(log.get("sampling/importance_sampling_ratio/max", 1) > 1 for log in expected["logs"])
+    assert len(expected["thresholds"]) == (0 if scheme == "random" else 12)  # 4 linears and 2 projections a layer
+    resumed = build(scheme, mixture=True, save_steps=step, output_dir=str(tmp_path / "resumed"), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
+    assert_same(everything(resumed), expected)
+    later = [entry for entry in whole.router_callback.history if entry["step"] > step]
+    assert resumed.router_callback.history == later and len(later) >= 2
+
+
+def test_rollouts_without_kept_copies_have_the_same_bits(build, tmp_path):
+    """Of weights too that are rounded stochastically: once a step, however often they are quantized."""
+    ends = []
+    for options in ({}, {"cache_rollout_weights": False}):
+        trainer = build("random", mixture=True, max_steps=1, aqn_num_stages=1, save_strategy="no", **options)
+        trainer.train()
+        ends.append(everything(trainer))
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize(("cached", "times"), [(True, 1), (False, 4)])
+def test_how_often_a_rollout_quantizes_the_experts(build, monkeypatch, cached, times):
+    """For each of four tokens, or once."""
+    import hf_mxfp4.gemm.operands as module
+
+    trainer = build(mixture=True, max_steps=1, save_strategy="no", cache_rollout_weights=cached, aqn=False)
+    trainer.generation_config.eos_token_id = None
+    calls, quantize, generate = [], module.weight_operand, trainer._generate
+    monkeypatch.setattr(module, "weight_operand", lambda *args: calls.append(args[0].shape) or quantize(*args))
+    counts = []
+
+    def counted(prompts):
+        calls.clear()
+        output = generate(prompts)
+        counts.append(sum(len(shape) == 3 for shape in calls))  # not those of attention
+        return output
+
+    trainer._generate = counted
+    trainer.train()
+    assert counts == [times * 2 * 2]  # layers, projections
 
 
 # ---- which checkpoint -----------------------------------------------------------------------------------------------
@@ -251,42 +339,39 @@ def test_another_scheme_is_refused(build, whole):
         build("fallback").train(resume_from_checkpoint=str(whole[1] / "checkpoint-2"))
 
 
-# ---- fused experts, with any Trainer --------------------------------------------------------------------------------
+# ---- experts, with any Trainer --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def train_experts(tmp_path_factory):
+@pytest.fixture(scope="module", params=["quantized", "full precision"])
+def train_experts(request, tmp_path_factory):
     """`train(cls, out, resume)` gives a trainer after a run, of which those that start anew are trained once."""
     root = tmp_path_factory.mktemp("experts")
-    base = root / "moe"
-    make_model("qwen3_moe", hidden=32).save_pretrained(base)
+    skipped = None if request.param == "quantized" else ["experts"]
+    scheme = MXFP4RLConfig(**RANDOM, modules_to_not_convert=skipped)
+    base = save_mixture(root)
 
     @functools.cache
     def train(cls, out, resume=None):
-        scheme = MXFP4RLConfig(modules_to_not_convert=["experts"])
         return train_plainly(cls, base, scheme, root / out, resume and root / resume)
 
-    train.root = root
+    train.root, train.n_quantized = root, 0 if skipped else 2
     return train
 
 
 def test_experts_are_restored(train_experts):
     whole = train_experts(ResumableTrainer, "run")
-    experts = [n for n, _ in whole.model.named_parameters() if "experts" in n]
-    assert len(experts) == 4
+    assert len([n for n, _ in whole.model.named_parameters() if "experts" in n]) == 4
     resumed = train_experts(ResumableTrainer, "resumed", resume="run/checkpoint-2")
     assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
     loaded = AutoModelForCausalLM.from_pretrained(train_experts.root / "run" / "checkpoint-4")
+    assert sum(isinstance(module, MXFP4Experts) for module in loaded.modules()) == train_experts.n_quantized
     assert_same(dict(loaded.state_dict()), dict(whole.model.state_dict()))
 
 
 def test_a_final_save_has_the_names_of_the_hub(train_experts, tmp_path):
-    trainer = train_experts(ResumableTrainer, "run")
-    trainer.save_model(str(tmp_path / "final"))
-    from safetensors import safe_open
-
+    train_experts(ResumableTrainer, "run").save_model(str(tmp_path / "final"))
     with safe_open(tmp_path / "final" / "model.safetensors", "pt") as file:
-        assert "model.layers.0.mlp.experts.0.gate_proj.weight" in file.keys()
+        assert file.get_tensor("model.layers.1.mlp.experts.5.gate_proj.weight").shape == (32, 32)
 
 
 def test_a_checkpoint_without_the_experts_is_refused(train_experts):

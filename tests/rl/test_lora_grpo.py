@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from grpo_runs import prompts, trainer_factory, with_simulated_vllm
+from grpo_runs import logged, prompts, trainer_factory, with_simulated_vllm
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
@@ -58,34 +58,50 @@ def test_a_target_that_the_policy_has_not_is_an_error(build, scheme):
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_adapters_train_and_the_base_keeps_every_bit(build, checkpointing):
-    trainer = build(gradient_checkpointing=checkpointing)
-    assert trainer.n_quantized == 14 and trainer.error_callback is None
+#: Noise in the second half of a run, and a reference policy.
+RUN = {"beta": 0.1, "aqn_num_stages": 2, "aqn_sigma_start": 0.1, "aqn_sigma_end": 0.1, "save_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A trainer after four steps of adapters on a packed policy, the parameters before them, and its folder."""
+    root = tmp_path_factory.mktemp("lora")
+    trainer = trainer_factory(root)(scheme=PACKED, peft_config=lora(), save_strategy="steps", **RUN)
+    before = stored(trainer.model) | stored(trainer.model, adapters=True)
+    trainer.train()
+    return trainer, before, root / "run"
+
+
+def test_adapters_train_and_the_base_keeps_every_bit(trained):
+    trainer, before, _ = trained
+    assert trainer.n_quantized == 14 and trainer.error_callback is None and trainer.state.global_step == 4
+    assert all(torch.equal(value, before[name]) for name, value in stored(trainer.model).items())
+    moved = [n for n, value in stored(trainer.model, adapters=True).items() if not torch.equal(value, before[n])]
+    assert len(moved) == 28
+    assert len(logged(trainer, "entropy")) == 4 and all(norm > 0 for norm in logged(trainer, "grad_norm").values())
+
+
+def test_quantized_activations_and_checkpointing_under_the_adapters(build):
+    scheme = MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5)
+    trainer = build(scheme, gradient_checkpointing=True, max_steps=2)
     base, adapters = stored(trainer.model), stored(trainer.model, adapters=True)
     trainer.train()
-    assert trainer.state.global_step == 4
     assert all(torch.equal(value, base[name]) for name, value in stored(trainer.model).items())
-    moved = [
-        name for name, value in stored(trainer.model, adapters=True).items() if not torch.equal(value, adapters[name])
-    ]
-    assert len(moved) == 28
-    history = [entry for entry in trainer.state.log_history if "entropy" in entry]
-    assert all(entry["grad_norm"] > 0 for entry in history)
+    assert not any(torch.equal(value, adapters[n]) for n, value in stored(trainer.model, adapters=True).items())
 
 
-def test_quantized_activations_under_the_adapters(build):
-    trainer = build(MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5))
-    base = stored(trainer.model)
-    trainer.train()
-    assert all(torch.equal(value, base[name]) for name, value in stored(trainer.model).items())
+def test_a_reference_policy_is_the_packed_base(trained):
+    assert trained[0].ref_model is None
+    assert list(logged(trained[0], "kl")) == [1, 2, 3, 4]
 
 
-def test_a_reference_policy_is_the_packed_base(build):
-    trainer = build(beta=0.1)
-    assert trainer.ref_model is None
-    trainer.train()
-    assert all("kl" in entry for entry in trainer.state.log_history if "entropy" in entry)
+def test_a_checkpoint_of_adapters_resumes(build, trained):
+    whole, _, folder = trained
+    again = build(save_strategy="no", **RUN)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert again.state.global_step == 4
+    for name, value in stored(again.model, adapters=True).items():
+        torch.testing.assert_close(value, stored(whole.model, adapters=True)[name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_packed_policy_without_adapters_is_refused(tmp_path):
@@ -93,31 +109,20 @@ def test_a_packed_policy_without_adapters_is_refused(tmp_path):
         trainer_factory(tmp_path)(scheme=PACKED)
 
 
-def test_a_checkpoint_of_adapters_resumes(build, tmp_path):
-    whole = build(save_strategy="steps", save_steps=2)
-    whole.train()
-    again = build(save_strategy="no")
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert again.state.global_step == 4
-    for name, value in stored(again.model, adapters=True).items():
-        torch.testing.assert_close(value, stored(whole.model, adapters=True)[name], rtol=1e-5, atol=1e-6)
-
-
 # ---- noise ----------------------------------------------------------------------------------------------------------
 
 
-def test_noise_is_on_each_norm_of_the_base_once_and_leaves_it_alone(build):
-    trainer = build(aqn_num_stages=2)
+def test_noise_is_on_each_norm_of_the_base_once_and_the_mismatch_is_corrected(trained):
+    trainer, before, _ = trained
     names = list(trainer.noise.norms)
     assert len(names) == 5 and all("lora_" not in name for name in names)
-    norms = {name: m.weight.detach().clone() for name, m in trainer.noise.norms.items()}
-    trainer.train()
-    history = [entry for entry in trainer.state.log_history if "aqn/sigma" in entry]
-    assert [entry["aqn/sigma"] for entry in history] == [0.0, 0.0, 1e-2, 1e-2]
-    assert [entry["aqn/n_modules"] for entry in history] == [0, 0, 5, 5]
-    for entry in history[2:]:
-        assert entry["aqn/measured_std"] == pytest.approx(1e-2, rel=0.2)
-    assert all(torch.equal(m.weight, norms[name]) for name, m in trainer.noise.norms.items())
+    assert list(logged(trainer, "aqn/sigma").values()) == [0.0, 0.0, 0.1, 0.1]
+    assert list(logged(trainer, "aqn/n_modules").values()) == [0, 0, 5, 5]
+    assert all(torch.equal(m.weight, before[f"{name}.weight"]) for name, m in trainer.noise.norms.items())
+    ratios = logged(trainer, "sampling/importance_sampling_ratio/mean")
+    for step in (3, 4):
+        assert logged(trainer, "aqn/measured_std")[step] == pytest.approx(0.1, rel=0.2)
+        assert 0.5 < ratios[step] < 2 and abs(ratios[step] - 1) > 1e-4
 
 
 def test_noise_under_adapters_is_the_noise_without_them():
@@ -145,8 +150,8 @@ def test_trained_norms_keep_their_updates_and_none_of_the_noise(build):
     )
     before = {name: m.weight.detach().clone() for name, m in trainer.noise.norms.items()}
     trainer.train()
-    entry = next(entry for entry in trainer.state.log_history if "aqn/n_modules" in entry)
-    assert entry["aqn/n_modules"] == 5 and entry["aqn/measured_std"] == pytest.approx(0.5, rel=0.2)
+    assert logged(trainer, "aqn/n_modules")[1] == 5
+    assert logged(trainer, "aqn/measured_std")[1] == pytest.approx(0.5, rel=0.2)
     for name, module in trainer.noise.norms.items():
         change = (module.weight.detach() - before[name]).abs().max()
         assert 0 < change < 0.02, name  # four steps of Adam at 1e-3
@@ -198,7 +203,7 @@ def test_rollout_and_training_log_probabilities_agree_to_the_bit():
 
 def sampling_kl(trainer):
     trainer.train()
-    return next(entry["sampling/kl"] for entry in trainer.state.log_history if "sampling/kl" in entry)
+    return logged(trainer, "sampling/kl")[1]
 
 
 @pytest.mark.parametrize("policy", ["w4a4", "w4a16", "packed"])
@@ -263,15 +268,6 @@ def test_training_keeps_its_dropout(build):
     dropout.register_forward_pre_hook(lambda module, _: modes.append((torch.is_grad_enabled(), module.training)))
     trainer.train()
     assert set(modes) == {(False, False), (True, True)}
-
-
-def test_the_mismatch_that_noise_makes_is_corrected(build):
-    trainer = build(aqn_num_stages=1, aqn_sigma_start=0.1, aqn_sigma_end=0.1)
-    trainer.train()
-    ratios = [
-        entry["sampling/importance_sampling_ratio/mean"] for entry in trainer.state.log_history if "entropy" in entry
-    ]
-    assert len(ratios) == 4 and all(0.5 < ratio < 2 and ratio != 1 for ratio in ratios)
 
 
 # ---- what vLLM is given ---------------------------------------------------------------------------------------------

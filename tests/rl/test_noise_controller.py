@@ -7,10 +7,9 @@ import random
 
 import pytest
 import torch
-from grpo_runs import prompts, trainer_factory
+from grpo_runs import logged, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TrainerCallback
 
 from hf_mxfp4 import MXFP4GRPOConfig
 from hf_mxfp4.rl import EntropyNoiseController
@@ -168,14 +167,10 @@ def test_meaningless_options_of_the_loop_are_refused(options, tmp_path):
 LOOP = {"aqn_schedule": "entropy", "aqn_rate_limit": 0.3, "error_every": 0, "learning_rate": 1e-2}
 
 
-def logged(trainer, key):
-    return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
-
-
-def test_the_loop_is_driven_by_the_logged_entropy(tmp_path):
+def test_the_loop_is_driven_by_the_logged_entropy(build):
     # Two micro-batches a step, which are logged as one value.
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 5}
-    trainer = trainer_factory(tmp_path)(aqn_target_entropy=4.0, **LOOP, **options)
+    trainer = build(aqn_target_entropy=4.0, **LOOP, **options)
     trainer.train()
     replayed, expected = EntropyNoiseController(1e-3, 1e-2, 4.0, 0.3), {}
     for step, entropy in logged(trainer, "entropy").items():
@@ -189,10 +184,10 @@ def test_the_loop_is_driven_by_the_logged_entropy(tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["entropy", "exponential"])
-def test_a_run_whose_completions_are_all_masked_has_no_entropy_and_no_alarm(tmp_path, schedule):
+def test_a_run_whose_completions_are_all_masked_has_no_entropy_and_no_alarm(build, schedule):
     options = {**LOOP, "aqn_schedule": schedule, "max_completion_length": 2, "mask_truncated_completions": True}
     # None ends in time.
-    trainer = trainer_factory(tmp_path)(generation_kwargs={"min_new_tokens": 2}, **options)
+    trainer = build(generation_kwargs={"min_new_tokens": 2}, **options)
     trainer.train()
     assert trainer.state.global_step == 4
     assert logged(trainer, "entropy") == dict.fromkeys(range(1, 5))
@@ -201,9 +196,9 @@ def test_a_run_whose_completions_are_all_masked_has_no_entropy_and_no_alarm(tmp_
         assert set(logged(trainer, "aqn/sigma").values()) == {0.0} and trainer.noise_controller.target is None
 
 
-def test_a_micro_batch_without_tokens_leaves_the_entropy_of_its_step_alone(tmp_path):
+def test_a_micro_batch_without_tokens_leaves_the_entropy_of_its_step_alone(build):
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
-    trainer = trainer_factory(tmp_path)(aqn_target_entropy=4.0, **LOOP, **options)
+    trainer = build(aqn_target_entropy=4.0, **LOOP, **options)
     observed, observe, prepare = [], trainer.noise_controller.observe, trainer._prepare_inputs
     trainer.noise_controller.observe = lambda entropy: observed.append(entropy) or observe(entropy)
 
@@ -218,26 +213,18 @@ def test_a_micro_batch_without_tokens_leaves_the_entropy_of_its_step_alone(tmp_p
     assert logged(trainer, "entropy") == {1: observed[0], 2: observed[2]} and observed[0] > 0
 
 
-class StopAfter(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == 4
-
-
-def test_a_resumed_loop_repeats_the_one_that_was_not_stopped(tmp_path):
-    build = trainer_factory(tmp_path)
+def test_a_resumed_loop_repeats_the_one_that_was_not_stopped(build, tmp_path):
     options = {**LOOP, "max_steps": 6, "save_strategy": "steps", "save_steps": 4}
     whole = build(output_dir=str(tmp_path / "whole"), **options)
     whole.train()
-    build(output_dir=str(tmp_path / "parts"), callbacks=[StopAfter()], **options).train()
-    resumed = build(output_dir=str(tmp_path / "parts"), **options)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = build(**options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     for key in ("aqn/sigma", "aqn/target_entropy", "entropy"):
         assert logged(resumed, key) == logged(whole, key) and logged(whole, key)[6] > 0
     assert resumed.noise_controller.state_dict() == whole.noise_controller.state_dict()
 
 
-def test_evaluation_neither_moves_the_loop_nor_gets_noise(tmp_path):
-    build = trainer_factory(tmp_path)
+def test_evaluation_neither_moves_the_loop_nor_gets_noise(build):
     trainer = build(aqn_target_entropy=4.0, eval_dataset=prompts(4), per_device_eval_batch_size=4, **LOOP)
     trainer.noise_controller.sigma = 1e-2
     state = trainer.noise_controller.state_dict()

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from grpo_runs import TOKENIZER, prompts, trainer_factory
+from grpo_runs import TOKENIZER, logged, prompts, trainer_factory
 from moe_models import make_moe
 from transformers import AutoModelForCausalLM
 
@@ -31,10 +31,6 @@ def build(tmp_path):
     return make
 
 
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
 def watch(trainer, method):
     """Calls of a method that computes log-probabilities: what each routed ``[B, L, layers, k]``, and its arguments."""
     calls, original = [], getattr(trainer, method)
@@ -51,12 +47,10 @@ def watch(trainer, method):
 
 
 OPTIONS = {
-    "plain": {},
-    "checkpointing": {"gradient_checkpointing": True},
+    "checkpointing, masked": {"gradient_checkpointing": True, "mask_truncated_completions": True},
     "reused": {"num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 4},
-    "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
-    "clean": {"aqn": False, "num_iterations": 2},
-    "masked": {"mask_truncated_completions": True},
+    "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 2},
+    "clean": {"aqn": False, "num_iterations": 2, "max_steps": 2},
 }
 
 
@@ -65,7 +59,7 @@ def test_training_routes_as_the_rollout_did(build, name):
     trainer = build(learning_rate=1e-2, **OPTIONS[name])
     calls = watch(trainer, "_compute_loss")
     trainer.train()
-    assert len(calls) == 3 * (2 if name == "accumulated" else 1)
+    assert len(calls) == trainer.args.max_steps * (2 if name == "accumulated" else 1)
     covered = 0
     for routed, (_, inputs) in calls:
         recorded = inputs[BATCH_KEY].long()
@@ -73,9 +67,9 @@ def test_training_routes_as_the_rollout_did(build, name):
         assert torch.equal(routed[known], recorded[known])
         assert not (routed_tokens(inputs["prompt_mask"], inputs["completion_mask"]) & ~known.flatten(2).all(-1)).any()
         covered += int(known[..., 0, 0].sum())
-    assert covered > 60
-    assert logged(trainer, "router_replay/coverage") == [1.0] * 3
-    changed = logged(trainer, "router_replay/changed")
+    assert covered > 40
+    assert set(logged(trainer, "router_replay/coverage").values()) == {1.0}
+    changed = list(logged(trainer, "router_replay/changed").values())
     assert all(0 <= value < 1 for value in changed)
     if name in ("reused", "clean"):  # the first step on a rollout changes the routers, the next one sees it
         assert changed[0] == 0 and changed[1] > 0.02
@@ -86,7 +80,7 @@ def test_an_unchanged_policy_would_have_routed_as_it_did(build, family):
     """Rows stay with their recordings through shuffling, splitting and reuse: at rate 0 replay changes nothing."""
     trainer = build(family, learning_rate=0.0, aqn=False, **OPTIONS["reused"], dataset=uneven_prompts(), max_steps=4)
     trainer.train()
-    assert logged(trainer, "router_replay/changed") == [0.0] * 4
+    assert list(logged(trainer, "router_replay/changed").values()) == [0.0] * 4
 
 
 def uneven_prompts():
@@ -111,7 +105,7 @@ def test_old_log_probabilities_are_those_of_the_recorded_routing(build):
 
 def test_off_by_default(build):
     default = MXFP4GRPOConfig.__dataclass_fields__["router_replay"].default
-    trainer = build(router_replay=default)
+    trainer = build(router_replay=default, max_steps=1)
     assert trainer.routing is None
     seen, compute_loss = [], trainer._compute_loss
 
@@ -122,7 +116,7 @@ def test_off_by_default(build):
 
     trainer._compute_loss = look
     trainer.train()
-    assert len(seen) == 3 and not any(BATCH_KEY in keys for keys in seen)
+    assert len(seen) == 1 and not any(BATCH_KEY in keys for keys in seen)
     assert not any("router" in name for entry in trainer.state.log_history for name in entry)
 
 
@@ -130,25 +124,20 @@ def test_where_routing_does_not_change_training_is_bit_identical_to_without(buil
     """On-policy and without noise the replayed choices are those that would have been made."""
     weights = []
     for replay in (False, True):
-        trainer = build(router_replay=replay, aqn=False)
+        trainer = build(router_replay=replay, aqn=False, max_steps=2)
         trainer.train()
         weights.append(trainer.model.state_dict())
-    assert logged(trainer, "router_replay/changed") == [0.0] * 3
+    assert list(logged(trainer, "router_replay/changed").values()) == [0.0] * 2
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_routers_are_trained_through_replay(build):
-    trainer = build(router_aux_loss_coef=0.0)
+def test_routers_are_trained_through_replay_and_evaluation_has_none(build):
+    trainer = build(router_aux_loss_coef=0.0, max_steps=2)
     before = {name: router.weight.detach().clone() for name, router in find_routers(trainer.model).items()}
     trainer.train()
     for name, router in find_routers(trainer.model).items():
         assert not torch.equal(router.weight, before[name]), name
         assert "forward" not in router.__dict__
-
-
-def test_evaluation_does_not_replay(build):
-    trainer = build()
-    trainer.train()
     metrics = trainer.evaluate(prompts(4))
     assert metrics["eval_reward"] >= 0
     assert not any("router_replay" in name for name in metrics)

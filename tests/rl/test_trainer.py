@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from grpo_runs import even_digits, prompts, trainer_factory
+from grpo_runs import even_digits, logged, prompts, trainer_factory
 from peft import LoraConfig
 from same_bits import assert_same
 from tiny_models import make_model
@@ -18,15 +18,6 @@ from hf_mxfp4.rl import NoiseSchedule, RewardError
 from hf_mxfp4.rl.rollout.generation import describe_rollout_weights
 
 
-@pytest.fixture
-def run(tmp_path):
-    return trainer_factory(tmp_path)
-
-
-def logged(trainer, key):
-    return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
-
-
 def snapshot(model):
     return copy.deepcopy({name: value.detach() for name, value in model.named_parameters()})
 
@@ -36,28 +27,37 @@ def assert_unchanged(model, before):
         assert torch.equal(value, before[name]), name
 
 
-class StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
+class Tracker(TrainerCallback):
+    def __init__(self):
+        self.seen = []
 
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append(set(logs))
 
 
-def test_two_classes_are_ours_and_nothing_is_patched_onto_the_trainer(run):
-    trainer = run()
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory):
+    """A trainer after two epochs of four steps, its masters before them, its folder, and what a tracker was given."""
+    root, tracker = tmp_path_factory.mktemp("two-epochs"), Tracker()
+    options = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 8}
+    trainer = trainer_factory(root)(callbacks=[tracker], **options)
+    before = snapshot(trainer.model)
+    trainer.train()
+    return trainer, before, root / "run", tracker.seen
+
+
+def test_two_classes_are_ours_and_nothing_is_patched_onto_the_trainer(two_epochs):
+    trainer, *_ = two_epochs
     ours = [each.__name__ for each in type(trainer).__mro__ if each.__module__.startswith("hf_mxfp4")]
     assert ours == ["MXFP4GRPOTrainer", "ExactResumeMixin"]
-    trainer.train()
     assert [name for name in vars(trainer) if callable(getattr(type(trainer), name, None))] == []
 
 
 # ---- noise over a run -----------------------------------------------------------------------------------------------
 
 
-def test_sigma_follows_the_closed_form_over_two_epochs(run):
-    trainer = run(max_steps=-1, num_train_epochs=2, aqn_num_stages=4)
-    trainer.train()
+def test_sigma_follows_the_closed_form_over_two_epochs(two_epochs):
+    trainer, *_ = two_epochs
     assert trainer.state.global_step == trainer.state.max_steps == 8
     schedule = NoiseSchedule(1e-2, 1e-3, 4)
     # The value logged after a step is that of the rollout before it.
@@ -71,22 +71,8 @@ def test_sigma_follows_the_closed_form_over_two_epochs(run):
         )  # 5 norms of width 32: 160 draws
 
 
-def test_sigma_and_weights_survive_a_stop_and_a_resume(run, tmp_path):
-    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "aqn_num_stages": 4}
-    whole = run(output_dir=str(tmp_path / "whole"), **options)
-    whole.train()
-    first = run(output_dir=str(tmp_path / "parts"), callbacks=[StopAt(3)], **options)
-    first.train()
-    assert first.state.global_step == 3
-    second = run(output_dir=str(tmp_path / "parts"), **options)
-    second.train(resume_from_checkpoint=True)
-    assert logged(second, "aqn/sigma") == logged(whole, "aqn/sigma")
-    assert len(logged(second, "aqn/sigma")) == 8
-    assert_unchanged(second.model, snapshot(whole.model))
-
-
-def test_a_rollout_leaves_the_masters_bit_identical(run):
-    trainer = run()
+def test_a_rollout_leaves_the_masters_bit_identical_also_after_an_exception(build, monkeypatch):
+    trainer = build()
     trainer.model.train()
     trainer.state.global_step, trainer.state.max_steps = 3, 4
     before = snapshot(trainer.model)
@@ -95,28 +81,20 @@ def test_a_rollout_leaves_the_masters_bit_identical(run):
     assert_unchanged(trainer.model, before)
     assert not any(module._forward_hooks for module in trainer.noise.norms.values())
 
-
-def test_an_exception_inside_a_rollout_leaves_the_masters_bit_identical(run, monkeypatch):
-    trainer = run()
-    trainer.model.train()
-    trainer.state.global_step, trainer.state.max_steps = 3, 4
-    before = snapshot(trainer.model)
-    layer = trainer.model.model.layers[1].mlp
-
     def fail(*args, **kwargs):
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(layer, "forward", fail)
+    monkeypatch.setattr(trainer.model.model.layers[1].mlp, "forward", fail)
     with pytest.raises(MemoryError):
         trainer._generate(["1+1="])
     assert_unchanged(trainer.model, before)
     assert not any(module._forward_hooks for module in trainer.noise.norms.values())
 
 
-def test_evaluation_is_the_same_with_noise_on_and_off(run, tmp_path):
+def test_evaluation_is_the_same_with_noise_on_and_off(build, tmp_path):
     completions = {}
     for aqn in (True, False):
-        trainer = run(aqn=aqn, aqn_sigma_start=5.0, aqn_sigma_end=5.0, output_dir=str(tmp_path / str(aqn)))
+        trainer = build(aqn=aqn, aqn_sigma_start=5.0, aqn_sigma_end=5.0, output_dir=str(tmp_path / str(aqn)))
         trainer.state.global_step, trainer.state.max_steps = 3, 4
         trainer.model.eval()
         torch.manual_seed(0)
@@ -128,11 +106,11 @@ def test_evaluation_is_the_same_with_noise_on_and_off(run, tmp_path):
     assert completions[True, "training"] != completions[False, "training"]
 
 
-def test_how_often_is_evaluated_does_not_change_training(run, tmp_path):
+def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
     """Neither by the random numbers of its rollouts, nor by what its forward passes count for the fallback."""
     ends = []
-    for options in ({}, {"eval_dataset": prompts(4), "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
-        trainer = run(
+    for options in ({}, {"eval_dataset": prompts(1), "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
+        trainer = build(
             scheme=MXFP4RLConfig(outlier_fallback_rate=0.2),
             max_steps=2,
             per_device_eval_batch_size=4,
@@ -146,8 +124,8 @@ def test_how_often_is_evaluated_does_not_change_training(run, tmp_path):
     assert_same(*ends)
 
 
-def test_noise_that_cannot_reach_the_sampler_is_an_error(run):
-    trainer = run(aqn_num_stages=1)
+def test_noise_that_cannot_reach_the_sampler_is_an_error(build):
+    trainer = build(aqn_num_stages=1)
     other = make_model(layers=2, hidden=32, intermediate=48)
     trainer.rollout_func = lambda prompts, trainer: {
         "prompt_ids": [[2]] * len(prompts),
@@ -162,32 +140,30 @@ def test_noise_that_cannot_reach_the_sampler_is_an_error(run):
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def test_training_moves_every_master_and_logs_entropy_and_error_components(run):
-    trainer = run(max_steps=4)
-    before = snapshot(trainer.model)
-    trainer.train()
+def test_training_moves_every_master_and_logs_entropy_and_error_components(two_epochs):
+    trainer, before, *_ = two_epochs
     for name, value in trainer.model.named_parameters():
         assert not torch.equal(value, before[name]), name
-    assert sorted(logged(trainer, "entropy")) == [1, 2, 3, 4]
-    assert sorted(logged(trainer, "error/grid")) == [1, 2, 4]  # what was measured before step 1 is in its log
-    assert sorted(logged(trainer, "entropy/slope")) == [1, 2, 3, 4]
+    assert sorted(logged(trainer, "entropy")) == sorted(logged(trainer, "entropy/slope")) == list(range(1, 9))
+    assert sorted(logged(trainer, "error/grid")) == [1, 2, 4, 6, 8]  # what was measured before step 1 is in its log
     history = trainer.error_callback.history
-    assert {entry["step"] for entry in history} == {0, 2, 4} and len({entry["layer"] for entry in history}) == 2
+    assert {entry["step"] for entry in history} == {0, 2, 4, 6, 8} and len({entry["layer"] for entry in history}) == 2
 
 
-def test_gradient_checkpointing_trains_the_same_weights(run, tmp_path):
+def test_gradient_checkpointing_trains_the_same_weights(build, tmp_path):
     weights = []
     for checkpointing in (False, True):
-        trainer = run(gradient_checkpointing=checkpointing, output_dir=str(tmp_path / str(checkpointing)), max_steps=2)
+        trainer = build(
+            gradient_checkpointing=checkpointing, output_dir=str(tmp_path / str(checkpointing)), max_steps=2
+        )
         trainer.train()
         weights.append(snapshot(trainer.model))
     for name, value in weights[0].items():
         assert torch.allclose(value, weights[1][name], atol=1e-6), name
 
 
-def test_trained_policy_saves_and_reloads_under_its_scheme(run, tmp_path):
-    trainer = run(max_steps=2)
-    trainer.train()
+def test_trained_policy_saves_and_reloads_under_its_scheme(two_epochs, tmp_path):
+    trainer, *_ = two_epochs
     trainer.save_model(str(tmp_path / "policy"))
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert sum(isinstance(module, MXFP4Linear) for module in reloaded.modules()) == 14
@@ -196,67 +172,62 @@ def test_trained_policy_saves_and_reloads_under_its_scheme(run, tmp_path):
         assert torch.equal(reloaded(ids).logits, trainer.model.eval()(ids).logits)
 
 
-def test_lora_trains_adapters_and_leaves_the_base_alone(run):
-    peft = pytest.importorskip("peft")
-    trainer = run(peft_config=peft.LoraConfig(target_modules="all-linear", r=2), max_steps=4)
+def test_the_card_links_to_nothing_that_does_not_exist(two_epochs):
+    card = (two_epochs[2] / "README.md").read_text()
+    assert "a fine-tuned version of the local model `base`." in card and "None" not in card
+    assert "import hf_mxfp4  # the layers\nfrom transformers import pipeline\n" in card
+    assert 'model="path/to/this/model"' in card and str(two_epochs[2].parent) not in card
+
+
+def test_lora_trains_adapters_and_leaves_the_base_alone(build):
+    trainer = build(peft_config=LoraConfig(target_modules="all-linear", r=2), max_steps=2)
     assert trainer.n_quantized == 14
     before = snapshot(trainer.model)
     trainer.train()
     changed = {name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])}
     assert changed and all("lora_" in name for name in changed)
-    assert logged(trainer, "aqn/n_modules")[4] == 5
+    assert logged(trainer, "aqn/n_modules") == {1: 0, 2: 5}
 
 
-def test_callback_metrics_reach_the_trackers_through_log(run):
-    seen = []
-
-    class Tracker(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append(set(logs))
-
-    trainer = run(callbacks=[Tracker()], max_steps=2)
-    trainer.train()
+def test_callback_metrics_reach_the_trackers_through_log(two_epochs):
     expected = {"aqn/sigma", "aqn/measured_std", "aqn/n_modules", "entropy", "entropy/slope", "entropy/alarm", "reward"}
-    assert expected <= seen[0]
+    assert expected <= two_epochs[3][0]
 
 
 # ---- what is refused, and what is saved first -----------------------------------------------------------------------
 
 
-def test_full_precision_policy_is_refused_unless_asked_for(run):
+def test_full_precision_policy_is_refused_unless_asked_for(build):
     with pytest.raises(ValueError, match="no MXFP4 layer: this run would train in full precision"):
-        run(policy=make_model(layers=1, hidden=32, intermediate=48))
-    trainer = run(policy=make_model(layers=1, hidden=32, intermediate=48), allow_full_precision=True, max_steps=1)
+        build(policy=make_model(layers=1, hidden=32, intermediate=48))
+    trainer = build(policy=make_model(layers=1, hidden=32, intermediate=48), allow_full_precision=True, max_steps=1)
     trainer.train()
     assert trainer.n_quantized == 0 and trainer.error_callback is None
 
 
-def test_empty_dataset_is_refused(run):
+def test_a_dataset_without_prompts_is_refused(build):
     with pytest.raises(ValueError, match="train_dataset is empty"):
-        run(dataset=Dataset.from_dict({"prompt": []}))
-
-
-def test_dataset_without_prompts_is_refused(run):
+        build(dataset=Dataset.from_dict({"prompt": []}))
     with pytest.raises(ValueError, match="train_dataset has no column 'prompt'; it has question"):
-        run(dataset=Dataset.from_dict({"question": ["1+1="]}))
+        build(dataset=Dataset.from_dict({"question": ["1+1="]}))
 
 
-def test_masters_that_round_updates_away_are_pointed_out(run, capsys):
+def test_masters_that_round_updates_away_are_pointed_out(build, capsys):
     policy = make_model(layers=1, hidden=32, intermediate=48, dtype=torch.bfloat16)
     quantize_linears(policy, MXFP4RLConfig())
-    run(policy=policy)
+    build(policy=policy)
     assert "the master weights are trained in torch.bfloat16" in capsys.readouterr().err
-    run()
+    build()
     assert "master weights" not in capsys.readouterr().err
 
 
-def test_plain_grpo_config_is_refused(run, tmp_path):
+def test_plain_grpo_config_is_refused(build, tmp_path):
     with pytest.raises(TypeError, match="must be an MXFP4GRPOConfig, got GRPOConfig"):
         MXFP4GRPOTrainer(make_model(), args=GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
 
 
 @pytest.mark.parametrize("failure", ["raises", "nan"])
-def test_failing_reward_names_itself_and_saves_what_was_trained(run, tmp_path, failure):
+def test_failing_reward_names_itself_and_saves_what_was_trained(build, tmp_path, failure):
     calls = []
 
     def judge(completions, **kwargs):
@@ -267,29 +238,29 @@ def test_failing_reward_names_itself_and_saves_what_was_trained(run, tmp_path, f
             raise KeyError("answer")
         return [math.nan] * len(completions)
 
-    trainer = run(judge, max_steps=6)
+    trainer = build(judge, max_steps=4)
     what = "raised KeyError" if failure == "raises" else "returned nan"
     with pytest.raises(RewardError, match=f"reward function 'judge' {what}"):
         trainer.train()
     saved = tmp_path / "run" / "checkpoint-2"
     policy = AutoModelForCausalLM.from_pretrained(saved)
     assert_unchanged(policy, snapshot(trainer.model))
-    resumed = run(max_steps=6)
+    resumed = build(max_steps=4)
     resumed.train(resume_from_checkpoint=str(saved))
-    assert resumed.state.global_step == 6
+    assert resumed.state.global_step == 4
 
 
-def test_failure_before_the_first_step_saves_nothing(run, tmp_path, capsys):
+def test_failure_before_the_first_step_saves_nothing(build, tmp_path, capsys):
     def judge(completions, **kwargs):
         raise KeyError("answer")
 
     with pytest.raises(RewardError):
-        run(judge).train()
+        build(judge).train()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert "nothing was trained yet" in capsys.readouterr().err
 
 
-def test_a_failing_save_does_not_hide_the_cause(run, monkeypatch, capsys):
+def test_a_failing_save_does_not_hide_the_cause(build, monkeypatch, capsys):
     def judge(completions, trainer_state, **kwargs):
         if trainer_state.global_step == 1:
             raise KeyError("answer")
@@ -298,35 +269,35 @@ def test_a_failing_save_does_not_hide_the_cause(run, monkeypatch, capsys):
     def full(*args, **kwargs):
         raise OSError("no space left on device")
 
-    trainer = run(judge)
+    trainer = build(judge)
     monkeypatch.setattr(trainer, "_save_checkpoint", full)
     with pytest.raises(RewardError, match="'judge' raised KeyError"):
         trainer.train()
     assert "saving failed too: OSError: no space left on device" in capsys.readouterr().err
 
 
-def test_continuous_batching_that_would_round_float32_masters_is_refused(run):
+def test_continuous_batching_that_would_round_float32_masters_is_refused(build):
     remedy = "set use_transformers_continuous_batching=False, or bf16=False$"
     with pytest.raises(ValueError, match=f"would round float32 master weights; {remedy}"):
-        run(use_transformers_continuous_batching=True, bf16=True)
+        build(use_transformers_continuous_batching=True, bf16=True)
 
 
-def test_continuous_batching_that_would_round_adapters_is_refused_with_advice_that_helps(run, tmp_path):
+def test_continuous_batching_that_would_round_adapters_is_refused_with_advice_that_helps(build, tmp_path):
     """PEFT keeps adapters in float32 whatever the model is loaded in, so that loading it in bfloat16 is not enough."""
-    run()
+    build()
     batching = {"transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64}}
     options = {"use_transformers_continuous_batching": True, **batching, "max_steps": 1, "error_every": 0}
 
-    def build(bf16):
+    def with_adapters(bf16):
         policy = AutoModelForCausalLM.from_pretrained(
             tmp_path / "base", quantization_config=MXFP4RLConfig(mode="packed"), dtype=torch.bfloat16
         )
         lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
-        return run(policy=policy, peft_config=lora, bf16=bf16, **options)
+        return build(policy=policy, peft_config=lora, bf16=bf16, **options)
 
     with pytest.raises(ValueError, match="float32 adapters; .* or bf16=False, with the model loaded in bfloat16$"):
-        build(bf16=True)
-    trainer = build(bf16=False)
+        with_adapters(bf16=True)
+    trainer = with_adapters(bf16=False)
     trainer.train()
     dtypes = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
     assert dtypes == {torch.float32} and trainer.state.global_step == 1
@@ -342,18 +313,10 @@ def test_the_name_of_a_scheme_is_refused_before_anything_is_loaded(tmp_path):
         MXFP4GRPOTrainer("no/such-model", even_digits, config, prompts())
 
 
-def test_the_card_links_to_nothing_that_does_not_exist(run, tmp_path):
-    run(max_steps=1, save_strategy="steps", save_steps=1).train()
-    card = (tmp_path / "run" / "README.md").read_text()
-    assert "a fine-tuned version of the local model `base`." in card and "None" not in card
-    assert "import hf_mxfp4  # the layers\nfrom transformers import pipeline\n" in card
-    assert 'model="path/to/this/model"' in card and str(tmp_path) not in card
-
-
-def test_rollouts_from_packed_copies_train_the_same_weights(run):
+def test_rollouts_from_packed_copies_train_the_same_weights(build):
     weights = []
     for form in ("dense", "packed"):
-        trainer = run(max_steps=1, rollout_weights=form)
+        trainer = build(max_steps=1, rollout_weights=form)
         # On a CPU, packed copies stand for the very values of dense ones.
         trainer.train()
         weights.append(snapshot(trainer.model))

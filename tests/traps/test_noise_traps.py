@@ -8,7 +8,7 @@ import multiprocessing
 
 import pytest
 import torch
-from grpo_runs import even_digits, prompts, trainer_factory
+from grpo_runs import even_digits, logged, prompts
 from peft import LoraConfig
 from same_bits import assert_same, weights
 from tiny_models import make_model
@@ -24,15 +24,6 @@ IDS = torch.arange(24).reshape(2, 12) % 32
 #: Noise in every rollout, of one size; nothing is learned.
 CONSTANT = {"aqn_num_stages": 1, "aqn_sigma_start": 0.05, "aqn_sigma_end": 0.05}
 STILL = {"learning_rate": 0.0, "weight_decay": 0.0}
-
-
-@pytest.fixture
-def run(tmp_path):
-    return trainer_factory(tmp_path)
-
-
-def logged(trainer, key):
-    return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
 
 
 def staircase(step, total, start=1e-2, end=1e-3, stages=4):

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of conversions is that of one expert and some buffers, and of packing a checkpoint as it is read that of the
+packed model and little more."""
+
+import json
+import sys
+
+import pytest
+from export_files import save_plain
+from processes import code, run
+
+from benchmarks.packed_loading import LOAD, bits_on_disk, llama_config, write_checkpoint
+
+
+MB = 10**6
+#: Of VmHWM, because a process may have the largest ru_maxrss of the one that started it.
+CONVERSIONS = """
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+
+def everything(name):
+    skips = ["layers.1.mlp"]
+    config = MXFP4RLConfig(mode="packed", macro_block=None, scale_rule="even", modules_to_not_convert=skips)
+    pack_checkpoint(name, f"{name}-packed", config)
+    export(f"{name}-packed", f"{name}-ct", "compressed-tensors")
+    import_checkpoint(f"{name}-ct", f"{name}-back")
+    export(f"{name}-packed", f"{name}-bf16", "bf16")
+    export(name, f"{name}-straight", "compressed-tensors", modules_to_not_convert=skips)
+
+everything("small")
+before = peak()
+everything("large")
+print("grew", peak() - before)
+"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+
+
+def test_converting_holds_one_expert_at_a_time(tmp_path):
+    save_plain(tmp_path / "small", "qwen3_moe")
+    save_plain(tmp_path / "large", "qwen3_moe", hidden=1024, num_experts=16, moe_intermediate_size=512)
+
+    def size(name):
+        return (tmp_path / name / "model.safetensors").stat().st_size
+
+    assert size("large") > 110 * MB  # one fused gate_up_proj of 16 experts is 34 MB
+    done = run(code(CONVERSIONS), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    grew = int(done.stdout.split()[-1])
+    # The largest matrix is 2 MB; the eager steps on it and buffers of 16 MB are what is left, 70 MB.
+    assert grew < 90 * MB, grew
+    assert size("large-bf16") == pytest.approx(size("large"), rel=1e-3)
+    for name in ("large-back", "large-straight"):
+        assert size(name) == pytest.approx(size("large-packed"), rel=1e-3)
+
+
+def test_memory_and_size_of_packing_while_loading(tmp_path):
+    source, saved = tmp_path / "source", tmp_path / "packed"
+    total, largest = write_checkpoint(source, llama_config(layers=4, hidden=1024, vocabulary=1000), 20 * MB)
+    assert total > 130 * MB and 15 * MB < largest < 30 * MB and len(list(source.glob("*.safetensors"))) > 4
+    program = f"import transformers; transformers.utils.logging.enable_progress_bar()\n{LOAD}"
+    done = run(code(program, str(source), str(saved), "{}"))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert 8 * result["packed_bytes"] / result["n_weights"] == 4.3125
+    unquantized = total - 2 * result["n_weights"]
+    buffers = result["footprint"] - result["packed_bytes"] - unquantized
+    assert 0 <= buffers < 10_000  # rotary frequencies
+    assert result["peak"] - result["before"] < result["footprint"] + largest + 40 * MB < total
+    assert "Loading weights" in done.stderr  # the progress bar
+    assert 18 < result["sqnr_db"] < 21
+    assert bits_on_disk(saved, unquantized, result["n_weights"]) == pytest.approx(4.3125, rel=0.01)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of tests, what they add to a weight, and what training them gives."""
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+UP = "base_model.model.model.layers.0.mlp.up_proj"
+
+
+def with_lora(model, adapter="default", std=None, **options) -> PeftModel:
+    """Adapters that already do something: as PEFT draws them, or by [`fill`] where ``std`` is given."""
+    torch.manual_seed(0)
+    settings = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": "all-linear",
+        "init_lora_weights": std is not None,
+        **options,
+    }
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings), adapter_name=adapter)
+    if std is not None:
+        fill(model, adapter, std)
+    return model.eval()
+
+
+def fill(model, adapter, std):
+    """Make the factors of an adapter normal: ``A`` of deviation 0.1, ``B`` of ``std``."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if f".{adapter}." in name and ("lora_A" in name or "lora_B" in name):
+                size = std if "lora_B" in name else 0.1
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+
+
+def delta(layer, name="default") -> torch.Tensor:
+    """What an adapter of a linear layer adds to the weight: ``s B A``."""
+    return layer.scaling[name] * (layer.lora_B[name].weight @ layer.lora_A[name].weight).detach()
+
+
+def gradients(model, **inputs) -> dict[str, torch.Tensor]:
+    """The gradients of a training step, of those parameters that have one."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    model(IDS, labels=IDS, use_cache=False, **inputs).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def stored(model) -> dict[str, torch.Tensor]:
+    """Copies of all parameters but the adapters'."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
+
+
+def same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Whether both have the same names, and the same values to the bit."""
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
