@@ -356,6 +356,7 @@ def test_long_values_break_instead_of_running_out_of_the_page(tmp_path):
     assert ".texts td{white-space:normal;overflow-wrap:anywhere}" in text
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_every_chart_is_drawn_when_its_values_are_there(tmp_path):
     log = RunLog(tmp_path)
     log.start(0, 3, FACTS, [])
@@ -401,7 +402,11 @@ def test_the_share_of_groups_without_a_signal_is_drawn_once(tmp_path, share):
 
 
 def test_the_picture(tmp_path):
-    write_log(tmp_path)
+    """All charts in one."""
+    log = RunLog(tmp_path)
+    log.start(0, 2, FACTS, [])
+    for step in (1, 2):
+        log.write("log", **everything(step))
     assert write_run_picture(tmp_path, tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing to plot"):
         log = RunLog(tmp_path / "empty")
