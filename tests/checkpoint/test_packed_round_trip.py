@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import pairwise_params
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from same_bits import tensors_in
@@ -49,9 +50,10 @@ def metadata_of(folder) -> dict[str, str]:
         return file.metadata()
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
-@pytest.mark.parametrize("shard_size", ["5GB", "20KB"], ids=["one-file", "sharded"])
+@pytest.mark.parametrize(
+    ("family", "tie", "shard_size"),
+    pairwise_params(["llama", "qwen2", "qwen3", "gemma"], [False, True], ["5GB", "20KB"]),
+)
 def test_bfloat16_to_packed_to_disk_and_back(family, tie, shard_size, checkpoint, tmp_path):
     source = checkpoint(family, tie=tie, dtype=torch.bfloat16, shard_size=shard_size)
     model, saved = load(source), tmp_path / "saved"
@@ -242,8 +244,10 @@ def test_dequantize(dtype, checkpoint, tmp_path):
     assert torch.equal(logits(again), logits(plain)) and not layers_of(again)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.large)], ids=["float32", "bfloat16"]
+)
 def test_pack_repeats_the_trained_models_bits(options, dtype, checkpoint, tmp_path):
     source = checkpoint("qwen2", dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig(**options))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import pairwise_params
 from processes import code, run
 from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
@@ -57,9 +58,10 @@ def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoi
     assert torch.equal(again.generate(IDS, **arguments), model.generate(IDS, **arguments))
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "tie"),
+    pairwise_params(["llama", "qwen2", "qwen3", "gemma"], [torch.float32, torch.bfloat16], [False, True]),
+)
 def test_the_files_hold_the_masters_bit_for_bit(family, dtype, tie, checkpoint, tmp_path):
     source, target = checkpoint(family, dtype=dtype, tie=tie), tmp_path / "saved"
     load(source).save_pretrained(target)
