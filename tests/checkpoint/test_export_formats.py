@@ -306,16 +306,11 @@ def test_one_file_or_many_hold_the_same(tmp_path):
     assert one.keys() == many.keys() and all(torch.equal(one[name], many[name]) for name in one)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("gptq",), "'compressed-tensors', 'quark', 'gpt-oss', 'bf16'"),
-        (("quark", "ask"), "'refuse', 'requantize', 'dequantize'"),
-    ],
-)
-def test_unknown_choices(arguments, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        export(tmp_path, tmp_path / "out", *arguments)
+def test_unknown_choices(tmp_path):
+    with pytest.raises(ValueError, match="'compressed-tensors', 'quark', 'gpt-oss', 'bf16'"):
+        export(tmp_path, tmp_path / "out", "gptq")
+    with pytest.raises(ValueError, match="'refuse', 'requantize', 'dequantize'"):
+        export(tmp_path, tmp_path / "out", "quark", "ask")
 
 
 def test_what_cannot_be_exported_says_why(tmp_path):
