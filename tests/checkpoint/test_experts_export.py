@@ -52,20 +52,6 @@ def test_the_names_of_experts_in_files():
     assert FileNames(make_model("gpt_oss", layers=1)).pieces == {}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_plain_folder_packs_like_its_model(family, tmp_path):
-    config = MXFP4RLConfig(mode="packed")
-    plain = save_plain(tmp_path / "plain", family)
-    model = hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config)
-    model.save_pretrained(tmp_path / "packed", max_shard_size="60KB")
-    report = pack_checkpoint(plain, tmp_path / "out", config, max_shard_size="60KB")
-    same_files(tmp_path / "packed", tmp_path / "out")
-    assert report.counts() == {"packed": model.quantization_report.n_quantized}
-    assert report.n_layers == {"qwen2_moe": 2 * (4 + 3 + 8)}.get(family, 2 * (4 + 8))
-    # The model's report looks at some rows.
-    assert report.total_sqnr_db == pytest.approx(model.quantization_report.sqnr_db, abs=0.2)
-
-
 @pytest.mark.parametrize("options", [{"outlier_fallback_rate": 0.25}, {"weight_block": "32x32"}], ids=str)
 def test_a_qat_folder_packs_like_its_model(options, tmp_path):
     plain = save_plain(tmp_path / "plain", "mixtral", intermediate=80, dtype=torch.float32)
@@ -106,23 +92,6 @@ def test_sources_with_the_names_of_the_model(family, tmp_path):
     fuse(plain, family)
     pack_checkpoint(plain, tmp_path / "fused", config)
     same_files(tmp_path / "out", tmp_path / "fused")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("config", [{}, {"macro_block": 128, "outlier_fallback": 0.5}], ids=["plain", "mbs-of"])
-def test_bf16_is_the_plain_model_with_the_dequantized_values(family, config, tmp_path):
-    source = save_packed(tmp_path / "packed", family, config=config)
-    report = export(source, tmp_path / "out", "bf16")
-    assert tensors_in(tmp_path / "out").keys() == tensors_in(tmp_path / "packed-plain").keys()
-    assert "quantization_config" not in config_in(tmp_path / "out")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    expected = AutoModelForCausalLM.from_pretrained(source).dequantize()
-    theirs = dict(expected.named_parameters())
-    assert theirs.keys() == dict(plain.named_parameters()).keys()
-    for name, ours in plain.named_parameters():
-        assert torch.equal(ours, theirs[name]), name
-    assert report.counts() == {"dequantized": report.n_layers}
-    assert report.total_sqnr_db == float("inf") if not config else 45 < report.total_sqnr_db < 65
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral"])

@@ -49,14 +49,33 @@ def test_a_qat_folder_packs_like_its_model(name, shard_size, tmp_path):
     assert report.total_sqnr_db == pytest.approx(model.quantization_report.sqnr_db, abs=0.05)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+#: Matrices in two decoder layers of each.
+FAMILIES = {
+    "llama": 14,
+    "qwen3": 14,
+    "gemma": 14,
+    "qwen3_moe": 2 * (4 + 8),
+    "qwen2_moe": 2 * (4 + 3 + 8),
+    "mixtral": 2 * (4 + 8),
+    "gpt_oss": 2 * (4 + 8),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_plain_folder_packs_like_its_model(family, tmp_path):
-    config = MXFP4RLConfig(mode="packed", scale_rule="mse")
+    dense = FAMILIES[family] == 14
+    config = MXFP4RLConfig(mode="packed", scale_rule="mse" if dense else "rceil")
     plain = save_plain(tmp_path / "plain", family)
-    hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config).save_pretrained(tmp_path / "packed")
-    pack_checkpoint(plain, tmp_path / "out", config)
+    model = hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config)
+    model.save_pretrained(tmp_path / "packed", max_shard_size="60KB")
+    report = pack_checkpoint(plain, tmp_path / "out", config, max_shard_size="60KB")
     same_files(tmp_path / "packed", tmp_path / "out")
-    assert (tmp_path / "out" / "README.md").read_text() == (tmp_path / "packed" / "README.md").read_text()
+    assert report.counts() == {"packed": model.quantization_report.n_quantized}
+    assert report.n_layers == FAMILIES[family]
+    # The model's report looks at some rows of large layers, and its card says what it has seen.
+    assert report.total_sqnr_db == pytest.approx(model.quantization_report.sqnr_db, abs=0.2)
+    if dense:
+        assert (tmp_path / "out" / "README.md").read_text() == (tmp_path / "packed" / "README.md").read_text()
 
 
 def test_the_card_names_the_base_model_and_never_none(tmp_path):
