@@ -274,7 +274,9 @@ def test_killed_half_way(tmp_path):
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
     log = tmp_path / "killed" / "progress.jsonl"
-    process = processes.start(processes.module("hf_mxfp4.cli", "analyze", model, "--out", log.parent))
+    process = processes.start(
+        processes.module("hf_mxfp4.cli", "analyze", model, "--scheme", "mse", "--out", log.parent)
+    )
     deadline = time.monotonic() + 120
     while not log.exists() or log.read_bytes().count(b"\n") < lines:
         assert process.poll() is None and time.monotonic() < deadline
@@ -284,8 +286,8 @@ def test_killed_half_way(tmp_path):
     finished = log.read_bytes().count(b"\n") - 1
     assert lines - 1 <= finished < 40 and not (log.parent / "report.json").exists()
 
-    resumed = run(model, "--out", log.parent)
+    resumed = run(model, "--scheme", "mse", "--out", log.parent)
     assert resumed.exit_code == 0 and f"holds {finished} tensors that are done" in resumed.stderr
-    assert run(model, "--out", tmp_path / "whole").exit_code == 0
+    assert run(model, "--scheme", "mse", "--out", tmp_path / "whole").exit_code == 0
     assert contents(log.parent) == contents(tmp_path / "whole")
     assert log.read_bytes() == (tmp_path / "whole" / "progress.jsonl").read_bytes()

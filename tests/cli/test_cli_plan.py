@@ -28,10 +28,15 @@ def run(*arguments):
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
-def test_json(model):
-    done = run(model, "--gpus", 2, "--saved-activations", "mxfp4", "--beta", 0.1, "--json")
+def planned(*arguments):
+    """What is printed as JSON."""
+    done = run(*arguments, "--json")
     assert done.exit_code == 0, done.output
-    data = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_json(model):
+    data = planned(model, "--gpus", 2, "--saved-activations", "mxfp4", "--beta", 0.1)
     assert data["usable_bytes_per_gpu"] == pytest.approx(72e9) and data["would_fit"] == []
     assert [each["name"] for each in data["strategies"]] == [
         "DDP", "FSDP2", "ZeRO-2", "ZeRO-3", "packed+LoRA, DDP", "packed+LoRA, FSDP2",
@@ -55,7 +60,7 @@ def test_the_table(model):
 
 def test_both_halves_of_the_table_have_a_name_and_their_sum(model):
     done = run(model, "--gpu-memory", 0.1)
-    data = json.loads(run(model, "--gpu-memory", 0.1, "--json").stdout)["strategies"][0]
+    data = planned(model, "--gpu-memory", 0.1)["strategies"][0]
     rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in done.stdout.splitlines() if "│" in line]
     found = dict(rows)
     assert found["IN A TRAINING STEP"] == f"{sum(data['training_bytes'].values()) / 1e9:.2f}"
@@ -68,13 +73,13 @@ def test_both_halves_of_the_table_have_a_name_and_their_sum(model):
 
 
 def test_full_precision_has_no_quantized_weights(model):
-    ddp = json.loads(run(model, "--mode", "full", "--json").stdout)["strategies"][0]
+    ddp = planned(model, "--mode", "full")["strategies"][0]
     assert ddp["training_bytes"]["quantized weights"] == ddp["rollout_bytes"]["quantized weights"] == 0
 
 
 def test_rollouts_without_kept_copies(model):
     sizes = [
-        json.loads(run(model, "--gpus", 2, *flags, "--json").stdout)["strategies"][1]["rollout_bytes"]
+        planned(model, "--gpus", 2, *flags)["strategies"][1]["rollout_bytes"]
         for flags in ([], ["--no-cache-rollout-weights"])
     ]
     matrices = 2 * 32 * 32, 2 * 32 * 16, 3 * 32 * 64

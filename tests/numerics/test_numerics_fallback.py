@@ -62,23 +62,14 @@ def test_relative_error_on_gaussian_data():
         assert measured == pytest.approx(relative_mse, rel=0.015), rate
 
 
-@pytest.mark.parametrize("options", MACROS, ids=str)
-@pytest.mark.parametrize("rule", RULES)
-def test_the_largest_errors_are_chosen(rule, options):
-    x = heavy(32)
-    errors = measured_errors(x, scale_rule=rule, **options)
-    mask = chosen(x, scale_rule=rule, outlier_fallback=0.5, fallback_rate=0.2, **options)
-    assert mask.sum() == math.ceil(0.2 * 256)
-    # The criterion cuts squares to 2**-23 of the block's power of two.
-    assert errors[mask].min() >= errors[~mask].max() * (1 - 1e-4)
-
-
-@pytest.mark.parametrize("options", MACROS, ids=str)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "options"), list(zip(RULES, MACROS, strict=True)))
 def test_criterion_is_the_squared_error(rule, options):
-    """A threshold of 1.001 of a block's own error leaves it out, 0.999 of it takes it in."""
+    """A threshold of 1.001 of a block's own error leaves it out, 0.999 of it takes it in; a share takes the largest."""
     x = heavy(2)
     errors = measured_errors(x, scale_rule=rule, **options)
+    mask = chosen(x, scale_rule=rule, outlier_fallback=0.5, fallback_rate=0.2, **options)
+    # The criterion cuts squares to 2**-23 of the block's power of two.
+    assert mask.sum() == 4 and errors[mask].min() >= errors[~mask].max() * (1 - 1e-4)
     for block in (0, 5, 11):
         for factor, expected in ((1.001, False), (0.999, True)):
             threshold = float(errors[block]) * factor
