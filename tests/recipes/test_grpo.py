@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import integration_utils
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.analysis import page
 from hf_mxfp4.analysis.run_report.log import RUN_LOG
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.stats import wilson
@@ -49,9 +50,10 @@ def logged(folder, kind):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run with a report: its folder, its summary, and what it printed."""
+    """A run with a report, without the pictures in it: its folder, its summary, and what it printed."""
     folder, printed = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(page._environment().filters, "png_base64", lambda figure: "")
         return folder, short_run(folder, REPORTED), printed.getvalue()
 
 
