@@ -97,17 +97,16 @@ INSTRUCTIONS = {
     ("hip", "gfx942"): {"mxf4": r"v_mfma_f32_\w+_bf16"},
     ("hip", "gfx950"): {"e4m3": r"v_mfma_f32_\w+_f8f6f4", "mxf4": r"v_mfma_scale_f32_\w+_f8f6f4"},
 }
-#: Compiled in `make test`; the others in `make test-all`.
-FAST = (("cuda", "90"),)
 
 
 @pytest.mark.parametrize(
-    ("backend", "arch"), [pytest.param(*t, marks=() if t in FAST else pytest.mark.large) for t in INSTRUCTIONS]
+    ("backend", "arch", "rows"),
+    [("cuda", "90", ("4096",)), *(pytest.param(*t, ("16", "4096"), marks=pytest.mark.large) for t in INSTRUCTIONS)],
 )
-def test_instructions_and_resources(run_script, backend, arch):
-    report = run_script("run_matmul_compiler.py", backend, arch, interpret=False)
+def test_instructions_and_resources(run_script, backend, arch, rows):
+    report = run_script("run_matmul_compiler.py", backend, arch, *rows, interpret=False)
     found = INSTRUCTIONS[backend, arch]
-    assert len(report) == 4 * len(found)
+    assert len(report) == 2 * len(rows) * len(found)
     for name, asm in report.items():
         code = asm["ptx"] if backend == "cuda" else asm["amdgcn"]
         assert asm["shared"] <= asm["limit"], name
