@@ -13,31 +13,14 @@ import mxfp4_kernels
 SHARED = {"80": 166912, "90": 232448, "100": 232448, "120": 101376, "gfx942": 65536, "gfx950": 163840}
 
 
+@pytest.mark.parametrize(("what", "cases"), [("dense", 53), ("packed", 16), ("e4m3", 19)])
 @pytest.mark.parametrize(
-    ("what", "dtype", "cases"),
-    [("dense", "bfloat16", 53), ("packed", "bfloat16", 16), ("e4m3", "bfloat16", 19)],
+    "dtype", ["bfloat16", *(pytest.param(other, marks=pytest.mark.large) for other in ("float16", "float32"))]
 )
 def test_interpreted_products_are_those_of_each_expert(run_script, what, dtype, cases):
     report = run_script("run_grouped.py", what, dtype, interpret=True)
     assert {label: value for label, value in report.items() if not value <= 1} == {}
     assert len(report) == cases
-
-
-@pytest.mark.large
-@pytest.mark.parametrize(
-    ("what", "dtype"),
-    [
-        ("dense", "float16"),
-        ("dense", "float32"),
-        ("packed", "float16"),
-        ("packed", "float32"),
-        ("e4m3", "float16"),
-        ("e4m3", "float32"),
-    ],
-)
-def test_interpreted_products_of_other_dtypes(run_script, what, dtype):
-    report = run_script("run_grouped.py", what, dtype, interpret=True)
-    assert {label: value for label, value in report.items() if not value <= 1} == {} and report
 
 
 def test_experts_on_the_kernels_are_experts_one_after_the_other(run_script):
