@@ -63,16 +63,6 @@ def test_matmul_mxf4_refuses_what_does_not_fit(arguments, options, error, words)
         mxfp4_kernels.matmul_mxf4(*arguments, **options)
 
 
-def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch):
-    from mxfp4_kernels.gemm import matmul
-
-    monkeypatch.setattr(matmul, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="needs GPU tensors"):
-        mxfp4_kernels.matmul_e4m3(E4M3, ROW, E4M3, ROW)
-    with pytest.raises(ValueError, match="needs GPU tensors"):
-        mxfp4_kernels.matmul_mxf4(BYTES, SCALE, BYTES, SCALE)
-
-
 @pytest.mark.parametrize("shared_memory", [64, 99, 163, 227])
 @pytest.mark.parametrize("n_rows", [1, 16, 33, 64, 100, 5000])
 def test_there_is_a_config_for_every_gpu_and_height(n_rows, shared_memory):
