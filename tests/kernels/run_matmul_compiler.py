@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the products of quantized operands ahead of time for one target; prints the generated code as JSON.
 
-python run_matmul_compiler.py cuda 90
+python run_matmul_compiler.py cuda 90 [rows ...]
 """
 
 import json
@@ -41,9 +41,9 @@ def compile_product(target, arch: str, kernel, types: dict, n_rows: int, tiles, 
     return report | {"limit": limit, "config": config | options}
 
 
-def compile_all(target, arch: str) -> dict:
+def compile_all(target, arch: str, heights: list[int]) -> dict:
     found = {}
-    for n_rows in (16, 4096):
+    for n_rows in heights:
         if arch in FP8:
             for name, per_group in (("row", False), ("group", True)):
                 constants = {"PER_GROUP": per_group}
@@ -62,4 +62,5 @@ def compile_all(target, arch: str) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(gpu_target(*sys.argv[1:]), sys.argv[2])))
+    backend, arch, *rows = sys.argv[1:]
+    print(json.dumps(compile_all(gpu_target(backend, arch), arch, [int(n) for n in rows] or [16, 4096])))

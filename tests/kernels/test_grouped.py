@@ -13,31 +13,14 @@ import mxfp4_kernels
 SHARED = {"80": 166912, "90": 232448, "100": 232448, "120": 101376, "gfx942": 65536, "gfx950": 163840}
 
 
+@pytest.mark.parametrize(("what", "cases"), [("dense", 53), ("packed", 16), ("e4m3", 19)])
 @pytest.mark.parametrize(
-    ("what", "dtype", "cases"),
-    [("dense", "bfloat16", 53), ("packed", "bfloat16", 16), ("e4m3", "bfloat16", 19)],
+    "dtype", ["bfloat16", *(pytest.param(other, marks=pytest.mark.large) for other in ("float16", "float32"))]
 )
 def test_interpreted_products_are_those_of_each_expert(run_script, what, dtype, cases):
     report = run_script("run_grouped.py", what, dtype, interpret=True)
     assert {label: value for label, value in report.items() if not value <= 1} == {}
     assert len(report) == cases
-
-
-@pytest.mark.large
-@pytest.mark.parametrize(
-    ("what", "dtype"),
-    [
-        ("dense", "float16"),
-        ("dense", "float32"),
-        ("packed", "float16"),
-        ("packed", "float32"),
-        ("e4m3", "float16"),
-        ("e4m3", "float32"),
-    ],
-)
-def test_interpreted_products_of_other_dtypes(run_script, what, dtype):
-    report = run_script("run_grouped.py", what, dtype, interpret=True)
-    assert {label: value for label, value in report.items() if not value <= 1} == {} and report
 
 
 def test_experts_on_the_kernels_are_experts_one_after_the_other(run_script):
@@ -59,18 +42,22 @@ def test_experts_on_the_kernels_are_experts_one_after_the_other(run_script):
     assert not report
 
 
-#: Variants that every GPU must take, and those that every GPU with E4M3 must; `make test-all` compiles all for sm_90.
-FEW = ("matmul 16x64x64x4x3", "wgrad 32x64x64x4x2", "packed 16x64x4x3", "packed fallback")
-FEW_E4M3 = ("e4m3 64x128x4x3", "e4m3 wgrad 64x64x4x2")
+#: Variants that every GPU must take, and those that every GPU with E4M3 must; `make test-all` compiles them for all
+#: targets, and all variants for sm_90.
+COMMON = ("matmul 16x64x64x4x3", "wgrad 32x64x64x4x2", "packed 16x64x4x3", "packed fallback")
+E4M3 = ("e4m3 64x128x4x3", "e4m3 wgrad 64x64x4x2")
+#: Those that every run compiles.
+FEW = ("wgrad 32x64x64x4x2", "packed 16x64x4x3", "e4m3 64x128x4x3")
+FEW_HIP = ("packed fallback",)
 
 
 @pytest.mark.parametrize(
     ("arch", "names"),
     [
-        ("90", FEW + FEW_E4M3),
+        ("90", FEW),
         pytest.param("90", (), marks=pytest.mark.large),
-        pytest.param("80", FEW, marks=pytest.mark.large),
-        pytest.param("120", FEW + FEW_E4M3, marks=pytest.mark.large),
+        pytest.param("80", COMMON, marks=pytest.mark.large),
+        pytest.param("120", COMMON + E4M3, marks=pytest.mark.large),
     ],
 )
 def test_cuda_code(run_script, arch, names):
@@ -94,9 +81,13 @@ def test_cuda_code(run_script, arch, names):
             assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", asm["ptx"]), name
 
 
-@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=pytest.mark.large)])
-def test_hip_code(run_script, arch):
-    report = run_script("run_grouped_compiler.py", "hip", arch, *FEW, interpret=False)
+@pytest.mark.parametrize(
+    ("arch", "names"),
+    [("gfx942", FEW_HIP), *(pytest.param(arch, COMMON, marks=pytest.mark.large) for arch in ("gfx942", "gfx950"))],
+)
+def test_hip_code(run_script, arch, names):
+    report = run_script("run_grouped_compiler.py", "hip", arch, *names, interpret=False)
+    assert len(report) == len(names)
     for name, asm in report.items():
         assert re.search(r"\.vgpr_spill_count: +0\b", asm["amdgcn"]), name
         assert re.search(r"v_mfma_f32_\w+bf16", asm["amdgcn"]), name

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with packed weights: interpreted, against float64 products of the dequantized weight."""
+"""Products with packed weights: interpreted, against float64 products of the dequantized weight; their tile decoder,
+and the layers on top of them."""
 
 import contextlib
 import threading
@@ -27,6 +28,26 @@ def test_special_values_sizes_and_repeated_calls(run_script):
     report = run_script("run_linear_special.py", interpret=True)
     assert report.pop("checks") == 10
     assert not any(report.values()), report
+
+
+def test_every_code_at_every_scale_byte(run_script):
+    report = run_script("run_decode_tile.py", interpret=True)
+    assert report == {"cases": 8, "wrong": []}
+
+
+def test_layers_compute_on_the_codes(run_script):
+    report = run_script("run_packed_layers.py", interpret=True)
+    # More rows than the kernel takes: a copy is made once in a context, where it is worth its memory.
+    copies = {
+        "packed layer": 1,
+        "packed layer, no context": 2,
+        "auto": 1,
+        "auto, few rows": 0,
+        "auto, very many rows": 2,
+        "packed": 2,
+        "dense": 0,
+    }
+    assert report == {"layers": 12, "launches": 15, "wrong": [], "dequantized": copies}
 
 
 @pytest.mark.parametrize(
