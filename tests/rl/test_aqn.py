@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Noise on norms: on which, how strong, gone after the rollout; never on one whose output a router reads."""
+
 import copy
-import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from moe_models import FAMILIES, make_moe, tokens
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from torch import nn
@@ -14,61 +14,11 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from hf_mxfp4.backends.devices import widest_float
 from hf_mxfp4.rl.noise import norms as aqn
 from hf_mxfp4.rl.noise.norms import NormNoise, find_norms
-from hf_mxfp4.rl.noise.schedule import NoiseSchedule
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters
+from hf_mxfp4.routing import find_routers
 
 
 IDS = torch.arange(24).reshape(2, 12) % 32
-
-
-# ---- schedule -------------------------------------------------------------------------------------------------------
-
-
-def test_schedule_is_the_papers_staircase():
-    schedule = NoiseSchedule(1e-2, 1e-4, stages=4)
-    values = [schedule.sigma(step, 8) for step in range(8)]
-    assert values == pytest.approx([0, 0, 1e-2, 1e-2, 1e-3, 1e-3, 1e-4, 1e-4])
-
-
-def test_schedule_defaults_span_a_decade():
-    schedule = NoiseSchedule()
-    assert schedule.sigma(0, 150) == 0 and schedule.sigma(14, 150) == 0
-    assert schedule.sigma(15, 150) == 1e-2
-    assert schedule.sigma(149, 150) == pytest.approx(1e-3)
-
-
-@pytest.mark.parametrize(
-    ("stages", "expected"),
-    [(1, [0.5, 0.5, 0.5, 0.5]), (2, [0, 0, 0.5, 0.5]), (3, [0, 0, 0.5, 0.1])],
-    ids=["one-stage-is-constant", "two-stages", "three-stages"],
-)
-def test_schedule_with_few_stages(stages, expected):
-    schedule = NoiseSchedule(0.5, 0.1, stages)
-    assert [schedule.sigma(step, 4) for step in range(4)] == pytest.approx(expected)
-
-
-@given(
-    stages=st.integers(1, 40),
-    max_steps=st.integers(1, 500),
-    start=st.floats(1e-3, 1.0),
-    ratio=st.floats(1e-3, 1.0),
-)
-@settings(max_examples=60, deadline=None)
-def test_schedule_is_finite_bounded_and_never_rises_after_its_first_noise(stages, max_steps, start, ratio):
-    schedule = NoiseSchedule(start, start * ratio, stages)
-    values = [schedule.sigma(step, max_steps) for step in range(max_steps + 5)]
-    assert all(math.isfinite(value) and 0 <= value <= start * (1 + 1e-12) for value in values)
-    noisy = [value for value in values if value > 0]
-    assert all(a >= b * (1 - 1e-12) for a, b in zip(noisy, noisy[1:], strict=False))
-    assert values[max_steps:] == [values[max_steps]] * 5
-
-
-@pytest.mark.parametrize(
-    "arguments", [(1e-3, 1e-2, 10), (1e-2, 0.0, 10), (1e-2, 1e-3, 0), (math.inf, 1e-3, 10), (math.nan, 1e-3, 10)]
-)
-def test_schedule_refuses_what_is_no_schedule(arguments):
-    with pytest.raises(ValueError):
-        NoiseSchedule(*arguments)
 
 
 # ---- which norms ----------------------------------------------------------------------------------------------------
@@ -89,13 +39,6 @@ def test_norm_of_another_library_is_found_by_structure():
 
     model = nn.ModuleDict({"a": FasterRMSNorm(), "final_norm": nn.PReLU(4), "b": nn.LayerNorm(4), "c": nn.PReLU(4)})
     assert list(find_norms(model)) == ["a", "final_norm"]
-
-
-def test_norm_that_feeds_a_router_is_left_alone():
-    norms = find_norms(make_model("qwen3_moe", layers=2))
-    assert not any("post_attention_layernorm" in name for name in norms)
-    assert sum("input_layernorm" in name for name in norms) == 2
-    assert "model.norm" in norms
 
 
 def test_of_a_model_of_images_the_decoder_gets_noise():
@@ -128,6 +71,54 @@ def test_towers_are_left_out_by_name_too():
 def test_model_without_norm_is_refused():
     with pytest.raises(ValueError, match="found no RMSNorm in Linear"):
         NormNoise(nn.Linear(2, 2), seed=0)
+
+
+def norms_before_routers(model):
+    """The norms whose output is what a router gets, seen while the model runs: the same memory."""
+    outputs, feeding = {}, set()
+    handles = [
+        module.register_forward_hook(lambda m, args, output, name=name: outputs.update({name: output}))
+        for name, module in model.named_modules()
+        if "norm" in name.rsplit(".", 1)[-1]
+    ]
+
+    def look(module, args):
+        same = [name for name, output in outputs.items() if output.data_ptr() == args[0].data_ptr()]
+        assert same, "a router reads something else than a norm's output"
+        feeding.update(same)
+
+    handles += [router.register_forward_pre_hook(look) for router in find_routers(model).values()]
+    with torch.no_grad():
+        model(tokens())
+    for handle in handles:
+        handle.remove()
+    return feeding
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["plain", "peft"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_norm_that_feeds_a_router_is_noised(family, peft):
+    model = make_moe(family)
+    if peft:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_b_proj" if family == "deepseek_v3" else "q_proj"]))
+    feeding, noised = norms_before_routers(model), set(find_norms(model))
+    assert len(feeding) == len(find_routers(model))
+    assert not feeding & noised
+    # All else is: the two norms before attention, the final one, and for a dense layer the one before its MLP.
+    expected = {name for name, _ in model.named_modules() if name.endswith((".input_layernorm", "model.norm"))}
+    if family == "deepseek_v3":
+        expected |= {name for name, _ in model.named_modules() if name.endswith("layers.0.post_attention_layernorm")}
+    assert len(expected) == 3 + (family == "deepseek_v3") and expected <= noised
+
+
+def test_routers_that_are_plain_linear_layers_count_by_name():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(4), nn.RMSNorm(4)
+            self.mlp = nn.ModuleDict({"gate": nn.Linear(4, 2)})
+
+    assert list(find_norms(nn.ModuleDict({"layer": Block()}))) == ["layer.input_layernorm"]
 
 
 # ---- what noise does ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from grpo_runs import TOKENIZER, ResumableTrainer, even_digits, train_plainly, trainer_factory
+from grpo_runs import MEASURED, TOKENIZER, ResumableTrainer, even_digits, train_plainly, trainer_factory
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
@@ -22,8 +22,13 @@ from hf_mxfp4.rl.resume.state import missing_parameters
 
 
 #: Eight steps are two epochs of four.
-RUN = {"max_steps": 8, "save_strategy": "steps", "lr_scheduler_type": "linear", "learning_rate": 3e-3}
-RUN |= {"gradient_gain_every": 2, "movement_every": 3}
+RUN = {
+    "max_steps": 8,
+    "save_strategy": "steps",
+    "lr_scheduler_type": "linear",
+    "learning_rate": 3e-3,
+    "error_every": 2,
+}
 HISTORIES = ("activation_callback", "temperature_callback", "gradient_gain_callback", "movement_callback")
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "step_time", "total_flos")
 
@@ -33,11 +38,12 @@ RANDOM = {
     "dgrad": {"grad": "rceil+stochastic"},
     "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"},
 }
+FALLBACK = {"macro_block": None, "outlier_fallback": 1.0, "outlier_fallback_rate": 0.2}
 SCHEMES = {
     "w4a4": MXFP4RLConfig(),
     "random": MXFP4RLConfig(**RANDOM),
-    "fallback": MXFP4RLConfig(outlier_fallback_rate=0.2),
-    "lora": MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5, outlier_fallback_rate=0.2),
+    "fallback": MXFP4RLConfig(**FALLBACK),
+    "lora": MXFP4RLConfig(mode="packed", preset="w4a4", **FALLBACK),
 }
 
 #: A checkpoint in the middle of a rollout's steps, with accumulated gradients.
@@ -56,7 +62,7 @@ CASES = {
     "packed weights and LoRA": ("lora", 2, {"max_steps": 4}),
 }
 #: Mixtures of quantized experts: what was trained, noised, corrected and replayed.
-MIXTURE = {"router_every": 2, "router_replay": True, "aqn_num_stages": 3, "gradient_gain_every": 0, "movement_every": 0}
+MIXTURE = {"router_every": 2, "router_replay": True, "aqn_num_stages": 3}
 MIXTURES = {
     "inside a rollout's steps": ("random", 3, {**REUSED, "max_steps": 5}),
     "between rollouts": ("random", 3, {"max_steps": 6}),
@@ -103,7 +109,7 @@ def build(tmp_path):
 def whole(tmp_path_factory):
     """The end of a run that was never stopped, and its folder, with a checkpoint every 2 steps."""
     root = tmp_path_factory.mktemp("whole")
-    trainer = builder(root)(save_steps=2)
+    trainer = builder(root)(save_steps=2, **MEASURED)
     trainer.train()
     expected = everything(trainer)
     assert {name: len(history) >= 3 for name, history in expected["histories"].items()} == dict.fromkeys(
@@ -148,7 +154,7 @@ def test_train_stop_resume_is_train(build, tmp_path, case):
 @pytest.mark.parametrize("step", [2, 4], ids=["inside an epoch", "between epochs"])
 def test_train_stop_resume_is_train_without_the_rest_of_the_folder(build, whole, step):
     expected, folder = whole
-    resumed = build(save_strategy="no")
+    resumed = build(save_strategy="no", **MEASURED)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
     assert_same(everything(resumed), expected)
 

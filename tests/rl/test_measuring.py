@@ -12,7 +12,7 @@ from hf_mxfp4 import MXFP4RLConfig
 
 SCHEMES = {
     "default": {},
-    "selective fallback": {"outlier_fallback_rate": 0.2},
+    "selective fallback": {"macro_block": None, "outlier_fallback": 1.0, "outlier_fallback_rate": 0.2},
     "stochastic": {
         "preset": "w4a4g4",
         "macro_block": None,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from grpo_runs import trainer_factory
+from grpo_runs import MEASURED, trainer_factory
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
@@ -17,10 +17,6 @@ from hf_mxfp4.analysis.run_report.charts import CHARTS
 from hf_mxfp4.analysis.run_report.log import RUN_LOG, read_run
 from hf_mxfp4.analysis.run_report.report import RUN_REPORT
 from hf_mxfp4.cli import app
-
-
-#: Of a run of which few charts are drawn: most of the time of a report.
-FEW = {"error_every": 0, "gradient_gain_every": 0, "movement_every": 0}
 
 
 class Stop(Exception):
@@ -58,6 +54,11 @@ class Watch(TrainerCallback):
         self.logs.append(dict(logs))
 
 
+def numbers(entry):
+    left_out = ("step", "total_flos")
+    return {name: value for name, value in entry.items() if isinstance(value, (int, float)) and name not in left_out}
+
+
 SCORES = {"exact": {"accuracy": 0.25, "standard_error": 0.02, "n": 400}}
 
 
@@ -68,7 +69,7 @@ def whole(tmp_path_factory):
     folder = root / "run"
     watch = Watch(folder / RUN_REPORT)
     trainer = trainer_factory(root)(
-        report_every=2, gradient_gain_every=2, entropy_collapse=100.0, hub_token="hf_secret", callbacks=[watch]
+        report_every=2, **MEASURED, entropy_collapse=100.0, hub_token="hf_secret", callbacks=[watch]
     )
     trainer.report_callback.add_evaluation("before RL", 0, SCORES)
     trainer.train()
@@ -126,6 +127,9 @@ def test_alarms_reach_log_trackers_and_report(whole):
     assert [entry["entropy/alarm"] for entry in watch.logs if "entropy/alarm" in entry] == alarms
     assert "entropy/effective_temperature" in {key for entry in watch.logs for key in entry}
     assert "collapse in 4 of 4 values" in report_of(folder)
+    # Trackers get the numbers, by the name that they have in the log history.
+    history, tracked = ([numbers(entry) for entry in entries] for entries in (trainer.state.log_history, watch.logs))
+    assert history == tracked and {"error/grid", "gradient_gain/first", "aqn/measured_std"} <= set().union(*tracked)
 
 
 def test_the_logged_lines_are_json(whole):
@@ -144,11 +148,11 @@ def test_switched_off_nothing_is_written(build, tmp_path):
 def test_an_exception_is_in_the_report_and_a_resumed_run_goes_on_with_its_log(build, tmp_path):
     """A tracker that raises ends training: with a checkpoint, the last values, and a report that says so."""
     with pytest.raises(Stop):
-        build(report_every=100, callbacks=[FailAt(3)], **FEW).train()
+        build(report_every=100, callbacks=[FailAt(3)]).train()
     assert (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").is_file()
     assert [entry["step"] for entry in read_run(tmp_path / "run").logs] == [1, 2, 3]
     assert "Stopped at step 3 of 4 by Stop: tracker is gone" in report_of(tmp_path / "run")
-    build(report_every=100, **FEW).train(resume_from_checkpoint=True)
+    build(report_every=100).train(resume_from_checkpoint=True)
     record = read_run(tmp_path / "run")
     assert [entry["step"] for entry in record.logs if "reward" in entry] == [1, 2, 3, 4]
     assert [start["step"] for start in record.starts] == [0, 3]
@@ -191,7 +195,7 @@ class Kill(TrainerCallback):
         if state.global_step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-trainer_factory(Path(sys.argv[1]))(report_every=100, callbacks=[Kill()], error_every=0, gradient_gain_every=0).train()
+trainer_factory(Path(sys.argv[1]))(report_every=100, callbacks=[Kill()]).train()
 """
 
 

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from same_bits import assert_same
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, TrainerCallback
-from trl import GRPOConfig, TrlParser
+from trl import GRPOConfig
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.quantizer.swap import quantize_linears
@@ -39,7 +39,7 @@ class Tracker(TrainerCallback):
 def two_epochs(tmp_path_factory):
     """A trainer after two epochs of four steps, its masters before them, its folder, and what a tracker was given."""
     root, tracker = tmp_path_factory.mktemp("two-epochs"), Tracker()
-    options = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 8}
+    options = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 8, "error_every": 2}
     trainer = trainer_factory(root)(callbacks=[tracker], **options)
     before = snapshot(trainer.model)
     trainer.train()
@@ -111,7 +111,7 @@ def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
     ends = []
     for options in ({}, {"eval_dataset": prompts(1), "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
         trainer = build(
-            scheme=MXFP4RLConfig(outlier_fallback_rate=0.2),
+            scheme=MXFP4RLConfig(macro_block=None, outlier_fallback=1.0, outlier_fallback_rate=0.2),
             max_steps=2,
             per_device_eval_batch_size=4,
             output_dir=str(tmp_path / str(len(ends))),
@@ -200,7 +200,9 @@ def test_callback_metrics_reach_the_trackers_through_log(two_epochs):
 def test_full_precision_policy_is_refused_unless_asked_for(build):
     with pytest.raises(ValueError, match="no MXFP4 layer: this run would train in full precision"):
         build(policy=make_model(layers=1, hidden=32, intermediate=48))
-    trainer = build(policy=make_model(layers=1, hidden=32, intermediate=48), allow_full_precision=True, max_steps=1)
+    trainer = build(
+        policy=make_model(layers=1, hidden=32, intermediate=48), allow_full_precision=True, error_every=1, max_steps=1
+    )
     trainer.train()
     assert trainer.n_quantized == 0 and trainer.error_callback is None
 
@@ -286,7 +288,7 @@ def test_continuous_batching_that_would_round_adapters_is_refused_with_advice_th
     """PEFT keeps adapters in float32 whatever the model is loaded in, so that loading it in bfloat16 is not enough."""
     build()
     batching = {"transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64}}
-    options = {"use_transformers_continuous_batching": True, **batching, "max_steps": 1, "error_every": 0}
+    options = {"use_transformers_continuous_batching": True, **batching, "max_steps": 1}
 
     def with_adapters(bf16):
         policy = AutoModelForCausalLM.from_pretrained(
@@ -324,53 +326,3 @@ def test_rollouts_from_packed_copies_train_the_same_weights(build):
     found = [describe_rollout_weights(trainer.model, kept, "packed") for kept in (True, False)]
     assert found == ["copies of 14 linear layers packed, of 0 dense", "no copies"]
     assert describe_rollout_weights(trainer.model, True, "auto").endswith("of 0 linear layers packed, of 14 dense")
-
-
-# ---- config ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"aqn_num_stages": 0},
-        {"aqn_sigma_start": 1e-4},
-        {"rollout_correction_cap": 0.0},
-        {"error_every": -1},
-        {"entropy_collapse": -0.1},
-        {"rollout_weights": "sparse"},
-        {"rollout_weights": "packed", "cache_rollout_weights": False},
-        {"rollout_weights": "dense", "use_vllm": True},
-        {"aqn_sigma_end": 1e-4, "aqn_schedule": "constant"},
-    ],
-    ids=str,
-)
-def test_meaningless_options_are_refused(options, tmp_path):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"rollout_weights": "packed", "use_transformers_continuous_batching": True},
-        {"cache_rollout_weights": False},
-        {"aqn_sigma_start": 1e-4, "aqn_schedule": "constant"},
-        {"aqn_sigma_start": 0.1, "aqn_sigma_end": 0.1, "aqn_schedule": "constant"},
-        {"aqn": False, "aqn_sigma_end": 1e-4, "aqn_schedule": "constant"},
-    ],
-    ids=str,
-)
-def test_options_that_mean_something_are_accepted(options, tmp_path):
-    config = MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
-    if options.get("aqn_schedule"):
-        assert config.noise_schedule.sigma(9, 10) == config.aqn_sigma_start
-
-
-def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("aqn_sigma_start: 2.0e-2\naqn: false\nuse_cpu: true\nbf16: false\nvllm_mode: server\n")
-    (config,) = TrlParser((MXFP4GRPOConfig,)).parse_args_and_config(
-        ["--config", str(path), "--output_dir", str(tmp_path), "--aqn_num_stages", "3", "--use_vllm", "false"]
-    )
-    assert (config.aqn_sigma_start, config.aqn, config.aqn_num_stages) == (2e-2, False, 3)
-    assert (config.vllm_mode, config.use_vllm) == ("server", False)
