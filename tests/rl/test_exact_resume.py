@@ -95,7 +95,7 @@ def builder(folder):
 
 def save_mixture(folder):
     if not (folder / "moe").exists():
-        make_moe().save_pretrained(folder / "moe")
+        make_moe(num_hidden_layers=1).save_pretrained(folder / "moe")
         TOKENIZER.save_pretrained(folder / "moe")
     return folder / "moe"
 
@@ -257,7 +257,7 @@ def test_an_interrupted_update_is_not_saved(build, tmp_path, capsys):
 def test_mixtures_of_experts_are_resumed_to_the_bit(build, tmp_path, case):
     scheme, step, options = MIXTURES[case]
     whole = build(scheme, mixture=True, save_steps=step, **options)
-    assert sum(isinstance(module, MXFP4Experts) for module in whole.model.modules()) == 2
+    assert sum(isinstance(module, MXFP4Experts) for module in whole.model.modules()) == 1
     before = {name: weight.clone() for name, weight in whole.model.state_dict().items()}
     whole.train()
     expected = everything(whole)
@@ -266,7 +266,7 @@ def test_mixtures_of_experts_are_resumed_to_the_bit(build, tmp_path, case):
     assert [log["router_replay/coverage"] for log in expected["logs"] if "loss" in log] == [1.0] * whole.args.max_steps
     assert any(log.get("router_replay/changed", 0) > 0 for log in expected["logs"])
     assert any(log.get("sampling/importance_sampling_ratio/max", 1) > 1 for log in expected["logs"])
-    assert len(expected["thresholds"]) == (0 if scheme == "random" else 12)  # 4 linears and 2 projections a layer
+    assert len(expected["thresholds"]) == (0 if scheme == "random" else 6)  # 4 linears and 2 projections
     resumed = build(scheme, mixture=True, save_steps=step, output_dir=str(tmp_path / "resumed"), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
     assert_same(everything(resumed), expected)
@@ -303,7 +303,7 @@ def test_how_often_a_rollout_quantizes_the_experts(build, monkeypatch, cached, t
 
     trainer._generate = counted
     trainer.train()
-    assert counts == [times * 2 * 2]  # layers, projections
+    assert counts == [times * 2]  # projections
 
 
 # ---- which checkpoint -----------------------------------------------------------------------------------------------
@@ -360,13 +360,13 @@ def train_experts(request, tmp_path_factory):
     def train(cls, out, resume=None):
         return train_plainly(cls, base, scheme, root / out, resume and root / resume)
 
-    train.root, train.n_quantized = root, 0 if skipped else 2
+    train.root, train.n_quantized = root, 0 if skipped else 1
     return train
 
 
 def test_experts_are_restored(train_experts):
     whole = train_experts(ResumableTrainer, "run")
-    assert len([n for n, _ in whole.model.named_parameters() if "experts" in n]) == 4
+    assert len([n for n, _ in whole.model.named_parameters() if "experts" in n]) == 2
     resumed = train_experts(ResumableTrainer, "resumed", resume="run/checkpoint-2")
     assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
     loaded = AutoModelForCausalLM.from_pretrained(train_experts.root / "run" / "checkpoint-4")
@@ -377,12 +377,12 @@ def test_experts_are_restored(train_experts):
 def test_a_final_save_has_the_names_of_the_hub(train_experts, tmp_path):
     train_experts(ResumableTrainer, "run").save_model(str(tmp_path / "final"))
     with safe_open(tmp_path / "final" / "model.safetensors", "pt") as file:
-        assert file.get_tensor("model.layers.1.mlp.experts.5.gate_proj.weight").shape == (32, 32)
+        assert file.get_tensor("model.layers.0.mlp.experts.5.gate_proj.weight").shape == (32, 32)
 
 
 def test_a_checkpoint_without_the_experts_is_refused(train_experts):
     train_experts(Trainer, "plain")
-    with pytest.raises(ValueError, match=r"no weights for 4 parameters .*mlp\.experts\.gate_up_proj"):
+    with pytest.raises(ValueError, match=r"no weights for 2 parameters .*mlp\.experts\.gate_up_proj"):
         train_experts(ResumableTrainer, "resumed", resume="plain/checkpoint-2")
 
 

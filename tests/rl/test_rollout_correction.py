@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from grpo_runs import TOKENIZER, logged, prompts
+from grpo_runs import MEASURED, TOKENIZER, logged, prompts, trainer_factory
 from moe_models import make_moe
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
@@ -180,16 +180,16 @@ def test_weights_are_the_same_where_trl_scores_the_rollout_itself(build):
 # ---- bias -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_corrected_policy_gradient_is_unbiased_and_the_uncorrected_one_is_not(build):
+def test_the_corrected_policy_gradient_is_unbiased_and_the_uncorrected_one_is_not(tmp_path):
     """Completions of one token: all of their 32 values can be summed over, for the gradient that the loss should have.
 
     With rewards less the mean of their group of G, and no other scaling, it is (1 - 1/G) of the policy gradient.
     """
     torch.manual_seed(0)
     rewards = torch.randn(32)
-    trainer = build(
+    trainer = trainer_factory(tmp_path, layers=1)(
         lambda completion_ids, **kwargs: [float(rewards[ids[0]]) for ids in completion_ids],
-        aqn_num_stages=1, aqn_sigma_start=0.8, aqn_sigma_end=0.8, max_completion_length=1, num_generations=8,
+        aqn_num_stages=1, aqn_sigma_start=1.2, aqn_sigma_end=1.2, max_completion_length=1, num_generations=8,
         per_device_train_batch_size=256, loss_type="grpo", scale_rewards="none", dataset=prompts(32),
     )  # fmt: skip
     head = trainer.model.lm_head.weight
@@ -199,7 +199,7 @@ def test_the_corrected_policy_gradient_is_unbiased_and_the_uncorrected_one_is_no
     def clean():
         return trainer.model(input_ids=ids, attention_mask=mask).logits[:, -1].log_softmax(-1)
 
-    with torch.no_grad(), trainer.noise.active(1, 0.8):
+    with torch.no_grad(), trainer.noise.active(1, 1.2):
         sampling = clean().exp()
 
     def expected(weight):
@@ -219,7 +219,7 @@ def test_the_corrected_policy_gradient_is_unbiased_and_the_uncorrected_one_is_no
     directions["exact"] = wanted["corrected"]
 
     samples = {name: [] for name in wanted}
-    for _ in range(40):
+    for _ in range(30):
         batch = rollout(trainer, prompts=32)
         for name in wanted:
             trainer.args.rollout_correction = name != "uncorrected"
@@ -245,11 +245,11 @@ def test_the_corrected_policy_gradient_is_unbiased_and_the_uncorrected_one_is_no
 POLICIES = {
     "qat w4a4": {},
     "qat w4a16": {"scheme": MXFP4RLConfig(preset="w4a16")},
-    "packed": {"scheme": MXFP4RLConfig(mode="packed", preset="w4a16"), "lora": True},
+    "packed": {"scheme": MXFP4RLConfig(mode="packed", preset="w4a16"), "lora": True, **MEASURED},
     "packed copies": {"rollout_weights": "packed"},
-    "experts": {"experts": True, "router_replay": True},
+    "experts": {"experts": True, "router_replay": True, **MEASURED},
     "temperature": {"temperature": 0.6},
-    "bfloat16": {"bf16": True},
+    "bfloat16": {"bf16": True, **MEASURED},
 }
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from grpo_runs import even_digits, logged, prompts, trainer_factory
+from grpo_runs import MEASURED, even_digits, logged, prompts, trainer_factory
 from peft import LoraConfig
 from same_bits import assert_same
 from tiny_models import make_model
@@ -39,7 +39,7 @@ class Tracker(TrainerCallback):
 def two_epochs(tmp_path_factory):
     """A trainer after two epochs of four steps, its masters before them, its folder, and what a tracker was given."""
     root, tracker = tmp_path_factory.mktemp("two-epochs"), Tracker()
-    options = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 8, "error_every": 2}
+    options = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 8, **MEASURED}
     trainer = trainer_factory(root)(callbacks=[tracker], **options)
     before = snapshot(trainer.model)
     trainer.train()
@@ -180,7 +180,7 @@ def test_the_card_links_to_nothing_that_does_not_exist(two_epochs):
 
 
 def test_lora_trains_adapters_and_leaves_the_base_alone(build):
-    trainer = build(peft_config=LoraConfig(target_modules="all-linear", r=2), max_steps=2)
+    trainer = build(peft_config=LoraConfig(target_modules="all-linear", r=2), max_steps=2, **MEASURED)
     assert trainer.n_quantized == 14
     before = snapshot(trainer.model)
     trainer.train()
@@ -198,13 +198,13 @@ def test_callback_metrics_reach_the_trackers_through_log(two_epochs):
 
 
 def test_full_precision_policy_is_refused_unless_asked_for(build):
+    policy = make_model(layers=1, hidden=32, intermediate=48)
     with pytest.raises(ValueError, match="no MXFP4 layer: this run would train in full precision"):
-        build(policy=make_model(layers=1, hidden=32, intermediate=48))
-    trainer = build(
-        policy=make_model(layers=1, hidden=32, intermediate=48), allow_full_precision=True, error_every=1, max_steps=1
-    )
+        build(policy=policy)
+    trainer = build(policy=policy, allow_full_precision=True, max_steps=1, **MEASURED)
     trainer.train()
-    assert trainer.n_quantized == 0 and trainer.error_callback is None
+    assert trainer.n_quantized == 0
+    assert trainer.error_callback is trainer.gradient_gain_callback is trainer.movement_callback is None
 
 
 def test_a_dataset_without_prompts_is_refused(build):
