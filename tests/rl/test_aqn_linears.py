@@ -210,12 +210,6 @@ def test_steps_do_not_share_copies_and_noise_does_not_grow():
     assert measured == pytest.approx([0.1] * 3, rel=0.02)
 
 
-def test_a_pass_with_gradients_is_refused():
-    model = policy()
-    with pytest.raises(RuntimeError, match="belongs to rollouts"), LinearNoise(model, seed=0).active(1, 0.1):
-        model(IDS)
-
-
 def test_a_noise_free_step_changes_nothing_and_reports_none():
     model = policy()
     noise = LinearNoise(model, seed=0)
@@ -225,10 +219,13 @@ def test_a_noise_free_step_changes_nothing_and_reports_none():
     assert noise.last_report.modules == 0 and noise.last_report.sigma == 0
 
 
-def test_noise_that_reaches_no_layer_is_an_error():
-    noise = LinearNoise(policy(), seed=0)
+def test_noise_that_reaches_no_layer_and_a_pass_with_gradients_are_errors():
+    model = policy()
+    noise = LinearNoise(model, seed=0)
     with pytest.raises(RuntimeError, match="reached none of 14 weights"), noise.active(1, 0.1):
         pass
+    with pytest.raises(RuntimeError, match="belongs to rollouts"), noise.active(1, 0.1):
+        model(IDS)
 
 
 def test_heads_embeddings_norms_and_routers_are_no_targets():
@@ -315,24 +312,26 @@ def test_nothing_to_put_noise_on_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "nearest"),
+    ("options", "message"),
     [
-        ("input_layernrom", "input_layernorm"),
-        ("mlp.dwon_proj", "mlp.down_proj"),
-        ("layers.7", "layers.1"),
-        ("post_atention_layernorm", "post_attention_layernorm"),
+        ({"aqn_targets": "both", "aqn_layers": ["input_layernrom"]}, "aqn_layers has.*input_layernorm"),
+        ({"aqn_targets": "both", "aqn_layers": ["mlp.dwon_proj"]}, "aqn_layers has.*mlp.down_proj"),
+        ({"aqn_targets": "both", "aqn_layers": ["layers.7"]}, "aqn_layers has.*layers.1"),
+        (
+            {"aqn_targets": "both", "aqn_layers": ["post_atention_layernorm"]},
+            "aqn_layers has.*post_attention_layernorm",
+        ),
+        # One kind would be left without noise.
+        ({"aqn_targets": "both", "aqn_layers": ["up_proj"]}, "aqn_layers"),
+        ({"aqn_targets": "both", "aqn_layers": ["norm"]}, "aqn_layers"),
+        ({"aqn_targets": "norms", "aqn_layers": ["up_proj"]}, "aqn_layers"),
+        ({"aqn_targets": "linears", "compile_rollouts": True}, "set aqn_targets='norms'"),
     ],
+    ids=str,
 )
-def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, nearest, build):
-    with pytest.raises(ValueError, match="aqn_layers has") as error:
-        build(aqn_targets="both", aqn_layers=[pattern])
-    assert nearest in str(error.value)
-
-
-@pytest.mark.parametrize(("targets", "layers"), [("both", ["up_proj"]), ("both", ["norm"]), ("norms", ["up_proj"])])
-def test_a_choice_that_leaves_one_kind_without_noise_is_refused(targets, layers, build):
-    with pytest.raises(ValueError, match="aqn_layers"):
-        build(aqn_targets=targets, aqn_layers=layers)
+def test_a_choice_that_cannot_be_is_refused_with_advice(options, message, build):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        build(**options)
 
 
 # ---- in training ----------------------------------------------------------------------------------------------------
@@ -343,7 +342,10 @@ def test_a_choice_that_leaves_one_kind_without_noise_is_refused(targets, layers,
     [("linears", None, None, 14), ("both", None, 5, 14), ("both", ["layers.1"], 2, 7), ("norms", ["norm"], 1, None)],
 )
 def test_training_reports_what_got_noise(targets, layers, norms, linears, build):
-    trainer = build(aqn_targets=targets, aqn_layers=layers, aqn_schedule="constant", max_steps=2)
+    # Noise takes dense copies, in the place of packed ones too.
+    weights = "packed" if targets == "linears" else "auto"
+    options = {"aqn_targets": targets, "aqn_layers": layers, "aqn_schedule": "constant", "rollout_weights": weights}
+    trainer = build(**options, max_steps=2)
     trainer.train()
     assert logged(trainer, "aqn/n_modules") == ({} if norms is None else {1: 0, 2: norms})
     assert logged(trainer, "aqn/n_linears") == ({} if linears is None else {1: 0, 2: linears})
@@ -351,14 +353,7 @@ def test_training_reports_what_got_noise(targets, layers, norms, linears, build)
     if linears:
         assert logged(trainer, "aqn/linear_sigma") == {1: 0, 2: 1e-2}
         assert logged(trainer, "aqn/linear_measured_std") == pytest.approx({1: 0, 2: 1e-2}, rel=0.05)
-        assert logged(trainer, "aqn/n_dense_copies") == {1: 0, 2: 0}
-
-
-def test_dense_copies_in_the_place_of_packed_ones_are_counted(build):
-    options = {"aqn_targets": "linears", "aqn_num_stages": 1, "max_steps": 1}
-    trainer = build(rollout_weights="packed", **options)
-    trainer.train()
-    assert logged(trainer, "aqn/n_dense_copies") == {1: 14}
+        assert logged(trainer, "aqn/n_dense_copies") == {1: 0, 2: 14 if weights == "packed" else 0}
 
 
 def test_scores_of_a_noisy_rollout_are_under_the_very_noise_that_sampled(build, monkeypatch):
@@ -404,11 +399,6 @@ def test_continuous_batching_samples_with_the_same_noise(build):
     assert found[0] == found[1] and found[0][1].modules == 14
 
 
-def test_compiled_rollouts_are_refused_with_advice(build):
-    with pytest.raises(ValueError, match="set aqn_targets='norms'"):
-        build(aqn_targets="linears", compile_rollouts=True)
-
-
 # ---- on the way to vLLM ---------------------------------------------------------------------------------------------
 
 
@@ -430,14 +420,10 @@ def test_vllm_gets_the_noise_of_a_rollout_here(kind):
     assert changed == set(noise.parameters)
 
 
-def test_codes_cannot_carry_noise():
+def test_noise_that_cannot_be_pushed_is_an_error():
     model = policy(mode="packed")
-    noise = LinearNoise(model, seed=0)
     with pytest.raises(ValueError, match="cannot carry noise"):
-        list(rollout_parameters(model.named_parameters(), model, None, 4, 0.05, noise))
-
-
-def test_weights_that_are_not_pushed_are_an_error():
+        list(rollout_parameters(model.named_parameters(), model, None, 4, 0.05, LinearNoise(model, seed=0)))
     model = policy()
     noise = LinearNoise(model, seed=0, layers=["q_proj"])
     named = [(name, value) for name, value in model.named_parameters() if "q_proj" not in name]
