@@ -9,7 +9,8 @@ from pathlib import Path
 
 import processes
 import pytest
-from grpo_runs import MEASURED, trainer_factory
+import torch
+from grpo_runs import MEASURED, logged, trainer_factory
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
@@ -59,6 +60,17 @@ def numbers(entry):
     return {name: value for name, value in entry.items() if isinstance(value, (int, float)) and name not in left_out}
 
 
+def shorten(log):
+    """Leave a single chart's values in the log of a run: most of the time of a report goes into charts."""
+    kept = []
+    for entry in map(json.loads, log.read_text().splitlines()):
+        if entry["kind"] == "log":
+            entry = {key: entry[key] for key in ("kind", "time", "step", "reward") if key in entry}
+        if entry["kind"] != "gradient_gain":
+            kept.append(json.dumps(entry) + "\n")
+    log.write_text("".join(kept))
+
+
 SCORES = {"exact": {"accuracy": 0.25, "standard_error": 0.02, "n": 400}}
 
 
@@ -81,10 +93,10 @@ def test_a_whole_run(whole):
     assert trainer.report_callback.path == folder / RUN_REPORT
     record = read_run(folder)
     shown = {key for chart in CHARTS for key, _ in chart.lines} & record.keys
-    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     for key in shown:
         steps, values = record.series(key)
-        assert dict(zip(steps, values, strict=True)) == {e["step"]: e[key] for e in logged if e.get(key) is not None}
+        expected = {step: value for step, value in logged(trainer, key).items() if value is not None}
+        assert dict(zip(steps, values, strict=True)) == expected
     assert {
         "reward", "entropy", "entropy/effective_temperature", "entropy/quantization_kl", "completions/mean_length",
         "aqn/sigma", "aqn/measured_std", "error/scale_bias", "error/activations/deadzone", "error/activations/sqnr_db",
@@ -101,6 +113,7 @@ def test_a_whole_run(whole):
 def test_an_evaluation_after_training_is_added(whole, tmp_path):
     trainer, folder, _ = whole
     kept = shutil.copytree(folder, tmp_path / "kept")
+    shorten(folder / RUN_LOG)
     trainer.report_callback.add_evaluation("after RL", 4, {"exact": {**SCORES["exact"], "accuracy": 0.5}})
     words = (
         "exact: 0.250 [0.210, 0.295] (before RL) to 0.500 [0.451, 0.549] (after RL), n = 400: +0.250 [+0.184, +0.313]"
@@ -110,8 +123,13 @@ def test_an_evaluation_after_training_is_added(whole, tmp_path):
         shutil.copy(kept / name, folder / name)
 
 
-def test_a_report_is_written_along_the_way(whole):
-    assert whole[2].found == {0: False, 1: False, 2: True, 3: True}
+def test_a_report_is_written_along_the_way_and_changes_no_bit_of_training(whole, build):
+    trainer, _, watch = whole
+    assert watch.found == {0: False, 1: False, 2: True, 3: True}
+    plain = build(**MEASURED)
+    plain.train()
+    assert logged(plain, "loss") == logged(trainer, "loss")
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), trainer.model.parameters(), strict=True))
 
 
 def test_tokens_are_not_in_the_report(whole):
@@ -129,7 +147,9 @@ def test_alarms_reach_log_trackers_and_report(whole):
     assert "collapse in 4 of 4 values" in report_of(folder)
     # Trackers get the numbers, by the name that they have in the log history.
     history, tracked = ([numbers(entry) for entry in entries] for entries in (trainer.state.log_history, watch.logs))
-    assert history == tracked and {"error/grid", "gradient_gain/first", "aqn/measured_std"} <= set().union(*tracked)
+    assert history == tracked
+    assert {"entropy", "entropy/slope", "aqn/sigma", "aqn/n_modules", "aqn/measured_std", "reward"} <= set(tracked[0])
+    assert {"error/grid", "gradient_gain/first", "movement/total"} <= set().union(*tracked)
 
 
 def test_the_logged_lines_are_json(whole):
@@ -209,23 +229,10 @@ def test_a_killed_run_is_reported_on_from_its_files_alone(tmp_path):
     assert "the run was killed, or still goes on. Last known step: 3 of 4" in report_of(tmp_path / "run")
 
 
-def shortened(folder, out):
-    """A copy of a run's log with a single chart's values."""
-    out.mkdir()
-    entries = [json.loads(line) for line in (folder / RUN_LOG).read_text().splitlines()]
-    short = [
-        {key: entry[key] for key in ("kind", "time", "step", "reward") if key in entry}
-        if entry["kind"] == "log"
-        else entry
-        for entry in entries
-        if entry["kind"] != "gradient_gain"
-    ]
-    (out / RUN_LOG).write_text("".join(json.dumps(entry) + "\n" for entry in short))
-    return out
-
-
 def test_the_command_writes_where_it_is_told(whole, tmp_path):
-    command = ["report", str(shortened(whole[1], tmp_path / "run"))]
+    (tmp_path / "run").mkdir()
+    shorten(Path(shutil.copy(whole[1] / RUN_LOG, tmp_path / "run")))
+    command = ["report", str(tmp_path / "run")]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "new" / "page.html")])
     assert done.exit_code == 0 and (tmp_path / "new" / "page.html").is_file()
     assert not (tmp_path / "run" / RUN_REPORT).exists()
