@@ -275,7 +275,7 @@ def test_two_processes_replace_the_same_groups(build, tmp_path):
     build()  # leaves the model's files
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "rl")}
     program = processes.code(TWO_PROCESSES.format(folder=str(tmp_path)))
-    job = processes.build(program, ranks=2, environment=environment, timeout=180)
+    job = processes.run(program, ranks=2, environment=environment, timeout=180)
     assert job.returncode == 0 and job.stdout.count("agreed") == 2, job.stderr[-3000:]
 
 

@@ -271,7 +271,7 @@ def test_mixtures_of_experts_are_resumed_to_the_bit(build, tmp_path, case):
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
     assert_same(everything(resumed), expected)
     later = [entry for entry in whole.router_callback.history if entry["step"] > step]
-    assert resumed.router_callback.history == later and len(later) >= 2
+    assert resumed.router_callback.history == later and len(later) >= 1
 
 
 def test_rollouts_without_kept_copies_have_the_same_bits(build, tmp_path):
