@@ -128,6 +128,11 @@ def scheme_constants(
     )
 
 
+def alpha(scheme: Scheme) -> float:
+    """What the residual is multiplied by."""
+    return 1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback)
+
+
 def options(tile_rows: int, tile_cols: int, constants: SchemeConstants) -> dict[str, int | bool]:
     """How to compile for a tile. Contracting a multiply and an add would change bits; see `common/blocks.py`."""
     num_warps = min(tile_rows * tile_cols // 512, _MOST_WARPS)
@@ -178,9 +183,9 @@ def bits(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
 
 
-def as_stored(out: torch.Tensor) -> torch.Tensor:
-    """Interpreted, bfloat16 comes out as int16 bits."""
-    return bits(out) if INTERPRETED else out
+def as_stored(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Interpreted, bfloat16 passes as int16 bits."""
+    return tensor.view(torch.int16) if INTERPRETED and tensor is not None and tensor.dtype == torch.bfloat16 else tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:

@@ -13,6 +13,7 @@ from ..common.plan import (
     Packed,
     Scheme,
     Side,
+    alpha,
     as_stored,
     bits,
     both_tile,
@@ -219,10 +220,6 @@ def _launch_both(
         SIDES=Sides(*(one.constants for one in sides)),
         **options(tile, strip, constants),
     )
-
-
-def alpha(scheme: Scheme) -> float:
-    return 1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback)
 
 
 def _row_bytes(n_cols: int, macro: int) -> RowBytes:
