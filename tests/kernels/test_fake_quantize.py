@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mxfp4_kernels
+from mxfp4_kernels.common.checks import check_scheme
 
 
 DEFAULT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
@@ -75,6 +76,19 @@ def test_unsupported_scheme_has_a_reason_and_raises(change, word):
     assert word in mxfp4_kernels.supports(torch.float32, **options)
     with pytest.raises(ValueError, match=word):
         mxfp4_kernels.fake_quantize(torch.ones(32), **options)
+
+
+def test_what_was_checked_before_says_nothing_about_its_likes():
+    x = torch.ones(4, 32, device="meta")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="block_rows=True"):
+            mxfp4_kernels.fake_quantize(x, block_rows=True)
+        with pytest.raises(ValueError, match=r"macro_block=\[128\]"):
+            mxfp4_kernels.fake_quantize(x, macro_block=[128])
+        with pytest.raises(ValueError, match="outlier_fallback=True"):
+            mxfp4_kernels.fake_quantize(x, outlier_fallback=True)
+        assert mxfp4_kernels.supports(x.dtype, **DEFAULT | {"block_rows": 1, "outlier_fallback": 1}) is None
+        check_scheme("rceil", 128, "static", 1, 1, "nearest")
 
 
 def test_supports_both_roundings():

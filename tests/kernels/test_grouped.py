@@ -169,17 +169,29 @@ def test_tiles_are_enough_for_any_counts():
 
 
 @pytest.mark.parametrize("limit", [65536, 101376, 166912, 232448])
-def test_configs_fit_the_shared_memory(limit, monkeypatch):
+def test_configs_fit_the_shared_memory(limit):
     from mxfp4_kernels.gemm import grouped
 
-    monkeypatch.setattr(grouped, "INTERPRETED", False)
-    monkeypatch.setattr(grouped, "shared_memory", lambda device: limit)
-    for rows in (1, 64, 1024, 65536):
-        for table, contracted in ((grouped._MATMUL, 2), (grouped._WGRAD, 0)):
+    for rows in (8, 16, 64, 512):
+        for table, contracted in ((grouped._MATMUL, "BK"), (grouped._WGRAD, "BM")):
             for size in (2, 4):
-                found = grouped.fitting(table, rows, 128, size, torch.device("cuda"), contracted)
+                found = grouped.configs_within(limit, table, rows, size, contracted)
                 assert found
                 for config in found:
-                    side = config["BM"] if contracted == 0 else config["BK"]
+                    side = config[contracted]
                     others = config["BM"] + config["BN"] + config["BK"] - side
                     assert others * side * size * config["num_stages"] <= limit
+
+
+def test_configs_are_those_that_fit_or_the_last_with_the_shortest_pipeline():
+    from mxfp4_kernels.gemm.configs import fitting, fitting_packed, named
+
+    configs = named(("BM", "BN"), [(64, 64, 4, 4), (64, 64, 4, 3), (16, 64, 4, 3)])
+    assert fitting(configs, lambda config: 1000, 4000 + 4096) == configs
+    assert fitting(configs, lambda config: 1000, 3999 + 4096) == configs[1:]
+    assert fitting(configs, lambda config: 1000, 3999, besides=0, in_registers=1) == configs
+    assert fitting(configs, lambda config: 1000, 100) == [{"BM": 16, "BN": 64, "num_warps": 4, "num_stages": 2}]
+    # 128 columns of 64 or 16 rows in 16 bits, and of 64 rows in 17 bits for 4, in two stages of three.
+    assert fitting_packed(configs, 2 * 20736 + 4096, 128, 2, False) == configs[1:]
+    assert fitting_packed(configs, 2 * 20736 + 4095, 128, 2, False) == configs[2:]
+    assert fitting_packed(configs, 2 * 12800 + 4096, 128, 2, True) == configs[2:]

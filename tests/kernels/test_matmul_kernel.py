@@ -72,10 +72,9 @@ def test_there_is_a_config_for_every_gpu_and_height(n_rows, shared_memory):
         configs = usual_configs(n_rows, tiles, shared_memory * 1024)
         assert configs
         for config in configs:
-            assert (config["BLOCK_M"] + config["BLOCK_N"]) * tiles.row_bytes * config[
-                "num_stages"
-            ] <= shared_memory << 10
-        assert configs[0]["BLOCK_M"] <= max(16, 2 * n_rows)
+            needed = (config["BM"] + config["BN"]) * tiles.row_bytes * config["num_stages"]
+            assert needed <= shared_memory << 10
+        assert configs[0]["BM"] <= max(16, 2 * n_rows)
 
 
 #: What the usual config of a product with many rows compiles to.
