@@ -227,7 +227,7 @@ def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, capsys):
         assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5]
         # Checkpoints from before the split was kept have the one that they are resumed with.
         state = torch.load(checkpoint / "mxfp4_state_0.pt", weights_only=True)
-        assert state["rollouts"].pop("split") == {**resumed._batch_split(), "steps_per_generation": 2}
+        assert state["rollouts"].pop("split") == {**resumed.checkpoints.batch_split(), "steps_per_generation": 2}
         resumed._load_process_state(state, exact=True)
         assert resumed._step == 3 and len(resumed._buffered_inputs) == 2
 
