@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_mxfp4.files import write_json
 from recipes.common.hardware import hardware, versions
 from recipes.common.text import markdown_table, with_interval
 
@@ -68,7 +69,7 @@ def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
 def write(found: Sequence[dict], out: str | Path, indent: int = 2) -> None:
     """Write records to the file ``out``; ``-`` writes none."""
     if str(out) != "-":
-        Path(out).write_text(json.dumps(found, indent=indent) + "\n")
+        write_json(out, found, indent=indent)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.files import write_json
 from hf_mxfp4.gemm import rotate_operand
 from hf_mxfp4.gemm.packed_weight import quantize_weight
 from hf_mxfp4.layers import cached_weights, trainable_matrices
@@ -315,7 +316,7 @@ def main() -> None:
         found = [{**record, **origin} for record in measure(part, options.model, options.text)]
         kept = json.loads(RESULT.read_text()) if RESULT.exists() else []
         kept = [record for record in kept if not record["name"].startswith(prefixes)] + found
-        RESULT.write_text(json.dumps(kept, indent=2) + "\n")
+        write_json(RESULT, kept)
 
 
 if __name__ == "__main__":

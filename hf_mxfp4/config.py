@@ -14,7 +14,7 @@ from .gemm_options import (
     describe,
     each_overridden,
     overrides_as_dicts,
-    packing_obstacle,
+    packing_unsupported_reason,
     read_gemm,
     read_overrides,
 )
@@ -298,9 +298,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return apply_overrides(LinearScheme(**changed), self.layer_overrides, names)
 
     @property
-    def packing_obstacle(self) -> str | None:
+    def packing_unsupported_reason(self) -> str | None:
         """Why stored 4-bit weights cannot stand for the forward product; `None` where they can."""
-        return packing_obstacle(self.gemms().fprop)
+        return packing_unsupported_reason(self.gemms().fprop)
 
     def _check_gemms(self) -> None:
         for gemm in GEMM_OPERANDS:
@@ -318,8 +318,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                         f"{name} has no effect in mode='packed': weights are frozen there, and the gradient of the "
                         "input is a product with the stored weight; leave it out"
                     )
-            if self.packing_obstacle:
-                raise ValueError(f"mode='packed' cannot use this config: {self.packing_obstacle}")
+            if self.packing_unsupported_reason:
+                raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
         schemes = {"this config": self.gemms(), **each_overridden(self.gemms(), self.layer_overrides)}
         for owner, scheme in schemes.items():
             check_products(owner, scheme, self.backend, self.saved_activations)
@@ -360,8 +360,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
         Raises `ValueError` when packed weights cannot stand for it.
         """
-        if self.packing_obstacle:
-            raise ValueError(f"this config cannot be packed: {self.packing_obstacle}")
+        if self.packing_unsupported_reason:
+            raise ValueError(f"this config cannot be packed: {self.packing_unsupported_reason}")
         defaults = {name: default for name, (_, default) in self._idle_options().items()}
         preset = self.preset if self.preset in FORWARD_PRESETS else "w4a4"
         backward = {"dgrad": None, "wgrad": None, "layer_overrides": None, "stochastic_seed": 0}

@@ -18,8 +18,8 @@ from transformers.utils.logging import tqdm
 
 from ._logging import get_logger
 from .dither_places import ForwardWeight, dithered
-from .layers import Matrix, trainable_matrices
-from .layers.sharded import whole
+from .layers import WeightMatrix, trainable_matrices
+from .layers.sharded import gathered
 from .numerics import BLOCK_SIZE, GemmScheme, QuantScheme
 from .numerics.dither import Cells, crowding, sixteen_bit_dtype
 
@@ -100,7 +100,7 @@ def dither_masters(model: nn.Module) -> DitherReport:
     matrices = list(trainable_matrices(model))
     if not matrices:
         raise ValueError(f"{type(model).__name__} has no quantized layer with master weights to dither")
-    parameters: dict[tuple[int, str], list[Matrix]] = {}
+    parameters: dict[tuple[int, str], list[WeightMatrix]] = {}
     for matrix in matrices:
         parameters.setdefault((id(matrix.layer), matrix.parameter), []).append(matrix)
     for held in tqdm(parameters.values(), desc="Dithering weights", leave=False, delay=_PATIENCE):
@@ -122,7 +122,7 @@ def round_frozen_masters(model: nn.Module) -> int:
             if parameter.requires_grad or parameter.is_meta or hasattr(parameter, "full_tensor"):
                 continue
             del layer.dithered[name]
-            with whole(parameter, writes=True) as value:
+            with gathered(parameter, writes=True) as value:
                 if value.dtype == torch.float32 and _digest(value) == digest:
                     value.copy_(value.to(dtype))
                     n_rounded += 1
@@ -136,14 +136,14 @@ def _digest(value: torch.Tensor) -> int:
     return int(value.view(torch.int32).sum(dtype=torch.int64))
 
 
-def _dither_parameter(matrices: list[Matrix], report: DitherReport) -> None:
+def _dither_parameter(matrices: list[WeightMatrix], report: DitherReport) -> None:
     """Dither all matrices that one parameter holds."""
     parameter = getattr(matrices[0].layer, matrices[0].parameter)
     if hasattr(parameter, "full_tensor"):
         raise ValueError(f"{matrices[0].full_name} is sharded already; dither the model before FSDP2 takes it")
     reason = _unsupported_reason(parameter, matrices[0].fprop)
     if reason is None:
-        with whole(parameter, writes=True) as value:
+        with gathered(parameter, writes=True) as value:
             dtype = sixteen_bit_dtype(value)
             if dtype is None:
                 reason = _FULL_NUMBERS
@@ -167,7 +167,7 @@ def _unsupported_reason(parameter: nn.Parameter, fprop: GemmScheme) -> str | Non
     return None
 
 
-def _dither_matrix(matrix: Matrix, weight: torch.Tensor, dtype: torch.dtype, report: DitherReport) -> None:
+def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtype, report: DitherReport) -> None:
     """Dither one matrix ``[N, K]`` in place."""
     fprop, rng, backend = matrix.fprop, matrix.rng, matrix.layer.config.backend
     forward = ForwardWeight(fprop, fprop.right, rng, backend)

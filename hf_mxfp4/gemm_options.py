@@ -201,7 +201,7 @@ def _check_saved(owner: str, scheme: LinearScheme, form: str) -> None:
         )
 
 
-def packing_obstacle(fprop: GemmScheme) -> str | None:
+def packing_unsupported_reason(fprop: GemmScheme) -> str | None:
     """Why stored 4-bit weights cannot stand for this forward product; `None` where they can."""
     if not isinstance(fprop.right, QuantScheme):
         return "its fprop leaves weights in full precision"

@@ -103,7 +103,7 @@ def master_sqnr(model: nn.Module) -> float | None:
         if weight.is_meta:
             return None
         rows = weight[sampled_rows(weight.shape[0], matrix.siblings)]
-        if config.packing_obstacle:  # rotated, random or in full precision: the layer knows
+        if config.packing_unsupported_reason:  # rotated, random or in full precision: the layer knows
             energy.add(rows, matrix.effective_rows(rows))
         else:
             energy.add(rows, fake_quantize(rows, config.weight_scheme, config.backend))

@@ -60,10 +60,8 @@ def means_with_interval(values: Sequence[float]) -> tuple[float, float, float] |
     ends = (values[:width], values[-width:])
     means = [sum(part) / width for part in ends]
     variances = [sum((v - mean) ** 2 for v in part) / (width - 1) for part, mean in zip(ends, means, strict=True)]
-    # Student's t of two samples of one variance; within 1 % of its tables from 4 degrees of freedom on.
-    freedom = 2 * (width - 1)
-    t = 1.96 + 2.4 / freedom + 3.4 / freedom**2
-    return means[0], means[1], t * math.sqrt(sum(variances) / width)
+    # Student's t of two samples of one variance.
+    return means[0], means[1], _t_975(2 * (width - 1)) * math.sqrt(sum(variances) / width)
 
 
 def t_interval(values: Sequence[float]) -> dict[str, Any]:
@@ -72,11 +70,12 @@ def t_interval(values: Sequence[float]) -> dict[str, Any]:
     if n < 2:
         return {"n": n, "mean": mean, "sd": None, "interval": None}
     sd = stdev(values)
-    half = _quantile(n - 1) * sd / math.sqrt(n)
+    half = _t_975(n - 1) * sd / math.sqrt(n)
     return {"n": n, "mean": mean, "sd": sd, "interval": [mean - half, mean + half]}
 
 
-def _quantile(freedom: int) -> float:
+def _t_975(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t."""
     # Beyond the table: the normal quantile and the next two terms of its expansion in 1 / freedom.
     return _T_975[freedom - 1] if freedom <= len(_T_975) else 1.95996 + 2.3723 / freedom + 2.823 / freedom**2
 

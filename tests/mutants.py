@@ -40,6 +40,9 @@ COPIED += ("constraints.txt", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", ".ci
 PRELOADED = ("pytest", "hypothesis", "numpy", "torch", "transformers", "datasets", "accelerate", "peft")
 PRELOADED += ("trl.trainer.grpo_trainer", "transformers.models.qwen2.modeling_qwen2", "compressed_tensors", "torchao")
 
+#: Seconds after which a test of a mutant has failed, since it hangs.
+PATIENCE = 100
+
 COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 COMPARISONS |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//"}
@@ -243,7 +246,7 @@ def run_tests(folder: Path, tests: list[str], timeout: float) -> str:
                 del sys.modules[name]
             import pytest
 
-            os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])))
+            os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--timeout={PATIENCE}", *tests])))
         os._exit(70)
     end = time.monotonic() + timeout
     while time.monotonic() < end:
@@ -256,7 +259,7 @@ def run_tests(folder: Path, tests: list[str], timeout: float) -> str:
         time.sleep(0.02)
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return "killed"  # it hangs: a run that never ends is noticed
+    return "out of time"
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -282,7 +285,7 @@ def run(arguments: argparse.Namespace) -> None:
             result = "no test"
             if selected:
                 write(mutant, folder)
-                result = run_tests(folder, selected, 3 * arguments.budget + 60)
+                result = run_tests(folder, selected, 5 * arguments.budget + 2 * PATIENCE)
                 shutil.copy2(ROOT / mutant.file, folder / mutant.file)
             print(f"{time.monotonic() - started:6.1f} s  {len(selected):4} tests  {result:9} {mutant.name}", flush=True)
             return mutant._asdict() | {"name": mutant.name, "result": result, "tests": len(selected)}

@@ -42,7 +42,7 @@ _TRAINING = (
     "accelerate", "datasets", "hf_mxfp4.cli", "matplotlib.pyplot", "peft", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "trl.trainer.grpo_trainer",
 )  # fmt: skip
-MODULES = {"interpreted": ("interpret:patch_once_for_each_launch", *_COMMON), "plain": (*_COMMON, *_TRAINING)}
+MODULES = {"interpreted": ("interpret:make_faster", *_COMMON), "plain": (*_COMMON, *_TRAINING)}
 #: Shared by the workers of one run, and by what they start.
 _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
 FOLDER = Path(os.environ.setdefault("MXFP4_TEST_SERVERS", f"{tempfile.gettempdir()}/mxfp4-{_RUN}"))

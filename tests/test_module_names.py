@@ -67,27 +67,17 @@ def test_numbers_are_whole_parts():
     assert len(quantized) == 24 and "layers.20.up_proj" in quantized and "layers.12.up_proj" in quantized
 
 
-ROUTERS = [
-    "layers__0__mlp__gate",
-    "layers__0__mlp__shared_expert_gate",
-    "layers__0__block_sparse_moe__gate",
-    "layers__0__feed_forward__router",
-    "layers__0__mlp__router__layer",
-]
+ROUTERS = (
+    "mlp__gate", "mlp__shared_expert_gate", "block_sparse_moe__gate", "feed_forward__router", "mlp__router__layer",
+)  # fmt: skip
+HEADS = ("lm_head", "embed_out", "score", "classifier", "qa_outputs")
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_routers_are_left_alone(router):
-    model = tree(**{router: nn.Linear(4, 2), "layers__0__mlp__gate_proj": nn.Linear(4, 4)})
+@pytest.mark.parametrize("name", [*(f"layers__0__{router}" for router in ROUTERS), *HEADS])
+def test_routers_and_heads_are_left_alone_by_name(name):
+    model = tree(**{name: nn.Linear(4, 2), "layers__0__mlp__gate_proj": nn.Linear(4, 4)})
     quantized, skipped = split_linears(model)
-    assert list(quantized) == ["layers.0.mlp.gate_proj"]
-    assert skipped == [router.replace("__", ".")]
-
-
-@pytest.mark.parametrize("head", ["lm_head", "embed_out", "score", "classifier", "qa_outputs"])
-def test_heads_are_left_alone_by_name(head):
-    quantized, skipped = split_linears(tree(**{head: nn.Linear(4, 2), "body": nn.Linear(4, 4)}))
-    assert list(quantized) == ["body"] and skipped == [head]
+    assert list(quantized) == ["layers.0.mlp.gate_proj"] and skipped == [name.replace("__", ".")]
 
 
 def test_a_head_of_another_name_is_found_through_the_model():

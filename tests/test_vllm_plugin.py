@@ -44,15 +44,9 @@ class QuantizeMethodBase(abc.ABC):
 class LinearMethodBase(QuantizeMethodBase):
     @abc.abstractmethod
     def create_weights(
-        self,
-        layer,
-        input_size_per_partition,
-        output_partition_sizes,
-        input_size,
-        output_size,
-        params_dtype,
+        self, layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
         **extra_weight_attrs,
-    ): ...
+    ): ...  # fmt: skip
 
     @abc.abstractmethod
     def apply(self, layer, x, bias=None): ...
@@ -160,16 +154,8 @@ def load(parameter, tensor, rank=0):
 def make_layer(method, sources, dtype, *, shares=1, rank=0):
     """A layer as vLLM builds it, from packed layers that it joins along the rows."""
     layer = LinearBase()
-    columns = sources[0].in_features
-    method.create_weights(
-        layer,
-        columns // shares,
-        [source.out_features for source in sources],
-        columns,
-        sum(source.out_features for source in sources),
-        dtype,
-        weight_loader=load,
-    )
+    columns, rows = sources[0].in_features, [source.out_features for source in sources]
+    method.create_weights(layer, columns // shares, rows, columns, sum(rows), dtype, weight_loader=load)
     for name, parameter in layer.named_parameters():
         parameter.weight_loader(parameter, torch.cat([getattr(source, name) for source in sources]), rank)
     method.process_weights_after_loading(layer)

@@ -3,7 +3,6 @@
 
 import datetime
 import gc
-import json
 import os
 import time
 import traceback
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from hf_mxfp4.files import write_json
 
 from .machine import Machine, versions
 from .timing import Call, Timing, compare
@@ -178,9 +179,7 @@ class Bench:
             "date": datetime.date.today().isoformat(),
         }  # fmt: skip
         self.records[self._section].append(record)
-        self.out.mkdir(parents=True, exist_ok=True)
-        path = self.out / f"gpu_{self._section}.json"
-        path.write_text(json.dumps(self.records[self._section], indent=2) + "\n")
+        write_json(self.out / f"gpu_{self._section}.json", self.records[self._section])
         shown = record["reason"] if status != "ok" else f"{record['value']:.4g} {record['unit']}"
         print(f"[{self._section}] {what} {shape}: {shown}", flush=True)
 

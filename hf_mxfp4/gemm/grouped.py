@@ -98,16 +98,18 @@ def product(left: torch.Tensor, right: torch.Tensor, groups: Groups, bias: torch
 
 def reads_packed(weight: MXFP4Tensor, x: torch.Tensor) -> bool:
     """Whether the kernels read weights of this scheme."""
-    return _read_obstacle(weight.scheme, x.device.type, x.dtype) is None
+    return _read_unsupported_reason(weight.scheme, x.device.type, x.dtype) is None
 
 
 def reads_packed_on_gpus(scheme: QuantScheme, backend: str) -> bool:
     """Whether the kernels are certain to multiply with weights of this scheme on a CUDA device, so that a CUDA graph
     can hold the product."""
-    return backend in ("auto", "triton") and all(_read_obstacle(scheme, "cuda", dtype) is None for dtype in _DTYPES)
+    return backend in ("auto", "triton") and all(
+        _read_unsupported_reason(scheme, "cuda", dtype) is None for dtype in _DTYPES
+    )
 
 
-def _read_obstacle(made_by: QuantScheme, device_type: str, dtype: torch.dtype) -> str | None:
+def _read_unsupported_reason(made_by: QuantScheme, device_type: str, dtype: torch.dtype) -> str | None:
     scheme = QuantScheme("rceil", made_by.macro_block, made_by.macro_search, made_by.outlier_fallback)
     return triton_kernels.unsupported_reason(device_type, dtype, scheme)
 

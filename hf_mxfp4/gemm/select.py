@@ -20,7 +20,7 @@ import torch
 
 from ..backends import triton as triton_kernels
 from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, LinearScheme, OperandScheme, QuantScheme
-from ..numerics.fold import fold_obstacle
+from ..numerics.fold import fold_unsupported_reason
 
 
 #: Hardware with each kind of tensor core; what `hf-mxfp4 env` lists.
@@ -177,4 +177,4 @@ def _operand_problem(name: str, operand: str, precision: OperandScheme, scheme: 
         if operand == "weight" and used.block_rows != 1:
             return "tiles of the reused weight have no kernel that folds them across"
         precision = used
-    return fold_obstacle(precision, 128)
+    return fold_unsupported_reason(precision, 128)

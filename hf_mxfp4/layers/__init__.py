@@ -6,10 +6,10 @@ from .experts import MXFP4Experts
 from .fallback import fallback_thresholds, named_fallback_thresholds, update_fallback_thresholds
 from .full_precision import full_precision, is_full_precision
 from .linear import MXFP4Linear
-from .matrices import PACKED, QUANTIZED, TRAINABLE, Matrix, matrix_names, trainable_matrices
+from .matrices import PACKED, QUANTIZED, TRAINABLE, WeightMatrix, matrix_names, trainable_matrices
 from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear
-from .sharded import whole
+from .sharded import gathered
 from .step import random_layers, set_quantization_step
 
 
@@ -18,14 +18,15 @@ __all__ = [
     "MXFP4Linear",
     "MXFP4PackedExperts",
     "MXFP4PackedLinear",
-    "Matrix",
     "PACKED",
     "QUANTIZED",
     "TRAINABLE",
     "WEIGHT_FORMS",
+    "WeightMatrix",
     "cached_weights",
     "fallback_thresholds",
     "full_precision",
+    "gathered",
     "is_full_precision",
     "matrix_names",
     "named_fallback_thresholds",
@@ -33,6 +34,5 @@ __all__ = [
     "set_quantization_step",
     "trainable_matrices",
     "uncached_weights",
-    "whole",
     "update_fallback_thresholds",
 ]

@@ -23,7 +23,7 @@ QUANTIZED = (*TRAINABLE, *PACKED)
 
 
 @dataclass(frozen=True)
-class Matrix:
+class WeightMatrix:
     """A matrix ``[N, K]`` that is quantized on its own, of a layer of trainable weights.
 
     Attributes:
@@ -86,12 +86,12 @@ def matrix_names(name: str, layer: nn.Module) -> list[str]:
     return experts_layout.matrix_names(name, layer) if isinstance(layer, ExpertsBase) else [name]
 
 
-def trainable_matrices(model: nn.Module) -> Iterator[Matrix]:
+def trainable_matrices(model: nn.Module) -> Iterator[WeightMatrix]:
     """All matrices of the trainable quantized layers of ``model``, in its order."""
     for name, layer in model.named_modules():
         if isinstance(layer, MXFP4Linear):
-            yield Matrix(name, layer, "weight")
+            yield WeightMatrix(name, layer, "weight")
         elif isinstance(layer, MXFP4Experts):
             for expert in range(layer.n_experts):
                 for projection in layer.projections:
-                    yield Matrix(f"{name}.{expert}.{projection}", layer, projection, expert)
+                    yield WeightMatrix(f"{name}.{expert}.{projection}", layer, projection, expert)

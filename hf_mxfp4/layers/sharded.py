@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that engines have spread over processes, whole for as long as they are read."""
+"""Parameters that a distributed strategy has spread over processes, gathered for as long as they are read."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def whole(parameter: nn.Parameter, writes: bool = False) -> Iterator[torch.Tensor]:
+def gathered(parameter: nn.Parameter, writes: bool = False) -> Iterator[torch.Tensor]:
     """All of a parameter's values, detached, to be read within the context: gathered from all processes under FSDP2 and
     ZeRO-3, whose processes must all enter it; elsewhere the parameter's own memory. With ``writes`` they can be changed
     there, by all processes alike, but under FSDP2."""

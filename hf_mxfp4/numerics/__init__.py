@@ -6,7 +6,7 @@ from .e2m1 import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_code
 from .e4m3 import dequantize_e4m3, e4m3_scale_byte, fake_quantize_e4m3, quantize_e4m3
 from .e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
 from .fallback import FallbackThreshold
-from .fold import FOLD_GROUPS, FoldedOperand, fold, fold_across, fold_obstacle
+from .fold import FOLD_GROUPS, FoldedOperand, fold, fold_across, fold_unsupported_reason
 from .hadamard import random_signs, rotate, unrotate
 from .packed import MXFP4Tensor, dequantize
 from .quantize import apply_scheme, apply_scheme_delayed, fake_quantize, quantize, quantize_delayed
@@ -66,7 +66,7 @@ __all__ = [
     "fake_quantize_e4m3",
     "fold",
     "fold_across",
-    "fold_obstacle",
+    "fold_unsupported_reason",
     "pack_codes",
     "parse_rotation",
     "parse_scheme",

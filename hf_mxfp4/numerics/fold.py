@@ -64,7 +64,7 @@ class FoldedOperand:
         return saturate((self.elements.to(compute) * scale)[..., : self.length], dtype).to(dtype)
 
 
-def fold_obstacle(scheme: QuantScheme, group: int | str) -> str | None:
+def fold_unsupported_reason(scheme: QuantScheme, group: int | str) -> str | None:
     """Why tensors of this scheme do not fold in these groups; `None` when they do."""
     if scheme.outlier_fallback is not None:
         return "outlier fallback makes two FP8 products of one; a single product of the dense values costs no more"
@@ -82,10 +82,10 @@ def fold_obstacle(scheme: QuantScheme, group: int | str) -> str | None:
 def fold(tensor: MXFP4Tensor, group: int | str = "row") -> FoldedOperand:
     """``tensor`` as E4M3 elements and scales of groups along its quantized axis, which comes last.
 
-    Raises `ValueError` for a scheme that [`fold_obstacle`] refuses, or another group.
+    Raises `ValueError` for a scheme that [`fold_unsupported_reason`] refuses, or another group.
     """
     one_of("group", group, FOLD_GROUPS)
-    if (reason := fold_obstacle(tensor.scheme, group)) is not None:
+    if (reason := fold_unsupported_reason(tensor.scheme, group)) is not None:
         raise ValueError(f"this tensor does not fold: {reason}")
     q, byte = _padded(tensor)
     top = _that_count(q, byte)
@@ -107,10 +107,10 @@ def fold_across(tensor: MXFP4Tensor) -> FoldedOperand:
     """The values of a matrix ``[M, K]`` quantized along its rows as an operand that is contracted along M, ``[K, M]``
     with groups of 128 rows: what a backward product needs of an operand of the forward one.
 
-    Raises `ValueError` for a scheme that [`fold_obstacle`] refuses, one with macro factors, which vary along the new
-    contraction, or another axis.
+    Raises `ValueError` for a scheme that [`fold_unsupported_reason`] refuses, one with macro factors, which vary along
+    the new contraction, or another axis.
     """
-    reason = fold_obstacle(tensor.scheme, _GROUP)
+    reason = fold_unsupported_reason(tensor.scheme, _GROUP)
     if reason is None and tensor.scheme.macro_block is not None:
         reason = "macro factors vary along the other axis, too"
     if reason is None and (tensor.codes.dim() != 2 or tensor.axis != 1):

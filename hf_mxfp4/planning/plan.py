@@ -213,7 +213,7 @@ class Planner:
         if setup.rollout_weights == "dense" or not setup.cache_rollout_weights or not dense:
             return dense
         scheme = setup.quantization
-        if not strategy.packed and scheme.packing_obstacle is not None:
+        if not strategy.packed and scheme.packing_unsupported_reason is not None:
             return dense
         sizes = self.model(strategy.packed).sizes
         others = (sizes.cached_elements - sizes.linear_elements) * setup.compute.itemsize

@@ -15,9 +15,9 @@ from ..config import MXFP4RLConfig
 from ..dither import dither_masters
 from ..layers import (
     QUANTIZED,
-    Matrix,
     MXFP4PackedExperts,
     MXFP4PackedLinear,
+    WeightMatrix,
     trainable_matrices,
 )
 from ..layers.experts_base import ExpertsBase
@@ -150,7 +150,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         importlib.import_module("..adapters", __package__)
         return model
 
-    def matrices(self, model) -> Iterator[Matrix]:
+    def matrices(self, model) -> Iterator[WeightMatrix]:
         """The master weights of the model's quantized layers, one by one."""
         return trainable_matrices(model)
 

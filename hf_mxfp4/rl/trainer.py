@@ -3,8 +3,8 @@
 
 One training step, in the order in which it happens, and what of this package has a part in it:
 
-1. A step begins: `step_boundary` remembers random states, for a checkpoint of this point; layers that draw random
-   numbers are told the step ([`QuantizationStepCallback`]).
+1. A step begins: the boundary of `checkpoints` remembers random states, for a checkpoint of this point; layers that
+   draw random numbers are told the step ([`QuantizationStepCallback`]).
 2. Completions are sampled (`_generate`), within what makes the policy that samples: `generation` keeps the quantized
    copies of weights, `rollout_noise` puts noise on norms and linear layers (or on the weights that vLLM is pushed), and
    `replay` records the experts. Around a single `generate` (`_generate_single_turn`), `correction` records the
@@ -17,31 +17,27 @@ One training step, in the order in which it happens, and what of this package ha
    the controller of `rollout_noise`.
 6. Gradients are computed and the optimizer steps, in [`transformers.Trainer`]. `replay` ends before the optimizer does.
 7. A step ends: the callbacks of `monitor` measure errors, gradients and movement; the controller moves the noise.
-8. What was measured is logged (`log`), checkpoints are written (`_process_state` is what they have beside TRL's), and
+8. What was measured is logged (`log`), `checkpoints` are written (`_process_state` is what they have beside TRL's), and
    evaluations run on the policy without noise (`evaluate`).
 
 `rollout_noise`, `replay`, `sampler` and `overlong` are `None` when they are switched off. Components are told what they
-need (the step, the batch, what records a metric), and none knows the trainer: what is overridden of TRL is overridden
-here, apart from what [`ExactResumeMixin`] does to any Trainer.
+need (the step, the batch, what records a metric), and `checkpoints` alone keeps the trainer. What is
+overridden of TRL is overridden here, apart from what [`ExactResumeMixin`] does to any Trainer.
 """
 
 import contextlib
-import copy
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from .._logging import get_logger
 from ..adapters import is_packed_with_adapters, policy_parameters, strict_targets
-from ..checkpoint import why_incomplete
 from .callbacks.monitor import PolicyMonitor
 from .callbacks.policy import thresholds_kept
 from .callbacks.run_facts import mend_card, run_facts
@@ -56,16 +52,15 @@ from .checks import (
 )
 from .config import MXFP4GRPOConfig
 from .noise.rollouts import RolloutNoise
-from .resume.boundary import StepBoundary
-from .resume.interruption import free_gigabytes, newest_checkpoint, signals_as_exceptions, why_unsaved
-from .resume.state import ExactResumeMixin, random_states, restore_random_states
+from .resume.run import RunCheckpoints
+from .resume.state import ExactResumeMixin, random_states_kept
 from .resume.trackers import TolerantHandler, guard_direct_writes
 from .rewards.guard import guard_reward
 from .rewards.overlong import OverlongPenalty
 from .rollout.correction import RolloutCorrection
 from .rollout.generation import RolloutGeneration, describe_rollout_weights
 from .rollout.replay import BATCH_KEY, RouterReplay
-from .rollout.sampling import DynamicSampling, equal_rewards
+from .rollout.sampling import DynamicSampling, equal_rewards, logs_set_aside
 from .rollout.vllm import Parameters, rollout_parameters, send_rollout_policy
 
 
@@ -128,7 +123,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         self._make_components()
         if self.use_vllm:
             self._push_rollout_policy_to_vllm()
-        self._epochs_begun = 0
         get_logger().info(
             "MXFP4GRPOTrainer: n_quantized=%d, noise on %s, rollout correction %s, rollout weights: %s",
             self.n_quantized,
@@ -154,7 +148,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             self.sampler = DynamicSampling(args, self.train_dataset, accelerator, pad_token, self._record)
         self.overlong: OverlongPenalty | None = None
         if args.overlong_buffer:
-            self._add_overlong_penalty()
+            self.overlong = OverlongPenalty(args, len(self.reward_funcs))
+            self.overlong.add_to(self)
         facts = functools.partial(run_facts, self)  # gathered when training begins
         self.monitor = PolicyMonitor(model, args, self.n_quantized, sharding, self._record, self._record_mean, facts)
         self.replay: RouterReplay | None = None
@@ -162,20 +157,12 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             check_router_replay(bool(self.tools) or is_custom or self.environment_factories is not None)
             self.replay = RouterReplay(model, accelerator, self._record)
         self._in_step = contextlib.ExitStack()
-        self.step_boundary = StepBoundary(self._process_state)
+        self.checkpoints = RunCheckpoints(self)
         # A step that is counted has moved the noise: its controller goes ahead of all callbacks that may fail.
         first = [*self.monitor.first, *([] if self.noise_controller is None else [self.noise_controller])]
         self.callback_handler.callbacks[:0] = first
-        for callback in (*self.monitor.last, self.step_boundary):
+        for callback in (*self.monitor.last, self.checkpoints.boundary):
             self.add_callback(callback)
-
-    def _add_overlong_penalty(self) -> None:
-        """One more reward function, as TRL adds the rewards of environments."""
-        self.overlong = OverlongPenalty(self.args, len(self.reward_funcs))
-        self.reward_funcs.append(self.overlong.function)
-        self.reward_func_names.append(self.overlong.function.__name__)
-        self.reward_processing_classes.append(None)
-        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([self.overlong.weight])])
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -187,18 +174,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         """
         if not isinstance(self.callback_handler, TolerantHandler):
             self.callback_handler = TolerantHandler(self.callback_handler)
-        single = self.accelerator.num_processes == 1
-        with guard_direct_writes():
-            try:
-                # Several processes could not save together, each somewhere else; signals end them as they always do.
-                with signals_as_exceptions(self.step_boundary) if single else contextlib.nullcontext():
-                    return super().train(resume_from_checkpoint, *args, **kwargs)
-            except BaseException as error:
-                self._save_before_leaving(error)
-                # After what was trained is saved: a scheduler may not wait.
-                if self.monitor.report is not None:
-                    self.monitor.report.stopped_by(error, self.state)
-                raise
+        with guard_direct_writes(), self.checkpoints.left_behind():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Gradient checkpointing runs forward passes in the backward pass: what they depend on must last until then.
@@ -217,7 +194,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         if self.sampler is None:
             return batch
         replacement = self.sampler.replacement(batch, inputs, equal, self._step)
-        with self._logs_set_aside():
+        with logs_set_aside(self):
             while replacement.goes_on:
                 found = self._rollout(replacement.next_inputs())
                 replacement.take(found, self._equal_groups())
@@ -354,12 +331,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         """[`transformers.Trainer.evaluate`], which leaves training as it was, also where it is cut short: its rollouts
         draw from the random generators of training, and its forward passes count for selective outlier fallback.
         """
-        states = random_states()
-        try:
-            with thresholds_kept(self.model):
-                return super().evaluate(*args, **kwargs)
-        finally:
-            restore_random_states(states)
+        with random_states_kept(), thresholds_kept(self.model):
+            return super().evaluate(*args, **kwargs)
 
     # ---- logs -----------------------------------------------------------------------------------------------------
 
@@ -381,20 +354,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             if len(self.state.log_history) > lines:
                 metrics.clear()
 
-    @contextlib.contextmanager
-    def _logs_set_aside(self) -> Iterator[None]:
-        """What is logged within the context is lost but for the number of tokens: metrics of TRL's about rewards and
-        completions remain those of the prompts that its sampler drew, with `dynamic_sampling` and without."""
-        metrics, logs = self._metrics["train"], self._logs
-        self._metrics["train"], self._logs = defaultdict(list), copy.deepcopy(logs)
-        try:
-            yield
-        finally:
-            tokens = self._metrics["train"].get("num_tokens")
-            self._metrics["train"], self._logs = metrics, logs
-            if tokens:
-                metrics["num_tokens"] = tokens
-
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -404,104 +363,24 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             source = Path(getattr(self.model.config, "_name_or_path", "")).name or type(self.model).__name__
             mend_card(Path(self.args.output_dir) / "README.md", source, self.n_quantized > 0)
 
-    def _save_before_leaving(self, error: BaseException) -> None:
-        step, logger = self.state.global_step, get_logger()
-        trained = step if self.optimizer is not None else 0
-        what = f"training stopped at step {step} by {type(error).__name__}: {error}"
-        reason = why_unsaved(trained, self.accelerator.num_processes, self.step_boundary, self.args.output_dir)
-        if reason is not None:
-            logger.error("%s%s", what, reason)
-            return
-        folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
-        try:
-            if why_incomplete(folder) is not None:
-                state = self.step_boundary.rewind(step)
-                if state is not None:
-                    self._load_process_state(state, exact=True)
-                elif self.control.should_log:
-                    self._log_what_there_is()
-                self._save_checkpoint(self.model, trial=None)
-        except Exception as failure:
-            logger.error(
-                "%s; saving failed too: %s: %s (%s GB are free there); %s",
-                what,
-                type(failure).__name__,
-                failure,
-                free_gigabytes(self.args.output_dir),
-                newest_checkpoint(self.args.output_dir),
-            )
-        else:
-            logger.error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
-
-    def _log_what_there_is(self) -> None:
-        """A line for a step that ended before its log: what was measured must not be averaged into the next one's."""
-        try:
-            self.log({})
-        except Exception as failure:
-            get_logger().error("logging it failed too: %s: %s", type(failure).__name__, failure)
-
     def _process_state(self) -> dict[str, Any]:
-        # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.
-        rollouts = {
-            "micro_step": self._step,
-            "batches": self._buffered_inputs,
-            "tokens_seen": self.state.num_input_tokens_seen,
-            "split": self._batch_split(),
-        }
-        metrics = {name: [float(value) for value in values] for name, values in self._metrics["train"].items()}
-        # TRL writes these two as well, but after the checkpoint is complete.
-        entropy = {"coefficient": self.entropy_coef, "last": self._last_world_entropy}
-        return {**super()._process_state(), "rollouts": rollouts, "metrics": metrics, "entropy": entropy}
-
-    def _batch_split(self) -> dict[str, int]:
-        """What decides which micro-batch of which rollout an optimizer step trains on."""
-        return {
-            "steps_per_generation": self.args.steps_per_generation,
-            "num_iterations": self.num_iterations,
-            "per_device_train_batch_size": self.args.per_device_train_batch_size,
-        }
+        return {**super()._process_state(), **self.checkpoints.process_state()}
 
     def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
         super()._load_process_state(state, exact)
-        if exact:
-            rollouts = state["rollouts"]
-            split = self._batch_split()
-            before = rollouts.get("split", split)  # unknown in older checkpoints
-            if before == split:
-                self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
-            else:
-                get_logger().warning(
-                    "the checkpoint was written with %s and is resumed with %s: rollouts start anew, so that this run "
-                    "does not repeat one that was never stopped",
-                    _in_words(before),
-                    _in_words(split),
-                )
-            self.state.num_input_tokens_seen = rollouts["tokens_seen"]
-            self._metrics["train"].clear()  # of what the step that failed had added to them
-            self._metrics["train"].update(state["metrics"])
-        if self.use_adaptive_entropy:
-            self.entropy_coef, self._last_world_entropy = state["entropy"]["coefficient"], state["entropy"]["last"]
+        self.checkpoints.load_process_state(state, exact)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         # The epoch has begun before a Trainer loads them, and the states of then belong to no step.
-        self.step_boundary.remember(self.state.global_step)
+        self.checkpoints.boundary.remember(self.state.global_step)
 
     def _restore_process(self, checkpoint: str) -> None:
         super()._restore_process(checkpoint)
-        # The order of prompts is drawn once an epoch from a generator that belongs to the sampler of this trainer.
-        self._epochs_begun = math.floor(TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").epoch or 0)
-        if self.args.sync_ref_model:
-            get_logger().warning(
-                "the synchronized reference policy is not in checkpoints: it starts from the model again"
-            )
+        self.checkpoints.read_epoch(checkpoint)
 
     def _get_train_sampler(self, dataset: Any = None):
-        sampler = super()._get_train_sampler(dataset)
-        for _ in range(self._epochs_begun):
-            next(iter(sampler), None)
-        self._epochs_begun = 0
-        return sampler
+        return self.checkpoints.skip_epochs(super()._get_train_sampler(dataset))
 
     # ---- what callbacks and users look at -------------------------------------------------------------------------
 
@@ -517,7 +396,3 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     movement_callback = property(lambda self: self.monitor.movement)
     router_callback = property(lambda self: self.monitor.routers)
     report_callback = property(lambda self: self.monitor.report)
-
-
-def _in_words(options: dict[str, int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items())

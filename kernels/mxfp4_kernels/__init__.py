@@ -18,8 +18,7 @@ from .common.checks import (
     check_input,
     check_output,
     check_packed,
-    check_rotation,
-    check_seed,
+    check_scheme,
     unsupported_dtype,
     unsupported_row,
     unsupported_scheme,
@@ -60,7 +59,8 @@ def __getattr__(name: str) -> typing.Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    # Found without this function from now on.
+    return globals().setdefault(name, getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name))
 
 
 def fake_quantize(
@@ -112,11 +112,11 @@ def fake_quantize(
             or signs that have no effect, or signs of another length or device.
     """
     scheme = _scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows, rounding)
-    check_input("fake_quantize", x, block_rows)
-    check_output(dtype)
-    side = _side(x, x.shape[-1], rounding, seed, rotation, signs)
+    check_input("fake_quantize", x, block_rows, dtype=dtype)
+    from .common.plan import checked_side
     from .quantization import launch
 
+    side = checked_side(x, x.shape[-1], rounding, seed, rotation, signs)
     return launch.fake_quantize(x, scheme, side, dtype)
 
 
@@ -147,8 +147,8 @@ def fake_quantize_both(
         x,
         (scale_rule, macro_block, macro_search, outlier_fallback, block_rows),
         (rounding, seed, rotation, signs),
+        dtype,
     )
-    check_output(dtype)
     from .quantization import launch
 
     return launch.fake_quantize_both(x, scheme, *sides, dtype)
@@ -179,9 +179,10 @@ def quantize(
     """
     scheme = _scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows, rounding)
     check_input("quantize", x, block_rows)
-    side = _side(x, x.shape[-1], rounding, seed, rotation, signs)
+    from .common.plan import checked_side
     from .quantization import launch
 
+    side = checked_side(x, x.shape[-1], rounding, seed, rotation, signs)
     return launch.quantize(x, scheme, side)
 
 
@@ -243,9 +244,9 @@ def dequantize(
         residual_scale=residual_scale,
         outlier_fallback=outlier_fallback,
     )
-    scheme = _scheme("rceil", macro_block, macro_search, outlier_fallback, 1, "nearest")
     from .quantization import launch
 
+    scheme = launch.Scheme("rceil", macro_block, macro_search, outlier_fallback)
     packed = launch.Packed(codes, scale, macro, residual_codes, residual_scale)
     return launch.dequantize(packed, length, scheme, dtype)
 
@@ -272,27 +273,20 @@ def supports(
 
 def _scheme(*options: object) -> Scheme:
     """Of scale rule, macro block, search, fallback, block rows and rounding. Raises as [`fake_quantize`] says."""
-    if (reason := unsupported_scheme(*options)) is not None:
-        raise ValueError(reason)
+    check_scheme(*options)
     from .quantization import launch
 
     return launch.Scheme(*options[:5])
 
 
-def _side(
-    x: torch.Tensor, length: int, rounding: str, seed: int | None, rotation: int | None, signs: torch.Tensor | None
-) -> Side:
-    """What belongs to the blocks along an axis of ``length``. Raises as [`fake_quantize`] says."""
-    check_seed(rounding, seed)
-    signs = check_rotation(x, length, rotation, signs)
-    from .quantization import launch
-
-    return launch.Side(seed, rotation, signs)
-
-
-def _pair(name: str, x: torch.Tensor, options: tuple, pairs: tuple[tuple, ...]) -> tuple[Scheme, tuple[Side, Side]]:
+def _pair(
+    name: str, x: torch.Tensor, options: tuple, pairs: tuple[tuple, ...], dtype: torch.dtype | None = None
+) -> tuple[Scheme, tuple[Side, Side]]:
     """The scheme, and the sides of ``x`` and of its transpose. Raises as [`fake_quantize`] says."""
     first, second = zip(*pairs, strict=True)
-    schemes = [_scheme(*options, side[0]) for side in (first, second)]
-    check_input(name, x, options[4], axes=2)
-    return schemes[0], (_side(x, x.shape[-1], *first), _side(x, x.shape[-2], *second))
+    scheme = _scheme(*options, first[0])
+    check_scheme(*options, second[0])
+    check_input(name, x, options[4], axes=2, dtype=dtype)
+    from .common.plan import checked_side
+
+    return scheme, (checked_side(x, x.shape[-1], *first), checked_side(x, x.shape[-2], *second))

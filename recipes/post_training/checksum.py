@@ -6,7 +6,7 @@ import hashlib
 import torch
 from torch import nn
 
-from hf_mxfp4.layers import whole
+from hf_mxfp4.layers import gathered
 
 
 def frozen_checksum(model: nn.Module) -> str:
@@ -16,7 +16,7 @@ def frozen_checksum(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             digest.update(name.encode())
-            with whole(parameter) as tensor:
+            with gathered(parameter) as tensor:
                 # A copy: memory that numpy has seen can no longer be resized, as FSDP does.
                 digest.update(tensor.flatten().view(torch.uint8).cpu().clone().numpy())
     return digest.hexdigest()

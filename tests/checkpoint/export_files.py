@@ -44,3 +44,19 @@ def save_packed(folder, family="qwen2", config: dict | None = None, **options) -
     scheme = {"macro_block": None, "scale_rule": "even", **(config or {})}
     pack_checkpoint(plain, folder, MXFP4RLConfig(mode="packed", **scheme))
     return Path(folder)
+
+
+def same_files(one: Path, other: Path) -> None:
+    """Two checkpoints have the same config, the same weights in the same files, and the same indices."""
+    assert config_in(one) == config_in(other)
+    files, others = (sorted(folder.glob("*.safetensors*")) for folder in (one, other))
+    assert [file.name for file in files] == [file.name for file in others]
+    for file, twin in zip(files, others, strict=True):
+        if file.suffix == ".json":
+            indices = [json.loads(index.read_text()) for index in (file, twin)]
+            assert indices[0]["weight_map"] == indices[1]["weight_map"]
+            assert indices[0]["metadata"]["total_size"] == indices[1]["metadata"]["total_size"]
+        else:
+            (header, data), (other_header, other_data) = header_and_data(file), header_and_data(twin)
+            assert header == other_header
+            assert (data == other_data) is True, file.name  # without printing the bytes

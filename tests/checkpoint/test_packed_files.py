@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -21,13 +22,19 @@ SHAPES = {"a.b": {"weight": (4, 32), "weight_scale": (4, 2)}}
 PACKED = MXFP4RLConfig(mode="packed")
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A packed checkpoint in one file."""
+    folder = tmp_path_factory.mktemp("packed")
+    make_model(dtype=torch.bfloat16).save_pretrained(folder / "base")
+    AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=PACKED).save_pretrained(folder / "saved")
+    return folder / "saved"
+
+
 @pytest.fixture
-def saved(checkpoint, tmp_path):
-    """A packed checkpoint in one file, and its tensors."""
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint("qwen2", dtype=torch.bfloat16), quantization_config=MXFP4RLConfig(mode="packed")
-    )
-    model.save_pretrained(tmp_path / "saved")
+def saved(packed, tmp_path):
+    """A copy of it, and its tensors."""
+    shutil.copytree(packed, tmp_path / "saved")
     return tmp_path / "saved", load_file(tmp_path / "saved" / "model.safetensors")
 
 
@@ -44,18 +51,17 @@ def refusal(folder, **options) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_macro"])
-def test_a_missing_tensor(name, saved):
-    folder, tensors = saved
-    del tensors[f"{LAYER}.{name}"]
-    assert f"{LAYER}.{name}" in refusal(rewritten(folder, tensors))
-
-
 @pytest.mark.parametrize(
     "name",
-    ["model.layers.1.self_attn.q_proj.bias", "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"],
+    [
+        *(f"{LAYER}.{part}" for part in ("weight", "weight_scale", "weight_macro")),
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.norm.weight",
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+    ],
 )
-def test_a_missing_full_precision_tensor(name, saved):
+def test_a_missing_tensor(name, saved):
     folder, tensors = saved
     del tensors[name]
     assert name in refusal(rewritten(folder, tensors))
@@ -63,9 +69,8 @@ def test_a_missing_full_precision_tensor(name, saved):
 
 def test_a_missing_layer(saved):
     folder, tensors = saved
-    assert f"{LAYER}.weight" in refusal(
-        rewritten(folder, {name: t for name, t in tensors.items() if not name.startswith(LAYER)})
-    )
+    others = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYER)}
+    assert f"{LAYER}.weight" in refusal(rewritten(folder, others))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64], ids=str)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save and load: the scheme comes back by itself, the masters bit for bit, in this process and in a new one."""
 
-import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
+from export_files import config_in, header_and_data
+from pairwise import pairwise_params
 from processes import code, run
 from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, pack
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -45,8 +45,7 @@ def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoi
     model = load(source, **options)
     model.save_pretrained(target, max_shard_size=shard_size)
     assert (len(list(target.glob("*.safetensors"))) > 2) == (shard_size == "20KB")
-    scheme = json.loads((target / "config.json").read_text())["quantization_config"]
-    assert scheme == MXFP4RLConfig(**options).to_dict()
+    assert config_in(target)["quantization_config"] == MXFP4RLConfig(**options).to_dict()
 
     again = AutoModelForCausalLM.from_pretrained(target)
     assert again.hf_quantizer.quantization_config == MXFP4RLConfig(**options)
@@ -57,9 +56,10 @@ def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoi
     assert torch.equal(again.generate(IDS, **arguments), model.generate(IDS, **arguments))
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "tie"),
+    pairwise_params(["llama", "qwen2", "qwen3", "gemma"], [torch.float32, torch.bfloat16], [False, True]),
+)
 def test_the_files_hold_the_masters_bit_for_bit(family, dtype, tie, checkpoint, tmp_path):
     source, target = checkpoint(family, dtype=dtype, tie=tie), tmp_path / "saved"
     load(source).save_pretrained(target)
@@ -71,19 +71,23 @@ def test_the_files_hold_the_masters_bit_for_bit(family, dtype, tie, checkpoint, 
     assert ("lm_head.weight" in saved) == (not tie)
 
 
-def test_only_the_scheme_is_added_to_the_config(checkpoint, tmp_path):
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_only_the_scheme_is_added_to_the_config(mode, checkpoint, tmp_path):
     source, target = checkpoint("qwen2"), tmp_path / "saved"
-    load(source).save_pretrained(target)
-    before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in (source, target))
-    assert after.pop("quantization_config") == MXFP4RLConfig().to_dict()
+    load(source, mode=mode).save_pretrained(target)
+    before, after = (config_in(folder) for folder in (source, target))
+    assert after.pop("quantization_config") == MXFP4RLConfig(mode=mode).to_dict()
     assert after == before
 
 
-def test_saving_a_loaded_model_again_changes_nothing(checkpoint, tmp_path):
-    load(checkpoint("qwen2")).save_pretrained(tmp_path / "one")
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_saving_a_loaded_model_again_changes_nothing(mode, checkpoint, tmp_path):
+    load(checkpoint("qwen2", dtype=torch.bfloat16), mode=mode).save_pretrained(tmp_path / "one")
     AutoModelForCausalLM.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    # But for the order of the entries of its metadata, which safetensors writes in any.
+    one, two = (header_and_data(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one == two
+    assert (tmp_path / "one" / "config.json").read_bytes() == (tmp_path / "two" / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -103,6 +107,7 @@ def test_a_trained_model_round_trips(dtype, checkpoint, tmp_path):
     assert not torch.equal(load(source)(IDS).logits, expected)
     trained = dict(again.named_parameters())
     assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+    assert torch.equal(pack(again)(IDS).logits, expected)
 
 
 def test_device_map_round_trip(checkpoint, tmp_path):

@@ -126,14 +126,14 @@ def refusal(build, *arguments, **options) -> str | None:
 
 
 def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_precision: str = "no", fsdp=None) -> None:
-    """Train the plain trainer, GRPO, and GRPO once more from its checkpoint in the middle; rank 0 writes what they saw
-    to ``out/results.pt``, and each saves its model. At the end compiled rollouts are asked for, where weights are
-    sharded."""
+    """Train the plain trainer, GRPO, and under an engine GRPO once more from its checkpoint in the middle; rank 0
+    writes what they saw to ``out/results.pt``, and each saves its model. At the end compiled rollouts are asked for,
+    where weights are sharded."""
     out = Path(out)
     if engine:
         use_engine(engine, out, mixed_precision, fsdp)
     results = {}
-    for kind in ("plain", "grpo", "resumed"):
+    for kind in ("plain", "grpo", "resumed") if engine else ("plain", "grpo"):
         build, options = (plain_trainer, {}) if kind == "plain" else (grpo_trainer, {"aqn_targets": "both"})
         trainer = build(base, mode, out / kind, bf16=mixed_precision == "bf16", **options)
         if kind == "plain" and not mode.endswith("lora"):

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled kernel on real hardware against the eager definition on the CPU: `pytest tests/gpu`."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from compiled import report_of
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -17,16 +12,11 @@ from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-SCRIPT = Path(__file__).parents[1] / "kernels" / "run_interpreted.py"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_compiled_kernel_equals_eager_bit_for_bit(dtype):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), dtype, "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    (report,) = json.loads(done.stdout)
+    (report,) = report_of("kernels/run_interpreted.py", dtype, "cuda")
     assert report["mismatches"] == []
     assert report["cases"] > 252 and report["elements"] > 400_000
 

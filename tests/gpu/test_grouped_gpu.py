@@ -1,27 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled grouped products on real hardware, also in the sizes of Qwen3-30B-A3B: `pytest tests/gpu`."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from compiled import report_of
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-KERNELS = Path(__file__).parents[1] / "kernels"
 HAS_E4M3 = torch.cuda.is_available() and (torch.version.hip is not None or torch.cuda.get_device_capability() >= (8, 9))
-
-
-def run(script: str, *arguments: str) -> dict:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", str(KERNELS / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +15,7 @@ def run(script: str, *arguments: str) -> dict:
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_compiled_products_are_those_of_each_expert(what, dtype):
-    report = run("run_grouped.py", what, dtype, "cuda")
+    report = report_of("kernels/run_grouped.py", what, dtype, "cuda")
     assert {label: value for label, value in report.items() if not value <= 1} == {}
     assert len(report) > 16
 
@@ -102,7 +88,7 @@ def test_one_graph_serves_every_routing():
 
 @pytest.mark.skipif(not HAS_E4M3, reason="no E4M3")
 def test_the_automatic_engine_trains_experts_like_the_dense_one():
-    report = run("../ops/run_fast_experts.py", "cuda")
+    report = report_of("ops/run_fast_experts.py", "cuda")
     for label, layer in report["experts"].items():
         # FP8 tensor cores of sm_90 keep about 14 bits of sums, which those of folded MXFP4 fit into.
         exact = 2.0**-12 if layer["fp8 operands"] else 1e-5

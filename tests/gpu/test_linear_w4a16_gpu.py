@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with packed weights on real hardware: sums, determinism, CUDA graphs, and layers on top."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from compiled import report_of
 from tiny_models import make_model
 
 import hf_mxfp4
@@ -17,7 +12,6 @@ from hf_mxfp4.quantizer.swap import quantize_linears
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-SCRIPT = Path(__file__).parents[1] / "kernels" / "run_linear_w4a16.py"
 SCHEMES = [{}, {"macro_block": 128}, {"macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}]
 
 
@@ -45,11 +39,7 @@ def linear_w4a16(x, packed, **options):
     ("what", "cases"), [("few", 12), *((f"matrix-{dtype}", 180) for dtype in ("bfloat16", "float16", "float32"))]
 )
 def test_products_with_packed_weights(what, cases):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), what, "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = report_of("kernels/run_linear_w4a16.py", what, "cuda", timeout=1500)
     assert report["wrong"] == [] and report["cases"] == cases
 
 

@@ -1,29 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folding, products and engines on real hardware, against the eager definition and float64."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from compiled import report_of
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-TESTS = Path(__file__).parents[1]
-
-
-def run(script: str) -> dict:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", str(TESTS / script), "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def has_fp8() -> bool:
@@ -31,20 +17,20 @@ def has_fp8() -> bool:
 
 
 def test_folding_equals_eager_bit_for_bit():
-    report = run("kernels/run_fold.py")
+    report = report_of("kernels/run_fold.py", "cuda")
     assert report["mismatches"] == [] and report["cases"] == 30
 
 
 @pytest.mark.skipif("not has_fp8()", reason="no FP8 products")
 def test_products_stay_within_the_bound_of_float32_sums():
-    report = run("kernels/run_matmul.py")
+    report = report_of("kernels/run_matmul.py", "cuda")
     assert max(report["excess"].values()) <= 1, report["excess"]
     assert report["nan"] and report["extremes"] and report["biases"]
 
 
 @pytest.mark.skipif("not has_fp8()", reason="no FP8 products")
 def test_the_automatic_engine_trains_like_the_dense_one():
-    report = run("ops/run_engines.py")
+    report = report_of("ops/run_engines.py", "cuda")
     for label, layer in report["layers"].items():
         # FP8 tensor cores of sm_90 keep about 14 bits of sums, which those of folded MXFP4 fit into.
         exact = 2.0**-12 if layer["fp8 operands"] else 1e-5

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All compiled kernels on real hardware against the eager definition on the CPU, and the package on top of them."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from compiled import report_of
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
@@ -17,7 +12,6 @@ from hf_mxfp4.numerics import QuantScheme
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-SCRIPT = Path(__file__).parents[1] / "kernels" / "run_quantize.py"
 
 
 #: By scale rule: each compiles a quarter of about 1000 kernels.
@@ -28,11 +22,7 @@ PROPERTIES = [(f"property-{rule}", 0) for rule in ("rceil", "floor", "even", "ms
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("what", "cases"), [*SCHEMES, ("layouts", 32), *PROPERTIES])
 def test_compiled_kernels_equal_eager_bit_for_bit(what, cases):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), what, "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = report_of("kernels/run_quantize.py", what, "cuda", timeout=900)
     assert report.get("mismatches", []) == []
     assert report.get("cases", 0) == cases
 

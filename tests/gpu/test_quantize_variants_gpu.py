@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stochastic rounding, rotations and both directions of the compiled kernels against the eager functions on the CPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from compiled import report_of
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
@@ -16,17 +11,12 @@ from hf_mxfp4.numerics.rng import counted_uniform
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-SCRIPT = Path(__file__).parents[1] / "kernels" / "run_variants.py"
 
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("what", "cases"), [("stochastic", 125), ("rotated", 123), ("both", 124), ("whole_rows", 123)])
 def test_compiled_kernels_equal_eager_bit_for_bit(what, cases):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), what, "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = report_of("kernels/run_variants.py", what, "cuda", timeout=900)
     assert report["mismatches"] == []
     assert report["cases"] == {what: cases}
 

@@ -11,7 +11,7 @@ import torch
 from ahead_of_time import compile_kernel, gpu_target
 
 from mxfp4_kernels import plan_linear_w4a16
-from mxfp4_kernels.common.arguments import PackedPointers, Partial
+from mxfp4_kernels.common.arguments import PackedPointers, Partial, ProductTile
 from mxfp4_kernels.gemm import decode
 from mxfp4_kernels.gemm.decode_kernel import linear_kernel
 from mxfp4_kernels.quantization.launch import Scheme
@@ -37,7 +37,7 @@ def compile_variant(backend: str, arch: str, n_tokens: int, n_cols: int, scheme:
     name = str(dtype).removeprefix("torch.")
     config = plan_linear_w4a16(n_tokens, 4096, n_cols, arch, **options, dtype=name).configs[0]
     weight = decode.constants(dtype, scheme, n_cols, config["BK"], n_tokens > 16)
-    constants = {name: config[name] for name in ("BM", "BN", "BK")}
+    constants = {"TILE": ProductTile(config["BM"], config["BN"], config["BK"])}
     constants["WEIGHT"] = weight._replace(CUDA=backend == "cuda", INTERPRETED=False)
     has_residual = scheme.outlier_fallback is not None
     types = {

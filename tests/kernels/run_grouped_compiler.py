@@ -10,7 +10,14 @@ import sys
 from ahead_of_time import compile_kernel, gpu_target
 
 from mxfp4_kernels.common import blocks
-from mxfp4_kernels.common.arguments import DecodeConstants, PackedPointers
+from mxfp4_kernels.common.arguments import (
+    DecodeConstants,
+    ExpertsShape,
+    FoldedPointers,
+    PackedPointers,
+    ProductTile,
+    Strides,
+)
 from mxfp4_kernels.gemm import (
     grouped,
     grouped_e4m3,
@@ -52,7 +59,7 @@ def packed(config: dict, macro: int = 32, search: int = 0, fallback: bool = Fals
 
 def e4m3(name: str, tile: tuple, sides: tuple[str, str]) -> tuple:
     config = dict(zip((*sides, "num_warps", "num_stages"), tile, strict=True))
-    return grouped_e4m3_kernel, f"grouped_{name}_e4m3_kernel", config, "e4m3", {"bias_ptr": None}
+    return grouped_e4m3_kernel, f"grouped_{name}_e4m3_kernel", config, "e4m3", {}
 
 
 STATIC = {"macro": 128, "search": blocks.STATIC.value}
@@ -65,7 +72,7 @@ VARIANTS = {
     "packed fallback": packed(PACKED[0], fallback=True, **STATIC),
     "packed odd": packed(PACKED[0], N=1531, K=2040, **STATIC),
     **{f"e4m3 {'x'.join(map(str, t))}": e4m3("matmul", t, ("BM", "BN")) for _, t in grouped_e4m3._MATMUL},
-    **{f"e4m3 wgrad {'x'.join(map(str, t))}": e4m3("wgrad", t, ("BN", "BK")) for t in grouped_e4m3._WGRAD},
+    **{f"e4m3 wgrad {'x'.join(map(str, t))}": e4m3("wgrad", t, ("BN", "BK")) for _, t in grouped_e4m3._WGRAD},
     "dgrad": dense("grouped_matmul", MATMUL["128x128x64x8x3"], transposed=True),
     "odd": dense("grouped_matmul", MATMUL["16x64x64x4x3"], N=1531, K=2041),
     "fp32": dense("grouped_matmul", {"BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}, "fp32"),
@@ -83,35 +90,45 @@ def compile_variant(target, module, kernel_name: str, config: dict, element: str
     transposed = changes.get("transposed", False)
     if transposed:
         sizes = {"N": sizes["K"], "K": sizes["N"]}
+    step = {"BK": changes["BK"]} if "BK" in changes else {}
+    tile = ProductTile(**config, **step)
+    is_even = "packed" in changes and sizes["N"] % tile.BN == 0 and sizes["K"] % tile.BK == 0
+    is_cuda = target.backend == "cuda"
     constants = {
-        **sizes,
-        **config,
-        "EXPERTS": EXPERTS,
+        "N": sizes["N"],
+        "SHAPE": ExpertsShape(**sizes, EXPERTS=EXPERTS),
+        "TILE": tile,
         "BF16": element == "bf16",
         "OUT_BF16": element != "fp32",
         "INTERPRETED": False,
-        "weight_n_stride" if transposed else "weight_k_stride": 1,
-        "left_column_stride": 1,
-        "right_column_stride": 1,
-        "bias_ptr": None if transposed else ...,
-        **{name: value for name, value in changes.items() if name not in ("N", "K", "transposed", "packed")},
-        "WEIGHT": DecodeConstants(changes.get("MACRO"), changes.get("SEARCH"), target.backend == "cuda", False),
+        "WEIGHT": DecodeConstants(changes.get("MACRO"), changes.get("SEARCH"), is_cuda, False, EVEN=is_even),
     }
-    constants = {name: value for name, value in constants.items() if value is not ...}
+    if transposed or element == "e4m3":
+        constants["bias_ptr"] = None
     types = {name: _ELEMENTS[element] if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
     types |= {
         "offsets_ptr": "*i32",
         "rows_ptr": "*i64",
         "alpha": "fp32",
         "packed": changes.get("packed"),
+        "weight_strides": Strides("i32", 1, "i32") if transposed else Strides("i32", "i32", 1),
+        **dict.fromkeys(("left_strides", "right_strides"), Strides(None, "i32", 1)),
     }
     if element == "e4m3":
-        types["out_ptr"] = "*bf16"
-        types |= {name: "*fp32" for name in kernel.arg_names if name.endswith("_scale_ptr")}
-        constants |= {name: 1 for name in kernel.arg_names if name.endswith("_scale_row_stride")}
-    aligned = [name for name in kernel.arg_names if name.endswith(("_ptr", "_stride"))] + [*PackedPointers._fields]
-    if any(size % 8 for size in sizes.values()):
-        aligned = [name for name in aligned if not name.endswith("_stride")]
+        types |= dict.fromkeys(("x", "weight", "left", "right"), FoldedPointers("*fp8e4nv", "*fp32"))
+        types |= dict.fromkeys(
+            ("x_scale_strides", "left_scale_strides", "right_scale_strides"), Strides(None, 1, "i32")
+        )
+        types |= {
+            "out_ptr": "*bf16",
+            "weight_strides": Strides("i32", "i32", None),
+            "weight_scale_strides": Strides("i32", 1, "i32"),
+            "row_strides": ("i32", "i32"),
+        }
+    aligned = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    aligned += [*PackedPointers._fields, *FoldedPointers._fields]
+    if not any(size % 8 for size in sizes.values()):
+        aligned += ["x_row_stride", "row_strides", *Strides._fields]
     return compile_kernel(target, kernel, types, constants, options, aligned)
 
 

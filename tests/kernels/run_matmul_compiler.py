@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the products of quantized operands ahead of time for one target; prints the generated code as JSON.
 
-python run_matmul_compiler.py cuda 90
+python run_matmul_compiler.py cuda 90 [rows ...]
 """
 
 import json
@@ -9,6 +9,7 @@ import sys
 
 from ahead_of_time import compile_kernel, gpu_target
 
+from mxfp4_kernels.common.arguments import FoldedPointers, PackedPointers, ProductTile, RowBytes
 from mxfp4_kernels.gemm import matmul, matmul_kernel
 
 
@@ -16,50 +17,46 @@ from mxfp4_kernels.gemm import matmul, matmul_kernel
 SHARED_MEMORY = {"80": 163, "89": 99, "90": 227, "100": 227, "120": 99, "gfx942": 64, "gfx950": 160}
 NATIVE = ("100", "120", "gfx950")
 FP8 = ("89", "90", "100", "120", "gfx950")
+BYTES = PackedPointers("*u8", "*u8", "*u8", None, None)
+E4M3 = FoldedPointers("*fp8e4nv", "*fp32")
 TYPES = {
-    "a_ptr": "*u8",
-    "b_ptr": "*u8",
-    "a_scale_ptr": "*u8",
-    "b_scale_ptr": "*u8",
-    "a_macro_ptr": "*u8",
-    "b_macro_ptr": "*u8",
     "bias_ptr": "*bf16",
     "out_ptr": "*bf16",
-    **dict.fromkeys(("n_rows", "n_cols", "length", "n_codes", "n_blocks", "n_macros"), "i32"),
+    **dict.fromkeys(("n_rows", "n_cols", "length"), "i32"),
+    "row_bytes": RowBytes("i32", "i32", "i32"),
 }
-E4M3_TYPES = TYPES | {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32"}
+#: What is divisible by 16: not the rows, and with them the scales of groups, nor blocks and macro blocks.
+ALIGNED = ["bias_ptr", "out_ptr", "n_cols", "length", "n_codes", *PackedPointers._fields, *FoldedPointers._fields]
 
 
-def compile_product(target, arch: str, kernel, types: dict, n_rows: int, tiles, constants: dict) -> dict:
+def compile_product(target, arch: str, kernel, operand: tuple, n_rows: int, tiles, constants: dict) -> dict:
     limit = SHARED_MEMORY[arch] * 1024
     config = dict(matmul.usual_configs(n_rows, tiles, limit)[0])
     options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {"INTERPRETED": False, "STEPS": 0, **constants, **config}
-    # What is not divisible by 16: the rows, and with them the scales of groups.
-    aligned = [name for name in TYPES if name not in ("n_rows", "n_macros", "n_blocks")]
-    report = compile_kernel(target, kernel, types, constants, options, aligned)
+    constants = {"INTERPRETED": False, "STEPS": 0, **constants, "TILE": ProductTile(**config)}
+    report = compile_kernel(target, kernel, {**TYPES, "a": operand, "b": operand}, constants, options, ALIGNED)
     return report | {"limit": limit, "config": config | options}
 
 
-def compile_all(target, arch: str) -> dict:
+def compile_all(target, arch: str, heights: list[int]) -> dict:
     found = {}
-    for n_rows in (16, 4096):
+    for n_rows in heights:
         if arch in FP8:
             for name, per_group in (("row", False), ("group", True)):
                 constants = {"PER_GROUP": per_group}
                 kernel = matmul_kernel.matmul_e4m3_kernel
                 found[f"e4m3 {name} {n_rows}"] = compile_product(
-                    target, arch, kernel, E4M3_TYPES, n_rows, matmul.Tiles(), constants
+                    target, arch, kernel, E4M3, n_rows, matmul.Tiles(), constants
                 )
         for name, has_macro in (("plain", False), ("macro", True)):
-            constants = {"MACRO": has_macro, "NATIVE": arch in NATIVE}
-            if not has_macro:
-                constants |= {"a_macro_ptr": None, "b_macro_ptr": None}
+            constants = {"NATIVE": arch in NATIVE}
+            operand = BYTES if has_macro else BYTES._replace(macro=None)
             kernel = matmul_kernel.matmul_mxf4_kernel
             tiles = matmul.mxf4_tiles(arch in NATIVE, has_macro, arch == "100")
-            found[f"mxf4 {name} {n_rows}"] = compile_product(target, arch, kernel, TYPES, n_rows, tiles, constants)
+            found[f"mxf4 {name} {n_rows}"] = compile_product(target, arch, kernel, operand, n_rows, tiles, constants)
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(gpu_target(*sys.argv[1:]), sys.argv[2])))
+    backend, arch, *rows = sys.argv[1:]
+    print(json.dumps(compile_all(gpu_target(backend, arch), arch, [int(n) for n in rows] or [16, 4096])))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mxfp4_kernels
+from mxfp4_kernels.common.checks import check_scheme
 
 
 DEFAULT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
@@ -77,6 +78,19 @@ def test_unsupported_scheme_has_a_reason_and_raises(change, word):
         mxfp4_kernels.fake_quantize(torch.ones(32), **options)
 
 
+def test_what_was_checked_before_says_nothing_about_its_likes():
+    x = torch.ones(4, 32, device="meta")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="block_rows=True"):
+            mxfp4_kernels.fake_quantize(x, block_rows=True)
+        with pytest.raises(ValueError, match=r"macro_block=\[128\]"):
+            mxfp4_kernels.fake_quantize(x, macro_block=[128])
+        with pytest.raises(ValueError, match="outlier_fallback=True"):
+            mxfp4_kernels.fake_quantize(x, outlier_fallback=True)
+        assert mxfp4_kernels.supports(x.dtype, **DEFAULT | {"block_rows": 1, "outlier_fallback": 1}) is None
+        check_scheme("rceil", 128, "static", 1, 1, "nearest")
+
+
 def test_supports_both_roundings():
     assert mxfp4_kernels.supports(torch.float32, **DEFAULT, rounding="stochastic") is None
     row = DEFAULT | {"macro_block": "row", "macro_search": "static"}
@@ -100,14 +114,6 @@ def test_wrong_inputs_raise():
         mxfp4_kernels.fake_quantize(torch.tensor(1.0))
     with pytest.raises(ValueError, match="two axes"):
         mxfp4_kernels.quantize(torch.ones(32), block_rows=32)
-
-
-def test_cpu_tensor_needs_the_interpreter(monkeypatch):
-    from mxfp4_kernels.common import plan
-
-    monkeypatch.setattr(plan, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="CPU"):
-        mxfp4_kernels.fake_quantize(torch.ones(32))
 
 
 def test_import_is_light():

@@ -54,15 +54,6 @@ def test_what_does_not_fold_is_refused(function, x, options, error, words):
         getattr(mxfp4_kernels, function)(x, **options)
 
 
-def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch):
-    from mxfp4_kernels.common import plan
-
-    monkeypatch.setattr(plan, "INTERPRETED", False)
-    for function in (mxfp4_kernels.fold_e4m3, mxfp4_kernels.fold_e4m3_both, mxfp4_kernels.quantize_e4m3):
-        with pytest.raises(ValueError, match="needs a GPU tensor"):
-            function(torch.ones(2, 2))
-
-
 def test_rows_stay_in_registers_where_little_is_padding():
     from mxfp4_kernels.e4m3.fold import rows_plan
 
@@ -87,7 +78,7 @@ MOST_REGISTERS = {"groups": (48, 420), "rows 4096": (48, 380), "fp8": (40, 180),
 
 
 #: Those that every run compiles; `make test-all` compiles all, for all targets.
-FEW = ("groups", "groups mse dynamic", "columns odd huge", "rows 4096", "fp8", "both", "rotated stochastic")
+FEW = ("groups mbs", "rows 4096", "both")
 
 
 @pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "90", "80", "120"))

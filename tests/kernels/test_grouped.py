@@ -13,31 +13,14 @@ import mxfp4_kernels
 SHARED = {"80": 166912, "90": 232448, "100": 232448, "120": 101376, "gfx942": 65536, "gfx950": 163840}
 
 
+@pytest.mark.parametrize(("what", "cases"), [("dense", 53), ("packed", 16), ("e4m3", 19)])
 @pytest.mark.parametrize(
-    ("what", "dtype", "cases"),
-    [("dense", "bfloat16", 53), ("packed", "bfloat16", 16), ("e4m3", "bfloat16", 19)],
+    "dtype", ["bfloat16", *(pytest.param(other, marks=pytest.mark.large) for other in ("float16", "float32"))]
 )
 def test_interpreted_products_are_those_of_each_expert(run_script, what, dtype, cases):
     report = run_script("run_grouped.py", what, dtype, interpret=True)
     assert {label: value for label, value in report.items() if not value <= 1} == {}
     assert len(report) == cases
-
-
-@pytest.mark.large
-@pytest.mark.parametrize(
-    ("what", "dtype"),
-    [
-        ("dense", "float16"),
-        ("dense", "float32"),
-        ("packed", "float16"),
-        ("packed", "float32"),
-        ("e4m3", "float16"),
-        ("e4m3", "float32"),
-    ],
-)
-def test_interpreted_products_of_other_dtypes(run_script, what, dtype):
-    report = run_script("run_grouped.py", what, dtype, interpret=True)
-    assert {label: value for label, value in report.items() if not value <= 1} == {} and report
 
 
 def test_experts_on_the_kernels_are_experts_one_after_the_other(run_script):
@@ -59,18 +42,22 @@ def test_experts_on_the_kernels_are_experts_one_after_the_other(run_script):
     assert not report
 
 
-#: Variants that every GPU must take, and those that every GPU with E4M3 must; `make test-all` compiles all for sm_90.
-FEW = ("matmul 16x64x64x4x3", "wgrad 32x64x64x4x2", "packed 16x64x4x3", "packed fallback")
-FEW_E4M3 = ("e4m3 64x128x4x3", "e4m3 wgrad 64x64x4x2")
+#: Variants that every GPU must take, and those that every GPU with E4M3 must; `make test-all` compiles them for all
+#: targets, and all variants for sm_90.
+COMMON = ("matmul 16x64x64x4x3", "wgrad 32x64x64x4x2", "packed 16x64x4x3", "packed fallback")
+E4M3 = ("e4m3 64x128x4x3", "e4m3 wgrad 64x64x4x2")
+#: Those that every run compiles.
+FEW = ("wgrad 32x64x64x4x2", "packed 16x64x4x3", "e4m3 64x128x4x3")
+FEW_HIP = ("packed fallback",)
 
 
 @pytest.mark.parametrize(
     ("arch", "names"),
     [
-        ("90", FEW + FEW_E4M3),
+        ("90", FEW),
         pytest.param("90", (), marks=pytest.mark.large),
-        pytest.param("80", FEW, marks=pytest.mark.large),
-        pytest.param("120", FEW + FEW_E4M3, marks=pytest.mark.large),
+        pytest.param("80", COMMON, marks=pytest.mark.large),
+        pytest.param("120", COMMON + E4M3, marks=pytest.mark.large),
     ],
 )
 def test_cuda_code(run_script, arch, names):
@@ -94,9 +81,13 @@ def test_cuda_code(run_script, arch, names):
             assert re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", asm["ptx"]), name
 
 
-@pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=pytest.mark.large)])
-def test_hip_code(run_script, arch):
-    report = run_script("run_grouped_compiler.py", "hip", arch, *FEW, interpret=False)
+@pytest.mark.parametrize(
+    ("arch", "names"),
+    [("gfx942", FEW_HIP), *(pytest.param(arch, COMMON, marks=pytest.mark.large) for arch in ("gfx942", "gfx950"))],
+)
+def test_hip_code(run_script, arch, names):
+    report = run_script("run_grouped_compiler.py", "hip", arch, *names, interpret=False)
+    assert len(report) == len(names)
     for name, asm in report.items():
         assert re.search(r"\.vgpr_spill_count: +0\b", asm["amdgcn"]), name
         assert re.search(r"v_mfma_f32_\w+bf16", asm["amdgcn"]), name
@@ -178,17 +169,29 @@ def test_tiles_are_enough_for_any_counts():
 
 
 @pytest.mark.parametrize("limit", [65536, 101376, 166912, 232448])
-def test_configs_fit_the_shared_memory(limit, monkeypatch):
+def test_configs_fit_the_shared_memory(limit):
     from mxfp4_kernels.gemm import grouped
 
-    monkeypatch.setattr(grouped, "INTERPRETED", False)
-    monkeypatch.setattr(grouped, "shared_memory", lambda device: limit)
-    for rows in (1, 64, 1024, 65536):
-        for table, contracted in ((grouped._MATMUL, 2), (grouped._WGRAD, 0)):
+    for rows in (8, 16, 64, 512):
+        for table, contracted in ((grouped._MATMUL, "BK"), (grouped._WGRAD, "BM")):
             for size in (2, 4):
-                found = grouped.fitting(table, rows, 128, size, torch.device("cuda"), contracted)
+                found = grouped.configs_within(limit, table, rows, size, contracted)
                 assert found
                 for config in found:
-                    side = config["BM"] if contracted == 0 else config["BK"]
+                    side = config[contracted]
                     others = config["BM"] + config["BN"] + config["BK"] - side
                     assert others * side * size * config["num_stages"] <= limit
+
+
+def test_configs_are_those_that_fit_or_the_last_with_the_shortest_pipeline():
+    from mxfp4_kernels.gemm.configs import fitting, fitting_packed, named
+
+    configs = named(("BM", "BN"), [(64, 64, 4, 4), (64, 64, 4, 3), (16, 64, 4, 3)])
+    assert fitting(configs, lambda config: 1000, 4000 + 4096) == configs
+    assert fitting(configs, lambda config: 1000, 3999 + 4096) == configs[1:]
+    assert fitting(configs, lambda config: 1000, 3999, besides=0, in_registers=1) == configs
+    assert fitting(configs, lambda config: 1000, 100) == [{"BM": 16, "BN": 64, "num_warps": 4, "num_stages": 2}]
+    # 128 columns of 64 or 16 rows in 16 bits, and of 64 rows in 17 bits for 4, in two stages of three.
+    assert fitting_packed(configs, 2 * 20736 + 4096, 128, 2, False) == configs[1:]
+    assert fitting_packed(configs, 2 * 20736 + 4095, 128, 2, False) == configs[2:]
+    assert fitting_packed(configs, 2 * 12800 + 4096, 128, 2, True) == configs[2:]

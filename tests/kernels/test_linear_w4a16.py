@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with packed weights: interpreted, against float64 products of the dequantized weight."""
+"""Products with packed weights: interpreted, against float64 products of the dequantized weight; their tile decoder,
+and the layers on top of them."""
 
 import contextlib
 import threading
@@ -27,6 +28,26 @@ def test_special_values_sizes_and_repeated_calls(run_script):
     report = run_script("run_linear_special.py", interpret=True)
     assert report.pop("checks") == 10
     assert not any(report.values()), report
+
+
+def test_every_code_at_every_scale_byte(run_script):
+    report = run_script("run_decode_tile.py", interpret=True)
+    assert report == {"cases": 8, "wrong": []}
+
+
+def test_layers_compute_on_the_codes(run_script):
+    report = run_script("run_packed_layers.py", interpret=True)
+    # More rows than the kernel takes: a copy is made once in a context, where it is worth its memory.
+    copies = {
+        "packed layer": 1,
+        "packed layer, no context": 2,
+        "auto": 1,
+        "auto, few rows": 0,
+        "auto, very many rows": 2,
+        "packed": 2,
+        "dense": 0,
+    }
+    assert report == {"layers": 12, "launches": 15, "wrong": [], "dequantized": copies}
 
 
 @pytest.mark.parametrize(
@@ -117,9 +138,8 @@ def test_a_launch_reads_no_value_of_any_tensor(monkeypatch):
         codes, scale = (torch.empty(256, 4096 // n, dtype=torch.uint8) for n in (2, 32))
         y = mxfp4_kernels.linear_w4a16(x, codes, scale, length=4096)
     assert y.shape == (3, 256)
-    ((grid, arguments, constants),) = kernel.calls
-    assert grid == (4, constants["n_splits"], 1)
-    assert constants["n_splits"] == 8
+    ((grid, arguments, _),) = kernel.calls
+    assert grid == (4, 8, 1) and arguments[10] == 8
     # Where partial sums go, and the counters.
     sums, arrived = arguments[4]
     assert sums.shape == (8, 3, 256) and arrived.dtype == torch.int32

@@ -68,16 +68,6 @@ def test_dequantize_refuses_what_does_not_fit(change, error, words):
         mxfp4_kernels.dequantize(**PACKED | change)
 
 
-def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    from mxfp4_kernels.common import plan
-
-    monkeypatch.setattr(plan, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="CPU"):
-        mxfp4_kernels.quantize(torch.ones(32))
-    with pytest.raises(ValueError, match="CPU"):
-        mxfp4_kernels.dequantize(**PACKED)
-
-
 def test_tiles_are_never_flattened():
     from mxfp4_kernels.common.plan import plan
 

@@ -84,16 +84,6 @@ def test_the_output_dtype_is_checked():
         mxfp4_kernels.fake_quantize(X, dtype=torch.float64)
 
 
-def test_gpu_tensors_are_needed(monkeypatch):
-    from mxfp4_kernels.common import plan
-
-    monkeypatch.setattr(plan, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="CPU"):
-        mxfp4_kernels.fake_quantize_both(X)
-    with pytest.raises(ValueError, match="CPU"):
-        mxfp4_kernels.quantize_both(X)
-
-
 @pytest.mark.parametrize("macro", [None, 32, 64, 128, 256])
 @pytest.mark.parametrize("rows", [1, 32])
 def test_a_tile_holds_whole_macro_blocks_and_rotations(macro, rows):

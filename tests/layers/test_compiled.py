@@ -220,11 +220,8 @@ def quantized(family="qwen2", layers=1, dtype=torch.float32, **scheme):
     return model
 
 
-#: Has everything that a preset can have. Reused operands in eager backward products are w4a4's, below.
-_FULL = "w4a4g4_tuned"
-
-
-@pytest.mark.parametrize("preset", [p if p == _FULL else pytest.param(p, marks=pytest.mark.large) for p in PRESETS])
+@pytest.mark.large  # in every run: each preset's layers above, models of random, selective and packed layers below
+@pytest.mark.parametrize("preset", PRESETS)
 def test_models_train_as_in_eager_mode(preset):
     check_training(quantized(preset=preset))
 

@@ -157,6 +157,7 @@ ANEW = """
 import os, sys, warnings
 sys.modules["torchao"] = None
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen2 import modeling_qwen2  # once for both
 folder, adapter = sys.argv[1:]
 
 def peft_alone():

@@ -79,6 +79,12 @@ def test_every_expert_gets_factors_of_its_own(load, family):
     assert "lora.MXFP4LoraExperts" in repr(layers[0])
 
 
+def test_factors_that_begin_gaussian(load):
+    layer = with_lora(load("qwen3_moe"), init_lora_weights="gaussian").get_submodule(EXPERTS)
+    assert layer.lora_A["default"].gate_up_proj.std().item() == pytest.approx(1 / 4, rel=0.1)  # one over the rank
+    assert not layer.lora_B["default"].gate_up_proj.any()
+
+
 # ---- values and gradients -------------------------------------------------------------------------------------------
 
 

@@ -414,16 +414,6 @@ def test_generation_dequantizes_once_and_frees_at_the_end(made):
             assert not torch.equal(layer(x), expected)
 
 
-def test_a_nested_context_keeps_the_copy_until_the_outer_one_ends():
-    layer, x = packed(), torch.randn(3, 72)
-    with torch.no_grad(), cached_weights():
-        layer(x)
-        with cached_weights():
-            layer(x)
-        assert layer.state.cache.value is not None
-    assert layer.state.cache.value is None
-
-
 def test_selective_fallback_continues_with_the_trainable_layers_threshold():
     config = MXFP4RLConfig(outlier_fallback_rate=0.2)
     trainable = MXFP4Linear(64, 32, config=config)

@@ -6,7 +6,7 @@ import torch
 from tables import RULES
 
 from hf_mxfp4 import numerics
-from hf_mxfp4.numerics import E2M1_MAGNITUDES, MXFP4Tensor, QuantScheme, fold, fold_obstacle, pack_codes
+from hf_mxfp4.numerics import E2M1_MAGNITUDES, MXFP4Tensor, QuantScheme, fold, fold_unsupported_reason, pack_codes
 
 
 PLAIN = QuantScheme()
@@ -120,13 +120,18 @@ def test_columns_fold_where_they_were_quantized():
     ],
 )
 def test_schemes_that_do_not_fold_say_why(scheme, group, words):
-    assert words in fold_obstacle(scheme, group)
+    assert words in fold_unsupported_reason(scheme, group)
     with pytest.raises(ValueError, match=words):
         fold(numerics.quantize(torch.ones(1, 128), **vars(scheme)), group)
 
 
 def test_other_groups_are_refused():
-    assert fold_obstacle(PLAIN, "row") is fold_obstacle(PLAIN, 128) is fold_obstacle(MBS, 128) is None
+    assert (
+        fold_unsupported_reason(PLAIN, "row")
+        is fold_unsupported_reason(PLAIN, 128)
+        is fold_unsupported_reason(MBS, 128)
+        is None
+    )
     with pytest.raises(ValueError, match="group=64"):
         fold(numerics.quantize(torch.ones(1, 128)), 64)
 

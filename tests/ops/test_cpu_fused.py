@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise_params
+from tables import RULES
 
 import hf_mxfp4
 from hf_mxfp4 import numerics
@@ -31,10 +33,13 @@ MACROS = (
     ("row", "static"),
     ("row", "dynamic"),
 )
+ALPHAS = (None, 0.3, 1.0)
 SCHEMES = [
-    QuantScheme(rule, macro, search, alpha)
-    for rule, (macro, search), alpha in itertools.product(("rceil", "floor", "even", "mse"), MACROS, (None, 0.3, 1.0))
+    QuantScheme(rule, macro, search, alpha) for rule, (macro, search), alpha in itertools.product(RULES, MACROS, ALPHAS)
 ]
+every_option = pytest.mark.parametrize(
+    ("rule", "macro", "alpha", "dtype"), pairwise_params(RULES, MACROS, ALPHAS, DTYPES)
+)
 
 
 def special_values(dtype: torch.dtype, columns: int) -> torch.Tensor:
@@ -63,17 +68,17 @@ def assert_same_bits(out: torch.Tensor, expected: torch.Tensor):
     assert torch.equal(out.nan_to_num(1.0).view(integers), expected.nan_to_num(1.0).view(integers))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_fake_quantize_has_the_bits_of_the_reference(scheme, dtype):
+@every_option
+def test_fake_quantize_has_the_bits_of_the_reference(rule, macro, alpha, dtype):
+    scheme = QuantScheme(rule, *macro, alpha)
     for columns in (1, 33, 128, 300):
         x = special_values(dtype, columns)
         assert_same_bits(cpu.fake_quantize(x, scheme), numerics.apply_scheme(x, scheme))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES[::2], ids=str)
-def test_packed_tensors_have_the_bits_of_the_reference(scheme, dtype):
+@every_option
+def test_packed_tensors_have_the_bits_of_the_reference(rule, macro, alpha, dtype):
+    scheme = QuantScheme(rule, *macro, alpha)
     for columns in (1, 33, 300):
         x = special_values(dtype, columns)
         packed, expected = cpu.quantize(x, scheme, 1), numerics.quantize(x, **vars(scheme))
@@ -253,9 +258,9 @@ def test_large_eager_tensors_go_through_in_portions():
         assert torch.equal(hf_mxfp4.fake_quantize(x, backend="eager", **options), numerics.fake_quantize(x, **options))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES[::3] + SCHEMES[1::9], ids=str)
-def test_error_sums_are_those_of_the_decomposition(scheme, dtype):
+@every_option
+def test_error_sums_are_those_of_the_decomposition(rule, macro, alpha, dtype):
+    scheme = QuantScheme(rule, *macro, alpha)
     generator = torch.Generator().manual_seed(5)
     x = (torch.randn(24, 300, generator=generator) * torch.exp2(torch.arange(24.0) / 2 - 6)[:, None]).to(dtype)
     x[3] = 0

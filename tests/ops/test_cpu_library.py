@@ -33,6 +33,11 @@ def script(path, text: str) -> str:
     return str(path)
 
 
+def quick_compiler(folder, arguments: str = '"$@"') -> str:
+    """The compiler, asked not to optimize, which the bits do not depend on and most of its time goes to."""
+    return script(folder / "c++", f"#!/bin/sh\nexec {library._compiler()} {arguments} -O0\n")
+
+
 def test_without_a_compiler_everything_runs_eagerly(tmp_path):
     out = backend_in_a_new_process(CXX="", PATH=str(tmp_path), HF_MXFP4_CACHE=str(tmp_path / "cache"))
     assert out.startswith("eager no C++ compiler was found")
@@ -50,16 +55,13 @@ def test_a_library_that_computes_otherwise_is_not_used(tmp_path):
     wrong.mkdir()
     for source in library.SOURCES:
         (wrong / source.name).write_text(source.read_text().replace("6291456.0f", "12582912.0f"))
-    compiler = script(
-        tmp_path / "c++",
-        f'#!/bin/sh\nexec {library._compiler()} $(echo "$@" | sed "s,{library.SOURCES[0].parent},{wrong},g")\n',
-    )
-    out = backend_in_a_new_process(CXX=compiler, HF_MXFP4_CACHE=str(tmp_path / "cache"))
+    quick = quick_compiler(tmp_path, f'$(echo "$@" | sed "s,{library.SOURCES[0].parent},{wrong},g")')
+    out = backend_in_a_new_process(CXX=quick, HF_MXFP4_CACHE=str(tmp_path / "cache"))
     assert out.startswith("eager") and "disagree with the reference" in out
 
 
 def test_the_library_is_compiled_once_and_kept(tmp_path):
-    cache = {"HF_MXFP4_CACHE": str(tmp_path / "cache")}
+    cache = {"HF_MXFP4_CACHE": str(tmp_path / "cache"), "CXX": quick_compiler(tmp_path)}
     assert backend_in_a_new_process(**cache).startswith("cpu None")
     (compiled,) = (tmp_path / "cache").iterdir()
     stamp = compiled.stat().st_mtime_ns

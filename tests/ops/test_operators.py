@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from pairwise import pairwise_params
 from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, QuantScheme, numerics
@@ -36,11 +37,11 @@ def inputs(dtype=torch.float32) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_fake_quantize_has_the_bits_of_the_contract_and_a_straight_through_gradient(scheme, backend):
+@pytest.mark.parametrize(("place", "scheme"), list(enumerate(SCHEMES)))
+def test_fake_quantize_has_the_bits_of_the_contract_and_a_straight_through_gradient(place, scheme, backend):
+    opcheck(OPS.fake_quantize.default, (inputs()[place % 4].requires_grad_(), scheme, backend))
     for x in inputs():
         x.requires_grad_()
-        opcheck(OPS.fake_quantize.default, (x, scheme, backend))
         out = OPS.fake_quantize(x, scheme, backend)
         assert torch.equal(out, numerics.apply_scheme(x, parse_scheme(scheme)))
         grad = torch.randn_like(x)
@@ -56,10 +57,11 @@ def test_all_dtypes(dtype):
         assert torch.equal(OPS.fake_quantize_e4m3(x), numerics.fake_quantize_e4m3(x))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantize_and_dequantize(scheme):
-    for x in inputs(torch.bfloat16):
-        opcheck(OPS.quantize.default, (x, scheme, "auto"))
+@pytest.mark.parametrize(("place", "scheme"), list(enumerate(SCHEMES)))
+def test_quantize_and_dequantize(place, scheme):
+    for number, x in enumerate(inputs(torch.bfloat16)):
+        if number == place % 4:
+            opcheck(OPS.quantize.default, (x, scheme, "auto"))
         expected = numerics.quantize(x, **vars(parse_scheme(scheme)))
         found = OPS.quantize(x, scheme, "auto")
         for part, tensor in zip(PARTS, found, strict=True):
@@ -67,7 +69,8 @@ def test_quantize_and_dequantize(scheme):
             assert tensor.shape == (0,) if wanted is None else torch.equal(tensor, wanted)
         parts = [None if getattr(expected, p) is None else t for p, t in zip(PARTS, found, strict=True)]
         arguments = *parts, x.shape[-1], scheme, torch.float32, "auto"
-        opcheck(OPS.dequantize.default, arguments)
+        if number == place % 4:
+            opcheck(OPS.dequantize.default, arguments)
         assert torch.equal(OPS.dequantize(*arguments), expected.dequantize(torch.float32))
 
 
@@ -92,9 +95,10 @@ def test_schemes_are_read_back_from_their_text_exactly(alpha):
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saved", ["full", "mxfp4", "fp8"])
-@pytest.mark.parametrize("preset", ["w4a4", "w4a4g8"])
-@pytest.mark.parametrize("shape", [(3, 70), (0, 70), (2, 3, 70)], ids=str)
+@pytest.mark.parametrize(
+    ("preset", "saved", "shape"),
+    pairwise_params(("w4a4", "w4a4g8"), ("full", "mxfp4", "fp8"), ((3, 70), (0, 70), (2, 3, 70))),
+)
 def test_the_trainable_linear_operator(preset, saved, shape):
     layer = MXFP4Linear(70, 40, config=MXFP4RLConfig(preset=preset, saved_activations=saved))
     x = torch.randn(shape, requires_grad=True)

@@ -97,6 +97,10 @@ def starts(tmp_path, cell, seed):
     return (tmp_path / "out" / "cells" / cell / f"seed{seed}" / "starts").read_text().splitlines()
 
 
+def records_in(folder):
+    return json.loads((folder / "ablation.json").read_text())
+
+
 def test_every_cell_and_seed_is_run_once_and_reported(ablation_with_plots, grid, tmp_path, capsys):
     path, ablation = grid(bf16=0.75, mxfp4=0.375), ablation_with_plots
     assert ablation(["--config", path, "--jobs", "2"]) == 0
@@ -107,7 +111,7 @@ def test_every_cell_and_seed_is_run_once_and_reported(ablation_with_plots, grid,
     out = tmp_path / "out"
     config = yaml.safe_load((out / "cells" / "mxfp4" / "seed1" / "config.yaml").read_text())
     assert (config["seed"], config["learning_rate"], config["save_steps"]) == (1, 0.375, 2)
-    records = json.loads((out / "ablation.json").read_text())
+    records = records_in(out)
     assert [(r["cell"], r["seed"], r["value"], r["baseline"]) for r in records] == [
         ("bf16", 0, 0.75, 0.75), ("mxfp4", 0, 0.375, 0.75), ("bf16", 1, 0.76, 0.76), ("mxfp4", 1, 0.385, 0.76),
     ]  # fmt: skip
@@ -129,7 +133,7 @@ def test_parts_of_a_grid_are_reported_together(ablation, grid, tmp_path):
     path = grid(bf16=0.75, mxfp4=0.375)
     ablation(["--config", path, "--only", "mxfp4", "--seeds", "0,5"])
     ablation(["--config", path, "--only", "bf16", "--seeds", "1"])
-    records = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    records = records_in(tmp_path / "out")
     assert {(r["cell"], r["seed"]) for r in records} == {("mxfp4", 0), ("mxfp4", 5), ("bf16", 1)}
 
 
@@ -140,7 +144,7 @@ def test_parts_that_ran_in_other_folders_are_added(ablation, grid, tmp_path, cap
     argv = ["--config", path, "--out", other, "--report-only", "--records", str(tmp_path / "out" / "ablation.json")]
     assert ablation(argv) == 0
     assert "2 runs from elsewhere, 1 of them made here too, with equal results" in capsys.readouterr().out
-    records = json.loads((tmp_path / "other" / "ablation.json").read_text())
+    records = records_in(tmp_path / "other")
     assert [(r["cell"], r["seed"], r["value"], r["baseline"]) for r in records] == [
         ("bf16", 0, 0.75, 0.75), ("bf16", 1, 0.76, 0.76), ("mxfp4", 1, 0.385, 0.76),
     ]  # fmt: skip
@@ -158,7 +162,7 @@ def test_records_say_where_the_run_was_made_and_not_the_report(ablation, grid, t
     monkeypatch.setattr("recipes.ablations.runner.hardware", lambda threads: "a new machine")
     (tmp_path / "out" / "cells" / "bf16" / "seed0_old").mkdir()  # kept aside by hand
     ablation(["--config", path, "--seeds", "1", "--only", "bf16"])
-    records = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    records = records_in(tmp_path / "out")
     threads = len(os.sched_getaffinity(0))
     assert [r["hardware"] for r in records] == [f"an old machine, {threads} threads", "a new machine"]
     assert records[0]["versions"]["torch"] == torch.__version__ and records[0]["date"] == str(datetime.date.today())
@@ -171,7 +175,7 @@ def test_a_failed_run_is_recorded_and_tried_again(ablation, grid, tmp_path, caps
     assert "FAILED with exit code 1: out of luck" in printed and "failed mxfp4/seed0" in printed
     state = json.loads((tmp_path / "out" / "cells" / "mxfp4" / "seed0" / "cell.json").read_text())
     assert (state["status"], state["exit_code"]) == ("failed", 1) and "out of luck" in state["reason"]
-    records = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    records = records_in(tmp_path / "out")
     assert [record["cell"] for record in records] == ["bf16", "mbs"]
     assert ablation(["--config", path]) == 1
     assert [len(starts(tmp_path, cell, 0)) for cell in ("bf16", "mxfp4", "mbs")] == [1, 2, 1]
@@ -187,10 +191,10 @@ def test_other_settings_are_refused_and_run_again_on_request(ablation, grid, tmp
     capsys.readouterr()
     assert ablation(["--config", changed, "--report-only"]) == 0
     assert "left out run with other settings: mxfp4/seed0" in capsys.readouterr().out
-    assert [r["cell"] for r in json.loads((tmp_path / "out" / "ablation.json").read_text())] == ["bf16"]
+    assert [r["cell"] for r in records_in(tmp_path / "out")] == ["bf16"]
     assert ablation(["--config", changed, "--rerun"]) == 0
     assert [len(starts(tmp_path, cell, 0)) for cell in ("bf16", "mxfp4")] == [1, 2]
-    assert json.loads((tmp_path / "out" / "ablation.json").read_text())[1]["value"] == 0.3125
+    assert records_in(tmp_path / "out")[1]["value"] == 0.3125
 
 
 def test_another_starting_point_makes_runs_stale(ablation, grid, tmp_path):
@@ -259,7 +263,7 @@ def test_a_run_that_failed_after_its_summary_has_failed(ablation, grid, tmp_path
     stand_in = tmp_path / "stand_in.py"
     stand_in.write_text(STAND_IN + "sys.exit(3 if config['learning_rate'] == 0.375 else 0)\n")
     assert ablation(["--config", path]) == 1
-    assert [r["cell"] for r in json.loads((tmp_path / "out" / "ablation.json").read_text())] == ["bf16"]
+    assert [r["cell"] for r in records_in(tmp_path / "out")] == ["bf16"]
     stand_in.write_text(STAND_IN)
     assert ablation(["--config", path]) == 0 and len(starts(tmp_path, "mxfp4", 0)) == 2
 
@@ -391,7 +395,7 @@ def test_a_whole_grid(tmp_path):
     job = processes.code(FORKED, "--config", tiny(tmp_path, launcher=" ".join(processes.FORKED)))
     process = processes.run(job)
     assert process.returncode == 0, process.output[-4000:]
-    full, plain = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    full, plain = records_in(tmp_path / "out")
     assert full["scheme"] == "full precision" and full["n_quantized"] == 0
     assert plain["scheme"] == "w4a4 [weights mxfp4+rceil, activations mxfp4+rceil]" and plain["n_quantized"] == 14
     assert plain["steps"] == 2 and plain["n_test"] == 4 and plain["before"] is not None
@@ -422,7 +426,7 @@ def test_the_grid_for_one_gpu_in_the_small(tmp_path):
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     process = run_script("--config", path, "--only", "best_aqn,mbs_of_free")
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
-    records = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    records = records_in(tmp_path / "out")
     assert [record["name"].split("/", 1)[1] for record in records] == [
         "dense/best_aqn/seed0", "moe/best_aqn/seed0", "moe/mbs_of_free/seed0",
     ]  # fmt: skip

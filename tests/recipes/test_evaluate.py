@@ -412,6 +412,7 @@ def test_defaults_of_the_checkpoint_do_not_change_what_is_generated():
         (["--sampels=3"], "no option 'sampels'; did you mean 'samples'"),
         (["extra"], "'extra' is one word more"),
         (["--task=gsm8k", "--test_file=missing.jsonl"], "missing.jsonl"),
+        (["--task=gsm8k", "--test_file=empty.jsonl"], "empty.jsonl is empty: no JSON lines in it"),
         (["--task=file"], "the task 'file' needs test_file"),
         (["--task=file", "--test_file=x", "--score=maths"], "unknown score 'maths': did you mean 'math'"),
         (["--task=arithmetic", "--score=math"], "does not take score"),
@@ -435,17 +436,13 @@ def test_defaults_of_the_checkpoint_do_not_change_what_is_generated():
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_wrong_options_end_with_a_message(policy, tmp_path, options, message):
+def test_wrong_options_end_with_a_message(policy, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").write_text("\n")
     with pytest.raises(SystemExit, match="error: ") as caught:
         main([policy, f"--output_dir={tmp_path / 'out'}", *options])
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_empty_file_is_named(policy, tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(SystemExit, match="empty.jsonl is empty: no JSON lines in it"):
-        main([policy, "--task=gsm8k", f"--test_file={tmp_path / 'empty.jsonl'}"])
 
 
 def test_the_default_folder_tells_models_and_controls_apart(policy, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import integration_utils
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.analysis import page
 from hf_mxfp4.analysis.run_report.log import RUN_LOG
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.stats import wilson
@@ -29,21 +30,10 @@ pytestmark = pytest.mark.usefixtures("no_figures")
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = [
-    "--sft_steps=3",
-    "--sft_batch_size=8",
-    "--tiny_hidden_size=32",
-    "--tiny_num_layers=2",
-    "--per_device_train_batch_size=8",
-    "--num_generations=4",
-    "--max_steps=3",
-    "--logging_steps=1",
-    "--error_every=1",
-    "--aqn_num_stages=3",
-    "--reload_check=16",
-    "--greedy_batch_size=8",
-    "--n_train=200",
-    "--report_every=0",
-]
+    "--sft_steps=3", "--sft_batch_size=8", "--tiny_hidden_size=32", "--tiny_num_layers=2", "--n_train=200",
+    "--per_device_train_batch_size=8", "--num_generations=4", "--max_steps=3", "--logging_steps=1", "--error_every=1",
+    "--aqn_num_stages=3", "--reload_check=16", "--greedy_batch_size=8", "--report_every=0",
+]  # fmt: skip
 #: For runs whose report is looked at, and the log that it is made of.
 REPORTED = "--report_every=100"
 
@@ -60,9 +50,10 @@ def logged(folder, kind):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run with a report: its folder, its summary, and what it printed."""
+    """A run with a report, without the pictures in it: its folder, its summary, and what it printed."""
     folder, printed = tmp_path_factory.mktemp("whole") / "out", io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(page._environment().filters, "png_base64", lambda figure: "")
         return folder, short_run(folder, REPORTED), printed.getvalue()
 
 
@@ -124,12 +115,6 @@ def test_lora_on_the_recipe(tmp_path):
     summary = short_run(tmp_path / "out", *options)
     assert summary["n_quantized"] == 14 and summary["reloaded"] == {"compared": 16, "identical": 16}
     assert (tmp_path / "out" / "policy" / "adapter_model.safetensors").is_file()
-
-
-def test_full_precision_baseline(tmp_path):
-    summary = short_run(tmp_path / "out", "--full_precision=true", "--aqn=false", "--max_steps=1", "--reload_check=0")
-    assert summary["scheme"] == "full precision" and summary["n_quantized"] == 0
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "policy" / "config.json").read_text())
 
 
 def test_all_evaluations_of_a_run_in_mixed_precision_are_in_it(tmp_path, monkeypatch):
@@ -411,7 +396,10 @@ def test_a_saved_policy_is_not_trained_under_another_scheme(whole, tmp_path):
     with pytest.raises(SystemExit, match="was saved under the scheme w4a4 .*, not w4a16"):
         short_run(tmp_path / "second", *short, "--preset=w4a16")
     assert short_run(tmp_path / "third", *short)["n_quantized"] == 14
-    assert short_run(tmp_path / "fourth", *short, "--full_precision=true")["scheme"] == "full precision"
+    full = short_run(tmp_path / "fourth", *short, "--full_precision=true", "--aqn=false")
+    assert full["scheme"] == "full precision" and full["n_quantized"] == 0
+    saved = json.loads((tmp_path / "fourth" / "policy" / "config.json").read_text())
+    assert saved.get("quantization_config") is None
 
 
 def test_a_checkpoint_of_another_quantization_method_is_refused(tmp_path, checkpoint):
@@ -436,28 +424,15 @@ def test_gsm8k_recipe_on_the_real_data(n_test, tmp_path):
     """The configuration shipped for Qwen2.5-3B, on the CPU with a model made on the spot: training steps, some or all
     of the 1,319 test problems before and after, saved and reloaded."""
     data = os.environ["GSM8K_DIR"]
-    summary = main(
-        [
-            "--config",
-            str(CONFIGS / "qwen2.5_3b_gsm8k.yaml"),
-            *TINY,
-            f"--train_file={data}/train.jsonl",
-            f"--test_file={data}/test.jsonl",
-            "--model_name_or_path=none",
-            "--tiny_max_positions=2048",
-            "--use_cpu=true",
-            "--bf16=false",
-            "--gradient_checkpointing=false",
-            "--gradient_accumulation_steps=1",
-            "--save_strategy=no",
-            "--max_completion_length=4",
-            "--overlong_buffer=0",
-            "--greedy_batch_size=64",
-            "--reload_check=64",
-            *(["--n_train=none", "--n_test=none"] if n_test == 1319 else [f"--n_test={n_test}"]),
-            f"--output_dir={tmp_path / 'out'}",
-        ]
-    )
+    config = ["--config", str(CONFIGS / "qwen2.5_3b_gsm8k.yaml")]
+    options = [
+        f"--train_file={data}/train.jsonl", f"--test_file={data}/test.jsonl", "--model_name_or_path=none",
+        "--tiny_max_positions=2048", "--use_cpu=true", "--bf16=false", "--gradient_checkpointing=false",
+        "--gradient_accumulation_steps=1", "--save_strategy=no", "--max_completion_length=4", "--overlong_buffer=0",
+        "--greedy_batch_size=64", "--reload_check=64", f"--output_dir={tmp_path / 'out'}",
+    ]  # fmt: skip
+    options += ["--n_train=none", "--n_test=none"] if n_test == 1319 else [f"--n_test={n_test}"]
+    summary = main([*config, *TINY, *options])
     assert summary["n_test"] == n_test and summary["steps"] == 3
     assert set(summary["accuracy_after"]) == {"strict", "flexible"}
     assert summary["reloaded"] == {"compared": min(64, n_test), "identical": min(64, n_test)}

@@ -13,20 +13,10 @@ from recipes.pretrain import main
 
 def short_study(folder, *words):
     small = {
-        "max_steps": 4,
-        "extra_tokens": 0.5,
-        "eval_steps": 2,
-        "logging_steps": 2,
-        "warmup_steps": 1,
-        "sequence_length": 32,
-        "per_device_train_batch_size": 4,
-        "validation_sequences": 4,
-        "hidden_size": 32,
-        "num_layers": 1,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-    }
+        "max_steps": 4, "extra_tokens": 0.5, "eval_steps": 2, "logging_steps": 2, "warmup_steps": 1,
+        "sequence_length": 32, "per_device_train_batch_size": 4, "validation_sequences": 4,
+        "hidden_size": 32, "num_layers": 1, "intermediate_size": 64, "num_heads": 2, "num_kv_heads": 2,
+    }  # fmt: skip
     options = [f"--{name}={value}" for name, value in small.items()]
     return main([*options, f"--output_dir={folder}", *words])
 
@@ -51,11 +41,13 @@ def test_a_study_end_to_end_continued_and_extended(tmp_path, monkeypatch, capsys
     assert "2 of 2" in out and "token overhead" in out and "dgrad.grad:7" in out
 
     # Nothing of it is trained again; an arm that is new is.
-    trained = []
-    train_arm = pretrain.train_arm
-    monkeypatch.setattr(
-        pretrain, "train_arm", lambda study, arm, *rest: trained.append(arm.name) or train_arm(study, arm, *rest)
-    )
+    trained, train_arm = [], pretrain.train_arm
+
+    def note_and_train(study, arm, *rest):
+        trained.append(arm.name)
+        return train_arm(study, arm, *rest)
+
+    monkeypatch.setattr(pretrain, "train_arm", note_and_train)
     assert short_study(folder, "--arms", "baseline", "all_sr") == summary and not trained
     more = short_study(
         folder, "--arms", "baseline", "all_sr", "all_oscireset", "--oscireset_start=0", "--oscireset_window=2"

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from grpo_runs import logged
+from grpo_runs import MEASURED, logged
 from peft import LoraConfig
 from tiny_models import make_model
 from transformers import TrainerState
@@ -106,7 +106,8 @@ def test_the_log_of_a_run_has_them(build):
 
 def test_packed_layers_that_quantize_activations_are_measured(build):
     scheme = MXFP4RLConfig(mode="packed", preset="w4a4")
-    trainer = build(scheme=scheme, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2))
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
+    trainer = build(**MEASURED, scheme=scheme, peft_config=lora)
     trainer.train()
     assert list(logged(trainer, "error/activations/sqnr_db")) == [1, 2, 4]
     # There is no full precision to compare with.

@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
-from grpo_runs import trainer_factory, with_simulated_vllm
+from grpo_runs import logged, with_simulated_vllm
 from moe_models import make_moe, tokens
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from torch import nn
-from trl import TrlParser
 
-from hf_mxfp4 import MXFP4GRPOConfig, MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.adapters import policy_parameters
 from hf_mxfp4.layers import QUANTIZED, cached_weights, uncached_weights
 from hf_mxfp4.quantizer.swap import quantize_linears
@@ -211,12 +210,6 @@ def test_steps_do_not_share_copies_and_noise_does_not_grow():
     assert measured == pytest.approx([0.1] * 3, rel=0.02)
 
 
-def test_a_pass_with_gradients_is_refused():
-    model = policy()
-    with pytest.raises(RuntimeError, match="belongs to rollouts"), LinearNoise(model, seed=0).active(1, 0.1):
-        model(IDS)
-
-
 def test_a_noise_free_step_changes_nothing_and_reports_none():
     model = policy()
     noise = LinearNoise(model, seed=0)
@@ -226,10 +219,13 @@ def test_a_noise_free_step_changes_nothing_and_reports_none():
     assert noise.last_report.modules == 0 and noise.last_report.sigma == 0
 
 
-def test_noise_that_reaches_no_layer_is_an_error():
-    noise = LinearNoise(policy(), seed=0)
+def test_noise_that_reaches_no_layer_and_a_pass_with_gradients_are_errors():
+    model = policy()
+    noise = LinearNoise(model, seed=0)
     with pytest.raises(RuntimeError, match="reached none of 14 weights"), noise.active(1, 0.1):
         pass
+    with pytest.raises(RuntimeError, match="belongs to rollouts"), noise.active(1, 0.1):
+        model(IDS)
 
 
 def test_heads_embeddings_norms_and_routers_are_no_targets():
@@ -316,59 +312,53 @@ def test_nothing_to_put_noise_on_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "nearest"),
+    ("options", "message"),
     [
-        ("input_layernrom", "input_layernorm"),
-        ("mlp.dwon_proj", "mlp.down_proj"),
-        ("layers.7", "layers.1"),
-        ("post_atention_layernorm", "post_attention_layernorm"),
+        ({"aqn_targets": "both", "aqn_layers": ["input_layernrom"]}, "aqn_layers has.*input_layernorm"),
+        ({"aqn_targets": "both", "aqn_layers": ["mlp.dwon_proj"]}, "aqn_layers has.*mlp.down_proj"),
+        ({"aqn_targets": "both", "aqn_layers": ["layers.7"]}, "aqn_layers has.*layers.1"),
+        (
+            {"aqn_targets": "both", "aqn_layers": ["post_atention_layernorm"]},
+            "aqn_layers has.*post_attention_layernorm",
+        ),
+        # One kind would be left without noise.
+        ({"aqn_targets": "both", "aqn_layers": ["up_proj"]}, "aqn_layers"),
+        ({"aqn_targets": "both", "aqn_layers": ["norm"]}, "aqn_layers"),
+        ({"aqn_targets": "norms", "aqn_layers": ["up_proj"]}, "aqn_layers"),
+        ({"aqn_targets": "linears", "compile_rollouts": True}, "set aqn_targets='norms'"),
     ],
+    ids=str,
 )
-def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, nearest, tmp_path):
-    with pytest.raises(ValueError, match="aqn_layers has") as error:
-        trainer_factory(tmp_path)(aqn_targets="both", aqn_layers=[pattern])
-    assert nearest in str(error.value)
-
-
-@pytest.mark.parametrize(("targets", "layers"), [("both", ["up_proj"]), ("both", ["norm"]), ("norms", ["up_proj"])])
-def test_a_choice_that_leaves_one_kind_without_noise_is_refused(targets, layers, tmp_path):
-    with pytest.raises(ValueError, match="aqn_layers"):
-        trainer_factory(tmp_path)(aqn_targets=targets, aqn_layers=layers)
+def test_a_choice_that_cannot_be_is_refused_with_advice(options, message, build):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        build(**options)
 
 
 # ---- in training ----------------------------------------------------------------------------------------------------
-
-
-def logged(trainer, key):
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 @pytest.mark.parametrize(
     ("targets", "layers", "norms", "linears"),
     [("linears", None, None, 14), ("both", None, 5, 14), ("both", ["layers.1"], 2, 7), ("norms", ["norm"], 1, None)],
 )
-def test_training_reports_what_got_noise(targets, layers, norms, linears, tmp_path):
-    trainer = trainer_factory(tmp_path)(aqn_targets=targets, aqn_layers=layers, aqn_schedule="constant", max_steps=2)
+def test_training_reports_what_got_noise(targets, layers, norms, linears, build):
+    # Noise takes dense copies, in the place of packed ones too.
+    weights = "packed" if targets == "linears" else "auto"
+    options = {"aqn_targets": targets, "aqn_layers": layers, "aqn_schedule": "constant", "rollout_weights": weights}
+    trainer = build(**options, max_steps=2)
     trainer.train()
-    assert logged(trainer, "aqn/n_modules") == ([] if norms is None else [0, norms])
-    assert logged(trainer, "aqn/n_linears") == ([] if linears is None else [0, linears])
-    assert logged(trainer, "aqn/sigma") == [0, 1e-2]
+    assert logged(trainer, "aqn/n_modules") == ({} if norms is None else {1: 0, 2: norms})
+    assert logged(trainer, "aqn/n_linears") == ({} if linears is None else {1: 0, 2: linears})
+    assert logged(trainer, "aqn/sigma") == {1: 0, 2: 1e-2}
     if linears:
-        assert logged(trainer, "aqn/linear_sigma") == [0, 1e-2]
-        assert logged(trainer, "aqn/linear_measured_std") == pytest.approx([0, 1e-2], rel=0.05)
-        assert logged(trainer, "aqn/n_dense_copies") == [0, 0]
+        assert logged(trainer, "aqn/linear_sigma") == {1: 0, 2: 1e-2}
+        assert logged(trainer, "aqn/linear_measured_std") == pytest.approx({1: 0, 2: 1e-2}, rel=0.05)
+        assert logged(trainer, "aqn/n_dense_copies") == {1: 0, 2: 14 if weights == "packed" else 0}
 
 
-def test_dense_copies_in_the_place_of_packed_ones_are_counted(tmp_path):
-    options = {"aqn_targets": "linears", "aqn_num_stages": 1, "max_steps": 1}
-    trainer = trainer_factory(tmp_path)(rollout_weights="packed", **options)
-    trainer.train()
-    assert logged(trainer, "aqn/n_dense_copies") == [14]
-
-
-def test_scores_of_a_noisy_rollout_are_under_the_very_noise_that_sampled(tmp_path, monkeypatch):
+def test_scores_of_a_noisy_rollout_are_under_the_very_noise_that_sampled(build, monkeypatch):
     options = {"aqn_targets": "both", "aqn_num_stages": 1, "aqn_sigma_start": 0.3, "aqn_sigma_end": 0.3}
-    trainer = trainer_factory(tmp_path)(generation_kwargs={"do_sample": False}, **options)
+    trainer = build(generation_kwargs={"do_sample": False}, **options)
     trainer.model.train()
     trainer.state.global_step, trainer.state.max_steps = 2, 4
     prompt, completion, *_, scores = (trainer._generate(["1+1="])[i] for i in (0, 1, 4))
@@ -381,9 +371,9 @@ def test_scores_of_a_noisy_rollout_are_under_the_very_noise_that_sampled(tmp_pat
     assert (clean - logits).abs().max() > 1e-2
 
 
-def test_evaluation_sees_none_and_masters_stay(tmp_path):
+def test_evaluation_sees_none_and_masters_stay(build):
     options = {"aqn_targets": "both", "aqn_num_stages": 1, "aqn_sigma_start": 0.5, "aqn_sigma_end": 0.5}
-    trainer = trainer_factory(tmp_path)(generation_kwargs={"do_sample": False}, **options)
+    trainer = build(generation_kwargs={"do_sample": False}, **options)
     before = copy.deepcopy(trainer.model.state_dict())
     trainer.model.eval()
     clean = trainer._generate(["1+1=", "2+2="])[1]
@@ -394,7 +384,7 @@ def test_evaluation_sees_none_and_masters_stay(tmp_path):
     assert all(torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
 
 
-def test_continuous_batching_samples_with_the_same_noise(tmp_path):
+def test_continuous_batching_samples_with_the_same_noise(build):
     options = {"aqn_targets": "both", "aqn_num_stages": 1, "aqn_sigma_start": 0.3, "aqn_sigma_end": 0.3}
     batching = {
         "use_transformers_continuous_batching": True,
@@ -402,34 +392,11 @@ def test_continuous_batching_samples_with_the_same_noise(tmp_path):
     }
     found = []
     for more in ({}, batching):
-        trainer = trainer_factory(tmp_path)(generation_kwargs={"do_sample": False}, **options, **more)
+        trainer = build(generation_kwargs={"do_sample": False}, **options, **more)
         trainer.model.train()
         trainer.state.global_step, trainer.state.max_steps = 2, 4
         found.append((trainer._generate(["1+1=", "2+2="])[1], trainer.linear_noise.last_report))
     assert found[0] == found[1] and found[0][1].modules == 14
-
-
-def test_compiled_rollouts_are_refused_with_advice(tmp_path):
-    with pytest.raises(ValueError, match="set aqn_targets='norms'"):
-        trainer_factory(tmp_path)(aqn_targets="linears", compile_rollouts=True)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"aqn_targets": "weights"},
-        {"aqn_schedule": "stepwise"},
-        {"aqn_target_entropy": 0.3},
-        {"aqn_linear_sigma_scale": 2.0},
-        {"aqn_linear_sigma_scale": -1.0, "aqn_targets": "both"},
-        {"aqn_layers": ["re:("]},
-        {"aqn_layers": "layers.0"},
-    ],
-    ids=str,
-)
-def test_meaningless_options_of_noise_are_refused(options, tmp_path):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        trainer_factory(tmp_path)(**options)
 
 
 # ---- on the way to vLLM ---------------------------------------------------------------------------------------------
@@ -453,14 +420,10 @@ def test_vllm_gets_the_noise_of_a_rollout_here(kind):
     assert changed == set(noise.parameters)
 
 
-def test_codes_cannot_carry_noise():
+def test_noise_that_cannot_be_pushed_is_an_error():
     model = policy(mode="packed")
-    noise = LinearNoise(model, seed=0)
     with pytest.raises(ValueError, match="cannot carry noise"):
-        list(rollout_parameters(model.named_parameters(), model, None, 4, 0.05, noise))
-
-
-def test_weights_that_are_not_pushed_are_an_error():
+        list(rollout_parameters(model.named_parameters(), model, None, 4, 0.05, LinearNoise(model, seed=0)))
     model = policy()
     noise = LinearNoise(model, seed=0, layers=["q_proj"])
     named = [(name, value) for name, value in model.named_parameters() if "q_proj" not in name]
@@ -468,9 +431,9 @@ def test_weights_that_are_not_pushed_are_an_error():
         list(rollout_parameters(named, model, None, 4, 0.05, noise))
 
 
-def test_evaluation_after_a_noisy_push_sends_clean_weights_at_the_same_step(tmp_path):
+def test_evaluation_after_a_noisy_push_sends_clean_weights_at_the_same_step(build):
     """TRL pushes once a step: noisy weights would stay for an evaluation in the step of the rollout."""
-    trainer = trainer_factory(tmp_path)(aqn_targets="both", aqn_num_stages=1)
+    trainer = build(aqn_targets="both", aqn_num_stages=1)
     pushed = with_simulated_vllm(trainer)
     trainer.state.global_step, trainer.state.max_steps = 3, 4
     for train in (False, True, False, False, True):
@@ -484,12 +447,3 @@ def test_evaluation_after_a_noisy_push_sends_clean_weights_at_the_same_step(tmp_
     assert sum(not torch.equal(clean[name], noisy[name]) for name in clean) == 5 + 14
     assert trainer._metrics["train"]["aqn/n_linears"] == [14, 14]
     assert trainer._metrics["train"]["aqn/n_modules"] == [5, 5]
-
-
-def test_the_choice_of_layers_can_come_from_yaml_and_command_line(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("aqn_layers: [layers.0, 're:.*norm']\naqn_targets: both\nuse_cpu: true\nbf16: false\n")
-    arguments = ["--config", str(path), "--output_dir", str(tmp_path), "--aqn_schedule", "cosine"]
-    for more, layers in (([], ["layers.0", "re:.*norm"]), (["--aqn_layers", "layers.1", "norm"], ["layers.1", "norm"])):
-        (config,) = TrlParser((MXFP4GRPOConfig,)).parse_args_and_config([*arguments, *more])
-        assert (config.aqn_layers, config.aqn_targets, config.noise_schedule.shape) == (layers, "both", "cosine")

@@ -1,14 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Callbacks of a training run: entropy, error components, fallback thresholds, layers' steps; what reaches trackers and
+what a report says of the model."""
+
 import pytest
 import torch
+from grpo_runs import MEASURED, logged
+from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
-from transformers import TrainerControl, TrainerState
+from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.layers import fallback_thresholds, random_layers
 from hf_mxfp4.numerics import decompose
 from hf_mxfp4.quantizer.swap import quantize_linears
-from hf_mxfp4.rl import EntropyCallback, ErrorCallback
-from hf_mxfp4.rl.callbacks.base import spread_layers
+from hf_mxfp4.rl import EntropyCallback, ErrorCallback, QuantizationStepCallback
+from hf_mxfp4.rl.callbacks.base import FallbackCallback, spread_layers
+from hf_mxfp4.rl.callbacks.run_facts import count_parameters
+
+
+def callbacks_of(trainer, kind):
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)]
+
+
+# ---- entropy --------------------------------------------------------------------------------------------------------
 
 
 def feed(callback, entropies, start=1):
@@ -61,6 +75,9 @@ def test_logs_without_entropy_are_ignored():
     assert callback.history == []
 
 
+# ---- error components -----------------------------------------------------------------------------------------------
+
+
 def test_error_components_are_those_of_the_weights():
     model = make_model(layers=3)
     quantize_linears(model, MXFP4RLConfig(preset="w4a16", macro_block=None, outlier_fallback=None))
@@ -89,3 +106,156 @@ def test_chosen_layers_span_the_depth():
 def test_error_callback_needs_a_quantized_layer():
     with pytest.raises(ValueError, match="no MXFP4 layer"):
         ErrorCallback().on_train_begin(None, TrainerState(), None, model=torch.nn.Linear(2, 2))
+
+
+# ---- fallback thresholds --------------------------------------------------------------------------------------------
+
+
+def test_a_step_moves_thresholds_and_reports():
+    model, recorded = make_model(), []
+    quantize_linears(model, MXFP4RLConfig(outlier_fallback_rate=0.2))
+    callback = FallbackCallback(record=lambda name, value: recorded.append((name, value)))
+    callback.on_step_end(None, TrainerState(), TrainerControl(), model=model)
+    assert recorded == [], "nothing was computed yet"
+    model(torch.arange(16).view(1, 16))
+    before = [threshold.value for threshold in fallback_thresholds(model)]
+    callback.on_step_end(None, TrainerState(), TrainerControl(), model=model)
+    values = dict(recorded)
+    assert list(values) == ["fallback/rate", "fallback/threshold_mean"]
+    assert values["fallback/rate"] == pytest.approx(0.2, abs=0.05)
+    after = [threshold.value for threshold in fallback_thresholds(model)]
+    assert values["fallback/threshold_mean"] == pytest.approx(sum(after) / len(after))
+    assert len(before) == len(after) == 14
+
+
+def test_a_model_without_thresholds_is_refused():
+    model = make_model()
+    quantize_linears(model, MXFP4RLConfig())
+    with pytest.raises(ValueError, match="no layer with selective outlier fallback"):
+        FallbackCallback(record=print).on_step_end(None, TrainerState(), TrainerControl(), model=model)
+
+
+def test_a_run_logs_rate_and_threshold(build):
+    assert callbacks_of(build(), FallbackCallback) == []
+    scheme = MXFP4RLConfig(macro_block=None, outlier_fallback=1.0, outlier_fallback_rate=0.2)
+    trainer = build(scheme=scheme, max_steps=3, gradient_checkpointing=True)
+    assert len(callbacks_of(trainer, FallbackCallback)) == 1
+    trainer.train()
+    rates, thresholds = logged(trainer, "fallback/rate"), logged(trainer, "fallback/threshold_mean")
+    assert list(rates) == list(thresholds) == [1, 2, 3]
+    assert all(0.05 < rate < 0.6 for rate in rates.values()) and all(mean > 0 for mean in thresholds.values())
+
+
+# ---- the step of layers with random numbers -------------------------------------------------------------------------
+
+
+RANDOM = MXFP4RLConfig(
+    preset="w4a4g4",
+    macro_block=None,
+    outlier_fallback=None,
+    dgrad={"grad": "rceil+stochastic"},
+    wgrad={"grad": "rceil+stochastic", "rotation": "random-16"},
+)
+
+
+def test_the_step_is_the_trainers():
+    model = make_model()
+    quantize_linears(model, RANDOM)
+    state = TrainerState()
+    state.global_step = 12
+    QuantizationStepCallback().on_step_begin(None, state, TrainerControl(), model=model)
+    assert [layer.rng.step for layer in random_layers(model)] == [12] * 14
+
+
+def test_a_model_without_random_numbers_is_refused():
+    with pytest.raises(ValueError, match="no layer that draws random numbers"):
+        QuantizationStepCallback().on_step_begin(None, TrainerState(), TrainerControl(), model=make_model())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_run_repeats_itself(build, tmp_path, checkpointing):
+    weights = []
+    for run in range(2):
+        out = str(tmp_path / str(run))
+        trainer = build(scheme=RANDOM, max_steps=2, gradient_checkpointing=checkpointing, output_dir=out)
+        trainer.train()
+        assert {layer.rng.step for layer in random_layers(trainer.model)} == {1}
+        weights.append([p.detach().clone() for p in trainer.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_a_run_without_random_numbers_has_no_callback(build):
+    assert callbacks_of(build(scheme=MXFP4RLConfig(preset="w4a4g4")), QuantizationStepCallback) == []
+
+
+def test_error_components_are_not_claimed_for_a_rotated_forward_product(build):
+    assert build(scheme=RANDOM, error_every=1).error_callback is not None
+    rotated = MXFP4RLConfig(fprop={"rotation": "deterministic-16"})
+    trainer = build(scheme=rotated, error_every=1, max_steps=1)
+    assert trainer.error_callback is None
+    trainer.train()
+
+
+# ---- trackers: what is measured reaches those of TRL through the normal log -----------------------------------------
+
+#: One metric of each callback.
+EXPECTED = {
+    "entropy/slope",
+    "entropy/alarm",
+    "entropy/effective_temperature",
+    "error/grid",
+    "error/activations/grid",
+    "gradient_gain/first",
+    "aqn/sigma",
+    "aqn/measured_std",
+    "completions/mean_length",
+    "reward",
+}
+
+
+def test_tensorboard_has_the_series(build, tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = build(**MEASURED, report_to="tensorboard")
+    trainer.train()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    names = set(events.Tags()["scalars"])
+    assert {f"train/{name}" for name in EXPECTED} <= names
+    found = {event.step: event.value for event in events.Scalars("train/aqn/sigma")}
+    assert found == pytest.approx(logged(trainer, "aqn/sigma"))
+
+
+def test_wandb_offline_has_the_series(build, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    build(**MEASURED, report_to="wandb").train()
+    try:
+        assert {f"train/{name}" for name in EXPECTED} <= set(dict(wandb.run.summary))
+    finally:
+        wandb.finish()
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("options", [{}, {"mode": "packed"}, {"mode": "packed", "outlier_fallback": 0.5}])
+def test_parameters_are_those_of_the_plain_model(checkpoint, family, options):
+    expected = make_model(family).num_parameters()
+    config = MXFP4RLConfig(**options)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(family), quantization_config=config)
+    assert count_parameters(model) == expected
+    if options:
+        assert model.num_parameters() != expected  # bytes
+
+
+def test_adapters_count_beside_packed_weights(checkpoint):
+    config = MXFP4RLConfig(mode="packed")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
+    plain = make_model("qwen2").num_parameters()
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    width = model.config.hidden_size
+    assert count_parameters(tuned) == plain + 2 * (2 * width + 2 * width)

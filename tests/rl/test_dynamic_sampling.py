@@ -14,7 +14,7 @@ from moe_models import make_moe
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl.rollout.replay import BATCH_KEY
 from hf_mxfp4.rl.rollout.rows import put_rows, take_rows
 from hf_mxfp4.rl.rollout.sampling import equal_rewards, prompt_digest
@@ -172,7 +172,7 @@ def test_training_with(build, tmp_path, name):
     # Prompts of several lengths, so that batches of several widths are put together.
     numbers = [int(f"{i}{'0' * (i % 3)}") for i in range(1, 9)]
     data = Dataset.from_list([{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in numbers])
-    trainer = build(rewarded_by_length, dynamic_sampling=True, max_steps=2, error_every=0, dataset=data, **options)
+    trainer = build(rewarded_by_length, dynamic_sampling=True, max_steps=2, dataset=data, **options)
     trainer.train()
     assert sum(logged(trainer, "dynamic_sampling/replaced_share").values()) > 0
     assert trainer.state.global_step == 2
@@ -275,7 +275,7 @@ def test_two_processes_replace_the_same_groups(build, tmp_path):
     build()  # leaves the model's files
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "rl")}
     program = processes.code(TWO_PROCESSES.format(folder=str(tmp_path)))
-    job = processes.build(program, ranks=2, environment=environment, timeout=180)
+    job = processes.run(program, ranks=2, environment=environment, timeout=180)
     assert job.returncode == 0 and job.stdout.count("agreed") == 2, job.stderr[-3000:]
 
 
@@ -342,20 +342,6 @@ def test_numbers_by_sequence_are_not_padded():
 def test_images_are_refused():
     with pytest.raises(ValueError, match="rollouts with pixel_values cannot be taken apart"):
         take_rows(small_batch(3, 2, pixel_values=torch.zeros(2, 3)), [0])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dynamic_sampling_max_rounds": 0},
-        {"dynamic_sampling": True, "scale_rewards": "batch"},
-        {"dynamic_sampling": True, "multi_objective_aggregation": "normalize_then_sum"},
-    ],
-    ids=str,
-)
-def test_options_that_starve_or_mix_scales_are_refused(options, tmp_path):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
 def test_streamed_datasets_are_refused(build):

@@ -27,6 +27,31 @@ def test_stages_are_the_default():
     assert NoiseSchedule() == NoiseSchedule(1e-2, 1e-3, 10, "exponential")
 
 
+def test_schedule_defaults_span_a_decade():
+    schedule = NoiseSchedule()
+    assert schedule.sigma(0, 150) == 0 and schedule.sigma(14, 150) == 0
+    assert schedule.sigma(15, 150) == 1e-2
+    assert schedule.sigma(149, 150) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [(1, [0.5, 0.5, 0.5, 0.5]), (2, [0, 0, 0.5, 0.5]), (3, [0, 0, 0.5, 0.1])],
+    ids=["one-stage-is-constant", "two-stages", "three-stages"],
+)
+def test_schedule_with_few_stages(stages, expected):
+    schedule = NoiseSchedule(0.5, 0.1, stages)
+    assert [schedule.sigma(step, 4) for step in range(4)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(1e-3, 1e-2, 10), (1e-2, 0.0, 10), (1e-2, 1e-3, 0), (math.inf, 1e-3, 10), (math.nan, 1e-3, 10)]
+)
+def test_schedule_refuses_what_is_no_schedule(arguments):
+    with pytest.raises(ValueError):
+        NoiseSchedule(*arguments)
+
+
 @given(
     shape=st.sampled_from(SHAPES),
     stages=st.integers(1, 40),

@@ -4,7 +4,6 @@ import functools
 import math
 
 import pytest
-from grpo_runs import trainer_factory
 from torch import nn
 
 from hf_mxfp4.rl.rewards.guard import RewardError, guard_reward
@@ -92,12 +91,12 @@ def test_partials_have_the_name_of_their_function_and_stay_async():
         asyncio.run(guarded(completions=["x"]))
 
 
-def test_partials_of_different_functions_have_series_of_their_own(tmp_path):
+def test_partials_of_different_functions_have_series_of_their_own(build):
     def constant(completions, value, **kwargs):
         return [value] * len(completions)
 
     rewards = [functools.partial(length, unused=1), functools.partial(constant, value=100.0)]
-    trainer = trainer_factory(tmp_path)(rewards, max_steps=1, error_every=0)
+    trainer = build(rewards, max_steps=1)
     assert trainer.reward_func_names == ["length", "constant"]
     trainer.train()
     logs = trainer.state.log_history[0]

@@ -272,9 +272,11 @@ def check_reference_solutions(solutions: list[str], golds: list[str]) -> None:
     assert [extract_strict(solution) for solution in solutions] == golds
     assert [extract_flexible(solution) for solution in solutions] == golds
     for reward in (rewards.gsm8k_strict_reward, rewards.gsm8k_flexible_reward):
-        for completions in (solutions, [[{"role": "assistant", "content": solution}] for solution in solutions]):
-            assert reward(completions, golds) == [1.0] * len(solutions)
-            assert reward(completions, wrong) == [0.0] * len(solutions)
+        assert reward(solutions, golds) == [1.0] * len(solutions)
+        assert reward(solutions, wrong) == [0.0] * len(solutions)
+        conversations = [[{"role": "assistant", "content": solution}] for solution in solutions[:500]]
+        assert reward(conversations, golds[:500]) == [1.0] * len(conversations)
+        assert reward(conversations, wrong[:500]) == [0.0] * len(conversations)
 
 
 def test_self_written_reference_solutions():

@@ -28,7 +28,7 @@ def build(tmp_path):
 
     def make(scheme=None, **options):
         policy = AutoModelForCausalLM.from_pretrained(folder, quantization_config=scheme)
-        return factory(policy=policy, **{"max_steps": 3, "error_every": 0, **options})
+        return factory(policy=policy, **{"max_steps": 3, **options})
 
     return make
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import processes
 import pytest
-from grpo_runs import trainer_factory
+import torch
+from grpo_runs import MEASURED, logged, trainer_factory
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
@@ -17,10 +18,6 @@ from hf_mxfp4.analysis.run_report.charts import CHARTS
 from hf_mxfp4.analysis.run_report.log import RUN_LOG, read_run
 from hf_mxfp4.analysis.run_report.report import RUN_REPORT
 from hf_mxfp4.cli import app
-
-
-#: Of a run of which few charts are drawn: most of the time of a report.
-FEW = {"error_every": 0, "gradient_gain_every": 0, "movement_every": 0}
 
 
 class Stop(Exception):
@@ -58,6 +55,22 @@ class Watch(TrainerCallback):
         self.logs.append(dict(logs))
 
 
+def numbers(entry):
+    left_out = ("step", "total_flos")
+    return {name: value for name, value in entry.items() if isinstance(value, (int, float)) and name not in left_out}
+
+
+def shorten(log):
+    """Leave a single chart's values in the log of a run: most of the time of a report goes into charts."""
+    kept = []
+    for entry in map(json.loads, log.read_text().splitlines()):
+        if entry["kind"] == "log":
+            entry = {key: entry[key] for key in ("kind", "time", "step", "reward") if key in entry}
+        if entry["kind"] != "gradient_gain":
+            kept.append(json.dumps(entry) + "\n")
+    log.write_text("".join(kept))
+
+
 SCORES = {"exact": {"accuracy": 0.25, "standard_error": 0.02, "n": 400}}
 
 
@@ -68,7 +81,7 @@ def whole(tmp_path_factory):
     folder = root / "run"
     watch = Watch(folder / RUN_REPORT)
     trainer = trainer_factory(root)(
-        report_every=2, gradient_gain_every=2, entropy_collapse=100.0, hub_token="hf_secret", callbacks=[watch]
+        report_every=2, **MEASURED, entropy_collapse=100.0, hub_token="hf_secret", callbacks=[watch]
     )
     trainer.report_callback.add_evaluation("before RL", 0, SCORES)
     trainer.train()
@@ -80,10 +93,10 @@ def test_a_whole_run(whole):
     assert trainer.report_callback.path == folder / RUN_REPORT
     record = read_run(folder)
     shown = {key for chart in CHARTS for key, _ in chart.lines} & record.keys
-    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     for key in shown:
         steps, values = record.series(key)
-        assert dict(zip(steps, values, strict=True)) == {e["step"]: e[key] for e in logged if e.get(key) is not None}
+        expected = {step: value for step, value in logged(trainer, key).items() if value is not None}
+        assert dict(zip(steps, values, strict=True)) == expected
     assert {
         "reward", "entropy", "entropy/effective_temperature", "entropy/quantization_kl", "completions/mean_length",
         "aqn/sigma", "aqn/measured_std", "error/scale_bias", "error/activations/deadzone", "error/activations/sqnr_db",
@@ -100,6 +113,7 @@ def test_a_whole_run(whole):
 def test_an_evaluation_after_training_is_added(whole, tmp_path):
     trainer, folder, _ = whole
     kept = shutil.copytree(folder, tmp_path / "kept")
+    shorten(folder / RUN_LOG)
     trainer.report_callback.add_evaluation("after RL", 4, {"exact": {**SCORES["exact"], "accuracy": 0.5}})
     words = (
         "exact: 0.250 [0.210, 0.295] (before RL) to 0.500 [0.451, 0.549] (after RL), n = 400: +0.250 [+0.184, +0.313]"
@@ -109,8 +123,13 @@ def test_an_evaluation_after_training_is_added(whole, tmp_path):
         shutil.copy(kept / name, folder / name)
 
 
-def test_a_report_is_written_along_the_way(whole):
-    assert whole[2].found == {0: False, 1: False, 2: True, 3: True}
+def test_a_report_is_written_along_the_way_and_changes_no_bit_of_training(whole, build):
+    trainer, _, watch = whole
+    assert watch.found == {0: False, 1: False, 2: True, 3: True}
+    plain = build(**MEASURED)
+    plain.train()
+    assert logged(plain, "loss") == logged(trainer, "loss")
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), trainer.model.parameters(), strict=True))
 
 
 def test_tokens_are_not_in_the_report(whole):
@@ -126,6 +145,11 @@ def test_alarms_reach_log_trackers_and_report(whole):
     assert [entry["entropy/alarm"] for entry in watch.logs if "entropy/alarm" in entry] == alarms
     assert "entropy/effective_temperature" in {key for entry in watch.logs for key in entry}
     assert "collapse in 4 of 4 values" in report_of(folder)
+    # Trackers get the numbers, by the name that they have in the log history.
+    history, tracked = ([numbers(entry) for entry in entries] for entries in (trainer.state.log_history, watch.logs))
+    assert history == tracked
+    assert {"entropy", "entropy/slope", "aqn/sigma", "aqn/n_modules", "aqn/measured_std", "reward"} <= set(tracked[0])
+    assert {"error/grid", "gradient_gain/first", "movement/total"} <= set().union(*tracked)
 
 
 def test_the_logged_lines_are_json(whole):
@@ -144,11 +168,11 @@ def test_switched_off_nothing_is_written(build, tmp_path):
 def test_an_exception_is_in_the_report_and_a_resumed_run_goes_on_with_its_log(build, tmp_path):
     """A tracker that raises ends training: with a checkpoint, the last values, and a report that says so."""
     with pytest.raises(Stop):
-        build(report_every=100, callbacks=[FailAt(3)], **FEW).train()
+        build(report_every=100, callbacks=[FailAt(3)]).train()
     assert (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").is_file()
     assert [entry["step"] for entry in read_run(tmp_path / "run").logs] == [1, 2, 3]
     assert "Stopped at step 3 of 4 by Stop: tracker is gone" in report_of(tmp_path / "run")
-    build(report_every=100, **FEW).train(resume_from_checkpoint=True)
+    build(report_every=100).train(resume_from_checkpoint=True)
     record = read_run(tmp_path / "run")
     assert [entry["step"] for entry in record.logs if "reward" in entry] == [1, 2, 3, 4]
     assert [start["step"] for start in record.starts] == [0, 3]
@@ -173,9 +197,10 @@ def test_a_report_that_cannot_be_written_does_not_end_training(build, tmp_path, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_run_report", full)
-    trainer = build(report_every=1, max_steps=2)
+    trainer = build(report_every=1, max_steps=3)
     trainer.train()
-    assert trainer.state.global_step == 2
+    assert trainer.state.global_step == 3
+    # Once, after the second step and at the end.
     printed = capsys.readouterr().err
     assert printed.count("the run report in") == 1 and "No space left on device" in printed
 
@@ -191,7 +216,7 @@ class Kill(TrainerCallback):
         if state.global_step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-trainer_factory(Path(sys.argv[1]))(report_every=100, callbacks=[Kill()], error_every=0, gradient_gain_every=0).train()
+trainer_factory(Path(sys.argv[1]))(report_every=100, callbacks=[Kill()]).train()
 """
 
 
@@ -205,23 +230,10 @@ def test_a_killed_run_is_reported_on_from_its_files_alone(tmp_path):
     assert "the run was killed, or still goes on. Last known step: 3 of 4" in report_of(tmp_path / "run")
 
 
-def shortened(folder, out):
-    """A copy of a run's log with a single chart's values."""
-    out.mkdir()
-    entries = [json.loads(line) for line in (folder / RUN_LOG).read_text().splitlines()]
-    short = [
-        {key: entry[key] for key in ("kind", "time", "step", "reward") if key in entry}
-        if entry["kind"] == "log"
-        else entry
-        for entry in entries
-        if entry["kind"] != "gradient_gain"
-    ]
-    (out / RUN_LOG).write_text("".join(json.dumps(entry) + "\n" for entry in short))
-    return out
-
-
 def test_the_command_writes_where_it_is_told(whole, tmp_path):
-    command = ["report", str(shortened(whole[1], tmp_path / "run"))]
+    (tmp_path / "run").mkdir()
+    shorten(Path(shutil.copy(whole[1] / RUN_LOG, tmp_path / "run")))
+    command = ["report", str(tmp_path / "run")]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "new" / "page.html")])
     assert done.exit_code == 0 and (tmp_path / "new" / "page.html").is_file()
     assert not (tmp_path / "run" / RUN_REPORT).exists()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 import torch
-from grpo_runs import trainer_factory, with_simulated_vllm
+from grpo_runs import with_simulated_vllm
+from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -67,8 +68,7 @@ def test_noise_without_norms_is_an_error():
 
 
 def test_names_match_under_peft():
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(quantized_model(), peft.LoraConfig(target_modules=["q_proj"]))
+    model = get_peft_model(quantized_model(), LoraConfig(target_modules=["q_proj"]))
     noise = NormNoise(model, seed=0)
     base = [
         (name.removeprefix("base_model.model.").replace(".base_layer", ""), value)
@@ -81,9 +81,9 @@ def test_names_match_under_peft():
     assert not torch.equal(pushed["model.norm.weight"], dict(base)["model.norm.weight"])
 
 
-def test_the_trainer_pushes_the_rollout_policy_and_reports_its_noise(tmp_path):
+def test_the_trainer_pushes_the_rollout_policy_and_reports_its_noise(build):
     """Against the interface of TRL's `VLLMGeneration`: vLLM itself does not run here."""
-    trainer = trainer_factory(tmp_path)()
+    trainer = build()
     pushed = with_simulated_vllm(trainer)
     trainer.model.train()
     trainer.state.global_step, trainer.state.max_steps = 3, 4
@@ -101,8 +101,8 @@ def test_the_trainer_pushes_the_rollout_policy_and_reports_its_noise(tmp_path):
     assert trainer._metrics["train"]["aqn/measured_std"][0] == pytest.approx(1e-3, rel=0.25)
 
 
-def test_vllm_that_pulls_no_weights_is_an_error(tmp_path):
-    trainer = trainer_factory(tmp_path)(aqn_num_stages=1)
+def test_vllm_that_pulls_no_weights_is_an_error(build):
+    trainer = build(aqn_num_stages=1)
     trainer.use_vllm = trainer.args.use_vllm = True
     trainer._last_loaded_step = -1
     trainer.rollout_func = lambda prompts, trainer: {

@@ -130,7 +130,7 @@ def training_gradient_gain(
     attention_mask: torch.Tensor | None = None,
 ) -> GradientGain:
     """[`gradient_gain`] of a quantized model as it trains, whatever its scheme is: the three products of every layer as
-    they are computed, against the same model in full precision. Experts and rotations are no obstacle here.
+    they are computed, against the same model in full precision. Experts and rotations are supported here.
 
     Arguments, and errors, as there; `ValueError` too when the model has packed layers or none that is quantized.
     """

@@ -120,8 +120,8 @@ class MasterSource(LayerSource):
             raise CheckpointError(f"{folder.path} was trained under a scheme of its own ({own.describe()}); give none")
         if own is None and config is None:
             raise CheckpointError(f"{folder.path} has no scheme; give one, or name a QAT or packed checkpoint")
-        if own is not None and own.packing_obstacle:
-            raise CheckpointError(f"{folder.path} was trained under {own.describe()}; {own.packing_obstacle}")
+        if own is not None and own.packing_unsupported_reason:
+            raise CheckpointError(f"{folder.path} was trained under {own.describe()}; {own.packing_unsupported_reason}")
         super().__init__(folder, config or own.packed())
         if own is not None:
             check_folder(folder, self.model, own)
@@ -173,8 +173,8 @@ class ForeignSource(LayerSource):
             if meaning := format.foreign.get(name.rsplit(".", 1)[-1]):
                 raise CheckpointError(f"{folder.path} has {name}: {meaning}, which this package has no equal of")
         model = folder.empty_model()
-        obstacles = [name for name in fused_experts(model) if unsupported_reason(model.get_submodule(name))]
-        candidates = quantizable_layers(model, _with_skips(imported.config, obstacles))
+        left_out = [name for name in fused_experts(model) if unsupported_reason(model.get_submodule(name))]
+        candidates = quantizable_layers(model, _with_skips(imported.config, left_out))
         has_experts = any(not isinstance(layer, nn.Linear) for layer in candidates.values())
         names = FileNames(model) if has_experts else None
         quantized: set[str] = set()
@@ -196,7 +196,7 @@ class ForeignSource(LayerSource):
                 + (f" and {len(scales) - 1} more" if len(scales) > 1 else "")
                 + ", which this package keeps in full precision (heads, routers, embeddings) or cannot pack"
             )
-        skips = [*(name for name in candidates if name not in quantized), *obstacles]
+        skips = [*(name for name in candidates if name not in quantized), *left_out]
         super().__init__(folder, _with_skips(imported.config, skips), model, names)
         self._specs = {layer: format.specs(layer, shape) for layer, shape in self.shapes.items()}
         for specs in self._specs.values():

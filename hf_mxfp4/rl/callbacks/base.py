@@ -10,12 +10,12 @@ from transformers import TrainerCallback
 
 from ..._logging import get_logger
 from ...layers import (
-    Matrix,
+    WeightMatrix,
     fallback_thresholds,
+    gathered,
     set_quantization_step,
     trainable_matrices,
     update_fallback_thresholds,
-    whole,
 )
 from ...numerics import decompose_scheme
 
@@ -118,7 +118,7 @@ class ErrorCallback(TrainerCallback):
         self.layers = layers
         self.record = record
         self.history: list[dict] = []
-        self._chosen: dict[str, Matrix] = {}
+        self._chosen: dict[str, WeightMatrix] = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._chosen = spread_layers(model, self.layers)
@@ -142,7 +142,7 @@ class ErrorCallback(TrainerCallback):
     def _measure(self, step: int) -> None:
         measured = []
         for name, matrix in self._chosen.items():
-            with whole(getattr(matrix.layer, matrix.parameter)) as weight:
+            with gathered(getattr(matrix.layer, matrix.parameter)) as weight:
                 parts = decompose_scheme(matrix.of(weight), matrix.layer.config.weight_scheme)
             metrics = {f"error/{part}": value for part, value in parts.energy_ratio.items()}
             metrics["error/sqnr_db"] = parts.sqnr_db
@@ -186,7 +186,7 @@ class QuantizationStepCallback(TrainerCallback):
         set_quantization_step(model, state.global_step)
 
 
-def spread_layers(model: nn.Module, count: int) -> dict[str, Matrix]:
+def spread_layers(model: nn.Module, count: int) -> dict[str, WeightMatrix]:
     """The weights of at most ``count`` quantized layers, evenly spread from the first to the last; each projection of
     each expert counts as a layer."""
     return evenly_spread([(matrix.name, matrix) for matrix in trainable_matrices(model)], count)

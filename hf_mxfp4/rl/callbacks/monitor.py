@@ -102,7 +102,7 @@ class PolicyMonitor:
     def _watch_errors(self, model: nn.Module, n_quantized: int) -> None:
         every, layers = self._args.error_every, self._args.error_layers
         trainable = _trainable_layer(model)
-        reason = trainable.config.packing_obstacle if trainable is not None else None
+        reason = trainable.config.packing_unsupported_reason if trainable is not None else None
         if reason:
             get_logger().warning("no error components are measured: %s", reason)
         # Packed weights are frozen, and the weights that their error would be measured against are gone.
@@ -144,7 +144,7 @@ class PolicyMonitor:
 
     def _watch_movement(self, model: nn.Module) -> None:
         trainable = _trainable_layer(model)
-        reason = trainable.config.packing_obstacle if trainable is not None else None
+        reason = trainable.config.packing_unsupported_reason if trainable is not None else None
         if reason:
             get_logger().warning("no movement of quantized weights is measured: %s", reason)
         elif movement_unsupported_reason(model) is None:  # frozen and packed weights do not move

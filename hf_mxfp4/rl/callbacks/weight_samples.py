@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...layers import Matrix, trainable_matrices, whole
+from ...layers import WeightMatrix, gathered, trainable_matrices
 from ...numerics import QuantScheme
 
 
@@ -25,7 +25,7 @@ class WeightSample:
     """
 
     kind: str
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[WeightMatrix, ...]
     units: tuple[slice, ...]
     scheme: QuantScheme
     backend: str
@@ -38,7 +38,7 @@ class WeightSample:
         """The units as they are now ``[n_units, rows, K]``, a copy; the last group of a matrix may end in zeros. Under
         FSDP2 and ZeRO-3 all processes must call this."""
         first = self.matrices[0]
-        with whole(getattr(first.layer, first.parameter)) as value:
+        with gathered(getattr(first.layer, first.parameter)) as value:
             found = zip(self.matrices, self.units, strict=True)
             return torch.cat([_units(matrix.of(value), self.scheme.block_rows)[part] for matrix, part in found])
 
@@ -48,17 +48,17 @@ def sample_weights(model: nn.Module, max_weights: int) -> list[WeightSample]:
     such that there are about ``max_weights`` elements, and at least a unit of each type.
 
     Empty where nothing is trained. Layers whose weights have no values of their own between two steps (rotated, rounded
-    at random, or in full precision; see `packing_obstacle` of the config) are left out.
+    at random, or in full precision; see `packing_unsupported_reason` of the config) are left out.
     """
     matrices = [
         matrix
         for matrix in trainable_matrices(model)
-        if getattr(matrix.layer, matrix.parameter).requires_grad and not matrix.layer.config.packing_obstacle
+        if getattr(matrix.layer, matrix.parameter).requires_grad and not matrix.layer.config.packing_unsupported_reason
     ]
     shapes = [_shape(matrix) for matrix in matrices]
     stride = max(1, -(-sum(rows * columns for rows, columns in shapes) // max_weights))
     passed: dict[str, int] = defaultdict(int)
-    chosen: dict[tuple[int, str], list[tuple[Matrix, slice, int]]] = defaultdict(list)
+    chosen: dict[tuple[int, str], list[tuple[WeightMatrix, slice, int]]] = defaultdict(list)
     for matrix, (rows, _) in zip(matrices, shapes, strict=True):
         kind = layer_type(matrix)
         count = -(-rows // matrix.fprop.right.block_rows)
@@ -69,13 +69,13 @@ def sample_weights(model: nn.Module, max_weights: int) -> list[WeightSample]:
     return [_sample(parts) for parts in chosen.values()]
 
 
-def layer_type(matrix: Matrix) -> str:
+def layer_type(matrix: WeightMatrix) -> str:
     """``"q_proj"`` of ``model.layers.3.self_attn.q_proj``; of experts ``"experts.down_proj"``."""
     name = matrix.name.removesuffix(".base_layer").rpartition(".")[2]  # PEFT's name for what it wraps
     return name if matrix.expert is None else f"experts.{name}"
 
 
-def _sample(parts: list[tuple[Matrix, slice, int]]) -> WeightSample:
+def _sample(parts: list[tuple[WeightMatrix, slice, int]]) -> WeightSample:
     matrix = parts[0][0]
     scheme = matrix.fprop.right
     size, columns = scheme.block_rows, _shape(matrix)[1]
@@ -97,7 +97,7 @@ def _sample(parts: list[tuple[Matrix, slice, int]]) -> WeightSample:
     )
 
 
-def _shape(matrix: Matrix) -> tuple[int, int]:
+def _shape(matrix: WeightMatrix) -> tuple[int, int]:
     """Rows and columns of the matrix, of which ZeRO-3 leaves a parameter of no elements between uses."""
     parameter = getattr(matrix.layer, matrix.parameter)
     rows, columns = getattr(parameter, "ds_shape", parameter.shape)[-2:]

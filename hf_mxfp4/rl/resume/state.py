@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training checkpoints that are whole, and that a run continues from to the bit."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,16 @@ def restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
+
+
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Within this context the global random generators may be drawn from; afterwards they are as they were."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        restore_random_states(states)
 
 
 def _state_file(checkpoint: str, rank: int) -> Path:

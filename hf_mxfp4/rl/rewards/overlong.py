@@ -2,6 +2,7 @@
 """Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), as one more reward function."""
 
 import torch
+from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
 from ..._logging import get_logger
@@ -39,6 +40,13 @@ class OverlongPenalty:
         get_logger().info(
             "overlong punishment: from %d to %d tokens, weight %g", longest - buffer, longest, self.weight
         )
+
+    def add_to(self, trainer: GRPOTrainer) -> None:
+        """Make it the last of a trainer's reward functions, as TRL adds the rewards of environments."""
+        trainer.reward_funcs.append(self.function)
+        trainer.reward_func_names.append(self.function.__name__)
+        trainer.reward_processing_classes.append(None)
+        trainer.reward_weights = torch.cat([trainer.reward_weights, torch.tensor([self.weight])])
 
     def spare_unscored(self, rewards: torch.Tensor, step: int) -> torch.Tensor:
         """Rewards ``[completions, functions]`` with NaN for the punishment too where all others are NaN."""

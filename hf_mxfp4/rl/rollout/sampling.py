@@ -6,8 +6,11 @@ Such a group has zero advantages and moves nothing. DAPO samples until a batch i
 rewards are constant; here the rounds are limited, and what could not be replaced is kept.
 """
 
+import contextlib
+import copy
 import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
+from trl import GRPOTrainer
 
 from ..._logging import get_logger
 from ..config import MXFP4GRPOConfig
@@ -194,3 +198,18 @@ def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, size: int) -> to
     highest = total.masked_fill(~scored, -torch.inf).view(-1, size).amax(dim=1)
     lowest = total.masked_fill(~scored, torch.inf).view(-1, size).amin(dim=1)
     return ~(highest > lowest)
+
+
+@contextlib.contextmanager
+def logs_set_aside(trainer: GRPOTrainer) -> Iterator[None]:
+    """What a trainer logs within the context is lost but for the number of tokens: metrics of TRL's about rewards and
+    completions remain those of the prompts that its sampler drew, with `dynamic_sampling` and without."""
+    metrics, logs = trainer._metrics["train"], trainer._logs
+    trainer._metrics["train"], trainer._logs = defaultdict(list), copy.deepcopy(logs)
+    try:
+        yield
+    finally:
+        tokens = trainer._metrics["train"].get("num_tokens")
+        trainer._metrics["train"], trainer._logs = metrics, logs
+        if tokens:
+            metrics["num_tokens"] = tokens

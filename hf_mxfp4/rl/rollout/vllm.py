@@ -68,7 +68,7 @@ def rollout_parameters(
         {plain_name(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
     )
     for name, matrix in quantized.items():
-        reason = matrix.layer.config.packing_obstacle
+        reason = matrix.layer.config.packing_unsupported_reason
         if reason:
             owner = name.removesuffix(".weight")
             raise ValueError(f"vLLM cannot sample from {owner}: {reason}; set use_vllm=False")

@@ -79,7 +79,7 @@ class DecodeConstants(NamedTuple):
         INTERPRETED: for Triton's interpreter.
         NATURAL: in the order of the weight's columns.
         PIECES: bfloat16 numbers that add up to an element of the other operand.
-        EVEN: steps of the product divide its rows.
+        EVEN: tiles divide the weight, along its rows and, where rows are not clamped, along its columns.
         COL_MULTIPLE: a power of two that divides the rows' length.
     """
 
@@ -91,6 +91,48 @@ class DecodeConstants(NamedTuple):
     PIECES: int = 1
     EVEN: bool = False
     COL_MULTIPLE: int = 1
+
+
+class ProductTile(NamedTuple):
+    """Compile-time sizes of the tiles of a product.
+
+    Attributes:
+        BM: rows of the left operand; of a gradient of weights, rows that are contracted.
+        BN: rows of the right operand.
+        BK: columns that are contracted at a time; of a gradient of weights, columns of the right operand.
+        GROUP_M: rows of tiles that run at the same time.
+    """
+
+    BM: int = 0
+    BN: int = 0
+    BK: int = 0
+    GROUP_M: int = 0
+
+
+class ExpertsShape(NamedTuple):
+    """Compile-time sizes of the weights ``[.., N, K]`` of experts, of which ``EXPERTS``, a power of two, are the most
+    that there can be."""
+
+    N: int
+    K: int
+    EXPERTS: int = 0
+
+
+class Strides(NamedTuple):
+    """Elements between neighbours: matrices of a stack, rows, and columns (of scales: groups of 128 columns); `None`
+    for those that a kernel does not ask for."""
+
+    matrices: Any
+    rows: Any
+    columns: Any
+
+
+class ColumnsOf(NamedTuple):
+    """Some columns of a matrix: where it is, which they are, and its `Strides`."""
+
+    pointer: Any
+    columns: Any
+    strides: Any
 
 
 class Partial(NamedTuple):
@@ -131,7 +173,7 @@ class BothLengths(NamedTuple):
 
 
 class FoldedPointers(NamedTuple):
-    """Where E4M3 elements and float32 scales go."""
+    """Where E4M3 elements and float32 scales are, or go."""
 
     elements: Any
     scale: Any

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import typing
 
@@ -69,25 +70,42 @@ def unsupported_scheme(
     return None
 
 
-def check_input(name: str, x: object, block_rows: int, axes: int = 1) -> None:
-    """Raise `TypeError` or `ValueError` unless ``x`` is a tensor that the kernels read, with ``axes`` axes at least."""
+def check_scheme(*options: object) -> None:
+    """Raise `ValueError` with what [`unsupported_scheme`] says of these options, if anything."""
+    try:
+        reason = _remembered_reason(*options)
+    except TypeError:  # an option that cannot be a key is not one that is known
+        reason = unsupported_scheme(*options)
+    if reason is not None:
+        raise ValueError(reason)
+
+
+#: True and 1 are equal, but not the same option.
+_remembered_reason = functools.lru_cache(maxsize=1024, typed=True)(unsupported_scheme)
+
+
+def check_input(name: str, x: object, block_rows: int, axes: int = 1, dtype: object = None) -> None:
+    """Raise `TypeError` or `ValueError` unless ``x`` is a tensor that the kernels read, with ``axes`` axes at least,
+    and ``dtype``, if given, one that they write."""
     import torch
 
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} needs a tensor, got {type(x).__name__}")
-    if (reason := unsupported_dtype(x.dtype)) is not None:
-        raise TypeError(reason)
+    if str(x.dtype) not in DTYPES:
+        raise TypeError(unsupported_dtype(x.dtype))
     if x.dim() == 0:
         raise ValueError(f"{name} needs at least one axis, got a scalar tensor")
     if x.dim() < axes:
         raise ValueError(f"{name} needs at least {axes} axes, got {x.dim()}")
     if block_rows != 1 and x.dim() < 2:
         raise ValueError(f"blocks of {block_rows} rows need a tensor with at least two axes, got {x.dim()}")
+    if dtype is not None:
+        check_output(dtype)
 
 
 def check_output(dtype: object) -> None:
     """Raise `TypeError` for an output dtype that the kernels do not write."""
-    if dtype is not None and (reason := unsupported_dtype(dtype)) is not None:
+    if (reason := unsupported_dtype(dtype)) is not None:
         raise TypeError(reason)
 
 
@@ -134,8 +152,7 @@ def check_packed(
     outlier_fallback: float | None,
 ) -> None:
     """Raise `TypeError` or `ValueError` for tensors of a packed matrix that do not fit together or their scheme."""
-    if (reason := unsupported_scheme("rceil", macro_block, macro_search, outlier_fallback, 1)) is not None:
-        raise ValueError(reason)
+    check_scheme("rceil", macro_block, macro_search, outlier_fallback, 1)
     expected = {
         "codes": (codes, 2),
         "scale": (scale, 32),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import triton
 
 from . import blocks
 from .arguments import SchemeConstants, SideConstants
-from .checks import unsupported_row
+from .checks import check_rotation, check_scheme, check_seed, unsupported_row
 from .tile import LONGEST_FLAT_TILE
 
 
@@ -68,8 +69,10 @@ class Side(NamedTuple):
     @property
     def halves(self) -> tuple[int, int]:
         """The seed as the bits of two int32 numbers."""
-        seed = self.seed or 0
-        return tuple((half & 0x7FFFFFFF) - (half & 0x80000000) for half in (seed & 0xFFFFFFFF, seed >> 32))
+        if self.seed is None:
+            return 0, 0
+        low, high = self.seed & 0xFFFFFFFF, self.seed >> 32
+        return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 PLAIN = Side()
@@ -105,6 +108,19 @@ class Packed(NamedTuple):
     residual_scale: torch.Tensor | None
 
 
+def checked_side(
+    x: torch.Tensor, length: int, rounding: object, seed: object, rotation: object, signs: torch.Tensor | None
+) -> Side:
+    """What belongs to the blocks along an axis of ``length`` of ``x``. Raises `TypeError` or `ValueError` for what
+    there is not, or has no effect."""
+    if rounding == "nearest" and seed is None and rotation is None and signs is None:
+        return PLAIN
+    check_scheme("rceil", None, "static", None, 1, rounding)
+    check_seed(rounding, seed)
+    return Side(seed, rotation, check_rotation(x, length, rotation, signs))
+
+
+@functools.lru_cache(maxsize=1024)
 def scheme_constants(
     dtype: torch.dtype, scheme: Scheme, out: torch.dtype | None = None, native: bool = False
 ) -> SchemeConstants:
@@ -126,6 +142,11 @@ def scheme_constants(
         INTERPRETED=INTERPRETED,
         NATIVE=native,
     )
+
+
+def alpha(scheme: Scheme) -> float:
+    """What the residual is multiplied by."""
+    return 1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback)
 
 
 def options(tile_rows: int, tile_cols: int, constants: SchemeConstants) -> dict[str, int | bool]:
@@ -178,9 +199,9 @@ def bits(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.view(torch.int16) if matrix.dtype == torch.bfloat16 else matrix
 
 
-def as_stored(out: torch.Tensor) -> torch.Tensor:
-    """Interpreted, bfloat16 comes out as int16 bits."""
-    return bits(out) if INTERPRETED else out
+def as_stored(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Interpreted, bfloat16 passes as int16 bits."""
+    return tensor.view(torch.int16) if INTERPRETED and tensor is not None and tensor.dtype == torch.bfloat16 else tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:

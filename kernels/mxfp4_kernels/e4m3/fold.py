@@ -10,8 +10,8 @@ import torch
 import triton
 
 from ..common.arguments import FoldBothLengths, FoldedPointers, FoldLengths, SchemeConstants, Sides
-from ..common.checks import check_rotation, check_seed, unsupported_dtype, unsupported_scheme
-from ..common.plan import INTERPRETED, PLAIN, Scheme, Side, bits, check_device, launch, scheme_constants
+from ..common.checks import DTYPES, check_scheme, unsupported_dtype
+from ..common.plan import INTERPRETED, PLAIN, Scheme, Side, bits, check_device, checked_side, launch, scheme_constants
 from .both_kernel import fold_both_kernel
 from .rows_kernel import fold_groups_kernel, fold_rows_kernel
 
@@ -73,7 +73,7 @@ def fold_e4m3(
     _check_group(group, macro_block, macro_search)
     scheme = Scheme(scale_rule, macro_block, macro_search, None, block_rows)
     matrix = _matrix("fold_e4m3", x, axis, scheme)
-    side = _side(matrix, matrix.shape[1], rounding, seed, rotation, signs)
+    side = checked_side(matrix, matrix.shape[1], rounding, seed, rotation, signs)
     check_device(x)
     n_rows, length = matrix.shape[0], side.padded(matrix.shape[1])
     out, scale = _outputs(n_rows, length, group, x.device)
@@ -122,7 +122,7 @@ def fold_e4m3_both(
     scheme = Scheme(scale_rule, macro_block, macro_search)
     matrix = _matrix("fold_e4m3_both", x, 1, scheme)
     sides = [
-        _side(matrix, length, *of_side)
+        checked_side(matrix, length, *of_side)
         for length, *of_side in zip(reversed(matrix.shape), rounding, seed, rotation, signs, strict=True)
     ]
     check_device(x)
@@ -140,7 +140,7 @@ def fold_e4m3_both(
             FoldedPointers(out.view(torch.uint8), scale.t()),
             FoldedPointers(out_t.view(torch.uint8), scale_t.t()),
             counter,
-            tuple(side.signs for side in sides),
+            (sides[0].signs, sides[1].signs),
             FoldBothLengths(n_rows, n_cols, length, length_t, out.shape[1], out_t.shape[1], *matrix.stride()),
             col_tiles,
             *sides[0].halves,
@@ -149,7 +149,7 @@ def fold_e4m3_both(
         tile |= {
             "REUSED": columns == "reused",
             "SCHEME": constants,
-            "SIDES": Sides(*(side.constants for side in sides)),
+            "SIDES": Sides(sides[0].constants, sides[1].constants),
         }
         _run(fold_both_kernel, triton.cdiv(n_rows, _GROUP) * col_tiles, x.device, arguments, tile, options)
     return Folded(out, scale, counter, length), Folded(out_t, scale_t, counter, length_t)
@@ -256,16 +256,6 @@ def _run(kernel: Any, grid: int, device: torch.device, arguments: tuple, constan
     launch(kernel, (grid,), device, *arguments, **constants, **options, enable_fp_fusion=False)
 
 
-def _side(
-    matrix: torch.Tensor, length: int, rounding: str, seed: int | None, rotation: int | None, signs: torch.Tensor | None
-) -> Side:
-    """What belongs to the blocks along an axis of ``length``. Raises as [`fold_e4m3`] says."""
-    if (reason := unsupported_scheme("rceil", None, "static", None, 1, rounding)) is not None:
-        raise ValueError(reason)
-    check_seed(rounding, seed)
-    return Side(seed, rotation, check_rotation(matrix, length, rotation, signs))
-
-
 def _outputs(n_rows: int, length: int, group: int | str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     n_groups = triton.cdiv(length, _GROUP)
     elements = torch.empty(n_rows, n_groups * _GROUP, dtype=torch.float8_e4m3fn, device=device)
@@ -300,10 +290,9 @@ def _matrix(name: str, x: object, axis: int, scheme: Scheme) -> torch.Tensor:
     """``x`` as the matrix whose rows are to be folded. Raises as [`fold_e4m3`] says."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} needs a tensor, got {type(x).__name__}")
-    if (reason := unsupported_dtype(x.dtype)) is not None:
-        raise TypeError(reason)
-    if (reason := unsupported_scheme(*scheme)) is not None:
-        raise ValueError(reason)
+    if str(x.dtype) not in DTYPES:
+        raise TypeError(unsupported_dtype(x.dtype))
+    check_scheme(*scheme)
     if axis not in (0, 1):
         raise ValueError(f"axis={axis!r} must be 1 (blocks along rows) or 0 (along columns)")
     if x.dim() < 2 or axis == 0 and x.dim() != 2:

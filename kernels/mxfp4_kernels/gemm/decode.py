@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
@@ -11,11 +10,11 @@ import torch.nn.functional as F
 
 from ..common import blocks
 from ..common.arguments import DecodeConstants, PackedPointers, Partial
-from ..common.autotune import choose, milliseconds
 from ..common.checks import check_packed
 from ..common.counters import zeros_of_a_launch
-from ..common.plan import INTERPRETED, Packed, Scheme
+from ..common.plan import INTERPRETED, Packed, Scheme, alpha, bits
 from ..quantization.launch import dequantize
+from .configs import Config, fitting_packed, launch_config, shared_memory, tuned
 from .decode_kernel import linear_kernel
 from .decode_plan import LinearPlan, plan_linear_w4a16, steps_of, token_class
 
@@ -104,40 +103,23 @@ def _launch_fused(
     natural = n_tokens > 16
     # The interpreter does not round to bfloat16.
     target = out if not INTERPRETED else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    alpha = 1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback)
 
-    def launch(config: dict[str, int], target: torch.Tensor) -> None:
+    def run(config: Config, target: torch.Tensor) -> None:
         splits = -(-steps_of(n_cols, config) // config["split_steps"])
         tiles = (-(-n_rows // config["BN"]), -(-n_tokens // config["BM"]))
         partial = None
         if splits > 1:
             sums = torch.empty((splits, n_tokens, n_rows), dtype=torch.float32, device=x.device)
             partial = Partial(sums, zeros_of_a_launch(tiles[0] * tiles[1], x.device))
-        with torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext():
-            linear_kernel[(tiles[0], splits, tiles[1])](
-                # As bits, which the interpreter needs.
-                x.view(torch.int16) if x.dtype == torch.bfloat16 else x,
-                parts,
-                bias,
-                target,
-                partial,
-                n_tokens,
-                n_rows,
-                n_cols,
-                x.stride(0),
-                n_splits=splits,
-                alpha=alpha,
-                WEIGHT=constants(x.dtype, scheme, n_cols, config["BK"], natural),
-                **config,
-            )
-
-    def measure(config: dict[str, int]) -> float:
-        scratch = torch.empty_like(target)
-        return milliseconds(lambda: launch(config, scratch))
+        sizes = (n_tokens, n_rows, n_cols, x.stride(0), config["split_steps"], splits, alpha(scheme))
+        # As bits, which the interpreter needs.
+        arguments = (bits(x), parts, bias, target, partial, *sizes)
+        weight = constants(x.dtype, scheme, n_cols, config["BK"], natural)
+        launch_config(linear_kernel, (tiles[0], splits, tiles[1]), x.device, arguments, {"WEIGHT": weight}, config)
 
     weight = (n_rows, n_cols, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback is not None)
     key = (token_class(n_tokens), *weight, str(x.dtype), bias is not None)
-    launch(choose("linear_w4a16", key, plan.configs, measure, x.device), target)
+    run(tuned("linear_w4a16", key, plan.configs, run, target), target)
     if target is not out:
         out.copy_(target)
 
@@ -157,31 +139,48 @@ def constants(dtype: torch.dtype, scheme: Scheme, n_cols: int, step: int, natura
 
 
 def _plan_for(n_tokens: int, n_rows: int, n_cols: int, scheme: Scheme, x: torch.Tensor) -> LinearPlan:
-    arch, multiprocessors = ("90", None) if x.device.type != "cuda" else _gpu(x.device)
-    weight = (scheme.macro_block, scheme.macro_search, scheme.outlier_fallback)
-    return _plan_cached(n_tokens, n_rows, n_cols, arch, *weight, str(x.dtype).removeprefix("torch."), multiprocessors)
+    gpu = ("90", None, None) if x.device.type != "cuda" else _gpu(x.device)
+    return _plan_cached(n_tokens, n_rows, n_cols, scheme, x.dtype, *gpu)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan_cached(n_tokens, n_rows, n_cols, arch, macro_block, macro_search, outlier_fallback, dtype, multiprocessors):
-    return plan_linear_w4a16(
+def _plan_cached(
+    n_tokens: int,
+    n_rows: int,
+    n_cols: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    arch: str,
+    multiprocessors: int | None,
+    limit: int | None,
+) -> LinearPlan:
+    """The plan, of configs that a GPU with so many bytes of shared memory for a program can run (`None`: of all)."""
+    plan = plan_linear_w4a16(
         n_tokens,
         n_rows,
         n_cols,
         arch,
-        macro_block=macro_block,
-        macro_search=macro_search,
-        outlier_fallback=outlier_fallback,
-        dtype=dtype,
+        macro_block=scheme.macro_block,
+        macro_search=scheme.macro_search,
+        outlier_fallback=scheme.outlier_fallback,
+        dtype=str(dtype).removeprefix("torch."),
         multiprocessors=multiprocessors,
     )
+    if limit is None or plan.route != "fused":
+        return plan
+    step = plan.configs[0]["BK"]
+    fits = fitting_packed(plan.configs, limit, step, dtype.itemsize, scheme.outlier_fallback is not None)
+    return plan._replace(configs=tuple(fits))
 
 
 @functools.lru_cache(maxsize=64)
-def _gpu(device: torch.device) -> tuple[str, int]:
+def _gpu(device: torch.device) -> tuple[str, int, int | None]:
+    """Architecture, multiprocessors, and bytes of shared memory where configs may need too many."""
     properties = torch.cuda.get_device_properties(device)
-    arch = properties.gcnArchName.split(":")[0] if torch.version.hip else f"{properties.major}{properties.minor}"
-    return arch, properties.multi_processor_count
+    if torch.version.hip:
+        # The pipeline is in registers alone there.
+        return properties.gcnArchName.split(":")[0], properties.multi_processor_count, None
+    return f"{properties.major}{properties.minor}", properties.multi_processor_count, shared_memory(device)
 
 
 def _in_words(codes: torch.Tensor) -> bool:
@@ -229,9 +228,11 @@ def _check(
             raise TypeError(f"out is {out.dtype}, x is {x.dtype}; they must be the same")
         if tuple(out.shape) != (*x.shape[:-1], n_rows) or not out.is_contiguous():
             raise ValueError(f"out must be contiguous {[*x.shape[:-1], n_rows]}, got {list(out.shape)}")
-    others = [tensor for tensor in (*packed, bias, out) if tensor is not None]
-    if any(tensor.device != x.device for tensor in others):
-        devices = sorted({str(tensor.device) for tensor in (x, *others)})
-        raise ValueError(f"tensors are on several devices: {', '.join(devices)}; move them to one")
+    devices = {x.device}
+    for tensor in (*packed, bias, out):
+        if tensor is not None:
+            devices.add(tensor.device)
+    if len(devices) > 1:
+        raise ValueError(f"tensors are on several devices: {', '.join(sorted(map(str, devices)))}; move them to one")
     if x.device.type == "cpu" and not INTERPRETED:
         raise ValueError("the Triton kernel needs GPU tensors, got some on the CPU")

@@ -15,47 +15,13 @@ import triton.language as tl
 
 from ..common.arguments import PackedPointers, RowBytes
 from ..common.blocks import BLOCKWISE, NO_MACRO, macro_factor
-from .decode_tile import NARROW_BYTE, bfloat16_of, decode_tile, interleave
-
-
-_HIGH_HALF = tl.constexpr(-0x10000)
-
-
-@triton.jit
-def _load(pointer, mask, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointer)
-    else:
-        return tl.load(pointer, mask=mask, other=0)
+from .decode_tile import NARROW_BYTE, decoded_product, load_inside
 
 
 @triton.jit
 def _mantissas(macro, start, BLOCKS: tl.constexpr):
     """Two bits for each block, of the macro bytes ``[ROWS, BLOCKS]`` that hold those of four."""
     return (macro >> (2 * ((start // 32 + tl.arange(0, BLOCKS)) % 4))[None, :]) & 3
-
-
-@triton.jit
-def _dot(weight, x, WEIGHT: tl.constexpr):
-    """``weight[BN, BK] x[BM, BK]^T`` of a bfloat16 tile and the bits of bfloat16 (``PIECES`` is 1) or float32."""
-    PIECES: tl.constexpr = WEIGHT.PIECES
-    if PIECES == 1:
-        x = bfloat16_of(x, WEIGHT.INTERPRETED)
-        if not WEIGHT.NATURAL:
-            x = interleave(x)
-        return tl.dot(weight, tl.trans(x))
-    else:
-        total = tl.zeros([weight.shape[0], x.shape[0]], tl.float32)
-        if not WEIGHT.NATURAL:
-            x = interleave(x)
-        for _ in tl.static_range(PIECES):
-            bits = x.to(tl.int32, bitcast=True)
-            # The bits of a NaN may all be in the half that is cut off.
-            top = tl.where(x == x, bits & _HIGH_HALF, 0x7FC00000)
-            total = tl.dot(weight, tl.trans(bfloat16_of(top >> 16, WEIGHT.INTERPRETED)), total)
-            piece = top.to(tl.float32, bitcast=True)
-            x = tl.where(x == piece, 0.0, x - piece)
-        return total
 
 
 @triton.jit
@@ -70,14 +36,16 @@ def _accumulate(
     row_bytes,
     x_row_stride,
     alpha,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    TILE: tl.constexpr,
     WIDE: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
     """Sums ``[BN, BM]`` over steps ``first..last`` of ``BK`` columns, and the largest scale byte met. Pointers are to
     the tile's first rows, ``rows`` and ``tokens`` offsets from there."""
+    BM: tl.constexpr = TILE.BM
+    BN: tl.constexpr = TILE.BN
+    BK: tl.constexpr = TILE.BK
+    EVEN: tl.constexpr = WEIGHT.EVEN
     BLOCKS: tl.constexpr = BK // 32
     cols = tl.arange(0, BK)[None, :]
     words = tl.arange(0, BK // 8)[None, :]
@@ -95,26 +63,22 @@ def _accumulate(
         col = step * BK
         has_words = words < row_bytes.n_codes - col // 8
         has_blocks = blocks < row_bytes.n_blocks - col // 32
-        code = _load(packed.codes + step * (BK // 8) + at_codes, has_words, WEIGHT.EVEN)
-        byte = _load(packed.scale + step * (BK // 32) + at_scale, has_blocks, WEIGHT.EVEN).to(tl.int32)
-        x = _load(x_ptr + col + at_x, cols < n_cols - col, WEIGHT.EVEN)
+        code = load_inside(packed.codes + step * (BK // 8) + at_codes, has_words, EVEN)
+        byte = load_inside(packed.scale + step * (BK // 32) + at_scale, has_blocks, EVEN).to(tl.int32)
+        x = load_inside(x_ptr + col + at_x, cols < n_cols - col, EVEN)
         if WEIGHT.PIECES > 1:
             x = x.to(tl.float32)
         mantissa = byte
         if WEIGHT.SEARCH == BLOCKWISE:
             at_macro = rows[:, None] * row_bytes.n_macros + (col // 32 + blocks) // 4
-            mantissa = _mantissas(_load(packed.macro + at_macro, has_blocks, WEIGHT.EVEN).to(tl.int32), col, BLOCKS)
-        if not WIDE:
-            largest = tl.maximum(largest, byte)
-        weight = decode_tile(code, byte, mantissa, WIDE, WEIGHT)
-        part = _dot(weight, x, WEIGHT)
+            mantissa = _mantissas(load_inside(packed.macro + at_macro, has_blocks, EVEN).to(tl.int32), col, BLOCKS)
+        at_residual, at_residual_scale = None, None
         if packed.residual_codes is not None:
-            code = _load(packed.residual_codes + step * (BK // 8) + at_codes, has_words, WEIGHT.EVEN)
-            byte = _load(packed.residual_scale + step * (BK // 32) + at_scale, has_blocks, WEIGHT.EVEN).to(tl.int32)
-            if not WIDE:
-                largest = tl.maximum(largest, byte)
-            weight = decode_tile(code, byte, mantissa, WIDE, WEIGHT)
-            part += alpha * _dot(weight, x, WEIGHT)
+            at_residual = packed.residual_codes + step * (BK // 8) + at_codes
+            at_residual_scale = packed.residual_scale + step * (BK // 32) + at_scale
+        part, largest = decoded_product(
+            x, code, byte, mantissa, at_residual, at_residual_scale, has_words, has_blocks, largest, alpha, WIDE, WEIGHT
+        )
         if HAS_FACTOR:
             part *= (1.0 / macro_factor(byte_of_factor))[:, None]
             # Ahead of its use, so that nothing waits for it.
@@ -148,9 +112,7 @@ def linear_kernel(
     split_steps,
     n_splits,
     alpha,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    TILE: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
     """``out[n_tokens, n_rows]`` from ``x[n_tokens, n_cols]`` (unit stride along columns) and a packed weight
@@ -161,6 +123,8 @@ def linear_kernel(
     does not depend on which one that is. ``partial.sums`` is ``[n_splits, n_tokens, n_rows]`` float32, ``arrived`` one
     zero for each tile, and zero again afterwards.
     """
+    BM: tl.constexpr = TILE.BM
+    BN: tl.constexpr = TILE.BN
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row = tile.to(tl.int64) * BN
@@ -186,14 +150,14 @@ def linear_kernel(
     )
     row_bytes = RowBytes(n_words, n_blocks, n_macros)
     first = split * split_steps
-    last = tl.minimum(first + split_steps, tl.cdiv(n_cols, BK))
+    last = tl.minimum(first + split_steps, tl.cdiv(n_cols, TILE.BK))
     total, largest = _accumulate(
-        x_ptr, here, rows, tokens, first, last, n_cols, row_bytes, x_row_stride, alpha, BM, BN, BK, False, WEIGHT
+        x_ptr, here, rows, tokens, first, last, n_cols, row_bytes, x_row_stride, alpha, TILE, False, WEIGHT
     )
     if largest > NARROW_BYTE:
         # Rare: a block with magnitudes of 12 and more, or NaN.
         total, _ = _accumulate(
-            x_ptr, here, rows, tokens, first, last, n_cols, row_bytes, x_row_stride, alpha, BM, BN, BK, True, WEIGHT
+            x_ptr, here, rows, tokens, first, last, n_cols, row_bytes, x_row_stride, alpha, TILE, True, WEIGHT
         )
 
     rows = tl.arange(0, BN)

@@ -67,8 +67,10 @@ def _multiply(pairs, factor, CUDA: tl.constexpr):
 
 @triton.jit
 def bfloat16_of(bits, INTERPRETED: tl.constexpr):
-    """Numbers whose bfloat16 bits are the low halves of integers."""
-    if INTERPRETED:
+    """Numbers whose bfloat16 bits are the low halves of integers; bfloat16 as it is."""
+    if bits.dtype == tl.bfloat16:
+        return bits
+    elif INTERPRETED:
         return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -137,3 +139,65 @@ def interleave(x):
     """Columns of ``x[ROWS, COLS]`` as [`decode_tile`] orders them without ``NATURAL``: of eight, 0 4 1 5 2 6 3 7."""
     x = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 2, 4]), [0, 1, 3, 2])
     return tl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2] * x.shape[3]])
+
+
+@triton.jit
+def load_inside(pointers, inside, ALL: tl.constexpr):
+    """What lies at pointers, zero where not ``inside``; ``ALL``: everywhere."""
+    if ALL:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def _dot(weight, x, WEIGHT: tl.constexpr):
+    """``weight[BN, BK] x[BM, BK]^T`` of a bfloat16 tile and bfloat16, its bits (``PIECES`` is 1), or float32."""
+    PIECES: tl.constexpr = WEIGHT.PIECES
+    if PIECES == 1:
+        x = bfloat16_of(x, WEIGHT.INTERPRETED)
+        if not WEIGHT.NATURAL:
+            x = interleave(x)
+        return tl.dot(weight, tl.trans(x))
+    else:
+        total = tl.zeros([weight.shape[0], x.shape[0]], tl.float32)
+        if not WEIGHT.NATURAL:
+            x = interleave(x)
+        for _ in tl.static_range(PIECES):
+            bits = x.to(tl.int32, bitcast=True)
+            # The bits of a NaN may all be in the half that is cut off.
+            top = tl.where(x == x, bits & _HIGH_HALF, 0x7FC00000)
+            total = tl.dot(weight, tl.trans(bfloat16_of(top >> 16, WEIGHT.INTERPRETED)), total)
+            piece = top.to(tl.float32, bitcast=True)
+            x = tl.where(x == piece, 0.0, x - piece)
+        return total
+
+
+@triton.jit
+def decoded_product(
+    x,
+    codes,
+    byte,
+    mantissa,
+    residual_codes_at,
+    residual_scale_at,
+    has_words,
+    has_blocks,
+    largest,
+    alpha,
+    WIDE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+):
+    """``weight[BN, BK] x[BM, BK]^T`` of one step, macro factors apart, and the largest scale bytes met with those of
+    the step. Of the residual, codes and scale bytes are loaded here from ``[BN, BK / 8]`` and ``[BN, BK / 32]``, or
+    `None`."""
+    if not WIDE:
+        largest = tl.maximum(largest, byte)
+    part = _dot(decode_tile(codes, byte, mantissa, WIDE, WEIGHT), x, WEIGHT)
+    if residual_codes_at is not None:
+        codes = load_inside(residual_codes_at, has_words, WEIGHT.EVEN)
+        byte = load_inside(residual_scale_at, has_blocks, WEIGHT.EVEN).to(tl.int32)
+        if not WIDE:
+            largest = tl.maximum(largest, byte)
+        part += alpha * _dot(decode_tile(codes, byte, mantissa, WIDE, WEIGHT), x, WEIGHT)
+    return part, largest

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
 
 import torch
 import triton
 
-from ..common.autotune import choose, milliseconds
-from ..common.plan import INTERPRETED
+from ..common.arguments import ExpertsShape, ProductTile, Strides
+from ..common.plan import INTERPRETED, as_stored, launch
+from .configs import Config, fitting, launch_config, named, shared_memory, tuned
 from .grouped_kernel import grouped_matmul_kernel, grouped_sum_kernel, grouped_wgrad_kernel
 from .grouped_tiles import tile_slots
-from .matmul import shared_memory
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,7 +38,9 @@ _WGRAD = (
     (0, (32, 128, 128, 8, 3)),
     (0, (32, 64, 64, 4, 2)),
 )
-_SUM_TILE = (32, 128)
+_SUM_TILE = ProductTile(BM=32, BN=128)
+#: Small, so that tests of several tiles are.
+_INTERPRETED_CONFIGS = named(("BM", "BN", "BK"), [(16, 32, 32, 4, 1)])
 
 
 def grouped_matmul(
@@ -77,28 +78,18 @@ def grouped_matmul(
     x = unit_stride(x.detach())
     weight = weight.detach()
 
-    def launch(config: Mapping[str, int], target: torch.Tensor) -> None:
-        slots = tile_slots(x.shape[0], n_experts, config["BM"])
-        run(
-            grouped_matmul_kernel,
-            slots * triton.cdiv(n, config["BN"]),
-            x.device,
-            *(bits(tensor) for tensor in (x, weight, bias, target)),
-            offsets,
-            n_experts,
-            x.stride(0),
-            *weight.stride(),
-            N=n,
-            K=k,
-            EXPERTS=triton.next_power_of_2(n_experts),
-            BF16=x.dtype == torch.bfloat16,
-            INTERPRETED=INTERPRETED,
-            **config,
-        )
+    shape = ExpertsShape(n, k, triton.next_power_of_2(n_experts))
+    constants = {"SHAPE": shape, "BF16": x.dtype == torch.bfloat16, "INTERPRETED": INTERPRETED}
 
-    configs = fitting(_MATMUL, x.shape[0], n_experts, x.element_size(), x.device, contracted=2)
-    key = (x.dtype, rows_class(x.shape[0], n_experts), n, k)
-    launch(tuned("grouped_matmul", key, configs, launch, out), out)
+    def run(config: Config, target: torch.Tensor) -> None:
+        tiles = tile_slots(x.shape[0], n_experts, config["BM"]) * triton.cdiv(n, config["BN"])
+        tensors = (as_stored(tensor) for tensor in (x, weight, bias, target))
+        arguments = (*tensors, offsets, n_experts, x.stride(0), Strides(*weight.stride()))
+        launch_config(grouped_matmul_kernel, (tiles,), x.device, arguments, constants, config)
+
+    rows = rows_class(x.shape[0], n_experts)
+    configs = configs_of(_MATMUL, rows, x.element_size(), x.device, "BK")
+    run(tuned("grouped_matmul", (x.dtype, rows, n, k), configs, run, out), out)
     return out
 
 
@@ -129,25 +120,17 @@ def grouped_wgrad(
         return out
     left, right = left.detach(), right.detach()
 
-    def launch(config: Mapping[str, int], target: torch.Tensor) -> None:
-        run(
-            grouped_wgrad_kernel,
-            n_experts * triton.cdiv(n, config["BN"]) * triton.cdiv(k, config["BK"]),
-            left.device,
-            *(bits(tensor) for tensor in (left, right, target)),
-            offsets,
-            *left.stride(),
-            *right.stride(),
-            N=n,
-            K=k,
-            BF16=left.dtype == torch.bfloat16,
-            INTERPRETED=INTERPRETED,
-            **config,
-        )
+    constants = {"SHAPE": ExpertsShape(n, k), "BF16": left.dtype == torch.bfloat16, "INTERPRETED": INTERPRETED}
 
-    configs = fitting(_WGRAD, left.shape[0], n_experts, left.element_size(), left.device, contracted=0)
-    key = (left.dtype, dtype, rows_class(left.shape[0], n_experts), n, k)
-    launch(tuned("grouped_wgrad", key, configs, launch, out), out)
+    def run(config: Config, target: torch.Tensor) -> None:
+        tiles = n_experts * triton.cdiv(n, config["BN"]) * triton.cdiv(k, config["BK"])
+        tensors = (as_stored(tensor) for tensor in (left, right, target))
+        arguments = (*tensors, offsets, Strides(None, *left.stride()), Strides(None, *right.stride()))
+        launch_config(grouped_wgrad_kernel, (tiles,), left.device, arguments, constants, config)
+
+    rows = rows_class(left.shape[0], n_experts)
+    configs = configs_of(_WGRAD, rows, left.element_size(), left.device, "BM")
+    run(tuned("grouped_wgrad", (left.dtype, dtype, rows, n, k), configs, run, out), out)
     return out
 
 
@@ -172,17 +155,17 @@ def grouped_sum(x: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype | Non
     if out.numel() == 0:
         return out
     x = unit_stride(x.detach())
-    run(
+    n_experts, n = out.shape
+    launch(
         grouped_sum_kernel,
-        offsets.shape[0] * triton.cdiv(x.shape[1], _SUM_TILE[1]),
+        (n_experts * triton.cdiv(n, _SUM_TILE.BN),),
         x.device,
-        bits(x),
-        bits(out),
+        as_stored(x),
+        as_stored(out),
         offsets,
         x.stride(0),
-        N=x.shape[1],
-        BM=_SUM_TILE[0],
-        BN=_SUM_TILE[1],
+        N=n,
+        TILE=_SUM_TILE,
         BF16=x.dtype == torch.bfloat16,
         INTERPRETED=INTERPRETED,
         num_warps=4,
@@ -242,65 +225,33 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
-def bits(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Interpreted, bfloat16 passes as int16 bits."""
-    return tensor.view(torch.int16) if INTERPRETED and tensor is not None and tensor.dtype == torch.bfloat16 else tensor
-
-
 def rows_class(n_rows: int, n_experts: int) -> int:
     """Mean rows of the experts that can have any, as a power of two from 8 to 512: what tiles are chosen by."""
     mean = n_rows / max(1, min(n_rows, n_experts))
     return min(512, max(8, triton.next_power_of_2(int(mean))))
 
 
-def fitting(
-    table: Sequence[tuple[int, tuple]],
-    n_rows: int,
-    n_experts: int,
-    element_size: int,
-    device: torch.device,
-    contracted: int,
-) -> list[dict[str, int]]:
-    """Configs of a table that the GPU has the shared memory for, the likeliest first.
-
-    Args:
-        table: least rows per expert, and tile (BM, BN, BK), warps, stages.
-        contracted: the place in the tile of the side that is contracted.
-    """
+def configs_of(table: tuple, rows: int, element_size: int, device: torch.device, contracted: str) -> Sequence[Config]:
+    """Configs of a table for so many rows per expert that the GPU has the shared memory for, the likeliest first.
+    ``contracted`` names the side of the tile that is."""
     if INTERPRETED:
-        # Small, so that tests of several tiles are.
-        return [{"BM": 16, "BN": 32, "BK": 32, "num_warps": 4, "num_stages": 1}]
-    rows = rows_class(n_rows, n_experts)
+        return _INTERPRETED_CONFIGS
+    return configs_within(shared_memory(device), table, rows, element_size, contracted)
+
+
+@functools.lru_cache(maxsize=256)
+def configs_within(limit: int, table: tuple, rows: int, element_size: int, contracted: str) -> Sequence[Config]:
+    """[`configs_of`] a GPU with so many bytes of shared memory for a program."""
     is_hip = torch.version.hip is not None
-    limit = shared_memory(device)
-    found = []
-    for least, (*tile, warps, stages) in table:
+    found = named(("BM", "BN", "BK"), (tile for least, tile in table if least <= rows))
+    for config in found:
         # Tables are for 16-bit elements; longer or shorter ones keep the bytes of a tile.
-        tile[contracted] = max(16, tile[contracted] * 2 // element_size)
-        stages = 2 if is_hip else stages
-        sides = sum(tile) - tile[contracted]
-        # AMD's pipeline keeps one stage in registers.
-        needed = sides * tile[contracted] * element_size * (stages - 1 if is_hip else stages) + 4096
-        if least <= rows and needed <= limit:
-            found.append({**dict(zip(("BM", "BN", "BK"), tile, strict=True)), "num_warps": warps, "num_stages": stages})
-    if not found:
-        *tile, warps, _ = table[-1][1]
-        tile[contracted] = max(16, tile[contracted] * 2 // element_size)
-        found.append({**dict(zip(("BM", "BN", "BK"), tile, strict=True)), "num_warps": warps, "num_stages": 2})
-    return found[:6]
+        config[contracted] = max(16, config[contracted] * 2 // element_size)
+        config["num_stages"] = 2 if is_hip else config["num_stages"]
 
+    def stage_bytes(config: Config) -> int:
+        sides = config["BM"] + config["BN"] + config["BK"] - config[contracted]
+        return sides * config[contracted] * element_size
 
-def tuned(name: str, key: tuple, configs: list[dict[str, int]], launch: Any, out: torch.Tensor) -> Mapping[str, Any]:
-    """The config to launch with; see [`mxfp4_kernels.common.autotune.choose`]."""
-
-    def bench(config: Mapping[str, Any]) -> float:
-        scratch = torch.empty_like(out)
-        return milliseconds(lambda: launch(config, scratch))
-
-    return choose(name, key, configs, bench, out.device)
-
-
-def run(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
-    """Launch on a device."""
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[(programs,)](*arguments, **constants)
+    # AMD's pipeline keeps one stage in registers.
+    return fitting(found, stage_bytes, limit, in_registers=int(is_hip))[:6]

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Sequence
 
 import torch
 import triton
 
-from ..common.plan import INTERPRETED
-from .grouped import bits, check_offsets, check_result, check_shape, rows_class, run, tuned
+from ..common.arguments import ExpertsShape, FoldedPointers, Strides
+from ..common.plan import INTERPRETED, as_stored
+from .configs import Config, fitting, launch_config, named, shared_memory, tuned
+from .grouped import check_offsets, check_result, check_shape, rows_class
 from .grouped_e4m3_kernel import grouped_matmul_e4m3_kernel, grouped_wgrad_e4m3_kernel
 from .grouped_tiles import tile_slots
-from .matmul import shared_memory
+from .matmul import as_elements
 
 
 _GROUP = 128
@@ -27,7 +30,7 @@ _MATMUL = (
     (0, (16, 128, 4, 4)),
     (0, (16, 64, 4, 3)),
 )
-_WGRAD = ((128, 128, 8, 4), (128, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 2))
+_WGRAD = ((0, (128, 128, 8, 4)), (0, (128, 128, 8, 3)), (0, (64, 128, 4, 3)), (0, (64, 64, 4, 2)))
 
 
 def grouped_matmul_e4m3(
@@ -85,35 +88,26 @@ def grouped_matmul_e4m3(
     if out.numel() == 0:
         return out
 
-    def launch(config: Mapping[str, int], target: torch.Tensor) -> None:
-        run(
-            grouped_matmul_e4m3_kernel,
-            tile_slots(n_rows, n_experts, config["BM"]) * triton.cdiv(n, config["BN"]),
-            x.device,
-            _elements(x),
-            x_scale,
-            _elements(weight),
-            weight_scale,
-            bits(bias),
-            bits(target),
-            offsets,
-            rows,
-            n_experts,
-            *_strides(x_scale),
-            *weight.stride()[:2],
-            weight_scale.stride(0),
-            *_strides(weight_scale),
-            N=n,
-            K=k,
-            EXPERTS=triton.next_power_of_2(n_experts),
-            OUT_BF16=out_dtype == torch.bfloat16,
-            INTERPRETED=INTERPRETED,
-            **config,
-        )
+    constants = {
+        "SHAPE": ExpertsShape(n, k, triton.next_power_of_2(n_experts)),
+        "OUT_BF16": out_dtype == torch.bfloat16,
+        "INTERPRETED": INTERPRETED,
+    }
+    operands = FoldedPointers(as_elements(x), x_scale), FoldedPointers(as_elements(weight), weight_scale)
+    strides = (
+        _scale_strides(x_scale),
+        Strides(*weight.stride()[:2], None),
+        _scale_strides(weight_scale)._replace(matrices=weight_scale.stride(0)),
+    )
+
+    def run(config: Config, target: torch.Tensor) -> None:
+        tiles = tile_slots(n_rows, n_experts, config["BM"]) * triton.cdiv(n, config["BN"])
+        arguments = (*operands, as_stored(bias), as_stored(target), offsets, rows, n_experts, *strides)
+        launch_config(grouped_matmul_e4m3_kernel, (tiles,), x.device, arguments, constants, config)
 
     many = rows_class(n_rows, n_experts)
-    configs = _fitting([tile for least, tile in _MATMUL if least <= many], ("BM", "BN"), x.device)
-    launch(tuned("grouped_matmul_e4m3", (many, n, k, out_dtype), configs, launch, out), out)
+    configs = _configs_of(_MATMUL, many, ("BM", "BN"), x.device)
+    run(tuned("grouped_matmul_e4m3", (many, n, k, out_dtype), configs, run, out), out)
     return out
 
 
@@ -154,30 +148,18 @@ def grouped_wgrad_e4m3(
     if out.numel() == 0:
         return out
 
-    def launch(config: Mapping[str, int], target: torch.Tensor) -> None:
-        run(
-            grouped_wgrad_e4m3_kernel,
-            n_experts * triton.cdiv(n, config["BN"]) * triton.cdiv(k, config["BK"]),
-            left.device,
-            _elements(left),
-            left_scale,
-            _elements(right),
-            right_scale,
-            bits(target),
-            offsets,
-            left.stride(0),
-            right.stride(0),
-            *_strides(left_scale),
-            *_strides(right_scale),
-            N=n,
-            K=k,
-            INTERPRETED=INTERPRETED,
-            **config,
-        )
+    constants = {"SHAPE": ExpertsShape(n, k), "INTERPRETED": INTERPRETED}
+    operands = FoldedPointers(as_elements(left), left_scale), FoldedPointers(as_elements(right), right_scale)
+    strides = (left.stride(0), right.stride(0)), _scale_strides(left_scale), _scale_strides(right_scale)
 
-    configs = _fitting(_WGRAD, ("BN", "BK"), left.device)
-    key = (rows_class(tokens, n_experts), n, k, out_dtype)
-    launch(tuned("grouped_wgrad_e4m3", key, configs, launch, out), out)
+    def run(config: Config, target: torch.Tensor) -> None:
+        tiles = n_experts * triton.cdiv(n, config["BN"]) * triton.cdiv(k, config["BK"])
+        arguments = (*operands, as_stored(target), offsets, *strides)
+        launch_config(grouped_wgrad_e4m3_kernel, (tiles,), left.device, arguments, constants, config)
+
+    rows = rows_class(tokens, n_experts)
+    configs = _configs_of(_WGRAD, rows, ("BN", "BK"), left.device)
+    run(tuned("grouped_wgrad_e4m3", (rows, n, k, out_dtype), configs, run, out), out)
     return out
 
 
@@ -208,20 +190,19 @@ def _check_devices(first: torch.Tensor, *others: torch.Tensor | None) -> None:
         raise ValueError("the Triton kernel needs GPU tensors, got some on the CPU")
 
 
-def _strides(scale: torch.Tensor) -> tuple[int, int]:
+def _scale_strides(scale: torch.Tensor) -> Strides:
     """Of rows and groups; a scale of the whole row is there for every group."""
-    return scale.stride(-2), 0 if scale.shape[-1] == 1 else scale.stride(-1)
+    return Strides(None, scale.stride(-2), 0 if scale.shape[-1] == 1 else scale.stride(-1))
 
 
-def _elements(x: torch.Tensor) -> torch.Tensor:
-    """Interpreted, E4M3 passes as bytes."""
-    return x.view(torch.uint8) if INTERPRETED else x
-
-
-def _fitting(tiles: list | tuple, names: tuple[str, str], device: torch.device) -> list[dict[str, int]]:
-    """Configs that the GPU has the shared memory for, the likeliest first; the last always."""
+def _configs_of(table: tuple, rows: int, names: tuple[str, str], device: torch.device) -> Sequence[Config]:
+    """Configs of a table for so many rows per expert that the GPU has the shared memory for, the likeliest first."""
     if INTERPRETED:
-        return [dict(zip((*names, "num_warps", "num_stages"), (16, 32, 4, 1), strict=True))]
-    limit = shared_memory(device)
-    fits = [tile for tile in tiles if (tile[0] + tile[1]) * _GROUP * tile[3] + 4096 <= limit] or [tiles[-1]]
-    return [dict(zip((*names, "num_warps", "num_stages"), tile, strict=True)) for tile in fits]
+        return named(names, [(16, 32, 4, 1)])
+    return _configs_within(shared_memory(device), table, rows, names)
+
+
+@functools.lru_cache(maxsize=256)
+def _configs_within(limit: int, table: tuple, rows: int, names: tuple[str, str]) -> Sequence[Config]:
+    found = named(names, (tile for least, tile in table if least <= rows))
+    return fitting(found, lambda config: (config[names[0]] + config[names[1]]) * _GROUP, limit)

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Sequence
 
 import torch
 import triton
 
-from ..common.arguments import DecodeConstants, PackedPointers
+from ..common.arguments import DecodeConstants, ExpertsShape, PackedPointers
 from ..common.checks import check_packed
-from ..common.plan import INTERPRETED, Packed, Scheme, scheme_constants
+from ..common.plan import INTERPRETED, Packed, Scheme, alpha, as_stored, scheme_constants
 from ..quantization.launch import dequantize
-from .grouped import bits, check_offsets, check_operands, check_shape, grouped_matmul, rows_class, run, tuned
+from .configs import Config, fitting_packed, launch_config, named, shared_memory, tuned
+from .grouped import check_offsets, check_operands, check_shape, grouped_matmul, rows_class
 from .grouped_packed_kernel import grouped_packed_kernel
 from .grouped_tiles import tile_slots
 
@@ -26,6 +28,9 @@ _TILES = (
     (32, ((32, 64, 4, 3), (32, 128, 4, 3), (16, 64, 4, 3))),
     (512, ((64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 4, 2))),
 )
+#: Columns that are contracted at a time, at most.
+_STEP = 128
+_INTERPRETED_CONFIGS = named(("BM", "BN"), [(16, 32, 4, 1)])
 
 
 def grouped_matmul_packed(
@@ -113,47 +118,41 @@ def _multiply(
     bias = None if bias is None else bias.detach().contiguous()
     codes, scale, macro, residual_codes, residual_scale = (None if p is None else p.contiguous() for p in packed)
     parts = PackedPointers(words(codes), scale, macro, words(residual_codes), residual_scale)
-    constants = scheme_constants(x.dtype, scheme)
+    of_scheme = scheme_constants(x.dtype, scheme)
+    step = min(_STEP, of_scheme.MACRO) if of_scheme.SEARCH else _STEP
+    shape = ExpertsShape(n, k, triton.next_power_of_2(n_experts))
 
-    def launch(config: Mapping[str, int], target: torch.Tensor) -> None:
-        run(
-            grouped_packed_kernel,
-            tile_slots(x.shape[0], n_experts, config["BM"]) * triton.cdiv(n, config["BN"]),
-            x.device,
-            bits(x),
-            parts,
-            bits(bias),
-            bits(target),
-            offsets,
-            n_experts,
-            x.stride(0),
-            1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback),
-            N=n,
-            K=k,
-            EXPERTS=triton.next_power_of_2(n_experts),
-            BK=min(128, constants.MACRO) if constants.SEARCH else 128,
-            WEIGHT=DecodeConstants(
-                MACRO=constants.MACRO,
-                SEARCH=constants.SEARCH,
-                CUDA=x.device.type == "cuda" and torch.version.hip is None,
-                INTERPRETED=INTERPRETED,
-            ),
-            **config,
+    def run(config: Config, target: torch.Tensor) -> None:
+        tiles = tile_slots(x.shape[0], n_experts, config["BM"]) * triton.cdiv(n, config["BN"])
+        weight = DecodeConstants(
+            MACRO=of_scheme.MACRO,
+            SEARCH=of_scheme.SEARCH,
+            CUDA=x.device.type == "cuda" and torch.version.hip is None,
+            INTERPRETED=INTERPRETED,
+            EVEN=n % config["BN"] == 0 and k % step == 0,
         )
+        pointers = (as_stored(x), parts, as_stored(bias), as_stored(target), offsets)
+        arguments = (*pointers, n_experts, x.stride(0), alpha(scheme))
+        constants = {"SHAPE": shape, "WEIGHT": weight}
+        launch_config(grouped_packed_kernel, (tiles,), x.device, arguments, constants, {**config, "BK": step})
 
-    key = (rows_class(x.shape[0], n_experts), n, k, scheme.macro_block, scheme.outlier_fallback is not None)
-    launch(tuned("grouped_matmul_packed", key, configs(x.shape[0], n_experts), launch, out), out)
+    rows = rows_class(x.shape[0], n_experts)
+    has_fallback = scheme.outlier_fallback is not None
+    key = (rows, n, k, scheme.macro_block, has_fallback)
+    configs = _INTERPRETED_CONFIGS if INTERPRETED else configs_within(shared_memory(x.device), rows, has_fallback)
+    run(tuned("grouped_matmul_packed", key, configs, run, out), out)
 
 
-def configs(n_rows: int, n_experts: int) -> list[dict[str, int]]:
-    """Tiles for a number of rows, the likeliest first."""
-    if INTERPRETED:
-        return [{"BM": 16, "BN": 32, "num_warps": 4, "num_stages": 1}]
-    rows = rows_class(n_rows, n_experts)
-    tiles = next(tiles for most, tiles in _TILES if rows <= most)
-    names = ("BM", "BN", "num_warps", "num_stages")
-    found = [dict(zip(names, tile, strict=True)) for tile in tiles]
-    return [{**config, "num_stages": 2} for config in found] if torch.version.hip is not None else found
+@functools.lru_cache(maxsize=256)
+def configs_within(limit: int, rows: int, has_fallback: bool) -> Sequence[Config]:
+    """Tiles for so many rows per expert, on a GPU with so many bytes of shared memory for a program, the likeliest
+    first."""
+    is_hip = torch.version.hip is not None
+    found = named(("BM", "BN"), next(tiles for most, tiles in _TILES if rows <= most))
+    for config in found:
+        config["num_stages"] = 2 if is_hip else config["num_stages"]
+
+    return fitting_packed(found, limit, _STEP, 2, has_fallback)
 
 
 def words(codes: torch.Tensor | None) -> torch.Tensor | None:

@@ -19,10 +19,11 @@ def tile_slots(n_rows: int, n_experts: int, tile_rows: int) -> int:
 
 
 @triton.jit
-def find_tile(offsets_ptr, slot, n_experts, EXPERTS: tl.constexpr, BM: tl.constexpr):
+def find_tile(offsets_ptr, slot, n_experts, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Expert, first row and end of the expert's rows of tile ``slot``; the expert is ``n_experts`` where there are
-    fewer tiles. ``EXPERTS`` is a power of two, at least ``n_experts``."""
-    ids = tl.arange(0, EXPERTS)
+    fewer tiles."""
+    BM: tl.constexpr = TILE.BM
+    ids = tl.arange(0, SHAPE.EXPERTS)
     # Past the last expert the counts are zero.
     ends = tl.load(offsets_ptr + tl.minimum(ids, n_experts - 1))
     starts = tl.load(offsets_ptr + tl.minimum(ids, n_experts) - 1, mask=ids > 0, other=0)

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 
-from ..common.autotune import choose, milliseconds
-from ..common.plan import INTERPRETED
+from ..common.arguments import FoldedPointers, PackedPointers, RowBytes
+from ..common.plan import INTERPRETED, as_stored
+from .configs import Config, fitting, launch_config, named, shared_memory, tuned
 from .matmul_kernel import matmul_e4m3_kernel, matmul_mxf4_kernel
 
 
@@ -21,23 +21,26 @@ _GROUP = 128
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> dict[str, int]:
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "GROUP_M": 8,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
-
-
+_NAMES = ("BM", "BN", "GROUP_M")
 #: Tiles that may run, the largest first. Partial sums and totals are both in registers: 128 x 128 elements of each are
 #: 128 registers of 256 threads.
-CONFIGS = tuple(
-    _config(*tile, stages)
-    for tile in ((128, 128, 8), (64, 256, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (32, 64, 4), (16, 64, 4))
-    for stages in (4, 3, 2)
+CONFIGS = named(
+    _NAMES,
+    (
+        (bm, bn, 8, warps, stages)
+        for bm, bn, warps in (
+            (128, 128, 8),
+            (64, 256, 8),
+            (128, 64, 8),
+            (64, 128, 4),
+            (64, 64, 4),
+            (32, 64, 4),
+            (16, 64, 4),
+        )
+        for stages in (4, 3, 2)
+    ),
 )
+_INTERPRETED_CONFIGS = named(_NAMES, [(16, 16, 8, 4, 1)])
 
 
 def matmul_e4m3(
@@ -83,12 +86,12 @@ def matmul_e4m3(
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
-    scales = [_group_scales(scale, k, per_group) for scale in (a_scale, b_scale)]
-    elements = a.view(torch.uint8) if INTERPRETED else a, b.view(torch.uint8) if INTERPRETED else b
-    arguments = (elements[0], scales[0], elements[1], scales[1], bias, _as_stored(out), m, n, k)
+    operands = [
+        FoldedPointers(as_elements(x), _group_scales(scale, k, per_group)) for x, scale in ((a, a_scale), (b, b_scale))
+    ]
     constants = {"PER_GROUP": per_group, **_steps(k)}
     key = ("group" if per_group else "row", triton.next_power_of_2(m), n, k)
-    _launch(matmul_e4m3_kernel, "matmul_e4m3", key, (m, n), arguments, constants, a.device, Tiles())
+    _launch(matmul_e4m3_kernel, "matmul_e4m3", key, (*operands, bias), out, (m, n, k), constants, Tiles())
     return out
 
 
@@ -121,21 +124,17 @@ def matmul_mxf4(
     out = torch.empty(m, n, dtype=out_dtype, device=a_codes.device)
     if not out.numel():
         return out
-    a_parts, b_parts = (
-        [None if part is None else part.contiguous() for part in parts]
+    operands = [
+        PackedPointers(*(None if part is None else part.contiguous() for part in parts), None, None)
         for parts in ((a_codes, a_scale, a_macro), (b_codes, b_scale, b_macro))
-    )
-    sizes = (m, n, n_codes, a_scale.shape[1], 0 if a_macro is None else a_macro.shape[1])
-    constants = {
-        "MACRO": a_macro is not None,
-        "NATIVE": has_mxfp4(out.device),
-        **_steps(2 * n_codes),
-    }
+    ]
+    row_bytes = RowBytes(n_codes, a_scale.shape[1], 0 if a_macro is None else a_macro.shape[1])
+    native = has_mxfp4(out.device)
+    on_10 = native and not torch.version.hip and torch.cuda.get_device_capability(out.device)[0] == 10
+    tiles = mxf4_tiles(native, a_macro is not None, on_10)
+    constants = {"NATIVE": native, **_steps(2 * n_codes)}
     key = ("macro" if a_macro is not None else "plain", triton.next_power_of_2(m), n, n_codes)
-    arguments = (*a_parts, *b_parts, bias, _as_stored(out), *sizes)
-    on_10 = constants["NATIVE"] and not torch.version.hip and torch.cuda.get_device_capability(out.device)[0] == 10
-    tiles = mxf4_tiles(constants["NATIVE"], constants["MACRO"], on_10)
-    _launch(matmul_mxf4_kernel, "matmul_mxf4", key, (m, n), arguments, constants, out.device, tiles)
+    _launch(matmul_mxf4_kernel, "matmul_mxf4", key, (*operands, bias), out, (m, n, row_bytes), constants, tiles)
     return out
 
 
@@ -168,55 +167,40 @@ def mxf4_tiles(native: bool, macro: bool, tensor_memory: bool) -> Tiles:
     return Tiles(row_bytes=72, largest=128 * 64 if macro else 128 * 128, least=128 if tensor_memory else 16)
 
 
-def usual_configs(n_rows: int, tiles: Tiles, shared_memory: int) -> list[dict[str, int]]:
-    """Configs of a product with ``n_rows`` rows, the usual one first; ``shared_memory`` is what a program may have."""
-    fits = [
-        c
-        for c in CONFIGS
-        if (c["BLOCK_M"] + c["BLOCK_N"]) * tiles.row_bytes * c["num_stages"] <= shared_memory
-        and c["BLOCK_M"] * c["BLOCK_N"] <= tiles.largest
-        and c["BLOCK_M"] >= tiles.least
-    ]
-    height = min(128, max(16, triton.next_power_of_2(n_rows)))
+def usual_configs(n_rows: int, tiles: Tiles, limit: int) -> Sequence[Config]:
+    """Configs of a product with ``n_rows`` rows, the usual one first; ``limit`` is the shared memory of a program."""
+    return _configs(min(128, max(16, triton.next_power_of_2(n_rows))), tiles, limit)
+
+
+@functools.lru_cache(maxsize=256)
+def _configs(height: int, tiles: Tiles, limit: int) -> Sequence[Config]:
+    """[`usual_configs`] of products whose tiles are as high as this, at best."""
+    possible = [c for c in CONFIGS if c["BM"] * c["BN"] <= tiles.largest and c["BM"] >= tiles.least]
+    fits = fitting(possible, lambda c: (c["BM"] + c["BN"]) * tiles.row_bytes, limit, besides=0)
     # Tiles higher than the matrix are waste; of equal heights the first has the most stages.
-    return sorted(fits, key=lambda c: (c["BLOCK_M"] != height, abs(c["BLOCK_M"] - height), c["BLOCK_N"] > 128))
-
-
-@functools.lru_cache(maxsize=64)
-def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return 160 * 1024 if "gfx95" in properties.gcnArchName else 64 * 1024
-    return properties.shared_memory_per_block_optin
+    return sorted(fits, key=lambda c: (c["BM"] != height, abs(c["BM"] - height), c["BN"] > 128))
 
 
 def _launch(
     kernel: Any,
     name: str,
     key: Sequence[object],
-    shape: tuple[int, int],
-    arguments: tuple,
+    operands: tuple,
+    out: torch.Tensor,
+    sizes: tuple,
     constants: Mapping[str, Any],
-    device: torch.device,
     tiles: Tiles,
 ) -> None:
-    m, n = shape
-    if device.type == "cpu":
-        configs = [_config(16, 16, 4, 1)]
-    else:
-        configs = usual_configs(m, tiles, shared_memory(device))
+    """``sizes`` begins with the shape of ``out``."""
+    m, n = sizes[:2]
+    on_cpu = out.device.type == "cpu"
+    configs = _INTERPRETED_CONFIGS if on_cpu else usual_configs(m, tiles, shared_memory(out.device))
 
-    def launch(config: Mapping[str, int]) -> None:
-        grid = (triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)
-        kernel[grid](*arguments, **constants, **config)
+    def run(config: Config, target: torch.Tensor) -> None:
+        grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
+        launch_config(kernel, grid, out.device, (*operands, as_stored(target), *sizes), constants, config)
 
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        launch(choose(name, key, configs, _timed(launch), device))
-
-
-def _timed(launch: Callable[[Mapping[str, int]], None]) -> Callable[[Mapping[str, int]], float]:
-    return lambda config: milliseconds(lambda: launch(config))
+    run(tuned(name, key, configs, run, out), out)
 
 
 @functools.lru_cache(maxsize=64)
@@ -242,9 +226,9 @@ def _steps(length: int) -> dict[str, Any]:
     return {"INTERPRETED": INTERPRETED, "STEPS": triton.cdiv(length, _GROUP) if INTERPRETED else 0}
 
 
-def _as_stored(out: torch.Tensor) -> torch.Tensor:
-    """Interpreted, bfloat16 comes out as int16 bits."""
-    return out.view(torch.int16) if INTERPRETED and out.dtype == torch.bfloat16 else out
+def as_elements(x: torch.Tensor) -> torch.Tensor:
+    """Interpreted, E4M3 passes as bytes."""
+    return x.view(torch.uint8) if INTERPRETED else x
 
 
 def _check_e4m3(

@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import torch
 import triton
 
-from ..common.arguments import BothLengths, Lengths, PackedPointers, RowBytes, SchemeConstants, Sides
+from ..common.arguments import BothLengths, Lengths, PackedPointers, RowBytes, Sides
 from ..common.plan import (
     BLOCK,
     PLAIN,
     Packed,
     Scheme,
     Side,
+    alpha,
     as_stored,
     bits,
     both_tile,
@@ -33,26 +38,24 @@ def fake_quantize(
 ) -> torch.Tensor:
     """See [`mxfp4_kernels.fake_quantize`]."""
     check_device(x)
-    if _lies_along_columns(x) and scheme.macro_block != "row":
+    columns, scheme, shape = _read_as(x.shape, x.stride(), scheme, side.rotation)
+    if columns:
         return fake_quantize_both(x.mT, scheme, None, side, dtype)[1]
-    scheme = scheme.along(side.padded(x.shape[-1]))
-    out = torch.empty(*x.shape[:-1], side.padded(x.shape[-1]), dtype=dtype or x.dtype, device=x.device)
-    constants = scheme_constants(x.dtype, scheme, out.dtype)
-    for first_row, (matrix, target) in _matrices(x, scheme, out):
-        _launch_rows(matrix, as_stored(target), scheme, side, first_row, constants)
+    out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+    for first_row, matrix, target in _matrices(x, scheme, out):
+        _launch_rows(matrix, as_stored(target), scheme, side, first_row, out.dtype)
     return out
 
 
 def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN) -> Packed:
     """See [`mxfp4_kernels.quantize`]."""
     check_device(x)
-    if _lies_along_columns(x) and scheme.macro_block != "row":
+    columns, scheme, shape = _read_as(x.shape, x.stride(), scheme, side.rotation)
+    if columns:
         return quantize_both(x.mT, scheme, None, side)[1]
-    scheme = scheme.along(side.padded(x.shape[-1]))
-    packed = _empty_packed(x, x.shape[:-1], side.padded(x.shape[-1]), scheme)
-    constants = scheme_constants(x.dtype, scheme)
-    for first_row, (matrix, *parts) in _matrices(x, scheme, *packed):
-        _launch_rows(matrix, PackedPointers(*parts), scheme, side, first_row, constants)
+    packed = _empty_packed(x, shape, scheme)
+    for first_row, matrix, *parts in _matrices(x, scheme, *packed):
+        _launch_rows(matrix, PackedPointers(*parts), scheme, side, first_row, None)
     return packed
 
 
@@ -79,8 +82,8 @@ def quantize_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Si
     if scheme.macro_block == "row":
         return quantize(x, scheme, side), quantize(x.mT, scheme, side_t)
     *stack, rows, cols = x.shape
-    packed_t = _empty_packed(x, (*stack, cols), side_t.padded(rows), scheme)
-    packed = None if side is None else _empty_packed(x, (*stack, rows), side.padded(cols), scheme)
+    packed_t = _empty_packed(x, (*stack, cols, side_t.padded(rows)), scheme)
+    packed = None if side is None else _empty_packed(x, (*stack, rows, side.padded(cols)), scheme)
     if x.numel():
         pointers = None if packed is None else PackedPointers(*packed)
         _launch_both(x, pointers, PackedPointers(*packed_t), scheme, side, side_t, x.dtype)
@@ -103,16 +106,26 @@ def dequantize(packed: Packed, length: int, scheme: Scheme, dtype: torch.dtype) 
     return out
 
 
-def _lies_along_columns(x: torch.Tensor) -> bool:
-    """Whether neighbours in memory are neighbours in a column: the transpose of a matrix, or of a stack of them."""
-    return x.dim() in (2, 3) and x.shape[-1] > 1 and x.stride(-1) != 1 and x.stride(-2) == 1 and x.shape[-2] > 1
+@functools.lru_cache(maxsize=4096)
+def _read_as(
+    shape: torch.Size, stride: tuple[int, ...], scheme: Scheme, rotation: int | None
+) -> tuple[bool, Scheme, tuple[int, ...]]:
+    """Whether a tensor is read along its columns, because neighbours in memory are neighbours there: the transpose of
+    a matrix, or of a stack of them. If not, the scheme for its last axis, and the shape of the result."""
+    columns = len(shape) in (2, 3) and shape[-1] > 1 and stride[-1] != 1 and stride[-2] == 1 and shape[-2] > 1
+    if columns and scheme.macro_block != "row":
+        return True, scheme, ()
+    length = Side(rotation=rotation).padded(shape[-1])
+    return False, scheme.along(length), (*shape[:-1], length)
 
 
-def _empty_packed(x: torch.Tensor, rows: tuple[int, ...], length: int, scheme: Scheme) -> Packed:
+def _empty_packed(x: torch.Tensor, shape: tuple[int, ...], scheme: Scheme) -> Packed:
+    """Of results of that shape."""
+
     def empty(per_byte: int | None) -> torch.Tensor | None:
         if per_byte is None:
             return None
-        return torch.empty(*rows, -(-length // per_byte), dtype=torch.uint8, device=x.device)
+        return torch.empty(*shape[:-1], -(-shape[-1] // per_byte), dtype=torch.uint8, device=x.device)
 
     residual = scheme.outlier_fallback is not None
     return Packed(
@@ -124,23 +137,63 @@ def _empty_packed(x: torch.Tensor, rows: tuple[int, ...], length: int, scheme: S
     )
 
 
-def _matrices(x: torch.Tensor, scheme: Scheme, *outputs: torch.Tensor | None) -> list[tuple[int, tuple]]:
-    """``x`` and the (contiguous) outputs as matrices of the same rows, and the number of the first row: one of all
+def _matrices(x: torch.Tensor, scheme: Scheme, *outputs: torch.Tensor | None) -> Iterable[tuple]:
+    """The number of the first row, and ``x`` and the (contiguous) outputs as matrices of the same rows: one of all
     rows, unless rows that share blocks would then reach into the next matrix. Empty for an empty ``x``."""
     if x.numel() == 0:
-        return []
+        return ()
     x = x.detach()
     rows = x.shape[-2] if x.dim() > 1 and x.shape[-2] % scheme.block_rows else x.numel() // x.shape[-1]
-
     count = x.numel() // x.shape[-1] // rows
+    matrices = x.reshape(count, rows, x.shape[-1])
+    if x.shape[-1] > 1 and matrices.stride(2) != 1:
+        matrices = x.contiguous().view(matrices.shape)
+    found = [matrices.unbind()]
+    for out in outputs:
+        found.append((None,) * count if out is None else out.reshape(count, rows, out.shape[-1]).unbind())
+    return zip(range(0, count * rows, rows), *found, strict=True)
 
-    def split(tensor: torch.Tensor | None) -> tuple:
-        return (None,) * count if tensor is None else tensor.reshape(count, rows, tensor.shape[-1]).unbind()
 
-    matrices = split(x)
-    if x.shape[-1] > 1 and matrices[0].stride(1) != 1:
-        matrices = split(x.contiguous())
-    return list(zip(range(0, count * rows, rows), zip(matrices, *map(split, outputs), strict=True), strict=True))
+class _Rows(NamedTuple):
+    """How [`quantize_kernel`] is launched: programs, sizes, what comes after the numbers of the launch, and options of
+    the compiler."""
+
+    grid: tuple[int]
+    n_rows: int
+    lengths: Lengths
+    col_tiles: int
+    constants: tuple
+    options: dict[str, int | bool]
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows(
+    shape: torch.Size,
+    row_stride: int,
+    dtype: torch.dtype,
+    scheme: Scheme,
+    rotation: int | None,
+    drawn: bool,
+    has_signs: bool,
+    out: torch.dtype | None,
+) -> _Rows:
+    """For a matrix of a layout; ``drawn`` random numbers; ``out`` is the dtype of values, `None` for codes."""
+    side = Side(0 if drawn else None, rotation)
+    rows, length = shape
+    padded = side.padded(length)
+    flat = padded == length and not has_signs
+    at = plan(rows, padded, row_stride, unit_of(scheme, side), scheme.block_rows, flat)
+    constants = scheme_constants(dtype, scheme, out)
+    lengths = Lengths(
+        n_cols=at.n_cols,
+        n_read=length if at.n_cols == padded else at.n_cols,
+        x_row_stride=at.row_stride,
+        row_bytes=_row_bytes(at.n_cols, constants.MACRO) if out is None else None,
+    )
+    tile = at.tile_rows, at.tile_cols
+    of_side = side.constants._replace(HAS_SIGNS=has_signs)
+    last = (None if out is None else alpha(scheme), *tile, constants, of_side)
+    return _Rows((at.tiles,), at.n_rows, lengths, at.col_tiles, last, options(*tile, constants))
 
 
 def _launch_rows(
@@ -149,32 +202,14 @@ def _launch_rows(
     scheme: Scheme,
     side: Side,
     first_row: int,
-    constants: SchemeConstants,
+    dtype: torch.dtype | None,
 ) -> None:
-    rows, length = matrix.shape
-    padded = side.padded(length)
-    flat = padded == length and side.signs is None
-    at = plan(rows, padded, matrix.stride(0), unit_of(scheme, side), scheme.block_rows, flat)
-    packs = isinstance(out, PackedPointers)
-    lengths = Lengths(
-        n_cols=at.n_cols,
-        n_read=length if at.n_cols == padded else at.n_cols,
-        x_row_stride=at.row_stride,
-        row_bytes=_row_bytes(at.n_cols, constants.MACRO) if packs else None,
-    )
-    arguments = (bits(matrix), out, side.signs, at.n_rows, lengths, at.col_tiles, first_row, *side.halves)
-    tile = at.tile_rows, at.tile_cols
-    launch(
-        quantize_kernel,
-        (at.tiles,),
-        matrix.device,
-        *arguments,
-        None if packs else alpha(scheme),
-        *tile,
-        constants,
-        side.constants,
-        **options(*tile, constants),
-    )
+    """``dtype``: of values, or `None` for codes."""
+    seed, rotation, signs = side
+    drawn, has_signs = seed is not None, signs is not None
+    at = _rows(matrix.shape, matrix.stride(0), matrix.dtype, scheme, rotation, drawn, has_signs, dtype)
+    numbers = (at.n_rows, at.lengths, at.col_tiles, first_row, *side.halves)
+    launch(quantize_kernel, at.grid, matrix.device, bits(matrix), out, signs, *numbers, *at.constants, **at.options)
 
 
 def _launch_both(
@@ -191,13 +226,16 @@ def _launch_both(
         x = x.contiguous()
     x = x.reshape(-1, *x.shape[-2:])
     stack, rows, cols = x.shape
-    sides = (side or PLAIN, side_t)
-    out_cols, out_cols_t = sides[0].padded(cols), side_t.padded(rows)
+    by_rows = side is not None
+    side = side or PLAIN
+    out_cols, out_cols_t = side.padded(cols), side_t.padded(rows)
     lengths = BothLengths(rows, cols, out_cols, out_cols_t, x.stride(1), x.stride(0))
     tile, strip = both_tile(scheme)
     constants = scheme_constants(x.dtype, scheme, dtype)
-    packs = isinstance(out_t, PackedPointers)
-    col_tiles = triton.cdiv(cols, strip if side is None else tile)
+    row_bytes = None
+    if isinstance(out_t, PackedPointers):
+        row_bytes = _row_bytes(out_cols, constants.MACRO), _row_bytes(out_cols_t, constants.MACRO)
+    col_tiles = triton.cdiv(cols, tile if by_rows else strip)
     launch(
         quantize_both_kernel,
         (triton.cdiv(rows, tile) * col_tiles, stack),
@@ -205,25 +243,22 @@ def _launch_both(
         bits(x),
         out,
         out_t,
-        tuple(one.signs for one in sides),
+        (side.signs, side_t.signs),
         lengths,
-        tuple(_row_bytes(length, constants.MACRO) for length in (out_cols, out_cols_t)) if packs else None,
+        row_bytes,
         col_tiles,
-        *sides[0].halves,
+        *side.halves,
         *side_t.halves,
-        None if packs else alpha(scheme),
+        alpha(scheme) if row_bytes is None else None,
         TILE=tile,
         STRIP=strip,
-        BY_ROWS=side is not None,
+        BY_ROWS=by_rows,
         SCHEME=constants,
-        SIDES=Sides(*(one.constants for one in sides)),
+        SIDES=Sides(side.constants, side_t.constants),
         **options(tile, strip, constants),
     )
 
 
-def alpha(scheme: Scheme) -> float:
-    return 1.0 if scheme.outlier_fallback is None else float(scheme.outlier_fallback)
-
-
+@functools.lru_cache(maxsize=1024)
 def _row_bytes(n_cols: int, macro: int) -> RowBytes:
     return RowBytes(*(triton.cdiv(n_cols, elements) for elements in (2, BLOCK, macro)))
