@@ -165,7 +165,7 @@ def test_switched_off_nothing_is_written(build, tmp_path):
     assert not list((tmp_path / "run").glob("run_*"))
 
 
-def test_an_exception_is_in_the_report_and_a_resumed_run_goes_on_with_its_log(build, tmp_path):
+def test_an_exception_is_in_the_report_and_a_resumed_run_goes_on_with_its_log(build, tmp_path, blank_pictures):
     """A tracker that raises ends training: with a checkpoint, the last values, and a report that says so."""
     with pytest.raises(Stop):
         build(report_every=100, callbacks=[FailAt(3)]).train()
