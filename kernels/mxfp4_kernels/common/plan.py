@@ -107,6 +107,13 @@ class Packed(NamedTuple):
     residual_codes: torch.Tensor | None
     residual_scale: torch.Tensor | None
 
+    def contiguous(self) -> Packed:
+        """The same, every part contiguous."""
+        parts = []
+        for part in self:
+            parts.append(None if part is None else part.contiguous())
+        return Packed(*parts)
+
 
 def checked_side(
     x: torch.Tensor, length: int, rounding: object, seed: object, rotation: object, signs: torch.Tensor | None

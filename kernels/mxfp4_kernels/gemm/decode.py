@@ -78,7 +78,7 @@ def linear_w4a16(
     if length == 0:
         return result.copy_(0 if bias is None else bias.expand_as(result))
     plan = _plan_for(n_tokens, n_rows, length, scheme, x)
-    if plan.route == "fused" and all(_in_words(part) for part in (codes, residual_codes) if part is not None):
+    if plan.route == "fused" and _in_words(codes) and (residual_codes is None or _in_words(residual_codes)):
         _launch_fused(tokens, packed, scheme, bias, result.view(n_tokens, n_rows), plan)
         return result
     weight = dequantize(packed, length, scheme, x.dtype)
@@ -98,7 +98,7 @@ def _launch_fused(
     (n_tokens, n_cols), n_rows = x.shape, out.shape[1]
     if n_cols > 1 and x.stride(1) != 1 or x.stride(0) > _FARTHEST_ROWS:
         x = x.contiguous()
-    codes, scale, macro, residual_codes, residual_scale = (None if p is None else p.contiguous() for p in packed)
+    codes, scale, macro, residual_codes, residual_scale = packed.contiguous()
     parts = PackedPointers(_words(codes), scale, macro, _words(residual_codes), residual_scale)
     natural = n_tokens > 16
     # The interpreter does not round to bfloat16.

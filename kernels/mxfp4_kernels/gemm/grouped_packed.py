@@ -116,7 +116,7 @@ def _multiply(
     (_, k), (n_experts, n) = x.shape, packed.codes.shape[:2]
     x = x.detach() if x.stride(1) == 1 else x.detach().contiguous()
     bias = None if bias is None else bias.detach().contiguous()
-    codes, scale, macro, residual_codes, residual_scale = (None if p is None else p.contiguous() for p in packed)
+    codes, scale, macro, residual_codes, residual_scale = packed.contiguous()
     parts = PackedPointers(words(codes), scale, macro, words(residual_codes), residual_scale)
     of_scheme = scheme_constants(x.dtype, scheme)
     step = min(_STEP, of_scheme.MACRO) if of_scheme.SEARCH else _STEP

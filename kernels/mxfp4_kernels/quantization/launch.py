@@ -98,7 +98,7 @@ def dequantize(packed: Packed, length: int, scheme: Scheme, dtype: torch.dtype) 
         return out
     constants = scheme_constants(dtype, scheme.along(length))
     at = plan(out.numel() // length, length, length, constants.MACRO)
-    parts = PackedPointers(*(None if part is None else part.contiguous() for part in packed))
+    parts = PackedPointers(*packed.contiguous())
     lengths = Lengths(at.n_cols, None, None, _row_bytes(at.n_cols, constants.MACRO))
     arguments = (as_stored(out), parts, at.n_rows, lengths, at.col_tiles, alpha(scheme))
     tile = at.tile_rows, at.tile_cols
