@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import hf_mxfp4
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, merge_adapters, quantize
 from hf_mxfp4.adapters import MXFP4LoraLinear
-from hf_mxfp4.adapters.merge_report import MergeError, MergeReport
+from hf_mxfp4.adapters.merge.merge_report import MergeError, MergeReport
 
 
 IDS = torch.arange(2, 14).view(2, 6)

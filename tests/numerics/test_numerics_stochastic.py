@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hf_mxfp4.numerics import E2M1_MAGNITUDES, fake_quantize, quantize
-from hf_mxfp4.numerics.e2m1 import round_stochastic
+from hf_mxfp4.numerics.formats.e2m1 import round_stochastic
 
 
 SCHEMES = {
