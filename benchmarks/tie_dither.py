@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.files import write_json
 from hf_mxfp4.gemm import rotate_operand
-from hf_mxfp4.gemm.packed_weight import quantize_weight
+from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
 from hf_mxfp4.layers import cached_weights, trainable_matrices
 from hf_mxfp4.numerics import decode_e8m0, quantize
 from hf_mxfp4.numerics.dither import Cells

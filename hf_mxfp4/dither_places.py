@@ -16,7 +16,7 @@ from torch import nn
 from .backends.select import dequantize
 from .gemm import LayerRng, rotate_operand
 from .gemm.operands import rotate_back
-from .gemm.packed_weight import packed_tensor, quantize_weight
+from .gemm.storage.packed_weight import packed_tensor, quantize_weight
 from .numerics import BLOCK_SIZE, GemmScheme, QuantScheme
 from .numerics.dither import Cells
 

@@ -11,7 +11,7 @@ from .backends import fake_quantize
 from .backends.select import dequantize
 from .config import MXFP4RLConfig
 from .dither import DitherReport
-from .gemm.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, packed_tensor
+from .gemm.storage.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, packed_tensor
 from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 
 

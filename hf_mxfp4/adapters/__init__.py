@@ -12,7 +12,7 @@ from .expert_parameters import MXFP4LoraExpertParameter
 from .lora_layer import MXFP4LoraLinear
 from .lora_model import MXFP4LoraModel, merge_adapters
 from .master_lora import MXFP4LoraMasterLinear
-from .merge_report import MergeReport
+from .merge.merge_report import MergeReport
 from .rollout import is_packed_with_adapters, policy_parameters
 from .target_names import strict_targets
 

@@ -15,7 +15,7 @@ from .._logging import get_logger
 from ..checkpoint.card.model import CARD, TAGS, _base_model, _card, is_generated
 from ..checkpoint.card.sections import HERE
 from ..config import MXFP4RLConfig
-from .merge_cost import LOSSY_DB, merge_cost
+from .merge.merge_cost import LOSSY_DB, merge_cost
 
 
 _TITLE = "# LoRA adapter for "

@@ -14,9 +14,9 @@ from torch import nn
 from ..backends.select import dequantize
 from ..gemm import Groups, quantized_linear
 from ..gemm.custom_ops import compiled_linear
-from ..gemm.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, packed_tensor, quantize_weight
-from .merge_report import MergeError
-from .merging import MergesIntoPacked
+from ..gemm.storage.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, packed_tensor, quantize_weight
+from .merge.merge_report import MergeError
+from .merge.merging import MergesIntoPacked
 
 
 #: Of one adapter and projection: ``A`` ``[experts, r, K]``, ``B`` ``[experts, N, r]``, the scaling and the dropout.

@@ -14,7 +14,7 @@ from torch import nn
 from ..gemm import Groups
 from ..layers import is_full_precision
 from .expert_lora import add_factors
-from .merging import MergesIntoMasters
+from .merge.merging import MergesIntoMasters
 
 
 class MXFP4LoraExpertParameter(MergesIntoMasters, ParamWrapper):

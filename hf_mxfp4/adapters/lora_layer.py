@@ -7,9 +7,9 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
 from ..backends.select import dequantize
-from ..gemm.packed_weight import PACKED_FIELDS, packed_tensor, quantize_weight
-from .merge_report import MergeError
-from .merging import MergesIntoPacked
+from ..gemm.storage.packed_weight import PACKED_FIELDS, packed_tensor, quantize_weight
+from .merge.merge_report import MergeError
+from .merge.merging import MergesIntoPacked
 
 
 class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):

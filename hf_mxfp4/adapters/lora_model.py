@@ -20,9 +20,9 @@ from .expert_lora import MXFP4LoraExperts
 from .expert_parameters import lora_on_experts
 from .lora_layer import MXFP4LoraLinear
 from .master_lora import MXFP4LoraMasterLinear
-from .merge_cost import LOSSY_DB, adapted_layers
-from .merge_report import MergeReport
-from .merging import Merges, MergesIntoPacked
+from .merge.merge_cost import LOSSY_DB, adapted_layers
+from .merge.merge_report import MergeReport
+from .merge.merging import Merges, MergesIntoPacked
 from .target_names import check_expert_targets, check_target_names
 
 

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from .merging import MergesIntoMasters
+from .merge.merging import MergesIntoMasters
 
 
 class MXFP4LoraMasterLinear(MergesIntoMasters, LoraLinear):

@@ -6,10 +6,10 @@ from .groups import Groups, group_by_expert
 from .layer_rng import LayerRng
 from .linear import autocast_dtype, quantized_linear
 from .operands import quantize_operand, rotate_back, rotate_operand
-from .packed import computes_on_codes, packed_linear, packed_product, packed_product_route
-from .select import GemmKernel, gemm_kernel_counts, hardware_of, reset_gemm_kernel_counts, select_kernel
 from .spec import GemmSpec, PackedSpec
 from .state import GemmState
+from .storage.packed import computes_on_codes, packed_linear, packed_product, packed_product_route
+from .tensor_cores.select import GemmKernel, gemm_kernel_counts, hardware_of, reset_gemm_kernel_counts, select_kernel
 
 
 __all__ = [

@@ -16,11 +16,11 @@ from ..backends.select import choose_backend
 from ..numerics import FP8, MXFP4Tensor, OperandScheme, QuantScheme
 from ..numerics.packed import saturate
 from . import dense
-from .fast_grouped import expert_scales
 from .groups import Groups, PaddedRows
 from .operands import quantize_operand, rotate_operand, rows_first
 from .spec import GemmSpec
 from .state import GemmState
+from .tensor_cores.fast_grouped import expert_scales
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

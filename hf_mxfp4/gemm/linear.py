@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from . import dense, fast, fast_grouped, grouped
-from .choose import kernel_of_product
+from . import dense, grouped
 from .groups import Groups
 from .layer_rng import LayerRng
 from .operands import kept_weight_operand
 from .saved import SavedRecord, SavedTensors, restore_input, save_input
 from .spec import FULL_PRECISION
 from .state import GemmState
+from .tensor_cores import fast, fast_grouped
+from .tensor_cores.choose import kernel_of_product
 from .weight_cache import kept_for_backward
 
 

@@ -24,8 +24,8 @@ from ..numerics import (
 )
 from .groups import Groups
 from .layer_rng import LayerRng
-from .packed_weight import cat_rows, pack_rows, part_sizes
 from .state import GemmState
+from .storage.packed_weight import cat_rows, pack_rows, part_sizes
 
 
 def rotate_padded(x: torch.Tensor, rotation: Rotation, signs: torch.Tensor | None = None) -> torch.Tensor:

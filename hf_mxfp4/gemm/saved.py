@@ -13,8 +13,8 @@ from ..backends.select import dequantize
 from ..numerics import MXFP4Tensor, dequantize_e4m3, quantize_e4m3
 from .groups import Groups
 from .operands import input_operand, packed_input
-from .packed_weight import PACKED_FIELDS, rows_per_portion
 from .state import GemmState
+from .storage.packed_weight import PACKED_FIELDS, rows_per_portion
 
 
 PARTS = tuple(PACKED_FIELDS.values())

@@ -8,7 +8,7 @@ from ..config import MXFP4RLConfig
 from ..gemm import GemmSpec, GemmState, LayerRng, autocast_dtype, quantized_linear
 from ..gemm.custom_ops import compiled_linear, compiled_packed_linear
 from ..gemm.operands import effective_rows, input_operand, kept_weight_operand, nearest_input, weight_operand
-from ..gemm.rollout import rollout_form, rollout_linear, share_copy, shared_spec
+from ..gemm.storage.rollout import rollout_form, rollout_linear, share_copy, shared_spec
 from ..numerics import FallbackThreshold, LinearScheme
 
 
@@ -132,7 +132,7 @@ class MXFP4Linear(nn.Linear):
         return quantized_linear(x, self.weight, self.bias, state)
 
     def rollout_form(self, x: torch.Tensor, asked: str | None) -> str:
-        """See [`hf_mxfp4.gemm.rollout.rollout_form`]."""
+        """See [`hf_mxfp4.gemm.storage.rollout.rollout_form`]."""
         return rollout_form(x, self.state.spec, asked)
 
     def full_precision_forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ..gemm import GemmState, Groups, PackedSpec, packed_linear
 from ..gemm.custom_ops import compiled_packed_linear
 from ..gemm.grouped import reads_packed_on_gpus
 from ..gemm.operands import nearest_input
-from ..gemm.packed_weight import (
+from ..gemm.storage.packed_weight import (
     PACKED_FIELDS,
     PACKED_SUFFIXES,
     PackedWeight,

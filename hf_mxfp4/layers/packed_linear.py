@@ -9,7 +9,7 @@ from ..config import MXFP4RLConfig
 from ..gemm import GemmState, PackedSpec, autocast_dtype, packed_linear
 from ..gemm.custom_ops import compiled_packed_linear
 from ..gemm.operands import nearest_input
-from ..gemm.packed_weight import (
+from ..gemm.storage.packed_weight import (
     PACKED_FIELDS,
     PackedWeight,
     check_packed,

@@ -2,11 +2,11 @@
 """The numeric contract of MXFP4 quantization in pure torch: no modules, no transformers."""
 
 from .decompose import COMPONENTS, ErrorDecomposition, apply_component, decompose, decompose_scheme
-from .e2m1 import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
-from .e4m3 import dequantize_e4m3, e4m3_scale_byte, fake_quantize_e4m3, quantize_e4m3
-from .e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
 from .fallback import FallbackThreshold
 from .fold import FOLD_GROUPS, FoldedOperand, fold, fold_across, fold_unsupported_reason
+from .formats.e2m1 import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
+from .formats.e4m3 import dequantize_e4m3, e4m3_scale_byte, fake_quantize_e4m3, quantize_e4m3
+from .formats.e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
 from .hadamard import random_signs, rotate, unrotate
 from .packed import MXFP4Tensor, dequantize
 from .quantize import apply_scheme, apply_scheme_delayed, fake_quantize, quantize, quantize_delayed

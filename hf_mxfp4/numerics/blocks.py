@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-from . import e2m1 as grid
 from . import macro
-from .e8m0 import (
+from .errors import importance_weights, inverse_power_of_two, sum_of_squares
+from .fallback import block_errors, select_share
+from .formats import e2m1 as grid
+from .formats.e8m0 import (
     BLOCK_SIZE,
     E8M0_NAN,
     ScaleRule,
@@ -20,8 +22,6 @@ from .e8m0 import (
     largest_finite_magnitude,
     scale_from_amax,
 )
-from .errors import importance_weights, inverse_power_of_two, sum_of_squares
-from .fallback import block_errors, select_share
 from .packed import saturate
 from .rng import NoiseSource, counted_uniform
 from .schemes import QuantScheme

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import Blocks, from_blocks, to_blocks
-from .e2m1 import round_nearest
-from .e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0
+from .formats.e2m1 import round_nearest
+from .formats.e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0
 from .quantize import check_input, selector
 from .schemes import QuantScheme, one_of
 

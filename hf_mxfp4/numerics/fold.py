@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from . import e2m1 as grid
 from . import macro
-from .e8m0 import BLOCK_SIZE, E8M0_NAN, decode_e8m0
+from .formats import e2m1 as grid
+from .formats.e8m0 import BLOCK_SIZE, E8M0_NAN, decode_e8m0
 from .packed import MXFP4Tensor, saturate
 from .schemes import QuantScheme, one_of
 

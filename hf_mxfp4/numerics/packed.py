@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from . import e2m1 as grid
 from . import macro
-from .e8m0 import BLOCK_SIZE, decode_e8m0
+from .formats import e2m1 as grid
+from .formats.e8m0 import BLOCK_SIZE, decode_e8m0
 from .schemes import QuantScheme
 
 

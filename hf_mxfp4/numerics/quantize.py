@@ -29,10 +29,10 @@ from numbers import Real
 
 import torch
 
-from . import e2m1 as grid
 from .blocks import Blocks, from_blocks, per_row
-from .e8m0 import ScaleRule
 from .fallback import FallbackThreshold, select_above
+from .formats import e2m1 as grid
+from .formats.e8m0 import ScaleRule
 from .packed import MXFP4Tensor
 from .rng import NoiseSource, noise_source
 from .schemes import QuantScheme

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from numbers import Real
 
-from .e8m0 import ScaleRule
+from .formats.e8m0 import ScaleRule
 
 
 #: Elements per macro block that have a definition; ``"row"`` is the whole axis.

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..config import MXFP4RLConfig
-from ..gemm.packed_weight import packed_shapes
+from ..gemm.storage.packed_weight import packed_shapes
 from ..layers import MXFP4Linear, MXFP4PackedLinear
 from ..module_names import fused_experts, split_linears
 from ..quantizer.swap import swap_layers

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ..config import MXFP4RLConfig
-from ..gemm.packed_weight import packed_shapes
+from ..gemm.storage.packed_weight import packed_shapes
 from ..numerics import QuantScheme
 from .meta_model import build
 from .sizes import Activations, ModelSizes, activations, cache_bytes_per_token, model_sizes

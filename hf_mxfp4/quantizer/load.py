@@ -7,7 +7,7 @@ from transformers.core_model_loading import ConversionOps
 
 from ..checkpoint.io.mapped import release_files, release_mapped
 from ..config import MXFP4RLConfig
-from ..gemm.packed_weight import quantize_weight
+from ..gemm.storage.packed_weight import quantize_weight
 from ..layers import PACKED, MXFP4PackedExperts, MXFP4PackedLinear
 from ..report import ErrorEnergy, add_packed, add_packed_experts
 

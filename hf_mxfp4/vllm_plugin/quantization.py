@@ -18,7 +18,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from ..backends.select import dequantize
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..gemm.packed_weight import packed_shapes, packed_tensor
+from ..gemm.storage.packed_weight import packed_shapes, packed_tensor
 from ..module_names import ALWAYS_SKIPPED, name_matches
 from ..numerics import BLOCK_SIZE
 from .activations import quantize_input

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, fake_quantize, numerics, quantize
 from hf_mxfp4.backends import select as backends
-from hf_mxfp4.gemm.packed_weight import packed_shapes
+from hf_mxfp4.gemm.storage.packed_weight import packed_shapes
 from hf_mxfp4.layers import fallback_thresholds, update_fallback_thresholds
 
 
@@ -179,7 +179,7 @@ def test_dequantized_weight_against_the_eager_reference(options):
 
 
 def test_a_weight_that_is_quantized_in_portions(monkeypatch):
-    from hf_mxfp4.gemm import packed_weight as module
+    from hf_mxfp4.gemm.storage import packed_weight as module
 
     source = linear(100, 64)
     whole = MXFP4PackedLinear.from_linear(source, packed_config(weight_block="32x32"))

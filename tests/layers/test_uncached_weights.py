@@ -10,7 +10,7 @@ from moe_models import make_moe, tokens
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, pack, uncached_weights
-from hf_mxfp4.gemm.packed_weight import packed_shapes
+from hf_mxfp4.gemm.storage.packed_weight import packed_shapes
 from hf_mxfp4.planning import LiveTensors
 from hf_mxfp4.quantizer.swap import quantize_linears
 

@@ -14,7 +14,7 @@ from torch import nn
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.gemm import gemm_kernel_counts, group_by_expert, reset_gemm_kernel_counts
-from hf_mxfp4.gemm.fast_grouped import self_check
+from hf_mxfp4.gemm.tensor_cores.fast_grouped import self_check
 from hf_mxfp4.layers import MXFP4Experts, cached_weights
 from hf_mxfp4.numerics import FP8
 

@@ -4,8 +4,9 @@
 import pytest
 import torch
 
-from hf_mxfp4.gemm import GemmKernel, Groups, choose, select_kernel
+from hf_mxfp4.gemm import GemmKernel, Groups, select_kernel
 from hf_mxfp4.gemm.groups import PaddedRows
+from hf_mxfp4.gemm.tensor_cores import choose
 from hf_mxfp4.numerics import REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
 
 

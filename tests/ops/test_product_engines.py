@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.gemm import GemmKernel, choose, fast, gemm_kernel_counts, reset_gemm_kernel_counts, select_kernel
+from hf_mxfp4.gemm import GemmKernel, gemm_kernel_counts, reset_gemm_kernel_counts, select_kernel
+from hf_mxfp4.gemm.tensor_cores import choose, fast
 from hf_mxfp4.numerics import FP8, FULL, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
 
 

@@ -15,7 +15,7 @@ from ...checkpoint.io.folder import CheckpointFolder, open_checkpoint
 from ...checkpoint.io.reader import ShardError, StoredTensor, read_rows
 from ...config import QUANT_METHOD
 from ...files import json_clean
-from ...gemm.packed_weight import packed_tensor, quantize_weight
+from ...gemm.storage.packed_weight import packed_tensor, quantize_weight
 from ..errors.results import Problem, natural_key
 from ..errors.source import Source, SourceError
 from ..errors.weights import SLICE_ELEMENTS, OnBytes, Selection

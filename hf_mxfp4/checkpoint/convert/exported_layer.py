@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...backends.select import dequantize
-from ...gemm.packed_weight import packed_tensor, quantize_weight
+from ...gemm.storage.packed_weight import packed_tensor, quantize_weight
 from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
 from ..formats import Format, LayerShape, PackedFormat
 from ..io.writer import ShardWriter, TensorSpec

@@ -8,7 +8,7 @@ import torch
 
 from ...backends.select import dequantize
 from ...config import MXFP4RLConfig
-from ...gemm.packed_weight import packed_tensor
+from ...gemm.storage.packed_weight import packed_tensor
 from ...report import ErrorEnergy, add_packed
 from ..card.folder import write_packed_card
 from ..io.folder import open_checkpoint

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...config import QUANT_METHOD, MXFP4RLConfig
 from ...experts_layout import unsupported_reason
-from ...gemm.packed_weight import quantize_weight
+from ...gemm.storage.packed_weight import quantize_weight
 from ...module_names import fused_experts
 from ..formats import PackedFormat
 from ..io.folder import CheckpointError, CheckpointFolder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...gemm.packed_weight import PACKED_SUFFIXES
+from ...gemm.storage.packed_weight import PACKED_SUFFIXES
 from .reader import ShardError, StoredTensor, read_header
 
 

@@ -14,11 +14,11 @@ import torch
 from ...numerics import MXFP4Tensor
 from ..groups import Groups
 from ..linear import PLAIN_STATE, LinearRecord, autocast_dtype, linear_backward, linear_forward
-from ..packed_weight import part_sizes
-from ..rollout import rollout_linear
 from ..saved import PARTS, SavedRecord
 from ..spec import GemmSpec
 from ..state import GemmState, state_of
+from ..storage.packed_weight import part_sizes
+from ..storage.rollout import rollout_linear
 from .tensors import parse
 
 
@@ -34,8 +34,8 @@ def compiled_linear(
     state: GemmState = PLAIN_STATE,
     groups: Groups | None = None,
 ) -> torch.Tensor:
-    """[`hf_mxfp4.gemm.quantized_linear`] where Dynamo traces, and [`hf_mxfp4.gemm.rollout.rollout_linear`] where no
-    gradient is computed."""
+    """[`hf_mxfp4.gemm.quantized_linear`] where Dynamo traces, and [`hf_mxfp4.gemm.storage.rollout.rollout_linear`]
+    where no gradient is computed."""
     spec, dtype = state.spec, autocast_dtype(x) or x.dtype
     saved = "nothing" if torch.is_grad_enabled() or groups is not None else "rollout"
     if weight.requires_grad and torch.is_grad_enabled():

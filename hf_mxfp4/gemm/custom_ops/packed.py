@@ -13,10 +13,10 @@ import torch
 from ..groups import Groups
 from ..linear import autocast_dtype
 from ..operands import nearest_input
-from ..packed import grad_bias, packed_forward, packed_grad_x
-from ..packed_weight import PackedWeight
 from ..spec import PackedSpec
 from ..state import GemmState, state_of
+from ..storage.packed import grad_bias, packed_forward, packed_grad_x
+from ..storage.packed_weight import PackedWeight
 from .linear import groups_of
 from .tensors import read_scheme
 

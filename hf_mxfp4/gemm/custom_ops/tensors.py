@@ -12,7 +12,7 @@ import torch
 from ...backends import functional
 from ...backends import select as backends
 from ...numerics import MXFP4Tensor, QuantScheme, fake_quantize_e4m3, parse_scheme
-from ..packed_weight import PACKED_FIELDS, part_sizes
+from ..storage.packed_weight import PACKED_FIELDS, part_sizes
 
 
 parse = functools.lru_cache(maxsize=256)(parse_scheme)

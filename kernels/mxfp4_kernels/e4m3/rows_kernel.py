@@ -116,8 +116,8 @@ def fold_rows_kernel(
     per ``ROWS`` rows, which it reads once (``ONE_TILE``: they fit) or twice.
 
     ``FP8`` rounds the values themselves to E4M3, by the smallest power of two that lets nothing clip, as in
-    `hf_mxfp4.numerics.e4m3`; a row with NaN or infinity is NaN as a whole. ``STEPS`` is the number of tiles of a row
-    for the interpreter, which in Triton 3.6 cannot loop up to an argument.
+    `hf_mxfp4.numerics.formats.e4m3`; a row with NaN or infinity is NaN as a whole. ``STEPS`` is the number of tiles of
+    a row for the interpreter, which in Triton 3.6 cannot loop up to an argument.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None, None]
     top = tl.zeros([ROWS, 1, 1, 1], tl.int32)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from ..backends import select as backends
-from ..backends.functional import quantize
-from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
+from ...backends import select as backends
+from ...backends.functional import quantize
+from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
 
 
 #: Names of a packed weight's tensors on its layer and on disk -> the fields of [`MXFP4Tensor`] that they hold.

@@ -4,8 +4,8 @@ that are saved for the backward pass."""
 
 import torch
 
+from ..packed import saturate
 from .e8m0 import decode_e8m0
-from .packed import saturate
 
 
 #: The scale byte of a row that holds NaN or infinity.

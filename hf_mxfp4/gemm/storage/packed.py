@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..backends import select as backends
-from ..backends import triton as triton_kernels
-from ..numerics import FallbackThreshold, MXFP4Tensor, QuantScheme
-from . import grouped
-from .groups import Groups
-from .linear import autocast_dtype
-from .operands import nearest_input
+from ...backends import select as backends
+from ...backends import triton as triton_kernels
+from ...numerics import FallbackThreshold, MXFP4Tensor, QuantScheme
+from .. import grouped
+from ..groups import Groups
+from ..linear import autocast_dtype
+from ..operands import nearest_input
+from ..spec import PackedSpec
+from ..state import GemmState
+from ..weight_cache import WeightCache
 from .packed_weight import PACKED_FIELDS, PackedWeight, packed_tensor
-from .spec import PackedSpec
-from .state import GemmState
-from .weight_cache import WeightCache
 
 
 def packed_linear(

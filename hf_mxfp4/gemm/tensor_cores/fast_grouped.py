@@ -11,22 +11,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..backends.select import fake_quantize
-from ..numerics import FP8, GemmScheme, LinearScheme, QuantScheme, decode_e8m0, e4m3_scale_byte
-from .fast import (
-    PRODUCT_BOUND,
-    both_directions,
-    product_error,
-    quantized,
-    quantized_across,
-    scheme_options,
-)
-from .groups import Groups, PaddedRows
-from .layer_rng import LayerRng
-from .operands import rows_first
+from ...backends.select import fake_quantize
+from ...numerics import FP8, GemmScheme, LinearScheme, QuantScheme, decode_e8m0, e4m3_scale_byte
+from ..groups import Groups, PaddedRows
+from ..layer_rng import LayerRng
+from ..operands import rows_first
+from ..spec import GemmSpec
+from ..state import GemmState
+from .fast import PRODUCT_BOUND, both_directions, product_error, quantized, quantized_across, scheme_options
 from .select import inexact_counter
-from .spec import GemmSpec
-from .state import GemmState
 
 
 #: Elements that share a scale.

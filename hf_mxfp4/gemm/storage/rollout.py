@@ -5,15 +5,15 @@ from functools import partial
 
 import torch
 
-from ..backends import select as backends
-from ..numerics import MXFP4Tensor
-from .linear import autocast_dtype
-from .operands import input_operand
+from ...backends import select as backends
+from ...numerics import MXFP4Tensor
+from ..linear import autocast_dtype
+from ..operands import input_operand
+from ..spec import GemmSpec, PackedSpec
+from ..state import GemmState
+from ..weight_cache import copies_are_shared, form_in_force
 from .packed import computes_on_codes, packed_product
 from .packed_weight import PACKED_FIELDS, packed_tensor, quantize_weight
-from .spec import GemmSpec, PackedSpec
-from .state import GemmState
-from .weight_cache import copies_are_shared, form_in_force
 
 
 #: Up to this many rows dequantization is a notable part of a product, and a copy of the weight worth its memory.

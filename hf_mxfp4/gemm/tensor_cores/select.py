@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..backends import triton as triton_kernels
-from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, LinearScheme, OperandScheme, QuantScheme
-from ..numerics.fold import fold_unsupported_reason
+from ...backends import triton as triton_kernels
+from ...numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, LinearScheme, OperandScheme, QuantScheme
+from ...numerics.fold import fold_unsupported_reason
 
 
 #: Hardware with each kind of tensor core; what `hf-mxfp4 env` lists.

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..backends.select import fake_quantize
-from ..numerics import FP8, GEMM_OPERANDS, REUSE, GemmScheme, OperandScheme, QuantScheme
-from .operands import operand_seed, rotation_signs
+from ...backends.select import fake_quantize
+from ...numerics import FP8, GEMM_OPERANDS, REUSE, GemmScheme, OperandScheme, QuantScheme
+from ..operands import operand_seed, rotation_signs
+from ..state import GemmState
 from .select import inexact_counter
-from .state import GemmState
 
 
 def forward(

@@ -5,10 +5,10 @@ import warnings
 
 import torch
 
-from ..backends.select import is_torchs_own
+from ...backends.select import is_torchs_own
+from ..spec import GemmSpec
 from . import fast, fast_grouped
 from .select import GemmKernel, count_product, dtype_problem, hardware_of, select_kernel
-from .spec import GemmSpec
 
 
 #: What a self-check of a kernel found on a device; of products of one matrix, or of experts.

@@ -6,8 +6,8 @@ import math
 import torch
 from torch import nn
 
-from .expert_parameters import MXFP4LoraExpertParameter
-from .master_lora import MXFP4LoraMasterLinear
+from ..expert_parameters import MXFP4LoraExpertParameter
+from ..master_lora import MXFP4LoraMasterLinear
 from .merge_report import MergeError, MergeReport
 from .merging import Merges, MergesIntoPacked
 
