@@ -289,7 +289,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return scheme if isinstance(scheme, QuantScheme) else None
 
     def gemms(self, *names: str) -> LinearScheme:
-        """How the three products of a layer are computed: of one that goes by ``names``, or that no override names."""
+        """Return how the three products of a layer are computed: of one that goes by ``names``, or that no override
+        names."""
         hybrid = self.macro_search == "hybrid"
         weights = self._scheme("weights", "dynamic" if hybrid else self.macro_search)
         activations = self._scheme("activations", "static" if hybrid else self.macro_search)

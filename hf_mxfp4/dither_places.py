@@ -75,7 +75,7 @@ class ForwardWeight:
         return rotate_operand(rows, self.rotation, "fprop", self.rng)
 
     def rotated_back(self, rotated: torch.Tensor, columns: int) -> torch.Tensor:
-        """The inverse of [`rotated`]."""
+        """Undo [`rotated`]."""
         return rotate_back(rotated, self.rotation, "fprop", columns, self.rng)
 
     def quantized(self, rotated: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -104,7 +104,8 @@ class ForwardWeight:
         return codes, blocks, residual_blocks
 
     def passes(self, tensors: dict[str, torch.Tensor], columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the codes of the first pass stand for, and those of the residual pass, without their weight alpha."""
+        """Return what the codes of the first pass stand for, and those of the residual pass, without their weight
+        alpha."""
 
         def values(suffix: str) -> torch.Tensor:
             names = {
@@ -132,7 +133,7 @@ class ForwardWeight:
         return rows.reshape(n // height, height, k // width, width).transpose(1, 2).reshape(-1, height, width)
 
     def ungrouped(self, groups: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """What [`grouped`] made groups of, in its shape ``[N, K]``."""
+        """Return what [`grouped`] made groups of, in its shape ``[N, K]``."""
         n, k = shape
         _, height, width = groups.shape
         return groups.reshape(n // height, k // width, height, width).transpose(1, 2).reshape(n, k)
@@ -151,7 +152,7 @@ class ForwardWeight:
         return _per_element(mask.unflatten(-1, (-1, self.rotation.size)).any(dim=-1), self.rotation.size, columns)
 
     def count_on_boundaries(self, rows: torch.Tensor) -> int:
-        """How many codes of rows lie on a boundary; a block on one of its scale counts as one."""
+        """Count how many codes of rows lie on a boundary; a block on one of its scale counts as one."""
         rotated = self.rotated(rows)
         nudge = rotated.abs() * _NUDGE
         sides = self.quantized(rotated + nudge), self.quantized(rotated - nudge)

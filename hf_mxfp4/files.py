@@ -38,7 +38,7 @@ def replace_file(path: str | Path, content: str | bytes, *, sync: bool = False) 
 
 
 def draft_of(path: str | Path) -> Path:
-    """Where [`replace_file`] writes what will be ``path``."""
+    """Return where [`replace_file`] writes what will be ``path``."""
     return Path(path).with_name(f"{Path(path).name}.part")
 
 

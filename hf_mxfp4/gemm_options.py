@@ -76,7 +76,7 @@ _EXAMPLES = {
 
 
 def parse_operand(gemm: str, operand: str, text: str) -> OperandScheme:
-    """How an operand is treated. Raises `ValueError` for what cannot be read or does not fit the operand."""
+    """Read how an operand is treated. Raises `ValueError` for what cannot be read or does not fit the operand."""
     if text == FULL.value:
         return FULL
     if text == REUSE.value:
@@ -163,12 +163,12 @@ def apply_overrides(
 
 
 def overrides_as_dicts(overrides: tuple[LayerOverride, ...]) -> list[dict]:
-    """The inverse of [`read_overrides`]."""
+    """Undo [`read_overrides`]."""
     return [{"modules": p, **{gemm: dict(given) for gemm, given in options}} for p, options in overrides]
 
 
 def each_overridden(scheme: LinearScheme, overrides: tuple[LayerOverride, ...] | None) -> dict[str, LinearScheme]:
-    """For each entry, the products of a layer that no other matches, by what messages call it."""
+    """Yield for each entry the products of a layer that no other matches, by what messages call it."""
     return {
         f"layer_overrides for {pattern!r}": apply_overrides(scheme, (("re:.*", options),), ("",))
         for pattern, options in overrides or ()

@@ -26,8 +26,7 @@ Factors = tuple[torch.Tensor, torch.Tensor, float, nn.Module]
 def add_factors(
     layer: BaseTunerLayer, result: torch.Tensor, x: torch.Tensor, groups: Groups, factors: Iterable[Factors]
 ) -> torch.Tensor:
-    """What a projection of experts gives, and on top of it ``s B_e A_e x`` of each adapter for the rows of expert
-    ``e``.
+    """Add ``s B_e A_e x`` of each adapter, for the rows of expert ``e``, to what a projection of experts gives.
 
     Args:
         layer: whose adapters they are.
@@ -99,7 +98,8 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
 
     @torch.no_grad()
     def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
-        """As PEFT's linear layers: ``A`` uniform (or ``"gaussian"``) and ``B`` zero, or both random for `False`."""
+        """Set new factors as PEFT's linear layers do: ``A`` uniform (or ``"gaussian"``) and ``B`` zero, or both random
+        for `False`."""
         for factors in self.lora_A[adapter_name].parameters():
             for matrix in factors:
                 if init_lora_weights == "gaussian":
@@ -228,13 +228,13 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
         return weight + update, update
 
     def first_sum(self, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the first expert's first projection in float32: the unmerged weight with these adapters, and the adapters'
-        part alone."""
+        """Return, of the first expert's first projection in float32, the unmerged weight with these adapters, and the
+        adapters' part alone."""
         return self._sum(self.get_base_layer().projections[0], 0, names)
 
     @torch.no_grad()
     def repacked(self, rows: torch.Tensor) -> torch.Tensor:
-        """What rows of such a sum become when they are packed, in float32."""
+        """Return what rows of such a sum become when they are packed, in float32."""
         base = self.get_base_layer()
         return self._dequantized(
             quantize_weight(rows, base.config.weight_scheme, base.config.backend), base.projections[0]

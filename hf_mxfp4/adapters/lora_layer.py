@@ -74,7 +74,7 @@ class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):
 
     @torch.no_grad()
     def _sum(self, names: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """In float32: the unmerged weight with these adapters, the adapters' part alone, and the bias with theirs
+        """Return in float32 the unmerged weight with these adapters, the adapters' part alone, and the bias with theirs
         (`None` when they have none)."""
         base = self.get_base_layer()
         update = torch.zeros(base.out_features, base.in_features, device=base.weight.device)
@@ -94,12 +94,12 @@ class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):
         return dequantize(weight, torch.float32, base.config.backend) + update, update, bias
 
     def first_sum(self, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """In float32: the unmerged weight with these adapters, and the adapters' part alone."""
+        """Return in float32 the unmerged weight with these adapters, and the adapters' part alone."""
         return self._sum(names)[:2]
 
     @torch.no_grad()
     def repacked(self, rows: torch.Tensor) -> torch.Tensor:
-        """What rows of a sum become when they are packed, in float32."""
+        """Return what rows of a sum become when they are packed, in float32."""
         base = self.get_base_layer()
         scheme, backend = base.config.weight_scheme, base.config.backend
         packed = packed_tensor(quantize_weight(rows, scheme, backend), base.in_features, scheme, torch.float32)

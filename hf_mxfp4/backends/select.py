@@ -78,7 +78,7 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -
 
 @functools.lru_cache(maxsize=64)
 def as_read(scheme: QuantScheme) -> QuantScheme:
-    """What of a scheme matters to who reads codes: not how scales were chosen and values rounded."""
+    """Return what of a scheme matters to who reads codes: not how scales were chosen and values rounded."""
     return QuantScheme("rceil", scheme.macro_block, scheme.macro_search, scheme.outlier_fallback)
 
 

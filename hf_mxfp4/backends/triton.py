@@ -62,8 +62,8 @@ def fake_quantize_rotated(
 
 
 def written_dtype(scheme: QuantScheme, dtype: torch.dtype) -> torch.dtype:
-    """What a kernel shall write so that casting it to ``dtype`` is casting float32 values: kernels saturate, casts do
-    not, and only values without a residual are within bfloat16 always."""
+    """Return what a kernel shall write so that casting it to ``dtype`` is casting float32 values: kernels saturate,
+    casts do not, and only values without a residual are within bfloat16 always."""
     return torch.bfloat16 if dtype == torch.bfloat16 and scheme.outlier_fallback is None else torch.float32
 
 
@@ -127,7 +127,7 @@ def linear(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> t
 
 
 def plan_linear(n_tokens: int, out_features: int, in_features: int, scheme: QuantScheme, dtype: torch.dtype) -> Any:
-    """`mxfp4_kernels.LinearPlan` of [`linear`]."""
+    """Return the `mxfp4_kernels.LinearPlan` that [`linear`] follows."""
     import mxfp4_kernels
 
     name = str(dtype).removeprefix("torch.")
@@ -153,7 +153,7 @@ def _stored(scheme: QuantScheme) -> Mapping[str, Any]:
 def grouped_matmul(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[`mxfp4_kernels.grouped_matmul`]."""
+    """Call [`mxfp4_kernels.grouped_matmul`]."""
     import mxfp4_kernels
 
     return mxfp4_kernels.grouped_matmul(x, weight, offsets, bias)
@@ -180,14 +180,14 @@ def grouped_matmul_packed(
 
 
 def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[`mxfp4_kernels.grouped_wgrad`]."""
+    """Call [`mxfp4_kernels.grouped_wgrad`]."""
     import mxfp4_kernels
 
     return mxfp4_kernels.grouped_wgrad(left, right, offsets, dtype)
 
 
 def grouped_sum(x: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[`mxfp4_kernels.grouped_sum`]."""
+    """Call [`mxfp4_kernels.grouped_sum`]."""
     import mxfp4_kernels
 
     return mxfp4_kernels.grouped_sum(x, offsets, dtype)

@@ -88,7 +88,7 @@ class ByteProgress:
 
     @property
     def rate(self) -> float:
-        """Megabytes per second so far."""
+        """Return megabytes per second so far."""
         return self._done / 1e6 / max(1e-9, time.monotonic() - self._started)
 
     def _line(self, name: str) -> str:

@@ -58,7 +58,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> None:
-    """What was done to each type of layer, what it cost and what it saved, on standard output."""
+    """Print what was done to each type of layer, what it cost and what it saved, on standard output."""
     from ..checkpoint.convert.costs import bits_per_weight
     from .console import out, plain_table
 

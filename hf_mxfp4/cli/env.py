@@ -68,7 +68,7 @@ def _show_products(console: Any, products: list[dict[str, Any]]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What [`env`] shows, JSON-clean."""
+    """Return what [`env`] shows, JSON-clean."""
     import torch
 
     facts = machine()

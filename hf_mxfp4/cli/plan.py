@@ -11,7 +11,7 @@ from .options import JsonOption, fail
 
 
 if TYPE_CHECKING:
-    from ..planning import Setup, Strategy, StrategyPlan
+    from ..planning import Setup, StrategyPlan
 
 
 class Mode(str, Enum):
@@ -122,7 +122,9 @@ def plan(
             headroom=headroom,
         )
         planner = Planner(read_config(model), setup)
-        strategies = tuple(s for s in STRATEGIES if (s.packed or mode is not Mode.PACKED) and _runs_on(s, gpus))
+        # On one GPU there is nothing to spread.
+        spread = [strategy for strategy in STRATEGIES if gpus > 1 or strategy.engine == "ddp"]
+        strategies = tuple(strategy for strategy in spread if strategy.packed or mode is not Mode.PACKED)
         plans = planner.plan(setup, strategies)
     except ValueError as error:
         fail(str(error))
@@ -134,11 +136,6 @@ def plan(
     if not any(each.fits for each in plans):
         would = "; ".join(advice) or f"nothing up to 1024 GPUs of {gpu_memory:g} GB"
         fail(f"nothing fits into {setup.usable / 1e9:.1f} GB per GPU; what would: {would}", code=1)
-
-
-def _runs_on(strategy: "Strategy", gpus: int) -> bool:
-    """On one GPU there is nothing to spread."""
-    return gpus > 1 or strategy.engine == "ddp"
 
 
 def _as_json(model: str, setup: "Setup", plans: list["StrategyPlan"], advice: list[str]) -> dict[str, Any]:

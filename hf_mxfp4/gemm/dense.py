@@ -77,7 +77,7 @@ def grad_weight(
 
 
 def forward_values(values: torch.Tensor, in_features: int, spec: GemmSpec, rng: LayerRng | None) -> torch.Tensor:
-    """What the forward product used of an operand, rotated back: ``[..., in_features]``."""
+    """Return what the forward product used of an operand, rotated back: ``[..., in_features]``."""
     if spec.rotation_size == 1:
         return values
     return rotate_back(values, spec.scheme.fprop.rotation, "fprop", in_features, rng)

@@ -69,7 +69,8 @@ def quantized_linear(
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """What autocast would compute a product of ``x`` in; `None` when it is off or leaves ``x`` alone (float64)."""
+    """Return what autocast would compute a product of ``x`` in; `None` when it is off or leaves ``x`` alone
+    (float64)."""
     device = x.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None

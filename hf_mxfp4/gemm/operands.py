@@ -184,7 +184,7 @@ def _shapes_of_input(x: torch.Tensor, state: GemmState) -> MXFP4Tensor:
 
 
 def kept_weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> torch.Tensor:
-    """[`weight_operand`], kept as [`WeightCache`] says."""
+    """Return [`weight_operand`], kept as [`WeightCache`] says."""
     if state.spec.keeps_weight:
         return rows_first(weight.detach(), state).to(dtype)
     if isinstance(weight, FakeTensor):

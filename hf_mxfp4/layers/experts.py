@@ -52,12 +52,12 @@ class MXFP4Experts(ExpertsBase):
 
     @property
     def gemms(self) -> dict[str, LinearScheme]:
-        """By projection, what the scheme means for the three products; see [`set_gemms`]."""
+        """Return by projection what the scheme means for the three products; see [`set_gemms`]."""
         return {projection: state.spec.scheme for projection, state in self.states.items()}
 
     @property
     def rngs(self) -> dict[str, tuple[LayerRng, ...]]:
-        """By projection, the random numbers of each expert; see [`set_quantization_step`]."""
+        """Return by projection the random numbers of each expert; see [`set_quantization_step`]."""
         return {projection: state.rngs for projection, state in self.states.items()}
 
     def set_gemms(self, gemms: LinearScheme, projection: str) -> None:
@@ -69,7 +69,7 @@ class MXFP4Experts(ExpertsBase):
     def full_precision_forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """What the plain experts compute on the master weights; see [`full_precision`]."""
+        """Compute what the plain experts do on the master weights; see [`full_precision`]."""
         ours = {name: self.__dict__[name] for name in self.plain_attributes}
         self.__dict__.update(self.plain_attributes)
         try:
@@ -116,7 +116,7 @@ class MXFP4Experts(ExpertsBase):
         return weight.transpose(1, 2) if self.is_transposed else weight
 
     def weight_operand(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[`quantized_weight`], not kept."""
+        """Return [`quantized_weight`], not kept."""
         return weight_operand(weight, dtype, self.states[projection])
 
     def effective_rows(self, projection: str, expert: int, rows: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ class ExpertsBase(nn.Module):
 
     @property
     def fallback_thresholds(self) -> dict[str, FallbackThreshold]:
-        """By projection, as `fallback_threshold` of [`MXFP4Linear`], shared by all experts."""
+        """Return by projection what is `fallback_threshold` of [`MXFP4Linear`], shared by all experts."""
         found = {projection: state.threshold for projection, state in self.states.items()}
         return {projection: threshold for projection, threshold in found.items() if threshold is not None}
 
@@ -92,7 +92,7 @@ class ExpertsBase(nn.Module):
         top_k_weights: torch.Tensor,
         project: Projection | None = None,
     ) -> torch.Tensor:
-        """As transformers' experts, whatever implementation the model's config names.
+        """Compute what transformers' experts do, whatever implementation the model's config names.
 
         Args:
             hidden_states: ``[tokens, hidden]``.
@@ -161,7 +161,7 @@ class ExpertsBase(nn.Module):
         raise NotImplementedError
 
     def bias_of(self, projection: str) -> nn.Parameter | None:
-        """``[experts, N]`` or `None`."""
+        """Return the bias ``[experts, N]`` of a projection, or `None`."""
         return getattr(self, f"{projection}_bias") if self.has_bias else None
 
     def extra_repr(self) -> str:

@@ -20,7 +20,7 @@ def fallback_thresholds(model: nn.Module) -> list[FallbackThreshold]:
 
 
 def named_fallback_thresholds(model: nn.Module) -> dict[str, FallbackThreshold]:
-    """As [`fallback_thresholds`], by the names of the layers, and of each projection of experts."""
+    """Return [`fallback_thresholds`] by the names of the layers, and of each projection of experts."""
     found = {}
     for name, module in model.named_modules():
         found[name] = getattr(module, "fallback_threshold", None)

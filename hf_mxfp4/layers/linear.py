@@ -50,7 +50,7 @@ class MXFP4Linear(nn.Linear):
 
     @property
     def gemms(self) -> LinearScheme:
-        """What the scheme means for the three products of this layer; see [`set_gemms`]."""
+        """Return what the scheme means for the three products of this layer; see [`set_gemms`]."""
         return self.state.spec.scheme
 
     def set_gemms(self, gemms: LinearScheme) -> None:
@@ -136,7 +136,7 @@ class MXFP4Linear(nn.Linear):
         return rollout_form(x, self.state.spec, asked)
 
     def full_precision_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the plain layer computes on the master weight; see [`full_precision`]."""
+        """Compute what the plain layer does on the master weight; see [`full_precision`]."""
         return super().forward(x)
 
     def forward_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -158,7 +158,7 @@ class MXFP4Linear(nn.Linear):
         return effective_rows(weight, self.state)
 
     def weight_operand(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[`quantized_weight`], not kept."""
+        """Return [`quantized_weight`], not kept."""
         return weight_operand(weight, dtype, self.state)
 
     def extra_repr(self) -> str:

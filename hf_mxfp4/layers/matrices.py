@@ -56,7 +56,7 @@ class WeightMatrix:
 
     @property
     def siblings(self) -> int:
-        """How many matrices the parameter holds."""
+        """Return how many matrices the parameter holds."""
         return 1 if self.expert is None else self.layer.n_experts
 
     def of(self, value: torch.Tensor) -> torch.Tensor:

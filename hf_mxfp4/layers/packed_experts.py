@@ -133,7 +133,7 @@ class MXFP4PackedExperts(ExpertsBase):
         shape = (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
         out = torch.empty(shape, dtype=dtype, device=packed[0].device)
         for expert, values in enumerate(out.transpose(1, 2) if self.is_transposed else out):
-            values.copy_(self._dequantized(projection, packed, expert, dtype))
+            values.copy_(dequantize(self._tensor(projection, packed, expert), dtype, self.config.backend))
         return out
 
     def packed_weight(self, projection: str) -> PackedWeight:
@@ -148,9 +148,6 @@ class MXFP4PackedExperts(ExpertsBase):
         parts = [None if tensor is None else tensor[expert] for tensor in packed]
         named = dict(zip(PACKED_FIELDS, parts, strict=True))
         return packed_tensor(named, self.sizes[projection][2], self.config.weight_scheme, self.compute_dtype)
-
-    def _dequantized(self, projection: str, packed: PackedWeight, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        return dequantize(self._tensor(projection, packed, expert), dtype, self.config.backend)
 
     def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         packed = self.packed_weight(projection)

@@ -257,7 +257,8 @@ def from_blocks(blocks: torch.Tensor, shape: torch.Size, block_rows: int) -> tor
 
 
 def per_row(of_blocks: torch.Tensor, shape: torch.Size, block_rows: int) -> torch.Tensor:
-    """What belongs to blocks, ``[..., N / block_rows, n]``, for each of the rows of ``shape``: ``[..., N, n]``."""
+    """Repeat what belongs to blocks, ``[..., N / block_rows, n]``, for each of the rows of ``shape``: ``[..., N,
+    n]``."""
     if block_rows == 1:
         return of_blocks
     return of_blocks.repeat_interleave(block_rows, dim=-2)[..., : shape[-2], :]

@@ -59,7 +59,7 @@ class ErrorDecomposition:
 
     @property
     def total(self) -> torch.Tensor:
-        """``Q(x) - x``."""
+        """Return the whole error ``Q(x) - x``."""
         return self.scale_bias + self.deadzone + self.grid
 
     @property

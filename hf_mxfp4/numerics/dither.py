@@ -43,8 +43,8 @@ def _holds(dtype: torch.dtype, weight: torch.Tensor) -> bool:
 
 
 def crowding(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """By the bits of a magnitude in ``dtype``, which share of the elements of ``weight`` that have it are more than
-    there should be (float32 ``[32768]`` on the CPU); `None` where there are no more of any than there should be.
+    """Return, by the bits of a magnitude in ``dtype``, which share of the elements of ``weight`` that have it are more
+    than there should be (float32 ``[32768]`` on the CPU); `None` where there are no more of any than there should be.
 
     There should be as many as the density of weights in a window around the number makes for the width of its cell.
     Numbers at the ends of the window count by half, so that weights on a lattice of 2, 4, 8 or 16 times the spacing of

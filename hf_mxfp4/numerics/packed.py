@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from . import macro
 from .formats import e2m1 as grid
 from .formats.e8m0 import BLOCK_SIZE, decode_e8m0
+from .macro import macro_factor, mantissa_factor, unpack_mantissas
 from .schemes import QuantScheme
 
 
@@ -104,19 +104,11 @@ def dequantize(
                 f"{macro_block} need {-(-length // size)}"
             )
         if macro_search == "blockwise":
-            out = out * _multiplier_per_element(macro, length)
+            per_block = mantissa_factor(unpack_mantissas(macro))
+            out = out * per_block.repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
         else:
-            out = out / _factor_per_element(macro, size, length)
+            out = out / macro_factor(macro).repeat_interleave(size, dim=-1)[..., :length]
     return saturate(out, dtype).to(dtype)
-
-
-def _factor_per_element(m8: torch.Tensor, macro_block: int, length: int) -> torch.Tensor:
-    return macro.macro_factor(m8).repeat_interleave(macro_block, dim=-1)[..., :length]
-
-
-def _multiplier_per_element(packed: torch.Tensor, length: int) -> torch.Tensor:
-    per_block = macro.mantissa_factor(macro.unpack_mantissas(packed))
-    return per_block.repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
 
 
 def saturate(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -87,7 +87,7 @@ class Setup:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """Return the tokens of a sequence."""
         return self.prompt + self.completion
 
     @property
@@ -155,7 +155,7 @@ class Planner:
         return self._models[packed]
 
     def plan(self, setup: Setup, strategies: tuple[Strategy, ...] = STRATEGIES) -> list[StrategyPlan]:
-        """Every strategy's bytes under ``setup``."""
+        """Predict every strategy's bytes under ``setup``."""
         return [self._plan(setup, strategy) for strategy in strategies]
 
     def _plan(self, setup: Setup, strategy: Strategy) -> StrategyPlan:
@@ -233,7 +233,7 @@ class Planner:
         return low
 
     def advice(self, setup: Setup, strategies: tuple[Strategy, ...]) -> list[str]:
-        """What would make one of ``strategies`` fit, where none does."""
+        """Say what would make one of ``strategies`` fit, where none does."""
         found = []
         plans = self.plan(setup, strategies)
         best = max(plans, key=lambda plan: plan.largest_batch)

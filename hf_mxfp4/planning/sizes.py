@@ -114,7 +114,7 @@ class Activations:
     largest_layer: tuple[int, int]
 
     def bytes(self, sequences: int, checkpointing: bool) -> int:
-        """What is held when the backward pass is in the first layer that it comes to."""
+        """Return what is held when the backward pass is in the first layer that it comes to."""
         parts = (self.checkpointed, self.largest_layer) if checkpointing else (self.held,)
         return sum(fixed + sequences * each for fixed, each in parts)
 

@@ -57,7 +57,7 @@ class MergeReport:
 
     @property
     def total(self) -> MergeError:
-        """Energies summed over the layers."""
+        """Return the energies summed over the layers."""
         return MergeError.summed(self.layers.values())
 
     def __str__(self) -> str:

@@ -70,7 +70,7 @@ class MergesIntoMasters(Merges):
         raise NotImplementedError
 
     def delta(self, adapter: str) -> torch.Tensor | None:
-        """What an adapter adds, in the layout of the weight, in float32; `None` where it does more than add."""
+        """Return what an adapter adds, in the layout of the weight, in float32; `None` where it does more than add."""
         raise NotImplementedError
 
     @torch.no_grad()

@@ -56,7 +56,7 @@ class Pair:
         return difference if math.isfinite(difference) else math.nan
 
     def summary(self) -> dict[str, float]:
-        """The derived numbers by name."""
+        """Return the derived numbers by name."""
         return {
             "first_relative_mse": self.first.relative_mse,
             "second_relative_mse": self.second.relative_mse,
@@ -105,7 +105,7 @@ class Comparison:
         return "by layer" if self.scheme is None else f"under {self.scheme}, by layer"
 
     def lines(self) -> list[str]:
-        """Sentences on what is compared."""
+        """Return sentences on what is compared."""
         return [f"A: {self.first}", f"B: {self.second}"]
 
     def total(self) -> Any:

@@ -59,7 +59,7 @@ class PackedPair:
         return math.inf if relative == 0 else -10.0 * math.log10(relative)
 
     def summary(self) -> dict[str, float]:
-        """The derived numbers by name."""
+        """Return the derived numbers by name."""
         return {
             "sqnr_db": self.sqnr_db,
             "relative_mse": self.relative_mse,

@@ -70,7 +70,7 @@ class Analysis:
         return _grouped(self.of_kind(kind), scheme, lambda r: r.location.layer_type)
 
     def by_depth(self, kind: str, scheme: str) -> dict[int, ErrorStatistics]:
-        """By index of the layer; tensors outside of numbered layers are left out."""
+        """Return sums by index of the layer; tensors outside of numbered layers are left out."""
         placed = [r for r in self.of_kind(kind) if r.location.depth is not None]
         return dict(sorted(_grouped(placed, scheme, lambda r: r.location.depth).items()))
 
@@ -84,7 +84,7 @@ class Analysis:
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
-    """Sorts "layers.2" before "layers.10"."""
+    """Return a key that sorts "layers.2" before "layers.10"."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 

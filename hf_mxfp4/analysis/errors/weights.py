@@ -217,7 +217,7 @@ def bytes_to_analyze(source: Source, selection: Selection) -> int | None:
 
 
 def describe_source(source: Source) -> dict[str, Any]:
-    """For reports: kind of source, architecture, and number of files."""
+    """Return for reports the kind of source, architecture, and number of files."""
     architectures = source.config.get("architectures")
     return {
         "kind": source.kind,

@@ -53,7 +53,7 @@ class RouterStatistics:
         )
 
     def to_dict(self) -> dict[str, str | float | None]:
-        """The attributes by name."""
+        """Return the attributes by name."""
         return asdict(self)
 
 
@@ -106,7 +106,8 @@ def router_statistics(
 def router_agreement(
     model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> dict[str, float]:
-    """By router, the share of its top-k choices that quantization leaves as they are; see [`router_statistics`]."""
+    """Return by router the share of its top-k choices that quantization leaves as they are; see
+    [`router_statistics`]."""
     return {stats.name: stats.agreement for stats in router_statistics(model, input_ids, attention_mask)}
 
 

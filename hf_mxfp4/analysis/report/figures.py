@@ -4,6 +4,7 @@
 Each function takes data and returns a matplotlib `Figure`, which belongs to no window: `figure.savefig(...)`.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,7 +75,7 @@ def delta_figure(by_scheme: Mapping[str, ErrorStatistics], title: str = "") -> F
     edges = [low + i * width for i in range(HISTOGRAM_BINS + 1)]
     figure = _figure((6.5, 4.2))
     axes = figure.subplots()
-    for (scheme, statistics), style in zip(shown.items(), _styles(len(shown)), strict=True):
+    for (scheme, statistics), style in zip(shown.items(), itertools.cycle(("-", "--", ":", "-.")), strict=False):
         density = [count / (statistics.blocks * width) for count in statistics.histogram]
         label = f"{scheme}: mean {statistics.delta_mean:.3f}"
         axes.stairs(density, edges, label=label, linestyle=style, linewidth=1.6)
@@ -139,7 +140,3 @@ def _require(data: object) -> None:
 
 def _percent(part: float, whole: float) -> float:
     return 100.0 * part / whole if whole else math.nan
-
-
-def _styles(count: int) -> list[str]:
-    return [("-", "--", ":", "-.")[i % 4] for i in range(count)]

@@ -19,7 +19,7 @@ _MOVEMENT = (0.5, 1.5)
 
 
 def ending(record: RunRecord) -> Check:
-    """How the run ended, or that no end is recorded."""
+    """Say how the run ended, or that no end is recorded."""
     title, of = "Course", f" of {record.max_steps}" if record.max_steps else ""
     resumed = _resumed_words(len(record.starts) - 1)
     if record.end is None:
@@ -49,7 +49,7 @@ def _resumed_words(times: int) -> str:
 
 
 def reward_words(record: RunRecord) -> str:
-    """How the mean reward went, with the interval of its change; empty for fewer than 6 values."""
+    """Say how the mean reward went, with the interval of its change; empty for fewer than 6 values."""
     found = means_with_interval(record.values("reward"))
     if found is None:
         return ""
@@ -164,7 +164,7 @@ def _noise_on(record: RunRecord, sigma: str, measured: str, count: str, target: 
 
 
 def layers(record: RunRecord) -> Check | None:
-    """How many layers are quantized; `None` where the log does not say."""
+    """Say how many layers are quantized; `None` where the log does not say."""
     facts = record.facts
     if not is_number(facts.get("n_quantized")):
         return None
@@ -179,7 +179,7 @@ def layers(record: RunRecord) -> Check | None:
 
 
 def sqnr(record: RunRecord) -> Check | None:
-    """How far the signal to quantization noise ratio fell over the run; `None` where it was not logged."""
+    """Say how far the signal to quantization noise ratio fell over the run; `None` where it was not logged."""
     falls, words = [], []
     for key, name in (("error/sqnr_db", "weights"), ("error/activations/sqnr_db", "activations")):
         values = record.values(key)
@@ -193,7 +193,7 @@ def sqnr(record: RunRecord) -> Check | None:
 
 
 def gradient(record: RunRecord) -> Check | None:
-    """How far quantization changes the gradient by the first layer; `None` where it was not measured."""
+    """Say how far quantization changes the gradient by the first layer; `None` where it was not measured."""
     values = record.values("gradient_gain/first")
     if not values:
         return None

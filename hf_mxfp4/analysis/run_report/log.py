@@ -73,7 +73,7 @@ class RunRecord:
         return [step for step, _ in points], [value for _, value in points]
 
     def values(self, key: str) -> list[float]:
-        """The values of [`series`]."""
+        """Return the values of [`series`], without their steps."""
         return self.series(key)[1]
 
     def add(self, entry: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def movement_kinds(logged: Iterable[str]) -> list[str]:
 
 
 def movement_advice(is_first: bool) -> str:
-    """What it means that quantized weights move much further than masters, in the first step or in a later one."""
+    """Say what it means that quantized weights move much further than masters, in the first step or in a later one."""
     if is_first:
         return (
             "Many masters lie exactly between two quantized values (ties of a checkpoint in 16 bits), and any step, "

@@ -28,7 +28,7 @@ _COMPILE_SECONDS = 120
 
 
 class SchemeStruct(ctypes.Structure):
-    """`Scheme` of blocks.h."""
+    """The C struct `Scheme` of blocks.h, field by field."""
 
     _fields_ = [
         ("carry", ctypes.c_uint32),

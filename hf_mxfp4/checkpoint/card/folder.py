@@ -27,7 +27,7 @@ def write_packed_card(source: LayerSource, sqnr_db: float | None, folder: Path, 
 
 
 def packed_subject(source: LayerSource, sqnr_db: float | None) -> Subject:
-    """What such a card is about."""
+    """Return what the card of a packed folder is about."""
     model, config = source.model, source.config
     names = [
         name

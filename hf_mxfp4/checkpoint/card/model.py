@@ -58,7 +58,7 @@ def make_card(
 
 
 def card_of(subject: Subject, evaluation: Mapping[str, Any] | None = None) -> ModelCard:
-    """The card of a checkpoint."""
+    """Return the text of a checkpoint's card."""
     base_model = _base_model(subject.source)
     data = ModelCardData(
         base_model=base_model,

@@ -53,7 +53,7 @@ class Subject:
 
 
 def card_text(subject: Subject) -> str:
-    """Everything below the metadata."""
+    """Return everything of a card below its metadata."""
     packed = subject.config.mode == "packed"
     experts = any(_EXPERT.search(name) for name in subject.report.quantized)
     what = "Linear layers and experts" if experts else "Linear layers"

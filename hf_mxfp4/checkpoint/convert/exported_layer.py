@@ -29,7 +29,7 @@ class Decision:
 
 
 def decide(format: Format, source: LayerSource, written: QuantScheme, shape: LayerShape, on_mismatch: str) -> Decision:
-    """What happens to a layer of this shape in ``format``, where full-precision weights become ``written``."""
+    """Decide what happens to a layer of this shape in ``format``, where full-precision weights become ``written``."""
     if not isinstance(format, PackedFormat):
         return Decision("dequantized")
     masters = isinstance(source, MasterSource)

@@ -48,7 +48,7 @@ class LayerShape:
 
     @property
     def n_weights(self) -> int:
-        """Elements of all matrices."""
+        """Return the number of elements of all matrices."""
         return self.n_matrices * self.out_features * self.in_features
 
     @cached_property
@@ -65,7 +65,7 @@ class LayerShape:
         return len(range(self.out_features)[piece.rows])
 
     def full_shape(self) -> tuple[int, ...]:
-        """Of the weight in the model."""
+        """Return the shape of the weight in the model."""
         matrix = (self.out_features, self.in_features)
         return matrix if self.experts is None else (self.experts, *(matrix[::-1] if self.transposed else matrix))
 
@@ -103,7 +103,7 @@ class Format(ABC):
 
     @abstractmethod
     def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
-        """What of ``config`` the format leaves out, besides the weights; in sentences for the user.
+        """Say what of ``config`` the format leaves out, besides the weights; in sentences for the user.
         Arguments as those of [`quantization_config`]."""
 
 
@@ -146,8 +146,8 @@ class PackedFormat(Format):
     def tensors(
         self, layer: str, shape: LayerShape, expert: int | None, packed: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """What our ``weight`` and ``weight_scale`` of one matrix are in tensors of [`specs`], in those that hold more
-        than it the next slice of the first axis; no arithmetic, the same bits."""
+        """Return what our ``weight`` and ``weight_scale`` of one matrix are in tensors of [`specs`], in those that hold
+        more than it the next slice of the first axis; no arithmetic, the same bits."""
 
     @abstractmethod
     def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:

@@ -34,8 +34,8 @@ def compiled_linear(
     state: GemmState = PLAIN_STATE,
     groups: Groups | None = None,
 ) -> torch.Tensor:
-    """[`hf_mxfp4.gemm.quantized_linear`] where Dynamo traces, and [`hf_mxfp4.gemm.storage.rollout.rollout_linear`]
-    where no gradient is computed."""
+    """Compute [`hf_mxfp4.gemm.quantized_linear`] where Dynamo traces, and
+    [`hf_mxfp4.gemm.storage.rollout.rollout_linear`] where no gradient is computed."""
     spec, dtype = state.spec, autocast_dtype(x) or x.dtype
     saved = "nothing" if torch.is_grad_enabled() or groups is not None else "rollout"
     if weight.requires_grad and torch.is_grad_enabled():
@@ -47,7 +47,7 @@ def compiled_linear(
 
 
 def what_is_saved(spec: GemmSpec, x_dtype: torch.dtype, dtype: torch.dtype) -> str:
-    """What is saved of an input, for a product in ``dtype``."""
+    """Return what is saved of an input, for a product in ``dtype``."""
     if spec.saved == "mxfp4":
         return "mxfp4"
     if spec.saved == "fp8":

@@ -178,7 +178,7 @@ def packed_product_route(
     dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
 ) -> tuple[str, str]:
-    """How [`packed_product`] computes, in a word, and why: ``"fused"`` on the codes, ``"dense"`` on values that the
+    """Say how [`packed_product`] computes, in a word, and why: ``"fused"`` on the codes, ``"dense"`` on values that the
     kernels dequantize (and layers keep within [`hf_mxfp4.cached_weights`]), ``"eager"`` or ``"cpu"`` on values that
     these backends dequantize."""
     name, reason = backends.backend_for(device_type, dtype, backends.as_read(scheme), backend)

@@ -130,5 +130,5 @@ def _split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def rows_per_portion(length: int) -> int:
-    """How many rows of ``length`` elements are packed or read back at once."""
+    """Return how many rows of ``length`` elements are packed or read back at once."""
     return max(1, PORTION // max(1, length))

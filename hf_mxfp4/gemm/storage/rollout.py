@@ -21,7 +21,7 @@ _ROWS_WORTH_A_COPY = 4096
 
 
 def rollout_form(x: torch.Tensor, spec: GemmSpec, asked: str | None) -> str:
-    """In which form a [`cached_weights`] context keeps the weight for products without gradients with tensors like
+    """Say in which form a [`cached_weights`] context keeps the weight for products without gradients with tensors like
     ``x``: ``"packed"`` or ``"dense"``.
 
     Args:
@@ -64,7 +64,7 @@ def share_copy(weight: torch.Tensor, state: GemmState) -> None:
 
 
 def shared_spec(spec: GemmSpec, in_features: int) -> PackedSpec:
-    """Of the product with a copy that is shared."""
+    """Return the spec of the product with a copy that is shared."""
     fprop = spec.scheme.fprop
     return PackedSpec(fprop.right, fprop.left if spec.quantizes_input else None, in_features, spec.backend)
 

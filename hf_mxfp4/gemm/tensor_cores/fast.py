@@ -166,7 +166,7 @@ def multiply(kernel: str, left: Any, right: Any, dtype: torch.dtype, bias: torch
 
 
 def self_check(kernel: str, device: torch.device) -> str | None:
-    """What is wrong with a kernel on a device, by small products of all kinds; `None` when nothing is."""
+    """Return what is wrong with a kernel on a device, by small products of all kinds; `None` when nothing is."""
     rng = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, 300, generator=rng).to(device, torch.bfloat16) for rows in (33, 48))
     for scheme in (QuantScheme(), QuantScheme("rceil", 128)):

@@ -177,7 +177,7 @@ def expert_scales(rows: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def self_check(kernel: str, device: torch.device) -> str | None:
-    """What is wrong with the products of experts on a device, by small ones; `None` when nothing is."""
+    """Return what is wrong with the products of experts on a device, by small ones; `None` when nothing is."""
     rng = torch.Generator().manual_seed(0)
     counts, inner, outer = (33, 0, 150), 300, 48
     groups = Groups(counts)

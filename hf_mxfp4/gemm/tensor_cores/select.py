@@ -63,7 +63,7 @@ def select_kernel(
     requested: str = "auto",
     experts: bool = False,
 ) -> GemmKernel:
-    """The kernel of one product.
+    """Choose the kernel of one product.
 
     Args:
         gemm: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.

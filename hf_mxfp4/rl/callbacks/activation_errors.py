@@ -54,7 +54,7 @@ class ActivationErrorCallback(TrainerCallback):
         self._step = step if due else None
 
     def state_dict(self) -> dict:
-        """What a resumed run continues from."""
+        """Return what a resumed run continues from."""
         return {"history": list(self.history)}
 
     def load_state_dict(self, state: dict) -> None:

@@ -70,7 +70,7 @@ class EntropyCallback(TrainerCallback):
         logs.update(values)
 
     def state_dict(self) -> dict:
-        """What a resumed run continues from."""
+        """Return what a resumed run continues from."""
         return {"history": self.history, "alarms": self.alarms, "state": self._state}
 
     def load_state_dict(self, state: dict) -> None:
@@ -128,7 +128,7 @@ class ErrorCallback(TrainerCallback):
             self._measure(state.global_step)
 
     def state_dict(self) -> dict:
-        """What a resumed run continues from."""
+        """Return what a resumed run continues from."""
         return {"history": self.history}
 
     def load_state_dict(self, state: dict) -> None:

@@ -167,7 +167,7 @@ class StepMovementCallback(TrainerCallback):
         self._unlogged: dict[str, float] = {}
 
     def state_dict(self) -> dict:
-        """What a resumed run continues from."""
+        """Return what a resumed run continues from."""
         return {"history": list(self.history), "due": self._due}
 
     def load_state_dict(self, state: dict) -> None:

@@ -92,7 +92,7 @@ class _LastBatchCallback(TrainerCallback):
             self.record(name, value if math.isfinite(value) else math.nan)
 
     def state_dict(self) -> dict:
-        """What a resumed run continues from."""
+        """Return what a resumed run continues from."""
         return {"history": list(self.history)}
 
     def load_state_dict(self, state: dict) -> None:

@@ -70,7 +70,7 @@ class RunReportCallback(TrainerCallback):
         self._end(state.global_step, "stopped early by a callback" if early else "finished")
 
     def stopped_by(self, error: BaseException, state: TrainerState) -> None:
-        """Training ended by an exception."""
+        """Note that training ended by an exception."""
         self._end(state.global_step, "stopped by an error", f"{type(error).__name__}: {error}")
 
     def add_evaluation(self, when: str, step: int, scores: dict[str, dict[str, float]]) -> None:

@@ -128,7 +128,7 @@ class EntropyNoiseController(TrainerCallback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run continues from."""
+        """Return what a resumed run continues from."""
         return {
             "sigma": self.sigma,
             "target": self.target,

@@ -59,7 +59,7 @@ class RolloutNoise:
             self.controller = args.noise_controller(record=record)
 
     def describe(self) -> str:
-        """What gets noise, counted."""
+        """Say what gets noise, counted."""
         parts = []
         if self.norms is not None:
             parts.append(f"{len(self.norms.norms)} norms")

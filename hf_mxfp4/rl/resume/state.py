@@ -101,7 +101,7 @@ class ExactResumeMixin:
     # ---- resuming -------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
-        """[`transformers.Trainer.train`].
+        """Train as [`transformers.Trainer.train`] does.
 
         Raises `ValueError` when the checkpoint is not whole, or there is none that is.
         """

@@ -182,7 +182,7 @@ def _without_input_gradients(model: torch.nn.Module) -> Iterator[None]:
 
 
 def generating_module(model: Any) -> Any:
-    """What generates of a model that PEFT may have wrapped."""
+    """Return what generates of a model that PEFT may have wrapped."""
     return next(module for module in model.modules() if isinstance(module, GenerationMixin))
 
 

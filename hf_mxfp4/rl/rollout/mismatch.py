@@ -41,7 +41,7 @@ def limit_ratios(ratio: torch.Tensor, mode: str, cap: float | None, minimum: flo
 
 
 def outside(ratio: torch.Tensor, cap: float | None, minimum: float | None) -> torch.Tensor:
-    """Where a ratio exceeds a limit."""
+    """Mark where a ratio exceeds a limit."""
     found = torch.zeros_like(ratio, dtype=torch.bool)
     if cap is not None:
         found |= ratio > cap

@@ -41,7 +41,7 @@ class RouterReplay:
         get_logger().info("router replay: %d routers", len(self.routers))
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Records generation within the context."""
+        """Record the experts of what is generated within the context."""
         self._rows = None
         return self._recorder.recording()
 

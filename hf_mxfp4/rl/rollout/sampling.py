@@ -186,7 +186,7 @@ def prompt_digest(row: dict[str, Any]) -> str:
 
 
 def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
-    """Which groups of ``size`` completions earn the same: bool ``[completions / size]``.
+    """Return which groups of ``size`` completions earn the same: bool ``[completions / size]``.
 
     Args:
         rewards: ``[completions, functions]``, NaN where a function does not apply. Completions that none applies to
