@@ -182,8 +182,8 @@ class Blocks:
         return sse.argmin(dim=0).to(torch.int32).masked_fill_(~amax.isfinite(), 0)
 
     def _in_portions(self, search: Callable[..., torch.Tensor], tries: int) -> torch.Tensor:
-        """Return what ``search(z, amax, out)`` finds, int32 ``[..., n]``, for as many rows of blocks at a time as memory
-        should be taken for. ``out``, ``[tries, *z.shape]`` or `None`, is memory that it may use."""
+        """Return what ``search(z, amax, out)`` finds, int32 ``[..., n]``, for as many rows of blocks at a time as
+        memory should be taken for. ``out``, ``[tries, *z.shape]`` or `None`, is memory that it may use."""
         z, amax = self.z.unsqueeze(0).flatten(0, -3), self.amax.unsqueeze(0).flatten(0, -2)
         portion = _PORTION_CPU if z.device.type == "cpu" else _PORTION
         step = max(1, portion // max(1, tries * z.shape[1:].numel()))
