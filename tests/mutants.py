@@ -83,13 +83,14 @@ def mutants_of(path: Path) -> list[Mutant]:
                 yield from visit(body, child.name)
             elif isinstance(child, ast.ClassDef):
                 yield from visit(child, "")
-            elif not isinstance(child, (ast.AnnAssign, ast.Assert)) or function:
-                if function:
-                    for start, end, after in replacements(child):
-                        before = text(start, end)
-                        changed = after(before) if callable(after) else after
-                        if changed != before:
-                            yield Mutant(file, function, start, end, before, changed)
+            elif isinstance(child, ast.AnnAssign):  # annotations are not evaluated
+                yield from visit(ast.Module([child.value] if child.value else [], []), function)
+            else:
+                for start, end, after in replacements(child) if function else ():
+                    before = text(start, end)
+                    changed = after(before) if callable(after) else after
+                    if changed != before:
+                        yield Mutant(file, function, start, end, before, changed)
                 yield from visit(child, function)
 
     return list(visit(ast.parse(path.read_text()), ""))
@@ -258,8 +259,9 @@ def run_tests(folder: Path, tests: list[str], timeout: float) -> str:
             code = os.waitstatus_to_exitcode(status)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            # A fault that keeps the tests' own helpers from being imported ends as a wrong use of pytest does.
-            if code == 4 and "while loading conftest" not in (folder / "log.txt").read_text(errors="replace"):
+            log = (folder / "log.txt").read_text(errors="replace")
+            # A fault that keeps tests or their helpers from being imported ends as a wrong use of pytest does.
+            if code == 4 and "while loading conftest" not in log and "ERROR collecting" not in log:
                 return "not collected"
             return {0: "survived", 5: "not collected"}.get(code, "killed")
         time.sleep(0.02)
