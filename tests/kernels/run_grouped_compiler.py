@@ -18,14 +18,9 @@ from mxfp4_kernels.common.arguments import (
     ProductTile,
     Strides,
 )
-from mxfp4_kernels.gemm import (
-    grouped,
-    grouped_e4m3,
-    grouped_e4m3_kernel,
-    grouped_kernel,
-    grouped_packed,
-    grouped_packed_kernel,
-)
+from mxfp4_kernels.gemm.grouped import e4m3 as grouped_e4m3
+from mxfp4_kernels.gemm.grouped import e4m3_kernel, matmul, matmul_kernel, packed_kernel
+from mxfp4_kernels.gemm.grouped import packed as grouped_packed
 
 
 # Qwen3-30B-A3B: gate and up projections of 128 experts.
@@ -40,26 +35,26 @@ def named(table) -> dict[str, dict]:
     return {"x".join(map(str, config.values())): config for config in configs}
 
 
-MATMUL, WGRAD = named(grouped._MATMUL), named(grouped._WGRAD)
+MATMUL, WGRAD = named(matmul._MATMUL), named(matmul._WGRAD)
 PACKED = [
     dict(zip(("BM", "BN", "num_warps", "num_stages"), t, strict=True)) for _, ts in grouped_packed._TILES for t in ts
 ]
 
 
 def dense(name: str, config: dict, element: str = "bf16", **changes) -> tuple:
-    return grouped_kernel, f"{name}_kernel", config, element, changes
+    return matmul_kernel, f"{name}_kernel", config, element, changes
 
 
 def packed(config: dict, macro: int = 32, search: int = 0, fallback: bool = False, **sizes) -> tuple:
     residual = ("*i32", "*u8") if fallback else (None, None)
     pointers = PackedPointers("*i32", "*u8", "*u8" if search else None, *residual)
     changes = {"BK": 128, "MACRO": macro, "SEARCH": search, "packed": pointers, **sizes}
-    return grouped_packed_kernel, "grouped_packed_kernel", config, "bf16", changes
+    return packed_kernel, "grouped_packed_kernel", config, "bf16", changes
 
 
 def e4m3(name: str, tile: tuple, sides: tuple[str, str]) -> tuple:
     config = dict(zip((*sides, "num_warps", "num_stages"), tile, strict=True))
-    return grouped_e4m3_kernel, f"grouped_{name}_e4m3_kernel", config, "e4m3", {}
+    return e4m3_kernel, f"grouped_{name}_e4m3_kernel", config, "e4m3", {}
 
 
 STATIC = {"macro": 128, "search": blocks.STATIC.value}

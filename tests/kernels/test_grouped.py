@@ -128,19 +128,19 @@ ENDS = torch.tensor([2, 6], dtype=torch.int32)
     ],
 )
 def test_grouped_matmul_refuses_what_does_not_fit(arguments, error, words, monkeypatch):
-    from mxfp4_kernels.gemm import grouped
+    from mxfp4_kernels.gemm.grouped import matmul
 
-    monkeypatch.setattr(grouped, "INTERPRETED", True)
+    monkeypatch.setattr(matmul, "INTERPRETED", True)
     with pytest.raises(error, match=words):
         mxfp4_kernels.grouped_matmul(*arguments)
 
 
 def test_the_other_products_refuse_too(monkeypatch):
-    from mxfp4_kernels.gemm import grouped
+    from mxfp4_kernels.gemm.grouped import matmul
 
     with pytest.raises(ValueError, match="grouped_matmul needs tensors on a GPU"):
         mxfp4_kernels.grouped_matmul(X, W, ENDS)
-    monkeypatch.setattr(grouped, "INTERPRETED", True)
+    monkeypatch.setattr(matmul, "INTERPRETED", True)
     with pytest.raises(ValueError, match=r"right has the shape \[5, 8\], expected \[6, any\]"):
         mxfp4_kernels.grouped_wgrad(X, X[:5], ENDS)
     with pytest.raises(TypeError, match="results cannot be torch.float64"):
@@ -158,7 +158,7 @@ def test_the_other_products_refuse_too(monkeypatch):
 
 
 def test_tiles_are_enough_for_any_counts():
-    from mxfp4_kernels.gemm.grouped_tiles import tile_slots
+    from mxfp4_kernels.gemm.grouped.tiles import tile_slots
 
     generator = torch.Generator().manual_seed(0)
     for tile_rows in (16, 128):
@@ -170,12 +170,12 @@ def test_tiles_are_enough_for_any_counts():
 
 @pytest.mark.parametrize("limit", [65536, 101376, 166912, 232448])
 def test_configs_fit_the_shared_memory(limit):
-    from mxfp4_kernels.gemm import grouped
+    from mxfp4_kernels.gemm.grouped import matmul
 
     for rows in (8, 16, 64, 512):
-        for table, contracted in ((grouped._MATMUL, "BK"), (grouped._WGRAD, "BM")):
+        for table, contracted in ((matmul._MATMUL, "BK"), (matmul._WGRAD, "BM")):
             for size in (2, 4):
-                found = grouped.configs_within(limit, table, rows, size, contracted)
+                found = matmul.configs_within(limit, table, rows, size, contracted)
                 assert found
                 for config in found:
                     side = config[contracted]

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from ..common.arguments import ExpertsShape, FoldedPointers, Strides
-from ..common.plan import INTERPRETED, as_stored
-from .configs import Config, fitting, launch_config, named, shared_memory, tuned
-from .grouped import check_offsets, check_result, check_shape, rows_class
-from .grouped_e4m3_kernel import grouped_matmul_e4m3_kernel, grouped_wgrad_e4m3_kernel
-from .grouped_tiles import tile_slots
-from .matmul import as_elements
+from ...common.arguments import ExpertsShape, FoldedPointers, Strides
+from ...common.plan import INTERPRETED, as_stored
+from ..configs import Config, fitting, launch_config, named, shared_memory, tuned
+from ..matmul import as_elements
+from .e4m3_kernel import grouped_matmul_e4m3_kernel, grouped_wgrad_e4m3_kernel
+from .matmul import check_offsets, check_result, check_shape, rows_class
+from .tiles import tile_slots
 
 
 _GROUP = 128

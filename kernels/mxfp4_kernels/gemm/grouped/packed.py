@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from ..common.arguments import DecodeConstants, ExpertsShape, PackedPointers
-from ..common.checks import check_packed
-from ..common.plan import INTERPRETED, Packed, Scheme, alpha, as_stored, scheme_constants
-from ..quantization.launch import dequantize
-from .configs import Config, fitting_packed, launch_config, named, shared_memory, tuned
-from .grouped import check_offsets, check_operands, check_shape, grouped_matmul, rows_class
-from .grouped_packed_kernel import grouped_packed_kernel
-from .grouped_tiles import tile_slots
+from ...common.arguments import DecodeConstants, ExpertsShape, PackedPointers
+from ...common.checks import check_packed
+from ...common.plan import INTERPRETED, Packed, Scheme, alpha, as_stored, scheme_constants
+from ...quantization.launch import dequantize
+from ..configs import Config, fitting_packed, launch_config, named, shared_memory, tuned
+from .matmul import check_offsets, check_operands, check_shape, grouped_matmul, rows_class
+from .packed_kernel import grouped_packed_kernel
+from .tiles import tile_slots
 
 
 #: Mean rows per expert from which on weights are dequantized first, for all tiles of rows at once: a tile of 64 rows

@@ -8,10 +8,10 @@ Macro factors divide the partial sums of a macro block, so that a weight is neve
 import triton
 import triton.language as tl
 
-from ..common.blocks import BLOCKWISE, NO_MACRO, macro_factor
-from ..common.elements import to_float
-from .decode_tile import NARROW_BYTE, decoded_product, load_inside
-from .grouped_tiles import find_tile, store_tile
+from ...common.blocks import BLOCKWISE, NO_MACRO, macro_factor
+from ...common.elements import to_float
+from ..decode_tile import NARROW_BYTE, decoded_product, load_inside
+from .tiles import find_tile, store_tile
 
 
 @triton.jit

@@ -5,9 +5,9 @@ gradient of the weight), and their sums (the gradient of the bias). Sums are flo
 import triton
 import triton.language as tl
 
-from ..common.arguments import ColumnsOf
-from ..common.elements import to_float
-from .grouped_tiles import as_operand, find_tile, rows_of, store_tile
+from ...common.arguments import ColumnsOf
+from ...common.elements import to_float
+from .tiles import as_operand, find_tile, rows_of, store_tile
 
 
 @triton.jit(do_not_specialize=["n_experts"])

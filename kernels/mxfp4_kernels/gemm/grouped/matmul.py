@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from ..common.arguments import ExpertsShape, ProductTile, Strides
-from ..common.plan import INTERPRETED, as_stored, launch
-from .configs import Config, fitting, launch_config, named, shared_memory, tuned
-from .grouped_kernel import grouped_matmul_kernel, grouped_sum_kernel, grouped_wgrad_kernel
-from .grouped_tiles import tile_slots
+from ...common.arguments import ExpertsShape, ProductTile, Strides
+from ...common.plan import INTERPRETED, as_stored, launch
+from ..configs import Config, fitting, launch_config, named, shared_memory, tuned
+from .matmul_kernel import grouped_matmul_kernel, grouped_sum_kernel, grouped_wgrad_kernel
+from .tiles import tile_slots
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

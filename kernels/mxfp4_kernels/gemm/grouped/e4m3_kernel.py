@@ -7,10 +7,10 @@ Partial sums of 128 products leave the tensor cores, which keep few bits of them
 import triton
 import triton.language as tl
 
-from ..common.arguments import FoldedPointers
-from ..common.elements import to_float
-from .e4m3_group import add_group
-from .grouped_tiles import find_tile, rows_of, store_tile
+from ...common.arguments import FoldedPointers
+from ...common.elements import to_float
+from ..e4m3_group import add_group
+from .tiles import find_tile, rows_of, store_tile
 
 
 @triton.jit(do_not_specialize=["n_experts"])

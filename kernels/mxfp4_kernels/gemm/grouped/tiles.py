@@ -9,7 +9,7 @@ a tile leave at once: nothing is read back, and one CUDA graph serves every rout
 import triton
 import triton.language as tl
 
-from ..common.elements import as_stored, to_float
+from ...common.elements import as_stored, to_float
 
 
 def tile_slots(n_rows: int, n_experts: int, tile_rows: int) -> int:
