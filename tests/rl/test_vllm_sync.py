@@ -330,7 +330,7 @@ FALLBACK = MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5)  # 
     ],
     ids=str,
 )
-def test_of_a_server_the_checkpoint_says_what_it_computes_with(tmp_path, stored, expected):
+def test_the_checkpoint_says_what_vllm_computes_with_where_it_does_not(tmp_path, stored, expected):
     found = engine_of(tmp_path, **stored)
     assert (found.dtype, found.inputs) == expected and found.is_assumed
 
@@ -338,6 +338,40 @@ def test_of_a_server_the_checkpoint_says_what_it_computes_with(tmp_path, stored,
 def test_without_a_checkpoint_the_defaults_are_assumed():
     found = VLLMEngine.of(SimpleNamespace(model=SimpleNamespace(name_or_path="nobody/no-such-model")))
     assert (found.dtype, found.inputs, found.is_assumed) == (torch.bfloat16, None, True)
+
+
+class Client:
+    """TRL's client of a server that says this of its model; of one that says nothing."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def get_server_info(self):
+        if self.answer is None:
+            raise RuntimeError("The vLLM server does not expose its development endpoints")
+        return {"model_config": self.answer}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"dtype": "torch.float32", "quantization": "mxfp4_rl"}, (torch.float32, W4A4.activation_scheme, False)),
+        ({"dtype": "torch.float16", "quantization": None, "model": "plain"}, (torch.float16, None, False)),
+        # Not the folder that the policy was loaded from, and not here.
+        ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None, True)),
+        (None, (torch.bfloat16, W4A4.activation_scheme, True)),
+    ],
+    ids=str,
+)
+def test_a_server_is_asked(tmp_path, answer, expected):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": W4A4.to_dict()}))
+    if answer and "model" in answer:
+        answer = {**answer, "model": str(tmp_path / answer["model"])}
+    model = SimpleNamespace(name_or_path=str(tmp_path))
+    found = VLLMEngine.of(SimpleNamespace(mode="server", vllm_client=Client(answer), model=model))
+    assert (found.dtype, found.inputs, found.is_assumed) == expected
 
 
 def test_a_colocated_vllm_is_asked(tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -23,8 +24,7 @@ class VLLMEngine:
     Attributes:
         dtype: of its weights.
         inputs: the scheme that its layers quantize their inputs by; `None` for full precision.
-        is_assumed: whether that is read off the checkpoint that it was started on, since it runs in a process of its
-            own (server mode), which does not say.
+        is_assumed: whether some of that is read off the checkpoint that it was started on, since it does not say.
     """
 
     dtype: torch.dtype
@@ -33,20 +33,25 @@ class VLLMEngine:
 
     @classmethod
     def of(cls, generation: Any) -> "VLLMEngine":
-        """Ask TRL's `VLLMGeneration`, or for want of an answer the checkpoint of its model."""
+        """Ask TRL's `VLLMGeneration`: its vLLM in this process or its server; for want of an answer, the checkpoint of
+        its model. All processes must call this."""
         config = getattr(getattr(getattr(generation, "llm", None), "llm_engine", None), "vllm_config", None)
         if config is not None:
             scheme = getattr(config.quant_config, "scheme", None)
             inputs = scheme.activation_scheme if isinstance(scheme, MXFP4RLConfig) else None
             return cls(config.model_config.dtype, inputs, is_assumed=False)
-        stored = _stored_config(getattr(getattr(generation, "model", None), "name_or_path", ""))
-        name = str(stored.get("dtype", stored.get("torch_dtype"))).removeprefix("torch.")
-        dtype = getattr(torch, name, torch.float32)
-        # As its dtype="auto" does.
-        dtype = torch.bfloat16 if dtype == torch.float32 else dtype
+        answer = _server_answer(generation)
+        stored = _stored_config(answer.get("model") or getattr(getattr(generation, "model", None), "name_or_path", ""))
         scheme = stored.get("quantization_config") or {}
         is_ours = scheme.get("quant_method") == QUANT_METHOD
-        return cls(dtype, MXFP4RLConfig.from_dict(scheme).activation_scheme if is_ours else None, is_assumed=True)
+        # Of a plugin's scheme a server gives the name alone.
+        is_known = "dtype" in answer and is_ours == (answer.get("quantization") == QUANT_METHOD)
+        dtype = _dtype(answer["dtype"]) if "dtype" in answer else None
+        if dtype is None:
+            dtype = _dtype(stored.get("dtype", stored.get("torch_dtype"))) or torch.float32
+            dtype = torch.bfloat16 if dtype == torch.float32 else dtype  # as vLLM's dtype="auto" does
+        inputs = MXFP4RLConfig.from_dict(scheme).activation_scheme if is_ours else None
+        return cls(dtype, inputs, is_assumed=not is_known)
 
     def quantizes_as(self, model: nn.Module) -> bool:
         """Whether the inputs of all quantized layers of the policy are quantized here as they are there."""
@@ -80,6 +85,26 @@ def _words(inputs: Any) -> str:
 
 def _quantized(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, QUANTIZED)]
+
+
+def _server_answer(generation: Any) -> dict[str, Any]:
+    """What a vLLM server says of its model, to all processes; empty where there is none, or it does not say."""
+    if getattr(generation, "mode", None) != "server":
+        return {}
+    answers = [{}]
+    client = getattr(generation, "vllm_client", None)  # of the main process
+    if client is not None:
+        try:
+            answers = [client.get_server_info()["model_config"]]
+        except (OSError, RuntimeError, KeyError) as error:
+            get_logger().info("the vLLM server does not say what it computes with: %s", error)
+    broadcast_object_list(answers, from_process=0)
+    return answers[0]
+
+
+def _dtype(name: Any) -> torch.dtype | None:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
 
 
 def _stored_config(name: str) -> dict[str, Any]:
