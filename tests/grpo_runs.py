@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training runs of a few steps on a tiny quantized policy: GRPO, and a plain Trainer's."""
 
+from types import SimpleNamespace
+
+import torch
 from datasets import Dataset
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from trl.distributed import DistributedBackend
+from trl.generation.vllm_generation import VLLMGeneration
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.rl import ExactResumeMixin
@@ -108,15 +113,32 @@ def train_plainly(cls, base, scheme, out, resume=None):
     return trainer
 
 
-def with_simulated_vllm(trainer, *, walk: bool = True) -> list[dict]:
+def trl_walk(model, accelerator):
+    """TRL's own walk over the parameters that it pushes, of a `VLLMGeneration` without vLLM."""
+    generation = object.__new__(VLLMGeneration)
+    generation.model, generation.accelerator, generation._dist = model, accelerator, DistributedBackend(accelerator)
+    return generation._iter_named_params()
+
+
+def vllm_llm(dtype=torch.float32, scheme=None):
+    """What vLLM's `LLM` says of itself: its dtype, and the scheme of a checkpoint that the plugin has loaded."""
+    quantization = None if scheme is None else SimpleNamespace(scheme=scheme)
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), quant_config=quantization)
+    return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+
+
+def with_simulated_vllm(trainer, *, walk: bool = True, **engine) -> list[dict]:
     """Rollouts of two tokens from something with the interface of TRL's `VLLMGeneration`; the list of the weights that
-    are pushed to it, by name. Without ``walk`` its own walk over the parameters, which merges adapters, is an error."""
+    are pushed to it, by name, from TRL's own walk, which without ``walk`` is an error. ``engine`` is for
+    [`vllm_llm`]."""
     pushed = []
 
     class Generation:
+        llm = vllm_llm(**engine)
+
         def _iter_named_params(self):
             assert walk, "TRL's own walk merges the adapters"
-            yield from trainer.model.named_parameters()
+            yield from trl_walk(trainer.model, trainer.accelerator)
 
         def sync_weights(self):
             pushed.append(dict(self._iter_named_params()))

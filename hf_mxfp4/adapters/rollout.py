@@ -1,21 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A packed policy with adapters as a plain one: what a sampler that knows neither must be given."""
+"""A policy with adapters as a plain one: what a sampler that knows none must be given."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ..layers import PACKED, MXFP4PackedExperts, MXFP4PackedLinear
+from ..layers import PACKED, TRAINABLE, MXFP4PackedExperts, MXFP4PackedLinear
 from .expert_lora import MXFP4LoraExperts
 from .lora_layer import MXFP4LoraLinear
+from .merge.merging import MergesIntoMasters
 
 
 def is_packed_with_adapters(model: nn.Module) -> bool:
     """Whether ``model`` is a PEFT model on packed layers."""
     return isinstance(model, PeftModel) and any(isinstance(m, PACKED) for m in model.modules())
+
+
+def is_trainable_with_adapters(model: nn.Module) -> bool:
+    """Whether ``model`` is a PEFT model on layers of (frozen) master weights."""
+    return isinstance(model, PeftModel) and any(isinstance(m, TRAINABLE) for m in model.modules())
+
+
+def adapter_sums(model: PeftModel) -> dict[str, Callable[[], torch.Tensor]]:
+    """What the active adapters add to the parameters of a policy on trainable layers, by the names that those have
+    without PEFT: a function for each, which gives the sum in float32 and in full, under FSDP2 too, whose processes must
+    all call it.
+
+    Raises `ValueError` for an adapter that does more than add, as DoRA does, or is no LoRA of a linear layer or of a
+    single parameter.
+    """
+    sums: dict[str, Callable[[], torch.Tensor]] = {}
+    for full_name, module in model.get_base_model().named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        name = full_name.replace(".base_layer", "")
+        if not isinstance(module, (LoraLinear, ParamWrapper)):
+            raise ValueError(
+                f"{name} has an adapter of {type(module).__name__}, which cannot be given to another engine; leave it "
+                "out of the adapter's targets, or set use_vllm=False"
+            )
+        active = [] if module.disable_adapters or module.merged else module.active_adapters
+        adapters = [adapter for adapter in active if adapter in module.lora_A]
+        for adapter in adapters:
+            if adapter in module.lora_variant:
+                raise ValueError(
+                    f"{name}: adapter {adapter!r} is a variant of LoRA that does more than add to the weight, which "
+                    "cannot be given to another engine; use plain LoRA, or set use_vllm=False"
+                )
+        if not adapters:
+            continue
+        owned = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
+        sums[f"{name}.{owned}"] = partial(_sum_of_weights, module, adapters)
+        biased = [adapter for adapter in adapters if module.lora_bias.get(adapter)]
+        if biased:
+            if module.get_base_layer().bias is None:
+                raise ValueError(f"{name}: an adapter has a bias (lora_bias=True) and the layer none to add it to")
+            sums[f"{name}.bias"] = partial(_sum_of_biases, module, biased)
+    return sums
+
+
+@torch.no_grad()
+def _sum_of_weights(module: LoraLinear | ParamWrapper, adapters: list[str]) -> torch.Tensor:
+    is_ours = isinstance(module, MergesIntoMasters) and not _is_bias(module)
+    return sum(_whole(module.delta(a) if is_ours else module.get_delta_weight(a)).float() for a in adapters)
+
+
+@torch.no_grad()
+def _sum_of_biases(module: LoraLinear, adapters: list[str]) -> torch.Tensor:
+    return sum(module.scaling[a] * _whole(module.lora_B[a].bias).float() for a in adapters)
+
+
+def _is_bias(module: nn.Module) -> bool:
+    """Whether the adapter is on a parameter of experts that is none of their weights."""
+    return isinstance(module, ParamWrapper) and module.parameter_name not in module.get_base_layer().projections
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from ..module_names import read_names
 from .noise.controller import EntropyNoiseController
 from .noise.schedule import NoiseSchedule
 from .noise.targets import TARGETS
-from .rollout.mismatch import CORRECTION_MODES
+from .rollout.correction_options import check_correction, share_with_trl
 
 
 @dataclass
@@ -95,8 +95,7 @@ class MXFP4GRPOConfig(GRPOConfig):
         default=True,
         metadata={
             "help": "Importance sampling between the policy that sampled (noisy, token by token, from copies of "
-            "weights) and the one that trains, for rollouts by transformers (with vLLM, TRL's own "
-            "`vllm_importance_sampling_correction` does it). False measures the mismatch and leaves it."
+            "weights, or by vLLM) and the one that trains. False measures the mismatch and leaves it."
         },
     )
     rollout_correction_mode: str = field(
@@ -110,6 +109,17 @@ class MXFP4GRPOConfig(GRPOConfig):
     rollout_correction_cap: float = field(default=2.0, metadata={"help": "Upper limit of an importance ratio."})
     rollout_correction_min: float | None = field(
         default=None, metadata={"help": "Lower limit of an importance ratio; by default none."}
+    )
+    vllm_importance_sampling_correction: bool | None = field(
+        default=None, metadata={"help": "TRL's name of `rollout_correction` under vLLM; by default the same."}
+    )
+    vllm_importance_sampling_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "TRL's name of `rollout_correction_mode` under vLLM; by default the same. So are "
+            "`vllm_importance_sampling_clip_max` and `_clip_min` of `rollout_correction_cap` and `_min`, where they "
+            "are not set to other values than TRL's defaults (3.0 and none)."
+        },
     )
     dynamic_sampling: bool = field(
         default=False,
@@ -225,7 +235,8 @@ class MXFP4GRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         self._check_noise()
-        self._check_rollout_correction()
+        check_correction(self)
+        share_with_trl(self)
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(
                 f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} must be at least 1; to take none, set "
@@ -292,22 +303,6 @@ class MXFP4GRPOConfig(GRPOConfig):
     def _is_set(self, name: str) -> bool:
         """Whether an option has another value than by default."""
         return getattr(self, name) != self._default(name)
-
-    def _check_rollout_correction(self) -> None:
-        mode, cap, minimum = self.rollout_correction_mode, self.rollout_correction_cap, self.rollout_correction_min
-        if mode not in CORRECTION_MODES:
-            raise ValueError(
-                f"rollout_correction_mode={mode!r} is not known; choose one of {', '.join(CORRECTION_MODES)}"
-            )
-        if not cap > 0 or not math.isfinite(cap):
-            raise ValueError(f"rollout_correction_cap={cap} must be a positive number")
-        if minimum is not None and not 0 <= minimum < cap:
-            raise ValueError(f"rollout_correction_min={minimum} must lie between 0 and rollout_correction_cap={cap}")
-        if self.rollout_correction and self.loss_type == "vespo" and mode.startswith("sequence"):
-            raise ValueError(
-                "loss_type='vespo' multiplies the ratios of a sequence's tokens itself: use rollout_correction_mode="
-                "'token_truncate' or 'token_mask'"
-            )
 
     def _check_noise(self) -> None:
         # What they describe checks its own numbers.

@@ -6,7 +6,7 @@ One training step, in the order in which it happens, and what of this package ha
 1. A step begins: the boundary of `checkpoints` remembers random states, for a checkpoint of this point; layers that
    draw random numbers are told the step ([`QuantizationStepCallback`]).
 2. Completions are sampled (`_generate`), within what makes the policy that samples: `generation` keeps the quantized
-   copies of weights, `rollout_noise` puts noise on norms and linear layers (or on the weights that vLLM is pushed), and
+   copies of weights, `rollout_noise` puts noise on norms and linear layers (or on what `vllm_policy` pushes), and
    `replay` records the experts. Around a single `generate` (`_generate_single_turn`), `correction` records the
    log-probability of every token, and `generation` sets the dtype, switches dropout off, and compiles.
 3. Completions are scored (`_calculate_rewards`): reward functions are guarded; `overlong` is one of them.
@@ -20,8 +20,8 @@ One training step, in the order in which it happens, and what of this package ha
 8. What was measured is logged (`log`), `checkpoints` are written (`_process_state` is what they have beside TRL's), and
    evaluations run on the policy without noise (`evaluate`).
 
-`rollout_noise`, `replay`, `sampler` and `overlong` are `None` when they are switched off. Components are told what they
-need (the step, the batch, what records a metric), and `checkpoints` alone keeps the trainer. What is
+`rollout_noise`, `vllm_policy`, `replay`, `sampler` and `overlong` are `None` when they are switched off. Components are
+told what they need (the step, the batch, what records a metric), and `checkpoints` alone keeps the trainer. What is
 overridden of TRL is overridden here, apart from what [`ExactResumeMixin`] does to any Trainer.
 """
 
@@ -37,7 +37,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from .._logging import get_logger
-from ..adapters import is_packed_with_adapters, policy_parameters, strict_targets
+from ..adapters import strict_targets
 from .callbacks.monitor import PolicyMonitor
 from .callbacks.policy import thresholds_kept
 from .callbacks.run_facts import mend_card, run_facts
@@ -58,10 +58,11 @@ from .resume.trackers import TolerantHandler, guard_direct_writes
 from .rewards.guard import guard_reward
 from .rewards.overlong import OverlongPenalty
 from .rollout.correction import RolloutCorrection
+from .rollout.correction_options import limits_in_force
 from .rollout.generation import RolloutGeneration, describe_rollout_weights
 from .rollout.replay import BATCH_KEY, RouterReplay
 from .rollout.sampling import DynamicSampling, equal_rewards, logs_set_aside
-from .rollout.vllm import Parameters, rollout_parameters, send_rollout_policy
+from .rollout.vllm import VLLMPolicy
 
 
 class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
@@ -127,7 +128,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             "MXFP4GRPOTrainer: n_quantized=%d, noise on %s, rollout correction %s, rollout weights: %s",
             self.n_quantized,
             self.rollout_noise.describe() if self.rollout_noise is not None else "nothing",
-            args.rollout_correction_mode if args.rollout_correction else "off",
+            (limits_in_force(args) or ("off",))[0],
             describe_rollout_weights(self.model, args.cache_rollout_weights, args.rollout_weights),
         )
 
@@ -140,7 +141,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         self.rollout_noise: RolloutNoise | None = None
         if args.aqn:
             self.rollout_noise = RolloutNoise(model, args, self.generation.is_compiled, self._record)
-        self._vllm_has_noise = False
+        self.vllm_policy: VLLMPolicy | None = None
         self.correction = RolloutCorrection(args, accelerator, batching, self._record)
         self.sampler: DynamicSampling | None = None
         if args.dynamic_sampling:
@@ -205,7 +206,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         batch = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return batch
-        self.correction.check(batch, self.state.global_step)
+        is_same = self.vllm_policy is not None and self.vllm_policy.is_what_trains()
+        self.correction.check(batch, self.state.global_step, is_same)
         if self.replay is not None:
             batch[BATCH_KEY] = self.replay.padded(batch["prompt_mask"], batch["completion_ids"])
             if "old_per_token_logps" in batch:
@@ -227,7 +229,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         """The policy as it samples: with copies of its weights, and with noise in training."""
         step, sigma = self.state.global_step, self._sigma()
         is_noisy = self.rollout_noise is not None and self.model.training
-        if self.use_vllm and (self._vllm_has_noise or is_noisy):
+        if self.use_vllm and (is_noisy or self.vllm_policy.has_noise):
             # The noise travels with the weights: a push is due even if they have not changed, to bring noise, or in
             # evaluation to take it away.
             self._last_loaded_step = -1
@@ -255,19 +257,10 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         return completions, log_probs_of(completions)
 
     def _push_rollout_policy_to_vllm(self) -> None:
-        send_rollout_policy(self.vllm_generation, self.model, self._rollout_parameters)
+        def rollout() -> tuple[int, float]:
+            return self.state.global_step, self._sigma()
 
-    def _rollout_parameters(self, trl_parameters: Any) -> Parameters:
-        """What vLLM is to sample from at this step, whenever weights are pushed to it."""
-        # TRL would merge the adapters, which for packed layers means to quantize their sum with the weight; the policy
-        # that trains adds them to the quantized weight.
-        named = policy_parameters(self.model) if is_packed_with_adapters(self.model) else trl_parameters()
-        sigma = self._sigma()
-        # From the first tensor on, and until all of them are clean again.
-        self._vllm_has_noise = self._vllm_has_noise or sigma > 0
-        step = self.state.global_step
-        yield from rollout_parameters(named, self.model, self.noise, step, sigma, self.linear_noise)
-        self._vllm_has_noise = sigma > 0
+        self.vllm_policy = VLLMPolicy(self.vllm_generation, self.model, self.args, self.rollout_noise, rollout)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)  # [all processes' completions, functions]

@@ -11,7 +11,7 @@ import torch
 import trl
 from cpu_engines import use_engine
 from datasets import Dataset
-from grpo_runs import TOKENIZER, even_digits, prompts
+from grpo_runs import TOKENIZER, even_digits, prompts, with_simulated_vllm
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
@@ -24,6 +24,7 @@ from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
 
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4, "lora_dropout": 0.0}
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 #: On attention alone.
 MOE_LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 #: Of a mixture of experts, GRPO replays and measures routing, and decomposes the error of weights.
@@ -221,6 +222,46 @@ def train_on_all_rollouts(mode: str, kinds: list[str], base: str, out: str) -> N
         }
     if os.environ["RANK"] == "0":
         torch.save(results, Path(out) / "results.pt")
+
+
+def push_to_vllm(engine: str | None, base: str, out: str) -> None:
+    """GRPO of adapters on trainable layers and experts, whose weights are pushed for each rollout to something with the
+    interface of vLLM, under linear noise. Each rank writes what it pushed, and whether the masters are as they were, to
+    ``out/pushed<i>.pt``."""
+    if engine is not None:
+        use_engine(engine, Path(out))
+    policy = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=MXFP4RLConfig(preset="w4a16"), dtype=torch.float32
+    )
+    torch.manual_seed(0)
+    policy = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS))
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    options = {"num_generations": 4, "max_completion_length": 4, "aqn_targets": "linears", "report_every": 0}
+    measured = dict.fromkeys(("error_every", "gradient_gain_every", "movement_every"), 0)
+    args = arguments(Path(out), MXFP4GRPOConfig, **{**options, **measured, "aqn_num_stages": 1, "max_steps": 1})
+    trainer = MXFP4GRPOTrainer(policy, even_digits, args, prompts(), processing_class=TOKENIZER)
+    pushed = with_simulated_vllm(trainer)
+    versions = {}
+
+    def note(name):
+        found = trainer.model.named_parameters()
+        versions[name] = {key: value._version for key, value in found if "lora_" not in key}
+
+    generate = trainer._generate
+
+    def generate_noted(*args):
+        note("before")
+        output = generate(*args)
+        note("after")
+        return output
+
+    trainer._generate = generate_noted
+    trainer.train()
+    unwritten = versions["before"] == versions["after"]
+    result = {"weights": pushed[0], "unwritten": unwritten, "noise": trainer.linear_noise.last_report.measured_std}
+    torch.save(result, Path(out) / f"pushed{os.environ.get('RANK', '0')}.pt")
 
 
 def run_recipe(engine: str, out: str, options: list[str]) -> None:

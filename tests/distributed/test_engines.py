@@ -284,6 +284,26 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
     assert sigmas[0] == sigmas[1] > 1e-3
 
 
+@pytest.mark.parametrize("engine", ["fsdp2_lora", pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED])])
+def test_vllm_gets_adapters_on_quantized_weights_from_sharded_masters(jobs, engine):
+    """The weights that one process pushes, to the bit, on all ranks."""
+    found = {}
+    for name, ranks in ((None, 1), (engine, 2)):
+        out = jobs.root / f"pushed-{engine}-{ranks}"
+        out.mkdir()
+        arguments = {"engine": name, "base": str(jobs.base("moe")), "out": str(out)}
+        answer = run_job("engine_jobs:push_to_vllm", out / "log", ranks=ranks, **arguments)
+        assert answer.codes == [0] * ranks, answer.output[-4000:]
+        found[ranks] = [torch.load(out / f"pushed{rank}.pt") for rank in range(ranks)]
+    (expected,) = found[1]
+    assert 0.009 < expected["noise"] < 0.011 and "model.layers.1.mlp.experts.down_proj" in expected["weights"]
+    for rank in found[2]:
+        assert rank["unwritten"] and rank["noise"] == pytest.approx(expected["noise"], rel=1e-6)
+        assert rank["weights"].keys() == expected["weights"].keys()
+        for name, weight in expected["weights"].items():
+            assert torch.equal(rank["weights"][name], weight), name
+
+
 @pytest.mark.large
 @NO_DEEPSPEED
 @pytest.mark.parametrize(

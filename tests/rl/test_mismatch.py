@@ -79,6 +79,22 @@ def test_measures_by_hand():
     assert by_sequence[name + "clipped"] == 0.0 and by_sequence[name + "max"] == found[name + "max"]
 
 
+def test_the_weights_in_force_are_measured_by_hand():
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    ratios = torch.tensor([[4.0, 0.5, 9.0], [9.0, 1.0, 1.05]])
+    by_mode = {
+        "token_truncate": (2 + 0.5 + 1 + 1.05) ** 2 / (4 * (4 + 0.25 + 1 + 1.05**2)),
+        "token_mask": (0.5 + 1 + 1.05) / 4,  # the mean is below 2.55^2 / (4 * 2.3525)
+        "sequence_truncate": (2 + 1.05) ** 2 / (2 * (4 + 1.05**2)),  # products 2 and 1.05
+    }
+    for mode, expected in by_mode.items():
+        found = measured(ratios.log() * mask, mask, mode=mode)
+        assert found["sampling/effective_sample_size_weights"] == pytest.approx(expected), mode
+        assert found["sampling/far_share"] == 0.5  # |log 4|, |log 0.5| > 0.1 >= log 1.05
+    none_left = measured(torch.full((2, 2), 3.0), mode="sequence_mask")
+    assert none_left["sampling/effective_sample_size_weights"] == 0.0 and none_left["sampling/far_share"] == 1.0
+
+
 def test_measures_do_not_depend_on_how_tokens_are_spread():
     torch.manual_seed(0)
     log_ratio, mask = 0.5 * torch.randn(8, 5), torch.rand(8, 5) > 0.3

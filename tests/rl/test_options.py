@@ -7,6 +7,7 @@ import pytest
 from trl import TrlParser
 
 from hf_mxfp4 import MXFP4GRPOConfig
+from hf_mxfp4.rl.rollout.correction_options import limits_in_force, share_with_trl
 
 
 #: Options, and what the error says; of most, the name of the first.
@@ -53,6 +54,32 @@ REFUSED = [
     ({"rollout_correction_min": 2.5}, "rollout_correction_min"),
     ({"rollout_correction_min": -0.1}, "rollout_correction_min"),
     ({"rollout_correction_mode": "sequence_mask", "loss_type": "vespo"}, "rollout_correction_mode"),
+    # The same under TRL's names, for vLLM.
+    (
+        {"use_vllm": True, "rollout_correction": False, "vllm_importance_sampling_correction": True},
+        "contradict each other: for no importance weights leave vllm_importance_sampling_correction out",
+    ),
+    (
+        {
+            "use_vllm": True,
+            "rollout_correction_mode": "token_mask",
+            "vllm_importance_sampling_mode": "sequence_mask",
+        },
+        "rollout_correction_mode='token_mask' and vllm_importance_sampling_mode='sequence_mask' are the same option",
+    ),
+    (
+        {"use_vllm": True, "rollout_correction_cap": 4.0, "vllm_importance_sampling_clip_max": 5.0},
+        "rollout_correction_cap=4.0 and vllm_importance_sampling_clip_max=5.0 are the same option.*set one of them",
+    ),
+    (
+        {"use_vllm": True, "rollout_correction_cap": 4.0, "vllm_importance_sampling_cap": 5.0},
+        "rollout_correction_cap=4.0 and vllm_importance_sampling_clip_max=5.0",
+    ),
+    (
+        {"use_vllm": True, "rollout_correction_min": 0.5, "vllm_importance_sampling_clip_min": 0.4},
+        "rollout_correction_min=0.5 and vllm_importance_sampling_clip_min=0.4",
+    ),
+    ({"vllm_importance_sampling_mode": "tokens"}, "vllm_importance_sampling_mode='tokens' is not known"),
     # Options that starve dynamic sampling, or mix scales.
     ({"dynamic_sampling_max_rounds": 0}, "dynamic_sampling_max_rounds"),
     ({"dynamic_sampling": True, "scale_rewards": "batch"}, "dynamic_sampling"),
@@ -73,6 +100,24 @@ ACCEPTED = [
     {"aqn": False, "aqn_sigma_end": 1e-4, "aqn_schedule": "constant"},
     {"rollout_correction_mode": "token_mask", "loss_type": "vespo"},
     {"multi_objective_aggregation": "normalize_then_sum"},
+    {"rollout_correction_cap": 4.0, "vllm_importance_sampling_clip_max": 5.0},
+    {"use_vllm": True, "rollout_correction_cap": 5.0, "vllm_importance_sampling_clip_max": 5.0},
+]
+#: Options under vLLM, and the correction, mode, upper and lower limit that TRL then has.
+SHARED = [
+    ({}, (True, "token_truncate", 2.0, None)),
+    ({"rollout_correction": False}, (False, "token_truncate", 2.0, None)),
+    ({"vllm_importance_sampling_correction": False}, (False, "token_truncate", 2.0, None)),
+    ({"rollout_correction_mode": "sequence_mask", "rollout_correction_cap": 5.0}, (True, "sequence_mask", 5.0, None)),
+    ({"rollout_correction_min": 0.5}, (True, "token_truncate", 2.0, 0.5)),
+    ({"vllm_importance_sampling_mode": "sequence_mask"}, (True, "sequence_mask", 2.0, None)),
+    ({"vllm_importance_sampling_clip_max": 4.0}, (True, "token_truncate", 4.0, None)),
+    ({"vllm_importance_sampling_cap": 4.0}, (True, "token_truncate", 4.0, None)),
+    (
+        {"vllm_importance_sampling_clip_max": None, "rollout_correction_min": 0.5},
+        (True, "token_truncate", None, 0.5),
+    ),
+    ({"vllm_importance_sampling_clip_min": 0.1}, (True, "token_truncate", 2.0, 0.1)),
 ]
 
 
@@ -93,6 +138,23 @@ def test_options_that_mean_something_are_accepted(options, tmp_path):
         assert found.noise_schedule.sigma(9, 10) == found.aqn_sigma_start
 
 
+@pytest.mark.filterwarnings("ignore:The `vllm_importance_sampling_cap`:FutureWarning")
+@pytest.mark.parametrize(("options", "expected"), SHARED, ids=str)
+def test_rollout_correction_is_trls_under_vllm(options, expected, tmp_path):
+    found = config(tmp_path, use_vllm=True, **options)
+    for _ in range(2):  # what is shared already is shared again without a change
+        names = ("correction", "mode", "clip_max", "clip_min")
+        assert tuple(getattr(found, f"vllm_importance_sampling_{name}") for name in names) == expected
+        assert limits_in_force(found) == (expected[1:] if expected[0] else None)
+        share_with_trl(found)
+
+
+def test_limits_in_force_without_vllm(tmp_path):
+    found = config(tmp_path, rollout_correction_cap=4.0, vllm_importance_sampling_clip_max=5.0)
+    assert limits_in_force(found) == ("token_truncate", 4.0, None)
+    assert limits_in_force(config(tmp_path, rollout_correction=False)) is None
+
+
 def parsed(tmp_path, yaml, *arguments):
     path = tmp_path / "run.yaml"
     path.write_text(f"use_cpu: true\nbf16: false\n{yaml}")
@@ -106,6 +168,10 @@ def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
     found = parsed(tmp_path, yaml, "--aqn_num_stages", "3", "--use_vllm", "false")
     assert (found.aqn_sigma_start, found.aqn, found.aqn_num_stages) == (2e-2, False, 3)
     assert (found.vllm_mode, found.use_vllm) == ("server", False)
+    yaml = "use_vllm: true\nvllm_importance_sampling_mode: sequence_mask\nrollout_correction_cap: 4.0\n"
+    found = parsed(tmp_path, yaml, "--vllm_importance_sampling_correction", "true")
+    assert limits_in_force(found) == ("sequence_mask", 4.0, None)
+    assert limits_in_force(parsed(tmp_path, yaml, "--vllm_importance_sampling_correction", "false")) is None
     yaml = "aqn_layers: [layers.0, 're:.*norm']\naqn_targets: both\n"
     for more, layers in (([], ["layers.0", "re:.*norm"]), (["--aqn_layers", "layers.1", "norm"], ["layers.1", "norm"])):
         found = parsed(tmp_path, yaml, "--aqn_schedule", "cosine", *more)

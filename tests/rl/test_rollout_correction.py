@@ -312,5 +312,57 @@ def test_under_vllm_trl_weights_and_what_it_does_not_measure_is_added(build):
     trainer.use_vllm = trainer.args.use_vllm = trainer.vllm_importance_sampling_correction = True
     assert seen_by_loss(trainer, batch)["advantages"].dim() == 1
     added = {name.removeprefix("sampling/") for name in trainer._metrics["train"] if name.startswith("sampling/")}
-    sizes = {"effective_sample_size", "effective_sample_size_sequence"}
+    sizes = {f"effective_sample_size{of}" for of in ("", "_sequence", "_weights")} | {"few_effective", "far_share"}
     assert added == {"kl", "kl_k1", "importance_sampling_ratio/clipped", *sizes}
+
+
+# ---- what is warned of ----------------------------------------------------------------------------------------------
+
+
+def judged(build, caplog, shift, is_same_policy=False, **options):
+    """Warnings, and the logged counts, of two steps on a rollout whose log-probabilities are ``shift`` off [8, T]."""
+    trainer = build(aqn=False, **options)
+    batch = rollout(trainer)
+    batch[SAMPLED] = log_probs(trainer, batch) - shift
+    trainer._metrics["train"].clear()
+    trainer.correction.check(batch, 0, is_same_policy)
+    caplog.clear()
+    for step in (1, 2):
+        trainer.state.global_step = step
+        trainer.compute_loss(trainer.model, dict(batch))
+    return [r.getMessage() for r in caplog.records], trainer._metrics["train"].get("sampling/few_effective")
+
+
+@pytest.mark.parametrize(
+    ("mode", "first", "others", "counted"),
+    [
+        ("sequence_mask", 0.0, 9.0, [1.0, 1.0]),  # seven of eight are beyond the cap
+        ("sequence_truncate", 0.0, -9.0, [1.0, 1.0]),
+        ("sequence_mask", 0.0, 0.0, [0.0, 0.0]),
+        ("token_truncate", 0.0, -9.0, [1.0, 1.0]),
+        ("token_truncate", 9.0, 9.0, [0.0, 0.0]),  # all weights are the cap
+    ],
+)
+def test_weights_that_leave_little_to_learn_from_are_counted_and_warned_of_once(
+    build, caplog, mode, first, others, counted
+):
+    shift = torch.full((8, 1), others)
+    shift[0] = first
+    found, counts = judged(build, caplog, shift, rollout_correction_mode=mode)
+    assert counts == counted
+    assert len(found) == (1 if counted[0] else 0)
+    what = "sequences" if mode.startswith("sequence") else "tokens"
+    assert all(f"step 1: the importance weights ({mode})" in text and f"of the {what}" in text for text in found)
+
+
+def test_without_correction_no_weights_are_judged(build, caplog):
+    shift = torch.tensor([0.0] + [9.0] * 7).unsqueeze(1)
+    found = judged(build, caplog, shift, rollout_correction=False, rollout_correction_mode="sequence_mask")
+    assert found == ([], None)
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(0.2, True), (0.05, False)])
+def test_a_sampler_that_is_another_policy_where_it_should_not_be_is_warned_of_once(build, caplog, shift, expected):
+    (*found,), _ = judged(build, caplog, torch.full((8, 1), shift), is_same_policy=True)
+    assert len(found) == expected and all("more than half of the sampled tokens" in text for text in found)
+    assert judged(build, caplog, torch.full((8, 1), shift))[0] == []

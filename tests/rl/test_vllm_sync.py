@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
-from grpo_runs import with_simulated_vllm
+from accelerate import Accelerator
+from grpo_runs import trl_walk, vllm_llm, with_simulated_vllm
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.rl import LinearNoise
 from hf_mxfp4.rl.noise.norms import NormNoise
-from hf_mxfp4.rl.rollout.vllm import rollout_parameters
+from hf_mxfp4.rl.rollout.vllm import VLLMPolicy, rollout_parameters
+from hf_mxfp4.rl.rollout.vllm_engine import VLLMEngine
+
+
+IDS = torch.arange(2, 14).view(2, 6)
 
 
 def quantized_model():
@@ -119,3 +129,328 @@ def test_vllm_that_pulls_no_weights_is_an_error(build):
     trainer.model.train()
     with pytest.raises(RuntimeError, match="did not reach vLLM"):
         trainer._generate(["1+1="])
+
+
+# ---- adapters on trainable layers -----------------------------------------------------------------------------------
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def with_adapters(model, std=0.05, **options):
+    """LoRA of a given strength, on a policy of frozen masters."""
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, **options}))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    return model
+
+
+def pushed_by_trl(model, **options):
+    """What vLLM is given of a PEFT policy, by TRL's own walk."""
+    args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True)
+    accelerator = Accelerator(cpu=True)
+    generation = SimpleNamespace(llm=vllm_llm(), _iter_named_params=lambda: trl_walk(model, accelerator))
+    VLLMPolicy(generation, model, args, options.get("noise"), lambda: (4, options.get("sigma", 0.0)))
+    return dict(generation._iter_named_params())
+
+
+def stored(model):
+    return {name: (value, value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def assert_unwritten(model, before):
+    for name, value in model.state_dict(keep_vars=True).items():
+        kept, copy, version = before[name]
+        assert value is kept and value._version == version and torch.equal(value, copy), name
+
+
+def test_adapters_are_added_to_quantized_weights_and_no_master_is_written():
+    model = with_adapters(quantized_model(), target_modules=["q_proj", "up_proj"], lora_bias=False)
+    before = stored(model)
+    pushed = pushed_by_trl(model)
+    assert_unwritten(model, before)
+    plain = make_model()
+    assert {n: p.shape for n, p in pushed.items()} == {n: p.shape for n, p in plain.named_parameters()}
+    for name in pushed:
+        layer = model.get_base_model().get_submodule(name.rpartition(".")[0])
+        base = getattr(layer, "base_layer", layer)
+        expected = getattr(base, name.rpartition(".")[2])
+        if hasattr(base, "quantized_weight") and name.endswith(".weight"):
+            expected = base.quantized_weight(base.weight, torch.float32)
+        if base is not layer and name.endswith(".weight"):
+            expected = expected + 2.0 * (layer.lora_B["default"].weight @ layer.lora_A["default"].weight)
+            assert not torch.equal(expected, base.quantized_weight(base.weight, torch.float32))
+        assert torch.equal(pushed[name], expected), name
+    plain.load_state_dict(pushed)
+    quantized_alone = get_peft_model(quantized_model(), LoraConfig(target_modules=["q_proj"]))
+    assert not torch.allclose(plain(IDS).logits, quantized_alone(IDS).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_vllm_computes_what_the_policy_with_adapters_computes(family):
+    """Under W4A16, where inputs are the same on both sides."""
+    model = make_model(family)
+    quantize_linears(model, MXFP4RLConfig(preset="w4a16"))
+    model = with_adapters(model, target_modules="all-linear")
+    plain = make_model(family)
+    plain.load_state_dict(pushed_by_trl(model))
+    torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    model.merge_adapter()  # what TRL would push
+    assert not torch.allclose(plain(IDS).logits, model(IDS).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_are_added_to_quantized_weights(family):
+    model = make_model(family, layers=1)
+    quantize_linears(model, MXFP4RLConfig(preset="w4a16"))
+    biases = ["experts.down_proj_bias"] if family == "gpt_oss" else []
+    model = with_adapters(model, target_modules=["q_proj"], target_parameters=[*EXPERTS, *biases])
+    before = stored(model)
+    pushed = pushed_by_trl(model)
+    assert_unwritten(model, before)
+    wrappers = {m.parameter_name: m for m in model.modules() if hasattr(m, "parameter_name")}
+    experts = wrappers["down_proj"].get_base_layer()
+    for projection in ("gate_up_proj", "down_proj"):
+        quantized = experts.effective_weight(projection, getattr(experts, projection))
+        expected = quantized + wrappers[projection].delta("default")
+        assert torch.equal(pushed[f"model.layers.0.mlp.experts.{projection}"], expected)
+        assert not torch.equal(expected, quantized)
+    for bias in biases:
+        name = bias.removeprefix("experts.")
+        expected = getattr(experts, name) + wrappers[name].get_delta_weight("default")
+        assert torch.equal(pushed[f"model.layers.0.mlp.{bias}"], expected)
+    plain = make_model(family, layers=1)
+    plain.load_state_dict(pushed)
+    torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_pushed_adapters_are_those_that_are_active():
+    model = with_adapters(quantized_model(), target_modules=["q_proj"])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    base = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    with model.disable_adapter():
+        assert torch.equal(pushed_by_trl(model)[name], base.quantized_weight(base.weight, torch.float32))
+    model.merge_adapter()
+    assert torch.equal(pushed_by_trl(model)[name], base.quantized_weight(base.weight, torch.float32))
+
+
+def test_adapter_biases_and_layers_outside_of_the_scheme_are_pushed():
+    model = with_adapters(quantized_model(), target_modules=["q_proj", "lm_head"], lora_bias=False)
+    head = model.get_base_model().lm_head
+    expected = head.base_layer.weight + 2.0 * (head.lora_B["default"].weight @ head.lora_A["default"].weight)
+    assert torch.equal(pushed_by_trl(model)["lm_head.weight"], expected)
+    model = with_adapters(quantized_model(), target_modules=["q_proj"], lora_bias=True)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    expected = layer.base_layer.bias + 2.0 * layer.lora_B["default"].bias
+    assert torch.equal(pushed_by_trl(model)["model.layers.0.self_attn.q_proj.bias"], expected)
+
+
+def test_noise_on_linear_layers_is_sized_by_the_quantized_weight():
+    model = with_adapters(quantized_model(), std=1.0, target_modules=["q_proj"])
+    noise = LinearNoise(model, seed=0)
+    both = SimpleNamespace(norms=None, linears=noise)
+    clean, noisy = pushed_by_trl(model), pushed_by_trl(model, noise=both, sigma=0.01)
+    base = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    quantized = base.quantized_weight(base.weight, torch.float32)
+    name = "model.layers.0.self_attn.q_proj"
+    (z,) = noise.noise(name, quantized.numel(), 4)
+    expected = clean[f"{name}.weight"] + (z * 0.01 * quantized.square().mean().sqrt()).view_as(quantized)
+    torch.testing.assert_close(noisy[f"{name}.weight"], expected, rtol=1e-6, atol=1e-7)
+    assert noise.last_report.measured_std == pytest.approx(0.01, rel=0.05)
+
+
+def test_adapters_that_cannot_be_pushed_are_refused_at_the_start():
+    model = with_adapters(quantized_model(), target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(ValueError, match="q_proj: adapter 'default' is a variant of LoRA.*set use_vllm=False"):
+        pushed_by_trl(model)
+    model = with_adapters(quantized_model(), target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(ValueError, match="embed_tokens has an adapter of Embedding"):
+        pushed_by_trl(model)
+
+
+def test_an_adapter_that_reaches_no_weight_is_an_error():
+    model = quantized_model()
+    with pytest.raises(RuntimeError, match="adapters reached none .* by the name of other.weight"):
+        list(rollout_parameters(model.named_parameters(), model, deltas={"other.weight": lambda: torch.ones(1)}))
+
+
+def test_a_walk_that_does_not_merge_is_an_error():
+    """TRL may change what it does before it reads the weights of a PEFT model."""
+    model = with_adapters(quantized_model(), target_modules=["q_proj"])
+    generation = SimpleNamespace(llm=vllm_llm(), _iter_named_params=model.named_parameters)
+    VLLMPolicy(generation, model, MXFP4GRPOConfig(use_cpu=True, bf16=False), None, lambda: (0, 0.0))
+    with pytest.raises(RuntimeError, match="in another way"):
+        list(generation._iter_named_params())
+    model.merge_adapter()  # PEFT's again
+    assert model.get_base_model().model.layers[0].self_attn.q_proj.merged
+
+
+def test_masters_stay_in_a_run_with_adapters_and_vllm(build):
+    lora = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    trainer = build(peft_config=lora, aqn=False)
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora_" not in n}
+    pushed = with_simulated_vllm(trainer)
+    trainer.train()
+    assert len(pushed) == 4
+    for name, parameter in trainer.model.named_parameters():
+        assert "lora_" in name or torch.equal(parameter, before[name]), name
+    layer = trainer.model.get_base_model().model.layers[0].self_attn.q_proj
+    expected = layer.base_layer.quantized_weight(layer.base_layer.weight, torch.float32) + layer.delta("default")
+    assert torch.equal(pushed[-1]["model.layers.0.self_attn.q_proj.weight"], expected)
+
+
+# ---- what vLLM computes with ----------------------------------------------------------------------------------------
+
+
+def engine_of(tmp_path, llm=None, **stored):
+    """Of a `VLLMGeneration` whose model came from a folder with this config.json."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **stored}))
+    generation = SimpleNamespace(model=SimpleNamespace(name_or_path=str(tmp_path)))
+    if llm is not None:
+        generation.llm = llm
+    return VLLMEngine.of(generation)
+
+
+W4A4, W4A16 = (MXFP4RLConfig(mode="packed", preset=preset) for preset in ("w4a4", "w4a16"))
+FALLBACK = MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5)  # as QAT has by default
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"dtype": "float32"}, (torch.bfloat16, None)),  # what vLLM makes of it
+        ({"dtype": "float16"}, (torch.float16, None)),
+        ({"torch_dtype": "bfloat16"}, (torch.bfloat16, None)),
+        ({}, (torch.bfloat16, None)),
+        ({"quantization_config": W4A4.to_dict()}, (torch.bfloat16, W4A4.activation_scheme)),
+        ({"quantization_config": W4A16.to_dict()}, (torch.bfloat16, None)),
+        ({"quantization_config": {"quant_method": "fp8"}}, (torch.bfloat16, None)),
+    ],
+    ids=str,
+)
+def test_the_checkpoint_says_what_vllm_computes_with_where_it_does_not(tmp_path, stored, expected):
+    found = engine_of(tmp_path, **stored)
+    assert (found.dtype, found.inputs) == expected and found.is_assumed
+
+
+def test_without_a_checkpoint_the_defaults_are_assumed():
+    found = VLLMEngine.of(SimpleNamespace(model=SimpleNamespace(name_or_path="nobody/no-such-model")))
+    assert (found.dtype, found.inputs, found.is_assumed) == (torch.bfloat16, None, True)
+
+
+class Client:
+    """TRL's client of a server that says this of its model; of one that says nothing."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def get_server_info(self):
+        if self.answer is None:
+            raise RuntimeError("The vLLM server does not expose its development endpoints")
+        return {"model_config": self.answer}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"dtype": "torch.float32", "quantization": "mxfp4_rl"}, (torch.float32, W4A4.activation_scheme, False)),
+        ({"dtype": "torch.float16", "quantization": None, "model": "plain"}, (torch.float16, None, False)),
+        # Not the folder that the policy was loaded from, and not here.
+        ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None, True)),
+        (None, (torch.bfloat16, W4A4.activation_scheme, True)),
+    ],
+    ids=str,
+)
+def test_a_server_is_asked(tmp_path, answer, expected):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": W4A4.to_dict()}))
+    if answer and "model" in answer:
+        answer = {**answer, "model": str(tmp_path / answer["model"])}
+    model = SimpleNamespace(name_or_path=str(tmp_path))
+    found = VLLMEngine.of(SimpleNamespace(mode="server", vllm_client=Client(answer), model=model))
+    assert (found.dtype, found.inputs, found.is_assumed) == expected
+
+
+def test_a_colocated_vllm_is_asked(tmp_path):
+    found = engine_of(tmp_path, vllm_llm(torch.float16), quantization_config=W4A4.to_dict())
+    assert (found.dtype, found.inputs, found.is_assumed) == (torch.float16, None, False)
+    found = engine_of(tmp_path, vllm_llm(torch.float32, W4A4))
+    assert (found.dtype, found.inputs, found.is_assumed) == (torch.float32, W4A4.activation_scheme, False)
+
+
+@pytest.mark.parametrize(
+    ("policy", "loaded", "correction", "expected"),
+    [
+        ("w4a16", None, True, None),
+        ("w4a16", W4A16, True, None),
+        ("w4a4", FALLBACK, True, None),
+        ("w4a4", W4A4, True, "quantized activations, W4A4 .* and .* quantized activations, W4A4 by another scheme"),
+        ("w4a4", None, True, "full-precision activations, W4A16 .as it says. and .*quantized activations, W4A4;"),
+        ("w4a4", W4A16, False, "full-precision activations.*nothing corrects the difference"),
+        ("w4a16", W4A4, True, r"quantized activations, W4A4 .*trains with full-precision .*\(token_truncate\) account"),
+    ],
+)
+def test_words_about_activations_are_true_of_both_sides(caplog, policy, loaded, correction, expected):
+    model = make_model()
+    quantize_linears(model, MXFP4RLConfig(preset=policy))
+    engine = VLLMEngine.of(SimpleNamespace(llm=vllm_llm(scheme=loaded)))
+    args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, rollout_correction=correction)
+    caplog.clear()
+    engine.describe(model, args)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (expected is not None) and engine.quantizes_as(model) == (expected is None)
+    assert all(re.search(expected, text) for text in warnings)
+
+
+def test_noise_is_measured_after_the_rounding_of_vllm(build):
+    """Norms of one and noise of 1e-3: bfloat16, whose next number is 1.0078, keeps little of it."""
+    measured = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        trainer = build(aqn_targets="both", aqn_linear_sigma_scale=2.0)
+        with torch.no_grad():
+            for norm in trainer.noise.norms.values():
+                norm.weight.fill_(1.0)
+        pushed = with_simulated_vllm(trainer, dtype=dtype)
+        trainer.model.train()
+        trainer.state.global_step, trainer.state.max_steps = 3, 4
+        trainer._generate(["1+1="])
+        noisy = torch.cat([pushed[0][f"{name}.weight"] for name in trainer.noise.norms])
+        assert noisy.dtype == torch.float32  # vLLM rounds
+        logs = trainer._metrics["train"]
+        measured[dtype] = logs["aqn/measured_std"][0]
+        assert measured[dtype] == pytest.approx((noisy.to(dtype).double() - 1).square().mean().sqrt().item(), rel=1e-5)
+        assert logs["aqn/linear_measured_std"][0] == pytest.approx(2e-3, rel=0.1 if dtype == torch.float32 else 0.5)
+        measured[dtype, "linear"] = logs["aqn/linear_measured_std"][0]
+    assert measured[torch.float32] == pytest.approx(1e-3, rel=0.15) and measured[torch.bfloat16] < 9e-4
+    assert measured[torch.bfloat16, "linear"] != measured[torch.float32, "linear"]
+
+
+# ---- a sampler that is not what was pushed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "expected"),
+    [
+        ({}, {}, True),
+        ({}, {"top_p": 0.9}, False),
+        ({}, {"top_k": 5}, False),
+        ({}, {"min_p": 0.1}, False),
+        ({}, {"repetition_penalty": 1.1}, False),
+        ({}, {"generation_kwargs": {"frequency_penalty": 1.0}}, False),
+        ({}, {"aqn": True, "aqn_num_stages": 1}, False),
+        ({}, {"aqn": True, "aqn_num_stages": 4}, True),  # the first stage has no noise
+        ({"scheme": W4A4}, {}, False),
+        ({}, {"scheme": MXFP4RLConfig(preset="w4a4")}, False),
+        ({"scheme": FALLBACK}, {"scheme": MXFP4RLConfig(preset="w4a4")}, True),
+    ],
+)
+def test_where_both_policies_are_one_garbage_is_noticed(build, caplog, engine, options, expected):
+    """The stand-in says that every token has a probability of one."""
+    trainer = build(**{"aqn": False, "max_steps": 1, "scheme": MXFP4RLConfig(preset="w4a16"), **options})
+    with_simulated_vllm(trainer, **engine)
+    trainer.train()
+    found = [record for record in caplog.records if "more than half of the sampled tokens" in record.getMessage()]
+    assert len(found) == expected

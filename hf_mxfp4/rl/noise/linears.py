@@ -188,12 +188,22 @@ class LinearNoise:
         measured = math.sqrt(energy / count) if count else 0.0
         self.last_report, self.n_dense = NoiseReport(sigma, measured, len(self._measured), int(count)), len(self._dense)
 
-    def noisy_values(self, parameter: str, values: torch.Tensor, step: int, sigma: float) -> torch.Tensor:
+    def noisy_values(
+        self,
+        parameter: str,
+        values: torch.Tensor,
+        step: int,
+        sigma: float,
+        quantized: torch.Tensor | None = None,
+        kept: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """Values of a parameter on their way to another engine, with the noise of [`active`]: same layout and dtype.
 
         Args:
             parameter: its plain name, one of `parameters`.
             values: quantized, those of adapters included.
+            quantized: of a trainable layer with adapters, the values without theirs.
+            kept: the dtype that the engine keeps them in, after whose rounding noise is measured; by default theirs.
         """
         target = self.parameters[parameter]
         if not values.is_floating_point():
@@ -203,16 +213,23 @@ class LinearNoise:
             )
         rows = target.rows_first(values.detach())
         # Noise is that of the quantized weight, whatever adapters add.
-        sizes = _mean_squares(target.values(values.dtype) if target.is_packed else rows, target.columns)
-        noisy = self._noisy(target, rows, sizes, step, sigma * self.scale)
+        clean = rows if quantized is None else target.rows_first(quantized.detach())
+        sizes = _mean_squares(target.values(values.dtype) if target.is_packed else clean, target.columns)
+        noisy = self._noisy(target, rows, sizes, step, sigma * self.scale, kept)
         return noisy[0] if target.projection is None else target.rows_first(noisy)
 
     def _noisy(
-        self, target: WeightTarget, clean: torch.Tensor, sizes: list[torch.Tensor], step: int, sigma: float
+        self,
+        target: WeightTarget,
+        clean: torch.Tensor,
+        sizes: list[torch.Tensor],
+        step: int,
+        sigma: float,
+        kept: torch.dtype | None = None,
     ) -> torch.Tensor:
         """``clean [n, N, K]`` with noise on the chosen matrices, whose mean squares are ``sizes``."""
         out = torch.empty(clean.shape, dtype=clean.dtype, device=clean.device)
-        exact = widest_float(clean.device)
+        exact, kept = widest_float(clean.device), kept or clean.dtype
         for matrix, noisy, size, name, chosen in zip(clean, out, sizes, target.names, target.chosen, strict=True):
             if not chosen:
                 noisy.copy_(matrix)
@@ -221,7 +238,7 @@ class LinearNoise:
             for chunk, z in enumerate(self.noise(name, flat.numel(), step, flat.device)):
                 own = slice(chunk * _CHUNK, chunk * _CHUNK + z.numel())
                 place[own] = (flat[own].float() + z * (sigma * size.sqrt())).to(clean.dtype)
-                energy = energy + (place[own].to(exact) - flat[own].to(exact)).square().sum()
+                energy = energy + (place[own].to(kept).to(exact) - flat[own].to(kept).to(exact)).square().sum()
             self._measured[name] = energy, size, flat.numel()
         return out
 

@@ -17,14 +17,18 @@ from transformers import ContinuousBatchingConfig
 
 from ..._logging import get_logger
 from ..config import MXFP4GRPOConfig
+from .correction_options import limits_in_force
 from .generation import generating_module
 from .logprobs import recorded_batches, recorded_generate
-from .mismatch import MismatchSums, importance_ratios, limit_ratios, log_ratios
+from .mismatch import FAR, MismatchSums, importance_ratios, limit_ratios, log_ratios
 
 
 _SAMPLED = "sampling_per_token_logps"
 #: What TRL records under vLLM itself.
 _RECORDED_BY_TRL = ("sampling/importance_sampling_ratio/m", "sampling/sampling_logp_difference/")
+
+#: An effective sample size of the weights below this share of the sequences (or tokens) is warned of.
+_FEW = 0.3
 
 #: Gives one list of log-probabilities for each of the completions that were generated.
 RowsOf = Callable[[list[list[int]]], list[list[float]]]
@@ -56,6 +60,8 @@ class RolloutCorrection:
         self._args, self._accelerator, self._batching, self._record = args, accelerator, batching, record
         self._sums, self._sums_step = MismatchSums(), -1
         self._waiting: tuple[dict[str, Any], torch.Tensor, int] | None = None
+        self._is_same_policy = False
+        self._warned: set[str] = set()
         if batching is not None:
             batching.return_logprobs = True
 
@@ -72,9 +78,15 @@ class RolloutCorrection:
             with recorded_generate(generator) as recorder:
                 yield recorder.rows
 
-    def check(self, batch: dict[str, Any], step: int) -> None:
-        """Warn, before the first step, of a rollout for training that came without log-probabilities."""
-        if _SAMPLED not in batch and self._args.rollout_correction and step == 0:
+    def check(self, batch: dict[str, Any], step: int, is_same_policy: bool = False) -> None:
+        """Warn, before the first step, of a rollout for training that came without log-probabilities.
+
+        Args:
+            is_same_policy: whether what sampled this batch should differ from what trains by rounding alone, so that a
+                warning is due when it does not.
+        """
+        self._is_same_policy = is_same_policy
+        if _SAMPLED not in batch and limits_in_force(self._args) and step == 0:
             get_logger().warning("rollout_func returns no log-probabilities: its rollouts are not corrected")
 
     # ---- the policy that trains -----------------------------------------------------------------------------------
@@ -109,29 +121,57 @@ class RolloutCorrection:
         """Weight a batch in place by the ratio of ``trained`` to the probabilities it was sampled with; measure it."""
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         log_ratio = log_ratios(trained, inputs[_SAMPLED], mask)
-        args = self._args
-        if args.use_vllm:
-            mode, cap = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max
-            limits = mode, cap, args.vllm_importance_sampling_clip_min
-        else:
-            limits = args.rollout_correction_mode, args.rollout_correction_cap, args.rollout_correction_min
+        limits = limits_in_force(self._args)
         self._measure(log_ratio, mask, limits, step)
-        if args.use_vllm or not args.rollout_correction:
+        if self._args.use_vllm or limits is None:
             return
         weights = limit_ratios(importance_ratios(log_ratio, limits[0]), *limits)
-        if args.loss_type == "vespo":
+        if self._args.loss_type == "vespo":
             inputs["importance_sampling_ratio"] = weights.masked_fill(~mask.bool(), 1.0)
         else:
             inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weights
 
-    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, limits: tuple, step: int) -> None:
+    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, limits: tuple | None, step: int) -> None:
         """Add to what is logged once per optimizer step, over its batches and all processes."""
         if self._sums_step != step:
             self._sums, self._sums_step = MismatchSums(), step
-        self._sums.add(log_ratio, mask, *limits)
+        args = self._args
+        would_be = args.rollout_correction_mode, args.rollout_correction_cap, args.rollout_correction_min
+        self._sums.add(log_ratio, mask, *(limits or would_be))
         if self._accelerator.sync_gradients:
-            by_trl = self._args.use_vllm and self._args.vllm_importance_sampling_correction
-            for name, value in self._sums.measures(self._accelerator.gather).items():
+            by_trl = args.use_vllm and limits is not None
+            measures = self._sums.measures(self._accelerator.gather)
+            for name, value in measures.items():
                 if not (by_trl and name.startswith(_RECORDED_BY_TRL)):
                     self._record(name, value)
+            if measures:
+                self._judge(measures, limits, step)
             self._sums_step = -1
+
+    def _judge(self, measures: dict[str, float], limits: tuple | None, step: int) -> None:
+        """Count and warn of, once each, weights that leave little to learn from, and a sampler that is another policy
+        where it should not be."""
+        if limits is not None:
+            share = measures["sampling/effective_sample_size_weights"]
+            self._record("sampling/few_effective", float(share < _FEW))
+            if share < _FEW:
+                self._warn(
+                    "few",
+                    "step %d: the importance weights (%s) have an effective sample size of %.2g of the %s: little is "
+                    "learnt from the others. What samples is too far from what trains: see sampling/kl, lower the "
+                    "noise, quantize alike on both sides, or use rollout_correction_mode='token_truncate'",
+                    step, limits[0], share, "sequences" if limits[0].startswith("sequence") else "tokens",
+                )  # fmt: skip
+        if self._is_same_policy and measures["sampling/far_share"] > 0.5:
+            self._warn(
+                "far",
+                "step %d: more than half of the sampled tokens have log-probabilities in vLLM that are off by more "
+                "than %g, without noise and with the same quantization on both sides: what vLLM samples from is not "
+                "what was pushed to it (a weight that it has renamed, repacked or not taken), or not what trains",
+                step, FAR,
+            )  # fmt: skip
+
+    def _warn(self, what: str, message: str, *values: Any) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            get_logger().warning(message, *values)

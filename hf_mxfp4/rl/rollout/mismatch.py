@@ -17,6 +17,9 @@ CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequen
 #: Beyond it the exponential says nothing but "too large".
 _LARGEST = 20.0
 
+#: A token's log-probabilities differ by more, in nats, than rounding makes them.
+FAR = 0.1
+
 
 def log_ratios(trained: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Log-probabilities ``[B, T]`` under both policies -> ``log_ratio``, zero where masked or where ``sampled`` is NaN
@@ -64,13 +67,13 @@ class MismatchSums:
         by_sequence = importance_ratios(log_ratio, "sequence")[has_tokens, 0].to(exact)
         ratio = importance_ratios(log_ratio, mode)
         judged = ratio[has_tokens, 0] if mode.startswith("sequence") else ratio[mask]
-        clipped = outside(judged, cap, minimum)
+        clipped, weights = outside(judged, cap, minimum), limit_ratios(judged, mode, cap, minimum).to(exact)
         log_ratio = log_ratio[mask].to(exact)
         ratio = log_ratio.clamp(-_LARGEST, _LARGEST).exp()
         parts = [
             torch.ones_like(ratio), ratio, ratio.square(), -log_ratio, ratio - 1 - log_ratio, log_ratio.abs(),
             torch.ones_like(by_sequence), by_sequence, by_sequence.square(), clipped.to(exact),
-            torch.ones_like(clipped, dtype=exact),
+            torch.ones_like(clipped, dtype=exact), weights, weights.square(), (log_ratio.abs() > FAR).to(exact),
         ]  # fmt: skip
         sums = torch.stack([part.sum() for part in parts])
         largest = [torch.full((), -torch.inf, dtype=exact, device=ratio.device)] * 3
@@ -89,9 +92,12 @@ class MismatchSums:
         rows = gather(torch.cat([self._sums, self._extremes]).unsqueeze(0))
         sums = rows[:, : len(self._sums)].sum(dim=0).tolist()
         smallest, largest, difference = rows[:, len(self._sums) :].amax(dim=0).tolist()
-        tokens, total, squares, k1, k3, absolute, sequences, by_sequence, by_sequence_squares, clipped, judged = sums
+        tokens, total, squares, k1, k3, absolute, sequences, by_sequence, by_sequence_squares, *sums = sums
+        clipped, judged, weights, weight_squares, far = sums
         if tokens == 0:
             return {}
+        # Weights that are all alike and next to nothing count for little, too: no more than their mean.
+        effective = min(weights**2 / (judged * weight_squares), weights / judged) if weight_squares else 0.0
         return {
             "sampling/importance_sampling_ratio/min": -smallest,
             "sampling/importance_sampling_ratio/mean": total / tokens,
@@ -103,4 +109,6 @@ class MismatchSums:
             "sampling/kl_k1": k1 / tokens,
             "sampling/effective_sample_size": total**2 / (tokens * squares),
             "sampling/effective_sample_size_sequence": by_sequence**2 / (sequences * by_sequence_squares),
+            "sampling/effective_sample_size_weights": effective,
+            "sampling/far_share": far / tokens,
         }

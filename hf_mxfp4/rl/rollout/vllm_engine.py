@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM computes with: the dtype that it keeps weights in, and what it does to the inputs of layers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..._logging import get_logger
+from ...config import MXFP4RLConfig
+from ...layers import QUANTIZED
+from ...registration import QUANT_METHOD
+from ..config import MXFP4GRPOConfig
+from .correction_options import limits_in_force
+
+
+@dataclass(frozen=True)
+class VLLMEngine:
+    """What is known of the vLLM that samples.
+
+    Attributes:
+        dtype: of its weights.
+        inputs: the scheme that its layers quantize their inputs by; `None` for full precision.
+        is_assumed: whether some of that is read off the checkpoint that it was started on, since it does not say.
+    """
+
+    dtype: torch.dtype
+    inputs: Any
+    is_assumed: bool
+
+    @classmethod
+    def of(cls, generation: Any) -> "VLLMEngine":
+        """Ask TRL's `VLLMGeneration`: its vLLM in this process or its server; for want of an answer, the checkpoint of
+        its model. All processes must call this."""
+        config = getattr(getattr(getattr(generation, "llm", None), "llm_engine", None), "vllm_config", None)
+        if config is not None:
+            scheme = getattr(config.quant_config, "scheme", None)
+            inputs = scheme.activation_scheme if isinstance(scheme, MXFP4RLConfig) else None
+            return cls(config.model_config.dtype, inputs, is_assumed=False)
+        answer = _server_answer(generation)
+        stored = _stored_config(answer.get("model") or getattr(getattr(generation, "model", None), "name_or_path", ""))
+        scheme = stored.get("quantization_config") or {}
+        is_ours = scheme.get("quant_method") == QUANT_METHOD
+        # Of a plugin's scheme a server gives the name alone.
+        is_known = "dtype" in answer and is_ours == (answer.get("quantization") == QUANT_METHOD)
+        dtype = _dtype(answer["dtype"]) if "dtype" in answer else None
+        if dtype is None:
+            dtype = _dtype(stored.get("dtype", stored.get("torch_dtype"))) or torch.float32
+            dtype = torch.bfloat16 if dtype == torch.float32 else dtype  # as vLLM's dtype="auto" does
+        inputs = MXFP4RLConfig.from_dict(scheme).activation_scheme if is_ours else None
+        return cls(dtype, inputs, is_assumed=not is_known)
+
+    def quantizes_as(self, model: nn.Module) -> bool:
+        """Whether the inputs of all quantized layers of the policy are quantized here as they are there."""
+        return all(layer.config.activation_scheme == self.inputs for layer in _quantized(model))
+
+    def describe(self, model: nn.Module, args: MXFP4GRPOConfig) -> None:
+        """Log what vLLM samples with, and warn where it is something else than the policy trains with."""
+        source = "assumed from its checkpoint, as dtype='auto' does" if self.is_assumed else "as it says"
+        get_logger().info("vLLM keeps weights in %s (%s)", str(self.dtype).removeprefix("torch."), source)
+        if self.quantizes_as(model):
+            if self.inputs is not None:
+                get_logger().info("vLLM quantizes the inputs of layers as the policy does (%s)", source)
+            return
+        limits = limits_in_force(args)
+        trained = " and ".join(sorted({_words(layer.config.activation_scheme) for layer in _quantized(model)}))
+        get_logger().warning(
+            "vLLM samples with %s (%s) and the policy trains with %s%s; %s",
+            _words(self.inputs),
+            source,
+            trained,
+            " by another scheme" if trained == _words(self.inputs) else "",
+            "nothing corrects the difference, since the correction is off"
+            if limits is None
+            else f"importance weights ({limits[0]}) account for the difference",
+        )
+
+
+def _words(inputs: Any) -> str:
+    return "full-precision activations, W4A16" if inputs is None else "quantized activations, W4A4"
+
+
+def _quantized(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, QUANTIZED)]
+
+
+def _server_answer(generation: Any) -> dict[str, Any]:
+    """What a vLLM server says of its model, to all processes; empty where there is none, or it does not say."""
+    if getattr(generation, "mode", None) != "server":
+        return {}
+    answers = [{}]
+    client = getattr(generation, "vllm_client", None)  # of the main process
+    if client is not None:
+        try:
+            answers = [client.get_server_info()["model_config"]]
+        except (OSError, RuntimeError, KeyError) as error:
+            get_logger().info("the vLLM server does not say what it computes with: %s", error)
+    broadcast_object_list(answers, from_process=0)
+    return answers[0]
+
+
+def _dtype(name: Any) -> torch.dtype | None:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _stored_config(name: str) -> dict[str, Any]:
+    """`config.json` of a checkpoint that is here already; empty without one."""
+    try:
+        return PreTrainedConfig.get_config_dict(name, local_files_only=True)[0] if name else {}
+    except (OSError, ValueError):
+        return {}
