@@ -13,6 +13,7 @@ from tables import PLAIN
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
 from hf_mxfp4.gemm import layer_rng as draws_module
+from hf_mxfp4.gemm.operands import padded_length
 
 
 OPERANDS = [
@@ -164,6 +165,11 @@ def test_rotations_cancel_without_quantization(rotation):
     torch.testing.assert_close(y, F.linear(x, layer.weight, layer.bias), **close)
     torch.testing.assert_close(x.grad, grad @ layer.weight, **close)
     torch.testing.assert_close(layer.weight.grad, grad.t() @ x, **close)
+
+
+def test_rotated_operands_are_padded_to_whole_rotations():
+    layer = MXFP4Linear(40, 8, config=MXFP4RLConfig(**PLAIN, fprop={"rotation": "deterministic-32"}))
+    assert [padded_length(length, layer.state) for length in (1, 32, 40, 64)] == [32, 32, 64, 64]
 
 
 def test_all_off_is_a_plain_linear_layer_to_the_last_bit():

@@ -113,6 +113,16 @@ def test_float_tensors_are_not_rounded_into_it():
         packed(*routing())
 
 
+def test_a_state_dict_is_read():
+    _, packed = twins()
+    _, other = twins()
+    for tensor in other.state_dict().values():
+        tensor.zero_()
+    assert not torch.equal(other(*routing()), packed(*routing()))
+    other.load_state_dict(packed.state_dict())
+    assert torch.equal(other(*routing()), packed(*routing()))
+
+
 def test_what_cannot_be_packed():
     trained, packed = twins()
     with pytest.raises(ValueError, match="needs a config of mode='packed'"):

@@ -19,7 +19,7 @@ from hf_mxfp4.analysis.run_report.log import read_run
 from hf_mxfp4.backends import fake_quantize
 from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import StepMovementCallback
-from hf_mxfp4.rl.callbacks.movement import MovementSums
+from hf_mxfp4.rl.callbacks.movement import Movement, MovementSums
 from hf_mxfp4.rl.callbacks.weight_samples import sample_weights
 
 
@@ -366,6 +366,14 @@ def test_a_run_logs_it_and_its_report_has_an_alarm(build, undrawn, tmp_path, cap
     assert caplog.text.count("step 1: quantized weights moved") == 1 and "dither_ties" in caplog.text
     (check,) = [check for check in health_checks(read_run(tmp_path / "run")) if check.title == "Step movement"]
     assert check.state == "red" and "(step 1)" in check.finding and "ties" in check.advice
+
+
+def test_the_alarm_is_two_standard_errors_above_its_limit(caplog):
+    callback = StepMovementCallback()
+    callback._warn(1, Movement(4.9, 1.0, 10, 100))  # from 2.9 on
+    assert not caplog.text
+    callback._warn(2, Movement(5.1, 1.0, 10, 100))
+    assert "step 2: quantized weights moved 5.1 +- 2 times as far" in caplog.text
 
 
 def test_masters_in_general_position_raise_no_alarm(build, undrawn, tmp_path, capsys):
