@@ -233,8 +233,8 @@ def write(mutant: Mutant, folder: Path) -> None:
     path.write_bytes(b"".join(lines))
 
 
-def run_tests(folder: Path, tests: list[str], timeout: float) -> str:
-    """What the tests of a tree come to: `killed`, `survived`, or what went wrong."""
+def run_tests(folder: Path, tests: list[str], timeout: float) -> tuple[str, str]:
+    """What the tests of a tree come to: `killed`, `survived`, or what went wrong; and which test failed how."""
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
@@ -250,7 +250,7 @@ def run_tests(folder: Path, tests: list[str], timeout: float) -> str:
                 del sys.modules[name]
             import pytest
 
-            os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--timeout={PATIENCE}", *tests])))
+            os._exit(int(pytest.main(["-x", "-q", f"--timeout={PATIENCE}", *tests])))
         os._exit(70)
     end = time.monotonic() + timeout
     while time.monotonic() < end:
@@ -262,12 +262,13 @@ def run_tests(folder: Path, tests: list[str], timeout: float) -> str:
             log = (folder / "log.txt").read_text(errors="replace")
             # A fault that keeps tests or their helpers from being imported ends as a wrong use of pytest does.
             if code == 4 and "while loading conftest" not in log and "ERROR collecting" not in log:
-                return "not collected"
-            return {0: "survived", 5: "not collected"}.get(code, "killed")
+                return "not collected", ""
+            found = [line for line in log.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            return {0: "survived", 5: "not collected"}.get(code, "killed"), found[0] if found else ""
         time.sleep(0.02)
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return "out of time"
+    return "out of time", ""
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -290,13 +291,14 @@ def run(arguments: argparse.Namespace) -> None:
         try:
             selected = tests.of(mutant, arguments.budget)
             started = time.monotonic()
-            result = "no test"
+            result, by = "no test", ""
             if selected:
                 write(mutant, folder)
-                result = run_tests(folder, selected, 5 * arguments.budget + 2 * PATIENCE)
+                result, by = run_tests(folder, selected, 5 * arguments.budget + 2 * PATIENCE)
                 shutil.copy2(ROOT / mutant.file, folder / mutant.file)
-            print(f"{time.monotonic() - started:6.1f} s  {len(selected):4} tests  {result:9} {mutant.name}", flush=True)
-            return mutant._asdict() | {"name": mutant.name, "result": result, "tests": len(selected)}
+            seconds = time.monotonic() - started
+            print(f"{seconds:6.1f} s  {len(selected):4} tests  {result:9} {mutant.name}  {by[:100]}", flush=True)
+            return mutant._asdict() | {"name": mutant.name, "result": result, "by": by, "tests": len(selected)}
         finally:
             trees.append(folder)
 
