@@ -231,6 +231,17 @@ def test_joined_layers_are_those_that_were_joined(plugin, options):
     assert torch.equal(layer.weight, torch.cat([source.dequantized_weight() for source in sources]))
 
 
+def test_weights_are_pushed_as_they_are_after_loading(plugin):
+    config = MXFP4RLConfig(mode="packed")
+    layer = make_layer(plugin.MXFP4RLLinearMethod(config), [packed_layer(config)], torch.float32)
+    pushed = torch.arange(48 * 256.0).view(48, 256)
+    assert (layer.weight.input_dim, layer.weight.output_dim) == (1, 0)
+    layer.weight.weight_loader(layer.weight, pushed)
+    layer.was_processed = False
+    plugin.MXFP4RLLinearMethod(config).process_weights_after_loading(layer)
+    assert torch.equal(layer.weight, pushed) and layer.was_processed
+
+
 @pytest.mark.parametrize("options", [scheme for scheme in SCHEMES if scheme.get("macro_block") != "row"])
 def test_two_processes_split_the_columns(plugin, options):
     config = MXFP4RLConfig(mode="packed", **options)

@@ -134,8 +134,14 @@ class MXFP4RLLinearMethod(LinearMethodBase):
             )
             layer.register_parameter(name, parameter)
         layer.mxfp4_columns, layer.mxfp4_dtype = input_size_per_partition, params_dtype
+        layer.mxfp4_weight_loader = extra_weight_attrs["weight_loader"]
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Put the dequantized weight in the place of the packed tensors, with the loader that they had: trainers push
+        full-precision weights later, and those are loaded as they are."""
+        if layer.weight.dtype != torch.uint8:  # pushed ones are processed again
+            self._plain.process_weights_after_loading(layer)
+            return
         weights = self.scheme.weight_scheme
         names = packed_shapes(1, layer.mxfp4_columns, weights)
         packed = {name: getattr(layer, name).data for name in names}
@@ -143,7 +149,10 @@ class MXFP4RLLinearMethod(LinearMethodBase):
         weight = dequantize(tensor, layer.mxfp4_dtype, self.scheme.backend)
         for name in names:
             delattr(layer, name)
-        layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
+        parameter = ModelWeightParameter(
+            data=weight, input_dim=1, output_dim=0, weight_loader=layer.mxfp4_weight_loader
+        )
+        layer.register_parameter("weight", parameter)
         self._plain.process_weights_after_loading(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
