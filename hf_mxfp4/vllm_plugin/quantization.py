@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's view of `quant_method: mxfp4_rl`, through its documented interface for methods that it does not know.
 
-Packed weights are read under their own names and dequantized once, after loading; products are vLLM's own on the
-dequantized weights. So the numbers are those of the packed model, and the memory is that of a 16-bit one. To have vLLM
-compute on 4 bits, export the checkpoint to a format that it has kernels for.
+Packed weights of linear layers are read under their own names and dequantized once, after loading; those of experts
+are dequantized as they arrive (`arriving.py`). Products are vLLM's own on the dequantized weights. So the numbers are
+those of the packed model, and the memory is that of a 16-bit one. To have vLLM compute on 4 bits, export the checkpoint
+to a format that it has kernels for.
 """
 
 import json
@@ -22,6 +23,7 @@ from ..gemm.storage.packed_weight import packed_shapes, packed_tensor
 from ..module_names import ALWAYS_SKIPPED, name_matches
 from ..numerics import BLOCK_SIZE
 from .activations import quantize_input
+from .expected import ExpectedLayers
 
 
 class MXFP4RLVLLMConfig(QuantizationConfig):
@@ -44,6 +46,7 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
                 "vLLM"
             )
         self.scheme = scheme
+        self.expected = ExpectedLayers()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.scheme.describe()})"
@@ -68,19 +71,53 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> "MXFP4RLVLLMConfig":
         return cls(MXFP4RLConfig.from_dict(config))
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> LinearMethodBase | None:
-        if not isinstance(layer, LinearBase):
-            # By name: the class has moved between versions of vLLM.
-            if any(cls.__name__ == "FusedMoE" for cls in type(layer).__mro__) and not self._skips(prefix):
-                raise ValueError(
-                    f"{prefix}: packed experts cannot be loaded into vLLM by this plugin; export the checkpoint to a "
-                    "format that vLLM has experts in: hf-mxfp4 export --format compressed-tensors, gpt-oss or bf16"
-                )
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Learn from the config of the model how vLLM reads its experts."""
+        self.expected.is_transposed = getattr(hf_config, "model_type", None) == "gpt_oss"
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod() if self._skips(prefix) else MXFP4RLLinearMethod(self.scheme, prefix)
+        # By name: the class has moved between versions of vLLM.
+        is_experts = any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(layer).__mro__)
+        if not is_experts or self._skips(prefix):
             return None
-        return UnquantizedLinearMethod() if self._skips(prefix) else MXFP4RLLinearMethod(self.scheme, prefix)
+        reason = self._experts_unsupported_reason()
+        if reason:
+            raise ValueError(
+                f"{prefix}: packed experts cannot be loaded into vLLM by this plugin: {reason}; export the checkpoint "
+                "to a format that vLLM has experts in: hf-mxfp4 export --format compressed-tensors, gpt-oss or bf16"
+            )
+        from .experts import MXFP4RLExpertsMethod
+
+        self.expected.experts.add(prefix)
+        self.expected.device = torch.get_default_device()  # vLLM's, while it makes layers
+        self.expected.projection_names = (
+            layer.ckpt_gate_proj_name,
+            layer.ckpt_up_proj_name,
+            layer.ckpt_down_proj_name,
+        )
+        return MXFP4RLExpertsMethod(layer.moe_config, self.expected, prefix)
+
+    def _experts_unsupported_reason(self) -> str | None:
+        if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
+            return "this version of vLLM does not let a plugin convert weights on their way; 0.32 does"
+        if self.scheme.activation_scheme is not None:
+            return (
+                "vLLM computes an expert in one kernel, in which the input of down_proj cannot be quantized; pack with "
+                "preset='w4a16'"
+            )
+        return None
+
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """What vLLM sends all weights through before it loads them."""
+        from .arriving import Converter, ConvertingMapper
+
+        return ConvertingMapper(Converter(self.scheme, self.expected), super().get_checkpoint_weight_mapper())
 
     def _skips(self, prefix: str) -> bool:
         """Whether the layers that vLLM has joined under ``prefix`` are in full precision; they must agree."""
+        prefix = prefix.replace(".block_sparse_moe.", ".mlp.")  # Mixtral: vLLM has the older names
         parent, _, last = prefix.rpartition(".")
         names = [f"{parent}.{part}".lstrip(".") for part in self.packed_modules_mapping.get(last, [last])]
         patterns = (*ALWAYS_SKIPPED, *(self.scheme.modules_to_not_convert or ()))

@@ -68,8 +68,9 @@ def engine(folder: str | Path, **options: Any) -> Iterator["vllm.LLM"]:
 
     One at a time, and nothing of it may be held when the next is made: an engine that is collected later takes down the
     process groups of the one that is running."""
-    llm = vllm.LLM(str(folder), **{**OPTIONS, **options})
+    llm = None
     try:
+        llm = vllm.LLM(str(folder), **{**OPTIONS, **options})
         yield llm
     finally:
         del llm
