@@ -315,14 +315,14 @@ def test_packed_experts_are_refused_with_the_way_out_by_older_versions(plugin, n
     experts = type(name, (RoutedExperts,), {})()
     config = plugin.MXFP4RLVLLMConfig(MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.1.mlp.experts"]))
     with pytest.raises(
-        ValueError, match=r"layers.0.mlp.experts: packed experts cannot .* 0.32 .* export the checkpoint"
+        ValueError, match=r"layers.0.mlp.experts: quantized experts cannot .* 0.32 .* export the checkpoint"
     ):
         config.get_quant_method(experts, "model.layers.0.mlp.experts")
     assert config.get_quant_method(experts, "model.layers.1.mlp.experts") is None
     assert config.get_quant_method(experts, "model.layers.1.block_sparse_moe.experts") is None
 
 
-def test_master_weights_are_refused(plugin):
+def test_master_weights_are_refused_by_older_versions(plugin):
     with pytest.raises(ValueError, match=r"mode='qat'.*hf_mxfp4\.pack"):
         plugin.MXFP4RLVLLMConfig.from_config(MXFP4RLConfig().to_dict())
 

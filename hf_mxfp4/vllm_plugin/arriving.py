@@ -104,7 +104,7 @@ class Converter:
 
     def _fused(self, owner: str, projection: str, tensor: torch.Tensor) -> Weights:
         """Full-precision experts that transformers keeps in one tensor: masters from disk, or what a trainer pushes."""
-        if self._converts_masters and self.expected.has_experts(owner):
+        if self._converts_masters and owner in self.expected.experts:
             self.expected.arrived.add(f"{owner}.{projection}")
             rows = tensor.transpose(1, 2) if self.expected.is_transposed else tensor
             yield from self._named(owner, projection, map(self._quantized, rows))
@@ -137,7 +137,7 @@ class Converter:
         owner, one_expert = name.removesuffix(".weight"), _ONE_EXPERT.match(name)
         if owner in self.expected.linears:
             self.expected.arrived.add(owner)
-        elif one_expert and self.expected.has_experts(one_expert[1]):
+        elif one_expert and one_expert[1] in self.expected.experts:
             projection = "down_proj" if f".{self.expected.projection_names[2]}." in name else "gate_up_proj"
             self.expected.arrived.add(f"{one_expert[1]}.{projection}")
         else:

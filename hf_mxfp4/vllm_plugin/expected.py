@@ -35,10 +35,6 @@ class ExpectedLayers:
             return name.replace(".mlp.", ".block_sparse_moe.")
         return name
 
-    def has_experts(self, owner: str) -> bool:
-        """Whether ``owner``, with or without what stands before the layers, are experts that vLLM has here."""
-        return any(expert == owner or expert.endswith(f".{owner}") for expert in self.experts)
-
     def has_arrived(self, name: str) -> bool:
         """Whether ``name`` was converted, with or without what stands before the layers."""
         return any(own == name or name.endswith(f".{own}") for own in self.arrived)

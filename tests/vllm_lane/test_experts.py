@@ -43,7 +43,9 @@ def test_w4a16_experts_are_the_packed_ones(tmp_path, family, scheme):
 def test_experts_whose_inputs_are_quantized_are_refused_before_anything_is_loaded(tmp_path):
     folder, _, _ = packed_folder(tmp_path, "qwen3_moe", preset="w4a4")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"experts: packed experts cannot .* down_proj cannot be quantized; pack with"):
+    with pytest.raises(
+        ValueError, match=r"experts: quantized experts cannot .* down_proj cannot be quantized; pack with"
+    ):
         with engine(folder):
             pass
 

@@ -64,3 +64,24 @@ def test_lora_on_a_packed_checkpoint(tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.allclose(inside[name], expected[name], atol=1e-6)
     assert not torch.allclose(inside[name], before[name], atol=1e-6)
+
+
+def test_a_policy_goes_on_from_its_own_checkpoint(tmp_path):
+    """TRL starts vLLM on the folder of master weights; what is pushed after the first step is quantized once."""
+    harness.tiny_model("qwen2").save_pretrained(tmp_path / "full")
+    config = MXFP4RLConfig(preset="w4a16")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "full", quantization_config=config).save_pretrained(
+        tmp_path / "policy"
+    )
+    TOKENIZER.save_pretrained(tmp_path / "policy")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    trainer = colocated(tmp_path, policy, aqn=False)
+    before = weights_inside(trainer)
+    layer, name = policy.model.layers[0].mlp.down_proj, "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(before[name], layer.effective_weight(layer.weight).detach())
+    trainer.train()
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max").values()) < 1e-3
+    trainer.vllm_generation.sync_weights()
+    inside = weights_inside(trainer)
+    assert torch.equal(inside[name], layer.effective_weight(layer.weight).detach())
+    assert not torch.equal(inside[name], before[name])
