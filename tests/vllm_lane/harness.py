@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM on a CPU, as a GPU has it: with weights that can be pushed again, computed by plain torch.
 
-vLLM's CPU backend packs linear weights for its own products and drops the originals, which no other platform does. The
+vLLM's CPU backend packs weights for its own products and drops the originals, which no other platform does. The
 functions that do this are replaced when this module is imported, before any model is made.
 """
 
@@ -23,8 +23,10 @@ os.environ.update(
 import torch
 import vllm
 from tiny_models import make_model
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import utils, vocab_parallel_embedding
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool = True) -> None:
@@ -34,6 +36,23 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool = True) -> None:
 
 for _module in (utils, vocab_parallel_embedding):
     _module.dispatch_cpu_unquantized_gemm = _plain_linear
+
+_experts_apply = CPUUnquantizedExperts.apply
+
+
+def _keep_experts(self: CPUUnquantizedExperts, layer: torch.nn.Module) -> None:
+    """Leave the weights as they are; sizes of tests need no padding."""
+    self._use_zentorch = False
+
+
+def _apply_experts(self: CPUUnquantizedExperts, *, w1: torch.Tensor, w2: torch.Tensor, **others: Any) -> None:
+    """Compute as vLLM does, with the weights of now packed for this product alone."""
+    packed = [cpu_prepack_moe_weight(weight, self.isa) for weight in (w1, w2)]
+    _experts_apply(self, w1=packed[0], w2=packed[1], **others)
+
+
+CPUUnquantizedExperts.process_weights_after_loading = _keep_experts
+CPUUnquantizedExperts.apply = _apply_experts
 
 #: Sizes for which vLLM's CPU attention has kernels, and columns that macro blocks of 128 divide.
 SIZES = {"hidden": 256, "intermediate": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

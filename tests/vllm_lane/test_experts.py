@@ -40,11 +40,25 @@ def test_w4a16_experts_are_the_packed_ones(tmp_path, family, scheme):
     assert (expected - unquantized).abs().max() > 0.05  # of which quantization is seen
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_pushed_into_experts_that_were_loaded_packed(tmp_path, family):
+    """One tensor at a time, by the names of transformers, as TRL does it."""
+    folder, before, _ = packed_folder(tmp_path, family)
+    other = tiny_model(family, **FAMILIES[family], seed=1)
+    expected = model_logprobs(other)
+    with engine(folder) as llm:
+        for name, parameter in other.named_parameters():
+            served_model(llm).load_weights([(name, parameter.detach())])
+        found = vllm_logprobs(llm)
+    assert (found - expected).abs().max() < 1e-4
+    assert (before - expected).abs().max() > 0.05
+
+
 def test_experts_whose_inputs_are_quantized_are_refused_before_anything_is_loaded(tmp_path):
     folder, _, _ = packed_folder(tmp_path, "qwen3_moe", preset="w4a4")
     (folder / "model.safetensors").unlink()
     with pytest.raises(
-        ValueError, match=r"experts: quantized experts cannot .* down_proj cannot be quantized; pack with"
+        ValueError, match=r"experts: quantized experts cannot .* down_proj cannot be quantized; use preset"
     ):
         with engine(folder):
             pass
