@@ -15,6 +15,7 @@ class ExpectedLayers:
         experts: names of quantized experts, as vLLM has them.
         projection_names: what vLLM calls gate, up and down of one expert.
         is_transposed: whether vLLM reads experts as gpt-oss has them, fused and ``[experts, K, N]``.
+        has_old_names: whether vLLM's modules are called ``block_sparse_moe``, which transformers calls ``mlp``.
         device: where vLLM makes the layers, and weights are converted; `None` where they arrive.
         arrived: names of ``linears``, and of projections of ``experts``, that were converted.
         is_loaded: whether the checkpoint was read, so that what comes now is pushed by a trainer, and is as it
@@ -25,13 +26,14 @@ class ExpectedLayers:
     experts: set[str] = field(default_factory=set)
     projection_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     is_transposed: bool = False
+    has_old_names: bool = False
     device: torch.device | None = None
     arrived: set[str] = field(default_factory=set)
     is_loaded: bool = False
 
     def own_name(self, name: str) -> str:
-        """A name of transformers, as vLLM has it. Mixtral's modules are called as they were in transformers 4."""
-        if any(".block_sparse_moe." in expert for expert in self.experts):
+        """A name of transformers, as vLLM has it."""
+        if self.has_old_names:
             return name.replace(".mlp.", ".block_sparse_moe.")
         return name
 

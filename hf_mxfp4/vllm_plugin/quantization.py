@@ -88,6 +88,8 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
             return MXFP4RLMasterLinearMethod(self.scheme, prefix, self.expected, self._parts(prefix))
         # By name: the class has moved between versions of vLLM.
         is_experts = any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(layer).__mro__)
+        if is_experts and ".block_sparse_moe." in prefix:
+            self.expected.has_old_names = True
         if not is_experts or self._skips(prefix):
             return None
         reason = self._experts_unsupported_reason()

@@ -41,6 +41,16 @@ def test_w4a16_experts_are_the_packed_ones(tmp_path, family, scheme):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_left_alone(tmp_path, family):
+    folder, expected, _ = packed_folder(tmp_path, family, modules_to_not_convert=["experts"])
+    with engine(folder) as llm:
+        names = {type(getattr(m, "quant_method", None)).__name__ for m in served_model(llm).modules()}
+        found = vllm_logprobs(llm)
+    assert {"UnquantizedFusedMoEMethod", "MXFP4RLLinearMethod"} <= names and "MXFP4RLExpertsMethod" not in names
+    assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_pushed_into_experts_that_were_loaded_packed(tmp_path, family):
     """One tensor at a time, by the names of transformers, as TRL does it."""
     folder, before, _ = packed_folder(tmp_path, family)
