@@ -231,6 +231,17 @@ def test_joined_layers_are_those_that_were_joined(plugin, options):
     assert torch.equal(layer.weight, torch.cat([source.dequantized_weight() for source in sources]))
 
 
+def test_weights_are_pushed_as_they_are_after_loading(plugin):
+    config = MXFP4RLConfig(mode="packed")
+    layer = make_layer(plugin.MXFP4RLLinearMethod(config), [packed_layer(config)], torch.float32)
+    pushed = torch.arange(48 * 256.0).view(48, 256)
+    assert (layer.weight.input_dim, layer.weight.output_dim) == (1, 0)
+    layer.weight.weight_loader(layer.weight, pushed)
+    layer.was_processed = False
+    plugin.MXFP4RLLinearMethod(config).process_weights_after_loading(layer)
+    assert torch.equal(layer.weight, pushed) and layer.was_processed
+
+
 @pytest.mark.parametrize("options", [scheme for scheme in SCHEMES if scheme.get("macro_block") != "row"])
 def test_two_processes_split_the_columns(plugin, options):
     config = MXFP4RLConfig(mode="packed", **options)
@@ -295,18 +306,23 @@ def test_a_joined_layer_that_is_skipped_in_part_is_refused(plugin):
         config.get_quant_method(LinearBase(), "model.layers.0.self_attn.qkv_proj")
 
 
-class FusedMoE(nn.Module):
-    """Stands in for vLLM's class of that name."""
+class RoutedExperts(nn.Module):
+    """Stands in for vLLM's class of that name, in a version that sends no weights through the method's mapper."""
 
 
-def test_packed_experts_are_refused_with_the_way_out(plugin):
+@pytest.mark.parametrize("name", ["RoutedExperts", "FusedMoE"])  # what it was called before
+def test_packed_experts_are_refused_with_the_way_out_by_older_versions(plugin, name):
+    experts = type(name, (RoutedExperts,), {})()
     config = plugin.MXFP4RLVLLMConfig(MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.1.mlp.experts"]))
-    with pytest.raises(ValueError, match=r"layers.0.mlp.experts: packed experts cannot .* export the checkpoint"):
-        config.get_quant_method(FusedMoE(), "model.layers.0.mlp.experts")
-    assert config.get_quant_method(FusedMoE(), "model.layers.1.mlp.experts") is None
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.experts: quantized experts cannot .* 0.32 .* export the checkpoint"
+    ):
+        config.get_quant_method(experts, "model.layers.0.mlp.experts")
+    assert config.get_quant_method(experts, "model.layers.1.mlp.experts") is None
+    assert config.get_quant_method(experts, "model.layers.1.block_sparse_moe.experts") is None
 
 
-def test_master_weights_are_refused(plugin):
+def test_master_weights_are_refused_by_older_versions(plugin):
     with pytest.raises(ValueError, match=r"mode='qat'.*hf_mxfp4\.pack"):
         plugin.MXFP4RLVLLMConfig.from_config(MXFP4RLConfig().to_dict())
 
