@@ -85,3 +85,27 @@ def test_a_policy_goes_on_from_its_own_checkpoint(tmp_path):
     inside = weights_inside(trainer)
     assert torch.equal(inside[name], layer.effective_weight(layer.weight).detach())
     assert not torch.equal(inside[name], before[name])
+
+
+def test_noise_is_in_the_engine_while_it_samples(tmp_path):
+    """Constant noise has two stages, the first without; weights inside vLLM are looked at in each rollout."""
+    harness.tiny_model("qwen3").save_pretrained(tmp_path / "full")
+    TOKENIZER.save_pretrained(tmp_path / "full")
+    config = MXFP4RLConfig(preset="w4a16")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "full", quantization_config=config)
+    noise = {"aqn_schedule": "constant", "aqn_sigma_start": 0.02}
+    trainer = colocated(tmp_path, policy, **noise)
+    engine, seen = trainer.vllm_generation, []
+    generate = engine.generate
+
+    def looking(*arguments, **options):
+        inside, norm, layer = weights_inside(trainer), policy.model.norm, policy.model.layers[1].mlp.up_proj
+        change = inside["model.norm.weight"] - norm.weight.detach()
+        quantized = layer.effective_weight(layer.weight).detach()
+        seen.append((change.std().item(), torch.equal(inside["model.layers.1.mlp.up_proj.weight"], quantized)))
+        return generate(*arguments, **options)
+
+    engine.generate = looking
+    trainer.train()
+    assert [quantized for _, quantized in seen] == [True, True]
+    assert seen[0][0] == 0.0 and seen[1][0] == pytest.approx(0.02, rel=0.2)
