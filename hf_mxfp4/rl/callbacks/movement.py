@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import torch
-from accelerate.utils import DeepSpeedOptimizerWrapper
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # accelerate.utils has it with DeepSpeed alone
 from torch import nn
 from transformers import TrainerCallback
 
