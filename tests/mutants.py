@@ -263,7 +263,8 @@ def run_tests(folder: Path, tests: list[str], timeout: float) -> tuple[str, str]
             # A fault that keeps tests or their helpers from being imported ends as a wrong use of pytest does.
             if code == 4 and "while loading conftest" not in log and "ERROR collecting" not in log:
                 return "not collected", ""
-            found = [line for line in log.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            # What a test logs as an error begins like one that pytest could not begin.
+            found = [line for word in ("FAILED ", "ERROR ") for line in log.splitlines() if line.startswith(word)]
             return {0: "survived", 5: "not collected"}.get(code, "killed"), found[0] if found else ""
         time.sleep(0.02)
     os.killpg(pid, signal.SIGKILL)
