@@ -5,6 +5,7 @@ import ctypes
 import functools
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -76,7 +77,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
         "residual_scale": empty(n_blocks) if fallback else None,
     }
     if rows.numel():
-        _over_rows("mxfp4_quantize", rows, scheme, None, *map(_address, outputs.values()))
+        _over_rows("mxfp4_quantize", rows, scheme, None, *map(address, outputs.values()))
     return MXFP4Tensor(**outputs, length=length, axis=axis, scheme=scheme, dtype=x.dtype)
 
 
@@ -86,7 +87,7 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     if out.numel():
         parts = [tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale]
         parts = [None if part is None else part.contiguous() for part in parts]
-        _over_rows("mxfp4_dequantize", out, tensor.scheme, *map(_address, parts))
+        _over_rows("mxfp4_dequantize", out, tensor.scheme, *map(address, parts))
     return out.movedim(-1, tensor.axis)
 
 
@@ -126,12 +127,12 @@ def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[in
     sums = torch.zeros(len(starts), len(fields(ErrorSums)), dtype=torch.float64)
     bins = torch.zeros(len(starts), _HISTOGRAM_BINS, dtype=torch.int64)
 
-    common = _common(rows, scheme)
+    arguments = common(rows, scheme)
 
     def add_portions(first: int, last: int) -> None:
         for index in range(first, last):
             start, stop = starts[index], min(starts[index] + portion, starts.stop)
-            load()[0].mxfp4_statistics(*common, start, stop, sums[index].data_ptr(), bins[index].data_ptr())
+            load()[0].mxfp4_statistics(*arguments, start, stop, sums[index].data_ptr(), bins[index].data_ptr())
 
     in_threads(add_portions, count=len(starts), cost=4 * _cost(rows, scheme))
     return ErrorSums(*map(math.fsum, sums.t().tolist())), bins.sum(dim=0).tolist()
@@ -140,9 +141,9 @@ def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[in
 def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *addresses: int | None) -> None:
     """Call a function of the library on portions of rows; ``addresses`` are those of values and of the tensors of an
     [`MXFP4Tensor`], `None` for those that are not asked for or not there."""
-    function, common = getattr(load()[0], name), _common(rows, scheme)
+    function, arguments = getattr(load()[0], name), common(rows, scheme)
     in_threads(
-        lambda first, last: function(*common, first, last, *addresses),
+        lambda first, last: function(*arguments, first, last, *addresses),
         count=rows.numel() // rows.shape[-1],
         cost=_cost(rows, scheme),
     )
@@ -156,18 +157,24 @@ def _cost(rows: torch.Tensor, scheme: QuantScheme) -> int:
     return rows.numel() * passes * (3 if scheme.scale_rule is ScaleRule.MSE else 1)
 
 
-def _common(rows: torch.Tensor, scheme: QuantScheme) -> tuple:
+def common(rows: torch.Tensor, scheme: QuantScheme) -> tuple:
+    """The arguments that all functions begin with: the matrix, its type and length, and the scheme."""
+    return rows.data_ptr(), _TYPES[rows.dtype], rows.shape[-1], _description(scheme, rows.shape[-1])
+
+
+@functools.lru_cache(maxsize=256)
+def _description(scheme: QuantScheme, length: int) -> Any:
     rule, alpha = scheme.scale_rule, scheme.outlier_fallback
     description = SchemeStruct(
         carry=_CARRIES[rule],
         clips=rule.clips,
         least_squares=rule is ScaleRule.MSE,
         search=0 if scheme.macro_block is None else _SEARCHES[scheme.macro_search],
-        macro_blocks=_macro_blocks(scheme, rows.shape[-1]),
+        macro_blocks=_macro_blocks(scheme, length),
         fallback=alpha is not None,
         alpha=alpha or 0.0,
     )
-    return rows.data_ptr(), _TYPES[rows.dtype], rows.shape[-1], ctypes.byref(description)
+    return ctypes.byref(description)
 
 
 def _macro_blocks(scheme: QuantScheme, length: int) -> int:
@@ -176,7 +183,8 @@ def _macro_blocks(scheme: QuantScheme, length: int) -> int:
     return 1 if scheme.macro_block is None else scheme.macro_block // BLOCK_SIZE
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where the elements of a tensor lie."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from ..._logging import get_logger
 
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("blocks.h", "quantize.cpp", "statistics.cpp"))
+_FILES = ("blocks.h", "decode.h", "quantize.cpp", "statistics.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 #: Folder of the compiled libraries, instead of the user's cache folder.
 CACHE_VARIABLE = "HF_MXFP4_CACHE"
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")

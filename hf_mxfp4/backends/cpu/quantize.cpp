@@ -2,7 +2,7 @@
 // Quantize, fake-quantize and dequantize the rows of a matrix: each element is read once and written once, and nothing
 // else touches memory.
 
-#include "blocks.h"
+#include "decode.h"
 
 namespace {
 
@@ -88,22 +88,63 @@ inline Block decode_block(const uint8_t* codes, int64_t count, int byte) {
     return value;
 }
 
+// The 32 values of a pair in their order, of finite values in range.
+inline void store_pair(Type type, char* p, const Pair& value) {
+    if (type == kBFloat16) {
+        const auto rounded = [](Floats x) {
+            const Words bits = reinterpret_cast<Words>(x);
+            return bits + 0x7FFF + ((bits >> 16) & 1);
+        };
+        const Words both = (rounded(value.odd) & 0xFFFF0000) | (rounded(value.even) >> 16);
+        std::memcpy(p, &both, sizeof both);
+        return;
+    }
+    const Block block = together(value);
+    store(type, p, block.part[0], false);
+    store(type, p + kLanes * size_of(type), block.part[1], false);
+}
+
+// One whole block of ordinary scale, by its grid values or their quotients by a macro factor.
+#ifdef __AVX512F__
+inline Pair ordinary_block(const uint8_t* codes, Floats table, float scale) {
+    const Pair value = look_up(codes, table);
+    return {value.even * scale, value.odd * scale};
+}
+#endif
+
 void dequantize_rows(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, const Packed& in, char* out) {
     const int64_t n_macro = (x.blocks() + scheme.macro_blocks - 1) / scheme.macro_blocks;
+    const bool divides = scheme.search == kStatic || scheme.search == kDynamic;
+#ifdef __AVX512F__
+    const Floats grid = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    Floats table = grid;
+#endif
     for (int64_t row = first; row < last; ++row) {
+        const uint8_t* macro = in.macro + row * n_macro;
         for (int64_t b = 0; b < x.blocks(); ++b) {
             const int64_t at = b * kBlock, left = x.length - at;
             const int64_t byte = row * x.code_bytes() + at / 2, block = row * x.blocks() + b;
+            char* target = out + x.offset(row, at);
+            const float mantissa = scheme.search == kBlockwise ? mantissa_factor((macro[b / 4] >> (2 * (b % 4))) & 3) : 1;
+#ifdef __AVX512F__
+            if (divides && b % scheme.macro_blocks == 0) table = grid / macro_factor(macro[b / scheme.macro_blocks]);
+            // Multiplying by a power of two is exact there, and so is a mantissa of two bits.
+            if (!scheme.fallback && left >= kBlock && is_ordinary(in.scale[block], kSafeByte[x.type])) {
+                store_pair(x.type, target,
+                           ordinary_block(in.codes + byte, table, scale_value(in.scale[block]) * mantissa));
+                continue;
+            }
+#endif
             Block value = decode_block(in.codes + byte, left, in.scale[block]);
             if (scheme.fallback)
                 value = plus(value, times(decode_block(in.residual_codes + byte, left, in.residual_scale[block]),
                                           scheme.alpha));
             if (scheme.search == kBlockwise)
-                value = times(value, mantissa_factor((in.macro[row * n_macro + b / 4] >> (2 * (b % 4))) & 3));
-            else if (scheme.search != kNone)
-                value = over(value, macro_factor(in.macro[row * n_macro + b / scheme.macro_blocks]));
+                value = times(value, mantissa);
+            else if (divides)
+                value = over(value, macro_factor(macro[b / scheme.macro_blocks]));
             const int largest = std::max(in.scale[block], scheme.fallback ? in.residual_scale[block] : uint8_t{0});
-            store_block(x.type, out + x.offset(row, at), left, value, largest > kSafeByte[x.type]);
+            store_block(x.type, target, left, value, largest > kSafeByte[x.type]);
         }
     }
 }

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codes to values, a block at a time, in the order in which the nibbles of its bytes give them.
+
+#pragma once
+
+#include "blocks.h"
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// Values of a block: those of even index, then those of odd index, as the nibbles of its bytes give them.
+struct Pair {
+    Floats even, odd;
+};
+
+inline Block together(const Pair& x) {
+#ifdef __clang__
+    return {{__builtin_shufflevector(x.even, x.odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
+             __builtin_shufflevector(x.even, x.odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)}};
+#else
+    return {{__builtin_shuffle(x.even, x.odd, Ints{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}),
+             __builtin_shuffle(x.even, x.odd, Ints{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31})}};
+#endif
+}
+
+#ifdef __AVX512F__
+// What a table of 16 floats has for the codes in 16 bytes.
+inline Pair look_up(const uint8_t* p, Floats values) {
+    Bytes packed;
+    std::memcpy(&packed, p, sizeof packed);
+    const __m512 table = reinterpret_cast<__m512>(values);
+    const __m512i bytes = _mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(packed));
+    // Permutations read the lower four bits of an index.
+    return {reinterpret_cast<Floats>(_mm512_permutexvar_ps(bytes, table)),
+            reinterpret_cast<Floats>(_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table))};
+}
+#endif
+
+// Whether the quotients of values of this scale by a macro factor are normal numbers, and none saturates up to the
+// largest byte given.
+inline bool is_ordinary(int byte, int largest) { return byte >= 4 && byte <= largest; }
+
+}  // namespace
