@@ -16,7 +16,8 @@ from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.adapters import policy_parameters
 from hf_mxfp4.layers import QUANTIZED, cached_weights, uncached_weights
 from hf_mxfp4.quantizer.swap import quantize_linears
-from hf_mxfp4.rl import LinearNoise
+from hf_mxfp4.rl import LinearNoise, MXFP4GRPOConfig
+from hf_mxfp4.rl.noise.rollouts import RolloutNoise
 from hf_mxfp4.rl.noise.targets import plain_name
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 from hf_mxfp4.routing import find_routers
@@ -151,6 +152,16 @@ def test_noise_that_the_dtype_swallows_is_measured_as_such():
             run(model)
         assert noise.last_report.is_swallowed == swallowed
     assert noise.last_report.measured_std < 1e-4
+
+
+def test_swallowed_noise_is_warned_of_once(tmp_path, caplog):
+    model = policy(dtype=torch.bfloat16)
+    args = MXFP4GRPOConfig(str(tmp_path), aqn_targets="linears", report_to="none", bf16=False)
+    noise = RolloutNoise(model, args, False, lambda name, value: None)
+    for sigma, warnings in ((2e-2, 0), (2e-4, 1), (2e-4, 1)):
+        with noise.active(1, sigma):
+            run(model)
+        assert caplog.text.count("noise on linear layers was meant") == warnings
 
 
 def test_noise_is_standard_normal_and_drawn_in_chunks(monkeypatch):
@@ -307,8 +318,9 @@ def test_nothing_to_put_noise_on_is_an_error():
         LinearNoise(make_model(), seed=0)
     with pytest.raises(ValueError, match="chooses none"):
         LinearNoise(policy(), seed=0, layers=["norm"])
-    with pytest.raises(ValueError, match="aqn_linear_sigma_scale"):
-        LinearNoise(policy(), seed=0, scale=math.nan)
+    for scale in (0.0, math.nan):
+        with pytest.raises(ValueError, match="aqn_linear_sigma_scale"):
+            LinearNoise(policy(), seed=0, scale=scale)
 
 
 @pytest.mark.parametrize(

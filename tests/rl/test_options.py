@@ -26,7 +26,7 @@ REFUSED = [
     ({"aqn_targets": "weights"}, "aqn_targets"),
     ({"aqn_schedule": "stepwise"}, "aqn_schedule"),
     ({"aqn_linear_sigma_scale": 2.0}, "aqn_linear_sigma_scale"),
-    ({"aqn_linear_sigma_scale": -1.0, "aqn_targets": "both"}, "aqn_linear_sigma_scale"),
+    ({"aqn_linear_sigma_scale": 0.0, "aqn_targets": "both"}, "aqn_linear_sigma_scale"),
     ({"aqn_layers": ["re:("]}, "aqn_layers"),
     ({"aqn_layers": "layers.0"}, "aqn_layers"),
     # Noise that follows the entropy.
