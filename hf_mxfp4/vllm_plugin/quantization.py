@@ -99,28 +99,17 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
                 "checkpoint to a format that vLLM has experts in: hf-mxfp4 export --format compressed-tensors, gpt-oss "
                 "or bf16"
             )
-        from .experts import MXFP4RLExpertsMethod
+        from .experts import experts_method
 
-        self.expected.experts.add(prefix)
-        self.expected.device = torch.get_default_device()
-        self.expected.projection_names = (
-            layer.ckpt_gate_proj_name,
-            layer.ckpt_up_proj_name,
-            layer.ckpt_down_proj_name,
-        )
-        return MXFP4RLExpertsMethod(layer.moe_config, self.expected, prefix)
+        return experts_method(layer, self.scheme, self.expected, prefix, self.has_packed_storage)
+
+    @property
+    def has_packed_storage(self) -> bool:
+        return True
 
     def _experts_unsupported_reason(self) -> str | None:
         if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
             return "this version of vLLM does not let a plugin convert weights on their way; 0.32 does"
-        weights = self.scheme.weight_scheme
-        if self.scheme.mode == "qat" and (weights.block_rows != 1 or weights.fallback_rate is not None):
-            return "their master weights come in parts, of which rows that are quantized together cannot be found"
-        if self.scheme.activation_scheme is not None:
-            return (
-                "vLLM computes an expert in one kernel, in which the input of down_proj cannot be quantized; use "
-                "preset='w4a16'"
-            )
         return None
 
     def get_checkpoint_weight_mapper(self) -> Any:
