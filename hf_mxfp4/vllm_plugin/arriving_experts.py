@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
+from .._logging import get_logger
 from ..backends.select import dequantize
 from ..config import MXFP4RLConfig
 from ..gemm.storage.packed_weight import PACKED_SUFFIXES, packed_tensor, quantize_weight
+from .arriving_linears import DONE, marked
 from .expected import ExpectedLayers
 from .experts_storage import ExpertsTarget
 
@@ -31,8 +33,10 @@ class ArrivingExperts:
     def __init__(self, scheme: MXFP4RLConfig, expected: ExpectedLayers):
         self.scheme, self.expected = scheme, expected
 
-    def __call__(self, name: str, tensor: torch.Tensor) -> Weights | None:
-        """What goes on to vLLM in the place of a tensor, maybe nothing; `None` where it is not one of experts."""
+    def convert(self, name: str, tensor: torch.Tensor) -> Weights | None:
+        """What to load in the place of ``tensor``, maybe nothing; `None` for what goes on as it is."""
+        if getattr(tensor, DONE, False):
+            return None
         if fused := _FUSED.match(name):
             return self._fused(*fused.groups(), tensor)
         if one := _ONE_EXPERT.match(name):
@@ -67,7 +71,7 @@ class ArrivingExperts:
             return ()
         del target.parts[projection]
         target.arrived[projection].update(target.share.experts)
-        dtype = torch.get_default_dtype()  # vLLM's, while it loads
+        dtype = self.expected.dtype or torch.get_default_dtype()
         experts = ({name: part[expert] for name, part in parts.items()} for expert in range(target.share.n_experts))
         return self._named(owner, projection, (self._values(target, projection, own, dtype) for own in experts))
 
@@ -100,15 +104,19 @@ class ArrivingExperts:
         return self._of_one(owner, projection, expert, self._rounded(target, projection, tensor))
 
     def _store(self, target: ExpertsTarget, projection: str, expert: int, weight: torch.Tensor) -> None:
-        target.store_expert(projection, expert, self._packed(weight))
+        target.store_expert(projection, expert, self._packed(weight, f"{target.name}.{expert}.{projection}"))
 
-    def _packed(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.expected.count_quantized()
+    def _packed(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+        expected = self.expected
+        if expected.is_loaded and not expected.has_been_told:
+            get_logger().info("weights are pushed to vLLM in full precision (%s) and quantized as they come", name)
+            expected.has_been_told = True
+        expected.n_quantized += 1
         return quantize_weight(self._here(weight.contiguous()), self.scheme.weight_scheme, self.scheme.backend)
 
     def _rounded(self, target: ExpertsTarget, projection: str, weight: torch.Tensor) -> torch.Tensor:
         """``Q(W)`` of one expert in its dtype."""
-        return self._values(target, projection, self._packed(weight), weight.dtype)
+        return self._values(target, projection, self._packed(weight, target.name), weight.dtype)
 
     def _values(
         self, target: ExpertsTarget, projection: str, parts: dict[str, torch.Tensor], dtype: torch.dtype
@@ -120,7 +128,7 @@ class ArrivingExperts:
     def _named(self, owner: str, projection: str, weights: Iterable[torch.Tensor]) -> Weights:
         """Weights ``[N, K]`` of one expert after the other, by the names that vLLM's loaders know."""
         if self.expected.is_transposed:
-            yield f"{owner}.{projection}", torch.stack([weight.t() for weight in weights])
+            yield f"{owner}.{projection}", marked(torch.stack([weight.t() for weight in weights]))
             return
         for expert, weight in enumerate(weights):
             yield from self._of_one(owner, projection, expert, weight)
@@ -128,9 +136,9 @@ class ArrivingExperts:
     def _of_one(self, owner: str, projection: str, expert: int, weight: torch.Tensor) -> Weights:
         gate, up, down = self.expected.projection_names
         if projection == "down_proj":
-            return [(f"{owner}.{expert}.{down}.weight", weight)]
+            return [(f"{owner}.{expert}.{down}.weight", marked(weight))]
         halves = zip((gate, up), weight.chunk(2), strict=True)
-        return [(f"{owner}.{expert}.{name}.weight", half) for name, half in halves]
+        return [(f"{owner}.{expert}.{name}.weight", marked(half)) for name, half in halves]
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.expected.device is None else tensor.to(self.expected.device)

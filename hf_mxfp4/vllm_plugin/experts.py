@@ -18,19 +18,22 @@ from ..numerics import BLOCK_SIZE, QuantScheme
 from .expected import ExpectedLayers
 from .experts_product import ACTIVATIONS, INTERLEAVED, experts
 from .experts_storage import VLLM_NAMES, ExpertsTarget, Share, packed_parameters, parameter_name
+from .served import WeightBytes
 
 
-def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, name: str, is_packed: bool) -> Any:
+def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, name: str) -> Any:
     """What computes quantized experts, which are made known to ``expected``.
 
     Raises `ValueError` for what it could not compute, before any weight is read.
     """
-    method = MXFP4RLExpertsMethod
+    method, is_packed = MXFP4RLExpertsMethod, expected.settings.weights == "packed"
     if not is_packed and scheme.activation_scheme is None:
         method = MXFP4RLDenseExpertsMethod
     else:
         _check_supported(layer, name)
-    expected.device = torch.get_default_device()  # vLLM's, while it makes layers
+    # vLLM's, while it makes layers.
+    expected.device, expected.dtype = torch.get_default_device(), torch.get_default_dtype()
+    expected.n_layers += 1
     expected.projection_names = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
     target = expected.experts[name] = _target(layer, scheme, name)
     if is_packed:
@@ -61,8 +64,16 @@ class _FromOurCheckpoint:
             )
         if missing:
             raise ValueError(f"{', '.join(missing)}: in no file of the checkpoint; the scheme in config.json needs it")
-        self.expected.is_loaded = True
+        self.expected.is_done(self.weight_bytes(layer))
         super().process_weights_after_loading(layer)
+
+    def weight_bytes(self, layer: torch.nn.Module) -> WeightBytes:
+        """What the weights take in this process."""
+        found = WeightBytes()
+        for projection, (rows, columns) in self.target.own_sizes().items():
+            tensors = packed_parameters(layer, projection)
+            found += WeightBytes.of(tensors, len(self.target.share.experts) * rows, columns, self.target.scheme)
+        return found
 
 
 class MXFP4RLDenseExpertsMethod(_FromOurCheckpoint, UnquantizedFusedMoEMethod):
@@ -92,13 +103,9 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
         """
         target, weights, inputs = self.target, self.scheme.weight_scheme, self.scheme.activation_scheme
         _check_cut(target, weights if target.is_packed else None, inputs)
-        own = {
-            "gate_up_proj": (2 * intermediate_size_per_partition, hidden_size),
-            "down_proj": (hidden_size, intermediate_size_per_partition),
-        }
         if target.is_packed:
             _check_graphs(target.name, weights, self.scheme.backend)
-        for projection, (rows, columns) in own.items():
+        for projection, (rows, columns) in target.own_sizes().items():
             prefix = VLLM_NAMES[projection]
             if target.is_packed:
                 for part, shape in packed_shapes(rows, columns, weights).items():
@@ -198,12 +205,20 @@ def _check_supported(layer: Any, name: str) -> None:
         )
 
 
-def _check_cut(target: ExpertsTarget, *schemes: QuantScheme | None) -> None:
-    """Raise `ValueError` when the columns of a process's share of ``down_proj`` cut what one scale or factor is of."""
+def _check_cut(target: ExpertsTarget, weights: QuantScheme | None, inputs: QuantScheme | None) -> None:
+    """Raise `ValueError` when the columns of a process's share of ``down_proj`` cut what is quantized together."""
     columns, size = target.sizes["down_proj"][1], target.share.size
-    blocks = [scheme.macro_block or BLOCK_SIZE for scheme in schemes if scheme is not None]
-    unit = columns if "row" in blocks else math.lcm(BLOCK_SIZE, *blocks)
-    if size > 1 and columns // size % unit:
+    if size == 1:
+        return
+    if inputs is not None and inputs.macro_block == "row":
+        raise ValueError(
+            f"{target.name}.down_proj: tensor parallelism splits its inputs, and macro_block='row' has one factor for "
+            "the whole row of them; use enable_expert_parallel=True"
+        )
+    blocks = [scheme.macro_block or BLOCK_SIZE for scheme in (weights, inputs) if scheme is not None]
+    # One factor for a row of weights is true of every part of it.
+    unit = math.lcm(BLOCK_SIZE, *(block for block in blocks if block != "row"))
+    if columns // size % unit:
         raise ValueError(
             f"{target.name}.down_proj: tensor parallelism gives each process {columns // size} of {columns} columns, "
             f"which cuts blocks of {unit}; choose a smaller tensor_parallel_size, or enable_expert_parallel=True"

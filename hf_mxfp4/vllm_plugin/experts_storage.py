@@ -44,6 +44,8 @@ class Share:
         if projection == "gate_up_proj" and not self.is_interleaved:
             whole = whole.unflatten(-2, (2, -1))
         axis = -1 if projection == "down_proj" else -2
+        if axis == -1 and whole.shape[-1] == 1:  # one factor for a row is true of every part of it
+            return whole
         length = whole.shape[axis] // self.size
         return whole.narrow(axis, self.rank * length, length)
 
@@ -80,6 +82,12 @@ class ExpertsTarget:
         """Shapes of the packed tensors of all experts of the model, the whole ones, by [`PACKED_FIELDS`]."""
         shapes = packed_shapes(*self.sizes[projection], self.scheme)
         return {name: (self.share.n_experts, *shape) for name, shape in shapes.items()}
+
+    def own_sizes(self) -> dict[str, tuple[int, int]]:
+        """``(N, K)`` of one expert's weight in this process, by projection."""
+        (up_rows, hidden), (out, columns) = (self.sizes[projection] for projection in VLLM_NAMES)
+        size = self.share.size
+        return {"gate_up_proj": (up_rows // size, hidden), "down_proj": (out, columns // size)}
 
     def check(self, projection: str, parts: dict[str, torch.Tensor]) -> None:
         """Raise `ValueError` unless ``parts``, of all experts, are of the shapes that the scheme says."""
