@@ -38,11 +38,12 @@ def test_the_environment_goes_first():
 @pytest.mark.parametrize(
     "options, variables, reason",
     [
-        ({"weights": "sparse"}, {}, r"vllm\.weights='sparse' must be 'packed' or 'dense'"),
+        ({"weights": "sparse"}, {}, r"vllm\.weights='sparse' must be 'packed', 'dense' or 'native'"),
         ({"weight": "dense"}, {}, "has no option 'weight'; did you mean 'weights'"),
         ({"adapter_rank": -1}, {}, r"adapter_rank=-1 must be a whole number"),
         ({"adapter_rank": True}, {}, r"adapter_rank=True must be a whole number"),
         ({"adapter_rank": 4, "weights": "dense"}, {}, r"needs vllm\.weights='packed'"),
+        ({"adapter_rank": 4, "weights": "native"}, {}, r"needs vllm\.weights='packed'"),
         ("dense", {}, "must be a mapping"),
         ({}, {"MXFP4_RL_VLLM_ADAPTER_RANK": "four"}, "MXFP4_RL_VLLM_ADAPTER_RANK='four' must be a whole number"),
     ],

@@ -141,7 +141,7 @@ STAND_INS = {
         "ModelWeightParameter": ModelWeightParameter,
     },
 }
-MODULES = ["hf_mxfp4.vllm_plugin.quantization", "hf_mxfp4.vllm_plugin.linears"]
+MODULES = [f"hf_mxfp4.vllm_plugin.{name}" for name in ("quantization", "linears", "native")]
 
 
 @pytest.fixture(scope="module")
@@ -402,6 +402,23 @@ def test_master_weights_are_refused_by_older_versions(plugin):
 def test_settings_that_need_conversion_are_refused_by_older_versions(plugin, settings):
     stored = MXFP4RLConfig(mode="packed").to_dict() | {"vllm": settings}
     with pytest.raises(ValueError, match=r"EngineSettings.*0\.32 does.*only packed checkpoints can be kept, packed"):
+        plugin.MXFP4RLVLLMConfig.from_config(stored)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        ({}, "know no macro factors"),
+        ({"macro_block": None, "outlier_fallback": 0.5}, "know no residuals"),
+        ({"macro_block": None, "preset": "w4a4"}, "quantize activations by a rule of their own"),
+        ({"macro_block": None}, "has no MXFP4 kernels for linear layers"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_the_kernels_of_vllm_cannot_compute_is_refused(plugin, monkeypatch, scheme, reason):
+    monkeypatch.setattr(plugin, "_CONVERTS", True)
+    stored = MXFP4RLConfig(mode="packed", **scheme).to_dict() | {"vllm": {"weights": "native"}}
+    with pytest.raises(ValueError, match=f"weights='native'.*{reason}.*use 'packed'"):
         plugin.MXFP4RLVLLMConfig.from_config(stored)
 
 

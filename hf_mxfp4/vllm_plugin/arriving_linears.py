@@ -46,7 +46,12 @@ class ArrivingLinears:
         owner = self.expected.linear(match[1]) if match else None
         if owner is None or tensor.dim() != 2 or getattr(tensor, DONE, False):
             return None
-        is_packed_here, is_packed = self.expected.settings.weights == "packed", tensor.dtype == torch.uint8
+        is_packed_here, is_packed = self.expected.settings.weights != "dense", tensor.dtype == torch.uint8
+        if self.expected.settings.weights == "native" and self.expected.is_loaded:
+            raise ValueError(
+                f"{name} was pushed, and vLLM's own kernels have rearranged the weights; set weights='packed' in the "
+                "vllm settings of the checkpoint"
+            )
         if is_packed and is_packed_here:
             self.expected.arrived.add(owner)
             return None

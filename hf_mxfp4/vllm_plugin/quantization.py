@@ -17,6 +17,7 @@ from ..config import QUANT_METHOD, MXFP4RLConfig
 from ..module_names import ALWAYS_SKIPPED, name_matches
 from .expected import ExpectedLayers
 from .linears import MXFP4RLDenseLinearMethod, MXFP4RLLinearMethod
+from .native import MXFP4RLNativeLinearMethod, unsupported_by_native_kernels
 from .settings import SETTINGS_KEY, EngineSettings
 
 
@@ -44,6 +45,9 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
             )
         if settings != EngineSettings() and not _CONVERTS:
             raise ValueError(f"{settings}: {_NO_MAPPER}, and only packed checkpoints can be kept, packed")
+        reason = unsupported_by_native_kernels(scheme) if settings.weights == "native" else None
+        if reason:
+            raise ValueError(f"{SETTINGS_KEY}.weights='native': {reason}; use 'packed'")
         self.scheme, self.settings = scheme, settings
         self.expected = ExpectedLayers(settings)
 
@@ -88,8 +92,7 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
             expected.n_layers += 1
             # vLLM's, while it makes layers.
             expected.device, expected.dtype = torch.get_default_device(), torch.get_default_dtype()
-            method = MXFP4RLLinearMethod if self.settings.weights == "packed" else MXFP4RLDenseLinearMethod
-            return method(self.scheme, prefix, expected, parts)
+            return _LINEAR_METHODS[self.settings.weights](self.scheme, prefix, expected, parts)
         # By name: the class has moved between versions of vLLM.
         is_experts = any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(layer).__mro__)
         if is_experts and ".block_sparse_moe." in prefix:
@@ -138,6 +141,12 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
             )
         return all(skipped.values())
 
+
+_LINEAR_METHODS = {
+    "packed": MXFP4RLLinearMethod,
+    "dense": MXFP4RLDenseLinearMethod,
+    "native": MXFP4RLNativeLinearMethod,
+}
 
 #: Whether vLLM sends weights through the quantization method before it loads them.
 _CONVERTS = hasattr(QuantizationConfig, "get_checkpoint_weight_mapper")

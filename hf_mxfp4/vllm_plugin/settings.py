@@ -13,7 +13,7 @@ from ..suggestions import unknown_key_message
 #: The key inside `quantization_config`.
 SETTINGS_KEY = "vllm"
 
-STORAGES = ("packed", "dense")
+STORAGES = ("packed", "dense", "native")
 
 #: Environment variables that go before what a checkpoint says, for servers on checkpoints that say nothing.
 VARIABLES = {"weights": "MXFP4_RL_VLLM_WEIGHTS", "adapter_rank": "MXFP4_RL_VLLM_ADAPTER_RANK"}
@@ -25,7 +25,8 @@ class EngineSettings:
 
     Attributes:
         weights: ``"packed"``: codes and scales, for good; ``"dense"``: values in the dtype of vLLM, dequantized as they
-            arrive.
+            arrive; ``"native"``: as vLLM's own MXFP4 kernels want codes and scales, of plain weight-only schemes, to
+            serve and not to train.
         adapter_rank: the largest rank of the adapters that are pushed beside packed weights; 0 for no room.
 
     Raises `ValueError` for other values, and for adapters beside dense weights.
@@ -36,13 +37,13 @@ class EngineSettings:
 
     def __post_init__(self):
         if self.weights not in STORAGES:
-            raise ValueError(f"{SETTINGS_KEY}.weights={self.weights!r} must be 'packed' or 'dense'")
+            raise ValueError(f"{SETTINGS_KEY}.weights={self.weights!r} must be 'packed', 'dense' or 'native'")
         if type(self.adapter_rank) is not int or self.adapter_rank < 0:
             raise ValueError(f"{SETTINGS_KEY}.adapter_rank={self.adapter_rank!r} must be a whole number of at least 0")
-        if self.adapter_rank and self.weights == "dense":
+        if self.adapter_rank and self.weights != "packed":
             raise ValueError(
                 f"{SETTINGS_KEY}.adapter_rank={self.adapter_rank} needs {SETTINGS_KEY}.weights='packed': into dense "
-                "weights adapters are added before they are pushed"
+                "weights adapters are added before they are pushed, and native ones take none"
             )
 
     @classmethod

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from harness import engine, model_logprobs, served_model, tiny_model, vllm_logprobs
+from harness import add_mxfp4_kernel, engine, model_logprobs, served_model, tiny_model, vllm_logprobs
 from transformers import AutoModelForCausalLM
 from vllm import EngineArgs, SamplingParams
 
@@ -48,6 +48,18 @@ def test_other_schemes(tmp_path, scheme):
     folder, expected, _ = packed_folder(tmp_path, "qwen2", {}, **scheme)
     with engine(folder) as llm:
         assert (vllm_logprobs(llm) - expected).abs().max() < 1e-4
+
+
+def test_plain_weights_are_handed_to_the_kernels_of_vllm(tmp_path, monkeypatch):
+    add_mxfp4_kernel()
+    monkeypatch.setenv("MXFP4_RL_VLLM_WEIGHTS", "native")
+    folder, expected, _ = packed_folder(tmp_path, "qwen2", {}, macro_block=None)
+    with engine(folder) as llm:
+        layer = served_model(llm).model.layers[0].mlp.down_proj
+        assert hasattr(layer, "decoded") and not hasattr(layer, "weight")
+        assert (vllm_logprobs(llm) - expected).abs().max() < 1e-4
+        with pytest.raises(ValueError, match="rearranged the weights; set weights='packed'"):
+            served_model(llm).load_weights([("model.layers.0.mlp.down_proj.weight", torch.zeros(256, 256).byte())])
 
 
 @pytest.mark.parametrize("name", ["qwen2 with biases", "qwen3"])
