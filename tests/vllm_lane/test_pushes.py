@@ -100,7 +100,7 @@ def test_codes_full_precision_and_reloading_write_in_place(tmp_path):
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
 def test_adapters_beside_packed_weights(tmp_path, preset):
     policy, _ = packed(tmp_path, preset=preset)
-    plain = model_logprobs(policy)
+    plain, saved = model_logprobs(policy), policy.state_dict()
     adapted, tensors = with_adapters(policy)
     expected = model_logprobs(adapted)
     assert (expected - plain).abs().max() > 0.05
@@ -110,6 +110,10 @@ def test_adapters_beside_packed_weights(tmp_path, preset):
         before = addresses(model)
         assert measure(vllm_logprobs(llm) - plain, preset) < 1e-4
         push(model, tensors)
+        assert measure(vllm_logprobs(llm) - expected, preset) < 1e-4
+        initialize_layerwise_reload(model)
+        model.load_weights(saved.items())
+        finalize_layerwise_reload(model, llm.llm_engine.vllm_config.model_config)
         assert measure(vllm_logprobs(llm) - expected, preset) < 1e-4
         push(model, {name: torch.zeros_like(tensor[:1]) for name, tensor in tensors.items() if "lora_A" in name})
         assert measure(vllm_logprobs(llm) - plain, preset) < 1e-4
