@@ -25,6 +25,7 @@ from hf_mxfp4.backends.select import dequantize
 from hf_mxfp4.gemm.storage.packed_weight import packed_shapes, packed_tensor
 from hf_mxfp4.layers import MXFP4PackedLinear
 from hf_mxfp4.vllm_plugin.activations import quantize_input
+from hf_mxfp4.vllm_plugin.expected import ExpectedLayers
 from hf_mxfp4.vllm_plugin.settings import EngineSettings
 
 
@@ -266,6 +267,25 @@ def test_joined_layers_are_those_that_were_joined(plugin, options):
     sources = [packed_layer(config, rows=rows, seed=rows) for rows in (64, 32, 32)]
     layer = make_layer(plugin.MXFP4RLLinearMethod(config), sources, torch.float32)
     assert torch.equal(dequantized(layer, config), torch.cat([source.dequantized_weight() for source in sources]))
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_dense_layers_compute_the_same(plugin, preset):
+    config, expected = MXFP4RLConfig(mode="packed", preset=preset), ExpectedLayers(EngineSettings("dense"))
+    source, layer = packed_layer(config), LinearBase()
+    method = plugin.MXFP4RLDenseLinearMethod(config, "model.down_proj", expected, ["model.down_proj"])
+    layer.weight, layer.mxfp4_shape = nn.Parameter(source.dequantized_weight()), (48, 256)
+    with pytest.raises(RuntimeError, match=r"^model\.down_proj: not converted, since vLLM loads"):
+        method.process_weights_after_loading(layer)
+    expected.pending["model.down_proj"] = {"weight": source.weight, "weight_macro": source.weight_macro}
+    with pytest.raises(ValueError, match=r"^model\.down_proj\.weight_scale: in no file of the checkpoint"):
+        method.process_weights_after_loading(layer)
+    expected.arrived.add("model.down_proj")
+    method.process_weights_after_loading(layer)
+    assert layer.was_processed and expected.is_loaded
+    x = torch.randn(5, 256)
+    assert torch.equal(method.apply(layer, x), source(x))
+    assert method.weight_bytes(layer).stored == 4 * 48 * 256
 
 
 def test_packed_weights_are_written_in_place(plugin):
