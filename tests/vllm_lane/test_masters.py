@@ -61,14 +61,32 @@ def test_the_very_weights_of_the_policy(tmp_path, scheme):
     assert torch.equal(inside["model.norm.weight"], policy.model.norm.weight)
 
 
-def test_w4a4_policies_have_quantized_inputs(tmp_path):
-    policy, folder = saved_policy(tmp_path, "qwen2", {}, preset="w4a4")
-    weights_only, _ = saved_policy(tmp_path / "other", "qwen2", {})
+@pytest.mark.parametrize("name", ["qwen2 with biases", "qwen3_moe", "gpt_oss"])
+def test_w4a4_policies_have_quantized_inputs(tmp_path, name):
+    policy, folder = saved_policy(tmp_path, *MODELS[name], preset="w4a4")
+    weights_only, _ = saved_policy(tmp_path / "other", *MODELS[name])
     expected = model_logprobs(policy)
     typical = (model_logprobs(weights_only) - expected).abs().median()
     with engine(folder) as llm:
         difference = (vllm_logprobs(llm) - expected).abs()
     assert difference.median() < 0.02 * typical
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"weight_block": "32x32", "macro_block": 32},
+        {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.2, "outlier_fallback_operands": "weights"},
+    ],
+    ids=str,
+)
+def test_gate_and_up_of_an_expert_are_quantized_as_one_weight(tmp_path, scheme):
+    """On disk they are apart, one expert after the other."""
+    policy, folder = saved_policy(tmp_path, *MODELS["qwen3_moe"], **scheme)
+    expected = model_logprobs(policy)
+    with engine(folder) as llm:
+        found = vllm_logprobs(llm)
+    assert (found - expected).abs().max() < 1e-4
 
 
 def test_what_weights_cannot_express_is_refused_before_anything_is_loaded(tmp_path):
