@@ -397,6 +397,19 @@ def test_a_joined_layer_that_is_skipped_in_part_is_refused(plugin):
         config.get_quant_method(LinearBase(), "model.layers.0.self_attn.qkv_proj")
 
 
+def test_latent_attention_with_quantized_inputs_is_refused_unless_its_layers_compute_it(plugin, monkeypatch):
+    name = "model.layers.0.self_attn.kv_b_proj"
+    monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
+    config = plugin.MXFP4RLVLLMConfig(MXFP4RLConfig(mode="packed", preset="w4a4"))
+    with pytest.raises(ValueError, match=rf"{name}: .*VLLM_MLA_DISABLE=1"):
+        config.get_quant_method(LinearBase(), name)
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert type(config.get_quant_method(LinearBase(), name)) is plugin.MXFP4RLLinearMethod
+    weights_only = plugin.MXFP4RLVLLMConfig(MXFP4RLConfig(mode="packed"))
+    monkeypatch.delenv("VLLM_MLA_DISABLE")
+    assert type(weights_only.get_quant_method(LinearBase(), name)) is plugin.MXFP4RLLinearMethod
+
+
 class RoutedExperts(nn.Module):
     """Stands in for vLLM's class of that name, in a version that sends no weights through the method's mapper."""
 
