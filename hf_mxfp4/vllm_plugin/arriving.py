@@ -22,6 +22,7 @@ from ..gemm.storage.packed_weight import (
     packed_tensor,
     quantize_weight,
 )
+from .arriving_linears import ArrivingLinears
 from .expected import ExpectedLayers
 
 
@@ -61,6 +62,7 @@ class Converter:
 
     def __init__(self, scheme: MXFP4RLConfig, expected: ExpectedLayers):
         self.scheme, self.expected = scheme, expected
+        self.linears = ArrivingLinears(scheme, expected)
 
     def __call__(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         pending: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
@@ -68,7 +70,8 @@ class Converter:
             name = self.expected.own_name(name)
             match = _FUSED.match(name)
             if match is None:
-                yield name, self._from_masters(name, tensor)
+                converted = self.linears.convert(name, tensor)
+                yield from [(name, self._from_masters(name, tensor))] if converted is None else converted
             elif tensor.dtype == torch.uint8:
                 owner, projection, suffix = match.groups()
                 parts = pending.setdefault((owner, projection), {})
@@ -131,13 +134,11 @@ class Converter:
         return self.scheme.mode == "qat" and not self.expected.is_loaded
 
     def _from_masters(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """``Q(W)`` of the master weight of a quantized layer, the whole one; others as they are."""
+        """``Q(W)`` of the master weight of one expert, the whole one; others as they are."""
         if not self._converts_masters or not name.endswith(".weight") or tensor.dim() != 2:
             return tensor
-        owner, one_expert = name.removesuffix(".weight"), _ONE_EXPERT.match(name)
-        if owner in self.expected.linears:
-            self.expected.arrived.add(owner)
-        elif one_expert and one_expert[1] in self.expected.experts:
+        one_expert = _ONE_EXPERT.match(name)
+        if one_expert and one_expert[1] in self.expected.experts:
             projection = "down_proj" if f".{self.expected.projection_names[2]}." in name else "gate_up_proj"
             self.expected.arrived.add(f"{one_expert[1]}.{projection}")
         else:
