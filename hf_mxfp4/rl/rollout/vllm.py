@@ -23,6 +23,7 @@ from ..noise.norms import NoiseReport, NormNoise
 from ..noise.rollouts import RolloutNoise
 from ..noise.targets import plain_name
 from .vllm_engine import VLLMEngine
+from .vllm_server import WatchedServer
 
 
 #: ``(name, weight)`` pairs.
@@ -44,6 +45,7 @@ class VLLMPolicy:
     Attributes:
         engine: what vLLM computes with.
         has_noise: whether some of vLLM's weights are noisy.
+        server: what watches vLLM where it is a server; `None` elsewhere.
 
     Raises `ValueError` for adapters that cannot be pushed.
     """
@@ -60,6 +62,7 @@ class VLLMPolicy:
         self.has_noise = False
         self.engine = VLLMEngine.of(generation)
         self.engine.describe(model, args)
+        self.server = WatchedServer.of(generation)
         if is_trainable_with_adapters(model):
             adapter_sums(model)
         walk = generation._iter_named_params
