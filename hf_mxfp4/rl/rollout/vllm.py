@@ -34,6 +34,7 @@ from ..noise.rollouts import RolloutNoise
 from ..noise.targets import plain_name
 from .vllm_engine import VLLMEngine
 from .vllm_held import HeldWeights, bytes_in_16_bits
+from .vllm_server import WatchedServer
 
 
 #: ``(name, weight)`` pairs.
@@ -59,6 +60,7 @@ class VLLMPolicy:
         has_noise: whether some of vLLM's weights are noisy.
         held: what vLLM has as it is.
         n_syncs: how many times the weights were pushed.
+        server: what watches vLLM where it is a server; `None` elsewhere.
 
     Raises `ValueError` for adapters that cannot be pushed, and where what vLLM keeps cannot hold the policy.
     """
@@ -78,6 +80,7 @@ class VLLMPolicy:
         self.engine = VLLMEngine.of(generation)
         self.engine.describe(model, args)
         self.engine.check(model, args)
+        self.server = WatchedServer.of(generation)
         if is_trainable_with_adapters(model):
             adapter_sums(model)
         self.held = HeldWeights(model)
