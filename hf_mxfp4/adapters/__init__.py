@@ -14,6 +14,7 @@ from .lora_model import MXFP4LoraModel, merge_adapters
 from .master_lora import MXFP4LoraMasterLinear
 from .merge.merge_report import MergeReport
 from .rollout import (
+    adapted_parameters,
     adapter_factors,
     adapter_rank,
     adapter_sums,
@@ -37,6 +38,7 @@ __all__ = [
     "MXFP4LoraMasterLinear",
     "MXFP4LoraModel",
     "MergeReport",
+    "adapted_parameters",
     "adapter_factors",
     "adapter_rank",
     "adapter_sums",

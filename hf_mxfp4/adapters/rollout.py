@@ -154,6 +154,18 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def adapted_parameters(model: PeftModel) -> set[str]:
+    """Names of what [`policy_parameters`] gives with adapters in it, of packed layers."""
+    names = set()
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, MXFP4LoraExperts) and _active(module):
+            names |= {f"{name}.{projection}" for projection in module.get_base_layer().projections}
+        elif isinstance(module, MXFP4LoraLinear) and _active(module):
+            biased = any(module.lora_bias.get(adapter) for adapter in _active(module))
+            names |= {f"{name}.weight", *([f"{name}.bias"] if biased else [])}
+    return names
+
+
 @torch.no_grad()
 def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters of the model that ``model`` stands for, one at a time, by the names that they have without PEFT and

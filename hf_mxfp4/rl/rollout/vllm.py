@@ -10,7 +10,7 @@ activations, [`VLLMEngine`] knows.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 
 from ..._logging import get_logger
 from ...adapters import (
+    adapted_parameters,
     adapter_factors,
     adapter_sums,
     is_packed_with_adapters,
@@ -137,10 +138,10 @@ class VLLMPolicy:
         # From the first tensor on, and until all of them are clean again.
         self.has_noise = self.has_noise or sigma > 0
         norms, linears = (None, None) if self._noise is None else (self._noise.norms, self._noise.linears)
-        named, deltas, factors = self._of_policy(walk)
+        named, merged, deltas, factors = self._of_policy(walk)
         pushed = rollout_parameters(
             named, model, norms, step, sigma, linears, deltas, self.engine.dtype,
-            factors=factors, packs=self.engine.is_packed, held=self.held,
+            factors=factors, packs=self.engine.is_packed, held=self.held, merged=merged,
         )  # fmt: skip
         rounded, n_bytes, n_tensors = self._rounded_names(), 0, 0
         for name, tensor in pushed:
@@ -154,20 +155,21 @@ class VLLMPolicy:
             self.has_noise = sigma > 0
             self._log(n_bytes, n_tensors)
 
-    def _of_policy(self, walk: Callable[[], Parameters]) -> tuple[Parameters, dict, dict]:
-        """The parameters to push, what adapters add to some of them, and the factors of others."""
+    def _of_policy(self, walk: Callable[[], Parameters]) -> tuple[Parameters, set[str], dict, dict]:
+        """The parameters to push, those of them that have adapters in them already, what adapters add to others, and
+        the factors of adapters that are pushed apart."""
         model, packs = self._model, self.engine.is_packed
         # Of layers without adapters vLLM has zeros, unless it has thrown them away.
         everywhere = packs and self.engine.settings.adapter_rank > 0
         everywhere = everywhere and bool(getattr(self._generation, "enable_sleep_mode", False))
         factors = adapter_factors(model, everywhere) if packs else {}
-        if is_packed_with_adapters(model):
-            return policy_parameters(model, packed=packs), {}, factors
-        if not is_trainable_with_adapters(model):
-            return walk(), {}, factors
         apart = {f"{name}.weight" for name in factors}
+        if is_packed_with_adapters(model):
+            return policy_parameters(model, packed=packs), adapted_parameters(model) - apart, {}, factors
+        if not is_trainable_with_adapters(model):
+            return walk(), set(), {}, factors
         deltas = {name: delta for name, delta in adapter_sums(model).items() if name not in apart}
-        return _without_merging(walk, model), deltas, factors
+        return _without_merging(walk, model), set(), deltas, factors
 
     def _rounded_names(self) -> set[str]:
         """Parameters to push in vLLM's dtype, to which it rounds them: most of what is pushed in floating point. Others
@@ -224,6 +226,7 @@ def rollout_parameters(
     factors: Mapping[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] | None = None,
     packs: bool = False,
     held: HeldWeights | None = None,
+    merged: Set[str] = frozenset(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of norms and
     linear layers: that of a rollout in this process, at the same step.
@@ -238,6 +241,7 @@ def rollout_parameters(
             layer as ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``.
         packs: quantized weights without noise or ``deltas`` are codes and scales, by the names of packed checkpoints.
         held: what vLLM has, and what is left out therefore; it is told what is pushed.
+        merged: the names of ``named`` that have adapters in them, which ``held`` does not see.
 
     Raises `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands.
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them, or
@@ -263,7 +267,7 @@ def rollout_parameters(
         n_quantized += matrix is not None
         delta = deltas.pop(name, None)
         has_noise = name in noisy_weights or name.endswith(".weight") and owner in norms
-        is_clean = delta is None and not has_noise
+        is_clean = delta is None and name not in merged and not has_noise
         if is_clean and held is not None and held.has(name):
             pass
         elif is_clean and packs and matrix is not None:
