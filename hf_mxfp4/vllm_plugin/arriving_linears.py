@@ -21,7 +21,7 @@ from .expected import ExpectedLayers
 _WEIGHT = re.compile(rf"(.*)\.({'|'.join(PACKED_FIELDS)})$")
 
 #: On a tensor that was made here: models hand weights on to their parts through another converter.
-_DONE = "mxfp4_is_converted"
+DONE = "mxfp4_is_converted"
 
 
 class ArrivingLinears:
@@ -38,7 +38,7 @@ class ArrivingLinears:
         linear layer."""
         match = _WEIGHT.match(name)
         owner = self.expected.linear(match[1]) if match else None
-        if owner is None or tensor.dim() != 2 or getattr(tensor, _DONE, False):
+        if owner is None or tensor.dim() != 2 or getattr(tensor, DONE, False):
             return None
         is_packed_here, is_packed = self.expected.settings.weights == "packed", tensor.dtype == torch.uint8
         if is_packed and is_packed_here:
@@ -62,7 +62,7 @@ class ArrivingLinears:
             expected.has_been_told = True
         expected.arrived.add(owner)
         expected.n_quantized += 1
-        return [(f"{name}.{part}", _marked(value)) for part, value in self._quantized(tensor).items()]
+        return [(f"{name}.{part}", marked(value)) for part, value in self._quantized(tensor).items()]
 
     def _from_packed(
         self, owner: str, name: str, part: str, tensor: torch.Tensor
@@ -85,7 +85,7 @@ class ArrivingLinears:
     ) -> Iterable[tuple[str, torch.Tensor]]:
         self.expected.arrived.add(owner)
         tensor = packed_tensor(packed, columns, self.scheme.weight_scheme, dtype)
-        return [(f"{name}.weight", _marked(dequantize(tensor, dtype, self.scheme.backend)))]
+        return [(f"{name}.weight", marked(dequantize(tensor, dtype, self.scheme.backend)))]
 
     def _quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         return quantize_weight(self._here(weight.detach()).contiguous(), self.scheme.weight_scheme, self.scheme.backend)
@@ -94,6 +94,7 @@ class ArrivingLinears:
         return tensor if self.expected.device is None else tensor.to(self.expected.device)
 
 
-def _marked(tensor: torch.Tensor) -> torch.Tensor:
-    setattr(tensor, _DONE, True)
+def marked(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, to be loaded as it is."""
+    setattr(tensor, DONE, True)
     return tensor

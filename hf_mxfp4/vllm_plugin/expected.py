@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .._logging import get_logger
+from .experts_storage import ExpertsTarget
 from .served import WeightBytes
 from .settings import EngineSettings
 
@@ -17,7 +18,7 @@ class ExpectedLayers:
     Attributes:
         settings: how vLLM keeps their weights.
         linears: names of quantized linear layers as in checkpoints, before vLLM joined them.
-        experts: names of quantized experts, as vLLM has them.
+        experts: quantized experts, by the names that vLLM has for them.
         projection_names: what vLLM calls gate, up and down of one expert.
         is_transposed: whether vLLM reads experts as gpt-oss has them, fused and ``[experts, K, N]``.
         has_old_names: whether vLLM's modules are called ``block_sparse_moe``, which transformers calls ``mlp``.
@@ -25,7 +26,7 @@ class ExpectedLayers:
         dtype: of vLLM's weights; `None` for that of what arrives.
         pending: tensors of packed weights of which others are still to come, by the weight's name: they may come in
             several streams.
-        arrived: names of ``linears``, and of projections of ``experts``, that were converted.
+        arrived: names of ``linears`` that were converted.
         n_quantized: how many weights came in full precision and were quantized as they came.
         has_been_told: whether that was logged of pushed ones.
         is_loaded: whether the checkpoint was read, so that what comes now is pushed by a trainer.
@@ -34,7 +35,7 @@ class ExpectedLayers:
 
     settings: EngineSettings = EngineSettings()
     linears: set[str] = field(default_factory=set)
-    experts: set[str] = field(default_factory=set)
+    experts: dict[str, ExpertsTarget] = field(default_factory=dict)
     projection_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     is_transposed: bool = False
     has_old_names: bool = False
@@ -70,6 +71,14 @@ class ExpectedLayers:
         if name in self._tails:
             return self._tails[name]
         return next((tail for tail in _tails_of(name) if tail in self.linears), None)
+
+    def experts_called(self, name: str) -> ExpertsTarget | None:
+        """The experts that ``name`` stands for: the same name, or one of the two with more before it."""
+        found = self.experts.get(name)
+        if found is None:
+            tails = (own for own in self.experts if own.endswith(f".{name}") or name.endswith(f".{own}"))
+            found = self.experts.get(next(tails, ""))
+        return found
 
     def has_arrived(self, name: str) -> bool:
         """Whether ``name`` was converted, with or without what stands before the layers."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's view of `quant_method: mxfp4_rl`, through its documented interface for methods that it does not know.
 
-Linear layers keep codes and scales (`linears.py`), or dense values where the settings of the checkpoint say so
-(`settings.py`); experts are dequantized. Whatever comes, from disk or from a trainer, is converted on its way
+Linear layers (`linears.py`) and experts (`experts.py`) keep codes and scales, or dense values where the settings of the
+checkpoint say so (`settings.py`). Whatever comes, from disk or from a trainer, is converted on its way
 (`arriving.py`): what is packed stays packed, and what is in full precision is quantized.
 """
 
@@ -103,28 +103,13 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
                 "checkpoint to a format that vLLM has experts in: hf-mxfp4 export --format compressed-tensors, gpt-oss "
                 "or bf16"
             )
-        from .experts import MXFP4RLExpertsMethod
+        from .experts import experts_method
 
-        self.expected.experts.add(prefix)
-        self.expected.device = torch.get_default_device()
-        self.expected.projection_names = (
-            layer.ckpt_gate_proj_name,
-            layer.ckpt_up_proj_name,
-            layer.ckpt_down_proj_name,
-        )
-        return MXFP4RLExpertsMethod(layer.moe_config, self.expected, prefix)
+        return experts_method(layer, self.scheme, self.expected, prefix)
 
     def _experts_unsupported_reason(self) -> str | None:
         if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
             return "this version of vLLM does not let a plugin convert weights on their way; 0.32 does"
-        weights = self.scheme.weight_scheme
-        if self.scheme.mode == "qat" and (weights.block_rows != 1 or weights.fallback_rate is not None):
-            return "their master weights come in parts, of which rows that are quantized together cannot be found"
-        if self.scheme.activation_scheme is not None:
-            return (
-                "vLLM computes an expert in one kernel, in which the input of down_proj cannot be quantized; use "
-                "preset='w4a16'"
-            )
         return None
 
     def get_checkpoint_weight_mapper(self) -> Any:

@@ -70,7 +70,7 @@ def served_bytes(model: torch.nn.Module) -> ServedBytes:
     for module in model.modules():
         measure = getattr(getattr(module, "quant_method", None), "weight_bytes", None)
         # vLLM's wrapper for its own adapters answers for the layer inside of it.
-        if measure is not None and "quant_method" in vars(module):
+        if measure is not None and "quant_method" in vars(module).keys() | module._modules.keys():
             quantized, n_layers = quantized + measure(module), n_layers + 1
         if getattr(module, "is_mxfp4_adapter", False):
             adapters += module.parameters(recurse=False)
