@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
@@ -19,6 +20,7 @@ from ..._logging import get_logger
 from ...adapters import adapter_rank
 from ...adapters.base_scheme import base_scheme
 from ...config import MXFP4RLConfig
+from ...gemm.grouped import reads_packed_on_gpus
 from ...layers import QUANTIZED, TRAINABLE
 from ...layers.experts_base import ExpertsBase
 from ...registration import QUANT_METHOD
@@ -93,6 +95,7 @@ def quantization_config(model: nn.Module, args: MXFP4GRPOConfig) -> dict[str, An
         )
         return None
     dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else needs_dense(model, args)
+    dense_reason = dense_reason or _slow_experts(model)
     settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
     mode = (stored.get("quantization_config") or {}).get("mode", "qat")
     # What is left out is about gradients alone.
@@ -117,6 +120,16 @@ def check_forward(model: nn.Module) -> None:
             )
 
 
+def _slow_experts(model: nn.Module) -> str | None:
+    """Why packed experts cannot be in vLLM's CUDA graphs; `None` where they can, or there are none of the two."""
+    for layer in model.modules():
+        if isinstance(layer, QUANTIZED) and isinstance(layer, ExpertsBase) and torch.cuda.is_available():
+            weights, backend = layer.config.weight_scheme, layer.config.backend
+            if not reads_packed_on_gpus(weights, backend):
+                return f"no kernel multiplies with experts packed by {weights} (backend={backend!r})"
+    return None
+
+
 def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], args: MXFP4GRPOConfig) -> str | None:
     """Why vLLM cannot be started in the scheme of the policy on its checkpoint."""
     scheme, layers = base_scheme(model), [module for module in model.modules() if isinstance(module, QUANTIZED)]
@@ -135,15 +148,10 @@ def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], arg
         packed = MXFP4RLConfig.from_dict(theirs)
         if scheme.mode != "packed" or packed.weight_scheme != scheme.weight_scheme:
             return f"its checkpoint is packed by another scheme, {packed.describe()}"
-    inputs, weights = scheme.activation_scheme, scheme.weight_scheme
+    inputs = scheme.activation_scheme
     if inputs is not None and inputs.fallback_rate is not None:
         return (
             f"outlier_fallback_rate={scheme.outlier_fallback_rate} selects blocks of activations by a threshold that "
             "is learned in training, and vLLM has none"
         )
-    if any(isinstance(layer, ExpertsBase) for layer in layers):
-        if inputs is not None:
-            return "vLLM computes an expert in one kernel, in which the input of down_proj cannot be quantized"
-        if theirs.get("mode") != "packed" and (weights.block_rows != 1 or weights.fallback_rate is not None):
-            return "master weights of experts come in parts, of which rows that are quantized together cannot be found"
     return None
