@@ -155,11 +155,17 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def adapted_parameters(model: PeftModel) -> set[str]:
-    """Names of what [`policy_parameters`] gives with adapters in it, of packed layers."""
+    """Names of the frozen parameters with adapters in them: merged ones, and of packed layers those that
+    [`policy_parameters`] makes."""
     names = set()
-    for name, module in model.get_base_model().named_modules():
-        if isinstance(module, MXFP4LoraExperts) and _active(module):
+    for full_name, module in model.get_base_model().named_modules():
+        name = full_name.replace(".base_layer", "")
+        if isinstance(module, ParamWrapper) and module.merged:
+            names.add(f"{name}.{module.parameter_name}")
+        elif isinstance(module, MXFP4LoraExperts) and (module.merged or _active(module)):
             names |= {f"{name}.{projection}" for projection in module.get_base_layer().projections}
+        elif isinstance(module, BaseTunerLayer) and module.merged:
+            names |= {f"{name}.weight", f"{name}.bias"}
         elif isinstance(module, MXFP4LoraLinear) and _active(module):
             biased = any(module.lora_bias.get(adapter) for adapter in _active(module))
             names |= {f"{name}.weight", *([f"{name}.bias"] if biased else [])}

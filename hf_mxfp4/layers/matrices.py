@@ -76,14 +76,14 @@ class WeightMatrix:
         return self.layer.rows_first(self.layer.quantized_weight(self.parameter, value, value.dtype))
 
     def packed_values(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Codes and scales of [`layer_values`], uint8 ``[N, ...]`` or of experts ``[E, N, ...]``, by the names that a
-        packed checkpoint has for them, where the scheme can be packed."""
+        """Codes and scales of [`layer_values`], uint8 ``[N, ...]`` or of experts ``[E, N, ...]``, where the scheme can
+        be packed; by what their names in a packed checkpoint have after that of the parameter."""
         scheme, backend = self.layer.config.weight_scheme, self.layer.config.backend
         weights = value.detach()[None] if self.expert is None else self.layer.rows_first(value.detach())
         packed: dict[str, torch.Tensor] = {}
         for index, rows in enumerate(weights):
             for field, part in quantize_weight(rows, scheme, backend).items():
-                name = f"{self.full_name}{field.removeprefix('weight')}"
+                name = field.removeprefix("weight")
                 if index == 0:
                     packed[name] = part.new_empty(len(weights), *part.shape)
                 packed[name][index] = part

@@ -165,11 +165,13 @@ class VLLMPolicy:
         factors = adapter_factors(model, everywhere) if packs else {}
         apart = {f"{name}.weight" for name in factors}
         if is_packed_with_adapters(model):
-            return policy_parameters(model, packed=packs), adapted_parameters(model) - apart, {}, factors
+            merged = adapted_parameters(model)
+            merged = merged - apart if packs else merged
+            return policy_parameters(model, packed=packs), merged, {}, factors
         if not is_trainable_with_adapters(model):
             return walk(), set(), {}, factors
         deltas = {name: delta for name, delta in adapter_sums(model).items() if name not in apart}
-        return _without_merging(walk, model), set(), deltas, factors
+        return _without_merging(walk, model), adapted_parameters(model), deltas, factors
 
     def _rounded_names(self) -> set[str]:
         """Parameters to push in vLLM's dtype, to which it rounds them: most of what is pushed in floating point. Others
@@ -267,11 +269,12 @@ def rollout_parameters(
         n_quantized += matrix is not None
         delta = deltas.pop(name, None)
         has_noise = name in noisy_weights or name.endswith(".weight") and owner in norms
-        is_clean = delta is None and name not in merged and not has_noise
-        if is_clean and held is not None and held.has(name):
+        is_clean = delta is None and not has_noise
+        if is_clean and held is not None and held.has(name) and name not in merged:
             pass
         elif is_clean and packs and matrix is not None:
-            yield from matrix.packed_values(tensor).items()
+            for suffix, part in matrix.packed_values(tensor).items():
+                yield f"{name}{suffix}", part
         else:
             clean = tensor.detach() if matrix is None else matrix.layer_values(tensor)
             adapted = clean if delta is None else (clean.float() + delta()).to(clean.dtype)
@@ -287,7 +290,7 @@ def rollout_parameters(
             else:
                 yield name, tensor if adapted is clean and matrix is None else adapted
         if held is not None:
-            held.note(name, is_clean)
+            held.note(name, is_clean and name not in merged)
         if name.endswith(".weight") and owner in factors:
             for side, factor in zip("AB", factors.pop(owner)(), strict=True):
                 yield f"{owner}.lora_{side}.weight", factor
