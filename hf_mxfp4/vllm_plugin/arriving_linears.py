@@ -20,6 +20,8 @@ from .expected import ExpectedLayers
 
 _WEIGHT = re.compile(rf"(.*)\.({'|'.join(PACKED_FIELDS)})$")
 
+_ADAPTER = re.compile(r"(.*)\.lora_[AB]\.weight$")
+
 #: On a tensor that was made here: models hand weights on to their parts through another converter.
 DONE = "mxfp4_is_converted"
 
@@ -27,7 +29,8 @@ DONE = "mxfp4_is_converted"
 class ArrivingLinears:
     """Converts the weights of the linear layers of one model.
 
-    Raises `ValueError`, as tensors arrive, for packed ones of other shapes than the scheme says.
+    Raises `ValueError`, as tensors arrive, for packed ones of other shapes than the scheme says, and for adapters that
+    there is no room for.
     """
 
     def __init__(self, scheme: MXFP4RLConfig, expected: ExpectedLayers):
@@ -36,6 +39,9 @@ class ArrivingLinears:
     def convert(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]] | None:
         """What to load in the place of ``tensor``, maybe nothing yet; `None` for what is no weight of a quantized
         linear layer."""
+        if adapter := _ADAPTER.match(name):
+            self._check_adapter(name, adapter[1])
+            return None
         match = _WEIGHT.match(name)
         owner = self.expected.linear(match[1]) if match else None
         if owner is None or tensor.dim() != 2 or getattr(tensor, DONE, False):
@@ -54,6 +60,13 @@ class ArrivingLinears:
             return None
         self.expected.n_quantized += 1
         return self._to_dense(owner, match[1], self._quantized(tensor), tensor.shape[1], tensor.dtype)
+
+    def _check_adapter(self, name: str, layer: str) -> None:
+        if self.expected.linear(layer) is not None and not self.expected.settings.adapter_rank:
+            raise ValueError(
+                f"{name} was pushed, and vLLM has no room for adapters; set adapter_rank in the vllm settings of the "
+                "checkpoint, or push merged weights"
+            )
 
     def _to_packed(self, owner: str, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
         expected = self.expected

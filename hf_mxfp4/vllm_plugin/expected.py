@@ -94,6 +94,8 @@ class ExpectedLayers:
             return
         storage = self.settings.weights
         get_logger().info("vLLM keeps %d quantized layers %s in %s", self.n_layers, storage, self._bytes)
+        if self.settings.adapter_rank:
+            get_logger().info("each has room for adapters up to rank %d", self.settings.adapter_rank)
         if self.n_quantized:
             get_logger().info("%d weights came in full precision and were quantized as they came", self.n_quantized)
 

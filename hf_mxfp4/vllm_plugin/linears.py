@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized linear layers in vLLM: on packed weights that stay as and where they were made, or on dense ones."""
+"""Quantized linear layers in vLLM: on packed weights that stay as and where they were made, with adapters beside them,
+or on dense ones."""
 
 import json
 import math
@@ -16,18 +17,16 @@ from ..gemm.custom_ops import packed as _operators  # noqa: F401  (registers ope
 from ..gemm.storage.packed_weight import PACKED_FIELDS, packed_shapes
 from ..numerics import BLOCK_SIZE
 from .activations import quantize_input
+from .adapters import PART_INDEX, add_adapters, make_room
 from .expected import ExpectedLayers
 from .served import WeightBytes
 
 
 _MISSING = "in no file of the checkpoint; the scheme in config.json needs it"
 
-#: vLLM's names of the parts of a layer that it joins from queries, keys and values; other parts have numbers.
-_QKV = {"q": 0, "k": 1, "v": 2}
-
 
 class MXFP4RLLinearMethod(LinearMethodBase):
-    """``Q(x) Q(W)^T + b`` on codes and scales, by the names that they have on disk.
+    """``Q(x) Q(W)^T + b`` on codes and scales, by the names that they have on disk, and what adapters add to it.
 
     The parameters are made once and written in place, by whatever is loaded or pushed, so that graphs which hold their
     addresses stay true.
@@ -83,6 +82,8 @@ class MXFP4RLLinearMethod(LinearMethodBase):
             else:
                 parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
             layer.register_parameter(name, parameter)
+        if self.expected.settings.adapter_rank:
+            self._make_room(layer, output_partition_sizes, params_dtype, extra_weight_attrs["weight_loader"])
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing is processed. Raise `ValueError` unless all tensors came, of all that vLLM has joined here."""
@@ -97,19 +98,32 @@ class MXFP4RLLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed = [getattr(layer, name) if name in layer.mxfp4_arrived else None for name in PACKED_FIELDS]
-        return torch.ops.hf_mxfp4.packed_linear(x, *packed, bias, None, x.dtype, *self._texts, self.scheme.backend)
+        y = torch.ops.hf_mxfp4.packed_linear(x, *packed, bias, None, x.dtype, *self._texts, self.scheme.backend)
+        return add_adapters(y, x, layer, layer.mxfp4_adapter_rows) if self.expected.settings.adapter_rank else y
 
     def weight_bytes(self, layer: torch.nn.Module) -> WeightBytes:
         """What the layer's weight takes in this process."""
         tensors = [getattr(layer, name) for name in layer.mxfp4_arrived]
         return WeightBytes.of(tensors, *layer.mxfp4_shape, self.scheme.weight_scheme)
 
+    def _make_room(
+        self, layer: torch.nn.Module, rows: list[int], dtype: torch.dtype, loader: Callable[..., Any]
+    ) -> None:
+        if len(self.parts) not in (1, len(rows)):
+            raise ValueError(
+                f"{self.name}: vLLM joins {len(self.parts)} layers of checkpoints into {len(rows)} parts, and adapters "
+                "cannot be told apart; set adapter_rank=0 and push merged weights"
+            )
+        layer.mxfp4_adapter_rows = list(rows) if len(self.parts) == len(rows) else [sum(rows)]
+        rank = self.expected.settings.adapter_rank
+        make_room(layer, self.name, rank, len(layer.mxfp4_adapter_rows), layer.mxfp4_shape, dtype, loader)
+
     def _parts_without(self, shards: set[Any], n_parts: int) -> list[str]:
         """The parts that none of ``shards`` is of: an index or letter, several, or `None` for all."""
         if None in shards:
             return []
         indices = {index for shard in shards for index in (shard if isinstance(shard, tuple) else (shard,))}
-        indices = {_QKV.get(index, index) for index in indices}
+        indices = {PART_INDEX.get(index, index) for index in indices}
         names = self.parts if len(self.parts) == n_parts else [self.name] * n_parts
         return list(dict.fromkeys(name for index, name in enumerate(names) if index not in indices))
 
