@@ -64,9 +64,9 @@ class ArrivingExperts:
         if target.is_packed:
             target.store(projection, part, tensor)
             return ()
+        target.check(projection, {part: tensor})
         parts = target.parts.setdefault(projection, {})
         parts[part] = tensor
-        target.check(projection, parts)
         if parts.keys() < target.shapes(projection).keys():
             return ()
         del target.parts[projection]
