@@ -249,9 +249,9 @@ def rollout_parameters(
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them, or
     when an adapter's did not.
     """
-    if linear_noise is not None:
-        linear_noise.begin()
     noisy_weights = linear_noise.parameters if linear_noise is not None and sigma > 0 else {}
+    if noisy_weights:
+        linear_noise.begin()
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
     deltas, factors = dict(deltas or {}), dict(factors or {})
     norms = (
