@@ -4,6 +4,7 @@
 import json
 import logging
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from trl.generation import vllm_generation
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.quantizer.swap import quantize_linears
-from hf_mxfp4.rl.rollout.vllm_start import quantization_config, vllm_in_scheme
+from hf_mxfp4.rl.rollout.vllm_start import quantization_config, tell_how_to_serve, vllm_in_scheme
 from hf_mxfp4.vllm_plugin.settings import EngineSettings
 
 
@@ -85,7 +86,7 @@ STARTS = {
 def test_vllm_is_told_the_scheme_of_the_policy(name, full, tmp_path):
     make, options, settings, mode = STARTS[name]
     model = make(full, tmp_path)
-    found = quantization_config(model, args(**options))
+    found, _ = quantization_config(model, args(**options))
     json.dumps(found)
     assert EngineSettings.read(found["vllm"]).to_dict() == settings
     scheme, trained = MXFP4RLConfig.from_dict(found), model.config.quantization_config
@@ -97,9 +98,9 @@ def test_vllm_is_told_the_scheme_of_the_policy(name, full, tmp_path):
 def test_adapters_on_experts_need_dense_weights(tmp_path):
     make_model("qwen3_moe").save_pretrained(tmp_path)
     model = load(tmp_path, preset="w4a16")
-    assert quantization_config(model, args())["vllm"] == PACKED
+    assert quantization_config(model, args())[0]["vllm"] == PACKED
     model = with_lora(model, target_parameters=["experts.down_proj"])
-    assert quantization_config(model, args())["vllm"] == DENSE
+    assert quantization_config(model, args())[0]["vllm"] == DENSE
 
 
 def foreign(full, tmp_path):
@@ -140,17 +141,9 @@ def moved(full, tmp_path):
         (lambda full, tmp: load(full, outlier_fallback_rate=0.1), {}, "outlier_fallback_rate=0.1 selects blocks"),
     ],
 )
-def test_where_it_cannot_be_told_the_log_says_why(make, options, reason, full, tmp_path, caplog):
-    model = make(full, tmp_path)
-    caplog.clear()
-    assert quantization_config(model, args(**options)) is None
-    assert "on the checkpoint of the policy as it is" in caplog.text and reason in caplog.text
-
-
-def test_the_checkpoint_can_be_asked_for(full, caplog):
-    caplog.set_level(logging.INFO, "hf_mxfp4")
-    assert quantization_config(load(full), args(vllm_weights="checkpoint")) is None
-    assert "(vllm_weights='checkpoint')" in caplog.text
+def test_where_it_cannot_be_told_there_is_a_reason(make, options, reason, full, tmp_path):
+    config, found = quantization_config(make(full, tmp_path), args(**options))
+    assert config is None and reason in found
 
 
 def test_a_policy_that_no_vllm_can_sample_from_is_refused_before_one_is_made(full):
@@ -206,6 +199,35 @@ def test_the_trainer_starts_vllm_in_the_scheme(kind, full, tmp_path, made):
     assert (vllm_generation.VLLMGeneration._init_vllm, vllm_generation.LLM) == before
     if kind == "lora":
         assert trainer.model.peft_config["default"].base_model_name_or_path == str(full)
+
+
+@pytest.mark.parametrize(
+    ("option", "scheme", "level", "message"),
+    [
+        ("packed", {"outlier_fallback_rate": 0.1}, "WARNING", "not in its scheme: outlier_fallback_rate=0.1"),
+        ("checkpoint", {}, "INFO", "not in its scheme: vllm_weights='checkpoint'"),
+        ("packed", {}, "INFO", r"started in the scheme of the policy, .*\(mode qat\), quantized weights in 4 bits"),
+        ("dense", {}, "INFO", r"quantized weights dense: vllm_weights='dense'"),
+    ],
+)
+def test_the_log_says_how_vllm_is_started(option, scheme, level, message, full, tmp_path, made, caplog):
+    caplog.set_level(logging.INFO, "hf_mxfp4")
+    trainer = trainer_factory(tmp_path)(
+        policy=load(full, **scheme), use_vllm=True, vllm_mode="colocate", aqn=False, vllm_weights=option
+    )
+    (record,) = [record for record in caplog.records if record.getMessage().startswith("vLLM is started")]
+    assert record.levelname == level and re.search(message, record.getMessage())
+    is_told = "not in its scheme" not in message
+    assert ("hf_overrides" in made[0]) is is_told is (trainer.vllm_policy.engine.scheme is not None)
+
+
+def test_who_has_a_server_in_16_bits_is_told_how_to_start_another(full, caplog):
+    caplog.set_level(logging.INFO, "hf_mxfp4")
+    tell_how_to_serve(load(full), MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True))
+    found = re.search(r"vllm serve (\S+) --hf-overrides '(.*)'", caplog.text)
+    given = json.loads(found[2])["quantization_config"]
+    assert found[1] == str(full) and given["vllm"] == PACKED
+    assert MXFP4RLConfig.from_dict(given) == load(full).config.quantization_config
 
 
 def test_everything_of_trl_is_itself_again_after_an_error(full, made, monkeypatch):
