@@ -42,6 +42,8 @@ class VLLMEngine:
             return cls(config.model_config.dtype, inputs, is_assumed=False)
         answer = _server_answer(generation)
         stored = _stored_config(answer.get("model") or getattr(getattr(generation, "model", None), "name_or_path", ""))
+        overrides = answer.get("hf_overrides")  # of a server that was given another scheme than its checkpoint has
+        stored = {**stored, **overrides} if isinstance(overrides, dict) else stored
         scheme = stored.get("quantization_config") or {}
         is_ours = scheme.get("quant_method") == QUANT_METHOD
         # Of a plugin's scheme a server gives the name alone.
