@@ -354,6 +354,9 @@ def test_without_a_checkpoint_the_defaults_are_assumed():
     assert (found.dtype, found.inputs, found.is_assumed) == (torch.bfloat16, None, True)
 
 
+OVERRIDES = {"quantization_config": {"quant_method": "mxfp4_rl", "mode": "qat", "preset": "w4a4"}}
+
+
 class Client:
     """TRL's client of a server that says this of its model; of one that says nothing."""
 
@@ -374,6 +377,11 @@ class Client:
         # Not the folder that the policy was loaded from, and not here.
         ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None, True)),
         (None, (torch.bfloat16, W4A4.activation_scheme, True)),
+        # Of a checkpoint in full precision, by --hf-overrides.
+        (
+            {"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": "plain", "hf_overrides": OVERRIDES},
+            (torch.float32, MXFP4RLConfig(preset="w4a4").activation_scheme, False),
+        ),
     ],
     ids=str,
 )
