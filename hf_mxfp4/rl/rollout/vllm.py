@@ -84,7 +84,7 @@ class VLLMPolicy:
         self.server = WatchedServer.of(generation)
         if is_trainable_with_adapters(model):
             adapter_sums(model)
-        self.held = HeldWeights(model)
+        self.held = HeldWeights(model, joins=self._is_server)
         self._in_16_bits = bytes_in_16_bits(model)
         self._announced: dict[frozenset[str], Any] = {}
         walk, sync = generation._iter_named_params, generation.sync_weights
@@ -104,7 +104,7 @@ class VLLMPolicy:
         if self._is_server:
             # TRL announces tensors by a list that it makes once: here it has one for each set of them.
             self._begin()
-            left_out = self.held.names() - self._noisy_names()
+            left_out = self.held.names()
             self._generation._weight_metadata = self._announced.get(left_out)
             sync()
             self._announced[left_out] = self._generation._weight_metadata
@@ -120,7 +120,8 @@ class VLLMPolicy:
     def _begin(self, is_push: bool = True) -> None:
         if getattr(self._generation, "enable_sleep_mode", False) and not self._is_server:
             self.held.forget()  # TRL lets vLLM sleep at the level that throws weights away
-        self.held.begin(is_push)
+        _, merged, deltas, _ = self._of_policy(lambda: iter(()))
+        self.held.begin(is_push, self._noisy_names() | merged | deltas.keys())
 
     def _noisy_names(self) -> set[str]:
         """The parameters that get noise now."""
@@ -159,9 +160,11 @@ class VLLMPolicy:
         """The parameters to push, those of them that have adapters in them already, what adapters add to others, and
         the factors of adapters that are pushed apart."""
         model, packs = self._model, self.engine.is_packed
-        # Of layers without adapters vLLM has zeros, unless it has thrown them away.
+        # Of layers without adapters vLLM has zeros, unless it has thrown them away; a server may have those of another
+        # run, and loads what it has joined from all of its parts.
         everywhere = packs and self.engine.settings.adapter_rank > 0
-        everywhere = everywhere and bool(getattr(self._generation, "enable_sleep_mode", False))
+        is_kept = not getattr(self._generation, "enable_sleep_mode", False) and not self._is_server
+        everywhere = everywhere and not is_kept
         factors = adapter_factors(model, everywhere) if packs else {}
         apart = {f"{name}.weight" for name in factors}
         if is_packed_with_adapters(model):

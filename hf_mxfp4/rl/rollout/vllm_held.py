@@ -2,6 +2,7 @@
 """What vLLM holds of the policy already, so that it need not be pushed again; and what a push is in bytes."""
 
 import weakref
+from collections.abc import Set
 
 import torch
 from torch import nn
@@ -20,26 +21,41 @@ class HeldWeights:
 
     Args:
         model: the policy.
+        joins: whether of weights that vLLM joins (queries, keys and values; gates and what they gate; experts) either
+            all are held or none. A server of vLLM loads a layer anew from what is pushed, and what it had of the rest
+            is lost.
     """
 
-    def __init__(self, model: nn.Module):
-        self._model = model
+    def __init__(self, model: nn.Module, joins: bool = False):
+        self._model, self._joins = model, joins
         self._held: dict[str, tuple[weakref.ref, int]] = {}
         self._frozen: dict[str, nn.Parameter] = {}
+        self._joined: dict[str, list[str]] = {}
         self._notes = True
 
-    def begin(self, notes: bool = True) -> None:
+    def begin(self, notes: bool = True, changing: Set[str] = frozenset()) -> None:
         """Look at what is frozen now, for the walk over the parameters that comes.
 
         Args:
             notes: whether [`note`] is to remember what is pushed; not where nothing is.
+            changing: names of parameters that are not pushed as they are.
         """
         parameters = plain_parameters(self._model)
-        self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+        frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+        self._frozen = {name: parameter for name, parameter in frozen.items() if name not in changing}
+        self._joined = {}
+        for name, parameter in parameters.items() if self._joins else ():
+            is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1
+            if is_matrix or name.endswith(".bias"):  # norms are layers of their own
+                self._joined.setdefault(_joined_in(name), []).append(name)
         self._notes = notes
 
     def has(self, name: str) -> bool:
-        """Whether vLLM has the parameter of this plain name as it is, without noise."""
+        """Whether vLLM has the parameter of this plain name as it is, without noise, and need not be given it for the
+        sake of others."""
+        return self._has(name) and all(map(self._has, self._joined.get(_joined_in(name), ())))
+
+    def _has(self, name: str) -> bool:
         parameter, held = self._frozen.get(name), self._held.get(name)
         return parameter is not None and held is not None and held[0]() is parameter and held[1] == parameter._version
 
@@ -60,6 +76,11 @@ class HeldWeights:
     def forget(self) -> None:
         """VLLM has nothing any more."""
         self._held.clear()
+
+
+def _joined_in(name: str) -> str:
+    """The block in which vLLM may join a parameter with others: `layers.0.self_attn` of queries."""
+    return name.rsplit(".", 2)[0]
 
 
 def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
