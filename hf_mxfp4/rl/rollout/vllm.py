@@ -36,6 +36,7 @@ from ..noise.targets import plain_name
 from .vllm_engine import VLLMEngine
 from .vllm_held import HeldWeights, bytes_in_16_bits
 from .vllm_server import WatchedServer
+from .vllm_start import check_forward, tell_how_to_serve
 
 
 #: ``(name, weight)`` pairs.
@@ -81,6 +82,9 @@ class VLLMPolicy:
         self.engine = VLLMEngine.of(generation)
         self.engine.describe(model, args)
         self.engine.check(model, args)
+        check_forward(model)
+        if self._is_server and self.engine.scheme is None:
+            tell_how_to_serve(model, args)
         self.server = WatchedServer.of(generation)
         if is_trainable_with_adapters(model):
             adapter_sums(model)
@@ -252,19 +256,15 @@ def rollout_parameters(
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them, or
     when an adapter's did not.
     """
-    if linear_noise is not None:
-        linear_noise.begin()
     noisy_weights = linear_noise.parameters if linear_noise is not None and sigma > 0 else {}
+    if noisy_weights:
+        linear_noise.begin()
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
     deltas, factors = dict(deltas or {}), dict(factors or {})
     norms = (
         {plain_name(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
     )
-    for name, matrix in quantized.items():
-        reason = matrix.layer.config.packing_unsupported_reason
-        if reason:
-            owner = name.removesuffix(".weight")
-            raise ValueError(f"vLLM cannot sample from {owner}: {reason}; set use_vllm=False")
+    check_forward(model)
     n_quantized = n_noisy = n_elements = 0
     energy = 0.0
     for name, tensor in named:
