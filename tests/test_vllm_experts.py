@@ -464,3 +464,13 @@ def test_the_operator_is_one_for_compiled_code(plugin, weights):
     arguments = x, topk_weights, ids, torch.tensor([0, 1, -1, 2, 3]), *parts, biases, *texts
     torch.library.opcheck(experts_operator, arguments, test_utils=["test_schema", "test_faketensor"])
     assert experts_operator(x[:0], topk_weights[:0], ids[:0], *arguments[3:]).shape == (0, SIZES["hidden"])
+
+
+def test_on_the_kernels_nothing_is_read_back(run_script):
+    """Of one process and of two with half the experts each: rows of the other's experts are in no product."""
+    report = run_script("run_vllm_experts.py", interpret=True)
+    for case, found in report.items():
+        kernel = "grouped_matmul_packed" if case.startswith("packed") else "grouped_matmul"
+        assert found["launches"][kernel] == 2 and found["read"] == 0, case
+        assert max(found["differences"].values()) < 1e-5, case
+    assert report.keys() == {"packed w4a16", "packed w4a4", "dense w4a4"}
