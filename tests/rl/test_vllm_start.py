@@ -221,6 +221,13 @@ def test_the_log_says_how_vllm_is_started(option, scheme, level, message, full, 
     assert ("hf_overrides" in made[0]) is is_told is (trainer.vllm_policy.engine.scheme is not None)
 
 
+def test_a_baseline_in_full_precision_is_no_reason_for_a_warning(full, tmp_path, made, caplog):
+    policy = AutoModelForCausalLM.from_pretrained(full)
+    options = {"use_vllm": True, "vllm_mode": "colocate", "aqn": False, "allow_full_precision": True}
+    trainer_factory(tmp_path)(policy=policy, **options)
+    assert "hf_overrides" not in made[0] and "vLLM is started" not in caplog.text
+
+
 def test_who_has_a_server_in_16_bits_is_told_how_to_start_another(full, caplog):
     caplog.set_level(logging.INFO, "hf_mxfp4")
     tell_how_to_serve(load(full), MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True))

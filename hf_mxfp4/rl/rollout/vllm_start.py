@@ -44,7 +44,7 @@ def vllm_in_scheme(args: MXFP4GRPOConfig) -> Iterator[None]:
         if config is not None:
             get_logger().info("vLLM is started in the scheme of the policy, %s", words)
         else:
-            is_asked_for = args.vllm_weights == "checkpoint"
+            is_asked_for = args.vllm_weights == "checkpoint" or not _quantized(generation.model)
             (get_logger().info if is_asked_for else get_logger().warning)(
                 "vLLM is started on the checkpoint of the policy as it is, and not in its scheme: %s", words
             )
@@ -135,10 +135,14 @@ def check_forward(model: nn.Module) -> None:
             )
 
 
+def _quantized(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, QUANTIZED)]
+
+
 def _slow_experts(model: nn.Module) -> str | None:
     """Why packed experts cannot be in vLLM's CUDA graphs; `None` where they can, or there are none of the two."""
-    for layer in model.modules():
-        if isinstance(layer, QUANTIZED) and isinstance(layer, ExpertsBase) and torch.cuda.is_available():
+    for layer in _quantized(model):
+        if isinstance(layer, ExpertsBase) and torch.cuda.is_available():
             weights, backend = layer.config.weight_scheme, layer.config.backend
             if not reads_packed_on_gpus(weights, backend):
                 return f"no kernel multiplies with experts packed by {weights} (backend={backend!r})"
@@ -147,8 +151,8 @@ def _slow_experts(model: nn.Module) -> str | None:
 
 def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], args: MXFP4GRPOConfig) -> str | None:
     """Why vLLM cannot be started in the scheme of the policy on its checkpoint."""
-    scheme, layers = base_scheme(model), [module for module in model.modules() if isinstance(module, QUANTIZED)]
-    if not layers:
+    scheme = base_scheme(model)
+    if not _quantized(model):
         return "it has no quantized layer"
     if scheme is None:
         return "its config does not have the scheme: it was not quantized by from_pretrained"
