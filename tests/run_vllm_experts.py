@@ -24,6 +24,7 @@ E, HIDDEN, INNER, TOKENS = 4, 128, 64, 6
 CASES = {
     "packed w4a16": {"preset": "w4a16"},
     "packed w4a4": {"preset": "w4a4", "outlier_fallback": 0.5},
+    "packed row": {"preset": "w4a4", "macro_block": "row"},
     "dense w4a4": {"preset": "w4a4"},
 }
 LAUNCHES = Counter()

@@ -471,4 +471,4 @@ def test_on_the_kernels_nothing_is_read_back(run_script):
         kernel = "grouped_matmul_packed" if case.startswith("packed") else "grouped_matmul"
         assert found["launches"][kernel] == 2 and found["read"] == 0, case
         assert max(found["differences"].values()) < 1e-5, case
-    assert report.keys() == {"packed w4a16", "packed w4a4", "dense w4a4"}
+    assert report.keys() == {"packed w4a16", "packed w4a4", "packed row", "dense w4a4"}

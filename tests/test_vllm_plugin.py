@@ -25,6 +25,7 @@ from hf_mxfp4.backends.select import dequantize
 from hf_mxfp4.gemm.storage.packed_weight import packed_shapes, packed_tensor
 from hf_mxfp4.layers import MXFP4PackedLinear
 from hf_mxfp4.vllm_plugin.activations import quantize_input
+from hf_mxfp4.vllm_plugin.expected import ExpectedLayers
 from hf_mxfp4.vllm_plugin.settings import EngineSettings
 
 
@@ -268,6 +269,25 @@ def test_joined_layers_are_those_that_were_joined(plugin, options):
     assert torch.equal(dequantized(layer, config), torch.cat([source.dequantized_weight() for source in sources]))
 
 
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_dense_layers_compute_the_same(plugin, preset):
+    config, expected = MXFP4RLConfig(mode="packed", preset=preset), ExpectedLayers(EngineSettings("dense"))
+    source, layer = packed_layer(config), LinearBase()
+    method = plugin.MXFP4RLDenseLinearMethod(config, "model.down_proj", expected, ["model.down_proj"])
+    layer.weight, layer.mxfp4_shape = nn.Parameter(source.dequantized_weight()), (48, 256)
+    with pytest.raises(RuntimeError, match=r"^model\.down_proj: not converted, since vLLM loads"):
+        method.process_weights_after_loading(layer)
+    expected.pending["model.down_proj"] = {"weight": source.weight, "weight_macro": source.weight_macro}
+    with pytest.raises(ValueError, match=r"^model\.down_proj\.weight_scale: in no file of the checkpoint"):
+        method.process_weights_after_loading(layer)
+    expected.arrived.add("model.down_proj")
+    method.process_weights_after_loading(layer)
+    assert layer.was_processed and expected.is_loaded
+    x = torch.randn(5, 256)
+    assert torch.equal(method.apply(layer, x), source(x))
+    assert method.weight_bytes(layer).stored == 4 * 48 * 256
+
+
 def test_packed_weights_are_written_in_place(plugin):
     """Loaded, pushed and loaded again: graphs hold the addresses."""
     config = MXFP4RLConfig(mode="packed", outlier_fallback=0.5)
@@ -375,6 +395,19 @@ def test_a_joined_layer_that_is_skipped_in_part_is_refused(plugin):
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     with pytest.raises(ValueError, match="skips only some of them"):
         config.get_quant_method(LinearBase(), "model.layers.0.self_attn.qkv_proj")
+
+
+def test_latent_attention_with_quantized_inputs_is_refused_unless_its_layers_compute_it(plugin, monkeypatch):
+    name = "model.layers.0.self_attn.kv_b_proj"
+    monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
+    config = plugin.MXFP4RLVLLMConfig(MXFP4RLConfig(mode="packed", preset="w4a4"))
+    with pytest.raises(ValueError, match=rf"{name}: .*VLLM_MLA_DISABLE=1"):
+        config.get_quant_method(LinearBase(), name)
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert type(config.get_quant_method(LinearBase(), name)) is plugin.MXFP4RLLinearMethod
+    weights_only = plugin.MXFP4RLVLLMConfig(MXFP4RLConfig(mode="packed"))
+    monkeypatch.delenv("VLLM_MLA_DISABLE")
+    assert type(weights_only.get_quant_method(LinearBase(), name)) is plugin.MXFP4RLLinearMethod
 
 
 class RoutedExperts(nn.Module):

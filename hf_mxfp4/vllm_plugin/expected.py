@@ -80,10 +80,6 @@ class ExpectedLayers:
             found = self.experts.get(next(tails, ""))
         return found
 
-    def has_arrived(self, name: str) -> bool:
-        """Whether ``name`` was converted, with or without what stands before the layers."""
-        return any(own == name or own.endswith(f".{name}") or name.endswith(f".{own}") for own in self.arrived)
-
     def is_done(self, size: WeightBytes) -> None:
         """Take note that one of vLLM's layers has its weights, of ``size``; after the last, log what all take."""
         self.is_loaded = True

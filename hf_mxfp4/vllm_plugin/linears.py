@@ -194,7 +194,7 @@ class MXFP4RLDenseLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Raise `RuntimeError` unless all that vLLM has joined here was converted, and `ValueError` where some of it
         came in part."""
-        missing = [part for part in self.parts if not self.expected.has_arrived(part)]
+        missing = [part for part in self.parts if part not in self.expected.arrived]
         names = packed_shapes(1, BLOCK_SIZE, self.scheme.weight_scheme)
         lacking = [
             f"{part}.{name}" for part in missing for name in names if name not in self.expected.pending.get(part, names)

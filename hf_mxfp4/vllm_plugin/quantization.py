@@ -6,6 +6,7 @@ checkpoint say so (`settings.py`). Whatever comes, from disk or from a trainer, 
 (`arriving.py`): what is packed stays packed, and what is in full precision is quantized.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -83,6 +84,11 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         if isinstance(layer, LinearBase):
             if self._skips(prefix):
                 return UnquantizedLinearMethod()
+            if prefix.endswith(".kv_b_proj") and self.scheme.activation_scheme is not None and not _is_mla_off():
+                raise ValueError(
+                    f"{prefix}: vLLM multiplies parts of this weight with queries and attention outputs, not with the "
+                    "inputs that the scheme quantizes; set VLLM_MLA_DISABLE=1, or use preset='w4a16'"
+                )
             parts, expected = self._parts(prefix), self.expected
             expected.linears.update(parts)
             expected.n_layers += 1
@@ -142,6 +148,11 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
 #: Whether vLLM sends weights through the quantization method before it loads them.
 _CONVERTS = hasattr(QuantizationConfig, "get_checkpoint_weight_mapper")
 _NO_MAPPER = "this version of vLLM does not let a plugin convert weights on their way (0.32 does)"
+
+
+def _is_mla_off() -> bool:
+    """Whether vLLM computes latent attention (MLA) by its layers, as it does other attention."""
+    return os.environ.get("VLLM_MLA_DISABLE", "0") not in ("", "0")
 
 
 def _masters_unsupported_reason(scheme: MXFP4RLConfig) -> str | None:

@@ -50,8 +50,8 @@ def grouped_matmul_packed(
 ) -> torch.Tensor:
     """Products of each expert's rows with its packed weight: ``x_e Q(W_e)^T + b_e``, summed in float32.
 
-    With few rows per expert codes are decoded on the way into the product (bfloat16, K a multiple of 8), and the values
-    of macro blocks are not rounded to bfloat16 before it; otherwise all weights are dequantized first, which takes
+    With few rows per expert codes are decoded on the way into the product (bfloat16, K a multiple of 8, macro blocks
+    shorter than a row), and the values of macro blocks are not rounded to bfloat16 before it; otherwise all weights are dequantized first, which takes
     memory for ``[E, N, K]`` in the dtype of ``x``.
 
     Args:
@@ -73,8 +73,6 @@ def grouped_matmul_packed(
     check_operands("grouped_matmul_packed", x=x, bias=bias)
     check_shape("x", x, (None, length))
     check_shape("codes", codes, (None, None, None))
-    if macro_block == "row":
-        raise ValueError("macro_block='row' is not covered by grouped_matmul_packed; dequantize the weights")
     check_packed(
         codes,
         scale,
@@ -98,7 +96,7 @@ def grouped_matmul_packed(
     out = x.new_empty(x.shape[0], n)
     if out.numel() == 0:
         return out
-    if decodes_first(x, n_experts):
+    if macro_block == "row" or decodes_first(x, n_experts):
         return grouped_matmul(x, dequantize(packed, length, scheme, x.dtype), offsets, bias)
     _multiply(x, packed, offsets, bias, out, scheme)
     return out
