@@ -51,8 +51,8 @@ def grouped_matmul_packed(
     """Products of each expert's rows with its packed weight: ``x_e Q(W_e)^T + b_e``, summed in float32.
 
     With few rows per expert codes are decoded on the way into the product (bfloat16, K a multiple of 8, macro blocks
-    shorter than a row), and the values of macro blocks are not rounded to bfloat16 before it; otherwise all weights are dequantized first, which takes
-    memory for ``[E, N, K]`` in the dtype of ``x``.
+    shorter than a row), and the values of macro blocks are not rounded to bfloat16 before it; otherwise all weights are
+    dequantized first, which takes memory for ``[E, N, K]`` in the dtype of ``x``.
 
     Args:
         x: ``[S, K]`` bfloat16, float16 or float32, rows sorted by expert.
