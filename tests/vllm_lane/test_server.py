@@ -53,8 +53,8 @@ def store(monkeypatch):
     use_store(monkeypatch)
 
 
-def trainer_on(server, folder, tmp_path, **options):
-    policy = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig(**SCHEME))
+def trainer_on(server, folder, tmp_path, *, preset=SCHEME["preset"], **options):
+    policy = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig(preset=preset))
     settings = {
         "use_vllm": True,
         "vllm_mode": "server",
@@ -136,8 +136,10 @@ def test_adapters_beside_codes_that_are_pushed_once(served, folder, tmp_path):
 
 
 def test_a_run_goes_on_with_a_new_server_when_the_old_one_dies(served, folder, work, tmp_path):
-    """The new one is started on the checkpoint that was left behind, of master weights."""
-    trainer = trainer_on(served, folder, tmp_path, aqn=False)
+    """The new one is started on the checkpoint that was left behind, of master weights, and has the scheme from it: it
+    quantizes inputs as the policy does, which the old one was not told to."""
+    options = {"preset": "w4a4", "aqn": False}
+    trainer = trainer_on(served, folder, tmp_path, **options)
     client = trainer.vllm_generation.vllm_client
     sample = client.generate
 
@@ -151,9 +153,10 @@ def test_a_run_goes_on_with_a_new_server_when_the_old_one_dies(served, folder, w
         trainer.train()
     checkpoint = tmp_path / "run" / "checkpoint-1"
     with Server(checkpoint, work, port=served.port) as again:
-        resumed = trainer_on(again, folder, tmp_path, aqn=False)
+        resumed = trainer_on(again, folder, tmp_path, **options)
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert resumed.state.global_step == 2
-        assert logged(resumed, "sampling/sampling_logp_difference/max")[2] < 1e-4
+        off = logged(resumed, "sampling/sampling_logp_difference/mean")
+        assert off[2] < 0.02 * off[1], off
         resumed.vllm_generation.sync_weights()
         assert differing(again, resumed.model) == set()
