@@ -63,6 +63,7 @@ from .rollout.generation import RolloutGeneration, describe_rollout_weights
 from .rollout.replay import BATCH_KEY, RouterReplay
 from .rollout.sampling import DynamicSampling, equal_rewards, logs_set_aside
 from .rollout.vllm import VLLMPolicy
+from .rollout.vllm_start import vllm_in_scheme
 
 
 class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
@@ -109,15 +110,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         functions = reward_funcs if isinstance(reward_funcs, list) or reward_funcs is None else [reward_funcs]
         if functions is not None:
             functions = [guard_reward(function) for function in functions]
-        super().__init__(
-            model,
-            functions,
-            args,
-            train_dataset,
-            eval_dataset,
-            quantization_config=reference_config(model, quantization_config, args),
-            **kwargs,
-        )
+        scheme = reference_config(model, quantization_config, args)
+        with vllm_in_scheme(args):
+            super().__init__(model, functions, args, train_dataset, eval_dataset, quantization_config=scheme, **kwargs)
         self.n_quantized = count_quantized(self.model)
         check_policy(self.model, self.n_quantized, args, self.accelerator)
         check_reference(self.model, self.ref_model, args)
@@ -260,7 +255,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         def rollout() -> tuple[int, float]:
             return self.state.global_step, self._sigma()
 
-        self.vllm_policy = VLLMPolicy(self.vllm_generation, self.model, self.args, self.rollout_noise, rollout)
+        noise, record = self.rollout_noise, self._record
+        self.vllm_policy = VLLMPolicy(self.vllm_generation, self.model, self.args, noise, rollout, record)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)  # [all processes' completions, functions]

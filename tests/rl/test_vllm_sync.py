@@ -111,6 +111,17 @@ def test_the_trainer_pushes_the_rollout_policy_and_reports_its_noise(build):
     assert trainer._metrics["train"]["aqn/measured_std"][0] == pytest.approx(1e-3, rel=0.25)
 
 
+@pytest.mark.parametrize("targets", ["norms", "linears", "both"])
+def test_the_first_stage_of_a_schedule_has_no_noise_to_push(build, targets):
+    trainer = build(aqn_targets=targets)
+    pushed = with_simulated_vllm(trainer)
+    trainer.model.train()
+    trainer.state.global_step, trainer.state.max_steps = 0, 4
+    trainer._generate(["1+1="])
+    assert trainer._metrics["train"]["aqn/sigma"] == [0.0] and len(pushed) == 1
+    assert torch.equal(pushed[0]["model.norm.weight"], trainer.model.model.norm.weight)
+
+
 def test_vllm_that_pulls_no_weights_is_an_error(build):
     trainer = build(aqn_num_stages=1)
     trainer.use_vllm = trainer.args.use_vllm = True
@@ -152,7 +163,9 @@ def pushed_by_trl(model, **options):
     args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True)
     accelerator = Accelerator(cpu=True)
     generation = SimpleNamespace(llm=vllm_llm(), _iter_named_params=lambda: trl_walk(model, accelerator))
-    VLLMPolicy(generation, model, args, options.get("noise"), lambda: (4, options.get("sigma", 0.0)))
+    generation.sync_weights = lambda: None
+    rollout = 4, options.get("sigma", 0.0)
+    VLLMPolicy(generation, model, args, options.get("noise"), lambda: rollout, lambda name, value: None)
     return dict(generation._iter_named_params())
 
 
@@ -279,8 +292,9 @@ def test_an_adapter_that_reaches_no_weight_is_an_error():
 def test_a_walk_that_does_not_merge_is_an_error():
     """TRL may change what it does before it reads the weights of a PEFT model."""
     model = with_adapters(quantized_model(), target_modules=["q_proj"])
-    generation = SimpleNamespace(llm=vllm_llm(), _iter_named_params=model.named_parameters)
-    VLLMPolicy(generation, model, MXFP4GRPOConfig(use_cpu=True, bf16=False), None, lambda: (0, 0.0))
+    generation = SimpleNamespace(llm=vllm_llm(), _iter_named_params=model.named_parameters, sync_weights=None)
+    args = MXFP4GRPOConfig(use_cpu=True, bf16=False)
+    VLLMPolicy(generation, model, args, None, lambda: (0, 0.0), lambda name, value: None)
     with pytest.raises(RuntimeError, match="in another way"):
         list(generation._iter_named_params())
     model.merge_adapter()  # PEFT's again
@@ -340,6 +354,9 @@ def test_without_a_checkpoint_the_defaults_are_assumed():
     assert (found.dtype, found.inputs, found.is_assumed) == (torch.bfloat16, None, True)
 
 
+OVERRIDES = {"quantization_config": {"quant_method": "mxfp4_rl", "mode": "qat", "preset": "w4a4"}}
+
+
 class Client:
     """TRL's client of a server that says this of its model; of one that says nothing."""
 
@@ -360,6 +377,11 @@ class Client:
         # Not the folder that the policy was loaded from, and not here.
         ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None, True)),
         (None, (torch.bfloat16, W4A4.activation_scheme, True)),
+        # Of a checkpoint in full precision, by --hf-overrides.
+        (
+            {"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": "plain", "hf_overrides": OVERRIDES},
+            (torch.float32, MXFP4RLConfig(preset="w4a4").activation_scheme, False),
+        ),
     ],
     ids=str,
 )
