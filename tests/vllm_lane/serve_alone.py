@@ -16,9 +16,9 @@ from pathlib import Path
 sys.modules["hf_mxfp4"] = None  # importing it is an error from here on
 os.environ["VLLM_PLUGINS"] = ""
 
-from decoding import add_mxfp4_kernels
-from harness import engine, served_model, vllm_logprobs
-from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+from decoding import add_mxfp4_kernels  # noqa: E402
+from harness import engine, served_model, vllm_logprobs  # noqa: E402
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS  # noqa: E402
 
 
 def served(folder: str) -> dict:
