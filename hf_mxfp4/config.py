@@ -374,7 +374,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
-        """Build from the dictionary form of `config.json`. Keyword arguments replace entries of the dictionary.
+        """Build from the dictionary form of `config.json`. Keyword arguments replace entries of the dictionary; what
+        it says to vLLM alone (`"vllm"`) is passed over.
 
         Raises as the constructor does; also `ValueError` when the dictionary is another method's.
         """
@@ -382,6 +383,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         method = options.pop("quant_method", QUANT_METHOD)
         if method != QUANT_METHOD:
             raise ValueError(f"this is a {method!r} quantization config; MXFP4RLConfig reads {QUANT_METHOD!r} only")
+        options.pop("vllm", None)
         names = {f.name for f in fields(cls) if f.init}
         unused = {key: value for key, value in kwargs.items() if key not in names} if return_unused_kwargs else {}
         options.update({key: value for key, value in kwargs.items() if key not in unused})

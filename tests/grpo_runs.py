@@ -120,9 +120,10 @@ def trl_walk(model, accelerator):
     return generation._iter_named_params()
 
 
-def vllm_llm(dtype=torch.float32, scheme=None):
-    """What vLLM's `LLM` says of itself: its dtype, and the scheme of a checkpoint that the plugin has loaded."""
-    quantization = None if scheme is None else SimpleNamespace(scheme=scheme)
+def vllm_llm(dtype=torch.float32, scheme=None, settings=None):
+    """What vLLM's `LLM` says of itself: its dtype, and the scheme of a checkpoint that the plugin has loaded, with its
+    settings."""
+    quantization = None if scheme is None else SimpleNamespace(scheme=scheme, settings=settings)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), quant_config=quantization)
     return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
 

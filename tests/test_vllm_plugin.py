@@ -21,7 +21,10 @@ from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.backends.select import dequantize
+from hf_mxfp4.gemm.storage.packed_weight import packed_shapes, packed_tensor
 from hf_mxfp4.layers import MXFP4PackedLinear
+from hf_mxfp4.vllm_plugin.activations import quantize_input
 
 
 ROOT = Path(hf_mxfp4.__file__).parents[1]
@@ -94,12 +97,18 @@ class QuantizationConfig(abc.ABC):
     def get_quant_method(self, layer, prefix): ...
 
 
-class ModelWeightParameter(nn.Parameter):
+class ChannelQuantScaleParameter(nn.Parameter):
     def __new__(cls, data, **kwargs):
         return super().__new__(cls, data=data, requires_grad=False)
 
+    def __init__(self, data, output_dim, weight_loader):
+        self.output_dim, self.weight_loader = output_dim, weight_loader
+
+
+class ModelWeightParameter(ChannelQuantScaleParameter):
     def __init__(self, data, input_dim, output_dim, weight_loader):
-        self.input_dim, self.output_dim, self.weight_loader = input_dim, output_dim, weight_loader
+        super().__init__(data, output_dim, weight_loader)
+        self.input_dim = input_dim
 
 
 REGISTERED: dict[str, type] = {}
@@ -126,8 +135,12 @@ STAND_INS = {
     },
     "vllm.model_executor.layers.quantization": {"register_quantization_config": register_quantization_config},
     "vllm.model_executor.layers.quantization.base_config": {"QuantizationConfig": QuantizationConfig},
-    "vllm.model_executor.parameter": {"ModelWeightParameter": ModelWeightParameter},
+    "vllm.model_executor.parameter": {
+        "ChannelQuantScaleParameter": ChannelQuantScaleParameter,
+        "ModelWeightParameter": ModelWeightParameter,
+    },
 }
+MODULES = ["hf_mxfp4.vllm_plugin.quantization", "hf_mxfp4.vllm_plugin.linears"]
 
 
 @pytest.fixture(scope="module")
@@ -137,29 +150,51 @@ def plugin():
             module = types.ModuleType(name)
             module.__dict__.update(members)
             patch.setitem(sys.modules, name, module)
-        patch.delitem(sys.modules, "hf_mxfp4.vllm_plugin.quantization", raising=False)
+        for name in MODULES:
+            patch.delitem(sys.modules, name, raising=False)
         importlib.import_module("hf_mxfp4.vllm_plugin").register()
         yield importlib.import_module("hf_mxfp4.vllm_plugin.quantization")
-    sys.modules.pop("hf_mxfp4.vllm_plugin.quantization", None)
+    for name in MODULES:
+        sys.modules.pop(name, None)
 
 
-def load(parameter, tensor, rank=0):
-    """What vLLM's loaders do to a parameter of a layer that is not joined: take this process's share of the columns."""
-    size = parameter.shape[parameter.input_dim]
-    tensor = tensor.narrow(parameter.input_dim, rank * size, size)
-    assert tensor.shape == parameter.shape and tensor.dtype == parameter.dtype
-    parameter.data.copy_(tensor)
+class Layer(LinearBase):
+    """A layer as vLLM has it: parts joined along the rows, of which this process has a share of the columns."""
+
+    def __init__(self, method, columns, rows, dtype, shares=1, rank=0):
+        super().__init__()
+        self.rows, self.rank = rows, rank
+        sizes = columns // shares, rows, columns, sum(rows), dtype
+        method.create_weights(self, *sizes, weight_loader=self.weight_loader)
+
+    def weight_loader(self, param, loaded_weight, loaded_shard_id=None):
+        """What vLLM's loaders do: narrow what came and what is there, and copy."""
+        data = param.data
+        if getattr(param, "input_dim", None) is not None:
+            size = data.shape[param.input_dim]
+            loaded_weight = loaded_weight.narrow(param.input_dim, self.rank * size, size)
+        if loaded_shard_id is not None:
+            index = "qkv".index(loaded_shard_id)
+            data = data.narrow(param.output_dim, sum(self.rows[:index]), self.rows[index])
+        assert data.shape == loaded_weight.shape
+        data.copy_(loaded_weight)
 
 
-def make_layer(method, sources, dtype, *, shares=1, rank=0):
-    """A layer as vLLM builds it, from packed layers that it joins along the rows."""
-    layer = LinearBase()
-    columns, rows = sources[0].in_features, [source.out_features for source in sources]
-    method.create_weights(layer, columns // shares, rows, columns, sum(rows), dtype, weight_loader=load)
+def make_layer(method, sources, dtype, **split):
+    """A layer with the weights of packed layers, loaded."""
+    layer = Layer(method, sources[0].in_features, [source.out_features for source in sources], dtype, **split)
     for name, parameter in layer.named_parameters():
-        parameter.weight_loader(parameter, torch.cat([getattr(source, name) for source in sources]), rank)
+        for source, shard in zip(sources, "qkv" if len(sources) == 3 else [None], strict=True):
+            parameter.weight_loader(parameter, getattr(source, name), *([shard] if shard else []))
     method.process_weights_after_loading(layer)
     return layer
+
+
+def dequantized(layer, config, dtype=torch.float32):
+    """The weight that the parameters of a layer stand for."""
+    parts = {name: getattr(layer, name).data for name in packed_shapes(1, 32, config.weight_scheme)}
+    tensor = packed_tensor(parts, 2 * layer.weight.shape[1], config.weight_scheme, dtype)
+    return dequantize(tensor, dtype)
 
 
 def packed_layer(config, rows=48, columns=256, dtype=torch.float32, seed=0):
@@ -212,9 +247,10 @@ def test_it_computes_what_the_packed_layer_does(plugin, options, dtype):
     source = packed_layer(config, dtype=dtype)
     method = plugin.MXFP4RLLinearMethod(config)
     layer = make_layer(method, [source], dtype)
-    assert [name for name, _ in layer.named_parameters()] == ["weight"] and layer.was_processed
+    names = list(packed_shapes(48, 256, config.weight_scheme))
+    assert [name for name, _ in layer.named_parameters()] == names
+    assert all(torch.equal(getattr(layer, name), getattr(source, name)) for name in names)  # names as on disk
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert layer.weight.dtype == dtype
     assert torch.equal(method.apply(layer, x), source(x))
     bias = torch.arange(48.0).to(dtype)
     assert torch.equal(
@@ -228,34 +264,68 @@ def test_joined_layers_are_those_that_were_joined(plugin, options):
     config = MXFP4RLConfig(mode="packed", **options)
     sources = [packed_layer(config, rows=rows, seed=rows) for rows in (64, 32, 32)]
     layer = make_layer(plugin.MXFP4RLLinearMethod(config), sources, torch.float32)
-    assert torch.equal(layer.weight, torch.cat([source.dequantized_weight() for source in sources]))
+    assert torch.equal(dequantized(layer, config), torch.cat([source.dequantized_weight() for source in sources]))
 
 
-def test_weights_are_pushed_as_they_are_after_loading(plugin):
-    config = MXFP4RLConfig(mode="packed")
-    layer = make_layer(plugin.MXFP4RLLinearMethod(config), [packed_layer(config)], torch.float32)
-    pushed = torch.arange(48 * 256.0).view(48, 256)
-    assert (layer.weight.input_dim, layer.weight.output_dim) == (1, 0)
-    layer.weight.weight_loader(layer.weight, pushed)
-    layer.was_processed = False
-    plugin.MXFP4RLLinearMethod(config).process_weights_after_loading(layer)
-    assert torch.equal(layer.weight, pushed) and layer.was_processed
+def test_packed_weights_are_written_in_place(plugin):
+    """Loaded, pushed and loaded again: graphs hold the addresses."""
+    config = MXFP4RLConfig(mode="packed", outlier_fallback=0.5)
+    method = plugin.MXFP4RLLinearMethod(config)
+    layer = make_layer(method, [packed_layer(config)], torch.float32)
+    addresses = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+    other = packed_layer(config, seed=1)
+    for name, parameter in layer.named_parameters():
+        parameter.weight_loader(parameter, getattr(other, name))
+    method.process_weights_after_loading(layer)
+    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == addresses
+    assert torch.equal(dequantized(layer, config), other.dequantized_weight())
 
 
-@pytest.mark.parametrize("options", [scheme for scheme in SCHEMES if scheme.get("macro_block") != "row"])
+@pytest.mark.parametrize("options", [options for options in SCHEMES if options.get("preset") != "w4a4"])
 def test_two_processes_split_the_columns(plugin, options):
     config = MXFP4RLConfig(mode="packed", **options)
     source, method = packed_layer(config), plugin.MXFP4RLLinearMethod(config)
-    halves = [make_layer(method, [source], torch.float32, shares=2, rank=rank).weight for rank in (0, 1)]
-    assert torch.equal(torch.cat(halves, dim=1), source.dequantized_weight())
+    halves = [make_layer(method, [source], torch.float32, shares=2, rank=rank) for rank in (0, 1)]
+    values = torch.cat([dequantized(half, config) for half in halves], dim=1)
+    assert torch.equal(values, source.dequantized_weight())
 
 
-@pytest.mark.parametrize("options, shares", [({}, 4), ({"macro_block": None}, 16), ({"macro_block": "row"}, 2)])
-def test_a_share_that_would_cut_blocks_is_refused(plugin, options, shares):
+@pytest.mark.parametrize(
+    "options, shares, reason",
+    [
+        ({}, 4, "cuts blocks of 128; choose a smaller tensor_parallel_size"),
+        ({"macro_block": None}, 16, "cuts blocks of 32; choose"),
+        ({"macro_block": "row"}, 16, "cuts blocks of 32; choose"),
+        ({"macro_block": "row", "preset": "w4a4"}, 2, "one factor for the whole row"),
+    ],
+)
+def test_a_share_that_would_cut_blocks_is_refused(plugin, options, shares, reason):
     config = MXFP4RLConfig(mode="packed", **options)
-    with pytest.raises(ValueError, match=r"model\.down_proj: .*smaller tensor_parallel_size"):
+    with pytest.raises(ValueError, match=rf"model\.down_proj: .*{reason}"):
         method = plugin.MXFP4RLLinearMethod(config, "model.down_proj")
         make_layer(method, [packed_layer(config)], torch.float32, shares=shares)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
+def test_what_is_not_packed_is_not_cut_to_size(plugin, dtype):
+    """vLLM's loader of layers that are split by columns would take as many bytes as there is room for."""
+    config = MXFP4RLConfig(mode="packed")
+    layer = make_layer(plugin.MXFP4RLLinearMethod(config, "model.down_proj"), [packed_layer(config)], torch.float32)
+    with pytest.raises(ValueError, match=r"model\.down_proj\.weight takes uint8 of 128 columns; torch.*48, 256"):
+        layer.weight.weight_loader(layer.weight, torch.zeros(48, 256, dtype=dtype))
+
+
+def test_parts_that_no_file_has_are_named(plugin):
+    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["lm_head"])
+    parts = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    method = plugin.MXFP4RLLinearMethod(config, "model.layers.0.self_attn.qkv_proj", parts=parts)
+    layer = Layer(method, 256, [64, 32, 32], torch.float32)
+    for name, parameter in layer.named_parameters():
+        for shard, rows in zip("qkv", layer.rows, strict=True):
+            if (name, shard) != ("weight_macro", "k"):
+                parameter.weight_loader(parameter, getattr(packed_layer(config, rows), name), shard)
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.k_proj\.weight_macro: in no file"):
+        method.process_weights_after_loading(layer)
 
 
 def test_the_scheme_comes_from_config_json(plugin, checkpoint, tmp_path):
@@ -340,7 +410,8 @@ def test_it_compiles_as_one_graph(plugin):
     x = torch.randn(5, 256)
     compiled = torch.compile(lambda x: method.apply(layer, x), fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), source(x))
-    torch.library.opcheck(plugin.quantize_input, (x, method._json), test_utils=["test_schema", "test_faketensor"])
+    scheme = json.dumps(config.to_dict())
+    torch.library.opcheck(quantize_input, (x, scheme), test_utils=["test_schema", "test_faketensor"])
 
 
 # ---- the stand-ins against the real sources -------------------------------------------------------------------------
@@ -377,9 +448,10 @@ def test_stand_ins_have_the_real_signatures(name):
 @pytest.mark.skipif("VLLM_SOURCE" not in os.environ, reason="set VLLM_SOURCE to a folder with vLLM's sources")
 def test_what_the_plugin_imports_is_there():
     folder = Path(os.environ["VLLM_SOURCE"])
-    plugin = ast.parse((ROOT / "hf_mxfp4" / "vllm_plugin" / "quantization.py").read_text())
-    wanted = [n for n in plugin.body if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("vllm.")]
-    assert len(wanted) == 4
+    sources = [path.read_text() for path in (ROOT / "hf_mxfp4" / "vllm_plugin").glob("*.py")]
+    nodes = [node for text in sources for node in ast.parse(text).body]
+    wanted = [n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("vllm.")]
+    assert len(wanted) > 5
     for node in wanted:
         path = folder / node.module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()

@@ -13,7 +13,16 @@ from .lora_layer import MXFP4LoraLinear
 from .lora_model import MXFP4LoraModel, merge_adapters
 from .master_lora import MXFP4LoraMasterLinear
 from .merge.merge_report import MergeReport
-from .rollout import adapter_sums, is_packed_with_adapters, is_trainable_with_adapters, policy_parameters
+from .rollout import (
+    adapted_parameters,
+    adapter_factors,
+    adapter_rank,
+    adapter_sums,
+    has_inseparable_adapters,
+    is_packed_with_adapters,
+    is_trainable_with_adapters,
+    policy_parameters,
+)
 from .target_names import strict_targets
 
 
@@ -29,7 +38,11 @@ __all__ = [
     "MXFP4LoraMasterLinear",
     "MXFP4LoraModel",
     "MergeReport",
+    "adapted_parameters",
+    "adapter_factors",
+    "adapter_rank",
     "adapter_sums",
+    "has_inseparable_adapters",
     "is_packed_with_adapters",
     "is_trainable_with_adapters",
     "merge_adapters",

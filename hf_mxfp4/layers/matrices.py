@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import experts_layout
 from ..gemm import LayerRng
+from ..gemm.storage.packed_weight import quantize_weight
 from ..numerics import GemmScheme
 from .experts import MXFP4Experts
 from .experts_base import ExpertsBase
@@ -73,6 +74,20 @@ class WeightMatrix:
         if self.expert is None:
             return self.layer.quantized_weight(value, value.dtype)
         return self.layer.rows_first(self.layer.quantized_weight(self.parameter, value, value.dtype))
+
+    def packed_values(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Codes and scales of [`layer_values`], uint8 ``[N, ...]`` or of experts ``[E, N, ...]``, where the scheme can
+        be packed; by what their names in a packed checkpoint have after that of the parameter."""
+        scheme, backend = self.layer.config.weight_scheme, self.layer.config.backend
+        weights = value.detach()[None] if self.expert is None else self.layer.rows_first(value.detach())
+        packed: dict[str, torch.Tensor] = {}
+        for index, rows in enumerate(weights):
+            for field, part in quantize_weight(rows, scheme, backend).items():
+                name = field.removeprefix("weight")
+                if index == 0:
+                    packed[name] = part.new_empty(len(weights), *part.shape)
+                packed[name][index] = part
+        return {name: part[0] for name, part in packed.items()} if self.expert is None else packed
 
     def effective_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """The values that the forward product takes for rows of the matrix, rotated back, in its dtype."""

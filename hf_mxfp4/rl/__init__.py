@@ -26,6 +26,7 @@ _LAZY = {
     "RunReportCallback": "callbacks.report",
     "StepMovementCallback": "callbacks.movement",
     "TemperatureCallback": "callbacks.policy",
+    "VLLMServerError": "rollout.vllm_server",
 }
 
 __all__ = sorted(_LAZY)

@@ -17,6 +17,10 @@ from .noise.targets import TARGETS
 from .rollout.correction_options import check_correction, share_with_trl
 
 
+#: What `vllm_weights` can be.
+VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
+
+
 @dataclass
 class MXFP4GRPOConfig(GRPOConfig):
     """Options of [`MXFP4GRPOTrainer`], beside all of [`trl.GRPOConfig`]'s. Flat, so that YAML and the command line can
@@ -170,6 +174,15 @@ class MXFP4GRPOConfig(GRPOConfig):
             "the same but for the rounding of the copy and the order of sums."
         },
     )
+    vllm_weights: str = field(
+        default="packed",
+        metadata={
+            "help": "How a colocated vLLM keeps quantized weights: 'packed' as 4-bit codes and scales in the scheme of "
+            "the policy, which weight updates send too, with room for LoRA adapters; 'dense' in the scheme of the "
+            "policy and 16 bits, as it does by itself for noise on linear layers and adapters on experts; 'checkpoint' "
+            "starts it on the checkpoint of the policy as it is. A server is told when it is started."
+        },
+    )
     compile_rollouts: bool = field(
         default=False,
         metadata={
@@ -248,6 +261,7 @@ class MXFP4GRPOConfig(GRPOConfig):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         self._check_weight_copies()
+        self._check_vllm_weights()
         if self.router_replay:
             self._check_router_replay()
         super().__post_init__()
@@ -296,6 +310,17 @@ class MXFP4GRPOConfig(GRPOConfig):
                     f"rollout_weights={self.rollout_weights!r} has no effect with {reason}; leave rollout_weights at "
                     f"{self._default('rollout_weights')!r}"
                 )
+
+    def _check_vllm_weights(self) -> None:
+        if self.vllm_weights not in VLLM_WEIGHTS:
+            raise ValueError(
+                f"vllm_weights={self.vllm_weights!r} is not known; choose one of {', '.join(VLLM_WEIGHTS)}"
+            )
+        if self._is_set("vllm_weights") and not (self.use_vllm and self.vllm_mode == "colocate"):
+            raise ValueError(
+                f"vllm_weights={self.vllm_weights!r} has no effect without a vLLM in this process (use_vllm=True, "
+                "vllm_mode='colocate'); a server is told when it is started (docs/vllm.md)"
+            )
 
     def _default(self, name: str) -> Any:
         return type(self).__dataclass_fields__[name].default

@@ -64,6 +64,7 @@ from .rollout.replay import BATCH_KEY, RouterReplay
 from .rollout.sampling import DynamicSampling, equal_rewards, logs_set_aside
 from .rollout.served_experts import experts_returned
 from .rollout.vllm import VLLMPolicy
+from .rollout.vllm_start import vllm_in_scheme
 
 
 class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
@@ -111,7 +112,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         if functions is not None:
             functions = [guard_reward(function) for function in functions]
         scheme = reference_config(model, quantization_config, args)
-        with experts_returned(args):
+        with vllm_in_scheme(args), experts_returned(args):
             super().__init__(model, functions, args, train_dataset, eval_dataset, quantization_config=scheme, **kwargs)
         self.n_quantized = count_quantized(self.model)
         check_policy(self.model, self.n_quantized, args, self.accelerator)
@@ -257,7 +258,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         def rollout() -> tuple[int, float]:
             return self.state.global_step, self._sigma()
 
-        self.vllm_policy = VLLMPolicy(self.vllm_generation, self.model, self.args, self.rollout_noise, rollout)
+        noise, record = self.rollout_noise, self._record
+        self.vllm_policy = VLLMPolicy(self.vllm_generation, self.model, self.args, noise, rollout, record)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)  # [all processes' completions, functions]

@@ -1,40 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's view of `quant_method: mxfp4_rl`, through its documented interface for methods that it does not know.
 
-Packed weights of linear layers are read under their own names and dequantized once, after loading; those of experts
-are dequantized as they arrive (`arriving.py`). Products are vLLM's own on the dequantized weights. So the numbers are
-those of the packed model, and the memory is that of a 16-bit one. To have vLLM compute on 4 bits, export the checkpoint
-to a format that it has kernels for.
+Linear layers (`linears.py`) and experts (`experts.py`) keep codes and scales, or dense values where the settings of the
+checkpoint say so (`settings.py`). Whatever comes, from disk or from a trainer, is converted on its way
+(`arriving.py`): what is packed stays packed, and what is in full precision is quantized.
 """
 
-import json
-import math
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.parameter import ModelWeightParameter
 
-from ..backends.select import dequantize
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..gemm.storage.packed_weight import packed_shapes, packed_tensor
 from ..module_names import ALWAYS_SKIPPED, name_matches
-from ..numerics import BLOCK_SIZE
-from .activations import quantize_input
 from .expected import ExpectedLayers
+from .linears import MXFP4RLDenseLinearMethod, MXFP4RLLinearMethod
+from .settings import SETTINGS_KEY, EngineSettings
 
 
 class MXFP4RLVLLMConfig(QuantizationConfig):
     """The scheme of a packed checkpoint, or of one of master weights, as vLLM asks for it.
 
-    Raises `ValueError` for master weights whose quantized values are not what the policy computes with, and for schemes
-    whose activations vLLM cannot quantize.
+    Raises `ValueError` for master weights whose quantized values are not what the policy computes with, for schemes
+    whose activations vLLM cannot quantize, and for settings that this version of vLLM cannot keep.
     """
 
-    def __init__(self, scheme: MXFP4RLConfig):
+    def __init__(self, scheme: MXFP4RLConfig, settings: EngineSettings | None = None):
         super().__init__()
+        settings = settings or EngineSettings()
         reason = _masters_unsupported_reason(scheme) if scheme.mode == "qat" else None
         if reason:
             raise ValueError(
@@ -47,8 +42,10 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
                 "that is learned while a model trains and is not part of a checkpoint; pack with preset='w4a16' for "
                 "vLLM"
             )
-        self.scheme = scheme
-        self.expected = ExpectedLayers()
+        if settings != EngineSettings() and not _CONVERTS:
+            raise ValueError(f"{settings}: {_NO_MAPPER}, and only packed checkpoints can be kept, packed")
+        self.scheme, self.settings = scheme, settings
+        self.expected = ExpectedLayers(settings)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.scheme.describe()})"
@@ -71,21 +68,28 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "MXFP4RLVLLMConfig":
-        return cls(MXFP4RLConfig.from_dict(config))
+        return cls(MXFP4RLConfig.from_dict(config), EngineSettings.read(config.get(SETTINGS_KEY)))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Learn from the config of the model how vLLM reads its experts."""
+        """Learn from the config of the model how vLLM reads its experts, and write the settings into it: vLLM keeps
+        compiled graphs by what stands there."""
         self.expected.is_transposed = getattr(hf_config, "model_type", None) == "gpt_oss"
+        for config in (hf_config, getattr(hf_config, "text_config", None)):
+            stored = getattr(config, "quantization_config", None)
+            if isinstance(stored, dict):
+                stored[SETTINGS_KEY] = self.settings.to_dict()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, LinearBase):
             if self._skips(prefix):
                 return UnquantizedLinearMethod()
-            if self.scheme.mode == "packed":
-                return MXFP4RLLinearMethod(self.scheme, prefix)
-            self.expected.device = torch.get_default_device()  # vLLM's, while it makes layers
-            self.expected.linears.update(self._parts(prefix))
-            return MXFP4RLMasterLinearMethod(self.scheme, prefix, self.expected, self._parts(prefix))
+            parts, expected = self._parts(prefix), self.expected
+            expected.linears.update(parts)
+            expected.n_layers += 1
+            # vLLM's, while it makes layers.
+            expected.device, expected.dtype = torch.get_default_device(), torch.get_default_dtype()
+            method = MXFP4RLLinearMethod if self.settings.weights == "packed" else MXFP4RLDenseLinearMethod
+            return method(self.scheme, prefix, expected, parts)
         # By name: the class has moved between versions of vLLM.
         is_experts = any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(layer).__mro__)
         if is_experts and ".block_sparse_moe." in prefix:
@@ -99,28 +103,13 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
                 "checkpoint to a format that vLLM has experts in: hf-mxfp4 export --format compressed-tensors, gpt-oss "
                 "or bf16"
             )
-        from .experts import MXFP4RLExpertsMethod
+        from .experts import experts_method
 
-        self.expected.experts.add(prefix)
-        self.expected.device = torch.get_default_device()
-        self.expected.projection_names = (
-            layer.ckpt_gate_proj_name,
-            layer.ckpt_up_proj_name,
-            layer.ckpt_down_proj_name,
-        )
-        return MXFP4RLExpertsMethod(layer.moe_config, self.expected, prefix)
+        return experts_method(layer, self.scheme, self.expected, prefix)
 
     def _experts_unsupported_reason(self) -> str | None:
         if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
             return "this version of vLLM does not let a plugin convert weights on their way; 0.32 does"
-        weights = self.scheme.weight_scheme
-        if self.scheme.mode == "qat" and (weights.block_rows != 1 or weights.fallback_rate is not None):
-            return "their master weights come in parts, of which rows that are quantized together cannot be found"
-        if self.scheme.activation_scheme is not None:
-            return (
-                "vLLM computes an expert in one kernel, in which the input of down_proj cannot be quantized; use "
-                "preset='w4a16'"
-            )
         return None
 
     def get_checkpoint_weight_mapper(self) -> Any:
@@ -150,106 +139,15 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         return all(skipped.values())
 
 
-class MXFP4RLLinearMethod(LinearMethodBase):
-    """Loads packed tensors, then computes ``Q(x) Q(W)^T + b`` on the dequantized weight."""
-
-    def __init__(self, scheme: MXFP4RLConfig, name: str = ""):
-        self.scheme, self.name = scheme, name
-        self._json = json.dumps(scheme.to_dict())
-        self._plain = UnquantizedLinearMethod()
-
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """uint8 parameters of the shapes on disk; of a layer that is split by columns, the share of this process.
-
-        Raises `ValueError` when a share would cut a block or macro block.
-        """
-        weights = self.scheme.weight_scheme
-        if input_size_per_partition != input_size:
-            macro_block = weights.macro_block or BLOCK_SIZE
-            unit = input_size if macro_block == "row" else math.lcm(BLOCK_SIZE, macro_block)
-            if input_size_per_partition % unit:
-                raise ValueError(
-                    f"{self.name}: tensor parallelism gives each process {input_size_per_partition} of {input_size} "
-                    f"columns, which cuts blocks of {unit}; choose a smaller tensor_parallel_size"
-                )
-        shapes = packed_shapes(sum(output_partition_sizes), input_size_per_partition, weights)
-        for name, shape in shapes.items():
-            parameter = ModelWeightParameter(
-                data=torch.empty(shape, dtype=torch.uint8),
-                input_dim=1,
-                output_dim=0,
-                weight_loader=extra_weight_attrs["weight_loader"],
-            )
-            layer.register_parameter(name, parameter)
-        layer.mxfp4_columns, layer.mxfp4_dtype = input_size_per_partition, params_dtype
-        layer.mxfp4_weight_loader = extra_weight_attrs["weight_loader"]
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Put the dequantized weight in the place of the packed tensors, with the loader that they had: trainers push
-        full-precision weights later, and those are loaded as they are."""
-        if layer.weight.dtype != torch.uint8:  # pushed ones are processed again
-            self._plain.process_weights_after_loading(layer)
-            return
-        weights = self.scheme.weight_scheme
-        names = packed_shapes(1, layer.mxfp4_columns, weights)
-        packed = {name: getattr(layer, name).data for name in names}
-        tensor = packed_tensor(packed, layer.mxfp4_columns, weights, layer.mxfp4_dtype)
-        weight = dequantize(tensor, layer.mxfp4_dtype, self.scheme.backend)
-        for name in names:
-            delattr(layer, name)
-        parameter = ModelWeightParameter(
-            data=weight, input_dim=1, output_dim=0, weight_loader=layer.mxfp4_weight_loader
-        )
-        layer.register_parameter("weight", parameter)
-        self._plain.process_weights_after_loading(layer)
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self.scheme.activation_scheme is not None:
-            x = quantize_input(x, self._json)
-        return self._plain.apply(layer, x, bias)
-
-
-class MXFP4RLMasterLinearMethod(MXFP4RLLinearMethod):
-    """Loads ``Q(W)`` of master weights, quantized on their way, then computes as the packed layer does."""
-
-    def __init__(self, scheme: MXFP4RLConfig, name: str, expected: ExpectedLayers, parts: list[str]):
-        super().__init__(scheme, name)
-        self.expected, self.parts = expected, parts
-
-    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **options: Any) -> None:
-        """The weight of a layer that is not quantized: masters are quantized before it is split among processes."""
-        self._plain.create_weights(layer, *sizes, **options)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Raise `RuntimeError` unless all that vLLM has joined here was quantized."""
-        missing = [part for part in self.parts if part not in self.expected.arrived]
-        if missing:
-            raise RuntimeError(
-                f"{', '.join(missing)}: master weights were not quantized, since vLLM loads this model's weights past "
-                "the plugin; pack them: hf_mxfp4.pack(model), then save_pretrained, and load that folder"
-            )
-        self.expected.is_loaded = True
-        self._plain.process_weights_after_loading(layer)
+#: Whether vLLM sends weights through the quantization method before it loads them.
+_CONVERTS = hasattr(QuantizationConfig, "get_checkpoint_weight_mapper")
+_NO_MAPPER = "this version of vLLM does not let a plugin convert weights on their way (0.32 does)"
 
 
 def _masters_unsupported_reason(scheme: MXFP4RLConfig) -> str | None:
     """Why vLLM cannot load master weights as the quantized values that the policy computes with; `None` if it can."""
-    if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
-        return (
-            "this version of vLLM does not let a plugin convert weights on their way (0.32 does); pack them: "
-            "hf_mxfp4.pack(model), then save_pretrained, and load that folder"
-        )
-    if scheme.layer_overrides:
-        return "layer_overrides gives layers schemes of their own"
+    if not _CONVERTS:
+        return f"{_NO_MAPPER}; pack them: hf_mxfp4.pack(model), then save_pretrained, and load that folder"
     return scheme.packing_unsupported_reason
 
 

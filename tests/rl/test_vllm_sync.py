@@ -152,7 +152,9 @@ def pushed_by_trl(model, **options):
     args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True)
     accelerator = Accelerator(cpu=True)
     generation = SimpleNamespace(llm=vllm_llm(), _iter_named_params=lambda: trl_walk(model, accelerator))
-    VLLMPolicy(generation, model, args, options.get("noise"), lambda: (4, options.get("sigma", 0.0)))
+    generation.sync_weights = lambda: None
+    rollout = 4, options.get("sigma", 0.0)
+    VLLMPolicy(generation, model, args, options.get("noise"), lambda: rollout, lambda name, value: None)
     return dict(generation._iter_named_params())
 
 
@@ -279,8 +281,9 @@ def test_an_adapter_that_reaches_no_weight_is_an_error():
 def test_a_walk_that_does_not_merge_is_an_error():
     """TRL may change what it does before it reads the weights of a PEFT model."""
     model = with_adapters(quantized_model(), target_modules=["q_proj"])
-    generation = SimpleNamespace(llm=vllm_llm(), _iter_named_params=model.named_parameters)
-    VLLMPolicy(generation, model, MXFP4GRPOConfig(use_cpu=True, bf16=False), None, lambda: (0, 0.0))
+    generation = SimpleNamespace(llm=vllm_llm(), _iter_named_params=model.named_parameters, sync_weights=None)
+    args = MXFP4GRPOConfig(use_cpu=True, bf16=False)
+    VLLMPolicy(generation, model, args, None, lambda: (0, 0.0), lambda name, value: None)
     with pytest.raises(RuntimeError, match="in another way"):
         list(generation._iter_named_params())
     model.merge_adapter()  # PEFT's again

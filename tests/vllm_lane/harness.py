@@ -6,6 +6,7 @@ functions that do this are replaced when this module is imported, before any mod
 """
 
 import gc
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import utils, vocab_parallel_embedding
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+from hf_mxfp4.backends.select import dequantize
+from hf_mxfp4.gemm.storage.packed_weight import packed_shapes, packed_tensor
+from hf_mxfp4.numerics import QuantScheme
 
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool = True) -> None:
@@ -121,10 +126,24 @@ def served_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def vllm_logprobs(llm: "vllm.LLM", prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
+def values_inside(inside: dict[str, torch.Tensor], name: str, scheme: QuantScheme) -> torch.Tensor:
+    """The float32 values of the packed weight of layer ``name`` in what [`served_weights`] found."""
+    packed = {part: inside[f"{name}.{part}"] for part in packed_shapes(1, 32, scheme)}
+    return dequantize(packed_tensor(packed, 2 * packed["weight"].shape[1], scheme, torch.float32), torch.float32)
+
+
+def with_settings(folder: Path, **settings: Any) -> Path:
+    """Write the plugin's settings into the checkpoint in ``folder``, and return it."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["vllm"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def vllm_logprobs(llm: "vllm.LLM", prompts: list[list[int]] = PROMPTS, **options: Any) -> torch.Tensor:
     """Log-probabilities ``[prompts, length - 1]`` of the tokens of the prompts, by vLLM."""
     parameters = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False, **options)
     rows = [
         [chosen[token].logprob for token, chosen in zip(ids[1:], out.prompt_logprobs[1:], strict=True)]
         for ids, out in zip(prompts, outputs, strict=True)

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from harness import engine, model_logprobs, served_model, served_weights, tiny_model, vllm_logprobs
+from harness import engine, model_logprobs, served_model, served_weights, tiny_model, values_inside, vllm_logprobs
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -40,14 +40,18 @@ def test_masters_are_served_as_their_quantized_values(tmp_path, name):
     assert (expected - unquantized).abs().max() > 0.05  # of which quantization is seen
 
 
-@pytest.mark.parametrize("scheme", [{}, {"macro_block": "row"}, {"weight_block": "32x32", "macro_block": 32}], ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    [{"outlier_fallback_rate": 0.1}, {"macro_block": "row"}, {"weight_block": "32x32", "macro_block": 32}],
+    ids=str,
+)
 def test_the_very_weights_of_the_policy(tmp_path, scheme):
     policy, folder = saved_policy(tmp_path, "qwen2", {}, **scheme)
     with engine(folder) as llm:
         inside = served_weights(served_model(llm))
     for name in ("self_attn.k_proj", "mlp.up_proj", "mlp.down_proj"):
         layer = policy.get_submodule(f"model.layers.1.{name}")
-        found = inside[f"model.layers.1.{name}.weight"]
+        found = values_inside(inside, f"model.layers.1.{name}", layer.config.weight_scheme)
         assert torch.equal(found, layer.effective_weight(layer.weight).detach()), name
         assert not torch.equal(found, layer.weight)
     assert torch.equal(inside["model.norm.weight"], policy.model.norm.weight)

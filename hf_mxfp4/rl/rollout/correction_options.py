@@ -39,6 +39,8 @@ def share_with_trl(args: Any) -> None:
 
     Raises `ValueError` under `use_vllm` where both are given and differ, and for a mode that is not known.
     """
+    if args.vllm_importance_sampling_cap is not None:  # the old name of the upper limit, which TRL still reads
+        args.vllm_importance_sampling_clip_max = args.vllm_importance_sampling_cap
     ours, theirs = args.rollout_correction, args.vllm_importance_sampling_correction
     if theirs is None:
         args.vllm_importance_sampling_correction = ours
@@ -48,8 +50,8 @@ def share_with_trl(args: Any) -> None:
             "importance weights leave vllm_importance_sampling_correction out; for TRL's leave rollout_correction out"
         )
     for name, own in _SAME.items():
-        given, value = _given(args, name), getattr(args, own)
-        if not given:
+        value = getattr(args, own)
+        if not _is_set(args, name):
             setattr(args, name, value)
         elif args.use_vllm and _is_set(args, own) and getattr(args, name) != value:
             raise ValueError(
@@ -73,12 +75,6 @@ def limits_in_force(args: Any) -> tuple[str, float | None, float | None] | None:
     return tuple(getattr(args, name) for name in _SAME)
 
 
-def _given(args: Any, name: str) -> bool:
-    """Whether one of TRL's options was given, as far as it can be told from its value."""
-    if name == "vllm_importance_sampling_clip_max" and args.vllm_importance_sampling_cap is not None:
-        args.vllm_importance_sampling_clip_max = args.vllm_importance_sampling_cap  # its old name, as TRL reads it
-    return _is_set(args, name)
-
-
 def _is_set(args: Any, name: str) -> bool:
+    """Whether an option was given, as far as it can be told from its value."""
     return getattr(args, name) != type(args).__dataclass_fields__[name].default

@@ -2,27 +2,40 @@
 """Weights on their way to vLLM: what the policy computes with, not what it stores.
 
 TRL pushes raw parameters. For a trained quantized policy these are the master weights, and hooks on the policy's norms
-do not reach vLLM's; so quantized layers send ``Q(W)`` and norms send their noisy weights. Adapters are not merged into
-master weights, as TRL would do: ``Q(W) + delta`` is sent, which is what the policy computes with, of trainable layers
-([`adapter_sums`]) and of packed ones ([`policy_parameters`]). What vLLM does to activations, [`VLLMEngine`] knows.
+do not reach vLLM's; so quantized layers send ``Q(W)`` and norms send their noisy weights. A vLLM that keeps weights in
+4 bits is sent those codes and scales, and the factors of adapters beside them ([`adapter_factors`]). Elsewhere adapters
+are not merged into master weights, as TRL would do: ``Q(W) + delta`` is sent, which is what the policy computes with,
+of trainable layers ([`adapter_sums`]) and of packed ones ([`policy_parameters`]). What vLLM keeps, and what it does to
+activations, [`VLLMEngine`] knows.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...adapters import adapter_sums, is_packed_with_adapters, is_trainable_with_adapters, policy_parameters
+from ..._logging import get_logger
+from ...adapters import (
+    adapted_parameters,
+    adapter_factors,
+    adapter_sums,
+    is_packed_with_adapters,
+    is_trainable_with_adapters,
+    policy_parameters,
+)
 from ...backends.devices import widest_float
-from ...layers import trainable_matrices
+from ...layers import MXFP4Linear, MXFP4PackedLinear, trainable_matrices
+from ...layers.experts_base import ExpertsBase
 from ..config import MXFP4GRPOConfig
 from ..noise.linears import LinearNoise
 from ..noise.norms import NoiseReport, NormNoise
 from ..noise.rollouts import RolloutNoise
 from ..noise.targets import plain_name
 from .vllm_engine import VLLMEngine
+from .vllm_held import HeldWeights, bytes_in_16_bits
+from .vllm_server import WatchedServer
 
 
 #: ``(name, weight)`` pairs.
@@ -32,7 +45,8 @@ Parameters = Iterable[tuple[str, torch.Tensor]]
 class VLLMPolicy:
     """The policy as vLLM is to sample from it, whenever TRL's `VLLMGeneration` pushes weights.
 
-    TRL makes that object itself, and walks over the parameters wherever it pushes: that walk is replaced, for good.
+    TRL makes that object itself, and walks over the parameters wherever it pushes: that walk is replaced, for good. It
+    leaves out what vLLM has already: frozen weights, since they were pushed.
 
     Args:
         generation: TRL's object.
@@ -40,12 +54,16 @@ class VLLMPolicy:
         args: of the trainer.
         noise: what goes on the weights; `None` without.
         rollout: gives the step and the standard deviation of its noise, now.
+        record: called with a metric's name and value.
 
     Attributes:
         engine: what vLLM computes with.
         has_noise: whether some of vLLM's weights are noisy.
+        held: what vLLM has as it is.
+        n_syncs: how many times the weights were pushed.
+        server: what watches vLLM where it is a server; `None` elsewhere.
 
-    Raises `ValueError` for adapters that cannot be pushed.
+    Raises `ValueError` for adapters that cannot be pushed, and where what vLLM keeps cannot hold the policy.
     """
 
     def __init__(
@@ -55,15 +73,23 @@ class VLLMPolicy:
         args: MXFP4GRPOConfig,
         noise: RolloutNoise | None,
         rollout: Callable[[], tuple[int, float]],
+        record: Callable[[str, float], None],
     ):
-        self._model, self._args, self._noise, self._rollout = model, args, noise, rollout
-        self.has_noise = False
+        self._generation, self._model, self._args, self._noise = generation, model, args, noise
+        self._rollout, self._record = rollout, record
+        self.has_noise, self.n_syncs, self._told = False, 0, 0
         self.engine = VLLMEngine.of(generation)
         self.engine.describe(model, args)
+        self.engine.check(model, args)
+        self.server = WatchedServer.of(generation)
         if is_trainable_with_adapters(model):
             adapter_sums(model)
-        walk = generation._iter_named_params
+        self.held = HeldWeights(model)
+        self._in_16_bits = bytes_in_16_bits(model)
+        self._announced: dict[frozenset[str], Any] = {}
+        walk, sync = generation._iter_named_params, generation.sync_weights
         generation._iter_named_params = lambda: self._parameters(walk)
+        generation.sync_weights = lambda: self._sync(sync)
 
     def is_what_trains(self) -> bool:
         """Whether what vLLM samples from now, and the policy that trains, differ by rounding alone."""
@@ -72,20 +98,107 @@ class VLLMPolicy:
         is_plain = is_plain and not args.generation_kwargs and not args.vllm_structured_outputs_regex
         return is_plain and self._rollout()[1] == 0 and self.engine.quantizes_as(self._model)
 
-    def _parameters(self, walk: Callable[[], Parameters]) -> Parameters:
-        step, sigma = self._rollout()
-        model, deltas = self._model, None
-        if is_packed_with_adapters(model):
-            named = policy_parameters(model)
-        elif is_trainable_with_adapters(model):
-            named, deltas = _without_merging(walk, model), adapter_sums(model)
+    def _sync(self, sync: Callable[[], None]) -> None:
+        """TRL's push of the weights, which must be one."""
+        before = self.n_syncs
+        if self._is_server:
+            # TRL announces tensors by a list that it makes once: here it has one for each set of them.
+            self._begin()
+            left_out = self.held.names() - self._noisy_names()
+            self._generation._weight_metadata = self._announced.get(left_out)
+            sync()
+            self._announced[left_out] = self._generation._weight_metadata
         else:
-            named = walk()
+            sync()
+        if self.n_syncs == before:
+            raise RuntimeError("TRL has pushed none of the weights of the policy to vLLM")
+
+    @property
+    def _is_server(self) -> bool:
+        return getattr(self._generation, "mode", None) == "server"
+
+    def _begin(self, is_push: bool = True) -> None:
+        if getattr(self._generation, "enable_sleep_mode", False) and not self._is_server:
+            self.held.forget()  # TRL lets vLLM sleep at the level that throws weights away
+        self.held.begin(is_push)
+
+    def _noisy_names(self) -> set[str]:
+        """The parameters that get noise now."""
+        if self._noise is None or self._rollout()[1] == 0:
+            return set()
+        norms, linears = self._noise.norms, self._noise.linears
+        names = set() if norms is None else {f"{plain_name(name)}.weight" for name in norms.norms}
+        return names | (set() if linears is None else linears.parameters.keys())
+
+    def _parameters(self, walk: Callable[[], Parameters]) -> Parameters:
+        (step, sigma), model = self._rollout(), self._model
+        # A server is told first what it will be pushed, by a walk of its own.
+        is_push = not (self._is_server and getattr(self._generation, "_weight_metadata", ()) is None)
+        self._begin(is_push)
         # From the first tensor on, and until all of them are clean again.
         self.has_noise = self.has_noise or sigma > 0
         norms, linears = (None, None) if self._noise is None else (self._noise.norms, self._noise.linears)
-        yield from rollout_parameters(named, model, norms, step, sigma, linears, deltas, self.engine.dtype)
-        self.has_noise = sigma > 0
+        named, merged, deltas, factors = self._of_policy(walk)
+        pushed = rollout_parameters(
+            named, model, norms, step, sigma, linears, deltas, self.engine.dtype,
+            factors=factors, packs=self.engine.is_packed, held=self.held, merged=merged,
+        )  # fmt: skip
+        rounded, n_bytes, n_tensors = self._rounded_names(), 0, 0
+        for name, tensor in pushed:
+            if name in rounded and tensor.is_floating_point():
+                tensor = tensor.to(self.engine.dtype)
+            n_bytes, n_tensors = n_bytes + tensor.nbytes, n_tensors + 1
+            yield name, tensor
+        if n_tensors == 0:
+            raise RuntimeError("nothing of the policy is left to push to vLLM: all of it is frozen, and vLLM has it")
+        if is_push:
+            self.has_noise = sigma > 0
+            self._log(n_bytes, n_tensors)
+
+    def _of_policy(self, walk: Callable[[], Parameters]) -> tuple[Parameters, set[str], dict, dict]:
+        """The parameters to push, those of them that have adapters in them already, what adapters add to others, and
+        the factors of adapters that are pushed apart."""
+        model, packs = self._model, self.engine.is_packed
+        # Of layers without adapters vLLM has zeros, unless it has thrown them away.
+        everywhere = packs and self.engine.settings.adapter_rank > 0
+        everywhere = everywhere and bool(getattr(self._generation, "enable_sleep_mode", False))
+        factors = adapter_factors(model, everywhere) if packs else {}
+        apart = {f"{name}.weight" for name in factors}
+        if is_packed_with_adapters(model):
+            merged = adapted_parameters(model)
+            merged = merged - apart if packs else merged
+            return policy_parameters(model, packed=packs), merged, {}, factors
+        if not is_trainable_with_adapters(model):
+            return walk(), set(), {}, factors
+        deltas = {name: delta for name, delta in adapter_sums(model).items() if name not in apart}
+        return _without_merging(walk, model), adapted_parameters(model), deltas, factors
+
+    def _rounded_names(self) -> set[str]:
+        """Parameters to push in vLLM's dtype, to which it rounds them: most of what is pushed in floating point. Others
+        may be kept in another one."""
+        if self.engine.is_assumed:
+            return set()
+        names = set()
+        for name, module in self._model.named_modules():
+            owner = plain_name(name)
+            if isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
+                names |= {f"{owner}.weight", f"{owner}.lora_A.weight", f"{owner}.lora_B.weight"}
+            elif isinstance(module, ExpertsBase):
+                names |= {f"{owner}.{projection}" for projection in module.projections}
+            elif isinstance(module, nn.Embedding) or owner == "lm_head" and isinstance(module, nn.Linear):
+                names.add(f"{owner}.weight")
+        return names
+
+    def _log(self, n_bytes: int, n_tensors: int) -> None:
+        self.n_syncs += 1
+        self._record("vllm/sync_bytes", n_bytes)
+        self._record("vllm/sync_bytes_16bit", self._in_16_bits)
+        if n_bytes != self._told and self.n_syncs <= 2:
+            get_logger().info(
+                "push %d of weights to vLLM: %.4g MiB in %d tensors; all of them in 16 bits would be %.4g MiB",
+                self.n_syncs, n_bytes / 2**20, n_tensors, self._in_16_bits / 2**20,
+            )  # fmt: skip
+        self._told = n_bytes
 
 
 def _without_merging(walk: Callable[[], Parameters], model: nn.Module) -> Parameters:
@@ -111,6 +224,11 @@ def rollout_parameters(
     linear_noise: LinearNoise | None = None,
     deltas: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    factors: Mapping[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] | None = None,
+    packs: bool = False,
+    held: HeldWeights | None = None,
+    merged: Set[str] = frozenset(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of norms and
     linear layers: that of a rollout in this process, at the same step.
@@ -121,6 +239,11 @@ def rollout_parameters(
     Args:
         deltas: what adapters add to parameters, see [`adapter_sums`]; added in float32, after quantization.
         dtype: in which vLLM keeps weights; by default that of each.
+        factors: of adapters that vLLM keeps apart, by layer, see [`adapter_factors`]; they follow the weight of the
+            layer as ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``.
+        packs: quantized weights without noise or ``deltas`` are codes and scales, by the names of packed checkpoints.
+        held: what vLLM has, and what is left out therefore; it is told what is pushed.
+        merged: the names of ``named`` that have adapters in them, which ``held`` does not see.
 
     Raises `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands.
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them, or
@@ -130,7 +253,7 @@ def rollout_parameters(
         linear_noise.begin()
     noisy_weights = linear_noise.parameters if linear_noise is not None and sigma > 0 else {}
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
-    deltas = dict(deltas or {})
+    deltas, factors = dict(deltas or {}), dict(factors or {})
     norms = (
         {plain_name(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
     )
@@ -142,26 +265,40 @@ def rollout_parameters(
     n_quantized = n_noisy = n_elements = 0
     energy = 0.0
     for name, tensor in named:
-        owner = name.removesuffix(".weight")
-        clean = quantized[name].layer_values(tensor) if name in quantized else tensor.detach()
-        n_quantized += name in quantized
+        owner, matrix = name.removesuffix(".weight"), quantized.get(name)
+        n_quantized += matrix is not None
         delta = deltas.pop(name, None)
-        adapted = clean if delta is None else (clean.float() + delta()).to(clean.dtype)
-        if name in noisy_weights:
-            without = clean if name in quantized and delta is not None else None
-            yield name, linear_noise.noisy_values(name, adapted, step, sigma, without, dtype)
-        elif name.endswith(".weight") and owner in norms:
-            n_noisy += 1
-            noisy = (adapted.float() + noise.noise(norms[owner], adapted, step, sigma)).to(adapted.dtype)
-            energy += _energy(noisy, adapted, dtype or adapted.dtype)
-            n_elements += tensor.numel()
-            yield name, noisy
+        has_noise = name in noisy_weights or name.endswith(".weight") and owner in norms
+        is_clean = delta is None and not has_noise
+        if is_clean and held is not None and held.has(name) and name not in merged:
+            pass
+        elif is_clean and packs and matrix is not None:
+            for suffix, part in matrix.packed_values(tensor).items():
+                yield f"{name}{suffix}", part
         else:
-            yield name, tensor if adapted is clean and name not in quantized else adapted
+            clean = tensor.detach() if matrix is None else matrix.layer_values(tensor)
+            adapted = clean if delta is None else (clean.float() + delta()).to(clean.dtype)
+            if name in noisy_weights:
+                without = clean if matrix is not None and delta is not None else None
+                yield name, linear_noise.noisy_values(name, adapted, step, sigma, without, dtype)
+            elif has_noise:
+                n_noisy += 1
+                noisy = (adapted.float() + noise.noise(norms[owner], adapted, step, sigma)).to(adapted.dtype)
+                energy += _energy(noisy, adapted, dtype or adapted.dtype)
+                n_elements += tensor.numel()
+                yield name, noisy
+            else:
+                yield name, tensor if adapted is clean and matrix is None else adapted
+        if held is not None:
+            held.note(name, is_clean and name not in merged)
+        if name.endswith(".weight") and owner in factors:
+            for side, factor in zip("AB", factors.pop(owner)(), strict=True):
+                yield f"{owner}.lora_{side}.weight", factor
     if quantized and n_quantized == 0:
         raise RuntimeError("the weights pushed to vLLM include none of the quantized layers")
-    if deltas:
-        raise RuntimeError(f"adapters reached none of the weights pushed to vLLM by the name of {', '.join(deltas)}")
+    if deltas or factors:
+        names = ", ".join([*deltas, *factors])
+        raise RuntimeError(f"adapters reached none of the weights pushed to vLLM by the name of {names}")
     if norms and n_noisy == 0:
         raise RuntimeError("adaptive quantization noise reached none of the weights pushed to vLLM")
     if norms:

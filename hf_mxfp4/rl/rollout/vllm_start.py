@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How TRL's colocated vLLM is started: on the policy's checkpoint, in the policy's scheme.
+
+TRL gives vLLM the name of the checkpoint and nothing of how the policy was quantized, so that the checkpoint of a QAT
+policy, which is in full precision, would be sampled from in full precision. The scheme is given beside the name, as
+vLLM's `hf_overrides` take it: nothing is written, and vLLM reads and caches what it would have.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from ..._logging import get_logger
+from ...adapters import adapter_rank
+from ...adapters.base_scheme import base_scheme
+from ...config import MXFP4RLConfig
+from ...gemm.grouped import reads_packed_on_gpus
+from ...layers import QUANTIZED, TRAINABLE
+from ...layers.experts_base import ExpertsBase
+from ...registration import QUANT_METHOD
+from ...vllm_plugin.settings import SETTINGS_KEY, EngineSettings
+from ..config import MXFP4GRPOConfig
+from .vllm_engine import needs_dense, stored_config
+
+
+@contextlib.contextmanager
+def vllm_in_scheme(args: MXFP4GRPOConfig) -> Iterator[None]:
+    """Within this context a `VLLMGeneration` of TRL that makes a vLLM of its own has it compute as the policy does,
+    where the plugin can; where it cannot, the log says why, and vLLM is started on the checkpoint as it is."""
+    if not args.use_vllm or args.vllm_mode != "colocate":
+        yield
+        return
+    start = VLLMGeneration._init_vllm
+
+    def start_in_scheme(generation: VLLMGeneration) -> None:
+        with _given_to_vllm(quantization_config(generation.model, args)):
+            start(generation)
+
+    VLLMGeneration._init_vllm = start_in_scheme
+    try:
+        yield
+    finally:
+        VLLMGeneration._init_vllm = start
+
+
+@contextlib.contextmanager
+def _given_to_vllm(config: dict[str, Any] | None) -> Iterator[None]:
+    """Within this context TRL makes vLLM with this in the place of the checkpoint's `quantization_config`.
+
+    Raises `RuntimeError` at the end when it has made none.
+    """
+    make: Callable | None = getattr(vllm_generation, "LLM", None)
+    if config is None or make is None:  # without vLLM TRL says so
+        yield
+        return
+    made = []
+
+    def make_in_scheme(**options: Any) -> Any:
+        made.append(config)
+        overrides = {**(options.pop("hf_overrides", None) or {}), "quantization_config": config}
+        return make(**options, hf_overrides=overrides)
+
+    vllm_generation.LLM = make_in_scheme
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = make
+    if not made:
+        raise RuntimeError("TRL starts vLLM in another way than this version of hf-mxfp4 knows")
+
+
+def quantization_config(model: nn.Module, args: MXFP4GRPOConfig) -> dict[str, Any] | None:
+    """What stands for `quantization_config` in the config.json of the policy's checkpoint, for vLLM to compute as the
+    policy does and keep weights as `vllm_weights` says; `None` where the checkpoint has to be taken as it is, and the
+    log says why.
+
+    Raises `ValueError` for a policy that no vLLM can sample from, see [`check_forward`].
+    """
+    check_forward(model)
+    if args.vllm_weights == "checkpoint":
+        get_logger().info("vLLM is started on the checkpoint of the policy as it is (vllm_weights='checkpoint')")
+        return None
+    name = getattr(model, "name_or_path", "")
+    stored = stored_config(name)
+    reason = _unsupported_reason(model, name, stored, args)
+    if reason:
+        get_logger().warning(
+            "vLLM is started on the checkpoint of the policy as it is, and not in the scheme of the policy: %s", reason
+        )
+        return None
+    dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else needs_dense(model, args)
+    dense_reason = dense_reason or _slow_experts(model)
+    settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
+    mode = (stored.get("quantization_config") or {}).get("mode", "qat")
+    # What is left out is about gradients alone.
+    scheme = replace(base_scheme(model), mode=mode, layer_overrides=None, stochastic_seed=0)
+    get_logger().info(
+        "vLLM is started in the scheme of the policy, %s (mode %s), and keeps quantized weights %s",
+        scheme.describe(),
+        mode,
+        f"dense: {dense_reason}"
+        if dense_reason
+        else f"in 4 bits, with room for adapters of rank {settings.adapter_rank}",
+    )
+    return {**scheme.to_dict(), SETTINGS_KEY: settings.to_dict()}
+
+
+def check_forward(model: nn.Module) -> None:
+    """Raise `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, TRAINABLE) and layer.config.packing_unsupported_reason:
+            raise ValueError(
+                f"vLLM cannot sample from {name}: {layer.config.packing_unsupported_reason}; set use_vllm=False"
+            )
+
+
+def _slow_experts(model: nn.Module) -> str | None:
+    """Why packed experts cannot be in vLLM's CUDA graphs; `None` where they can, or there are none of the two."""
+    for layer in model.modules():
+        if isinstance(layer, QUANTIZED) and isinstance(layer, ExpertsBase) and torch.cuda.is_available():
+            weights, backend = layer.config.weight_scheme, layer.config.backend
+            if not reads_packed_on_gpus(weights, backend):
+                return f"no kernel multiplies with experts packed by {weights} (backend={backend!r})"
+    return None
+
+
+def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], args: MXFP4GRPOConfig) -> str | None:
+    """Why vLLM cannot be started in the scheme of the policy on its checkpoint."""
+    scheme, layers = base_scheme(model), [module for module in model.modules() if isinstance(module, QUANTIZED)]
+    if not layers:
+        return "it has no quantized layer"
+    if scheme is None:
+        return "its config does not have the scheme: it was not quantized by from_pretrained"
+    if not stored:
+        return f"its checkpoint, {name!r}, has no config.json on this machine"
+    if args.vllm_model_impl not in ("auto", "vllm"):
+        return f"vllm_model_impl={args.vllm_model_impl!r} loads weights past the plugin"
+    theirs = stored.get("quantization_config") or {}
+    if theirs and theirs.get("quant_method") != QUANT_METHOD:
+        return f"its checkpoint is quantized by {theirs.get('quant_method')!r}"
+    if theirs.get("mode") == "packed":
+        packed = MXFP4RLConfig.from_dict(theirs)
+        if scheme.mode != "packed" or packed.weight_scheme != scheme.weight_scheme:
+            return f"its checkpoint is packed by another scheme, {packed.describe()}"
+    inputs = scheme.activation_scheme
+    if inputs is not None and inputs.fallback_rate is not None:
+        return (
+            f"outlier_fallback_rate={scheme.outlier_fallback_rate} selects blocks of activations by a threshold that "
+            "is learned in training, and vLLM has none"
+        )
+    return None

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a vLLM that keeps weights in 4 bits is given, without vLLM; with it: `tests/vllm_lane/test_training.py`."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from grpo_runs import trainer_factory, trl_walk, vllm_llm, with_simulated_vllm
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from trl.distributed import DistributedBackend
+from trl.generation.vllm_generation import VLLMGeneration
+
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig, pack
+from hf_mxfp4.adapters import policy_parameters
+from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.rl.noise.norms import NormNoise
+from hf_mxfp4.rl.rollout.vllm import VLLMPolicy
+from hf_mxfp4.vllm_plugin.settings import EngineSettings
+
+
+W4A16 = MXFP4RLConfig(preset="w4a16")
+PLAIN = MXFP4RLConfig(preset="w4a16", outlier_fallback=None)
+ROOM = EngineSettings("packed", 4)
+NORM, LAYER = "model.norm.weight", "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def build(tmp_path):
+    return trainer_factory(tmp_path)
+
+
+def policy(scheme=PLAIN, family="qwen2", packed=False, **lora):
+    """A quantized model, with adapters of some size where ``lora`` says which."""
+    model = make_model(family, layers=1)
+    quantize_linears(model, scheme)
+    if packed:
+        pack(model)
+    if lora:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, **lora}))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+class Pushes:
+    """A policy and what TRL pushes of it to a colocated vLLM.
+
+    Attributes:
+        of: the `VLLMPolicy`.
+        sigma: of the noise now.
+        records: of the metrics.
+    """
+
+    def __init__(self, model, engine=None, norms=False, sleeps=False, **options):
+        scheme = next(m.config for m in model.modules() if hasattr(m, "config") and isinstance(m.config, MXFP4RLConfig))
+        engine = engine or vllm_llm(scheme=scheme, settings=ROOM)
+        self.sigma, self.records, self.last = 0.0, {}, {}
+        args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, **options)
+        accelerator = Accelerator(cpu=True)
+        generation = SimpleNamespace(
+            llm=engine,
+            mode="colocate",
+            enable_sleep_mode=sleeps,
+            _iter_named_params=lambda: trl_walk(model, accelerator),
+        )
+        generation.sync_weights = lambda: self.last.update(generation._iter_named_params())
+        noise = SimpleNamespace(norms=NormNoise(model, seed=0), linears=None) if norms else None
+        record = lambda name, value: self.records.setdefault(name, []).append(value)  # noqa: E731
+        self.of = VLLMPolicy(generation, model, args, noise, lambda: (4, self.sigma), record)
+        self._generation = generation
+
+    def __call__(self):
+        """One push: names and tensors."""
+        self.last.clear()
+        self._generation.sync_weights()
+        return dict(self.last)
+
+
+def packed_tensors(scheme, family):
+    """Of the packed twin of a policy."""
+    return {name: value for name, value in policy(scheme, family, packed=True).state_dict().items()}
+
+
+SCHEMES = [
+    PLAIN,
+    MXFP4RLConfig(),
+    MXFP4RLConfig(preset="w4a16", macro_block="row"),
+    MXFP4RLConfig(preset="w4a16", macro_block=None, outlier_fallback=None),
+    MXFP4RLConfig(preset="w4a16", outlier_fallback_rate=0.1),
+    MXFP4RLConfig(preset="w4a16", weight_block="32x32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [*(("qwen2", scheme) for scheme in SCHEMES), ("qwen3_moe", W4A16), ("gpt_oss", W4A16)],
+    ids=str,
+)
+def test_trained_weights_are_pushed_as_a_packed_checkpoint_has_them(family, scheme):
+    model = policy(scheme, family)
+    pushed, expected = Pushes(model)(), packed_tensors(scheme, family)
+    assert expected.pop("lm_head.weight") is not None and pushed.pop("lm_head.weight") is not None
+    assert pushed.keys() == expected.keys()
+    assert sum(value.dtype == torch.uint8 for value in pushed.values()) >= 4
+    assert all(torch.equal(pushed[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_of_a_policy_with_adapters_the_base_is_pushed_once_and_then_their_factors(packed):
+    model = policy(packed=packed, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], lora_bias=False)
+    push = Pushes(model)
+    first, second = push(), push()
+    factors = {
+        f"model.layers.0.{layer}.lora_{side}.weight" for layer in ("self_attn.q_proj", "mlp.down_proj") for side in "AB"
+    }
+    assert second.keys() == {*factors, "lm_head.weight"}
+    expected = packed_tensors(PLAIN, "qwen2")
+    assert first.keys() == expected.keys() | factors
+    assert all(torch.equal(first[name], value) for name, value in expected.items() if value.dtype == torch.uint8)
+    layer = model.get_base_model().get_submodule(LAYER)
+    a, b = second[f"{LAYER}.lora_A.weight"], second[f"{LAYER}.lora_B.weight"]
+    assert torch.equal(a, layer.lora_A["default"].weight)
+    assert torch.equal(b, 2.0 * layer.lora_B["default"].weight)
+    assert push.records["vllm/sync_bytes"] == [sum(t.nbytes for t in pushed.values()) for pushed in (first, second)]
+
+
+def test_what_adapters_compute_is_what_is_pushed():
+    """Several active adapters become one; the sum of all is that of the merged values."""
+    model = policy(packed=True, target_modules=["q_proj"], r=2)
+    model.add_adapter("other", LoraConfig(r=1, target_modules=["q_proj", "k_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+    pushed = Pushes(model)()
+    assert pushed[f"{LAYER}.lora_A.weight"].shape == (3, 64)
+    merged = dict(policy_parameters(model))
+    for layer in (LAYER, LAYER.replace("q_proj", "k_proj")):
+        delta = pushed[f"{layer}.lora_B.weight"] @ pushed[f"{layer}.lora_A.weight"]
+        base = model.get_base_model().get_submodule(layer).base_layer.dequantized_weight()
+        assert delta.abs().max() > 1e-3
+        torch.testing.assert_close(base + delta, merged[f"{layer}.weight"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_that_are_off_or_merged_are_zero_in_vllm(packed):
+    model = policy(packed=packed, target_modules=["q_proj"])
+    push = Pushes(model)
+    before = push()
+    with model.disable_adapter():
+        off = push()
+    assert off.keys() == {f"{LAYER}.lora_{side}.weight" for side in "AB"}
+    assert not any(value.any() for value in off.values())
+    model.merge_adapter()
+    merged = push()
+    assert not merged[f"{LAYER}.lora_B.weight"].any()
+    assert not torch.equal(merged[f"{LAYER}.weight"], before[f"{LAYER}.weight"])
+    model.unmerge_adapter()
+    again = push()
+    assert again[f"{LAYER}.lora_B.weight"].any()
+    changed = again[f"{LAYER}.weight"] != before[f"{LAYER}.weight"]
+    assert changed.float().mean() < (
+        1e-9 if packed else 0.01
+    )  # what was added to masters and subtracted leaves a trace
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_biases_of_adapters_are_pushed_each_time(packed):
+    model = policy(packed=packed, target_modules=["q_proj"], lora_bias=True)
+    push = Pushes(model)
+    push()
+    layer = model.get_base_model().get_submodule(LAYER)
+    with torch.no_grad():
+        layer.lora_B["default"].bias.fill_(0.25)
+    assert torch.equal(push()[f"{LAYER}.bias"], layer.base_layer.bias + 0.5)
+
+
+def test_frozen_weights_that_were_written_are_pushed_again():
+    model = policy(target_modules=["q_proj"])
+    push = Pushes(model)
+    push()
+    layer = model.get_base_model().model.layers[0].mlp.up_proj
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    assert torch.equal(push()["model.layers.0.mlp.up_proj.weight_scale"], packed_scale(layer))
+    assert "model.layers.0.mlp.up_proj.weight" not in push()
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    assert "model.layers.0.mlp.up_proj.weight" in push()
+    layer.weight.requires_grad_(True)
+    assert "model.layers.0.mlp.up_proj.weight" in push() and "model.layers.0.mlp.up_proj.weight" in push()
+
+
+def packed_scale(layer):
+    from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
+
+    return quantize_weight(layer.weight, PLAIN.weight_scheme)["weight_scale"]
+
+
+def test_noisy_norms_are_pushed_while_noisy_and_once_more():
+    model = policy(packed=True, target_modules=["q_proj"])
+    push = Pushes(model, norms=True)
+    clean = push()[NORM]
+    push.sigma = 0.1
+    noisy = push()
+    assert (noisy[NORM] - clean).std() > 0.05 and push.of.has_noise
+    assert sum("norm" in name for name in noisy) == 3 and len(noisy) == 5
+    push.sigma = 0.0
+    assert torch.equal(push()[NORM], clean) and not push.of.has_noise
+    assert NORM not in push()
+
+
+def test_a_vllm_that_sleeps_is_given_everything_each_time():
+    """Also factors of layers without adapters, whose zeros it has thrown away."""
+    push = Pushes(policy(packed=True, target_modules=["q_proj"]), sleeps=True)
+    first, second = push(), push()
+    assert first.keys() == second.keys()
+    others = [value for name, value in first.items() if "lora_" in name and LAYER not in name]
+    assert len(others) == 12 and not any(value.any() for value in others)
+
+
+def test_nothing_left_to_push_is_an_error():
+    model = policy(packed=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    push = Pushes(model)
+    push()
+    with pytest.raises(RuntimeError, match="nothing of the policy is left to push"):
+        push()
+    push._generation._iter_named_params = list
+    push.of.n_syncs = 0
+    with pytest.raises(RuntimeError, match="pushed none of the weights"):
+        push()
+
+
+def test_bytes_are_those_of_the_format(caplog):
+    """In a dtype of 16 bits: 4.3125 bits a quantized weight, 2 bytes of the embedding, float32 norms and biases."""
+    scheme = MXFP4RLConfig(preset="w4a16", outlier_fallback=None, macro_block=32)
+    model = policy(scheme)
+    caplog.set_level(logging.INFO, "hf_mxfp4")
+    push = Pushes(model, vllm_llm(torch.bfloat16, scheme, EngineSettings()))
+    pushed = push()
+    assert pushed["model.embed_tokens.weight"].dtype == pushed["lm_head.weight"].dtype == torch.bfloat16
+    assert pushed[NORM].dtype == torch.float32
+    parameters = dict(model.named_parameters())
+    quantized = sum(
+        parameters[name].numel() for name, value in pushed.items() if value.dtype == torch.uint8 and name in parameters
+    )
+    wide = sum(p.numel() for name, p in parameters.items() if p.dim() == 1)
+    assert push.records["vllm/sync_bytes"] == [quantized * (4 + 8 / 32 + 8 / 32) / 8 + 2 * 2 * 32 * 64 + 4 * wide]
+    assert push.records["vllm/sync_bytes_16bit"] == [2 * sum(p.numel() for p in parameters.values())]
+    lines = [record.getMessage() for record in caplog.records if "MiB in" in record.getMessage()]
+    assert len(lines) == 1 and f"{len(pushed)} tensors" in lines[0]
+
+
+def test_bytes_in_16_bits_are_those_of_the_plain_model():
+    plain = sum(p.numel() for p in make_model(layers=1).parameters())
+    for packed in (False, True):
+        model = policy(packed=packed, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        push = Pushes(model)
+        push()
+        assert push.records["vllm/sync_bytes_16bit"] == [2 * plain]
+
+
+# ---- where a push would not be what is sampled from -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "settings", "options", "message"),
+    [
+        ({}, EngineSettings(), {"aqn_targets": "both"}, 'aqn_targets=.both. puts noise on them.*"weights": "dense"'),
+        ({"target_modules": ["q_proj"]}, EngineSettings("packed", 3), {}, 'rank 3.*have rank 4.*"adapter_rank": 4'),
+        ({"scheme": W4A16}, EngineSettings(), {}, "quantizes weights by .* and the policy by .*of0.5"),
+        (
+            {"family": "qwen3_moe", "target_parameters": ["experts.down_proj"], "target_modules": []},
+            EngineSettings(),
+            {},
+            "adapters on experts are added",
+        ),
+        (
+            {"family": "qwen3_moe", "packed": True, "target_modules": ["experts"]},
+            EngineSettings(),
+            {},
+            "adapters on experts are added",
+        ),
+    ],
+)
+def test_a_vllm_that_would_quantize_twice_is_refused(made, settings, options, message):
+    model = policy(**{"scheme": PLAIN, **made})
+    with pytest.raises(ValueError, match=message):
+        Pushes(model, vllm_llm(scheme=PLAIN, settings=settings), **options)
+    Pushes(model, vllm_llm(scheme=PLAIN, settings=EngineSettings("dense")), **options)
+
+
+def test_other_skipped_modules_are_refused():
+    model = policy()
+    model.config.quantization_config = PLAIN
+    other = MXFP4RLConfig(preset="w4a16", outlier_fallback=None, modules_to_not_convert=["q_proj"])
+    with pytest.raises(ValueError, match="modules_to_not_convert=.'q_proj',. and the policy None"):
+        Pushes(model, vllm_llm(scheme=other, settings=EngineSettings()))
+
+
+# ---- a server -------------------------------------------------------------------------------------------------------
+
+
+class Client:
+    """TRL's, of a server that takes nothing which was not announced."""
+
+    def __init__(self, folder):
+        self.folder, self.pushes = folder, []
+
+    def get_server_info(self):
+        return {"model_config": {"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": "", **self.folder}}
+
+    def update_named_params(self, metadata, named):
+        tensors = dict(named)
+        found = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+        assert found == metadata
+        self.pushes.append(tensors)
+
+    def reset_prefix_cache(self):
+        pass
+
+    base_url, session = "http://nowhere", None
+    generate = image_features = None
+
+
+def test_a_server_is_told_of_every_set_of_tensors_that_comes(monkeypatch):
+    """TRL announces what it found in its first walk over the weights, for good."""
+    monkeypatch.setattr("hf_mxfp4.rl.rollout.vllm_server.WatchedServer.of", lambda generation: None)
+    model = policy(packed=True, target_modules=["q_proj"])
+    settings = {**PLAIN.to_dict(), "vllm": {"adapter_rank": 4}}
+    args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server")
+    generation = object.__new__(VLLMGeneration)
+    generation.mode, generation.enable_sleep_mode, generation._weight_metadata = "server", False, None
+    generation.model, generation.accelerator = model, Accelerator(cpu=True)
+    generation._dist = DistributedBackend(generation.accelerator)
+    generation.vllm_client = Client({"hf_overrides": {"quantization_config": settings}})
+    noise, sigma, walks, records = SimpleNamespace(norms=NormNoise(model, seed=0), linears=None), [0.0], [], []
+    of = VLLMPolicy(generation, model, args, noise, lambda: (4, sigma[0]), lambda *record: records.append(record))
+    assert of.engine.is_packed and of.engine.settings.adapter_rank == 4
+    walk = generation._iter_named_params
+    generation._iter_named_params = lambda: walks.append(None) or walk()
+    sizes = []
+    for sigma[0] in (0.0, 0.0, 0.1, 0.1, 0.0, 0.0):
+        generation.sync_weights()
+        sizes.append(len(generation.vllm_client.pushes[-1]))
+    assert sizes == [len(generation.vllm_client.pushes[0]), 2, 5, 5, 5, 2] and sizes[0] > 20
+    # Another walk for each set that is new: all, factors, and factors with norms.
+    assert len(walks) == 6 + 3
+    assert of.n_syncs == 6 and sum(name == "vllm/sync_bytes" for name, _ in records) == 6
+
+
+# ---- in the trainer -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_pushes_codes_and_logs_bytes(build):
+    trainer = build(aqn=False, max_steps=2, learning_rate=0.5, weight_decay=1.0)
+    scheme = trainer.model.config.quantization_config
+    pushed = with_simulated_vllm(trainer, scheme=scheme, settings=EngineSettings())
+    trainer.train()
+    assert len(pushed) == 2
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    assert pushed[0][name].dtype == torch.uint8 and not torch.equal(pushed[0][name], pushed[1][name])
+    logs = [entry for entry in trainer.state.log_history if "vllm/sync_bytes" in entry]
+    assert len(logs) == 2
+    assert logs[0]["vllm/sync_bytes"] == sum(tensor.nbytes for tensor in pushed[0].values())
