@@ -3,6 +3,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -216,6 +217,32 @@ def test_shipped_configurations_parse(path):
         if name not in ("use_cpu", "bf16", "report_to"):
             value = tuple(value) if isinstance(value, list) else value  # as the config keeps it
             assert getattr(owners[0], name) in (value, str(value)), name
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_server"])
+def test_configurations_with_vllm_are_the_one_without_but_for_where_it_samples(name):
+    plain, other = (yaml.safe_load((CONFIGS / f"qwen2.5_3b_gsm8k{end}.yaml").read_text()) for end in ("", f"_{name}"))
+    different = {key for key in plain | other if plain.get(key) != other.get(key)}
+    assert {key for key in different if not key.startswith(("use_vllm", "vllm_"))} <= {
+        "output_dir",
+        "gradient_accumulation_steps",
+    }
+    # One of the two GPUs is the server's.
+    processes = 1 if name == "vllm_server" else 2
+    batch = other["per_device_train_batch_size"] * other["gradient_accumulation_steps"] * processes
+    assert batch == 2 * plain["per_device_train_batch_size"] * plain["gradient_accumulation_steps"]
+    assert other["use_vllm"] is True and other["vllm_mode"] == {"vllm": "colocate", "vllm_server": "server"}[name]
+
+
+def test_the_server_of_a_configuration_is_started_in_its_scheme():
+    path = CONFIGS / "qwen2.5_3b_gsm8k_vllm_server.yaml"
+    lines = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    command = " ".join(line.removeprefix("#").strip().removesuffix("\\") for line in lines)
+    overrides = json.loads(re.search(r"--hf-overrides '(.*?)'", command)[1])
+    _, scheme, training, model = parse(["--config", str(path), "--use_cpu=true", "--bf16=false"])
+    assert MXFP4RLConfig.from_dict(overrides["quantization_config"]) == scheme
+    assert f"vllm serve {model.model_name_or_path} " in command
+    assert training.vllm_server_base_url == "http://localhost:8000"  # the port of `vllm serve`
 
 
 def test_every_option_of_the_scheme_is_an_argument_with_the_same_default():

@@ -327,19 +327,25 @@ class Client:
     generate = image_features = None
 
 
-def test_a_server_is_told_of_every_set_of_tensors_that_comes(monkeypatch):
-    """TRL announces what it found in its first walk over the weights, for good."""
+def served(model, monkeypatch, settings, rollout=lambda: (4, 0.0), record=lambda name, value: None, noise=None):
+    """TRL's `VLLMGeneration` of a server in the scheme of the policy, and the `VLLMPolicy` that it pushes."""
     monkeypatch.setattr("hf_mxfp4.rl.rollout.vllm_server.WatchedServer.of", lambda generation: None)
-    model = policy(packed=True, target_modules=["q_proj"])
-    settings = {**PLAIN.to_dict(), "vllm": {"adapter_rank": 4}}
     args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server")
     generation = object.__new__(VLLMGeneration)
     generation.mode, generation.enable_sleep_mode, generation._weight_metadata = "server", False, None
     generation.model, generation.accelerator = model, Accelerator(cpu=True)
     generation._dist = DistributedBackend(generation.accelerator)
-    generation.vllm_client = Client({"hf_overrides": {"quantization_config": settings}})
+    generation.vllm_client = Client({"hf_overrides": {"quantization_config": {**PLAIN.to_dict(), "vllm": settings}}})
+    return generation, VLLMPolicy(generation, model, args, noise, rollout, record)
+
+
+def test_a_server_is_told_of_every_set_of_tensors_that_comes(monkeypatch):
+    """TRL announces what it found in its first walk over the weights, for good."""
+    model = policy(packed=True, target_modules=["q_proj"])
     noise, sigma, walks, records = SimpleNamespace(norms=NormNoise(model, seed=0), linears=None), [0.0], [], []
-    of = VLLMPolicy(generation, model, args, noise, lambda: (4, sigma[0]), lambda *record: records.append(record))
+    generation, of = served(
+        model, monkeypatch, {"adapter_rank": 4}, lambda: (4, sigma[0]), lambda *record: records.append(record), noise
+    )
     assert of.engine.is_packed and of.engine.settings.adapter_rank == 4
     walk = generation._iter_named_params
     generation._iter_named_params = lambda: walks.append(None) or walk()
@@ -347,10 +353,25 @@ def test_a_server_is_told_of_every_set_of_tensors_that_comes(monkeypatch):
     for sigma[0] in (0.0, 0.0, 0.1, 0.1, 0.0, 0.0):
         generation.sync_weights()
         sizes.append(len(generation.vllm_client.pushes[-1]))
-    assert sizes == [len(generation.vllm_client.pushes[0]), 2, 5, 5, 5, 2] and sizes[0] > 20
+    # Factors of all layers, which vLLM may have joined with one that has an adapter; norms as long as they are noisy.
+    assert sizes == [len(generation.vllm_client.pushes[0]), 14, 17, 17, 17, 14] and sizes[0] > 30
+    last = generation.vllm_client.pushes[-1]
+    assert sum(bool(value.any()) for name, value in last.items() if name.endswith("lora_B.weight")) == 1
     # Another walk for each set that is new: all, factors, and factors with norms.
     assert len(walks) == 6 + 3
     assert of.n_syncs == 6 and sum(name == "vllm/sync_bytes" for name, _ in records) == 6
+
+
+@pytest.mark.parametrize(("settings", "packed"), [({"adapter_rank": 4}, True), ({"weights": "dense"}, False)])
+def test_a_server_is_given_whole_layers(monkeypatch, settings, packed):
+    """It takes down what it loads some of: layers beside each other may be one in vLLM."""
+    lora_bias = {"target_modules": ["q_proj"], "lora_bias": True}
+    generation, _ = served(policy(packed=packed, **lora_bias), monkeypatch, settings)
+    generation.sync_weights()
+    generation.sync_weights()
+    first, second = generation.vllm_client.pushes
+    expected = {name for name in first if "self_attn" in name or "lora_" in name}
+    assert second.keys() == expected and any("k_proj.bias" in name for name in expected)
 
 
 # ---- in the trainer -------------------------------------------------------------------------------------------------

@@ -111,6 +111,17 @@ def test_the_trainer_pushes_the_rollout_policy_and_reports_its_noise(build):
     assert trainer._metrics["train"]["aqn/measured_std"][0] == pytest.approx(1e-3, rel=0.25)
 
 
+@pytest.mark.parametrize("targets", ["norms", "linears", "both"])
+def test_the_first_stage_of_a_schedule_has_no_noise_to_push(build, targets):
+    trainer = build(aqn_targets=targets)
+    pushed = with_simulated_vllm(trainer)
+    trainer.model.train()
+    trainer.state.global_step, trainer.state.max_steps = 0, 4
+    trainer._generate(["1+1="])
+    assert trainer._metrics["train"]["aqn/sigma"] == [0.0] and len(pushed) == 1
+    assert torch.equal(pushed[0]["model.norm.weight"], trainer.model.model.norm.weight)
+
+
 def test_vllm_that_pulls_no_weights_is_an_error(build):
     trainer = build(aqn_num_stages=1)
     trainer.use_vllm = trainer.args.use_vllm = True
@@ -343,6 +354,9 @@ def test_without_a_checkpoint_the_defaults_are_assumed():
     assert (found.dtype, found.inputs, found.is_assumed) == (torch.bfloat16, None, True)
 
 
+OVERRIDES = {"quantization_config": {"quant_method": "mxfp4_rl", "mode": "qat", "preset": "w4a4"}}
+
+
 class Client:
     """TRL's client of a server that says this of its model; of one that says nothing."""
 
@@ -363,6 +377,11 @@ class Client:
         # Not the folder that the policy was loaded from, and not here.
         ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None, True)),
         (None, (torch.bfloat16, W4A4.activation_scheme, True)),
+        # Of a checkpoint in full precision, by --hf-overrides.
+        (
+            {"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": "plain", "hf_overrides": OVERRIDES},
+            (torch.float32, MXFP4RLConfig(preset="w4a4").activation_scheme, False),
+        ),
     ],
     ids=str,
 )

@@ -57,9 +57,10 @@ def test_the_very_weights_of_the_policy(tmp_path, scheme):
     assert torch.equal(inside["model.norm.weight"], policy.model.norm.weight)
 
 
-def test_w4a4_policies_have_quantized_inputs(tmp_path):
-    policy, folder = saved_policy(tmp_path, "qwen2", {}, preset="w4a4")
-    weights_only, _ = saved_policy(tmp_path / "other", "qwen2", {})
+@pytest.mark.parametrize("name", ["qwen2 with biases", "qwen3_moe", "gpt_oss"])
+def test_w4a4_policies_have_quantized_inputs(tmp_path, name):
+    policy, folder = saved_policy(tmp_path, *MODELS[name], preset="w4a4")
+    weights_only, _ = saved_policy(tmp_path / "other", *MODELS[name])
     expected = model_logprobs(policy)
     typical = (model_logprobs(weights_only) - expected).abs().median()
     with engine(folder) as llm:
@@ -68,15 +69,25 @@ def test_w4a4_policies_have_quantized_inputs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family, scheme, reason",
+    "scheme",
     [
-        ("qwen2", {"fprop": {"rotation": "deterministic-32"}}, "vLLM cannot compute with their quantized values"),
-        ("qwen3_moe", {"preset": "w4a4"}, "down_proj cannot be quantized"),
+        {"weight_block": "32x32", "macro_block": 32},
+        {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.2, "outlier_fallback_operands": "weights"},
     ],
+    ids=str,
 )
-def test_what_weights_cannot_express_is_refused_before_anything_is_loaded(tmp_path, family, scheme, reason):
-    _, folder = saved_policy(tmp_path, family, {}, **scheme)
+def test_gate_and_up_of_an_expert_are_quantized_as_one_weight(tmp_path, scheme):
+    """On disk they are apart, one expert after the other."""
+    policy, folder = saved_policy(tmp_path, *MODELS["qwen3_moe"], **scheme)
+    expected = model_logprobs(policy)
+    with engine(folder) as llm:
+        found = vllm_logprobs(llm)
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_what_weights_cannot_express_is_refused_before_anything_is_loaded(tmp_path):
+    _, folder = saved_policy(tmp_path, "qwen2", {}, fprop={"rotation": "deterministic-32"})
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match="vLLM cannot compute with their quantized values"):
         with engine(folder):
             pass

@@ -36,6 +36,7 @@ from ..noise.targets import plain_name
 from .vllm_engine import VLLMEngine
 from .vllm_held import HeldWeights, bytes_in_16_bits
 from .vllm_server import WatchedServer
+from .vllm_start import check_forward, tell_how_to_serve
 
 
 #: ``(name, weight)`` pairs.
@@ -81,14 +82,17 @@ class VLLMPolicy:
         self.engine = VLLMEngine.of(generation)
         self.engine.describe(model, args)
         self.engine.check(model, args)
+        check_forward(model)
+        if self._is_server and self.engine.scheme is None:
+            tell_how_to_serve(model, args)
         self.server = WatchedServer.of(generation)
         if is_trainable_with_adapters(model):
             adapter_sums(model)
-        self.held = HeldWeights(model)
+        self.held = HeldWeights(model, whole_layers=self._is_server)
         self._in_16_bits = bytes_in_16_bits(model)
         self._announced: dict[frozenset[str], Any] = {}
-        walk, sync = generation._iter_named_params, generation.sync_weights
-        generation._iter_named_params = lambda: self._parameters(walk)
+        self._walk, sync = generation._iter_named_params, generation.sync_weights
+        generation._iter_named_params = self._parameters
         generation.sync_weights = lambda: self._sync(sync)
 
     def is_what_trains(self) -> bool:
@@ -103,8 +107,8 @@ class VLLMPolicy:
         before = self.n_syncs
         if self._is_server:
             # TRL announces tensors by a list that it makes once: here it has one for each set of them.
-            self._begin()
-            left_out = self.held.names() - self._noisy_names()
+            self._begin(True, *self._of_policy()[1:3])
+            left_out = self.held.left_out
             self._generation._weight_metadata = self._announced.get(left_out)
             sync()
             self._announced[left_out] = self._generation._weight_metadata
@@ -113,32 +117,34 @@ class VLLMPolicy:
         if self.n_syncs == before:
             raise RuntimeError("TRL has pushed none of the weights of the policy to vLLM")
 
+    def _begin(self, is_push: bool, merged: Set[str], deltas: Mapping[str, Any]) -> None:
+        if self._sleeps:
+            self.held.forget()
+        changing = set(merged) | deltas.keys()
+        if self._noise is not None and self._rollout()[1] > 0:
+            norms, linears = self._noise.norms, self._noise.linears
+            changing |= set() if norms is None else {f"{plain_name(name)}.weight" for name in norms.norms}
+            changing |= set() if linears is None else linears.parameters.keys()
+        self.held.begin(is_push, changing)
+
     @property
     def _is_server(self) -> bool:
         return getattr(self._generation, "mode", None) == "server"
 
-    def _begin(self, is_push: bool = True) -> None:
-        if getattr(self._generation, "enable_sleep_mode", False) and not self._is_server:
-            self.held.forget()  # TRL lets vLLM sleep at the level that throws weights away
-        self.held.begin(is_push)
+    @property
+    def _sleeps(self) -> bool:
+        """Whether vLLM throws weights away after each generation: TRL lets it sleep at that level."""
+        return bool(getattr(self._generation, "enable_sleep_mode", False)) and not self._is_server
 
-    def _noisy_names(self) -> set[str]:
-        """The parameters that get noise now."""
-        if self._noise is None or self._rollout()[1] == 0:
-            return set()
-        norms, linears = self._noise.norms, self._noise.linears
-        names = set() if norms is None else {f"{plain_name(name)}.weight" for name in norms.norms}
-        return names | (set() if linears is None else linears.parameters.keys())
-
-    def _parameters(self, walk: Callable[[], Parameters]) -> Parameters:
+    def _parameters(self) -> Parameters:
         (step, sigma), model = self._rollout(), self._model
         # A server is told first what it will be pushed, by a walk of its own.
         is_push = not (self._is_server and getattr(self._generation, "_weight_metadata", ()) is None)
-        self._begin(is_push)
+        named, merged, deltas, factors = self._of_policy()
+        self._begin(is_push, merged, deltas)
         # From the first tensor on, and until all of them are clean again.
         self.has_noise = self.has_noise or sigma > 0
         norms, linears = (None, None) if self._noise is None else (self._noise.norms, self._noise.linears)
-        named, merged, deltas, factors = self._of_policy(walk)
         pushed = rollout_parameters(
             named, model, norms, step, sigma, linears, deltas, self.engine.dtype,
             factors=factors, packs=self.engine.is_packed, held=self.held, merged=merged,
@@ -155,23 +161,22 @@ class VLLMPolicy:
             self.has_noise = sigma > 0
             self._log(n_bytes, n_tensors)
 
-    def _of_policy(self, walk: Callable[[], Parameters]) -> tuple[Parameters, set[str], dict, dict]:
+    def _of_policy(self) -> tuple[Parameters, set[str], dict, dict]:
         """The parameters to push, those of them that have adapters in them already, what adapters add to others, and
         the factors of adapters that are pushed apart."""
         model, packs = self._model, self.engine.is_packed
-        # Of layers without adapters vLLM has zeros, unless it has thrown them away.
-        everywhere = packs and self.engine.settings.adapter_rank > 0
-        everywhere = everywhere and bool(getattr(self._generation, "enable_sleep_mode", False))
+        # Of layers without adapters vLLM has zeros, unless it throws them away: a server to load those of a layer that
+        # is joined with it.
+        everywhere = packs and self.engine.settings.adapter_rank > 0 and (self._sleeps or self._is_server)
         factors = adapter_factors(model, everywhere) if packs else {}
         apart = {f"{name}.weight" for name in factors}
         if is_packed_with_adapters(model):
             merged = adapted_parameters(model)
-            merged = merged - apart if packs else merged
-            return policy_parameters(model, packed=packs), merged, {}, factors
+            return policy_parameters(model, packed=packs), merged - apart if packs else merged, {}, factors
         if not is_trainable_with_adapters(model):
-            return walk(), set(), {}, factors
+            return self._walk(), set(), {}, factors
         deltas = {name: delta for name, delta in adapter_sums(model).items() if name not in apart}
-        return _without_merging(walk, model), adapted_parameters(model), deltas, factors
+        return _without_merging(self._walk, model), adapted_parameters(model), deltas, factors
 
     def _rounded_names(self) -> set[str]:
         """Parameters to push in vLLM's dtype, to which it rounds them: most of what is pushed in floating point. Others
@@ -249,19 +254,15 @@ def rollout_parameters(
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them, or
     when an adapter's did not.
     """
-    if linear_noise is not None:
-        linear_noise.begin()
     noisy_weights = linear_noise.parameters if linear_noise is not None and sigma > 0 else {}
+    if noisy_weights:
+        linear_noise.begin()
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
     deltas, factors = dict(deltas or {}), dict(factors or {})
     norms = (
         {plain_name(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
     )
-    for name, matrix in quantized.items():
-        reason = matrix.layer.config.packing_unsupported_reason
-        if reason:
-            owner = name.removesuffix(".weight")
-            raise ValueError(f"vLLM cannot sample from {owner}: {reason}; set use_vllm=False")
+    check_forward(model)
     n_quantized = n_noisy = n_elements = 0
     energy = 0.0
     for name, tensor in named:
@@ -270,7 +271,7 @@ def rollout_parameters(
         delta = deltas.pop(name, None)
         has_noise = name in noisy_weights or name.endswith(".weight") and owner in norms
         is_clean = delta is None and not has_noise
-        if is_clean and held is not None and held.has(name) and name not in merged:
+        if is_clean and held is not None and name in held.left_out:
             pass
         elif is_clean and packs and matrix is not None:
             for suffix, part in matrix.packed_values(tensor).items():
@@ -289,7 +290,7 @@ def rollout_parameters(
                 yield name, noisy
             else:
                 yield name, tensor if adapted is clean and matrix is None else adapted
-        if held is not None:
+        if held is not None and name not in held.left_out:
             held.note(name, is_clean and name not in merged)
         if name.endswith(".weight") and owner in factors:
             for side, factor in zip("AB", factors.pop(owner)(), strict=True):

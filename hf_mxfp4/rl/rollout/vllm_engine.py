@@ -51,7 +51,7 @@ class VLLMEngine:
             return cls(config.model_config.dtype, scheme.activation_scheme, False, scheme, settings)
         answer = _server_answer(generation)
         stored = stored_config(answer.get("model") or getattr(getattr(generation, "model", None), "name_or_path", ""))
-        overrides = answer.get("hf_overrides")
+        overrides = answer.get("hf_overrides")  # of a server that was given another scheme than its checkpoint has
         stored = {**stored, **(overrides if isinstance(overrides, dict) else {})}
         scheme = stored.get("quantization_config") or {}
         is_ours = scheme.get("quant_method") == QUANT_METHOD

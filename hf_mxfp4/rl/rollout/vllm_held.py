@@ -2,11 +2,13 @@
 """What vLLM holds of the policy already, so that it need not be pushed again; and what a push is in bytes."""
 
 import weakref
+from collections.abc import Set
 
 import torch
 from torch import nn
 
 from ...gemm.storage.packed_weight import PACKED_SUFFIXES
+from ..noise.targets import plain_name
 
 
 #: What wrappers of models and layers add to the names of parameters, beside the names of PEFT's adapters.
@@ -20,32 +22,35 @@ class HeldWeights:
 
     Args:
         model: the policy.
+        whole_layers: leave out whole layers only, and linear layers with all beside them, which vLLM may have joined: a
+            server takes a layer down to load some of it, and has nothing in the place of the rest.
+
+    Attributes:
+        left_out: names of what need not be pushed in the walk over the parameters that has begun.
     """
 
-    def __init__(self, model: nn.Module):
-        self._model = model
+    def __init__(self, model: nn.Module, whole_layers: bool = False):
+        self._model, self._whole_layers = model, whole_layers
         self._held: dict[str, tuple[weakref.ref, int]] = {}
         self._frozen: dict[str, nn.Parameter] = {}
+        self.left_out: frozenset[str] = frozenset()
         self._notes = True
 
-    def begin(self, notes: bool = True) -> None:
-        """Look at what is frozen now, for the walk over the parameters that comes.
+    def begin(self, notes: bool = True, changing: Set[str] = frozenset()) -> None:
+        """Begin a walk over the parameters: find what is frozen, and what can be left out.
 
         Args:
             notes: whether [`note`] is to remember what is pushed; not where nothing is.
+            changing: names of what is pushed with noise, or with adapters in it.
         """
-        parameters = plain_parameters(self._model)
+        parameters, self._notes = plain_parameters(self._model), notes
         self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
-        self._notes = notes
-
-    def has(self, name: str) -> bool:
-        """Whether vLLM has the parameter of this plain name as it is, without noise."""
-        parameter, held = self._frozen.get(name), self._held.get(name)
-        return parameter is not None and held is not None and held[0]() is parameter and held[1] == parameter._version
-
-    def names(self) -> frozenset[str]:
-        """All for which [`has`] holds."""
-        return frozenset(name for name in self._held if self.has(name))
+        held = {name for name in self._held if self._has(name)} - changing
+        if self._whole_layers:
+            layers = self._layers(parameters)
+            broken = {layer for name, layer in layers.items() if name not in held}
+            held = {name for name in held if layers[name] not in broken}
+        self.left_out = frozenset(held)
 
     def note(self, name: str, is_clean: bool) -> None:
         """Remember that this parameter was pushed, and whether as it is: without noise, and without adapters in it."""
@@ -60,6 +65,16 @@ class HeldWeights:
     def forget(self) -> None:
         """VLLM has nothing any more."""
         self._held.clear()
+
+    def _has(self, name: str) -> bool:
+        parameter, (held, version) = self._frozen.get(name), self._held[name]
+        return parameter is not None and held() is parameter and version == parameter._version
+
+    def _layers(self, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+        """What each parameter is a part of in vLLM, at most."""
+        linears = {plain_name(name) for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
+        owners = {name: name.rpartition(".")[0] for name in parameters}
+        return {name: f"{owner.rpartition('.')[0]}.*" if owner in linears else owner for name, owner in owners.items()}
 
 
 def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

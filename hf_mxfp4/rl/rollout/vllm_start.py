@@ -7,6 +7,7 @@ vLLM's `hf_overrides` take it: nothing is written, and vLLM reads and caches wha
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,15 @@ def vllm_in_scheme(args: MXFP4GRPOConfig) -> Iterator[None]:
     start = VLLMGeneration._init_vllm
 
     def start_in_scheme(generation: VLLMGeneration) -> None:
-        with _given_to_vllm(quantization_config(generation.model, args)):
+        config, words = quantization_config(generation.model, args)
+        if config is not None:
+            get_logger().info("vLLM is started in the scheme of the policy, %s", words)
+        else:
+            is_asked_for = args.vllm_weights == "checkpoint"
+            (get_logger().info if is_asked_for else get_logger().warning)(
+                "vLLM is started on the checkpoint of the policy as it is, and not in its scheme: %s", words
+            )
+        with _given_to_vllm(config):
             start(generation)
 
     VLLMGeneration._init_vllm = start_in_scheme
@@ -75,40 +84,46 @@ def _given_to_vllm(config: dict[str, Any] | None) -> Iterator[None]:
         raise RuntimeError("TRL starts vLLM in another way than this version of hf-mxfp4 knows")
 
 
-def quantization_config(model: nn.Module, args: MXFP4GRPOConfig) -> dict[str, Any] | None:
+def quantization_config(model: nn.Module, args: MXFP4GRPOConfig) -> tuple[dict[str, Any] | None, str]:
     """What stands for `quantization_config` in the config.json of the policy's checkpoint, for vLLM to compute as the
-    policy does and keep weights as `vllm_weights` says; `None` where the checkpoint has to be taken as it is, and the
-    log says why.
+    policy does, and what that is in words. `None`, and the reason, where vLLM can take the checkpoint only as it is.
 
     Raises `ValueError` for a policy that no vLLM can sample from, see [`check_forward`].
     """
     check_forward(model)
     if args.vllm_weights == "checkpoint":
-        get_logger().info("vLLM is started on the checkpoint of the policy as it is (vllm_weights='checkpoint')")
-        return None
+        return None, "vllm_weights='checkpoint'"
     name = getattr(model, "name_or_path", "")
     stored = stored_config(name)
     reason = _unsupported_reason(model, name, stored, args)
     if reason:
-        get_logger().warning(
-            "vLLM is started on the checkpoint of the policy as it is, and not in the scheme of the policy: %s", reason
-        )
-        return None
+        return None, reason
     dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else needs_dense(model, args)
     dense_reason = dense_reason or _slow_experts(model)
     settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
     mode = (stored.get("quantization_config") or {}).get("mode", "qat")
     # What is left out is about gradients alone.
     scheme = replace(base_scheme(model), mode=mode, layer_overrides=None, stochastic_seed=0)
+    kept = f"dense: {dense_reason}"
+    if not dense_reason:
+        kept = f"in 4 bits, with room for adapters of rank {settings.adapter_rank}"
+    words = f"{scheme.describe()} (mode {mode}), quantized weights {kept}"
+    return {**scheme.to_dict(), SETTINGS_KEY: settings.to_dict()}, words
+
+
+def tell_how_to_serve(model: nn.Module, args: MXFP4GRPOConfig) -> None:
+    """Log how a server is started that computes as the policy does, for who has one that knows nothing of it."""
+    config, words = quantization_config(model, args)
+    if config is None:
+        get_logger().info("the vLLM server cannot be started in the scheme of the policy: %s", words)
+        return
     get_logger().info(
-        "vLLM is started in the scheme of the policy, %s (mode %s), and keeps quantized weights %s",
-        scheme.describe(),
-        mode,
-        f"dense: {dense_reason}"
-        if dense_reason
-        else f"in 4 bits, with room for adapters of rank {settings.adapter_rank}",
+        "the vLLM server keeps weights in 16 bits. One in the scheme of the policy, %s, is started by vllm serve %s "
+        "--hf-overrides '%s'",
+        words,
+        model.name_or_path,
+        json.dumps({"quantization_config": config}),
     )
-    return {**scheme.to_dict(), SETTINGS_KEY: settings.to_dict()}
 
 
 def check_forward(model: nn.Module) -> None:

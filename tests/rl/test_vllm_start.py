@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the trainer has TRL start a colocated vLLM, without vLLM; with it: `tests/vllm_lane/test_training.py`."""
+
+import json
+import logging
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from grpo_runs import TOKENIZER, trainer_factory
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+from trl.generation import vllm_generation
+
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
+from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.rl.rollout.vllm_start import quantization_config, tell_how_to_serve, vllm_in_scheme
+from hf_mxfp4.vllm_plugin.settings import EngineSettings
+
+
+PACKED, DENSE = {"weights": "packed", "adapter_rank": 0}, {"weights": "dense", "adapter_rank": 0}
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A checkpoint in full precision."""
+    make_model().save_pretrained(tmp_path / "full")
+    TOKENIZER.save_pretrained(tmp_path / "full")
+    return tmp_path / "full"
+
+
+def load(folder, **scheme):
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig(**scheme))
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def args(**options):
+    return MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate", **options)
+
+
+def with_lora(model, **options):
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options}))
+
+
+#: What a policy is made of and how it is asked for, and what vLLM is told: settings and mode.
+STARTS = {
+    "qat": (lambda full, tmp: load(full), {}, PACKED, "qat"),
+    "qat w4a16": (lambda full, tmp: load(full, preset="w4a16"), {}, PACKED, "qat"),
+    "qat from its own": (lambda full, tmp: saved(load(full), tmp / "own"), {}, PACKED, "qat"),
+    "packed": (lambda full, tmp: saved(load(full, mode="packed"), tmp / "packed"), {}, PACKED, "packed"),
+    "packed as it was read": (lambda full, tmp: load(full, mode="packed"), {}, PACKED, "qat"),
+    "noise on linears": (lambda full, tmp: load(full), {"aqn_targets": "both"}, DENSE, "qat"),
+    "no noise": (lambda full, tmp: load(full), {"aqn_targets": "both", "aqn": False}, PACKED, "qat"),
+    "asked for": (lambda full, tmp: load(full), {"vllm_weights": "dense"}, DENSE, "qat"),
+    "lora": (lambda full, tmp: with_lora(load(full), r=3), {}, {**PACKED, "adapter_rank": 3}, "qat"),
+    "lora of several ranks": (
+        lambda full, tmp: with_lora(
+            saved(load(full, mode="packed"), tmp / "packed"), target_modules="all-linear", rank_pattern={"up_proj": 9}
+        ),
+        {},
+        {**PACKED, "adapter_rank": 9},
+        "packed",
+    ),
+    "overrides of gradients": (
+        lambda full, tmp: load(
+            full,
+            stochastic_seed=1,
+            dither_ties=False,
+            layer_overrides=[{"modules": "down_proj", "dgrad": {"grad": "rceil+stochastic"}}],
+        ),
+        {},
+        PACKED,
+        "qat",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_vllm_is_told_the_scheme_of_the_policy(name, full, tmp_path):
+    make, options, settings, mode = STARTS[name]
+    model = make(full, tmp_path)
+    found, _ = quantization_config(model, args(**options))
+    json.dumps(found)
+    assert EngineSettings.read(found["vllm"]).to_dict() == settings
+    scheme, trained = MXFP4RLConfig.from_dict(found), model.config.quantization_config
+    assert scheme.mode == mode and scheme.layer_overrides is None
+    assert scheme.gemms().fprop == trained.gemms().fprop
+    assert scheme.modules_to_not_convert == trained.modules_to_not_convert
+
+
+def test_adapters_on_experts_need_dense_weights(tmp_path):
+    make_model("qwen3_moe").save_pretrained(tmp_path)
+    model = load(tmp_path, preset="w4a16")
+    assert quantization_config(model, args())[0]["vllm"] == PACKED
+    model = with_lora(model, target_parameters=["experts.down_proj"])
+    assert quantization_config(model, args())[0]["vllm"] == DENSE
+
+
+def foreign(full, tmp_path):
+    model = load(full)
+    stored = json.loads((full / "config.json").read_text())
+    (full / "config.json").write_text(json.dumps({**stored, "quantization_config": {"quant_method": "fp8"}}))
+    return model
+
+
+def unpacked(full, tmp_path):
+    """A policy whose folder was packed by another scheme since."""
+    model = saved(load(full, mode="packed"), tmp_path / "own")
+    load(full, mode="packed", macro_block="row").save_pretrained(tmp_path / "own")
+    return model
+
+
+def in_memory(full, tmp_path):
+    model = make_model()
+    quantize_linears(model, MXFP4RLConfig())
+    return model
+
+
+def moved(full, tmp_path):
+    model = load(full)
+    full.rename(tmp_path / "elsewhere")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (lambda full, tmp: make_model(), {}, "it has no quantized layer"),
+        (in_memory, {}, "was not quantized by from_pretrained"),
+        (moved, {}, "has no config.json on this machine"),
+        (foreign, {}, "its checkpoint is quantized by 'fp8'"),
+        (unpacked, {}, "its checkpoint is packed by another scheme"),
+        (lambda full, tmp: load(full), {"vllm_model_impl": "transformers"}, "vllm_model_impl='transformers'"),
+        (lambda full, tmp: load(full, outlier_fallback_rate=0.1), {}, "outlier_fallback_rate=0.1 selects blocks"),
+    ],
+)
+def test_where_it_cannot_be_told_there_is_a_reason(make, options, reason, full, tmp_path):
+    config, found = quantization_config(make(full, tmp_path), args(**options))
+    assert config is None and reason in found
+
+
+def test_a_policy_that_no_vllm_can_sample_from_is_refused_before_one_is_made(full):
+    with pytest.raises(ValueError, match="vLLM cannot sample from model.layers.0.*set use_vllm=False"):
+        quantization_config(load(full, fprop={"rotation": "deterministic-32"}), args())
+
+
+# ---- TRL ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Options of each vLLM that TRL makes: a stand-in that says of itself what vLLM would."""
+    calls = []
+
+    def make(**options):
+        calls.append(options)
+        given = options.get("hf_overrides", {}).get("quantization_config")
+        scheme = None if given is None else MXFP4RLConfig.from_dict(given)
+        settings = None if given is None else EngineSettings.read(given["vllm"])
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(dtype=torch.float32),
+            quant_config=SimpleNamespace(scheme=scheme, settings=settings),
+        )
+        return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+
+    monkeypatch.setattr(vllm_generation, "LLM", make, raising=False)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda *a, **k: True)
+    before = dict(os.environ)
+    yield calls
+    os.environ.clear()  # TRL has set those of distributed runs
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize("kind", ["model", "name", "lora"])
+def test_the_trainer_starts_vllm_in_the_scheme(kind, full, tmp_path, made):
+    before = vllm_generation.VLLMGeneration._init_vllm, vllm_generation.LLM
+    build = trainer_factory(tmp_path)
+    options = {"use_vllm": True, "vllm_mode": "colocate", "aqn": False}
+    if kind == "name":
+        scheme = MXFP4RLConfig(preset="w4a16")
+        options["model_init_kwargs"] = {"quantization_config": scheme}
+        trainer = build(policy=str(full), **options)
+    else:
+        lora = LoraConfig(target_modules=["q_proj"], r=4) if kind == "lora" else None
+        trainer = build(policy=load(full, preset="w4a16"), peft_config=lora, **options)
+    (given,) = made
+    assert given["model"] == str(full) == trainer.model.name_or_path
+    assert given["hf_overrides"]["quantization_config"]["preset"] == "w4a16"
+    engine = trainer.vllm_policy.engine
+    assert engine.is_packed and engine.settings.adapter_rank == (4 if kind == "lora" else 0)
+    assert trainer.vllm_policy.is_what_trains()
+    assert (vllm_generation.VLLMGeneration._init_vllm, vllm_generation.LLM) == before
+    if kind == "lora":
+        assert trainer.model.peft_config["default"].base_model_name_or_path == str(full)
+
+
+@pytest.mark.parametrize(
+    ("option", "scheme", "level", "message"),
+    [
+        ("packed", {"outlier_fallback_rate": 0.1}, "WARNING", "not in its scheme: outlier_fallback_rate=0.1"),
+        ("checkpoint", {}, "INFO", "not in its scheme: vllm_weights='checkpoint'"),
+        ("packed", {}, "INFO", r"started in the scheme of the policy, .*\(mode qat\), quantized weights in 4 bits"),
+        ("dense", {}, "INFO", r"quantized weights dense: vllm_weights='dense'"),
+    ],
+)
+def test_the_log_says_how_vllm_is_started(option, scheme, level, message, full, tmp_path, made, caplog):
+    caplog.set_level(logging.INFO, "hf_mxfp4")
+    trainer = trainer_factory(tmp_path)(
+        policy=load(full, **scheme), use_vllm=True, vllm_mode="colocate", aqn=False, vllm_weights=option
+    )
+    (record,) = [record for record in caplog.records if record.getMessage().startswith("vLLM is started")]
+    assert record.levelname == level and re.search(message, record.getMessage())
+    is_told = "not in its scheme" not in message
+    assert ("hf_overrides" in made[0]) is is_told is (trainer.vllm_policy.engine.scheme is not None)
+
+
+def test_who_has_a_server_in_16_bits_is_told_how_to_start_another(full, caplog):
+    caplog.set_level(logging.INFO, "hf_mxfp4")
+    tell_how_to_serve(load(full), MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True))
+    found = re.search(r"vllm serve (\S+) --hf-overrides '(.*)'", caplog.text)
+    given = json.loads(found[2])["quantization_config"]
+    assert found[1] == str(full) and given["vllm"] == PACKED
+    assert MXFP4RLConfig.from_dict(given) == load(full).config.quantization_config
+
+
+def test_everything_of_trl_is_itself_again_after_an_error(full, made, monkeypatch):
+    start = vllm_generation.VLLMGeneration._init_vllm
+
+    def failing(**options):
+        raise MemoryError
+
+    monkeypatch.setattr(vllm_generation, "LLM", failing)
+    generation = object.__new__(vllm_generation.VLLMGeneration)
+    generation.model = load(full)
+    with pytest.raises(AttributeError), vllm_in_scheme(args()):  # it has no mode
+        generation._init_vllm()
+    assert vllm_generation.VLLMGeneration._init_vllm is start and vllm_generation.LLM is failing
+
+
+def test_a_trl_that_makes_vllm_otherwise_is_an_error(full, made, monkeypatch):
+    generation = object.__new__(vllm_generation.VLLMGeneration)
+    generation.model = load(full)
+    monkeypatch.setattr(vllm_generation.VLLMGeneration, "_init_vllm", lambda self: None)
+    with pytest.raises(RuntimeError, match="starts vLLM in another way"), vllm_in_scheme(args()):
+        generation._init_vllm()
+
+
+@pytest.mark.parametrize("options", [{"use_vllm": False}, {"vllm_mode": "server"}])
+def test_nothing_is_told_where_trl_makes_no_vllm(options, made):
+    start = vllm_generation.VLLMGeneration._init_vllm
+    config = MXFP4GRPOConfig(**{"use_cpu": True, "bf16": False, "use_vllm": True, **options})
+    with vllm_in_scheme(config):
+        assert vllm_generation.VLLMGeneration._init_vllm is start
