@@ -43,14 +43,15 @@ class Served:
 class Generation:
     """What the trainer uses of TRL's `VLLMGeneration`."""
 
-    def __init__(self):
-        self.llm = Served()
+    def __init__(self, model):
+        self.llm, self.model = Served(), model
 
     def _iter_named_params(self):
-        return iter(())
+        yield from self.model.named_parameters()
 
     def sync_weights(self):
-        """Nothing is served."""
+        """Nothing is served of what is pushed."""
+        list(self._iter_named_params())
 
     def generate(self, prompts, **kwargs):
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts])
@@ -68,7 +69,7 @@ def build(tmp_path):
         policy = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=MXFP4RLConfig())
         trainer = factory(policy=policy, **{"router_replay": True, "max_steps": 2, "aqn": False, **options})
         trainer.use_vllm = trainer.args.use_vllm = True
-        trainer.vllm_generation, trainer._last_loaded_step = Generation(), -1
+        trainer.vllm_generation, trainer._last_loaded_step = Generation(trainer.model), -1
         by_trl = trainer.vllm_importance_sampling_correction
         llm = trainer.vllm_generation.llm
         trainer.replay = RouterReplay(trainer.model, trainer.accelerator, trainer._record, llm, by_trl)
