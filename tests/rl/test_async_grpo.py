@@ -2,103 +2,55 @@
 """TRL's asynchronous GRPO on quantized policies: what samples is what trains. On a CPU, with stand-ins for the
 attention kernel, the rollout worker and the server; log-probabilities of rollouts come from what was pushed."""
 
-import queue
-
-import numpy as np
 import pytest
 import torch
 import trl.experimental.async_grpo.async_grpo_trainer as trl_trainer
-from grpo_runs import TOKENIZER, logged, prompts
+from async_runs import Worker, on_a_cpu, settings
+from grpo_runs import TOKENIZER, logged
 from peft import LoraConfig
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.rl import MXFP4AsyncGRPOTrainer
 
 
-PROMPT, LENGTH = [3, 4, 5, 6], 10
-
-
-def tree_attention(module, query, key, value, mask, *, tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, **others):
-    """What TRL has a kernel for that needs a GPU: each segment sees the path to it, ``[1, heads, tokens, size]``."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    parts = []
-    for own, path in zip(tree_cu_seqlens_q.unfold(0, 2, 1), tree_cu_seqlens_k.unfold(0, 2, 1), strict=True):
-        seen = tree_kv_index[slice(*path.tolist())]
-        part, (count, length) = query[:, :, slice(*own.tolist())], (int(own.diff()), len(seen))
-        scores = part @ key[:, :, seen].mT * others["scaling"]
-        hidden = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
-        parts.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, :, seen])
-    return torch.cat(parts, dim=2).transpose(1, 2), None
-
-
-class Server:
+class Server(Worker):
     """A plain model that takes weights as they are pushed; both TRL's transfer and its worker."""
 
-    def __init__(self, folder, count):
-        self.model, self.count = AutoModelForCausalLM.from_pretrained(folder).eval(), count
-        self.rollout_buffer, self.metrics_queue, self.pushes = queue.Queue(), queue.Queue(), []
-        self.random, self.version = np.random.default_rng(0), 0
+    def __init__(self, folder):
+        super().__init__(self.of_model)
+        self.model, self.pushes = AutoModelForCausalLM.from_pretrained(folder).eval(), []
 
     def send_weights(self, iterator):
         self.pushes.append({name: tensor.clone() for name, tensor in iterator})
         keys = self.model.load_state_dict(self.pushes[-1], strict=False)
         assert not keys.unexpected_keys and not keys.missing_keys
 
-    def start(self):
-        self.roll_out()
-        self.roll_out()  # the trainer takes a batch before it trains on the one before
-
     @torch.no_grad()
-    def roll_out(self):
-        for number in range(self.count):
-            ids = torch.tensor([*PROMPT, *self.random.integers(2, 32, LENGTH - len(PROMPT))])
-            logps = self.model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
-            mask = (torch.arange(LENGTH) >= len(PROMPT)).long().numpy()
-            sample = RolloutSample(
-                prompt="", completion="", input_ids=ids.numpy(), completion_mask=mask,
-                old_log_probs=np.concatenate([[0.0], logps.numpy()]), advantage=float(number % 2) - 0.5,
-                model_version=self.version, group_id=self.version, metrics={"reward": 0.0},
-            )  # fmt: skip
-            self.rollout_buffer.put(sample)
-
-    def update_model_version(self, version):
-        self.version = version
-        if version > 1:  # the first are asked for by `start`
-            self.roll_out()
-
-    def check_health(self, *args):
-        raise AssertionError("the trainer waits for samples that nobody makes")
+    def of_model(self, rows):
+        ids = torch.tensor(rows)
+        return self.model(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
 
     def nothing(self, *args):
-        """What else is asked of a transfer or a worker."""
+        """What else is asked of a transfer."""
 
-    init_weight_transfer = pause = resume = destroy = stop = nothing
+    init_weight_transfer = pause = resume = destroy = nothing
 
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "tree_attention", tree_attention)
-    monkeypatch.setattr(trl_trainer, "get_peak_flops_per_device", lambda *_: None)  # asks for the name of a GPU
+    on_a_cpu(monkeypatch)
     make_model("qwen3", hidden=64, intermediate=96).save_pretrained(tmp_path / "base")
     TOKENIZER.save_pretrained(tmp_path / "base")
 
     def make(cls=MXFP4AsyncGRPOTrainer, *, serves=True, folder=None, **given):
-        args = AsyncGRPOConfig(
-            str(tmp_path / "run"), use_cpu=True, bf16=False, max_steps=3, per_device_train_batch_size=4,
-            num_generations=4, learning_rate=1e-2, lr_scheduler_type="constant", token_budget=-1, logging_steps=1,
-            report_to="none", save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
-        )  # fmt: skip
-        server = Server(tmp_path / "base", count=4)
+        server = Server(tmp_path / "base")
         transfer = {"weight_transfer": server} if serves else {}
         folder = str(folder or tmp_path / "base")
-        reward = {"reward_funcs": max, "train_dataset": prompts()}
-        trainer = cls(folder, args=args, rollout_worker=server, **reward, **transfer, **given)
+        trainer = cls(folder, **settings(tmp_path / "run", server), **transfer, **given)
         trainer.server = server
         return trainer
 
