@@ -29,6 +29,7 @@ DOCUMENTS = (
     "docs/performance.md",
     "docs/robustness.md",
     "docs/ties.md",
+    "docs/vllm.md",
 )
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -40,7 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
         (
             run_tables,
             "quantize_cpu demo lora moe merge_cost packed_loading memory planned saved_error pretrain soak "
-            "export_perplexity generate_cpu",
+            "export_perplexity generate_cpu vllm_bytes",
         ),
         (gpu_tables, "gpu"),
         (tie_tables, "tie_movement tie_checks tie_densities tie_start tie_steps"),

@@ -25,6 +25,7 @@ from hf_mxfp4.backends.select import dequantize
 from hf_mxfp4.gemm.storage.packed_weight import packed_shapes, packed_tensor
 from hf_mxfp4.layers import MXFP4PackedLinear
 from hf_mxfp4.vllm_plugin.activations import quantize_input
+from hf_mxfp4.vllm_plugin.settings import EngineSettings
 
 
 ROOT = Path(hf_mxfp4.__file__).parents[1]
@@ -397,6 +398,25 @@ def test_master_weights_are_refused_by_older_versions(plugin):
         plugin.MXFP4RLVLLMConfig.from_config(MXFP4RLConfig().to_dict())
 
 
+@pytest.mark.parametrize("settings", [{"weights": "dense"}, {"adapter_rank": 4}], ids=str)
+def test_settings_that_need_conversion_are_refused_by_older_versions(plugin, settings):
+    stored = MXFP4RLConfig(mode="packed").to_dict() | {"vllm": settings}
+    with pytest.raises(ValueError, match=r"EngineSettings.*0\.32 does.*only packed checkpoints can be kept, packed"):
+        plugin.MXFP4RLVLLMConfig.from_config(stored)
+
+
+def test_settings_in_force_are_where_vllm_looks_for_what_graphs_depend_on(plugin, monkeypatch):
+    stored = MXFP4RLConfig(mode="packed").to_dict() | {"vllm": {"weights": "dense"}}
+    monkeypatch.setenv("MXFP4_RL_VLLM_WEIGHTS", "packed")
+    config = plugin.MXFP4RLVLLMConfig.from_config(stored)
+    assert config.settings == EngineSettings("packed") and stored["vllm"] == {"weights": "dense"}
+    config.maybe_update_config("name", hf_config=types.SimpleNamespace(quantization_config=stored))
+    assert stored["vllm"] == {"weights": "packed", "adapter_rank": 0}
+    nested = types.SimpleNamespace(text_config=types.SimpleNamespace(quantization_config={}))
+    config.maybe_update_config("name", hf_config=nested)
+    assert nested.text_config.quantization_config == {"vllm": {"weights": "packed", "adapter_rank": 0}}
+
+
 def test_activations_with_a_learned_threshold_are_refused(plugin):
     scheme = MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5, outlier_fallback_rate=0.1)
     with pytest.raises(ValueError, match="outlier_fallback_rate=0.1"):
@@ -456,4 +476,4 @@ def test_what_the_plugin_imports_is_there():
         path = folder / node.module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
         for alias in node.names:
-            assert re.search(rf"^(class|def) {alias.name}\b", text, re.MULTILINE), alias.name
+            assert re.search(rf"^(class|def) {alias.name}\b|^ +{alias.name},$", text, re.MULTILINE), alias.name

@@ -44,6 +44,19 @@ def merge_cost() -> str:
     return table(["adapters", "accuracy", "by run", "SQNR of their change, dB"], rows)
 
 
+def vllm_bytes() -> str:
+    found: dict[tuple, dict] = {}
+    for r in records("vllm_bytes"):
+        found.setdefault((r["model"], r["push"]), {})[r["scheme"]] = r
+    schemes = list(dict.fromkeys(r["scheme"] for r in records("vllm_bytes")))
+    bits = {r["scheme"]: r["bits"] for r in records("vllm_bytes")}
+    rows = []
+    for (model, push), by_scheme in found.items():
+        cells = [f"{by_scheme[s]['value']:,.0f} ({by_scheme[s]['needed']:,.0f})" for s in schemes]
+        rows.append([model, push, *cells, f"{by_scheme[schemes[0]]['baseline']:,.0f}"])
+    return table(["shapes of", "push", *(f"{bits[s]:.4g} bits, {s}" for s in schemes), "all weights in 16 bits"], rows)
+
+
 def export_perplexity() -> str:
     rows = []
     for r in records("export_perplexity"):

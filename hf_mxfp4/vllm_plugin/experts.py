@@ -3,6 +3,7 @@
 by vLLM's kernels for 16-bit experts."""
 
 import math
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..gemm.storage.packed_weight import packed_shapes
 from ..numerics import BLOCK_SIZE, QuantScheme
 from .expected import ExpectedLayers
 from .experts_product import ACTIVATIONS, INTERLEAVED, experts
-from .experts_storage import VLLM_NAMES, ExpertsTarget, Share, packed_parameters, parameter_name
+from .experts_storage import VLLM_NAMES, ExpertsTarget, Share, packed_parameters, parameter_name, write
 from .served import WeightBytes
 
 
@@ -108,8 +109,9 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
         for projection, (rows, columns) in target.own_sizes().items():
             prefix = VLLM_NAMES[projection]
             if target.is_packed:
+                own = {"weight_loader": MethodType(write, layer)}
                 for part, shape in packed_shapes(rows, columns, weights).items():
-                    _register(layer, parameter_name(projection, part), (num_experts, *shape), torch.uint8, _PAST)
+                    _register(layer, parameter_name(projection, part), (num_experts, *shape), torch.uint8, own)
             else:
                 shape = num_experts, rows, columns
                 _register(layer, f"{prefix}_weight", shape, params_dtype, extra_weight_attrs)
@@ -144,16 +146,6 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
             layer.activation.value,
             self.scheme.backend,
         )
-
-
-def _came_past(*args: Any, **options: Any) -> None:
-    raise RuntimeError(
-        "vLLM loads a weight of packed experts past the plugin, which cannot read it; use "
-        'quantization_config["vllm"] = {"weights": "dense"} in config.json'
-    )
-
-
-_PAST = {"weight_loader": _came_past}
 
 
 def _register(

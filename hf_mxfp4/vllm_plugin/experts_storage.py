@@ -7,6 +7,7 @@ them: they are written here, the share of this process and no more, into memory 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -107,13 +108,8 @@ class ExpertsTarget:
 
     def _copy(self, projection: str, part: str, places: int | slice, whole: torch.Tensor) -> None:
         parameter = getattr(self.layer, parameter_name(projection, part))
-        if parameter.is_meta:
-            raise RuntimeError(
-                f"{self.name}: vLLM has taken the weights down to load them again (reload_weights), which packed "
-                "experts cannot follow; make a new engine"
-            )
-        own = self.share.of(projection, whole)
-        parameter.data[places].view(own.shape).copy_(own)
+        # Its loader, since vLLM's reloading puts another in its place, which waits until it has all of a layer.
+        parameter.weight_loader(parameter, self.share.of(projection, whole), places)
 
     def missing(self, projection: str) -> list[str]:
         """What did not come of a projection, as checkpoints call it: tensors of all experts, or single experts."""
@@ -124,6 +120,26 @@ class ExpertsTarget:
         found = arrived | self.parts.get(projection, {}).keys()
         names = [name for name in self.shapes(projection) if absent and name not in found]
         return [f"{self.name}.{projection}{name.removeprefix('weight')}" for name in names]
+
+
+def write(
+    layer: nn.Module,
+    param: torch.Tensor,
+    loaded_weight: torch.Tensor,
+    places: int | slice | None = None,
+    **others: Any,
+) -> None:
+    """The loader of packed parameters, a method of their layer as vLLM's are: write this process's share of one expert,
+    or of all, to its place.
+
+    Raises `RuntimeError` when vLLM calls it, with other arguments.
+    """
+    if places is None:
+        raise RuntimeError(
+            "vLLM loads a weight of packed experts past the plugin, which cannot read it; use "
+            'quantization_config["vllm"] = {"weights": "dense"} in config.json'
+        )
+    param.data[places].view(loaded_weight.shape).copy_(loaded_weight)
 
 
 def parameter_name(projection: str, part: str) -> str:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.planning import LiveTensors
 from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
+from hf_mxfp4.vllm_plugin.settings import EngineSettings
 
 
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
@@ -222,6 +223,24 @@ def train_on_all_rollouts(mode: str, kinds: list[str], base: str, out: str) -> N
         }
     if os.environ["RANK"] == "0":
         torch.save(results, Path(out) / "results.pt")
+
+
+def push_codes_to_vllm(engine: str | None, base: str, out: str) -> None:
+    """Two steps of GRPO of adapters on trainable layers, pushed to something with the interface of a vLLM that keeps 4
+    bits. Each rank writes its pushes to ``out/pushed<i>.pt``."""
+    if engine is not None:
+        use_engine(engine, Path(out))
+    scheme = MXFP4RLConfig(preset="w4a16")
+    policy = AutoModelForCausalLM.from_pretrained(base, quantization_config=scheme, dtype=torch.float32)
+    torch.manual_seed(0)
+    policy = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"]))
+    options = {"num_generations": 4, "max_completion_length": 4, "aqn": False, "report_every": 0, "max_steps": 2}
+    measured = dict.fromkeys(("error_every", "gradient_gain_every", "movement_every"), 0)
+    args = arguments(Path(out), MXFP4GRPOConfig, **{**options, **measured})
+    trainer = MXFP4GRPOTrainer(policy, even_digits, args, prompts(), processing_class=TOKENIZER)
+    pushed = with_simulated_vllm(trainer, scheme=scheme, settings=EngineSettings("packed", 2))
+    trainer.train()
+    torch.save(pushed, Path(out) / f"pushed{os.environ.get('RANK', '0')}.pt")
 
 
 def push_to_vllm(engine: str | None, base: str, out: str) -> None:

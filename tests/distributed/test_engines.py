@@ -304,6 +304,25 @@ def test_vllm_gets_adapters_on_quantized_weights_from_sharded_masters(jobs, engi
             assert torch.equal(rank["weights"][name], weight), name
 
 
+@pytest.mark.parametrize("engine", ["fsdp2_lora", pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED])])
+def test_vllm_gets_codes_once_and_factors_from_sharded_masters(jobs, engine):
+    found = {}
+    for name, ranks in ((None, 1), (engine, 2)):
+        out = jobs.root / f"codes-{engine}-{ranks}"
+        out.mkdir()
+        arguments = {"engine": name, "base": str(jobs.base("moe")), "out": str(out)}
+        answer = run_job("engine_jobs:push_codes_to_vllm", out / "log", ranks=ranks, **arguments)
+        assert answer.codes == [0] * ranks, answer.output[-4000:]
+        found[ranks] = [torch.load(out / f"pushed{rank}.pt") for rank in range(ranks)]
+    first, second = found[1][0]
+    factors = {f"model.layers.{i}.self_attn.q_proj.lora_{side}.weight" for i in range(2) for side in "AB"}
+    assert second.keys() == factors and first["model.layers.1.mlp.experts.down_proj"].dtype == torch.uint8
+    for rank in found[2]:
+        assert [push.keys() for push in rank] == [first.keys(), factors]
+        for name, weight in first.items():
+            assert torch.equal(rank[0][name], weight), name
+
+
 @pytest.mark.large
 @NO_DEEPSPEED
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers that die, or that are others than the weights were pushed to, without vLLM; with it: `tests/vllm_lane`."""
 
+import time
+
 import pytest
 import torch
 from fake_vllm import FakeVLLM, use_fake_vllm
 from grpo_runs import logged
 from peft import LoraConfig
+from trl.generation import vllm_client
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl import VLLMServerError
@@ -101,7 +104,7 @@ def test_what_a_server_says_is_said(build):
     refusal = {"error": {"message": "the prompt is longer than max_model_len"}}
     with FakeVLLM(answers={"/v1/completions": (400, refusal)}) as server:
         trainer = trainer_on(build, server)
-        with pytest.raises(VLLMServerError, match="runs, and failed while sampling.*longer than max_model_len"):
+        with pytest.raises(VLLMServerError, match="runs; it failed while sampling.*longer than max_model_len"):
             trainer.train()
 
 
@@ -117,6 +120,27 @@ def test_errors_of_this_process_are_not_blamed_on_the_server(build, monkeypatch)
         monkeypatch.setattr(trainer.vllm_generation, "_iter_named_params", failing)
         with pytest.raises(OSError, match="^a shard cannot be read$"):
             trainer.vllm_generation.sync_weights()
+
+
+def test_who_waits_for_a_server_that_is_gone_is_told(build, monkeypatch, caplog):
+    """NCCL waits for ever where the other side dies in the middle of a push."""
+    monkeypatch.setattr("hf_mxfp4.rl.rollout.vllm_server._PATIENCE", 0.05)
+    told = "does not answer any more, while receiving weights; if this process goes on waiting"
+    with FakeVLLM() as server:
+        trainer = trainer_on(build, server)
+
+        def stuck(iterator, **options):
+            time.sleep(0.3)
+            assert told not in caplog.text
+            server.die()
+            end = time.monotonic() + 30
+            while told not in caplog.text and time.monotonic() < end:
+                time.sleep(0.01)
+
+        monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", stuck)
+        with pytest.raises(VLLMServerError):
+            trainer.vllm_generation.sync_weights()
+    assert told in caplog.text
 
 
 # ---- what a server is pushed ----------------------------------------------------------------------------------------

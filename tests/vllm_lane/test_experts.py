@@ -9,6 +9,7 @@ import torch
 from harness import engine, model_logprobs, served_model, tiny_model, vllm_logprobs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.vllm_plugin.served import served_bytes
@@ -122,7 +123,7 @@ def test_experts_that_are_left_alone(tmp_path, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pushed_experts_are_written_in_place(tmp_path, family):
-    """Codes as they are, and 16-bit weights quantized as they come."""
+    """Codes as they are, and 16-bit weights quantized as they come, by themselves and through vLLM's reloading."""
     folder, before, _ = packed_folder(tmp_path, family, preset="w4a16")
     second, of_second, _ = packed_folder(tmp_path, family, preset="w4a16", name="second", seed=1)
     plain = tiny_model(family, **FAMILIES[family], seed=2)
@@ -135,6 +136,10 @@ def test_pushed_experts_are_written_in_place(tmp_path, family):
         push(llm, plain.named_parameters())
         assert has_the_codes_of(llm, third)
         assert (vllm_logprobs(llm) - of_third).abs().max() < 1e-4
+        initialize_layerwise_reload(served_model(llm))
+        push(llm, load_file(second / "model.safetensors").items())
+        finalize_layerwise_reload(served_model(llm), llm.llm_engine.vllm_config.model_config)
+        assert has_the_codes_of(llm, second)
         assert places == [parameter.data_ptr() for layer in expert_layers(llm) for parameter in layer.parameters()]
     assert (before - of_second).abs().max() > 0.05
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from harness import engine, model_logprobs, served_model, tiny_model, vllm_logprobs
 from transformers import AutoModelForCausalLM
-from vllm import SamplingParams
+from vllm import EngineArgs, SamplingParams
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
@@ -61,6 +61,19 @@ def test_w4a4_is_the_packed_model_but_for_edges_of_the_grid(tmp_path, name):
         difference = (vllm_logprobs(llm) - expected).abs()
     typical = (model_logprobs(weights_only) - expected).abs().median()
     assert difference.median() < 0.02 * typical, (difference.median(), typical)
+
+
+def test_graphs_of_other_settings_are_not_taken_from_vllms_cache(tmp_path, monkeypatch):
+    """vLLM keeps what it compiles by a hash of its config, in which environment variables of ours are not."""
+    folder, _, _ = packed_folder(tmp_path, "qwen2", {})
+    found = set()
+    for settings in ({}, {"WEIGHTS": "dense"}, {"ADAPTER_RANK": "4"}):
+        with monkeypatch.context() as patch:
+            for name, value in settings.items():
+                patch.setenv(f"MXFP4_RL_VLLM_{name}", value)
+            options = {"max_model_len": 64, "dtype": "float32", "skip_tokenizer_init": True}
+            found.add(EngineArgs(model=str(folder), **options).create_engine_config().compute_hash())
+    assert len(found) == 3
 
 
 def test_pack_in_memory_and_tokens(tmp_path):

@@ -92,12 +92,15 @@ def test_codes_full_precision_and_reloading_write_in_place(tmp_path):
         assert_same_values(served_weights(model), other, scheme)
         assert (vllm_logprobs(llm) - expected).abs().max() < 1e-4
         assert addresses(model) == before
+        assert_bytes_of_the_format(served_bytes(model), first)
+        with pytest.raises(ValueError, match=r"q_proj\.lora_A\.weight was pushed.*set adapter_rank"):
+            push(model, {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, 256)})
 
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
 def test_adapters_beside_packed_weights(tmp_path, preset):
     policy, _ = packed(tmp_path, preset=preset)
-    plain = model_logprobs(policy)
+    plain, saved = model_logprobs(policy), policy.state_dict()
     adapted, tensors = with_adapters(policy)
     expected = model_logprobs(adapted)
     assert (expected - plain).abs().max() > 0.05
@@ -107,6 +110,10 @@ def test_adapters_beside_packed_weights(tmp_path, preset):
         before = addresses(model)
         assert measure(vllm_logprobs(llm) - plain, preset) < 1e-4
         push(model, tensors)
+        assert measure(vllm_logprobs(llm) - expected, preset) < 1e-4
+        initialize_layerwise_reload(model)
+        model.load_weights(saved.items())
+        finalize_layerwise_reload(model, llm.llm_engine.vllm_config.model_config)
         assert measure(vllm_logprobs(llm) - expected, preset) < 1e-4
         push(model, {name: torch.zeros_like(tensor[:1]) for name, tensor in tensors.items() if "lora_A" in name})
         assert measure(vllm_logprobs(llm) - plain, preset) < 1e-4
@@ -121,13 +128,6 @@ def test_adapters_beside_packed_weights(tmp_path, preset):
 def measure(difference, preset):
     """Under w4a4, values on edges of the grid fall to either side."""
     return difference.abs().max() if preset == "w4a16" else difference.abs().median()
-
-
-def test_adapters_without_room_are_refused(tmp_path):
-    packed(tmp_path)
-    with engine(tmp_path / "packed") as llm:
-        with pytest.raises(ValueError, match=r"q_proj\.lora_A\.weight was pushed.*set adapter_rank"):
-            push(served_model(llm), {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, 256)})
 
 
 def test_dense_weights_take_codes_and_full_precision(tmp_path):
@@ -158,13 +158,17 @@ def test_vllms_own_adapters_over_packed_layers(tmp_path):
     assert (expected - plain).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("scheme", [{}, {"outlier_fallback": 0.5, "macro_block": "row"}], ids=str)
-def test_weights_take_the_bytes_of_the_format(tmp_path, scheme):
-    policy, _ = packed(tmp_path, **scheme)
+def test_residuals_and_factors_of_rows_take_the_bytes_of_the_format_too(tmp_path):
+    policy, _ = packed(tmp_path, outlier_fallback=0.5, macro_block="row")
     with engine(tmp_path / "packed") as llm:
-        sizes = served_bytes(served_model(llm))
+        assert_bytes_of_the_format(served_bytes(served_model(llm)), policy)
+
+
+def assert_bytes_of_the_format(sizes, policy):
     layers = [module for module in policy.modules() if hasattr(module, "dequantized_weight")]
     n_values = sum(layer.in_features * layer.out_features for layer in layers)
-    assert (sizes.quantized.values, sizes.n_layers) == (n_values, 8)
-    assert sizes.quantized.stored <= 1.1 * sizes.quantized.needed < 0.6 * sizes.quantized.in_16_bits
-    assert sizes.other == sum(4 * p.numel() for p in policy.parameters() if p.is_floating_point())
+    assert (sizes.quantized.values, sizes.n_layers, sizes.adapters) == (n_values, 8, 0)
+    assert sizes.quantized.stored == sizes.quantized.needed < 0.6 * sizes.quantized.in_16_bits
+    floats = sum(4 * parameter.numel() for parameter in policy.parameters() if parameter.is_floating_point())
+    padding = 4 * 256 * 2 * (-policy.config.vocab_size % 64)  # vLLM's, of both embeddings
+    assert sizes.other == floats + padding

@@ -4,10 +4,15 @@
 TRL's client repeats a request that fails for about a minute, and then raises what `requests` says of sockets. In that
 minute a supervisor may have started the server anew: it would answer, from the checkpoint that it was started on, and
 nobody would notice. So the weights of a server get a name with each push, which a new server does not know.
+
+Where the other side dies while NCCL sends, NCCL waits, and requests have no time limit. Somebody has to end a process
+that waits so, and is told of it.
 """
 
+import contextlib
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..._logging import get_logger
@@ -19,6 +24,12 @@ class VLLMServerError(RuntimeError):
 
 #: Seconds in which a server says that it is well.
 _HEALTH_TIMEOUT = 10
+
+#: Seconds after which it is asked, where an answer is waited for, and again after as many.
+_PATIENCE = 60
+
+
+_START_AGAIN = "Start the server again with the same command, and"
 
 
 class WatchedServer:
@@ -52,32 +63,57 @@ class WatchedServer:
 
         def asked(*args: Any, **kwargs: Any) -> Any:
             try:
-                answer = method(*args, **kwargs)
+                with self._watched(what):
+                    answer = method(*args, **kwargs)
                 if afterwards is not None:
                     afterwards()
             except VLLMServerError:
                 raise
             except Exception as error:
                 # For answers other than 200 TRL raises an Exception of no class of its own.
-                if isinstance(error, self._requests.RequestException) or type(error) is Exception:
-                    raise self._error(f"{self._state()} while {what}: {error}") from error
-                raise
+                if not isinstance(error, self._requests.RequestException) and type(error) is not Exception:
+                    raise
+                state = self._unwell()
+                cure = "Its log says more; once that is mended," if state is None else _START_AGAIN
+                raise self._error(f"{state or 'runs'}; it failed while {what}: {error}", cure) from error
             return answer
 
         return asked
 
-    def _error(self, what: str) -> VLLMServerError:
+    @contextlib.contextmanager
+    def _watched(self, what: str) -> Iterator[None]:
+        """Within this context the log says when the server is waited for and does not answer."""
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(_PATIENCE):
+                state = self._unwell()
+                if state is not None and not done.is_set():
+                    get_logger().error(
+                        "the vLLM server at %s %s, while %s; if this process goes on waiting, since NCCL notices "
+                        "nothing, end it, start the server again, and resume from the newest checkpoint",
+                        self._client.base_url, state, what,
+                    )  # fmt: skip
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def _error(self, what: str, cure: str) -> VLLMServerError:
         return VLLMServerError(
-            f"the vLLM server at {self._client.base_url} {what}\nStart the server again with the same command, and "
-            "resume this run with resume_from_checkpoint: it pushes its weights before it samples"
+            f"the vLLM server at {self._client.base_url} {what}\n{cure} resume this run with resume_from_checkpoint: "
+            "it pushes its weights before it samples"
         )
 
-    def _state(self) -> str:
+    def _unwell(self) -> str | None:
+        """What is wrong with the server, in words; `None` where it says that it is well."""
         try:
             status = self._requests.get(f"{self._client.base_url}/health", timeout=_HEALTH_TIMEOUT).status_code
         except self._requests.RequestException:
-            return "does not answer any more; it failed"
-        return "runs, and failed" if status == 200 else f"is not well (status {status}), and failed"
+            return "does not answer any more"
+        return None if status == 200 else f"is not well (status {status})"
 
     def _name_weights(self) -> None:
         self._pushes += 1
@@ -103,5 +139,6 @@ class WatchedServer:
         if found != self.version:
             raise self._error(
                 f"has other weights than this run has pushed: version {found!r} instead of {self.version!r}. It was "
-                "started anew, or another run pushes to it; its completions are not used"
+                "started anew, or another run pushes to it; its completions are not used",
+                _START_AGAIN,
             )
