@@ -25,6 +25,7 @@ from ..registration import QUANT_METHOD, enter_classes
 from ..report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from .generation import wrap_generation
 from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan
+from .pushed_weights import check_attention
 from .swap import placeholder, quantize_linears
 
 
@@ -79,6 +80,7 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
         refuse_parallel_plan(model)
+        check_attention(model)
         make = placeholder if self._packs_on_load else None
         self._swapped = quantize_linears(model, self.quantization_config, make)
         if kwargs.get("use_kernels") and any(isinstance(module, ExpertsBase) for module in model.modules()):

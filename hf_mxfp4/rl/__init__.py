@@ -15,6 +15,7 @@ _LAZY = {
     "ExactResumeMixin": "resume.state",
     "GradientGainCallback": "callbacks.policy",
     "LinearNoise": "noise.linears",
+    "MXFP4AsyncGRPOTrainer": "asynchronous",
     "MXFP4GRPOConfig": "config",
     "MXFP4GRPOTrainer": "trainer",
     "NoiseSchedule": "noise.schedule",

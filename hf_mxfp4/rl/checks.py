@@ -67,14 +67,7 @@ def check_policy(model: nn.Module, n_quantized: int, args: MXFP4GRPOConfig, acce
             "model with quantization_config=MXFP4RLConfig() (the trainer takes it too, beside a model's name), or "
             "set allow_full_precision=True for a baseline"
         )
-    layers = [module for module in model.modules() if isinstance(module, TRAINABLE)]
-    trained = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
-    if trained and trained[0].dtype in (torch.bfloat16, torch.float16):
-        get_logger().warning(
-            "the master weights are trained in %s: updates smaller than a 256th (bfloat16) of a weight are rounded "
-            "away, which at the learning rates of RL is most of them; load the model with dtype=torch.float32",
-            trained[0].dtype,
-        )
+    warn_of_16_bit_masters(model)
     casts = args.use_transformers_continuous_batching and (args.bf16 or args.fp16)
     if casts and any(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad):
         # PEFT makes adapters in float32 whatever the model is loaded in.
@@ -84,6 +77,18 @@ def check_policy(model: nn.Module, n_quantized: int, args: MXFP4GRPOConfig, acce
         raise ValueError(
             "use_transformers_continuous_batching casts the model for good before generating, which would round "
             f"float32 {what}; set use_transformers_continuous_batching=False, or {half}=False{remedy}"
+        )
+
+
+def warn_of_16_bit_masters(model: nn.Module) -> None:
+    """Warn of master weights that are trained in 16 bits."""
+    layers = [module for module in model.modules() if isinstance(module, TRAINABLE)]
+    trained = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
+    if trained and trained[0].dtype in (torch.bfloat16, torch.float16):
+        get_logger().warning(
+            "the master weights are trained in %s: updates smaller than a 256th (bfloat16) of a weight are rounded "
+            "away, which at the learning rates of RL is most of them; load the model with dtype=torch.float32",
+            trained[0].dtype,
         )
 
 

@@ -369,10 +369,16 @@ class MXFP4GRPOConfig(GRPOConfig):
 
     def _check_router_replay(self) -> None:
         """Rollouts that the routers of the policy's own modules do not take part in cannot be recorded."""
-        if self.use_vllm:
+        if self.use_vllm and self.vllm_mode != "colocate":
             raise ValueError(
-                "router_replay=True needs the experts that were chosen in the rollout, which vLLM does not return; use "
-                "use_vllm=False, or router_replay=False with vllm_importance_sampling_correction=True"
+                "router_replay=True needs the experts that were chosen in the rollout, and TRL drops them from what a "
+                f"server answers (vllm_mode={self.vllm_mode!r}): use vllm_mode='colocate', or router_replay=False with "
+                "vllm_importance_sampling_correction=True"
+            )
+        if self.use_vllm and self.vllm_tensor_parallel_size > 1:
+            raise ValueError(
+                f"router_replay=True with vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: vLLM returns the "
+                "experts to the first of these processes alone; set vllm_tensor_parallel_size=1"
             )
         if self.use_transformers_continuous_batching:
             raise ValueError(

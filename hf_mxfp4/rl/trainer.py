@@ -62,6 +62,7 @@ from .rollout.correction_options import limits_in_force
 from .rollout.generation import RolloutGeneration, describe_rollout_weights
 from .rollout.replay import BATCH_KEY, RouterReplay
 from .rollout.sampling import DynamicSampling, equal_rewards, logs_set_aside
+from .rollout.served_experts import experts_returned
 from .rollout.vllm import VLLMPolicy
 from .rollout.vllm_start import vllm_in_scheme
 
@@ -111,7 +112,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         if functions is not None:
             functions = [guard_reward(function) for function in functions]
         scheme = reference_config(model, quantization_config, args)
-        with vllm_in_scheme(args):
+        with vllm_in_scheme(args), experts_returned(args):
             super().__init__(model, functions, args, train_dataset, eval_dataset, quantization_config=scheme, **kwargs)
         self.n_quantized = count_quantized(self.model)
         check_policy(self.model, self.n_quantized, args, self.accelerator)
@@ -151,7 +152,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         self.replay: RouterReplay | None = None
         if args.router_replay:
             check_router_replay(bool(self.tools) or is_custom or self.environment_factories is not None)
-            self.replay = RouterReplay(model, accelerator, self._record)
+            llm = self.vllm_generation.llm if self.use_vllm else None
+            is_scored_by_trl = self.use_vllm and self.vllm_importance_sampling_correction
+            self.replay = RouterReplay(model, accelerator, self._record, llm, is_scored_by_trl)
         self._in_step = contextlib.ExitStack()
         self.checkpoints = RunCheckpoints(self)
         # A step that is counted has moved the noise: its controller goes ahead of all callbacks that may fail.
@@ -205,7 +208,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         self.correction.check(batch, self.state.global_step, is_same)
         if self.replay is not None:
             batch[BATCH_KEY] = self.replay.padded(batch["prompt_mask"], batch["completion_ids"])
-            if "old_per_token_logps" in batch:
+            if "old_per_token_logps" in batch and not self.replay.is_scored_by_trl:
                 # What TRL computed is under free routing.
                 batch["old_per_token_logps"] = self._replayed_log_probs(batch)
         return batch
@@ -309,8 +312,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
                     self.noise_controller.observe(entropy)
         return loss
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any):
-        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, width: int, *args, **kwargs):
+        with contextlib.nullcontext() if self.replay is None else self.replay.scoring_next(mask, width):
+            output = super()._get_per_token_logps_and_entropies(model, ids, mask, width, *args, **kwargs)
         self.correction.take_log_probs(output[0])
         return output
 

@@ -46,7 +46,8 @@ REFUSED = [
     ({"compile_rollouts": True, "use_vllm": True}, "set use_vllm=False"),
     ({"compile_rollouts": True, "use_transformers_continuous_batching": True}, "default_compile_level"),
     ({"compile_rollouts": True, "router_replay": True}, "router_replay=False"),
-    ({"router_replay": True, "use_vllm": True}, "vLLM does not return"),
+    ({"router_replay": True, "use_vllm": True, "vllm_mode": "server"}, "TRL drops them from what a server answers"),
+    ({"router_replay": True, "use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=1"),
     (
         {"router_replay": True, "use_transformers_continuous_batching": True},
         "use_transformers_continuous_batching=False",

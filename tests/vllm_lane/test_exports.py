@@ -1,40 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exported checkpoints in vLLM, which then needs nothing of this package."""
+"""Exported checkpoints in vLLM, in a process that cannot import this package, against transformers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from harness import add_mxfp4_kernel, engine, model_logprobs, served_model, tiny_model, vllm_logprobs
+import torch
+from harness import model_logprobs, tiny_model
 from transformers import AutoModelForCausalLM
 
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import export
 
 
 pytestmark = pytest.mark.vllm
 
-METHODS = {"bf16": "UnquantizedLinearMethod", "compressed-tensors": "CompressedTensorsLinearMethod"}
+HERE = Path(__file__).resolve().parent
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"moe_intermediate_size": 128},
+    "mixtral": {"intermediate": 128},
+    "gpt_oss": {"intermediate": 128},
+}
+EXPERTS_ALONE = {"modules_to_not_convert": ["experts", "lm_head"]}
+#: Only experts of gpt-oss are quantized in its own format.
+ATTENTION_ALONE = {"modules_to_not_convert": ["self_attn", "lm_head"]}
+#: What is exported: family, format, options of the export; and what of vLLM reads it.
+ROWS = {
+    "bf16": ("qwen2", "bf16", {}, "UnquantizedLinearMethod"),
+    "compressed-tensors": ("qwen2", "compressed-tensors", {}, "CompressedTensorsW4A4Mxfp4"),
+    "compressed-tensors, Qwen3": ("qwen3", "compressed-tensors", {}, "CompressedTensorsW4A4Mxfp4"),
+    "quark": ("qwen2", "quark", {}, "QuarkOCP_MX"),
+    "quark w4a4": ("qwen2", "quark", {"preset": "w4a4"}, "QuarkOCP_MX"),
+    "bf16 experts": ("qwen3_moe", "bf16", {}, "UnquantizedFusedMoEMethod"),
+    "compressed-tensors experts": ("qwen3_moe", "compressed-tensors", {}, "CompressedTensorsW4A4Mxfp4MoEMethod"),
+    "compressed-tensors, experts left alone": (
+        "qwen3_moe", "compressed-tensors", EXPERTS_ALONE, "UnquantizedFusedMoEMethod",
+    ),
+    "compressed-tensors experts, Mixtral": (
+        "mixtral", "compressed-tensors", {}, "CompressedTensorsW4A4Mxfp4MoEMethod",
+    ),
+    "quark experts": ("qwen3_moe", "quark", {}, "QuarkOCP_MX_MoEMethod"),
+    "quark w4a4 experts": ("qwen3_moe", "quark", {"preset": "w4a4"}, "QuarkOCP_MX_MoEMethod"),
+    "quark experts, Mixtral": ("mixtral", "quark", {}, "QuarkOCP_MX_MoEMethod"),
+    "gpt-oss": ("gpt_oss", "gpt-oss", ATTENTION_ALONE, "GptOssMxfp4MoEMethod"),
+    "bf16, gpt-oss": ("gpt_oss", "bf16", ATTENTION_ALONE, "UnquantizedFusedMoEMethod"),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def mxfp4_kernel():
-    add_mxfp4_kernel()
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Plain checkpoints, whose values bfloat16 holds: formats store what they do not quantize in it."""
+    folders = {}
+    for family, options in FAMILIES.items():
+        folders[family] = tmp_path_factory.mktemp(family)
+        tiny_model(family, **options).bfloat16().save_pretrained(folders[family])
+    return folders
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_exports_have_the_same_values_and_are_read_by_vllm_alone(tmp_path, family):
-    """bf16 holds what compressed-tensors stands for: both are the model of transformers on the bf16 export."""
-    base = tiny_model(family)
-    base.save_pretrained(tmp_path / "base")
-    for name in METHODS:
-        export(tmp_path / "base", tmp_path / name, format=name)
-    expected = model_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype="float32"))
-    assert (expected - model_logprobs(base)).abs().max() > 0.05  # of which quantization is seen
-    for name, method in METHODS.items():
-        found_method, found = served(tmp_path / name)
-        assert found_method == method
-        assert (found - expected).abs().max() < 1e-4, name
+@pytest.fixture(scope="module")
+def served(bases, tmp_path_factory):
+    """What vLLM says of each row, all from one process."""
+    root = tmp_path_factory.mktemp("exports")
+    folders = {name: root / str(index) for index, name in enumerate(ROWS)}
+    for name, (family, format, options, _) in ROWS.items():
+        export(bases[family], folders[name], format, **options)
+    command = [sys.executable, str(HERE / "serve_alone.py"), str(root / "found.json"), *map(str, folders.values())]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    found = json.loads((root / "found.json").read_text())
+    return {name: found[str(folder)] for name, folder in folders.items()}
 
 
-def served(folder):
-    """The name of what reads the weights, and log-probabilities; the engine ends with the function."""
-    with engine(folder) as llm:
-        layer = served_model(llm).model.layers[0].mlp.down_proj
-        return type(layer.quant_method).__name__, vllm_logprobs(llm)
+@pytest.mark.parametrize("name", ROWS)
+def test_vllm_alone_computes_with_the_values_of_the_bf16_export(bases, served, name, tmp_path):
+    """bfloat16 holds every value of MXFP4, so that this export is what the others stand for."""
+    family, format, options, reader = ROWS[name]
+    plain = AutoModelForCausalLM.from_pretrained(bases[family], dtype=torch.float32)
+    found = torch.tensor(served[name]["logprobs"])
+    assert reader in served[name]["readers"]
+    if "preset" in options:
+        scheme = MXFP4RLConfig(mode="packed", preset="w4a4", scale_rule="even", macro_block=None)
+        ours = AutoModelForCausalLM.from_pretrained(bases[family], dtype=torch.float32, quantization_config=scheme)
+        weights_only = MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule="even", macro_block=None)
+        other = AutoModelForCausalLM.from_pretrained(
+            bases[family], dtype=torch.float32, quantization_config=weights_only
+        )
+        expected = model_logprobs(ours)
+        # An activation at the edge between two values of the grid falls to either side in two orders of summation.
+        assert (found - expected).abs().median() < 0.02 * (model_logprobs(other) - expected).abs().median()
+        return
+    export(bases[family], tmp_path / "bf16", "bf16", **options)
+    expected = model_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32))
+    assert (found - expected).abs().max() < 1e-4
+    assert (expected - model_logprobs(plain)).abs().max() > 0.05  # of which quantization is seen
+
+
+def test_what_inputs_are_quantized_to(served):
+    """Quark says whether; compressed-tensors says that they are not, and vLLM asks for it all the same."""
+    inputs = {name: said["inputs"] for name, said in served.items()}
+    assert inputs["quark"] == inputs["quark experts"] == ["None"]
+    assert len(inputs["quark w4a4"]) == 1 and "None" not in inputs["quark w4a4"]
+    assert inputs["compressed-tensors"] == inputs["quark w4a4 experts"] == inputs["quark w4a4"]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compressed-tensors `mxfp4-pack-quantized`: transformers with the compressed-tensors package, vLLM (W4A16), SGLang.
+"""compressed-tensors `mxfp4-pack-quantized`: transformers with the compressed-tensors package, vLLM, SGLang.
 
-compressed-tensors dequantizes to bfloat16. Its own activation quantization is plain MXFP4 by the rule `even`.
+compressed-tensors dequantizes to bfloat16. Its own activation quantization is plain MXFP4 by the rule `even`. vLLM
+(0.32) quantizes the inputs of layers wherever it has kernels for it, whatever the config says, and else computes W4A16.
 """
 
 import re
@@ -62,8 +63,8 @@ class CompressedTensorsFormat(RenamedFormat):
         notes = []
         if config.activation_scheme is not None:
             notes.append(
-                f"Activations were quantized ({config.activation_scheme}); the exported model computes them in full "
-                "precision (W4A16). Format quark keeps W4A4, in plain MXFP4."
+                f"Activations were quantized ({config.activation_scheme}); the exported model says that they are not "
+                "(W4A16), though vLLM quantizes them where its GPU can. Format quark keeps W4A4, in plain MXFP4."
             )
         if _has_experts(ignored) and _has_experts(quantized):
             notes.append(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AMD Quark: vLLM, SGLang (W4A4 where there are FP4 units, emulated elsewhere, or W4A16).
+"""AMD Quark: vLLM, SGLang (W4A16, or W4A4 where there are kernels for it).
 
 The `quantization_config` has the fields of AMD's published MXFP4 checkpoints. Activations are quantized as they come,
 in plain MXFP4.

@@ -13,6 +13,7 @@ from torch import nn
 from ..._logging import get_logger
 from ...routing import ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
 from ...routing.replay import UNRECORDED
+from .served_experts import ServedChoices
 
 
 #: The recording in a batch of the trainer: int16 ``[B, prompt + completion, layers, k]``, -1 where nothing is recorded.
@@ -29,16 +30,28 @@ class RouterReplay:
         model: the policy.
         accelerator: averages the metrics over processes.
         record: called with a metric's name and value.
+        llm: the colocated vLLM that samples; `None` for `generate`.
+        is_scored_by_trl: whether TRL compares each rollout with what trains, and to this end computes log-probabilities
+            before anything else does.
 
     Raises `ValueError` when the model has no router.
     """
 
-    def __init__(self, model: nn.Module, accelerator: Accelerator, record: Callable[[str, float], None]):
+    def __init__(
+        self,
+        model: nn.Module,
+        accelerator: Accelerator,
+        record: Callable[[str, float], None],
+        llm: Any = None,
+        is_scored_by_trl: bool = False,
+    ):
         self.routers = find_routers(model)
         self._accelerator, self._record = accelerator, record
-        self._recorder = ChoiceRecorder(model, self.routers)
+        self._recorder = ChoiceRecorder(model, self.routers) if llm is None else ServedChoices(llm, self.routers)
         self._rows: list[torch.Tensor] | None = None
-        get_logger().info("router replay: %d routers", len(self.routers))
+        self.is_scored_by_trl, self._is_scored_next = is_scored_by_trl, False
+        source = "generate" if llm is None else "vLLM"
+        get_logger().info("router replay: %d routers, recorded in %s", len(self.routers), source)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Record the experts of what is generated within the context."""
@@ -48,6 +61,7 @@ class RouterReplay:
     def keep(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
         """Keep what was recorded for these sequences; raises `ValueError` when it does not belong to them."""
         self._rows = self._recorder.rows(prompts, completions)
+        self._is_scored_next = self.is_scored_by_trl
 
     def padded(self, prompt_mask: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
         """The recording of the last rollout for its padded batch: prompts left, completions right.
@@ -74,6 +88,21 @@ class RouterReplay:
             start = width - int(length)
             target[start : start + len(row)] = row
         return batch
+
+    @contextlib.contextmanager
+    def scoring_next(self, mask: torch.Tensor, width: int) -> Iterator[None]:
+        """[`scoring`] where TRL computes log-probabilities of the last rollout for the first time; else nothing.
+
+        Args:
+            mask: ``[B, P + C]`` of prompts and completions.
+            width: of completions.
+        """
+        if not self._is_scored_next:
+            yield
+            return
+        self._is_scored_next = False
+        with self.scoring(mask[:, :-width], mask[:, -width:]):
+            yield
 
     @contextlib.contextmanager
     def scoring(self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> Iterator[ReplayReport]:
