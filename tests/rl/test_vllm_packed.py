@@ -272,6 +272,7 @@ def test_bytes_in_16_bits_are_those_of_the_plain_model():
     [
         ({}, EngineSettings(), {"aqn_targets": "both"}, 'aqn_targets=.both. puts noise on them.*"weights": "dense"'),
         ({"target_modules": ["q_proj"]}, EngineSettings("packed", 3), {}, 'rank 3.*have rank 4.*"adapter_rank": 4'),
+        ({}, EngineSettings("native"), {}, 'none can be pushed.*"weights": "packed"'),
         ({"scheme": W4A16}, EngineSettings(), {}, "quantizes weights by .* and the policy by .*of0.5"),
         (
             {"family": "qwen3_moe", "target_parameters": ["experts.down_proj"], "target_modules": []},
