@@ -80,7 +80,8 @@ class VLLMEngine:
         if self.settings is not None and self.settings.weights == "native":
             raise ValueError(
                 "vLLM has handed its weights to kernels of its own, which rearrange them, and none can be pushed: "
-                f'start it with {{"{SETTINGS_KEY}": {{"weights": "packed"}}}} inside of quantization_config (docs/vllm.md)'
+                f'start it with {{"{SETTINGS_KEY}": {{"weights": "packed"}}}} inside of quantization_config '
+                "(docs/vllm.md)"
             )
         if not self.is_packed:
             return
