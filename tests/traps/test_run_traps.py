@@ -224,10 +224,10 @@ def test_b28_what_touched_nothing_is_an_error_and_not_a_result(run, monkeypatch)
     noise = NormNoise(make_model(), seed=0)
     with pytest.raises(RuntimeError, match="reached none of 5 norms"), noise.active(0, 0.1):
         make_model()(torch.tensor([[2, 3]]))  # another copy of the model, as in another process
+    monkeypatch.setattr(Engine, "sync_weights", lambda self: None)
     trainer = vllm_trainer(run, aqn_num_stages=1)
     trainer.model.train()
-    monkeypatch.setattr(Engine, "sync_weights", lambda self: None)
-    with pytest.raises(RuntimeError, match="did not reach vLLM"):
+    with pytest.raises(RuntimeError, match="pushed none of the weights of the policy to vLLM"):
         trainer._generate(["1+1="])
 
 
