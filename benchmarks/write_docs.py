@@ -41,7 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
         (
             run_tables,
             "quantize_cpu demo lora moe merge_cost packed_loading memory planned saved_error pretrain soak "
-            "export_perplexity generate_cpu vllm_bytes",
+            "export_perplexity generate_cpu vllm_bytes vllm_agreement",
         ),
         (gpu_tables, "gpu"),
         (tie_tables, "tie_movement tie_checks tie_densities tie_start tie_steps"),

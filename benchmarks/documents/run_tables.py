@@ -57,6 +57,16 @@ def vllm_bytes() -> str:
     return table(["shapes of", "push", *(f"{bits[s]:.4g} bits, {s}" for s in schemes), "all weights in 16 bits"], rows)
 
 
+def vllm_agreement() -> str:
+    rows = []
+    for r in records("vllm_agreement"):
+        cells = [f"{r[key][part]:.1e}" for key in ("vllm", "last_bits") for part in ("median", "max")]
+        shares = [f"{100 * r[key]['beyond_1e-3']:.1f}" for key in ("vllm", "last_bits")]
+        rows.append([r["scheme"], *cells[:2], shares[0], *cells[2:], shares[1], f"{r['quantization']['median']:.2f}"])
+    columns = ["scheme", "vLLM: median", "max", "beyond 1e-3, %", "last bits: median", "max", "beyond 1e-3, %"]
+    return table([*columns, "quantization, median"], rows)
+
+
 def export_perplexity() -> str:
     rows = []
     for r in records("export_perplexity"):
