@@ -50,7 +50,7 @@ def to_mxfp4(x: torch.Tensor) -> torch.Tensor:
 def add_mxfp4_kernels() -> None:
     """Have vLLM choose the decoding kernels, and let its methods compute in float32, in which differences between
     orders of summation are small."""
-    linear._POSSIBLE_MXFP4_KERNELS[PlatformEnum.CPU] = [_DecodingKernel]
+    linear._POSSIBLE_MXFP4_KERNELS[PlatformEnum.CPU] = [DecodingKernel]
     for module in (mxfp4, quark_moe):
         module.select_mxfp4_moe_backend = lambda *_, **__: (Mxfp4MoeBackend.CPU, CPUExpertsMxfp4)
     for method in (
@@ -63,7 +63,7 @@ def add_mxfp4_kernels() -> None:
         config.get_supported_act_dtypes = lambda *_: [torch.float32]
 
 
-class _DecodingKernel(MxFp4LinearKernel):
+class DecodingKernel(MxFp4LinearKernel):
     @classmethod
     def is_supported(cls, compute_capability=None):
         return True, None
@@ -77,7 +77,8 @@ class _DecodingKernel(MxFp4LinearKernel):
         del layer.weight
 
     def apply_weights(self, layer, x, bias=None):
-        inputs = _inputs_of(layer.scheme, self.config.activation_quant_key)
+        # Layers of this package's plugin have no scheme of vLLM's, and quantize no inputs here.
+        inputs = _inputs_of(getattr(layer, "scheme", None), self.config.activation_quant_key)
         return torch.nn.functional.linear(inputs(x), layer.decoded.to(x.dtype), bias)
 
 

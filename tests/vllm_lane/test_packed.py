@@ -3,9 +3,12 @@
 
 import pytest
 import torch
-from harness import add_mxfp4_kernel, engine, model_logprobs, served_model, tiny_model, vllm_logprobs
+from decoding import DecodingKernel
+from harness import engine, model_logprobs, served_model, tiny_model, vllm_logprobs
 from transformers import AutoModelForCausalLM
 from vllm import EngineArgs, SamplingParams
+from vllm.model_executor.kernels import linear
+from vllm.platforms.interface import PlatformEnum
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
@@ -51,7 +54,7 @@ def test_other_schemes(tmp_path, scheme):
 
 
 def test_plain_weights_are_handed_to_the_kernels_of_vllm(tmp_path, monkeypatch):
-    add_mxfp4_kernel()
+    monkeypatch.setitem(linear._POSSIBLE_MXFP4_KERNELS, PlatformEnum.CPU, [DecodingKernel])
     monkeypatch.setenv("MXFP4_RL_VLLM_WEIGHTS", "native")
     folder, expected, _ = packed_folder(tmp_path, "qwen2", {}, macro_block=None)
     with engine(folder) as llm:
