@@ -29,10 +29,6 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import utils, vocab_parallel_embedding
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from hf_mxfp4.backends.select import dequantize
-from hf_mxfp4.gemm.storage.packed_weight import packed_shapes, packed_tensor
-from hf_mxfp4.numerics import QuantScheme
-
 
 def _plain_linear(layer: torch.nn.Module, remove_weight: bool = True) -> None:
     """Multiply by the weight that the layer has now; in place of vLLM's, which packs the present one for good."""
@@ -124,12 +120,6 @@ def served_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for part, value in zip(parts or [last], parameter.detach().split(sizes), strict=True):
             found[f"{owner}.{part}.{own}".lstrip(".")] = value.clone()
     return found
-
-
-def values_inside(inside: dict[str, torch.Tensor], name: str, scheme: QuantScheme) -> torch.Tensor:
-    """The float32 values of the packed weight of layer ``name`` in what [`served_weights`] found."""
-    packed = {part: inside[f"{name}.{part}"] for part in packed_shapes(1, 32, scheme)}
-    return dequantize(packed_tensor(packed, 2 * packed["weight"].shape[1], scheme, torch.float32), torch.float32)
 
 
 def with_settings(folder: Path, **settings: Any) -> Path:

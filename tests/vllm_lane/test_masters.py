@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from harness import engine, model_logprobs, served_model, served_weights, tiny_model, values_inside, vllm_logprobs
+from harness import engine, model_logprobs, served_model, served_weights, tiny_model, vllm_logprobs
+from packed_values import values_inside
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig

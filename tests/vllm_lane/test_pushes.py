@@ -9,10 +9,10 @@ from harness import (
     served_model,
     served_weights,
     tiny_model,
-    values_inside,
     vllm_logprobs,
     with_settings,
 )
+from packed_values import values_inside
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from vllm.lora.request import LoRARequest
