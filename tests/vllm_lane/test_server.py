@@ -53,6 +53,11 @@ def store(monkeypatch):
     use_store(monkeypatch)
 
 
+def alternating(completions, **kwargs):
+    """A reward that differs within every group, whatever a server has sampled: no step is without a gradient."""
+    return [float(index % 2) for index in range(len(completions))]
+
+
 def trainer_on(server, folder, tmp_path, *, preset=SCHEME["preset"], **options):
     policy = AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig(preset=preset))
     settings = {
@@ -63,7 +68,7 @@ def trainer_on(server, folder, tmp_path, *, preset=SCHEME["preset"], **options):
         "max_steps": 2,
         **options,
     }
-    return trainer_factory(tmp_path)(policy=policy, **settings)
+    return trainer_factory(tmp_path)(alternating, policy=policy, **settings)
 
 
 def differing(server, policy):
