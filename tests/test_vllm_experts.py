@@ -181,6 +181,7 @@ def test_the_operator_is_one_for_compiled_code(plugin, weights):
     assert experts_operator(x[:0], topk_weights[:0], ids[:0], *arguments[3:]).shape == (0, SIZES["hidden"])
 
 
+@pytest.mark.large
 def test_on_the_kernels_nothing_is_read_back(run_script):
     """Of one process and of two with half the experts each: rows of the other's experts are in no product."""
     report = run_script("run_vllm_experts.py", interpret=True)

@@ -37,9 +37,9 @@ def uninterrupted(build, tmp_path):
 @pytest.mark.parametrize(
     "path, what",
     [
-        ("/v1/completions", "while sampling"),
+        pytest.param("/v1/completions", "while sampling", marks=pytest.mark.large),
         ("/update_weights", "while receiving weights"),
-        ("/weight_info", "while sampling"),
+        pytest.param("/weight_info", "while sampling", marks=pytest.mark.large),
     ],
 )
 def test_a_server_that_dies_leaves_a_checkpoint_from_which_a_new_one_goes_on(
