@@ -54,7 +54,8 @@ def told_conversion_errors() -> Iterator[None]:
 
 def bytes_in(folder: Path) -> int:
     """About what will be read of a checkpoint."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    files = [folder] if folder.is_file() else [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)
 
 
 def show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 pack`, `export` and `import`: to packed checkpoints, and to and from the formats of other engines."""
 
+import json
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ class FormatName(str, Enum):
     COMPRESSED_TENSORS = "compressed-tensors"
     QUARK = "quark"
     GPT_OSS = "gpt-oss"
+    GGUF = "gguf"
     BF16 = "bf16"
 
 
@@ -112,7 +114,7 @@ def export(
         typer.Option(
             "--format",
             help="compressed-tensors: vLLM, transformers (W4A16); quark: vLLM (W4A4); gpt-oss: experts of gpt-oss "
-            "models; bf16: all.",
+            "models; gguf: llama.cpp and what builds on it, in one file; bf16: all.",
         ),
     ],
     on_mismatch: Annotated[
@@ -138,6 +140,15 @@ def export(
         list[str] | None,
         typer.Option("--skip", help="For a plain checkpoint: layers to leave alone, as modules_to_not_convert."),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            help="Texts like those that the model will read, plain or JSON lines: round the weights for the least "
+            "change of outputs on them (GPTQ). Loads the model.",
+        ),
+    ] = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -159,6 +170,7 @@ def export(
                 scale_rule=scale_rule and scale_rule.value,
                 preset=preset and preset.value,
                 modules_to_not_convert=skip,
+                calibration=None if calibrate is None else _texts_in(calibrate),
                 overwrite=overwrite,
                 on_bytes=progress,
             )
@@ -169,7 +181,8 @@ def import_(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss."
+            metavar="SOURCE",
+            help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss, or a GGUF file.",
         ),
     ],
     out: OutArgument,
@@ -184,6 +197,18 @@ def import_(
         with ByteProgress(bytes_in(source)) as progress:
             report = import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
     show(report, as_json)
+
+
+def _texts_in(file: Path) -> list[str]:
+    """The texts of a file: of JSON lines all strings of each line, or else the whole file."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".jsonl":
+        return [text]
+    try:
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
+        fail(f"{file} is not in JSON lines: {error}")
+    return ["\n".join(part for part in line.values() if isinstance(part, str)) for line in lines]
 
 
 def _scheme_for(source: Path, given: dict[str, Any]) -> "MXFP4RLConfig | None":

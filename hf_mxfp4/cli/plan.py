@@ -41,6 +41,12 @@ class RolloutWeights(str, Enum):
     PACKED = "packed"
 
 
+class StepWeights(str, Enum):
+    DENSE = "dense"
+    PACKED = "packed"
+    NONE = "none"
+
+
 class Logits(str, Enum):
     CHUNKED = "chunked"
     FULL = "full"
@@ -70,8 +76,11 @@ def plan(
     ] = True,
     rollout_weights: Annotated[
         RolloutWeights,
-        typer.Option("--rollout-weights", help="As in MXFP4GRPOConfig, where 'auto' is 'packed' if Triton is there."),
+        typer.Option("--rollout-weights", help="As in MXFP4GRPOConfig, where 'auto' is 'packed' on GPUs with Triton."),
     ] = RolloutWeights.DENSE,
+    step_weights: Annotated[
+        StepWeights, typer.Option("--step-weights", help="As in MXFP4GRPOConfig; none where weights are sharded.")
+    ] = StepWeights.PACKED,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Of trained weights.")] = Dtype.FLOAT32,
     compute_dtype: Annotated[Dtype, typer.Option("--compute-dtype", help="Of products.")] = Dtype.BFLOAT16,
     optimizer: Annotated[Optimizer, typer.Option("--optimizer")] = Optimizer.ADAMW,
@@ -118,6 +127,7 @@ def plan(
             rollouts=not vllm_server,
             cache_rollout_weights=cache_rollout_weights,
             rollout_weights=rollout_weights.value,
+            step_weights=step_weights.value,
             lora_rank=lora_rank,
             headroom=headroom,
         )

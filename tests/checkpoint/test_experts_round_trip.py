@@ -58,6 +58,7 @@ def test_trainable_experts_are_saved_as_they_came(family, checkpoint, tmp_path):
     )
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_experts(family, checkpoint, tmp_path):
     source = checkpoint(family)
@@ -142,6 +143,7 @@ def test_tensors_of_a_transposed_layout_have_the_contraction_axis_last(checkpoin
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [

@@ -59,7 +59,8 @@ def test_pulled_models_repeat_the_logits_of_the_pushed_ones(pushed, pulled, name
 
 
 def test_packed_logits_are_those_of_the_trained_model(pulled):
-    assert pulled["org/qat"]["logits"] == pulled["org/packed"]["logits"]
+    trained, packed = (torch.tensor(pulled[name]["logits"]) for name in ("org/qat", "org/packed"))
+    torch.testing.assert_close(packed, trained, rtol=1e-5, atol=1e-5)  # of few rows, computed on the codes
 
 
 def test_what_is_pushed_is_the_model_and_its_card(pushed):

@@ -30,6 +30,8 @@ def everything(name):
     import_checkpoint(f"{name}-ct", f"{name}-back")
     export(f"{name}-packed", f"{name}-bf16", "bf16")
     export(name, f"{name}-straight", "compressed-tensors", modules_to_not_convert=skips)
+    export(name, f"{name}-gguf", "gguf", modules_to_not_convert=skips)
+    import_checkpoint(f"{name}-gguf", f"{name}-from-gguf")
 
 everything("small")
 before = peak()
@@ -41,8 +43,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/sel
 
 
 def test_converting_holds_one_expert_at_a_time(tmp_path):
-    save_plain(tmp_path / "small", "qwen3_moe")
-    save_plain(tmp_path / "large", "qwen3_moe", hidden=1024, num_experts=16, moe_intermediate_size=512)
+    save_plain(tmp_path / "small", "qwen3_moe", norm_topk_prob=True)
+    large = {"hidden": 1024, "num_experts": 16, "moe_intermediate_size": 512}
+    save_plain(tmp_path / "large", "qwen3_moe", norm_topk_prob=True, **large)
 
     def size(name):
         return (tmp_path / name / "model.safetensors").stat().st_size
@@ -54,7 +57,7 @@ def test_converting_holds_one_expert_at_a_time(tmp_path):
     # The largest matrix is 2 MB; the eager steps on it and buffers of 16 MB are what is left, 70 MB.
     assert grew < 90 * MB, grew
     assert size("large-bf16") == pytest.approx(size("large"), rel=1e-3)
-    for name in ("large-back", "large-straight"):
+    for name in ("large-back", "large-straight", "large-from-gguf"):
         assert size(name) == pytest.approx(size("large-packed"), rel=1e-3)
 
 

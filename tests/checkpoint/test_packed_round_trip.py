@@ -211,6 +211,7 @@ def test_training_needs_adapters(checkpoint):
     validate_quantization_for_training(adapted)
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
 def test_dequantize(dtype, checkpoint, tmp_path):
     model = load(checkpoint("qwen2", tie=True, dtype=torch.bfloat16))
@@ -227,6 +228,7 @@ def test_dequantize(dtype, checkpoint, tmp_path):
     assert torch.equal(logits(again), logits(plain)) and not layers_of(again)
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -256,6 +258,7 @@ def test_pack_repeats_the_trained_models_bits(name, dtype, checkpoint, tmp_path)
         assert torch.equal(logits(again), expected)
 
 
+@pytest.mark.usefixtures("dense_products")
 def test_selective_fallback_has_the_same_threshold_from_the_first_input(checkpoint, tmp_path):
     config = MXFP4RLConfig(outlier_fallback_rate=0.2)
     source = checkpoint("qwen2")

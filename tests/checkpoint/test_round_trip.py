@@ -90,6 +90,7 @@ def test_saving_a_loaded_model_again_changes_nothing(mode, checkpoint, tmp_path)
     assert (tmp_path / "one" / "config.json").read_bytes() == (tmp_path / "two" / "config.json").read_bytes()
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_trained_model_round_trips(dtype, checkpoint, tmp_path):
     source = checkpoint("qwen2", dtype=dtype)

@@ -59,7 +59,7 @@ def make_card(
 
 def card_of(subject: Subject, evaluation: Mapping[str, Any] | None = None) -> ModelCard:
     """Return the text of a checkpoint's card."""
-    base_model = _base_model(subject.source)
+    base_model = base_model_of(subject.source)
     data = ModelCardData(
         base_model=base_model,
         base_model_relation="quantized" if base_model and subject.config.mode == "packed" else None,
@@ -73,11 +73,17 @@ def card_of(subject: Subject, evaluation: Mapping[str, Any] | None = None) -> Mo
 def write_card(subject: Subject, folder: Path, *, existing: str | os.PathLike) -> None:
     """Write a card into a new ``folder`` that takes the place of ``existing``, or copy the one there that somebody
     wrote or edited."""
+    keep_or_save(card_of(subject), folder, existing=existing)
+
+
+def keep_or_save(card: ModelCard, folder: Path, *, existing: str | os.PathLike) -> None:
+    """Write ``card`` into a new ``folder`` that takes the place of ``existing``, or copy the one there that somebody
+    wrote or edited."""
     found = Path(existing).expanduser() / CARD
     if found.is_file() and not is_generated(found.read_text(encoding="utf-8", errors="replace")):
         shutil.copyfile(found, folder / CARD)
     else:
-        card_of(subject).save(folder / CARD)
+        card.save(folder / CARD)
 
 
 def save_card(
@@ -155,6 +161,11 @@ def _card(data: ModelCardData, body: str, evaluation: Mapping[str, Any] | None =
             )
             for name, value in evaluation["accuracy_after"].items()
         ]
+    return signed_card(data, body)
+
+
+def signed_card(data: ModelCardData, body: str) -> ModelCard:
+    """Return a card that [`is_generated`] knows for one until somebody edits it."""
     body = body.strip()
     signature = f"<!-- written by hf_mxfp4, and renewed with the weights while unedited: {_digest(body)} -->"
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n\n{signature}\n")
@@ -168,7 +179,7 @@ def _digest(body: str) -> str:
     return hashlib.sha256(" ".join(body.split()).encode()).hexdigest()[:16]
 
 
-def _base_model(name: str) -> Any:
+def base_model_of(name: str) -> Any:
     """The Hub's name of what the weights came from; through a local checkpoint, what its card names."""
     if not name:
         return None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Stands for the repository or folder until its name is known.
 HERE = "<this repository or folder>"
-_NO_EVALUATION = "No evaluation came with these weights: nothing is claimed about their quality on any task."
+NO_EVALUATION = "No evaluation came with these weights: nothing is claimed about their quality on any task."
 _EVALUATION = re.compile(r"(?<=## Evaluation\n\n).*?(?=\n\n## |\Z)", re.DOTALL)
 _ERROR_TITLE = "## Quantization error of the weights\n\n"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -65,8 +65,8 @@ def card_text(subject: Subject) -> str:
             _loading(subject.generates, packed),
             _scheme(subject.config, subject.report),
             _packed_error(subject.packed_sqnr_db) if packed else _errors(subject.errors),
-            f"## Evaluation\n\n{_NO_EVALUATION}",
-            _unmeasured(),
+            f"## Evaluation\n\n{NO_EVALUATION}",
+            unmeasured(),
         ]
     )
 
@@ -175,7 +175,8 @@ def _errors(sums: dict[str, float] | str) -> str:
     )
 
 
-def _unmeasured() -> str:
+def unmeasured() -> str:
+    """Return the section on what nobody measured, and what wrote the card."""
     import hf_mxfp4
 
     return (

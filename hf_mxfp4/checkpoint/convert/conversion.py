@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...files import write_json
 from ..io.atomic import FolderError, atomic_folder
-from ..io.writer import MAX_SHARD_SIZE, ShardWriter, TensorSpec
+from ..io.writer import MAX_SHARD_SIZE, OtherTensor, ShardWriter, TensorSpec, TensorStream
 from .costs import ConversionReport, LayerCost
-from .other_tensors import OtherTensor
 from .sources import LayerSource
 from .stored_weights import packed_names, packed_specs
 
@@ -29,7 +26,7 @@ class LayerWriter(ABC):
     specs: dict[str, TensorSpec]
 
     @abstractmethod
-    def write(self, writer: ShardWriter) -> LayerCost:
+    def write(self, writer: TensorStream) -> LayerCost:
         """Write the tensors of [`specs`]."""
 
 
@@ -40,7 +37,7 @@ class KeptLayer(LayerWriter):
         self.source, self.layer = source, layer
         self.specs = packed_specs(layer, source.shapes[layer], source.config)
 
-    def write(self, writer: ShardWriter) -> LayerCost:
+    def write(self, writer: TensorStream) -> LayerCost:
         shape = self.source.shapes[self.layer]
         names = packed_names(self.layer, shape, self.source.config)
         for expert in shape.matrices:
@@ -57,7 +54,7 @@ def convert(
     config: dict[str, Any],
     report: ConversionReport,
     *,
-    cast: torch.dtype | None = None,
+    open_writer: Callable[..., TensorStream] = ShardWriter,
     overwrite: bool = False,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = lambda count, name: None,
@@ -69,8 +66,8 @@ def convert(
     """Write a checkpoint: every layer as ``layers`` says, ``others`` beside them, ``config`` as `config.json`.
 
     Args:
-        others: all other tensors.
-        cast: those of this dtype are converted to bfloat16.
+        others: all other tensors, as they are to be written.
+        open_writer: makes what writes the files, from the arguments of [`ShardWriter`].
         report: gets the layers' costs and sizes, and is returned.
         report_file: name of a file in the new folder that the report is written to.
         metadata: for the headers of the files.
@@ -80,15 +77,14 @@ def convert(
     Raises `FolderError` when ``out`` cannot be written, and `ShardError` when the source cannot be read.
     """
     target = Path(out).expanduser().resolve()
-    origin = source.folder.path.resolve()
+    origin = source.folder.origin
     if target == origin or origin in target.parents or target in origin.parents:
-        raise FolderError(f"{target} and the checkpoint {origin} must be folders apart")
+        raise FolderError(f"{target} and the checkpoint {origin} must be apart, neither inside of the other")
     with atomic_folder(target, overwrite=overwrite) as folder:
-        others = [tensor.cast(cast, torch.bfloat16) for tensor in others]
         specs = _ordered_specs(layers, others)
         report.bytes_before = source.total_bytes
         report.bytes_after = sum(spec.nbytes for spec in specs.values())
-        with ShardWriter(folder, specs, max_shard_size, metadata) as writer:
+        with open_writer(folder, specs, max_shard_size, metadata) as writer:
             for layer, layer_writer in layers.items():
                 cost = layer_writer.write(writer)
                 cost.n_weights = source.shapes[layer].n_weights

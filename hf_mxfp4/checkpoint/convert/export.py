@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from torch import nn
 from ...config import MXFP4RLConfig
 from ...numerics import QuantScheme, ScaleRule
 from ...numerics.schemes import one_of
+from ..card.export import write_export_card
 from ..formats import FORMATS, Format, PackedFormat
+from ..formats.base import plain_sizes
 from ..io.folder import ArgumentError, CheckpointError, Spelling, model_dtype, open_checkpoint
 from ..io.validate import WIDEST_FLOAT, make_record
-from ..io.writer import MAX_SHARD_SIZE
+from ..io.writer import MAX_SHARD_SIZE, OtherTensor
+from .calibration import Calibration
 from .conversion import OnBytes, convert
 from .costs import ORIGINAL, PACKED, ConversionReport
-from .exported_layer import Decision, ExportedLayer, bf16_sizes, decide
-from .other_tensors import OtherTensor, file_tensors
+from .exported_layer import Decision, ExportedLayer, decide
+from .other_tensors import all_model_tensors, file_tensors
 from .sources import LayerSource, MasterSource, PackedSource, own_config
 
 
@@ -38,6 +42,7 @@ def export(
     scale_rule: str | None = None,
     preset: str | None = None,
     modules_to_not_convert: Sequence[str] | None = None,
+    calibration: Sequence[str] | None = None,
     overwrite: bool = False,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = lambda count, name: None,
@@ -51,7 +56,7 @@ def export(
     Args:
         source_dir: folder of a safetensors checkpoint.
         out_dir: new or empty folder; with ``overwrite`` also a checkpoint, which is replaced.
-        format: ``"compressed-tensors"``, ``"quark"``, ``"gpt-oss"`` or ``"bf16"``.
+        format: ``"compressed-tensors"``, ``"quark"``, ``"gpt-oss"``, ``"gguf"`` or ``"bf16"``.
         on_mismatch: for layers that the format cannot hold: ``"refuse"``; ``"requantize"`` to plain MXFP4;
             ``"dequantize"`` to bfloat16. Layers that cannot be MXFP4 there at all are dequantized (those of plain
             checkpoints left as they are) under either of the last two, and those that a format never quantizes always.
@@ -60,6 +65,9 @@ def export(
             policy. Given a rule, a trained checkpoint is quantized without its macro factors and outlier fallback.
         preset: for a plain checkpoint: ``"w4a16"`` (default), or ``"w4a4"`` for engines that quantize activations too.
         modules_to_not_convert: for a plain checkpoint: layers to leave alone, as in [`MXFP4RLConfig`].
+        calibration: texts like those that the model will read, for full-precision weights of linear layers: these are
+            then rounded so that outputs on the texts change least ([`quantize_with_feedback`]). The model is loaded for
+            it.
 
     Returns:
         What was done to each layer and what it cost, which is also in `export_report.json` in the folder: the ratio of
@@ -88,8 +96,9 @@ def export(
                 raise _own_scheme(folder.path, own, name, value)
     packed = own is not None and own.mode == "packed"
     source: LayerSource = PackedSource(folder) if packed else MasterSource(folder, config)
-    if reason := target.architecture_misfit(source.model.config.model_type):
+    if reason := target.architecture_misfit(source.model.config):
         raise CheckpointError(f"format {format!r} cannot hold {source.folder.path}: {reason}")
+    target = target.for_checkpoint(folder, source.model)
     written = _written(source, target, scale_rule, on_mismatch)
     decisions = {layer: decide(target, source, written, shape, on_mismatch) for layer, shape in source.shapes.items()}
     if any(decision.action == "refused" for decision in decisions.values()):
@@ -97,8 +106,9 @@ def export(
     if scale_rule is not None and own is not None:
         _check_rule_counts(source, scale_rule, decisions)
     quantized = {layer for layer, decision in decisions.items() if decision.action not in ("dequantized", "left")}
-    others = file_tensors(source)
-    names = ignored_layers(source, others, quantized), sorted(quantized)
+    plain = file_tensors(source)
+    others = plain if target.plain_names else all_model_tensors(source)
+    names = ignored_layers(source, plain, quantized), sorted(quantized)
     options = target.quantization_config(source.config, *names) if quantized else None
     report = ConversionReport(
         Path(out_dir),
@@ -111,21 +121,56 @@ def export(
     )
     dtype = model_dtype(folder)
     report.notes += _notes(source, target, decisions, written, dtype)
+    inputs = None if calibration is None else _calibrate(source, decisions, written, calibration)
+    if inputs is not None:
+        report.notes.append(_calibration_note(source, decisions, inputs))
     metadata, final_metadata = _metadata(source, decisions, report)
+    how = target.how_to_run
     return convert(
         source,
         out_dir,
-        {layer: ExportedLayer(source, layer, target, decision, written) for layer, decision in decisions.items()},
-        others,
+        {
+            layer: ExportedLayer(source, layer, target, decision, written, inputs)
+            for layer, decision in decisions.items()
+        },
+        target.others(others, dtype),
         _config(folder.config, options),
         report,
-        cast=dtype,
+        open_writer=target.open_writer,
         overwrite=overwrite,
         max_shard_size=max_shard_size,
         on_bytes=on_bytes,
         report_file=REPORT,
         metadata=metadata,
         final_metadata=final_metadata,
+        finish=how and partial(write_export_card, source, report, how, existing=out_dir),
+    )
+
+
+def _calibrate(
+    source: LayerSource, decisions: Mapping[str, Decision], written: QuantScheme, texts: Sequence[str]
+) -> Calibration:
+    shapes = {layer: source.shapes[layer] for layer, decision in decisions.items() if decision.action == "packed"}
+    layers = {layer: shape.in_features for layer, shape in shapes.items() if shape.experts is None}
+    if not layers:
+        raise ArgumentError(
+            lambda spell: (
+                f"{spell('calibration', '...')} has no effect here: no linear layer of {source.folder.path} is "
+                "quantized from full precision; leave it out, or export the original checkpoint"
+            )
+        )
+    if written != QuantScheme(written.scale_rule):
+        raise CheckpointError(f"calibration is for plain MXFP4 in blocks of 1x32, not for {written}")
+    return Calibration(source.folder, layers, texts)
+
+
+def _calibration_note(source: LayerSource, decisions: Mapping[str, Decision], inputs: Calibration) -> str:
+    packed = [layer for layer, decision in decisions.items() if decision.action == "packed"]
+    n_experts = sum(source.shapes[layer].experts is not None for layer in packed)
+    experts = f" ({n_experts} weights of experts are rounded to nearest)" if n_experts else ""
+    return (
+        f"Weights are rounded for the least change of outputs on {inputs.n_tokens} tokens of calibration texts"
+        f"{experts}: their own SQNR is lower for it."
     )
 
 
@@ -197,7 +242,7 @@ def ignored_layers(source: LayerSource, others: Sequence[OtherTensor], quantized
         name: size
         for layer, shape in source.shapes.items()
         if layer not in quantized
-        for name, size in bf16_sizes(layer, shape).items()
+        for name, size in plain_sizes(layer, shape).items()
     }
     modules = dict(source.model.named_modules(remove_duplicate=False))
     linears = {name for name, module in modules.items() if isinstance(module, nn.Linear)}

@@ -10,9 +10,12 @@ from ...backends.select import dequantize
 from ...gemm.storage.packed_weight import packed_tensor, quantize_weight
 from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
 from ..formats import Format, LayerShape, PackedFormat
-from ..io.writer import ShardWriter, TensorSpec
+from ..io.folder import CheckpointError
+from ..io.writer import TensorStream
+from .calibration import Calibration
 from .conversion import LayerWriter
 from .costs import LayerCost
+from .error_feedback import quantize_with_feedback
 from .sources import LayerSource, MasterSource
 
 
@@ -44,50 +47,43 @@ def decide(format: Format, source: LayerSource, written: QuantScheme, shape: Lay
     return Decision({"refuse": "refused", "requantize": "requantized", "dequantize": "dequantized"}[on_mismatch])
 
 
-def bf16_sizes(layer: str, shape: LayerShape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that plain checkpoints have for a weight."""
-    if shape.pieces:
-        return {piece.name: (shape.n_rows(piece), shape.in_features) for piece in shape.pieces}
-    return {f"{layer}.weight" if shape.experts is None else layer: shape.full_shape()}
-
-
 class ExportedLayer(LayerWriter):
     """A layer on its way into a format: as it is, quantized from full precision or again, dequantized, or left alone.
 
-    ``written`` is the scheme of what is quantized here.
+    ``written`` is the scheme of what is quantized here, with error feedback where there is a ``calibration``.
     """
 
-    def __init__(self, source: LayerSource, layer: str, format: Format, decision: Decision, written: QuantScheme):
+    def __init__(
+        self,
+        source: LayerSource,
+        layer: str,
+        format: Format,
+        decision: Decision,
+        written: QuantScheme,
+        calibration: Calibration | None = None,
+    ):
         self._source, self._layer, self._format, self._decision = source, layer, format, decision
-        self._shape, self._written = source.shapes[layer], written
+        self._shape, self._written, self._calibration = source.shapes[layer], written, calibration
         if isinstance(format, PackedFormat) and decision.action not in ("dequantized", "left"):
             self.specs = format.specs(layer, self._shape)
         else:
-            sizes = bf16_sizes(layer, self._shape)
-            self.specs = {name: TensorSpec(torch.bfloat16, size) for name, size in sizes.items()}
+            self.specs = format.full_specs(layer, self._shape)
 
-    def write(self, writer: ShardWriter) -> LayerCost:
+    def write(self, writer: TensorStream) -> LayerCost:
         action, matrices = self._decision.action, self._shape.n_matrices
         cost = LayerCost(self._layer, action, self._decision.reason, matrices=matrices)
         for expert in self._shape.matrices:
-            if action == "left":
-                self._write_full(writer, expert, self._source.master(self._layer, expert).to(torch.bfloat16))
-            elif action == "dequantized":
-                self._write_full(writer, expert, torch.cat(list(self._dequantized(expert, cost))))
-            else:
-                packed = self._packed(expert, cost)
-                for name, tensor in self._format.tensors(self._layer, self._shape, expert, packed).items():
-                    writer.append(name, tensor)
+            for name, tensor in self._tensors(action, expert, cost).items():
+                writer.append(name, tensor)
         return cost
 
-    def _write_full(self, writer: ShardWriter, expert: int | None, matrix: torch.Tensor) -> None:
-        if expert is None:
-            writer.append(f"{self._layer}.weight", matrix)
-            return
-        for piece in self._shape.pieces_of(expert):
-            writer.append(piece.name, matrix[piece.rows])
-        if not self._shape.pieces:
-            writer.append(self._layer, matrix.t() if self._shape.transposed else matrix)
+    def _tensors(self, action: str, expert: int | None, cost: LayerCost) -> dict[str, torch.Tensor]:
+        place = (self._layer, self._shape, expert)
+        if action == "left":
+            return self._format.full_tensors(*place, self._source.master(self._layer, expert).to(torch.bfloat16))
+        if action == "dequantized":
+            return self._format.full_tensors(*place, torch.cat(list(self._dequantized(expert, cost))))
+        return self._format.tensors(*place, self._packed(expert, cost))
 
     def _packed(self, expert: int | None, cost: LayerCost) -> dict[str, torch.Tensor]:
         if cost.action == "kept":
@@ -95,10 +91,18 @@ class ExportedLayer(LayerWriter):
         if cost.action == "requantized":
             return self._requantized(self._source.read(self._layer, expert), cost)
         master = self._source.master(self._layer, expert)
-        packed = quantize_weight(master, self._written, self._source.config.backend)
+        packed = self._quantized(master)
         for rows, portion in self._portions(packed, self._written):
             cost.add(master[rows], dequantize(portion, torch.float32))
         return packed
+
+    def _quantized(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self._calibration is None or self._shape.experts is not None:
+            return quantize_weight(master, self._written, self._source.config.backend)
+        try:
+            return quantize_with_feedback(master, self._calibration.gram(self._layer), self._written)
+        except ValueError as error:
+            raise CheckpointError(f"{self._layer} cannot be calibrated: {error}") from None
 
     def _requantized(self, packed: dict[str, torch.Tensor], cost: LayerCost) -> dict[str, torch.Tensor]:
         parts = []

@@ -5,11 +5,10 @@ import json
 import os
 from pathlib import Path
 
-from safetensors import safe_open
-
 from ..card.folder import write_packed_card
 from ..formats import FORMATS, PackedFormat
-from ..io.folder import CheckpointError, open_checkpoint
+from ..formats.gguf import is_gguf, open_gguf
+from ..io.folder import CheckpointError, model_dtype, open_checkpoint
 from ..io.validate import RECORD, make_record
 from ..io.writer import MAX_SHARD_SIZE
 from .conversion import KeptLayer, OnBytes, convert
@@ -26,10 +25,11 @@ def import_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = lambda count, name: None,
 ) -> ConversionReport:
-    """Write a compressed-tensors `mxfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss checkpoint as a packed one of this
-    package.
+    """Write a compressed-tensors `mxfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss checkpoint, or a GGUF file with
+    MXFP4 tensors, as a packed one of this package.
 
-    Codes and scales keep their bytes. Layers that are not quantized there become `modules_to_not_convert`.
+    Codes and scales keep their values. Layers that are not quantized there become `modules_to_not_convert`. Of a GGUF
+    file the model's `config.json` and tokenizer are taken from beside it, or else from its metadata.
 
     Raises:
         CheckpointError: the format is another one, or has something this package has no equal of: other elements or
@@ -37,7 +37,7 @@ def import_checkpoint(
         FolderError: ``out_dir`` cannot be written.
         ShardError: a file is missing or damaged.
     """
-    folder = open_checkpoint(source_dir)
+    folder = open_gguf(source_dir) if is_gguf(source_dir) else open_checkpoint(source_dir)
     method = folder.quantization.get("quant_method")
     known = {format.quant_method: format for format in FORMATS.values() if isinstance(format, PackedFormat)}
     if method not in known:
@@ -50,7 +50,7 @@ def import_checkpoint(
         source,
         out_dir,
         {layer: KeptLayer(source, layer) for layer in source.shapes},
-        model_tensors(source),
+        source.format.restored(model_tensors(source), model_dtype(folder)),
         {**folder.config, "quantization_config": source.config.to_dict()},
         ConversionReport(
             Path(out_dir),
@@ -70,10 +70,7 @@ def import_checkpoint(
 
 def _recorded_sqnr(source: ForeignSource) -> float | None:
     """The weights' SQNR in decibels, if this package exported them and all files agree on what was recorded."""
-    records = set()
-    for file in {tensor.file for tensor in source.folder.tensors.values()}:
-        with safe_open(file, "pt") as opened:
-            records.add((opened.metadata() or {}).get(RECORD))
+    records = source.folder.header_texts(RECORD)
     record = records.pop()
     if records or record is None:
         return None

@@ -2,8 +2,8 @@
 """What a conversion does not quantize: tensors on their way into new files, under other names if need be."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,29 +14,12 @@ from ..formats import LayerShape
 from ..io.folder import CheckpointFolder
 from ..io.reader import StoredTensor, read_rows
 from ..io.tensor_names import FileNames
+from ..io.writer import OtherTensor
 from .sources import LayerSource
 from .stored_weights import join_pieces, layer_shapes
 
 
 _PORTION = 1 << 22
-
-
-@dataclass(frozen=True)
-class OtherTensor:
-    """A tensor to be written: its name, dtype and shape there, its values in consecutive parts, and how many bytes are
-    read for them."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    parts: Callable[[], Iterator[torch.Tensor]]
-
-    def cast(self, before: torch.dtype | None, after: torch.dtype) -> "OtherTensor":
-        """This tensor in ``after`` if it is of ``before``."""
-        if self.dtype != before:
-            return self
-        return replace(self, dtype=after, parts=lambda: (part.to(after) for part in self.parts()))
 
 
 def stored_tensors(source: LayerSource) -> list[OtherTensor]:
@@ -47,22 +30,27 @@ def stored_tensors(source: LayerSource) -> list[OtherTensor]:
 def model_tensors(source: LayerSource) -> list[OtherTensor]:
     """The same by the names of the model, as a model with packed experts is saved: experts that are not quantized are
     one tensor again."""
-    return _renamed(source, to_files=False)
+    return _renamed(source, source.names, to_files=False)
+
+
+def all_model_tensors(source: LayerSource) -> list[OtherTensor]:
+    """The same where no experts are quantized, too."""
+    return _renamed(source, source.names or FileNames(source.model), to_files=False)
 
 
 def file_tensors(source: LayerSource) -> list[OtherTensor]:
     """The same by the names that files of a plain model have: experts that are not quantized are one tensor each."""
-    return _renamed(source, to_files=True)
+    return _renamed(source, source.names, to_files=True)
 
 
-def _renamed(source: LayerSource, to_files: bool) -> list[OtherTensor]:
-    if source.names is None:  # no experts are quantized: the names are those of a plain model already
+def _renamed(source: LayerSource, names: FileNames | None, to_files: bool) -> list[OtherTensor]:
+    if names is None:  # no experts are quantized: the names are those of a plain model already
         return stored_tensors(source)
     rest, renamed = dict(source.rest), []
-    for name, other in source.names.whole.items():
+    for name, other in names.whole.items():
         for found in {name, other} & rest.keys():
             renamed.append(_copied(other if to_files else name, rest.pop(found)))
-    for name, shape in _unquantized(source.model, source.names, source.shapes.keys()).items():
+    for name, shape in _unquantized(source.model, names, source.shapes.keys()).items():
         if name in rest:
             tensor = rest.pop(name)
             renamed += _split(tensor, shape) if to_files else [_copied(name, tensor)]
@@ -82,10 +70,12 @@ def _unquantized(model: nn.Module, names: FileNames, quantized: set[str]) -> dic
 
 def _copied(name: str, tensor: StoredTensor) -> OtherTensor:
     def parts() -> Iterator[torch.Tensor]:
-        count = tensor.nbytes // tensor.dtype.itemsize
-        flat = replace(tensor, shape=(count,))
-        for start in range(0, count, _PORTION):
-            yield read_rows(flat, start, min(start + _PORTION, count))
+        if not tensor.shape:
+            yield read_rows(replace(tensor, shape=(1,)), 0, 1)[0]
+            return
+        step = max(1, _PORTION // max(1, math.prod(tensor.shape[1:])))
+        for start in range(0, tensor.shape[0], step):
+            yield tensor.rows(start, min(start + step, tensor.shape[0]))
 
     return OtherTensor(name, tensor.dtype, tensor.shape, tensor.nbytes, parts)
 
@@ -104,7 +94,7 @@ def _split(tensor: StoredTensor, shape: LayerShape) -> list[OtherTensor]:
 
 def _joined(name: str, dtype: torch.dtype, shape: LayerShape, folder: CheckpointFolder) -> OtherTensor:
     def parts() -> Iterator[torch.Tensor]:
-        return (join_pieces(folder, shape, expert) for expert in shape.matrices)
+        return (join_pieces(folder, shape, expert)[None] for expert in shape.matrices)
 
     size = shape.full_shape()
     return OtherTensor(name, dtype, size, math.prod(size) * dtype.itemsize, parts)

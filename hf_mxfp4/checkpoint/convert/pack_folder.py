@@ -13,7 +13,7 @@ from ...report import ErrorEnergy, add_packed
 from ..card.folder import write_packed_card
 from ..io.folder import open_checkpoint
 from ..io.validate import WIDEST_FLOAT, make_record
-from ..io.writer import MAX_SHARD_SIZE, ShardWriter
+from ..io.writer import MAX_SHARD_SIZE, TensorStream
 from .conversion import LayerWriter, OnBytes, convert
 from .costs import ConversionReport, LayerCost
 from .other_tensors import model_tensors
@@ -78,7 +78,7 @@ class _PackedLayer(LayerWriter):
         self._source, self._layer, self._energy = source, layer, energy
         self.specs = packed_specs(layer, source.shapes[layer], source.config)
 
-    def write(self, writer: ShardWriter) -> LayerCost:
+    def write(self, writer: TensorStream) -> LayerCost:
         config, shape = self._source.config, self._source.shapes[self._layer]
         names = packed_names(self._layer, shape, config)
         cost = LayerCost(self._layer, "packed", matrices=shape.n_matrices)

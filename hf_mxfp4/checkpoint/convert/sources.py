@@ -165,30 +165,30 @@ class ForeignSource(LayerSource):
 
     def __init__(self, folder: CheckpointFolder, format: PackedFormat):
         imported = format.read_config(folder.quantization)
-        self.notes, self._format = imported.notes, format
-        scales = {name for name in folder.tensors if format.is_scale(name)}
+        scales = {name for name, tensor in folder.tensors.items() if format.marks(tensor)}
         if not scales:
             raise CheckpointError(f"{folder.path} has no block scales, so nothing in it is quantized")
         for name in folder.tensors:
             if meaning := format.foreign.get(name.rsplit(".", 1)[-1]):
                 raise CheckpointError(f"{folder.path} has {name}: {meaning}, which this package has no equal of")
         model = folder.empty_model()
+        format = format.for_checkpoint(folder, model)
+        self.notes, self.format = [*imported.notes, *folder.notes()], format
         left_out = [name for name in fused_experts(model) if unsupported_reason(model.get_submodule(name))]
         candidates = quantizable_layers(model, _with_skips(imported.config, left_out))
         has_experts = any(not isinstance(layer, nn.Linear) for layer in candidates.values())
         names = FileNames(model) if has_experts else None
         quantized: set[str] = set()
         for name, layer in candidates.items():
-            own = [
+            own = {
                 spec
                 for weight, shape in layer_shapes({name: layer}, names).items()
                 if not format.shape_misfit(shape)
                 for spec in format.specs(weight, shape)
-                if format.is_scale(spec)
-            ]
+            }
             if not scales.isdisjoint(own):
                 quantized.add(name)
-                scales -= set(own)
+                scales -= own
         if scales:
             foreign = min(scales).removesuffix(".weight_scale").removesuffix("_scales")
             raise CheckpointError(
@@ -212,7 +212,7 @@ class ForeignSource(LayerSource):
         return [self.folder.tensors[name] for name in self._specs[layer]]
 
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
-        return self._format.read(layer, self.shapes[layer], expert, self._read)
+        return self.format.read(layer, self.shapes[layer], expert, self._read)
 
     def _read(self, name: str, index: int | None = None) -> torch.Tensor:
         return read_tensor(self.folder.tensors[name], index)

@@ -4,13 +4,15 @@
 from .base import Format, LayerShape, PackedFormat, RenamedFormat
 from .bf16 import BF16Format
 from .compressed_tensors import CompressedTensorsFormat
+from .gguf import GGUFFormat
 from .gpt_oss import GptOssFormat
 from .quark import QuarkFormat
 
 
-#: A new format is one more module and one more line here.
+#: A new format is one more module, or room, and one more line here.
 FORMATS: dict[str, Format] = {
-    format.name: format for format in (CompressedTensorsFormat(), QuarkFormat(), GptOssFormat(), BF16Format())
+    format.name: format
+    for format in (CompressedTensorsFormat(), QuarkFormat(), GptOssFormat(), GGUFFormat(), BF16Format())
 }
 
 __all__ = ["FORMATS", "Format", "LayerShape", "PackedFormat", "RenamedFormat"]

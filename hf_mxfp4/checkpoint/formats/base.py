@@ -5,16 +5,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE, QuantScheme
-from ..io.folder import CheckpointError
+from ..io.folder import CheckpointError, CheckpointFolder
+from ..io.reader import StoredTensor
 from ..io.tensor_names import Piece
-from ..io.writer import TensorSpec
+from ..io.writer import MAX_SHARD_SIZE, OtherTensor, ShardWriter, TensorSpec, TensorStream
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Reads a tensor of the files by its name, or one slice of its first axis.
 Read = Callable[..., torch.Tensor]
@@ -86,9 +91,19 @@ class Format(ABC):
     #: Whether engines that read it quantize activations too, where it says so.
     quantizes_activations: ClassVar[bool] = False
 
-    def architecture_misfit(self, model_type: str) -> str | None:
-        """Why no model of this architecture can be stored; `None` if it can."""
+    #: How its files are run, in Markdown, for a model card; exports of formats without it have none.
+    how_to_run: ClassVar[str | None] = None
+    #: Whether tensors have the names that files of a plain model have, or else those of the model itself.
+    plain_names: ClassVar[bool] = True
+
+    def architecture_misfit(self, config: "PreTrainedConfig") -> str | None:
+        """Why no model of this config can be stored; `None` if it can."""
         return None
+
+    def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel") -> "Format":
+        """Return the format for one checkpoint, where names or metadata depend on its architecture. ``model`` is on the
+        meta device. Raises [`CheckpointError`] where a package is missing for it."""
+        return self
 
     @abstractmethod
     def quantization_config(
@@ -105,6 +120,36 @@ class Format(ABC):
     def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
         """Say what of ``config`` the format leaves out, besides the weights; in sentences for the user.
         Arguments as those of [`quantization_config`]."""
+
+    def full_specs(self, layer: str, shape: LayerShape) -> dict[str, TensorSpec]:
+        """Names and kinds of the tensors that a weight in full precision is stored as."""
+        return {name: TensorSpec(torch.bfloat16, size) for name, size in plain_sizes(layer, shape).items()}
+
+    def full_tensors(
+        self, layer: str, shape: LayerShape, expert: int | None, matrix: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return what one matrix ``[N, K]`` is in tensors of [`full_specs`], in those that hold more than it the next
+        slice of the first axis."""
+        if expert is None:
+            return {f"{layer}.weight": matrix}
+        if shape.pieces:
+            return {piece.name: matrix[piece.rows] for piece in shape.pieces_of(expert)}
+        return {layer: matrix.t() if shape.transposed else matrix}
+
+    def others(self, tensors: Sequence[OtherTensor], dtype: torch.dtype) -> list[OtherTensor]:
+        """Return what tensors that are not quantized, of a model in ``dtype``, are in the files: here the same, in
+        bfloat16."""
+        return [tensor.cast(dtype, torch.bfloat16) for tensor in tensors]
+
+    def open_writer(
+        self,
+        folder: Path,
+        specs: Mapping[str, TensorSpec],
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        metadata: Mapping[str, str] | None = None,
+    ) -> TensorStream:
+        """Return a context manager that writes the files, see [`ShardWriter`], whose arguments these are."""
+        return ShardWriter(folder, specs, max_shard_size, metadata)
 
 
 class PackedFormat(Format):
@@ -135,8 +180,8 @@ class PackedFormat(Format):
         return None
 
     @abstractmethod
-    def is_scale(self, name: str) -> bool:
-        """Whether a tensor of this name is the block scales of a quantized layer."""
+    def marks(self, tensor: StoredTensor) -> bool:
+        """Whether a tensor of the files is one, of [`specs`], that only quantized layers have: their scales, say."""
 
     @abstractmethod
     def specs(self, layer: str, shape: LayerShape) -> dict[str, TensorSpec]:
@@ -152,6 +197,11 @@ class PackedFormat(Format):
     @abstractmethod
     def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
         """The way back: our ``weight`` and ``weight_scale`` of one matrix."""
+
+    def restored(self, tensors: Sequence[OtherTensor], dtype: torch.dtype) -> list[OtherTensor]:
+        """Return the model's tensors, in ``dtype``, that those of the files that are not quantized are: here the
+        same."""
+        return list(tensors)
 
     @abstractmethod
     def read_config(self, options: Mapping[str, Any]) -> Imported:
@@ -169,8 +219,8 @@ class RenamedFormat(PackedFormat):
             return "the architecture has all experts in one tensor, and this format one matrix in each"
         return super().shape_misfit(shape)
 
-    def is_scale(self, name: str) -> bool:
-        return name.endswith(f".{self.names['weight_scale']}")
+    def marks(self, tensor: StoredTensor) -> bool:
+        return tensor.name.endswith(f".{self.names['weight_scale']}")
 
     def specs(self, layer: str, shape: LayerShape) -> dict[str, TensorSpec]:
         sizes = {"weight": shape.in_features // 2, "weight_scale": shape.in_features // BLOCK_SIZE}
@@ -199,6 +249,13 @@ class RenamedFormat(PackedFormat):
                     packed[ours] = part.new_empty(shape.out_features, part.shape[1])
                 packed[ours][rows] = part
         return packed
+
+
+def plain_sizes(layer: str, shape: LayerShape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that plain checkpoints have for a weight."""
+    if shape.pieces:
+        return {piece.name: (shape.n_rows(piece), shape.in_features) for piece in shape.pieces}
+    return {f"{layer}.weight" if shape.experts is None else layer: shape.full_shape()}
 
 
 def _owners(layer: str, shape: LayerShape, expert: int | None) -> dict[str, slice]:

@@ -6,16 +6,20 @@ Experts are MXFP4, all else is bfloat16. Blocks of 32 codes lie together: `[expe
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE
 from ..io.folder import CheckpointError
+from ..io.reader import StoredTensor
 from ..io.writer import TensorSpec
 from .base import Imported, LayerShape, PackedFormat, Read
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 #: Of OpenAI's own checkpoints.
 _NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
@@ -25,14 +29,15 @@ class GptOssFormat(PackedFormat):
     name = "gpt-oss"
     quant_method = "mxfp4"
 
-    def architecture_misfit(self, model_type: str) -> str | None:
-        return None if model_type == "gpt_oss" else f"it is for the architecture 'gpt_oss', not {model_type!r}"
+    def architecture_misfit(self, config: "PreTrainedConfig") -> str | None:
+        kind = config.model_type
+        return None if kind == "gpt_oss" else f"it is for the architecture 'gpt_oss', not {kind!r}"
 
     def leaves_out(self, shape: LayerShape) -> str | None:
         return "only experts are MXFP4 in this format" if shape.experts is None else None
 
-    def is_scale(self, name: str) -> bool:
-        return name.endswith("_scales")
+    def marks(self, tensor: StoredTensor) -> bool:
+        return tensor.name.endswith("_scales")
 
     def specs(self, layer: str, shape: LayerShape) -> dict[str, TensorSpec]:
         size = (shape.experts, shape.out_features, shape.in_features // BLOCK_SIZE)

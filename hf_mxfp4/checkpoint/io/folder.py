@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from .reader import ShardError, StoredTensor, read_header
@@ -36,7 +37,7 @@ SIDE_FILES = (
 #: Writes an argument and its value: as Python has it, or as an option of the command.
 Spelling = Callable[[str, Any], str]
 #: Options of the command that are called otherwise than the argument.
-_OPTIONS = {"modules_to_not_convert": "skip"}
+_OPTIONS = {"modules_to_not_convert": "skip", "calibration": "calibrate"}
 
 
 class CheckpointError(ValueError):
@@ -77,6 +78,11 @@ class CheckpointFolder:
     tensors: Mapping[str, StoredTensor]
 
     @property
+    def origin(self) -> Path:
+        """Return what nothing may be written over or into: the folder."""
+        return self.path.resolve()
+
+    @property
     def quantization(self) -> dict[str, Any]:
         """The `quantization_config`; empty for a full-precision checkpoint. Raises [`CheckpointError`]."""
         options = self.config.get("quantization_config") or {}
@@ -101,6 +107,18 @@ class CheckpointFolder:
             )
         with torch.device("meta"):
             return model_class(transformers.AutoConfig.from_pretrained(self.path))
+
+    def notes(self) -> list[str]:
+        """Return what is lost or changed by reading these files, in sentences."""
+        return []
+
+    def header_texts(self, key: str) -> set[str | None]:
+        """What the headers of the files have under ``key`` in their metadata; `None` stands for files without it."""
+        texts = set()
+        for file in {tensor.file for tensor in self.tensors.values()}:
+            with safe_open(file, "pt") as opened:
+                texts.add((opened.metadata() or {}).get(key))
+        return texts
 
     def copy_side_files(self, target: Path) -> None:
         """Copy tokenizer, generation config and the like."""

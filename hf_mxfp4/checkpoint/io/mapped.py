@@ -6,10 +6,11 @@ counted as the process's memory, so that packing a checkpoint would seem to need
 """
 
 import ctypes
+import functools
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -51,9 +52,14 @@ def release_files(files: frozenset[str]) -> int:
 
 
 def _drop(start: int, stop: int) -> int:
+    return 0 if _madvise()(start, stop - start, _DONTNEED) else stop - start
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int]:
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return 0 if advise(start, stop - start, _DONTNEED) else stop - start
+    return advise
 
 
 def _mappings(files: frozenset[str]) -> Iterator[tuple[int, int]]:

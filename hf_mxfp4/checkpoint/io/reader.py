@@ -54,6 +54,10 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return [`read_rows`] of this tensor."""
+        return read_rows(self, start, stop)
+
 
 def read_header(file: Path) -> list[StoredTensor]:
     """The tensors of a safetensors file, in the order of their bytes.

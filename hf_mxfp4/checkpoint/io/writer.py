@@ -7,8 +7,8 @@ same header, but for the order of the metadata, which safetensors leaves to chan
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,47 +56,35 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class ShardWriter:
-    """The safetensors files of one checkpoint in ``folder``. Use as a context manager; an index is written at its end.
+@dataclass(frozen=True)
+class OtherTensor:
+    """A tensor that is not quantized, on its way into new files: its name, dtype and shape there, its values in
+    consecutive parts (slices of the first axis), and how many bytes are read for them."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    parts: Callable[[], Iterator[torch.Tensor]]
+
+    def cast(self, before: torch.dtype | None, after: torch.dtype) -> "OtherTensor":
+        """Return this tensor in ``after`` if it is of ``before``."""
+        if self.dtype != before:
+            return self
+        return replace(self, dtype=after, parts=lambda: (part.to(after) for part in self.parts()))
+
+
+class TensorStream:
+    """Tensors that come in consecutive pieces, each to its place in some open file.
 
     Args:
-        specs: every tensor that will be written; their order decides which go together in a shard.
-        max_shard_size: as `save_pretrained` takes it.
-        metadata: for the header of every file. May be replaced before the context ends by something no longer, if it
-            depends on what is written.
+        specs: every tensor that will be written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        specs: Mapping[str, TensorSpec],
-        max_shard_size: int | str = MAX_SHARD_SIZE,
-        metadata: Mapping[str, str] | None = None,
-    ):
-        split = split_state_dict_into_shards_factory(
-            dict(specs),
-            get_storage_size=lambda spec: spec.nbytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-        self._folder, self._specs = folder, specs
-        self.metadata = dict(metadata or {})
-        self._shards = {file: names for file, names in split.filename_to_tensors.items() if names}
-        self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        self._files: dict[str, BinaryIO] = {}
-        self._headers: dict[str, bytes] = {}
+    def __init__(self, specs: Mapping[str, TensorSpec]):
+        self._specs = specs
         self._places: dict[str, tuple[BinaryIO, int]] = {}
         self._written: dict[str, int] = {}
-
-    def __enter__(self) -> "ShardWriter":
-        for file, names in self._shards.items():
-            stream = open(self._folder / file, "xb")
-            self._files[file] = stream
-            header, offsets = self._header(names)
-            stream.write(header)
-            self._headers[file] = header
-            self._places.update({name: (stream, len(header) + offset) for name, offset in offsets.items()})
-        return self
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Raises `ValueError` for a tensor that is not the one announced, or that was written already."""
@@ -132,6 +120,53 @@ class ShardWriter:
         for start in range(0, data.numel(), _COPY_BYTES):
             stream.write(data[start : start + _COPY_BYTES].numpy().data)
 
+    def _check_complete(self) -> None:
+        missing = [name for name, spec in self._specs.items() if self._written.get(name) != spec.nbytes]
+        if missing:
+            raise ValueError(f"{len(missing)} announced tensors were not written in full, such as {min(missing)}")
+
+
+class ShardWriter(TensorStream):
+    """The safetensors files of one checkpoint in ``folder``. Use as a context manager; an index is written at its end.
+
+    Args:
+        specs: every tensor that will be written; their order decides which go together in a shard.
+        max_shard_size: as `save_pretrained` takes it.
+        metadata: for the header of every file. May be replaced before the context ends by something no longer, if it
+            depends on what is written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        specs: Mapping[str, TensorSpec],
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        metadata: Mapping[str, str] | None = None,
+    ):
+        split = split_state_dict_into_shards_factory(
+            dict(specs),
+            get_storage_size=lambda spec: spec.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        super().__init__(specs)
+        self._folder = folder
+        self.metadata = dict(metadata or {})
+        self._shards = {file: names for file, names in split.filename_to_tensors.items() if names}
+        self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        self._files: dict[str, BinaryIO] = {}
+        self._headers: dict[str, bytes] = {}
+
+    def __enter__(self) -> "ShardWriter":
+        for file, names in self._shards.items():
+            stream = open(self._folder / file, "xb")
+            self._files[file] = stream
+            header, offsets = self._header(names)
+            stream.write(header)
+            self._headers[file] = header
+            self._places.update({name: (stream, len(header) + offset) for name, offset in offsets.items()})
+        return self
+
     def __exit__(self, kind, *exception) -> None:
         try:
             if kind is None:
@@ -141,9 +176,7 @@ class ShardWriter:
                 stream.close()
 
     def _finish(self) -> None:
-        missing = [name for name, spec in self._specs.items() if self._written.get(name) != spec.nbytes]
-        if missing:
-            raise ValueError(f"{len(missing)} announced tensors were not written in full, such as {min(missing)}")
+        self._check_complete()
         if len(self._shards) > 1:
             write_json(self._folder / INDEX, self._index, sort_keys=True)
         for file, old in self._headers.items():

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export with calibration texts: rounding that takes back its own errors in the outputs."""
+
+import json
+
+import pytest
+import torch
+from export_files import decode, save_packed, save_plain
+from same_bits import tensors_in
+from tiny_tokenizers import TEXT, make_tokenizer
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import QuantScheme
+from hf_mxfp4.checkpoint import export
+from hf_mxfp4.checkpoint.convert.calibration import Calibration
+from hf_mxfp4.checkpoint.convert.error_feedback import quantize_with_feedback
+from hf_mxfp4.checkpoint.io.folder import ArgumentError, CheckpointError, open_checkpoint
+from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
+
+
+TEXTS = TEXT * 12
+
+
+def values(packed: dict) -> torch.Tensor:
+    return decode(packed["weight"], packed["weight_scale"])
+
+
+def correlated(rows: int, columns: int) -> torch.Tensor:
+    """Inputs that lie near a space of a quarter of their dimensions."""
+    return torch.randn(rows, columns // 4) @ torch.randn(columns // 4, columns) + 0.1 * torch.randn(rows, columns)
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor", "even", "mse"])
+def test_inputs_without_correlation_give_plain_rounding(rule):
+    torch.manual_seed(0)
+    weight = torch.randn(40, 96)
+    scheme = QuantScheme(rule)
+    found = quantize_with_feedback(weight, torch.eye(96) * 3, scheme)
+    expected = quantize_weight(weight, scheme)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_outputs_change_less_though_weights_change_more():
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 128), correlated(2048, 128)
+    scheme = QuantScheme("even")
+    found, plain = (
+        values(packed).float() - weight
+        for packed in (quantize_with_feedback(weight, x.t() @ x, scheme), quantize_weight(weight, scheme))
+    )
+    fresh = x[torch.randperm(2048)[:256]]
+    assert (fresh @ found.t()).square().sum() < 0.5 * (fresh @ plain.t()).square().sum()
+    assert found.square().sum() > plain.square().sum()
+
+
+def test_one_block_by_another_way():
+    """Of two columns the second makes up for the first: the least squares of what is left."""
+    torch.manual_seed(1)
+    weight = torch.zeros(16, 32)
+    weight[:, :2] = torch.randn(16, 2)
+    weight[:, 31] = 6.0  # keeps the block scale at 1
+    x = torch.zeros(100, 32)
+    x[:, 0] = torch.randn(100)
+    x[:, 1] = 0.9 * x[:, 0] + 0.1 * torch.randn(100)
+    gram = x.t() @ x
+    found = values(quantize_with_feedback(weight, gram, QuantScheme("rceil")))
+    assert torch.equal(found[:, 0], values(quantize_weight(weight, QuantScheme("rceil")))[:, 0])
+    damped = gram + torch.eye(32) * 0.01 * gram.diagonal().mean()
+    wanted = weight[:, 1] + (weight[:, 0] - found[:, 0].float()) * damped[0, 1] / damped[1, 1]
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid = torch.cat([grid, -grid])
+    assert torch.equal(found[:, 1].float().abs(), grid[(wanted[:, None] - grid).abs().argmin(1)].abs())
+
+
+def test_schemes_that_have_no_such_rounding():
+    for scheme in (QuantScheme("even", block_rows=32), QuantScheme("even", macro_block=128)):
+        with pytest.raises(ValueError, match="error feedback is for plain MXFP4"):
+            quantize_with_feedback(torch.randn(32, 64), torch.eye(64), scheme)
+
+
+def test_weights_that_are_not_finite():
+    weight = torch.randn(4, 32)
+    weight[1, 5] = float("nan")
+    with pytest.raises(ValueError, match="hold NaN or infinity"):
+        quantize_with_feedback(weight, torch.eye(32), QuantScheme("even"))
+
+
+@pytest.fixture
+def plain(tmp_path):
+    folder = save_plain(tmp_path / "plain", "llama", vocab_size=404, dtype=torch.float32, max_position_embeddings=1024)
+    make_tokenizer("gpt-2").save_pretrained(folder)
+    return folder
+
+
+def test_several_passes_give_the_same_sums(plain):
+    folder = open_checkpoint(plain)
+    layers = {f"model.layers.{i}.mlp.{name}_proj": size for i in (0, 1) for name, size in (("up", 64), ("down", 96))}
+    at_once, by_two = (Calibration(folder, layers, TEXTS, size) for size in (1 << 30, 4 * (64**2 + 96**2)))
+    assert at_once.n_tokens == by_two.n_tokens == 512 * (at_once.n_tokens // 512) > 0
+    sums = {name: (at_once.gram(name), by_two.gram(name)) for name in layers}
+    for one, other in sums.values():
+        assert torch.equal(one, other) and one.diagonal().min() > 0
+    tokens = make_tokenizer("gpt-2")("\n\n".join(TEXTS), return_tensors="pt").input_ids[0, : at_once.n_tokens]
+    inputs = []
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(
+        lambda _, x: inputs.append(x[0].detach().flatten(0, 1))
+    )
+    model(tokens.view(-1, 512))
+    expected = inputs[0].t() @ inputs[0]
+    assert torch.allclose(sums["model.layers.1.mlp.down_proj"][0], expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("format", ["gguf", "compressed-tensors"])
+def test_an_export_with_texts(format, plain, tmp_path):
+    report = export(plain, tmp_path / "out", format, calibration=TEXTS)
+    assert report.counts() == {"packed": 14} and "tokens of calibration texts: their own SQNR" in report.notes[-1]
+    nearest = export(plain, tmp_path / "nearest", format)
+    assert report.total_sqnr_db < nearest.total_sqnr_db
+    if format == "compressed-tensors":
+        found, before = tensors_in(tmp_path / "out"), tensors_in(plain)
+        name = "model.layers.1.mlp.down_proj"
+        calibration = Calibration(open_checkpoint(plain), {name: 96}, TEXTS)
+        expected = quantize_with_feedback(before[f"{name}.weight"], calibration.gram(name), QuantScheme("even"))
+        assert torch.equal(found[f"{name}.weight_packed"], expected["weight"])
+        assert torch.equal(found[f"{name}.weight_scale"], expected["weight_scale"])
+
+
+def test_experts_are_rounded_to_nearest_and_it_is_said(tmp_path):
+    plain = save_plain(tmp_path / "plain", "qwen3_moe", vocab_size=404, max_position_embeddings=1024)
+    make_tokenizer("gpt-2").save_pretrained(plain)
+    report = export(plain, tmp_path / "out", "compressed-tensors", calibration=TEXTS)
+    assert "(4 weights of experts are rounded to nearest)" in report.notes[-1]
+
+
+def test_texts_that_have_no_effect_or_are_too_short(plain, tmp_path):
+    with pytest.raises(CheckpointError, match="tokens; give 512 or more"):
+        export(plain, tmp_path / "out", "gguf", calibration=["short"])
+    packed = save_packed(tmp_path / "packed", "llama")
+    with pytest.raises(ArgumentError, match="has no effect here"):
+        export(packed, tmp_path / "out", "gguf", calibration=TEXTS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_reads_both_kinds_of_files(plain, tmp_path):
+    from typer.testing import CliRunner
+
+    from hf_mxfp4.cli import app
+
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("\n".join(json.dumps({"question": text, "answer": "4", "n": 1}) for text in TEXTS))
+    (tmp_path / "texts.txt").write_text("\n\n".join(f"{text}\n4" for text in TEXTS))
+    for name in ("texts.jsonl", "texts.txt"):
+        arguments = ["export", plain, tmp_path / name[-3:], "--format", "quark", "--calibrate", tmp_path / name]
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == 0 and "tokens of calibration texts" in result.output, result.output
+    one, other = (tensors_in(tmp_path / name) for name in ("onl", "txt"))
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files: their bytes, names and metadata against the package `gguf` and what transformers loads from them."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from export_files import decode, save_packed, save_plain
+from huggingface_hub import ModelCard
+from same_bits import tensors_in
+from tiny_models import make_model
+from tiny_tokenizers import CHAT, SPECIAL, SPLITS, make_fallback_tokenizer, make_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4.checkpoint import export
+from hf_mxfp4.checkpoint.formats.gguf.blocks import from_blocks, to_blocks
+from hf_mxfp4.checkpoint.io.folder import ArgumentError, CheckpointError
+
+
+FILE = "model-MXFP4.gguf"
+MXFP4, F32, BF16 = (gguf.GGMLQuantizationType[name] for name in ("MXFP4", "F32", "BF16"))
+#: Options under which llama.cpp computes what the model does.
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "mixtral": {},
+    "gpt_oss": {},
+}
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3moe", "llama", "gpt-oss"]
+
+
+def tensors_of(folder) -> dict:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(folder / FILE).tensors}
+
+
+def metadata_of(folder) -> dict:
+    return {name: field.contents() for name, field in gguf.GGUFReader(folder / FILE).fields.items()}
+
+
+def values_of(tensor) -> torch.Tensor:
+    return torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32))
+
+
+def test_every_byte_means_the_same_to_ggml():
+    codes = torch.arange(256, dtype=torch.uint8).repeat(255, 1)
+    scale = torch.arange(255, dtype=torch.uint8)[:, None].expand(-1, 16).contiguous()
+    blocks = to_blocks(codes, scale)
+    assert blocks.shape == (255, 16 * 17)
+    with np.errstate(over="ignore"):
+        found = gguf.dequantize(blocks.numpy(), MXFP4)
+    assert torch.equal(torch.from_numpy(found), decode(codes, scale).float())
+    for one, other in zip(from_blocks(blocks), (codes, scale), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_block_by_hand():
+    codes = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] + [0x77] * 8], dtype=torch.uint8)
+    expected = [130] + [0x70 + i for i in range(16)]
+    assert to_blocks(codes, torch.tensor([[130]], dtype=torch.uint8)).tolist() == [expected]
+
+
+@pytest.mark.parametrize(("family", "architecture"), list(zip(FAMILIES, ARCHITECTURES, strict=True)))
+def test_names_are_those_of_the_package(family, architecture, tmp_path):
+    """Of experts and sinks the package has no name for those of the model, but for those of its own converter."""
+    model = make_model(family, **FAMILIES[family])
+    model.save_pretrained(tmp_path / "plain")
+    export(tmp_path / "plain", tmp_path / "out", "gguf", modules_to_not_convert=["q_proj"])
+    names = gguf.get_tensor_name_map(
+        {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], model.config.num_hidden_layers
+    )
+    expected = {}
+    for name, tensor in model.state_dict().items():
+        gates = ["gate_proj", "up_proj"] if "gate_up_proj" in name else [None]
+        for gate in gates:
+            own = name.replace("gate_up_proj", gate) if gate else name
+            own = own.replace("_proj_bias", "_proj.bias").replace("sinks", "sinks.weight")
+            own = own if own.endswith((".weight", ".bias")) else f"{own}.weight"
+            found = names.get_name(own, try_suffixes=(".weight", ".bias"))
+            assert found is not None, own
+            expected[found] = tensor
+    found = tensors_of(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        vector = tensor.data.ndim == 1 or name.endswith(".bias")
+        is_float = vector or "ffn_gate_inp" in name
+        whole = name in ("token_embd.weight", "output.weight") or ".attn_q." in name
+        assert tensor.tensor_type == (F32 if is_float else BF16 if whole else MXFP4), name
+        assert tensor.n_elements * (2 if "_gate_exps" in name or "_up_exps" in name else 1) == expected[name].numel()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@torch.no_grad()
+def test_transformers_computes_the_same_from_the_file(family, tmp_path):
+    """Given the config: of the metadata it reads neither the heads' width nor that of the experts."""
+    options = {name: value for name, value in FAMILIES[family].items() if not name.endswith("_bias")}
+    save_plain(tmp_path / "plain", family, vocab_size=404, **options)
+    make_tokenizer("gpt-2").save_pretrained(tmp_path / "plain")
+    export(tmp_path / "plain", tmp_path / "out", "gguf")
+    export(tmp_path / "plain", tmp_path / "ct", "compressed-tensors")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out",
+        gguf_file=FILE,
+        config=AutoConfig.from_pretrained(tmp_path / "plain"),
+        quantization_config=GgufConfig(dequantize=True, gguf_file=FILE),
+        dtype=torch.float32,
+    )
+    stored = tensors_in(tmp_path / "ct")
+    own = {name: tensor.float() for name, tensor in loaded.state_dict().items()}
+    layers = [name for name in own if name.endswith("_proj.weight")]
+    assert len(layers) == (8 if family == "qwen3_moe" else 14)
+    if family == "qwen3_moe":
+        parts = [f"model.layers.0.mlp.experts.3.{part}_proj.weight" for part in ("gate", "up")]
+        rows = torch.cat([decode(stored[f"{part}_packed"], stored[f"{part}_scale"]) for part in parts]).float()
+        assert torch.equal(own["model.layers.0.mlp.experts.gate_up_proj"][3], rows)
+    for name in layers:
+        codes, scale = stored[name.replace("weight", "weight_packed")], stored[f"{name}_scale"]
+        assert torch.equal(own[name], decode(codes, scale).float()), name
+    assert torch.equal(own["model.norm.weight"], stored["model.norm.weight"].float())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_rows_of_experts(family, tmp_path):
+    source = save_packed(tmp_path / "packed", family)
+    export(source, tmp_path / "out", "gguf")
+    before, after = tensors_in(source), tensors_of(tmp_path / "out")
+    expected = decode(*(before[f"model.layers.1.mlp.experts.gate_up_proj{part}"] for part in ("", "_scale"))).float()
+    gate, up = (values_of(after[f"blk.1.ffn_{name}_exps.weight"]) for name in ("gate", "up"))
+    assert gate.shape == up.shape == (4, 96, 64)
+    rows = torch.stack([gate, up], dim=2).flatten(1, 2) if family == "gpt_oss" else torch.cat([gate, up], dim=1)
+    assert torch.equal(rows, expected)
+    if family == "gpt_oss":
+        bias = before["model.layers.1.mlp.experts.gate_up_proj_bias"].float()
+        for start, name in enumerate(("gate", "up")):
+            assert torch.equal(values_of(after[f"blk.1.ffn_{name}_exps.bias"]), bias[:, start::2])
+        assert torch.equal(
+            values_of(after["blk.1.attn_sinks.weight"]), before["model.layers.1.self_attn.sinks"].float()
+        )
+
+
+def test_rows_of_heads(tmp_path):
+    """Two heads of four rows: the halves of each by turns, in weights and biases, quantized or not."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
+    options = {"hidden": 32, **heads, "attention_bias": True}
+    source = save_plain(tmp_path / "plain", "llama", **options)
+    export(source, tmp_path / "out", "gguf", modules_to_not_convert=["layers.1"])
+    before, after = tensors_in(source), tensors_of(tmp_path / "out")
+    order = [0, 2, 1, 3, 4, 6, 5, 7]
+    k_proj = before["model.layers.1.self_attn.k_proj.weight"].float()
+    assert torch.equal(values_of(after["blk.1.attn_k.weight"]), k_proj[order])
+    assert torch.equal(
+        values_of(after["blk.0.attn_k.bias"]), before["model.layers.0.self_attn.k_proj.bias"].float()[order]
+    )
+    assert torch.equal(
+        values_of(after["blk.1.attn_v.weight"]), before["model.layers.1.self_attn.v_proj.weight"].float()
+    )
+    order_of_q = [head * 4 + row for head in range(8) for row in (0, 2, 1, 3)]
+    exact = before["model.layers.0.self_attn.q_proj.weight"].float()[order_of_q]
+    error = values_of(after["blk.0.attn_q.weight"]) - exact
+    assert 0 < error.square().sum() / exact.square().sum() < 0.02
+
+
+def test_metadata(tmp_path):
+    options = {"norm_topk_prob": True, "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}
+    options["rope_parameters"]["original_max_position_embeddings"] = 16
+    save_plain(tmp_path / "some-model", "qwen3_moe", **options)
+    report = export(tmp_path / "some-model", tmp_path / "out", "gguf", scale_rule="rceil")
+    assert "no tokenizer" in report.notes[0]
+    found = metadata_of(tmp_path / "out")
+    record = json.loads(found.pop("mxfp4_rl"))
+    assert record["weight_sqnr_db"] == report.total_sqnr_db
+    expected = {
+        "general.architecture": "qwen3moe",
+        "general.type": "model",
+        "general.name": "some-model",
+        "general.file_type": 38,
+        "general.quantization_version": 2,
+        "qwen3moe.block_count": 2,
+        "qwen3moe.context_length": 64,
+        "qwen3moe.embedding_length": 64,
+        "qwen3moe.feed_forward_length": 96,
+        "qwen3moe.attention.head_count": 2,
+        "qwen3moe.attention.head_count_kv": 1,
+        "qwen3moe.attention.layer_norm_rms_epsilon": pytest.approx(1e-6),
+        "qwen3moe.attention.key_length": 32,
+        "qwen3moe.attention.value_length": 32,
+        "qwen3moe.vocab_size": 32,
+        "qwen3moe.expert_count": 4,
+        "qwen3moe.expert_used_count": 2,
+        "qwen3moe.expert_feed_forward_length": 32,
+        "qwen3moe.rope.freq_base": 5e5,
+        "qwen3moe.rope.scaling.type": "yarn",
+        "qwen3moe.rope.scaling.factor": 4.0,
+        "qwen3moe.rope.scaling.original_context_length": 16,
+        "tokenizer.ggml.model": "no_vocab",
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+    assert {name: value for name, value in found.items() if not name.startswith("GGUF.")} == expected
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("begins", [False, True])
+def test_tokenizers_that_merge_bytes(split, begins, tmp_path):
+    tokenizer = make_tokenizer(split, begins=begins)
+    save_plain(tmp_path / "plain", "llama", layers=1, vocab_size=404)
+    tokenizer.save_pretrained(tmp_path / "plain")
+    assert not export(tmp_path / "plain", tmp_path / "out", "gguf").notes
+    found = metadata_of(tmp_path / "out")
+    size = len(tokenizer)
+    assert found["tokenizer.ggml.model"] == "gpt2" and found["tokenizer.ggml.pre"] == split
+    kinds = [3] * 3 + [1] * (size - 3) + [5] * (404 - size)
+    tokens = tokenizer.convert_ids_to_tokens(range(size)) + [f"[PAD{number}]" for number in range(size, 404)]
+    assert found["tokenizer.ggml.tokens"] == tokens and found["tokenizer.ggml.token_type"] == kinds
+    assert [found[f"tokenizer.ggml.{name}_token_id"] for name in ("padding", "bos", "eos")] == [0, 1, 2]
+    assert found["tokenizer.ggml.add_bos_token"] is begins and found["tokenizer.chat_template"] == CHAT
+    merges = json.loads((tmp_path / "plain" / "tokenizer.json").read_text())["model"]["merges"]
+    assert found["tokenizer.ggml.merges"] == [" ".join(merge) for merge in merges]
+    again = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file=FILE)
+    assert again.convert_ids_to_tokens(range(size)) == tokens[:size]
+
+
+def test_tokenizers_with_bytes_as_a_fallback(tmp_path):
+    tokenizer = make_fallback_tokenizer()
+    save_plain(tmp_path / "plain", "mixtral", layers=1, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path / "plain")
+    export(tmp_path / "plain", tmp_path / "out", "gguf")
+    found = metadata_of(tmp_path / "out")
+    assert found["tokenizer.ggml.model"] == "llama" and found["tokenizer.ggml.add_space_prefix"] is True
+    assert found["tokenizer.ggml.tokens"][:5] == ["<unk>", *SPECIAL, "<0x00>"][:5]
+    assert found["tokenizer.ggml.token_type"][:5] == [3, 3, 3, 3, 6] and found["tokenizer.ggml.token_type"][-1] == 1
+    scores = dict(zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.scores"], strict=True))
+    merges = json.loads((tmp_path / "plain" / "tokenizer.json").read_text())["model"]["merges"]
+    ranked = ["".join(merge) for merge in merges]
+    assert [scores[token] for token in ranked] == [-float(ranked.index(token)) for token in ranked]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "no name for the way"),
+        ({"model": {"type": "WordLevel", "vocab": {}}}, "of the type 'WordLevel'"),
+    ],
+)
+def test_tokenizers_that_llama_cpp_has_not_are_left_out_and_it_is_said(change, reason, tmp_path):
+    save_plain(tmp_path / "plain", "llama", layers=1, vocab_size=404)
+    make_tokenizer("gpt-2").save_pretrained(tmp_path / "plain")
+    file = tmp_path / "plain" / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    report = export(tmp_path / "plain", tmp_path / "out", "gguf")
+    assert reason in report.notes[0]
+    assert metadata_of(tmp_path / "out")["tokenizer.ggml.model"] == "no_vocab"
+
+
+def test_a_trained_policy_has_its_codes(tmp_path):
+    make_model("llama", tie=True).save_pretrained(tmp_path / "plain")
+    config = MXFP4RLConfig(mode="qat", preset="w4a4", scale_rule="rceil", macro_block=None, outlier_fallback=None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "policy")
+    report = export(tmp_path / "policy", tmp_path / "out", "gguf")
+    assert report.counts() == {"packed": 14} and "8-bit integers" in report.notes[0]
+    found = tensors_of(tmp_path / "out")
+    assert "output.weight" not in found and found["token_embd.weight"].tensor_type == BF16
+    master = model.get_parameter("model.layers.0.mlp.down_proj.weight").detach()
+    assert torch.equal(values_of(found["blk.0.ffn_down.weight"]), fake_quantize(master, scale_rule="rceil"))
+
+
+def test_what_the_format_has_no_place_for(tmp_path):
+    source = save_packed(tmp_path / "packed", "llama", config={"macro_block": 128})
+    with pytest.raises(ArgumentError, match="macro-block factors"):
+        export(source, tmp_path / "out", "gguf")
+    assert export(source, tmp_path / "again", "gguf", "requantize").counts() == {"requantized": 14}
+    assert export(source, tmp_path / "wide", "gguf", "dequantize").counts() == {"dequantized": 14}
+    assert [file.name for file in (tmp_path / "wide").glob("*.gguf")] == ["model-BF16.gguf"]
+
+
+def test_rows_of_whole_blocks(tmp_path):
+    source = save_plain(tmp_path / "plain", "llama", intermediate=80)
+    with pytest.raises(ArgumentError, match="in_features=80 is not a multiple of 32"):
+        export(source, tmp_path / "out", "gguf")
+    report = export(source, tmp_path / "out", "gguf", "dequantize")
+    assert report.counts() == {"packed": 12, "left": 2}
+    found, before = tensors_of(tmp_path / "out"), tensors_in(source)
+    assert found["blk.1.ffn_down.weight"].tensor_type == BF16 and found["blk.1.ffn_up.weight"].tensor_type == MXFP4
+    down = before["model.layers.1.mlp.down_proj.weight"].float()
+    assert torch.equal(values_of(found["blk.1.ffn_down.weight"]), down)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("gemma", {}, "the architecture 'gemma' is not one of llama"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=True alone, not False"),
+        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=False alone"),
+        ("mixtral", {"sliding_window": 8}, "sliding_window=None alone, not 8"),
+        ("qwen2", {"head_dim": 16}, "heads of Qwen2"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "by turns"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='silu' alone"),
+    ],
+)
+def test_models_that_llama_cpp_computes_otherwise_are_refused(family, options, words, tmp_path):
+    source = save_plain(tmp_path / "plain", family, **options)
+    with pytest.raises(CheckpointError, match=words):
+        export(source, tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nan_is_refused_since_it_would_become_a_number(tmp_path):
+    model = make_model("llama", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="layers.1.mlp.up_proj holds NaN or infinity"):
+        export(tmp_path / "plain", tmp_path / "out", "gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_yarn_that_llama_cpp_rounds_is_told(tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    for truncate, count in ((False, 1), (True, 0)):
+        options = {"rope_parameters": {**rope, "truncate": truncate}}
+        source = save_plain(tmp_path / f"plain-{truncate}", "gpt_oss", **options)
+        notes = export(source, tmp_path / f"out-{truncate}", "gguf").notes
+        assert sum("yarn's ramp" in note for note in notes) == count
+
+
+def test_one_file_whatever_its_size(tmp_path):
+    source = save_plain(tmp_path / "plain", "llama")
+    with pytest.raises(CheckpointError, match="leave out max_shard_size"):
+        export(source, tmp_path / "out", "gguf", max_shard_size="1MB")
+
+
+def test_without_the_package(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    source = save_plain(tmp_path / "plain", "llama")
+    with pytest.raises(CheckpointError, match=r"pip install 'hf-mxfp4\[gguf\]'"):
+        export(source, tmp_path / "out", "gguf")
+
+
+def test_the_card_beside_the_file(tmp_path):
+    source = save_plain(tmp_path / "plain", "llama", intermediate=80)
+    report = export(source, tmp_path / "out", "gguf", "dequantize")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.library_name == "gguf" and {"gguf", "mxfp4"} <= set(card.data.tags)
+    rows = ["weights | `mxfp4+even`", "quantized once, from full precision | 12", "left in bfloat16 | 2", "more | 1 |"]
+    for words in ["-m model-MXFP4.gguf", f"SQNR {report.total_sqnr_db:.2f} dB against the full-prec", *rows]:
+        assert words in card.text
+    (tmp_path / "out" / "README.md").write_text("Mine.")
+    export(source, tmp_path / "out", "gguf", "dequantize", overwrite=True)
+    assert (tmp_path / "out" / "README.md").read_text() == "Mine."
+    export(source, tmp_path / "ct", "compressed-tensors", "dequantize")
+    assert not (tmp_path / "ct" / "README.md").exists()
