@@ -1,6 +1,7 @@
 # make demo       a whole run on a small model on the CPU
 # make test       the test suite                        make test-all   with the long comparisons against other libraries
 # make test-vllm  tests that run vLLM on the CPU, in an environment of their own, .venv-vllm
+# make test-llamacpp  tests that run llama.cpp on exported files; builds it once, into ~/.cache, or takes LLAMACPP=FOLDER
 # make bench-gpu  kernels, layers and whole runs on this machine's GPU; records in outputs/gpu
 # Each creates .venv by itself.
 PYTHON ?= python3
@@ -16,20 +17,24 @@ ARGS ?=
 # Workers of the test run; each computes on one thread.
 JOBS ?= 2
 
-.PHONY: demo test test-all test-vllm bench-gpu lint format clean
+.PHONY: demo test test-all test-vllm test-llamacpp bench-gpu lint format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/grpo.py --config recipes/configs/tiny_cpu.yaml --overwrite true $(ARGS)
 
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not large and not vllm' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not large and not vllm and not llamacpp' $(ARGS)
 
 test-all: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not vllm' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not vllm and not llamacpp' $(ARGS)
 
 test-vllm: $(VLLM_VENV)/ready
 	OMP_NUM_THREADS=2 PYTHONPATH=.:kernels $(VLLM_VENV)/bin/python -m pytest -m vllm $(VLLM_LANE) $(ARGS)
+
+test-llamacpp: $(VENV)/dev
+	LLAMACPP=$$(PYTHON=$(BIN)/python tests/llamacpp_lane/build.sh) && export LLAMACPP && \
+		OMP_NUM_THREADS=1 $(BIN)/pytest -m llamacpp tests/llamacpp_lane $(ARGS)
 
 bench-gpu: $(VENV)/bench
 	$(BIN)/python -m benchmarks.gpu --out outputs/gpu $(ARGS)

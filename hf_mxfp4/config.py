@@ -2,6 +2,7 @@
 """`MXFP4RLConfig`: one frozen, validated description of how a model is quantized."""
 
 import enum
+import functools
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -291,12 +292,17 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     def gemms(self, *names: str) -> LinearScheme:
         """Return how the three products of a layer are computed: of one that goes by ``names``, or that no override
         names."""
+        return apply_overrides(self._usual_gemms, self.layer_overrides, names)
+
+    @functools.cached_property
+    def _usual_gemms(self) -> LinearScheme:
+        """Of layers that no override names; every layer of a model asks for it several times."""
         hybrid = self.macro_search == "hybrid"
         weights = self._scheme("weights", "dynamic" if hybrid else self.macro_search)
         activations = self._scheme("activations", "static" if hybrid else self.macro_search)
         preset = preset_gemms(self.preset, weights, activations)
         changed = {gemm: apply_options(gemm, getattr(preset, gemm), getattr(self, gemm)) for gemm in GEMM_OPERANDS}
-        return apply_overrides(LinearScheme(**changed), self.layer_overrides, names)
+        return LinearScheme(**changed)
 
     @property
     def packing_unsupported_reason(self) -> str | None:

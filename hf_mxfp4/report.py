@@ -78,9 +78,11 @@ class ErrorEnergy:
 
     def add(self, original: torch.Tensor, quantized: torch.Tensor) -> None:
         """Count a weight, or the rows of it that [`sampled_rows`] names."""
-        original = original.detach().float()
-        self._signal += original.square().sum().item()
-        self._noise += (quantized.detach().float() - original).square().sum().item()
+        # In place: memory that is new to the process costs more than the arithmetic.
+        original = original.detach().to(torch.float32, copy=True)
+        error = quantized.detach().to(torch.float32, copy=True).sub_(original)
+        self._signal += original.square_().sum().item()
+        self._noise += error.square_().sum().item()
 
     @property
     def sqnr_db(self) -> float | None:

@@ -23,9 +23,12 @@ import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, uncached_weights
 from hf_mxfp4.backends import select as backends
 from hf_mxfp4.gemm import operands
+from hf_mxfp4.gemm.storage import copies
 from hf_mxfp4.gemm.weight_cache import cached_for_call
 from hf_mxfp4.layers import QUANTIZED, MXFP4Experts
 
+
+pytestmark = pytest.mark.usefixtures("dense_products")
 
 IDS = torch.arange(2, 8)[None]
 TOKENS = 5
@@ -50,17 +53,22 @@ def logits(model):
 def quantizations(monkeypatch):
     """What tells the layers that quantized (or dequantized) their weights so far, one entry each time."""
     calls = []
-    quantize, dequantize = operands.weight_operand, backends.dequantize
+    quantize, pack, dequantize = operands.weight_operand, copies.quantize_weight, backends.dequantize
 
     def quantized(weight, dtype, state):
         calls.append(state)
         return quantize(weight, dtype, state)
+
+    def packed(weight, *args):
+        calls.append(weight)
+        return pack(weight, *args)
 
     def dequantized(weight, *args):
         calls.append(weight.codes.data_ptr())
         return dequantize(weight, *args)
 
     monkeypatch.setattr(operands, "weight_operand", quantized)
+    monkeypatch.setattr(copies, "quantize_weight", packed)
     monkeypatch.setattr(backends, "dequantize", dequantized)
     return calls
 
@@ -95,9 +103,11 @@ def test_experts_are_quantized_once_per_call(checkpoint, quantizations):
     assert len(quantizations) == 2 * 4 + 2 * 2
 
 
-def test_packed_weights_are_dequantized_where_they_are_used_unless_asked(checkpoint, quantizations):
-    """Whoever loads 4-bit weights for their memory does not get a dense copy of all of them unasked."""
-    model = load(checkpoint, mode="packed")
+@pytest.mark.parametrize(("backend", "kept"), [("cpu", 0), ("eager", LINEARS)])
+def test_packed_weights_are_dequantized_where_they_are_used_unless_asked(checkpoint, backend, kept):
+    """Whoever loads 4-bit weights for their memory does not get a dense copy of all of them unasked; and where products
+    need none, none at all."""
+    model = load(checkpoint, mode="packed", backend=backend)
     sizes = []
 
     def look(module, args, output):
@@ -109,7 +119,7 @@ def test_packed_weights_are_dequantized_where_they_are_used_unless_asked(checkpo
     sizes.clear()
     with cached_weights():
         assert torch.equal(logits(model), plain)
-    assert sizes == [LINEARS] * TOKENS and nothing_is_kept(model)
+    assert sizes == [kept] * TOKENS and nothing_is_kept(model)
     handle.remove()
 
 

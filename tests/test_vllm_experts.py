@@ -57,6 +57,7 @@ def test_sixteen_bit_inputs(plugin, family):
     assert weighed.dtype == torch.bfloat16 and (weighed - found).abs().max() < 0.02 * found.abs().max()
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("family", ACTIVATIONS)
 def test_dense_experts_have_quantized_inputs(plugin, family):
     source, config, _ = packed_experts(family, {"preset": "w4a4"})

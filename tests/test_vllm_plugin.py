@@ -242,6 +242,7 @@ def test_importing_the_plugin_needs_no_vllm():
     assert done.stdout.split()[0] == "False", done.stderr
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", SCHEMES, ids=IDS)
 def test_it_computes_what_the_packed_layer_does(plugin, options, dtype):
@@ -269,6 +270,7 @@ def test_joined_layers_are_those_that_were_joined(plugin, options):
     assert torch.equal(dequantized(layer, config), torch.cat([source.dequantized_weight() for source in sources]))
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
 def test_dense_layers_compute_the_same(plugin, preset):
     config, expected = MXFP4RLConfig(mode="packed", preset=preset), ExpectedLayers(EngineSettings("dense"))

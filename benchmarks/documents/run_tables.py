@@ -78,6 +78,19 @@ def export_perplexity() -> str:
     return table([*columns, "SQNR, dB"], rows)
 
 
+def gguf_perplexity() -> str:
+    rows = [
+        [r["name"], f"{r['bits_per_weight']:.4g}", f"{r['value']:.2f}", f"{r['ratio']:.3f}"]
+        + [f"{r['nats_to_bf16']:+.3f} ± {r['standard_error']:.3f}", f"{r['divergence']:.3f}"]
+        + [f"{r['same_top_percent']:.1f}"]
+        for r in records("gguf_perplexity")
+    ]
+    baseline = records("gguf_perplexity")[0]
+    rows.insert(0, ["BF16", "16", f"{baseline['baseline']:.2f}", "1", "", "", ""])
+    columns = ["file", "bits per weight of the layers", "perplexity", "over BF16", "nats per token to BF16"]
+    return table([*columns, "divergence, nats", "same likeliest token, %"], rows)
+
+
 def packed_loading() -> str:
     found = {tuple(r["name"].split(" / ")): r for r in records("packed_loading")}
     rows = []
@@ -91,17 +104,14 @@ def packed_loading() -> str:
     return table([*columns, "bits per quantized weight on disk"], rows)
 
 
-def generate_cpu() -> str:
-    found = records("generate_cpu")
-    cells: dict[str, dict[tuple[int, int], str]] = {}
+def layer_host_cost() -> str:
+    found = records("layer_host_cost")
+    rows = []
     for r in found:
-        text = f"{r['value']:.1f} ({r['ratio']:.2f}, {r['cpu_ratio']:.2f})"
-        cells.setdefault(r["name"], {})[r["threads"], r["batch"]] = text
-    settings = sorted({(r["threads"], r["batch"]) for r in found})
-    columns = [f"{threads} thread{'s' * (threads > 1)}, batch {batch}" for threads, batch in settings]
-    rows = [[name, *(own[setting] for setting in settings)] for name, own in cells.items()]
-    load = max(found, key=lambda r: r["threads"])["hardware"]
-    return f"{table(['', *columns], rows)}\n{found[0]['model']}, {load}, {found[0]['date']}\n"
+        over = [f"{r[f'{prefix}value']:.1f} ({r[f'{prefix}over']:+.1f})" for prefix in ("", "grad_")]
+        rows.append([r["name"], *over, str(r["calls"])])
+    columns = ["layer", "no gradient: us (over nn.Linear)", "with gradients", "Python calls"]
+    return f"{table(columns, rows)}\n{found[0]['hardware']}, {found[0]['date']}\n"
 
 
 def memory_runs() -> list[tuple[str, str, dict]]:

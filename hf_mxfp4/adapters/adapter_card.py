@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import nn
 
 from .._logging import get_logger
-from ..checkpoint.card.model import CARD, TAGS, _base_model, _card, is_generated
+from ..checkpoint.card.model import CARD, TAGS, base_model_of, is_generated, signed_card
 from ..checkpoint.card.sections import HERE
 from ..config import MXFP4RLConfig
 from .merge.merge_cost import LOSSY_DB, merge_cost
@@ -81,7 +81,7 @@ def write_adapter_card(config: LoraConfig, base: Base, folder: Path) -> None:
             card = ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True)
             if _is_replaceable(card):
                 data = _metadata(card.data, config)
-                _card(data, _text(config, base, data.base_model, subfolder)).save(path)
+                signed_card(data, _text(config, base, data.base_model, subfolder)).save(path)
             return
 
 
@@ -95,7 +95,7 @@ def _is_replaceable(card: ModelCard) -> bool:
 
 def _metadata(data: ModelCardData, config: LoraConfig) -> ModelCardData:
     """That which PEFT wrote, with the tags of the package and without names that only this machine knows."""
-    base_model = _base_model(config.base_model_name_or_path or "")
+    base_model = base_model_of(config.base_model_name_or_path or "")
     tags = [tag for tag in data.tags or () if not tag.startswith("base_model:")]
     data.base_model = base_model
     data.tags = list(dict.fromkeys([*tags, *TAGS, *([f"base_model:adapter:{base_model}"] if base_model else [])]))

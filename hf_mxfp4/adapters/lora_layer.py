@@ -8,11 +8,12 @@ from torch import nn
 
 from ..backends.select import dequantize
 from ..gemm.storage.packed_weight import PACKED_FIELDS, packed_tensor, quantize_weight
+from .fused_factors import FusesFactors
 from .merge.merge_report import MergeError
 from .merge.merging import MergesIntoPacked
 
 
-class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):
+class MXFP4LoraLinear(FusesFactors, MergesIntoPacked, LoraLinear):
     """[`peft.tuners.lora.Linear`] on an [`MXFP4PackedLinear`]: ``Q(x) Q(W)^T + b + s B A x``.
 
     The forward pass is PEFT's. Merging packs the sum of weight and adapters again, always from the weight as it was

@@ -9,10 +9,11 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
+from .fused_factors import FusesFactors
 from .merge.merging import MergesIntoMasters
 
 
-class MXFP4LoraMasterLinear(MergesIntoMasters, LoraLinear):
+class MXFP4LoraMasterLinear(FusesFactors, MergesIntoMasters, LoraLinear):
     """[`peft.tuners.lora.Linear`] on an [`MXFP4Linear`]: ``Q(x) Q(W)^T + b + s B A x``, with a frozen master ``W``.
 
     Everything is PEFT's, DoRA and other variants included; a merge leaves its cost in `merge_error`.

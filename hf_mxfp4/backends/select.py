@@ -2,6 +2,7 @@
 """Which backend quantizes a tensor: the eager reference, the Triton kernels on a GPU, or the fused C++ on the CPU."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from . import triton as triton_kernels
 #: output stays in the processor's cache.
 _EAGER_PORTION = 1 << 17
 #: Torch's own kinds of tensors, which have memory to hand to a kernel.
-_OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
+OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def fake_quantize(
@@ -53,8 +54,20 @@ def fake_quantize(
     if name == "cpu":
         values = cpu.fake_quantize(x, scheme)
     else:
-        values = triton_kernels.fake_quantize(x, scheme, seed) if name == "triton" else _eager(x, scheme, seed)
+        values = triton_kernels.fake_quantize(x, scheme, seed, dtype) if name == "triton" else _eager(x, scheme, seed)
     return values if dtype is None else values.to(dtype)
+
+
+def quantizer(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> Callable[[torch.Tensor], torch.Tensor]:
+    """[`fake_quantize`] of tensors of the dtype, device and last axis of ``x``, for which the backend is chosen here,
+    once. For a scheme that rounds to nearest, outside of compiled code, and of tensors that require no gradient.
+
+    Raises `ValueError` when the backend named cannot do it.
+    """
+    name = choose_backend(x, scheme, backend)
+    if name == "cpu":
+        return cpu.quantizer(x.dtype, scheme, x.shape[-1])
+    return functools.partial(triton_kernels.fake_quantize if name == "triton" else _eager, scheme=scheme)
 
 
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
@@ -67,7 +80,9 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -
         parts = tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale
         out = torch.ops.hf_mxfp4.dequantize(*parts, tensor.length, str(scheme), dtype, backend)
         return out.movedim(-1, tensor.axis)
-    name = choose_backend(tensor.codes.new_empty(0, dtype=dtype), scheme, backend, length=tensor.length)
+    name = "eager"
+    if type(tensor.codes) in OWN_TYPES and not torch.compiler.is_compiling():
+        name = _choice(tensor.codes.device.type, dtype, scheme, backend, None, tensor.length)
     if name == "cpu":
         return cpu.dequantize(tensor, dtype)
     if name == "triton":
@@ -87,12 +102,19 @@ def choose_backend(
 ) -> str:
     """The backend for this tensor, whose quantized axis has ``length`` elements (by default, the last axis). Raises
     `ValueError` when the one named cannot do it."""
-    if type(x) not in _OWN_TYPES or torch.compiler.is_compiling():
+    if type(x) not in OWN_TYPES or torch.compiler.is_compiling():
         # Tracing and other stand-ins for tensors have no memory to hand to a kernel.
         return "eager"
+    if length is None:
+        length = x.shape[-1] if scheme.macro_block == "row" else 0
+    return _choice(x.device.type, x.dtype, scheme, backend, seed, length)
+
+
+def _choice(
+    device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str, seed: int | None, length: int
+) -> str:
     # Only rows that are macro blocks can be too long; other lengths would but fill the cache.
-    length = 0 if scheme.macro_block != "row" else x.shape[-1] if length is None else length
-    name, reason = backend_for(x.device.type, x.dtype, scheme, backend, length)
+    name, reason = backend_for(device_type, dtype, scheme, backend, length if scheme.macro_block == "row" else 0)
     if name == "triton" and not reason and scheme.rounding != "nearest" and seed is None:
         name, reason = ("eager" if backend == "auto" else name), f"{scheme} draws random numbers and needs a seed"
     if reason and name == backend != "eager":
@@ -119,7 +141,7 @@ def backend_for(
 
 def is_torchs_own(x: torch.Tensor) -> bool:
     """Whether a tensor is of torch's own kinds, not one that stands for something else."""
-    return type(x) in _OWN_TYPES
+    return type(x) in OWN_TYPES
 
 
 def in_compiled_code(x: torch.Tensor) -> bool:
@@ -129,7 +151,7 @@ def in_compiled_code(x: torch.Tensor) -> bool:
 
 def _eager(x: torch.Tensor, scheme: QuantScheme, seed: int | None = None) -> torch.Tensor:
     whole = scheme.rounding != "nearest" or scheme.block_rows != 1 or scheme.fallback_rate is not None
-    if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or type(x) not in _OWN_TYPES:
+    if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or type(x) not in OWN_TYPES:
         return apply_scheme(x, scheme, seed=seed)
     rows = x.detach().reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype)

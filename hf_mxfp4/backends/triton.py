@@ -38,11 +38,16 @@ def unavailable(device_type: str) -> str | None:
     return None
 
 
-def fake_quantize(x: torch.Tensor, scheme: QuantScheme, seed: int | None = None) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a tensor that the kernels take."""
+def fake_quantize(
+    x: torch.Tensor, scheme: QuantScheme, seed: int | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a tensor that the kernels take, converted to ``dtype``;
+    of float32 in the kernel, to the bit as after it."""
     import mxfp4_kernels
 
-    return mxfp4_kernels.fake_quantize(x, **_options(scheme), rounding=scheme.rounding, seed=seed)
+    written = {"dtype": dtype, "limit": torch.float32} if dtype is not None and x.dtype == torch.float32 else {}
+    values = mxfp4_kernels.fake_quantize(x, **_options(scheme), rounding=scheme.rounding, seed=seed, **written)
+    return values if dtype is None else values.to(dtype)
 
 
 def fake_quantize_rotated(

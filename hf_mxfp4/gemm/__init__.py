@@ -8,7 +8,8 @@ from .linear import autocast_dtype, quantized_linear
 from .operands import quantize_operand, rotate_back, rotate_operand
 from .spec import GemmSpec, PackedSpec
 from .state import GemmState
-from .storage.packed import computes_on_codes, packed_linear, packed_product, packed_product_route
+from .storage.copies import computes_on_codes
+from .storage.packed import packed_linear, packed_product, packed_product_route
 from .tensor_cores.select import GemmKernel, gemm_kernel_counts, hardware_of, reset_gemm_kernel_counts, select_kernel
 
 

@@ -8,6 +8,7 @@ import torch
 from ..backends import select as backends
 from ..backends import triton as triton_kernels
 from ..numerics import FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme, Rotation
+from .counts import count_weight
 from .layer_rng import LayerRng
 from .operands import operand_seed, quantize_operand, rotate_back, rotation_signs
 from .spec import GemmSpec
@@ -100,6 +101,8 @@ def _product(
         if quantized is not None and values is left:
             values = quantized
         elif scheme.rotation is not None or precision not in (FULL, REUSE):
+            if name == "weight":
+                count_weight(values, gemm)
             # The Triton kernels read transposes as they are.
             if not isinstance(precision, QuantScheme) or values.device.type == "cpu":
                 values = values.contiguous()

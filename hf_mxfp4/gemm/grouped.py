@@ -16,6 +16,7 @@ from ..backends.select import choose_backend
 from ..numerics import FP8, MXFP4Tensor, OperandScheme, QuantScheme
 from ..numerics.packed import saturate
 from . import dense
+from .counts import count_weight
 from .groups import Groups, PaddedRows
 from .operands import quantize_operand, rotate_operand, rows_first
 from .spec import GemmSpec
@@ -233,6 +234,8 @@ def _quantized_stack(
     """The weights ``[E, K, N]`` in Dgrad, rotated and quantized along their last axis; in one launch where a kernel
     does that, and one at a time otherwise: what lies between input and output is then several times their size."""
     rotation = state.spec.scheme.dgrad.rotation
+    if isinstance(scheme, QuantScheme) or scheme is FP8:
+        count_weight(weights, "dgrad")
     fused = isinstance(scheme, QuantScheme) and choose_backend(weights, scheme, state.spec.backend) != "eager"
     if rotation is None and (fused or not isinstance(scheme, QuantScheme) and scheme is not FP8):
         return _quantized(state, "dgrad", "weight", weights, scheme)

@@ -11,24 +11,32 @@ What a product does, in this order: choose its kernel ([`choose`]), make its ope
 of the input ([`saved`]), multiply ([`fast`] and [`fast_grouped`], or dense values: [`dense`] and [`grouped`]).
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import dense, grouped
 from .groups import Groups
 from .layer_rng import LayerRng
 from .operands import kept_weight_operand
-from .saved import SavedRecord, SavedTensors, restore_input, save_input
+from .saved import SavedInput, SavedRecord, SavedTensors, restore_input, save_input
 from .spec import FULL_PRECISION
 from .state import GemmState
 from .tensor_cores import fast, fast_grouped
 from .tensor_cores.choose import kernel_of_product
-from .weight_cache import kept_for_backward
+from .weight_cache import backward_pass, kept_for_backward
 
+
+#: Operands that were made already: of the input, also with what is saved of it, and of the weight.
+Given = tuple[torch.Tensor | SavedInput | None, torch.Tensor | None]
+
+#: Whether devices of a type have autocast at all.
+can_autocast = functools.cache(torch.amp.is_autocast_available)
 
 #: Of products whose operands are not quantized.
 PLAIN_STATE = GemmState(FULL_PRECISION)
@@ -41,13 +49,14 @@ def quantized_linear(
     state: GemmState = PLAIN_STATE,
     groups: Groups | None = None,
     *,
-    input_operand: torch.Tensor | None = None,
+    input_operand: torch.Tensor | SavedInput | None = None,
     weight_operand: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``Q(x) Q(W)^T + b`` with straight-through gradients.
 
     The backward pass quantizes the weight as it is then: a sharded engine may have freed what the forward pass saw
-    (but see [`kept_for_backward`]). An expert without rows has zero gradients, and nothing random is drawn for it.
+    (but see [`kept_for_backward`] and [`GemmState.hand_over`]). An expert without rows has zero gradients, and nothing
+    random is drawn for it.
 
     Args:
         x: ``[..., K]``; with groups ``[S, K]``, rows sorted by expert.
@@ -56,25 +65,55 @@ def quantized_linear(
         bias: ``[N]``, ``[E, N]`` or `None`.
         state: of the layer, with its spec; by default operands are not quantized.
         groups: the rows of each expert; `None` for one weight.
-        input_operand, weight_operand: take the place of ``Q(x)`` and of ``Q(W)``, in the dtype of the product.
+        input_operand, weight_operand: take the place of ``Q(x)`` and of ``Q(W)``, in the dtype of the product; or of
+            ``Q(x)`` and what is saved of it.
 
     Returns:
         ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
     """
-    dtype = autocast_dtype(x) or x.dtype
+    dtype, given = autocast_dtype(x) or x.dtype, (input_operand, weight_operand)
+    if not needs_gradient(x, bias, weight):
+        return linear_forward(x, weight, bias, state, groups, dtype, False, given)[0]
+    return linear_with_gradient(x, weight, bias, state, groups, dtype, given)
+
+
+def linear_with_gradient(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: GemmState,
+    groups: Groups | None,
+    dtype: torch.dtype,
+    given: Given = (None, None),
+) -> torch.Tensor:
+    """[`quantized_linear`] where a gradient is asked for, with a product of this dtype and the operands ``given``."""
     # A frozen weight, as under LoRA, needs no input saved for its gradient.
     weight_needs_grad = weight.requires_grad and torch.is_grad_enabled()
-    given = input_operand, weight_operand
     return _QuantizedLinear.apply(x, weight, bias, state, groups, dtype, weight_needs_grad, given)
+
+
+def needs_gradient(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None = None) -> bool:
+    """Whether a product of these has a gradient, so that it must be a function of autograd's. One in forward mode too,
+    which that function then refuses."""
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or weight is not None and weight.requires_grad or bias is not None and bias.requires_grad
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """Return what autocast would compute a product of ``x`` in; `None` when it is off or leaves ``x`` alone
     (float64)."""
     device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not can_autocast(device) or not torch.is_autocast_enabled(device):
         return None
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
+
+
+def as_dtype(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The bias in the dtype of the product."""
+    return bias if bias is None or bias.dtype is dtype else bias.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -101,7 +140,7 @@ def linear_forward(
     groups: Groups | None,
     dtype: torch.dtype,
     weight_needs_grad: bool,
-    given: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    given: Given = (None, None),
 ) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | None]:
     """The forward pass of [`quantized_linear`], without a gradient.
 
@@ -128,7 +167,7 @@ def linear_forward(
     )
     step = None if spec.is_plain else state.rngs[0].step
     record = LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype)
-    bias = None if bias is None else bias.to(dtype)
+    bias = as_dtype(bias, dtype)
     if kernel != "dense":
         if groups is None:
             return fast.forward(kernel, x, weight, bias, dtype, state), tensors, record, None
@@ -242,15 +281,19 @@ class _QuantizedLinear(torch.autograd.Function):
         )
         ctx.save_for_backward(weight, *tensors)
         reused = ctx.needs_input_grad[0] and state.spec.reuses_weight
-        ctx.weight_operand = right if reused and (given[1] is not None or kept_for_backward(weight)) else None
+        keeps = given[1] is not None or kept_for_backward(weight) or backward_pass() is not None
+        ctx.weight_operand = right if reused and keeps else None
+        if reused and given[1] is None:
+            state.hand_over(right)
         ctx.state, ctx.groups, ctx.keeps_operand = state, groups, given[1] is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, *tensors = ctx.saved_tensors
-        reused = ctx.weight_operand
+        weight, *tensors = ctx.saved_tensors  # which checkpointing computes by another forward pass
+        handed, reused = ctx.state.take_over(), ctx.weight_operand
+        reused = handed if reused is None else reused
         if not ctx.keeps_operand:  # it is as large as the weight, and only `retain_graph` asks a second time
             ctx.weight_operand = None
         needs = ctx.needs_input_grad[:3]

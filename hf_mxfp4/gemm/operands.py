@@ -22,10 +22,13 @@ from ..numerics import (
     rotate,
     unrotate,
 )
+from .counts import count_weight
 from .groups import Groups
 from .layer_rng import LayerRng
 from .state import GemmState
+from .storage.copies import codes_of_operand, quantized_at_once, rows_first, step_keeps_codes, values_of
 from .storage.packed_weight import cat_rows, pack_rows, part_sizes
+from .weight_cache import step_form_in_force
 
 
 def rotate_padded(x: torch.Tensor, rotation: Rotation, signs: torch.Tensor | None = None) -> torch.Tensor:
@@ -189,12 +192,24 @@ def kept_weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmSta
         return rows_first(weight.detach(), state).to(dtype)
     if isinstance(weight, FakeTensor):
         return weight.new_empty(*weight.shape[:-1], padded_length(weight.shape[-1], state), dtype=dtype)
-    return state.cache.get(weight, dtype, functools.partial(weight_operand, weight, dtype, state))
+    kept = state.cache.find(weight, dtype)
+    if kept is not None:
+        return kept
+    packed = codes_of_operand(weight, dtype, state)
+    if packed is None:
+        return state.cache.get(weight, dtype, functools.partial(weight_operand, weight, dtype, state))
+    values = functools.partial(values_of, packed, dtype, state.spec.backend)
+    return state.values.get(weight, dtype, values, of_step=not step_keeps_codes(weight, dtype, state.spec))
 
 
-def rows_first(weight: torch.Tensor, state: GemmState) -> torch.Tensor:
-    """A master weight as ``[N, K]`` or ``[E, N, K]``, the same memory."""
-    return weight.transpose(1, 2) if state.spec.transposed else weight
+def passing_weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> torch.Tensor:
+    """[`kept_weight_operand`] for who makes something else of it and keeps that: no more of it is kept than
+    [`StepWeights`] do."""
+    packed = codes_of_operand(weight, dtype, state)
+    if packed is not None:
+        return values_of(packed, dtype, state.spec.backend)
+    is_kept = step_form_in_force() is not None and not state.spec.keeps_weight
+    return (kept_weight_operand if is_kept else weight_operand)(weight, dtype, state)
 
 
 @torch.no_grad()
@@ -202,26 +217,30 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
     """The weight as the forward product takes it, in ``dtype``: ``Q(W)`` ``[N, K]`` or, of experts, ``[E, N, K]``, of
     the rotated and padded weight where the scheme rotates."""
     spec, scheme = state.spec, state.spec.scheme.fprop.right
+    if isinstance(scheme, QuantScheme):
+        count_weight(weight)
     if weight.dim() == 2:
-        return matrix_operand(weight, state, state.rngs[0]).to(dtype)
+        return matrix_operand(weight, state, state.rngs[0], dtype)
     weight = rows_first(weight.detach(), state)
-    by_row = isinstance(scheme, QuantScheme) and scheme.block_rows == 1 and scheme.fallback_rate is None
-    by_row = by_row and scheme.rounding == "nearest"  # each expert has random numbers of its own
-    if by_row and spec.rotation_size == 1 and backends.choose_backend(weight, scheme, spec.backend) != "eager":
-        return matrix_operand(weight, state, state.rngs[0]).to(dtype)
+    at_once = isinstance(scheme, QuantScheme) and quantized_at_once(scheme, weight, spec.backend)
+    if at_once and spec.rotation_size == 1:
+        return matrix_operand(weight, state, state.rngs[0], dtype)
     out = None
     for group, rng in enumerate(state.rngs):  # the eager functions take several times the memory of their input
-        values = matrix_operand(weight[group], state, rng)
+        values = matrix_operand(weight[group], state, rng, dtype)
         out = values.new_empty(len(state.rngs), *values.shape, dtype=dtype) if out is None else out
         out[group] = values
     return out
 
 
 @torch.no_grad()
-def matrix_operand(weight: torch.Tensor, state: GemmState, rng: LayerRng) -> torch.Tensor:
-    """``Q(W)`` of rows along the last axis, in the dtype that it is computed in."""
+def matrix_operand(
+    weight: torch.Tensor, state: GemmState, rng: LayerRng, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``Q(W)`` of rows along the last axis, in ``dtype``, by default that which it is computed in."""
     fprop, backend = state.spec.scheme.fprop, state.spec.backend
-    return quantize_operand(weight.detach(), fprop.right, "fprop", "weight", rng, backend, rotation=fprop.rotation)
+    options = {"rotation": fprop.rotation, "dtype": dtype}
+    return quantize_operand(weight.detach(), fprop.right, "fprop", "weight", rng, backend, **options)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ tokens, in any number and order, so the inputs of grouped experts are saved in t
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,20 @@ class SavedRecord:
     layout: MXFP4Tensor | None = None
 
 
+class SavedInput(NamedTuple):
+    """An input that was made ready for the products of a layer.
+
+    Attributes:
+        operand: of the forward product; `None` to restore it from what is saved.
+        tensors: to save for Wgrad.
+        record: that [`restore_input`] reads them by.
+    """
+
+    operand: torch.Tensor | None
+    tensors: SavedTensors
+    record: SavedRecord
+
+
 def save_input(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -45,8 +60,8 @@ def save_input(
     *,
     weight_needs_grad: bool,
     multiplies: bool,
-    given: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, SavedTensors, SavedRecord]:
+    given: torch.Tensor | SavedInput | None = None,
+) -> SavedInput:
     """The operand of the forward product, and what is saved for Wgrad.
 
     Args:
@@ -56,31 +71,30 @@ def save_input(
         weight_needs_grad: whether anything is saved; not so for a frozen weight, as under LoRA, or without gradients.
         multiplies: whether the operand is asked for; otherwise it is only made to be saved, and ``x`` is given back
             in its place.
-        given: an operand that was made already.
-
-    Returns:
-        The operand, the tensors to save, and the record that [`restore_input`] reads them by.
+        given: an operand that was made already, or all that this returns.
 
     Raises `ValueError` for an input saved in MXFP4 while Wgrad takes another one than the forward product.
     """
     spec = state.spec
+    if isinstance(given, SavedInput):
+        return given if given.operand is not None else given._replace(operand=restore_input(*given[1:]))
     if weight_needs_grad and spec.saved == "mxfp4":
         if spec.saves_raw_input:
             raise ValueError("saved in MXFP4 is what the forward product takes, and Wgrad takes the input itself")
         packed = packed_input(x, state, groups)
         tensors = tuple(getattr(packed, part) for part in PARTS)
         record = SavedRecord("mxfp4", dtype, replace(packed, **dict.fromkeys(PARTS)))
-        return restore_input(tensors, record), tensors, record
+        return SavedInput(restore_input(tensors, record), tensors, record)
     operand = given
     if operand is None:
         made = multiplies or weight_needs_grad and not spec.saves_raw_input
         operand = input_operand(x, dtype, state, groups) if made else x
     if not weight_needs_grad:
-        return operand, (), SavedRecord("full", dtype)
+        return SavedInput(operand, (), SavedRecord("full", dtype))
     saved = x if spec.saves_raw_input else operand
     if spec.saved == "fp8":
-        return operand, quantize_e4m3(saved), SavedRecord("fp8", saved.dtype)
-    return operand, (saved,), SavedRecord("full", saved.dtype)
+        return SavedInput(operand, quantize_e4m3(saved), SavedRecord("fp8", saved.dtype))
+    return SavedInput(operand, (saved,), SavedRecord("full", saved.dtype))
 
 
 def restore_input(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:

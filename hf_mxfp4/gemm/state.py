@@ -16,7 +16,7 @@ import torch
 from ..numerics import FallbackThreshold
 from .layer_rng import LayerRng
 from .spec import GemmSpec, PackedSpec
-from .weight_cache import WeightCache
+from .weight_cache import WeightCache, backward_pass
 
 
 _states: "weakref.WeakValueDictionary[int, GemmState]" = weakref.WeakValueDictionary()
@@ -36,6 +36,7 @@ class GemmState:
         cache: keeps the operand of the weight, dense or packed.
         folded: keeps it as a fast kernel takes it.
         values: keeps dense values beside a packed copy, for prompts: one call reads one.
+        plan: an [`InputPlan`], for inputs of the kind that the layer had last; `None` before its first.
         layer_id: of this state in compiled code, int64 without axes on the CPU, wherever the layer's tensors are.
     """
 
@@ -48,6 +49,8 @@ class GemmState:
     ):
         self.spec, self.rngs, self.threshold = spec, tuple(rngs), threshold
         self.cache, self.folded, self.values = WeightCache(cached), WeightCache(cached), WeightCache("nowhere")
+        self.plan: Any = None
+        self._handed: tuple[int, torch.Tensor] | None = None
         self._register()
 
     def rng_of(self, group: int = 0) -> LayerRng | None:
@@ -59,8 +62,23 @@ class GemmState:
         for rng in self.rngs:
             rng.set_step(step)
         if self.spec.draws_forward:
-            self.cache.clear()
-            self.folded.clear()
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget what is kept of the weight."""
+        for cache in (self.cache, self.folded, self.values):
+            cache.clear()
+
+    def hand_over(self, operand: torch.Tensor | None) -> None:
+        """Keep the operand of the weight for the gradient of the input, if this forward pass is one that gradient
+        checkpointing repeats: that gradient comes next, and an engine that shards weights frees this one after it."""
+        number = backward_pass()
+        self._handed = None if number is None or operand is None else (number, operand)
+
+    def take_over(self) -> torch.Tensor | None:
+        """What [`hand_over`] kept in this backward pass, once."""
+        handed, self._handed = self._handed, None
+        return None if handed is None or handed[0] != backward_pass() else handed[1]
 
     def _register(self) -> None:
         number = next(_numbers)
@@ -69,7 +87,8 @@ class GemmState:
             self.layer_id = torch.tensor(number, dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "layer_id"}
+        kept = {name: value for name, value in vars(self).items() if name != "layer_id"}
+        return kept | {"plan": None, "_handed": None}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)

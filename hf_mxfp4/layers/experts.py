@@ -6,9 +6,10 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..experts_layout import weight_size
-from ..gemm import GemmState, Groups, LayerRng, quantized_linear
+from ..gemm import GemmState, Groups, LayerRng, autocast_dtype, quantized_linear
 from ..gemm.custom_ops import compiled_linear
-from ..gemm.operands import effective_rows, kept_weight_operand, weight_operand
+from ..gemm.operands import effective_rows, kept_weight_operand, passing_weight_operand
+from ..gemm.storage.rollout import rollout_form, rollout_linear
 from ..numerics import FallbackThreshold, LinearScheme
 from .experts_base import ExpertsBase
 from .linear import spec_of
@@ -103,8 +104,19 @@ class MXFP4Experts(ExpertsBase):
         return getattr(self, self.projections[0]).dtype
 
     def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-        linear = compiled_linear if torch.compiler.is_compiling() else quantized_linear
-        return linear(x, getattr(self, projection), self.bias_of(projection), self.states[projection], groups)
+        operands = x, getattr(self, projection), self.bias_of(projection)
+        state = self.states[projection]
+        if torch.compiler.is_compiling():
+            return compiled_linear(*operands, state, groups)
+        if not torch.is_grad_enabled():
+            product = rollout_linear(*operands, autocast_dtype(x) or x.dtype, state, groups)
+            if product is not None:
+                return product
+        return quantized_linear(*operands, state, groups)
+
+    def rollout_form(self, projection: str, x: torch.Tensor, asked: str | None) -> str:
+        """See [`hf_mxfp4.gemm.storage.rollout.rollout_form`]."""
+        return rollout_form(x, self.states[projection].spec, asked)
 
     def quantized_weight(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight as the forward product takes it: ``Q(W)`` ``[experts, N, K]`` in ``dtype``, of the rotated and
@@ -116,8 +128,8 @@ class MXFP4Experts(ExpertsBase):
         return weight.transpose(1, 2) if self.is_transposed else weight
 
     def weight_operand(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return [`quantized_weight`], not kept."""
-        return weight_operand(weight, dtype, self.states[projection])
+        """Return [`quantized_weight`], of which no more is kept than [`StepWeights`] do."""
+        return passing_weight_operand(weight, dtype, self.states[projection])
 
     def effective_rows(self, projection: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """The values ``[n, K]`` that the forward product takes for rows of an expert's weight, rotated back, in its

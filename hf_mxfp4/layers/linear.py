@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..gemm import GemmSpec, GemmState, LayerRng, autocast_dtype, quantized_linear
+from ..gemm import GemmSpec, GemmState, LayerRng, autocast_dtype
 from ..gemm.custom_ops import compiled_linear, compiled_packed_linear
-from ..gemm.operands import effective_rows, input_operand, kept_weight_operand, nearest_input, weight_operand
-from ..gemm.storage.rollout import rollout_form, rollout_linear, share_copy, shared_spec
+from ..gemm.operands import effective_rows, input_operand, kept_weight_operand, nearest_input, passing_weight_operand
+from ..gemm.plan import InputPlan, planned_linear
+from ..gemm.storage.rollout import planned_rollout, rollout_form, shared_spec
 from ..numerics import FallbackThreshold, LinearScheme
 
 
@@ -110,6 +111,25 @@ class MXFP4Linear(nn.Linear):
             ValueError: the last axis of ``x`` is not ``in_features``.
             TypeError: ``x`` and the weight differ in dtype outside of autocast, or are not floating-point.
         """
+        weight, bias, state = self.weight, self.bias, self.state
+        if torch.compiler.is_compiling():
+            self._check(x)
+            shared = state.cache.shared
+            if shared is None or torch.is_grad_enabled():
+                return compiled_linear(x, weight, bias, state)
+            # A function of the packed copy and of x alone: CUDA graphs can hold it.
+            return compiled_packed_linear(x, shared, bias, self._shared_spec, state)
+        plan = state.plan
+        if plan is None or not plan.takes(x, state, weight.dtype):
+            self._check(x)
+            plan = state.plan = InputPlan(x, state, self.name, weight.dtype)
+        if not torch.is_grad_enabled():
+            product = planned_rollout(x, weight, bias, state, plan)
+            if product is not None:
+                return product
+        return planned_linear(x, weight, bias, state, plan)
+
+    def _check(self, x: torch.Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._label()}: input {tuple(x.shape)} does not end in in_features={self.in_features}")
         if not x.is_floating_point() or x.dtype != self.weight.dtype and autocast_dtype(x) is None:
@@ -117,19 +137,6 @@ class MXFP4Linear(nn.Linear):
                 f"{self._label()}: input is {x.dtype} but the weight is {self.weight.dtype}; "
                 "convert one of them, or run under torch.autocast"
             )
-        state = self.state
-        if torch.compiler.is_compiling():
-            shared = state.cache.shared
-            if shared is None or torch.is_grad_enabled():
-                return compiled_linear(x, self.weight, self.bias, state)
-            # A function of the packed copy and of x alone: CUDA graphs can hold it.
-            return compiled_packed_linear(x, shared, self.bias, self._shared_spec, state)
-        if not torch.is_grad_enabled():
-            product = rollout_linear(x, self.weight, self.bias, autocast_dtype(x) or x.dtype, state)
-            if product is not None:
-                share_copy(self.weight, state)
-                return product
-        return quantized_linear(x, self.weight, self.bias, state)
 
     def rollout_form(self, x: torch.Tensor, asked: str | None) -> str:
         """See [`hf_mxfp4.gemm.storage.rollout.rollout_form`]."""
@@ -158,8 +165,8 @@ class MXFP4Linear(nn.Linear):
         return effective_rows(weight, self.state)
 
     def weight_operand(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return [`quantized_weight`], not kept."""
-        return weight_operand(weight, dtype, self.state)
+        """Return [`quantized_weight`], of which no more is kept than [`StepWeights`] do."""
+        return passing_weight_operand(weight, dtype, self.state)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.config.describe()}"

@@ -6,9 +6,11 @@ from torch import nn
 
 from ..backends.select import dequantize
 from ..config import MXFP4RLConfig
-from ..gemm import GemmState, PackedSpec, autocast_dtype, packed_linear
+from ..gemm import GemmState, PackedSpec, autocast_dtype
 from ..gemm.custom_ops import compiled_packed_linear
 from ..gemm.operands import nearest_input
+from ..gemm.storage.packed import planned_packed_linear
+from ..gemm.storage.packed_plan import PackedPlan
 from ..gemm.storage.packed_weight import (
     PACKED_FIELDS,
     PackedWeight,
@@ -164,6 +166,18 @@ class MXFP4PackedLinear(nn.Linear):
             TypeError: ``x`` is not floating-point, or differs from the bias in dtype outside of autocast; or the weight
                 was replaced by something that is not packed.
         """
+        state = self.state
+        if torch.compiler.is_compiling():
+            self._check(x)
+            return compiled_packed_linear(x, self.packed_weight(), self.bias, state.spec, state)
+        parameters, plan = self._parameters, state.plan
+        if plan is not None and plan.takes_layer(x, state, parameters):
+            return planned_packed_linear(x, parameters["bias"], state, plan)
+        self._check(x)
+        plan = state.plan = PackedPlan(x, self.packed_weight(), self.bias, state, self.name)
+        return planned_packed_linear(x, self.bias, state, plan)
+
+    def _check(self, x: torch.Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._label()}: input {tuple(x.shape)} does not end in in_features={self.in_features}")
         needed = x.dtype if self.bias is None else self.bias.dtype
@@ -177,9 +191,6 @@ class MXFP4PackedLinear(nn.Linear):
                 f"{self._label()}: its weight was replaced by one of {self.weight.dtype}, which is not packed; build a "
                 "layer of new weights with MXFP4PackedLinear.from_linear"
             )
-        if torch.compiler.is_compiling():
-            return compiled_packed_linear(x, self.packed_weight(), self.bias, self.state.spec, self.state)
-        return packed_linear(x, self.packed_weight(), self.bias, self.state)
 
     @property
     def fallback_threshold(self) -> FallbackThreshold | None:

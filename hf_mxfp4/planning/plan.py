@@ -45,7 +45,9 @@ class Setup:
         reference: whether there is a reference model (beta > 0).
         rollouts: whether this process samples; not so with a vLLM server.
         cache_rollout_weights: as in `MXFP4GRPOConfig`.
-        rollout_weights: likewise, ``"dense"`` or ``"packed"``: the latter is what ``"auto"`` means where Triton runs.
+        rollout_weights: likewise, ``"dense"`` or ``"packed"``: the latter is what ``"auto"`` means on GPUs with
+            Triton.
+        step_weights: likewise, ``"dense"``, ``"packed"`` or ``"none"``; none where weights are sharded.
         lora_rank: of the adapters on packed weights.
         headroom: share of the memory left for the CUDA context, fragmentation and communication.
 
@@ -69,6 +71,7 @@ class Setup:
     rollouts: bool = True
     cache_rollout_weights: bool = True
     rollout_weights: str = "dense"
+    step_weights: str = "none"
     lora_rank: int = 16
     headroom: float = 0.1
 
@@ -82,6 +85,8 @@ class Setup:
             raise ValueError(f"optimizer={self.optimizer!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
         if self.rollout_weights not in ("dense", "packed"):
             raise ValueError(f"rollout_weights={self.rollout_weights!r} is not known; choose 'dense' or 'packed'")
+        if self.step_weights not in ("dense", "packed", "none"):
+            raise ValueError(f"step_weights={self.step_weights!r} is not known; choose 'dense', 'packed' or 'none'")
         if self.logits not in ("chunked", "full"):
             raise ValueError(f"logits={self.logits!r} is not known; choose 'chunked' or 'full'")
 
@@ -170,7 +175,8 @@ class Planner:
         parts = state_parts(strategy, sizes, setup.gpus, setup.optimizer, compute)
         parts["reference model"] = reference_bytes(strategy, sizes, setup.gpus) if setup.reference else 0
         held = setup.gpus == 1 and not strategy.packed and not setup.checkpointing
-        parts["quantized weights"] = self._quantized(setup, strategy, all_kept=held)
+        held = held or self._step_form(setup, strategy) == "dense"
+        parts["quantized weights"] = self._quantized(setup, strategy, all_kept=held) + self._step_codes(setup, strategy)
         parts["saved activations"] = saved
         if setup.logits == "full":
             with_logits = model.activations(setup.length, logits=True).bytes(setup.batch, setup.checkpointing)
@@ -192,7 +198,8 @@ class Planner:
         parts["reference model"] = reference_bytes(strategy, sizes, setup.gpus) if setup.reference else 0
         if strategy.engine == "zero3":
             parts["gathered for generation"] = 2 * sizes.elements
-        parts["quantized weights"] = self._rollout_copies(setup, strategy)
+        codes = self._step_codes(setup, strategy) if setup.rollout_weights == "dense" else 0
+        parts["quantized weights"] = self._rollout_copies(setup, strategy) + codes
         parts["KV cache"] = sequences * setup.length * model.cache_per_token
         parts["logits"] = sequences * sizes.vocabulary * (compute + 4)
         return parts
@@ -216,9 +223,24 @@ class Planner:
         if not strategy.packed and scheme.packing_unsupported_reason is not None:
             return dense
         sizes = self.model(strategy.packed).sizes
-        others = (sizes.cached_elements - sizes.linear_elements) * setup.compute.itemsize
-        kept = 0 if strategy.packed else sizes.linear_elements * _packed_bytes(scheme.weight_scheme)
-        return sizes.largest_copy * setup.compute.itemsize + others + kept
+        kept = 0 if strategy.packed else sizes.cached_elements * _packed_bytes(scheme.weight_scheme)
+        return sizes.largest_copy * setup.compute.itemsize + kept
+
+    def _step_form(self, setup: Setup, strategy: Strategy) -> str:
+        """The form in which quantized weights are kept from a rollout to the last backward pass of its step."""
+        scheme, is_whole = setup.quantization, strategy.engine in ("ddp", "zero2")
+        if strategy.packed or scheme is None or not is_whole or not setup.cache_rollout_weights:
+            return "none"
+        unpacked = setup.step_weights == "packed" and scheme.packing_unsupported_reason is not None
+        return "dense" if unpacked else setup.step_weights
+
+    def _step_codes(self, setup: Setup, strategy: Strategy) -> float:
+        """Bytes of the codes that are kept with [`_step_form`]: as such, or since rollouts compute on them."""
+        form, scheme = self._step_form(setup, strategy), setup.quantization
+        on_codes = setup.rollouts and setup.rollout_weights == "packed"
+        if form == "none" or scheme.packing_unsupported_reason is not None or form == "dense" and not on_codes:
+            return 0
+        return self.model(strategy.packed).sizes.cached_elements * _packed_bytes(scheme.weight_scheme)
 
     def _largest_batch(self, setup: Setup, strategy: Strategy) -> int:
         def fits(batch: int) -> bool:

@@ -32,7 +32,6 @@ class ModelSizes:
         outside, outside_elements: of what is in no decoder layer: embeddings, the head, the last norm.
         quantized_elements: of all quantized weights.
         cached_elements: of those whose copies `cached_weights` keeps.
-        linear_elements: of those in linear layers.
         largest_copy: of the largest copy that exists while it is used.
         vocabulary, hidden, widest: rows and columns of the head; the most features that a quantized layer puts out.
         head_trained: whether the head has a gradient.
@@ -49,7 +48,6 @@ class ModelSizes:
     outside_elements: int
     quantized_elements: int
     cached_elements: int
-    linear_elements: int
     largest_copy: int
     vocabulary: int
     hidden: int
@@ -81,7 +79,6 @@ def model_sizes(model: nn.Module) -> ModelSizes:
         outside_elements=_elements(outside),
         quantized_elements=sum(sizes) + sum(m.quantized_elements for m in experts),
         cached_elements=sum(sizes) + sum(m.cached_elements for m in experts),
-        linear_elements=sum(sizes),
         largest_copy=max([*sizes, *(m.largest_copy for m in experts)], default=0),
         vocabulary=head.shape[0],
         hidden=head.shape[1],

@@ -23,8 +23,9 @@ if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Trit
 def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreTrainedModel":
     """Turn a model's full-precision weights into packed 4-bit ones, in place and layer by layer.
 
-    Logits of a packed model equal those of the trainable one under the same scheme bit for bit. `save_pretrained` then
-    writes a packed checkpoint, a sixth to a quarter of the size in bfloat16 for the layers concerned.
+    A packed model has the very weights of the trainable one under the same scheme; logits differ by the order of sums.
+    `save_pretrained` then writes a packed checkpoint, a sixth to a quarter of the size in bfloat16 for the layers
+    concerned.
 
     Args:
         model: trained with ``mode="qat"``, or a plain one.

@@ -15,7 +15,11 @@ from .noise.controller import EntropyNoiseController
 from .noise.schedule import NoiseSchedule
 from .noise.targets import TARGETS
 from .rollout.correction_options import check_correction, share_with_trl
+from .rollout.options import check_compiled_rollouts, check_replayed_rollouts
 
+
+#: What `step_weights` can be.
+STEP_WEIGHTS = (*WEIGHT_FORMS, "none")
 
 #: What `vllm_weights` can be.
 VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
@@ -162,16 +166,29 @@ class MXFP4GRPOConfig(GRPOConfig):
         metadata={
             "help": "Keep the quantized copy of every weight while a rollout lasts. It takes the memory of the weights "
             "in the dtype of products, in each process, under FSDP2 and ZeRO-3 too. False keeps none and quantizes (or "
-            "dequantizes) every weight again for each generated token: slower, same bits. Not for vLLM's own copy."
+            "dequantizes) every weight again for each generated token: slower, and the same to rounding. Not for "
+            "vLLM's own copy."
         },
     )
     rollout_weights: str = field(
         default="auto",
         metadata={
-            "help": "Form of the copies that `cache_rollout_weights` keeps of trainable linear layers: 'dense' in the "
-            "dtype of products, 'packed' as 4-bit codes and scales, 'auto' packed where a kernel computes on those "
-            "(GPUs with Triton), dense elsewhere. Packed copies take about a quarter of the memory; the products are "
-            "the same but for the rounding of the copy and the order of sums."
+            "help": "Form of the copies that `cache_rollout_weights` keeps of trainable weights: 'dense' in the dtype "
+            "of products, 'packed' as 4-bit codes and scales, 'auto' packed where products are computed on those "
+            "(GPUs with Triton, CPUs with a C++ compiler), dense elsewhere. Packed copies take about a quarter of the "
+            "memory; the products are the same but for the rounding of the copy and the order of sums."
+        },
+    )
+    step_weights: str = field(
+        default="auto",
+        metadata={
+            "help": "What each weight was quantized to, kept from the rollout of an optimizer step to its last "
+            "backward pass, so that it is quantized once per step: 'dense' in the dtype of products, 2 or 4 bytes an "
+            "element; 'packed' as 4-bit codes and scales, 4.25 bits (8.56 with outlier fallback and macro blocks), "
+            "from which each use makes the dense operand of one layer; 'none' quantizes again for each forward and "
+            "backward pass. The same bits in all cases. 'auto' is packed where a kernel reads codes (GPUs with "
+            "Triton) and dense elsewhere, but none with cache_rollout_weights=False, and under FSDP and ZeRO-3, which "
+            "shard the weights."
         },
     )
     vllm_weights: str = field(
@@ -263,7 +280,7 @@ class MXFP4GRPOConfig(GRPOConfig):
         self._check_weight_copies()
         self._check_vllm_weights()
         if self.router_replay:
-            self._check_router_replay()
+            check_replayed_rollouts(self)
         super().__post_init__()
         by_group = self.scale_rewards in ("group", "none") and self.multi_objective_aggregation == "sum_then_normalize"
         if self.dynamic_sampling and not by_group:
@@ -272,7 +289,7 @@ class MXFP4GRPOConfig(GRPOConfig):
                 "'group' or 'none' and multi_objective_aggregation='sum_then_normalize'"
             )
         if self.compile_rollouts:
-            self._check_compiled_rollouts()
+            check_compiled_rollouts(self)
 
     def check_overlong_buffer(self) -> None:
         """Raise `ValueError` for an `overlong_buffer` longer than a completion may be. For who sets
@@ -297,6 +314,10 @@ class MXFP4GRPOConfig(GRPOConfig):
         self.check_overlong_buffer()
 
     def _check_weight_copies(self) -> None:
+        if self.step_weights not in STEP_WEIGHTS:
+            raise ValueError(
+                f"step_weights={self.step_weights!r} is not known; choose one of {', '.join(STEP_WEIGHTS)}"
+            )
         if self.rollout_weights not in WEIGHT_FORMS:
             raise ValueError(
                 f"rollout_weights={self.rollout_weights!r} is not known; choose one of {', '.join(WEIGHT_FORMS)}"
@@ -352,38 +373,6 @@ class MXFP4GRPOConfig(GRPOConfig):
         if self.aqn_targets == "norms" and self.aqn_linear_sigma_scale != 1:
             raise ValueError("aqn_linear_sigma_scale has no effect on aqn_targets='norms'; set 'linears' or 'both'")
         read_names("aqn_layers", self.aqn_layers)
-
-    def _check_compiled_rollouts(self) -> None:
-        """`generate` alone compiles, and what runs in eager mode beside it cannot be compiled."""
-        if self.use_vllm:
-            raise ValueError("compile_rollouts=True compiles generation by transformers; set use_vllm=False")
-        if self.use_transformers_continuous_batching:
-            raise ValueError(
-                "compile_rollouts=True is for `generate`; continuous batching compiles by itself with "
-                "transformers_continuous_batching_config={'default_compile_level': 1}"
-            )
-        if self.router_replay:
-            raise ValueError(
-                "router_replay=True records routers in eager mode; set compile_rollouts=False, or router_replay=False"
-            )
-
-    def _check_router_replay(self) -> None:
-        """Rollouts that the routers of the policy's own modules do not take part in cannot be recorded."""
-        if self.use_vllm and self.vllm_mode != "colocate":
-            raise ValueError(
-                "router_replay=True needs the experts that were chosen in the rollout, and TRL drops them from what a "
-                f"server answers (vllm_mode={self.vllm_mode!r}): use vllm_mode='colocate', or router_replay=False with "
-                "vllm_importance_sampling_correction=True"
-            )
-        if self.use_vllm and self.vllm_tensor_parallel_size > 1:
-            raise ValueError(
-                f"router_replay=True with vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: vLLM returns the "
-                "experts to the first of these processes alone; set vllm_tensor_parallel_size=1"
-            )
-        if self.use_transformers_continuous_batching:
-            raise ValueError(
-                "router_replay=True records generation by `generate`; set use_transformers_continuous_batching=False"
-            )
 
     @property
     def noise_schedule(self) -> NoiseSchedule:

@@ -4,7 +4,8 @@
 One training step, in the order in which it happens, and what of this package has a part in it:
 
 1. A step begins: the boundary of `checkpoints` remembers random states, for a checkpoint of this point; layers that
-   draw random numbers are told the step ([`QuantizationStepCallback`]).
+   draw random numbers are told the step ([`QuantizationStepCallback`]). From here to the last backward pass of the step
+   `quantization` keeps what each weight was quantized to.
 2. Completions are sampled (`_generate`), within what makes the policy that samples: `generation` keeps the quantized
    copies of weights, `rollout_noise` puts noise on norms and linear layers (or on what `vllm_policy` pushes), and
    `replay` records the experts. Around a single `generate` (`_generate_single_turn`), `correction` records the
@@ -65,6 +66,7 @@ from .rollout.sampling import DynamicSampling, equal_rewards, logs_set_aside
 from .rollout.served_experts import experts_returned
 from .rollout.vllm import VLLMPolicy
 from .rollout.vllm_start import vllm_in_scheme
+from .step_quantization import StepQuantization
 
 
 class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
@@ -134,6 +136,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         batching, is_custom = self.continuous_batching_config, self.rollout_func is not None
         config = None if self.use_vllm else self.generation_config
         self.generation = RolloutGeneration(args, accelerator, config, batching, is_custom, sharding)
+        self.quantization = StepQuantization(model, self.ref_model, args, accelerator, sharding, self._record)
         self.rollout_noise: RolloutNoise | None = None
         if args.aqn:
             self.rollout_noise = RolloutNoise(model, args, self.generation.is_compiled, self._record)
@@ -173,12 +176,12 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         """
         if not isinstance(self.callback_handler, TolerantHandler):
             self.callback_handler = TolerantHandler(self.callback_handler)
-        with guard_direct_writes(), self.checkpoints.left_behind():
+        with guard_direct_writes(), self.checkpoints.left_behind(), self.quantization.training():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Gradient checkpointing runs forward passes in the backward pass: what they depend on must last until then.
-        with contextlib.ExitStack() as self._in_step:
+        with contextlib.ExitStack() as self._in_step, self.quantization.micro_batch(self.state.global_step):
             return super().training_step(*args, **kwargs)
 
     # ---- a rollout ------------------------------------------------------------------------------------------------
@@ -295,6 +298,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.model.training:
             return super().compute_loss(model, inputs, *args, **kwargs)
+        self.quantization.release_reference()  # it has scored the rollout
         if self.replay is not None:
             self._in_step.enter_context(self.replay.training(inputs))
         logged = len(self._metrics["train"].get("entropy", ()))
@@ -324,7 +328,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         """[`transformers.Trainer.evaluate`], which leaves training as it was, also where it is cut short: its rollouts
         draw from the random generators of training, and its forward passes count for selective outlier fallback.
         """
-        with random_states_kept(), thresholds_kept(self.model):
+        with random_states_kept(), thresholds_kept(self.model), self.quantization.evaluation():
             return super().evaluate(*args, **kwargs)
 
     # ---- logs -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 
-from .._logging import get_logger
 from ..backends.select import dequantize
 from ..config import MXFP4RLConfig
 from ..gemm.storage.packed_weight import PACKED_SUFFIXES, packed_tensor, quantize_weight
@@ -107,12 +106,8 @@ class ArrivingExperts:
         target.store_expert(projection, expert, self._packed(weight, f"{target.name}.{expert}.{projection}"))
 
     def _packed(self, weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-        expected = self.expected
-        if expected.is_loaded and not expected.has_been_told:
-            get_logger().info("weights are pushed to vLLM in full precision (%s) and quantized as they come", name)
-            expected.has_been_told = True
-        expected.n_quantized += 1
-        return quantize_weight(self._here(weight.contiguous()), self.scheme.weight_scheme, self.scheme.backend)
+        self.expected.note_quantized(name)
+        return quantize_weight(self.expected.here(weight.contiguous()), self.scheme.weight_scheme, self.scheme.backend)
 
     def _rounded(self, target: ExpertsTarget, projection: str, weight: torch.Tensor) -> torch.Tensor:
         """``Q(W)`` of one expert in its dtype."""
@@ -121,7 +116,7 @@ class ArrivingExperts:
     def _values(
         self, target: ExpertsTarget, projection: str, parts: dict[str, torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
-        own = {name: self._here(part) for name, part in parts.items()}
+        own = {name: self.expected.here(part) for name, part in parts.items()}
         tensor = packed_tensor(own, target.sizes[projection][1], target.scheme, dtype)
         return dequantize(tensor, dtype, self.scheme.backend)
 
@@ -139,6 +134,3 @@ class ArrivingExperts:
             return [(f"{owner}.{expert}.{down}.weight", marked(weight))]
         halves = zip((gate, up), weight.chunk(2), strict=True)
         return [(f"{owner}.{expert}.{name}.weight", marked(half)) for name, half in halves]
-
-    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.expected.device is None else tensor.to(self.expected.device)

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import torch
 
-from .._logging import get_logger
 from ..backends.select import dequantize
 from ..config import MXFP4RLConfig
 from ..gemm.storage.packed_weight import PACKED_FIELDS, check_packed, packed_shapes, packed_tensor, quantize_weight
@@ -63,7 +62,7 @@ class ArrivingLinears:
             return self._to_packed(owner, match[1], tensor)
         if self.expected.is_loaded or self.scheme.mode == "packed":
             return None
-        self.expected.n_quantized += 1
+        self.expected.note_quantized(name)
         return self._to_dense(owner, match[1], self._quantized(tensor), tensor.shape[1], tensor.dtype)
 
     def _check_adapter(self, name: str, layer: str) -> None:
@@ -74,12 +73,8 @@ class ArrivingLinears:
             )
 
     def _to_packed(self, owner: str, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-        expected = self.expected
-        if expected.is_loaded and not expected.has_been_told:
-            get_logger().info("weights are pushed to vLLM in full precision (%s) and quantized as they come", name)
-            expected.has_been_told = True
-        expected.arrived.add(owner)
-        expected.n_quantized += 1
+        self.expected.note_quantized(name)
+        self.expected.arrived.add(owner)
         return [(f"{name}.{part}", marked(value)) for part, value in self._quantized(tensor).items()]
 
     def _from_packed(
@@ -95,7 +90,7 @@ class ArrivingLinears:
         check_packed(
             name, {part: parts.get(part) for part in PACKED_FIELDS}, packed_shapes(rows, columns, scheme), scheme
         )
-        parts = {part: self._here(value) for part, value in parts.items()}
+        parts = {part: self.expected.here(value) for part, value in parts.items()}
         return self._to_dense(owner, name, parts, columns, self.expected.dtype or torch.get_default_dtype())
 
     def _to_dense(
@@ -106,10 +101,9 @@ class ArrivingLinears:
         return [(f"{name}.weight", marked(dequantize(tensor, dtype, self.scheme.backend)))]
 
     def _quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        return quantize_weight(self._here(weight.detach()).contiguous(), self.scheme.weight_scheme, self.scheme.backend)
-
-    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.expected.device is None else tensor.to(self.expected.device)
+        return quantize_weight(
+            self.expected.here(weight.detach()).contiguous(), self.scheme.weight_scheme, self.scheme.backend
+        )
 
 
 def marked(tensor: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,17 @@ class ExpectedLayers:
             found = self.experts.get(next(tails, ""))
         return found
 
+    def here(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` where vLLM makes the layers."""
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def note_quantized(self, name: str) -> None:
+        """Count a weight that came in full precision and is quantized; the first that a trainer pushes is logged."""
+        if self.is_loaded and not self.has_been_told:
+            get_logger().info("weights are pushed to vLLM in full precision (%s) and quantized as they come", name)
+            self.has_been_told = True
+        self.n_quantized += 1
+
     def is_done(self, size: WeightBytes) -> None:
         """Take note that one of vLLM's layers has its weights, of ``size``; after the last, log what all take."""
         self.is_loaded = True

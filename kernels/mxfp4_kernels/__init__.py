@@ -76,6 +76,7 @@ def fake_quantize(
     rotation: int | None = None,
     signs: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    limit: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The MXFP4 values of ``x``: blocks of 32 along the last axis. No gradient flows.
 
@@ -102,6 +103,8 @@ def fake_quantize(
             (``hf_mxfp4.numerics.rotate``); the axis is then padded with zeros to a multiple, or `None`.
         signs: ``[K']`` of 1 and -1 (K' is the padded length) to multiply the columns by before the rotation, or `None`.
         dtype: of the result, float32, bfloat16 or float16; by default that of ``x``.
+        limit: the dtype whose largest number values saturate at; by default that of the result. With that of ``x`` a
+            narrower result has the bits of one in the dtype of ``x`` that is converted after.
 
     Returns:
         Contiguous tensor of the shape of ``x``, with K' columns under a rotation.
@@ -117,7 +120,7 @@ def fake_quantize(
     from .quantization import launch
 
     side = checked_side(x, x.shape[-1], rounding, seed, rotation, signs)
-    return launch.fake_quantize(x, scheme, side, dtype)
+    return launch.fake_quantize(x, scheme, side, dtype, limit)
 
 
 def fake_quantize_both(

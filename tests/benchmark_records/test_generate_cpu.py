@@ -8,20 +8,32 @@ import torch
 from tiny_models import make_model
 
 from benchmarks import generate_cpu
-from benchmarks.generate_cpu import CACHED, KEPT, PACKED, PACKED_CACHED, PLAIN, Contender, Seconds
+from benchmarks.generate_cpu import (
+    BASELINE,
+    CACHED,
+    COMPILED,
+    KEPT,
+    PACKED,
+    PACKED_CACHED,
+    PLAIN,
+    ROLLOUT,
+    Contender,
+    LlamaCpp,
+    Seconds,
+)
 
 
 def test_it_runs_on_a_model_of_two_layers(tmp_path):
     make_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "tiny")
     out, threads = tmp_path / "records.json", torch.get_num_threads()
-    options = ["--prompt", "4", "--tokens", "2", "--rounds", "1", "--threads", "1", "--batches", "1", "2"]
+    options = ["--prompt", "4", "--tokens", "2", "--rounds", "1", "--threads", "1", "--batches", "1", "2", "--eager"]
     generate_cpu.main(["--model", str(tmp_path / "tiny"), "--out", str(out), *options])
     records = json.loads(out.read_text())
-    arms = ["bfloat16", PLAIN, CACHED, KEPT, PACKED, PACKED_CACHED]
+    arms = [BASELINE, PLAIN, CACHED, KEPT, ROLLOUT, PACKED, PACKED_CACHED]
     assert [(r["name"], r["batch"]) for r in records] == [(arm, batch) for batch in (1, 2) for arm in arms]
     assert all(r["model"] == "tiny" and r["threads"] == 1 and r["value"] > 0 < r["cpu_ratio"] for r in records)
-    assert [r["shape"] for r in records[::6]] == [[1, 4, 2], [2, 4, 2]]
-    assert [r.get("compared_with") for r in records[:6]] == [None, CACHED, None, CACHED, PACKED_CACHED, None]
+    assert [r["shape"] for r in records[::7]] == [[1, 4, 2], [2, 4, 2]]
+    assert [r.get("compared_with") for r in records[:7]] == [None, CACHED, None, CACHED, None, PACKED_CACHED, None]
     assert torch.get_num_threads() == threads
 
 
@@ -42,9 +54,69 @@ def test_other_tokens_are_an_error():
         generate_cpu.measure(found, torch.arange(2, 6)[None], 8, 1)
 
 
+@pytest.mark.large
+def test_compiled_contenders_run_in_one_graph_each(tmp_path):
+    make_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    found = generate_cpu.contenders(tmp_path)
+    compiled = [name for name, contender in found.items() if contender.compiled]
+    assert compiled == [name + COMPILED for name in (BASELINE, KEPT, ROLLOUT, PACKED)]
+    ids = torch.arange(2, 6)[None]
+    for name in compiled:
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        assert found[name].prepare(ids, 6) > 0
+        assert found[name].run(ids, 6)[0].shape == (1, 10)
+        counters = torch._dynamo.utils.counters
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], name
+
+
+def test_llama_cpp_has_one_sequence_and_no_cpu_seconds(monkeypatch):
+    asked = []
+
+    def bench(folder, model, threads, prompt, tokens):
+        asked.append((folder, model, prompt, tokens))
+        return 0.5
+
+    monkeypatch.setattr(generate_cpu.llama_cpp, "llama_bench", bench)
+    model = make_model("llama")
+    times = generate_cpu.measure(
+        {BASELINE: Contender(model)}, torch.arange(2, 6)[None], 3, 2, {"theirs": LlamaCpp("folder", "file")}
+    )
+    assert asked == [("folder", "file", 4, 3)] * 2 and [seconds.wall for seconds in times["theirs"]] == [0.5, 0.5]
+    base, theirs = generate_cpu.records_of(times, written=3)
+    assert theirs["value"] == 6.0 and "cpu_value" not in theirs and base["cpu_value"] > 0
+    assert "CPU" not in generate_cpu.described({**theirs, "threads": 1, "batch": 1})
+
+
+def test_random_weights_need_a_tokenizer_for_llama_cpp(capsys):
+    with pytest.raises(SystemExit):
+        generate_cpu.main(["--llama-cpp", "folder", "--out", "-"])
+    assert "give --model, or --tokenizer" in capsys.readouterr().err
+
+
+def test_contenders_are_chosen_by_name_beside_the_baseline():
+    found = {BASELINE: 1, PACKED: 2, PLAIN: 3}
+    assert generate_cpu.chosen(found, [PLAIN]) == {BASELINE: 1, PLAIN: 3} and generate_cpu.chosen(found, None) == found
+    with pytest.raises(ValueError, match="none: not among bfloat16"):
+        generate_cpu.chosen(found, ["none"])
+
+
+def test_records_of_other_models_are_kept(tmp_path):
+    path = tmp_path / "records.json"
+    assert generate_cpu.records_of_others(str(path), "a") == []
+    path.write_text(json.dumps([{"model": "a"}, {"model": "b"}]))
+    assert generate_cpu.records_of_others(str(path), "a") == [{"model": "b"}]
+
+
 def test_without_a_folder_the_model_has_the_shape_of_smollm2():
     config = generate_cpu.smollm2_config()
     linears = 30 * (576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536)
     with torch.device("meta"):
         model = generate_cpu.AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in model.parameters()) == linears + 49152 * 576 + 61 * 576 == 134515008
+
+
+def test_the_larger_shape_has_over_a_billion_weights():
+    with torch.device("meta"):
+        model = generate_cpu.AutoModelForCausalLM.from_config(generate_cpu.llama_1b_config())
+    assert sum(p.numel() for p in model.parameters()) == 1_235_814_400  # of Llama 3.2 1B

@@ -26,6 +26,8 @@ from hf_mxfp4.vllm_plugin.settings import EngineSettings
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4, "lora_dropout": 0.0}
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+#: Of the weights that each process quantizes for the forward products of a step.
+COUNTED = "quantization/weights_per_step"
 #: On attention alone.
 MOE_LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 #: Of a mixture of experts, GRPO replays and measures routing, and decomposes the error of weights.
@@ -169,6 +171,7 @@ def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
     for kept in (True, False):
         options = {"max_steps": 2, "save_strategy": "no", "max_completion_length": 6, "cache_rollout_weights": kept}
         options |= {"aqn_schedule": "entropy", "aqn_target_entropy": 4.0, "aqn_rate_limit": 1.0}
+        options |= {"rollout_weights": "dense"} if kept else {}  # the bits of those without copies
         trainer = grpo_trainer(base, "moe", Path(out) / f"kept-{kept}", **options)
         if rank == "1":
             trainer.generation_config.eos_token_id = trainer.eos_token_ids = list(range(32))
@@ -184,14 +187,15 @@ def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
         with mock.patch.object(trl.GRPOTrainer, "_generate", measured):
             trainer.train()
         logs = [{name: float(value) for name, value in entry.items()} for entry in trainer.state.log_history[:2]]
-        seen[str(kept)] = {"held": held, "logs": [{k: v for k, v in log.items() if k != "step_time"} for log in logs]}
+        left_out = ("step_time", "quantization/weights_per_step")
+        seen[str(kept)] = {"held": held, "logs": [{k: v for k, v in log.items() if k not in left_out} for log in logs]}
         seen[str(kept)]["controller"] = trainer.noise_controller.state_dict()
     (Path(out) / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
 #: Ways to generate: in eager mode from dense copies of the weights, and from packed ones in others.
 ROLLOUTS = {
-    "eager": {},
+    "eager": {"rollout_weights": "dense"},
     "compiled": {"compile_rollouts": True, "rollout_weights": "packed"},
     "batched": {
         "use_transformers_continuous_batching": True,
@@ -305,3 +309,20 @@ def load_split(base: str) -> None:
     print("is loaded", flush=True)
     # A rank that leaves takes down the store that the other still needs to make its groups.
     torch.distributed.barrier()
+
+
+def count_quantizations(engine: str | None, base: str, out: str) -> None:
+    """One step of GRPO in two micro-batches, without gradient checkpointing and with it. Each rank writes how often it
+    quantized each weight to ``out/counts<i>.json``."""
+    if engine is not None:
+        use_engine(engine, Path(out))
+    found = {}
+    for checkpointing in (False, True):
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        options = {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2, "max_steps": 1}
+        options |= {"gradient_checkpointing": checkpointing, "save_strategy": "no", "aqn": False}
+        trainer = grpo_trainer(base, "qat", Path(out) / str(checkpointing), **options)
+        trainer.train()
+        (count,) = (log[key] for log in trainer.state.log_history for key in log if key == COUNTED)
+        found[str(checkpointing)] = count / trainer.n_quantized
+    (Path(out) / f"counts{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))

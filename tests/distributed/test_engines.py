@@ -421,3 +421,24 @@ def test_rollouts_of_all_kinds_train_the_same_weights(jobs, mode, kinds):
         assert found["logs"] == expected["logs"], kind
         for a, b in zip(found["weights"], expected["weights"], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+#: A rollout quantizes a weight once. Where weights are sharded, nothing is kept beyond it: each of two micro-batches
+#: quantizes a weight for its forward and for its backward pass, which with checkpointing is forward too.
+SHARDED = {"False": 1 + 2 * 2, "True": 1 + 2 * 2}
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        pytest.param("ddp", {"False": 1, "True": 1}, id="ddp"),
+        pytest.param("fsdp2", SHARDED, id="fsdp2"),
+        pytest.param("zero2", {"False": 1, "True": 1}, marks=(NO_DEEPSPEED, pytest.mark.large), id="zero2"),
+        pytest.param("zero3", SHARDED, marks=(NO_DEEPSPEED, pytest.mark.large), id="zero3"),
+    ],
+)
+def test_how_often_a_step_quantizes_each_weight(jobs, tmp_path, engine, expected):
+    arguments = {"engine": engine, "base": str(jobs.base("qat")), "out": str(tmp_path)}
+    answer = run_job("engine_jobs:count_quantizations", tmp_path / "log", ranks=2, **arguments)
+    assert answer.codes == [0, 0], answer.output[-4000:]
+    assert [json.loads((tmp_path / f"counts{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2

@@ -6,6 +6,7 @@
 Reported are the largest differences relative to the largest value, whether counts were read back, and launches.
 """
 
+import contextlib
 import json
 from collections import Counter
 from functools import partial
@@ -14,8 +15,10 @@ import torch
 from torch import nn
 
 import mxfp4_kernels
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4RLConfig, cached_weights
 from hf_mxfp4.gemm import GemmSpec, GemmState, LayerRng, group_by_expert, quantized_linear
+from hf_mxfp4.gemm.counts import weight_quantizations
+from hf_mxfp4.gemm.weight_cache import StepWeights
 from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts
 from hf_mxfp4.numerics import LinearScheme
 
@@ -102,6 +105,33 @@ def layer(kind: type, backend: str) -> list[torch.Tensor]:
     return [out.detach(), x.grad, *trained]
 
 
+def rollouts() -> dict[str, object]:
+    """Trainable experts without gradients within [`cached_weights`] and [`StepWeights`]: launches, quantizations, and
+    differences from products of dense values. Twice each."""
+    config = MXFP4RLConfig(preset="w4a16", macro_search="static", backend="triton")
+    experts, found = MXFP4Experts.from_experts(Plain(64, 48), config, "experts"), {}
+    generator = torch.Generator().manual_seed(2)
+    x, shares = torch.randn(6, 64, generator=generator), torch.rand(6, 2, generator=generator)
+    inputs = x, torch.tensor([[0, 1], [2, 1], [0, 2], [1, 0], [0, 1], [1, 0]]), shares
+    step = StepWeights("auto")
+    with torch.no_grad():
+        expected = experts(*inputs)
+        for name, contexts in {
+            "auto": (cached_weights("auto"),),
+            "dense": (cached_weights("dense"),),
+            "of a step": (step.active(), cached_weights("auto")),
+            "after it": (step.active(),),
+        }.items():
+            LAUNCHES.clear()
+            before = weight_quantizations()["fprop"]
+            with contextlib.ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                differences = [difference(experts(*inputs), expected) for _ in range(2)]
+            found[name] = [dict(LAUNCHES), weight_quantizations()["fprop"] - before, max(differences)]
+    return found
+
+
 if __name__ == "__main__":
     spy()
     report = {}
@@ -125,4 +155,5 @@ if __name__ == "__main__":
             "differences": [difference(*pair) for pair in zip(found, wanted, strict=True)],
             "launches": launches,
         }
+    report["rollouts"] = rollouts()
     print(json.dumps(report))

@@ -6,7 +6,7 @@ prints a JSON report.
     TRITON_INTERPRET=1 python run_variants.py package    interpreted: a layer of hf_mxfp4
     python run_variants.py MODE cuda                     compiled, on a GPU: 15 times as many
 
-A mode is stochastic, rotated, both or whole_rows.
+A mode is stochastic, rotated, both, whole_rows or converted.
 A process of its own, because Triton decides when it is imported whether kernels are interpreted.
 """
 
@@ -24,6 +24,7 @@ from spread_cases import spread_cases
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
+from hf_mxfp4.backends import triton
 from hf_mxfp4.numerics import QuantScheme
 
 
@@ -146,6 +147,21 @@ def whole_rows() -> Iterator[tuple[str, list[str]]]:
     yield "both", wrong_both(x[:50], schemes[0], ({}, side), torch.float32)
 
 
+def converted() -> Iterator[tuple[str, list[str]]]:
+    """Float32 values that the kernel writes in another dtype, as those that are cast after it, also where these
+    overflow."""
+    rng = torch.Generator().manual_seed(26)
+    schemes = (*SCHEMES, QuantScheme("rceil", "row", "dynamic", 1.0), QuantScheme("mse", 128, "dynamic", 1.0))
+    for number, (scheme, shape, dtype) in enumerate(combinations(schemes, SHAPES, (torch.bfloat16, torch.float16))):
+        x = adversarial_rows(shape, torch.float32, number, rng)
+        x[0, 0] = torch.finfo(torch.float32).max
+        for label, rows in (("rows", x), ("a transpose", x.t().contiguous().t())):
+            found = triton.fake_quantize(rows.to(DEVICE), scheme, dtype=dtype)
+            expected = numerics.apply_scheme(x, scheme).to(dtype)
+            written = found.dtype == dtype and same(found, expected)
+            yield f"{scheme} {shape} {dtype} {label}", [] if written else ["values"]
+
+
 def both() -> Iterator[tuple[str, list[str]]]:
     rng = torch.Generator().manual_seed(23)
     for number, (scheme, shape, dtype, size) in enumerate(combinations(SCHEMES, MATRICES, DTYPES, (None, 16, 64))):
@@ -197,7 +213,14 @@ def package() -> Iterator[tuple[str, list[str]]]:
         yield label, bad + ([] if found == expected else [f"launches {found}, not {expected}"])
 
 
-MODES = {"stochastic": stochastic, "rotated": rotated, "both": both, "whole_rows": whole_rows, "package": package}
+MODES = {
+    "stochastic": stochastic,
+    "rotated": rotated,
+    "both": both,
+    "whole_rows": whole_rows,
+    "converted": converted,
+    "package": package,
+}
 
 if __name__ == "__main__":
     report = {"cases": {}, "mismatches": []}

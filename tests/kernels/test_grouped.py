@@ -39,6 +39,16 @@ def test_experts_on_the_kernels_are_experts_one_after_the_other(run_script):
     # Weights in macro blocks are rounded to bfloat16 by the layer without kernels alone.
     assert packed["launches"] == {"grouped_matmul_packed": 2, "grouped_matmul": 2, "grouped_sum": 2}
     assert max(packed["differences"]) < 3e-2
+    rollouts = report.pop("rollouts")
+    # On codes where they are read, each matrix quantized once; and the values of the step's codes after its rollout.
+    assert {name: found[:2] for name, found in rollouts.items()} == {
+        "auto": [{"grouped_matmul_packed": 4}, 2 * 4],
+        "dense": [{"grouped_matmul": 4}, 2 * 4],
+        "of a step": [{"grouped_matmul_packed": 4}, 2 * 4],
+        "after it": [{"grouped_matmul": 4}, 0],
+    }
+    assert max(found[2] for found in rollouts.values()) < 1e-5
+    assert rollouts["dense"][2] == rollouts["after it"][2] == 0
     assert not report
 
 

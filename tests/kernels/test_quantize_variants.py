@@ -12,14 +12,22 @@ from mxfp4_kernels.common.plan import Scheme, both_tile
 
 
 def test_interpreted_kernels_equal_eager_bit_for_bit(run_script):
-    cases = {"stochastic": 13, "rotated": 11, "both": 12, "whole_rows": 11, "package": 4}
+    cases = {"stochastic": 13, "rotated": 11, "both": 12, "whole_rows": 11, "converted": 20, "package": 4}
     report = run_script("run_variants.py", ",".join(cases), interpret=True)
     assert report["mismatches"] == []
     assert report["cases"] == cases
 
 
 #: How many options of each kind the modes of run_variants.py have.
-OPTIONS = ((8, 5, 3, 3), (8, 5, 3, 4, 3, 3), (3, 8, 3), (8, 6, 3, 3), (7, 7, 3, 4, 4, 3, 3, 3), (7, 8, 3, 4, 5))
+OPTIONS = (
+    (8, 5, 3, 3),
+    (8, 5, 3, 4, 3, 3),
+    (10, 5, 2),
+    (3, 8, 3),
+    (8, 6, 3, 3),
+    (7, 7, 3, 4, 4, 3, 3, 3),
+    (7, 8, 3, 4, 5),
+)
 
 
 @pytest.mark.parametrize("sizes", OPTIONS, ids=str)

@@ -150,6 +150,7 @@ def test_the_cached_weight_is_used_and_renewed():
         assert torch.equal(call(x), layer(x)) and layer.state.cache.value is not kept
 
 
+@pytest.mark.usefixtures("dense_products")
 def test_rollouts_on_packed_copies():
     layer = MXFP4Linear(64, 32)
     x, (call, counter) = torch.randn(3, 64), compiled(layer)

@@ -81,7 +81,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "in-cached_weights"])
 @pytest.mark.parametrize(("family", "scheme", "places"), WRITTEN, ids=[family for family, *_ in WRITTEN])
-def test_nothing_writes_the_masters(family, scheme, places, cached):
+def test_nothing_writes_the_masters(family, scheme, places, cached, dense_products):
     model = make_model(family)
     quantize_linears(model, MXFP4RLConfig(**scheme))
     before, versions = bits(model), [(p._version, p.data_ptr()) for p in model.parameters()]

@@ -123,6 +123,7 @@ def test_an_expert_by_hand_with_quantized_inputs():
         torch.testing.assert_close(found[token : token + 1], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("dense_products")
 @torch.no_grad()
 def test_kept_weights_and_full_precision():
     model = with_lora(qat(), std=0.05)

@@ -70,7 +70,9 @@ def test_values_and_gradients_are_those_of_the_dequantized_weights(load, family,
         torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.usefixtures("dense_products")
 def test_a_bfloat16_base_agrees_to_rounding(load):
+    """The weights of the twin are rounded to bfloat16, macro factors included, as in panels."""
     model = with_lora(load(dtype=torch.bfloat16))
     ours, theirs = gradients(model), gradients(float_twin(model))
     for name, grad in ours.items():

@@ -282,6 +282,7 @@ def test_merged_into_bfloat16_the_policy_stays(load, family, targets, merged_bef
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.usefixtures("dense_products")
 @torch.no_grad()
 def test_merged_and_packed(load):
     model, twin = (with_lora(load(mode="qat", preset="w4a16"), std=0.03) for _ in range(2))

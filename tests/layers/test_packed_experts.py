@@ -34,6 +34,7 @@ def routing(dtype=torch.float32, tokens=19):
     )
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_repeat_the_trainable_ones(family, dtype):
@@ -49,6 +50,14 @@ def test_outputs_and_gradients_repeat_the_trainable_ones(family, dtype):
         assert packed.down_proj_bias is trained.down_proj_bias
     assert {p.dtype for n, p in packed.named_parameters() if not n.endswith("bias")} == {torch.uint8}
     assert not any(p.requires_grad for n, p in packed.named_parameters() if not n.endswith("bias"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_of_few_tokens_are_the_trainable_ones_up_to_float32_sums(family):
+    trained, packed = twins(family)
+    inputs = routing()
+    # Two products one after the other, of sums of at most 96 terms.
+    torch.testing.assert_close(packed(*inputs), trained(*inputs), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -134,6 +143,7 @@ def test_what_cannot_be_packed():
         MXFP4PackedExperts.from_experts(plain, CONFIG.packed())
 
 
+@pytest.mark.usefixtures("dense_products")
 def test_thresholds_of_selective_fallback_are_taken_over():
     config = MXFP4RLConfig(outlier_fallback_rate=0.2)
     trained, _ = twins(config=config)

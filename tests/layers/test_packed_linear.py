@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, fake_quantize, numerics, quantize
 from hf_mxfp4.backends import select as backends
+from hf_mxfp4.backends.cpu import product
 from hf_mxfp4.gemm.storage.packed_weight import packed_shapes
 from hf_mxfp4.layers import fallback_thresholds, update_fallback_thresholds
 
@@ -119,6 +120,7 @@ def test_literal_bytes():
     assert layer(torch.eye(4)).flatten().tolist() == [0.5, 1.0, -6.0, 3.0]
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @all_schemes()
@@ -142,6 +144,22 @@ def test_same_bits_as_the_trainable_layer(options, size, dtype):
     assert torch.equal(layer.bias.grad, trainable.bias.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@all_schemes()
+def test_few_rows_are_the_exact_product_up_to_float32_sums(options, dtype):
+    layer = packed(40, 300, dtype=dtype, **{"outlier_fallback": None, **options})
+    x = torch.randn(2, 3, 300).to(dtype)
+    inputs, weight = layer.quantized_input(x, dtype).double(), layer.dequantized_weight(torch.float32).double()
+    exact, bias = inputs @ weight.t(), layer.bias.detach().double()
+    # Sums of 301 terms, each rounded in any order; and one rounding of what comes out. Values that are dequantized to
+    # the dtype (by the eager backend) are rounded once more.
+    size = inputs.abs() @ weight.abs().t() + bias.abs()
+    terms = 302 * 2**-24 + (torch.finfo(dtype).eps / 2 if layer.config.backend == "eager" else 0)
+    bound = size * terms + (exact + bias).abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).tiny
+    assert ((layer(x).double() - exact - bias).abs() <= bound).all()
+
+
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_gradient_is_that_of_a_linear_on_the_dequantized_weight(bias):
     layer = packed(bias=bias)
@@ -155,6 +173,7 @@ def test_gradient_is_that_of_a_linear_on_the_dequantized_weight(bias):
     torch.testing.assert_close(other.grad, x.grad, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("dense_products")
 def test_the_input_of_w4a4_is_quantized_and_its_gradient_passes_straight_through():
     layer = packed(preset="w4a4", macro_search="static")
     x = torch.randn(4, 72, requires_grad=True)
@@ -250,6 +269,7 @@ def test_an_input_of_another_dtype_is_refused(dtype):
         packed()(torch.zeros(2, 72, dtype=dtype))
 
 
+@pytest.mark.usefixtures("dense_products")
 def test_without_bias_the_product_is_in_the_inputs_dtype():
     layer = packed(bias=False)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -341,6 +361,7 @@ def test_it_cannot_be_initialised_or_trained():
         layer.requires_grad_(True)
 
 
+@pytest.mark.usefixtures("dense_products")
 def test_autocast_runs_the_product_in_its_dtype():
     layer = packed()
     x = torch.randn(3, 72, requires_grad=True)
@@ -390,18 +411,29 @@ def made(monkeypatch) -> list[weakref.ref]:
     return references
 
 
-def test_no_dequantized_copy_outlives_the_product(made):
-    layer = packed()
+@pytest.mark.parametrize(("backend", "forward"), [("cpu", 0), ("eager", 1)])
+def test_no_dequantized_copy_outlives_the_product(backend, forward, made):
+    layer = packed(backend=backend)
     y = layer(torch.randn(3, 72, requires_grad=True))
     gc.collect()
-    assert len(made) == 1 and made[0]() is None
+    assert [reference() for reference in made] == [None] * forward
     y.sum().backward()
     gc.collect()
-    assert len(made) == 2 and made[1]() is None
+    assert [reference() for reference in made] == [None] * (forward + 1)
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+def test_generation_on_the_codes_dequantizes_and_keeps_nothing(rows, made):
+    layer, x = packed(backend="cpu"), torch.randn(rows, 72)
+    with torch.no_grad(), cached_weights():
+        assert torch.equal(layer(x), layer(x))
+        assert layer.state.cache.value is None and not made
+        layer.weight.zero_()
+        assert torch.equal(layer(x), layer.bias.expand(rows, -1))  # nor a copy of anything else
 
 
 def test_generation_dequantizes_once_and_frees_at_the_end(made):
-    layer, x = packed(), torch.randn(3, 72)
+    layer, x = packed(backend="eager"), torch.randn(3, 72)
     with torch.no_grad():
         expected = layer(x)
         with cached_weights():
@@ -414,6 +446,7 @@ def test_generation_dequantizes_once_and_frees_at_the_end(made):
             assert not torch.equal(layer(x), expected)
 
 
+@pytest.mark.usefixtures("dense_products")
 def test_selective_fallback_continues_with_the_trainable_layers_threshold():
     config = MXFP4RLConfig(outlier_fallback_rate=0.2)
     trainable = MXFP4Linear(64, 32, config=config)
@@ -426,6 +459,7 @@ def test_selective_fallback_continues_with_the_trainable_layers_threshold():
     assert torch.equal(layer(x), trainable(x))
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("backend", ["auto", "cpu", "eager"])
 def test_backends_agree(backend):
     layer, expected = packed(backend=backend), packed()
@@ -436,6 +470,14 @@ def test_backends_agree(backend):
 def test_a_backend_that_cannot_is_named():
     with pytest.raises(ValueError, match="backend='cpu' cannot quantize here.*float64"):
         packed(bias=False, backend="cpu")(torch.zeros(2, 72, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [(0, 64), (5, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("rows", [0, 3, 100])
+def test_weights_without_rows_or_columns(rows, size):
+    n, k = size
+    weight, bias = quantize(torch.randn(n, k), macro_block=128), torch.randn(n)
+    assert torch.equal(product(torch.randn(rows, k), weight, bias), bias.expand(rows, n))
 
 
 def test_nan_blocks_stay_nan():

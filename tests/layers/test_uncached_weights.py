@@ -2,6 +2,7 @@
 """Bytes of quantized weights that are held after a forward pass, and none of them within `uncached_weights`."""
 
 import contextlib
+import functools
 import gc
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from moe_models import make_moe, tokens
 from tiny_models import make_model
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, pack, uncached_weights
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, cached_weights, pack, uncached_weights
 from hf_mxfp4.gemm.storage.packed_weight import packed_shapes
+from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.planning import LiveTensors
 from hf_mxfp4.quantizer.swap import quantize_linears
 
@@ -39,8 +41,10 @@ MODELS = {
     "dense": (dense, {}, DENSE),
     "stochastic": (dense, STOCHASTIC, DENSE + 2 * 32 * 16),  # rotated in blocks: the way down is padded to 64
     "experts": (moe, {}, ATTENTION + EXPERTS),
-    "packed": (lambda: pack(dense()), {}, DENSE),
-    "packed experts": (lambda: pack(moe()), {}, ATTENTION),
+    "packed": (lambda: pack(dense(backend="cpu")), {}, 0),
+    "packed, eager": (lambda: pack(dense(backend="eager")), {}, DENSE),
+    "packed experts": (lambda: pack(moe(backend="cpu")), {}, 0),
+    "packed experts, eager": (lambda: pack(moe(backend="eager")), {}, ATTENTION),
 }
 
 
@@ -67,16 +71,16 @@ def held_after_a_pass(model, context):
 def test_bytes_held_after_a_forward_pass(name):
     make, options, elements = MODELS[name]
     model = make(**options)
-    kept, expected = held_after_a_pass(model, cached_weights)
+    kept, expected = held_after_a_pass(model, lambda: cached_weights("dense"))
     none, logits = held_after_a_pass(model, uncached_weights)
     assert (kept, none) == (4 * elements, 0)
     assert torch.equal(logits, expected)
 
 
 def test_only_a_context_holds_copies():
-    model, sizes = dense(), []
+    model, sizes, asked = dense(), [], functools.partial(cached_weights, "dense")
     with torch.no_grad(), Held(model) as held:
-        for context in (contextlib.nullcontext, uncached_weights, cached_weights, contextlib.nullcontext):
+        for context in (contextlib.nullcontext, uncached_weights, asked, contextlib.nullcontext):
             with context():
                 model(input_ids=IDS, use_cache=False)
                 sizes.append(held())
@@ -85,7 +89,9 @@ def test_only_a_context_holds_copies():
 
 
 @pytest.mark.parametrize(
-    ("outer", "inner", "elements"), [(cached_weights, uncached_weights, DENSE), (uncached_weights, cached_weights, 0)]
+    ("outer", "inner", "elements"),
+    [(lambda: cached_weights("dense"), uncached_weights, DENSE), (uncached_weights, cached_weights, 0)],
+    ids=["cached", "uncached"],
 )
 def test_of_nested_contexts_the_outermost_decides(outer, inner, elements):
     model = dense()
@@ -100,12 +106,13 @@ def test_an_exception_ends_it():
     model = dense()
     with pytest.raises(KeyError), uncached_weights():
         raise KeyError
-    assert held_after_a_pass(model, cached_weights)[0] == 4 * DENSE
+    assert held_after_a_pass(model, lambda: cached_weights("dense"))[0] == 4 * DENSE
 
 
+@pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
 def test_packed_copies_of_trainable_weights(preset):
-    model = dense(preset=preset)
+    model = dense(preset=preset, backend="cpu")
     kept, expected = held_after_a_pass(model, lambda: cached_weights("dense"))
     packed, logits = held_after_a_pass(model, lambda: cached_weights("packed"))
     config = next(module.config for module in model.modules() if isinstance(module, MXFP4Linear))
@@ -113,10 +120,36 @@ def test_packed_copies_of_trainable_weights(preset):
     shapes = [packed_shapes(*module.weight.shape, config.weight_scheme) for module in linears]
     assert kept == 4 * DENSE
     assert packed == sum(rows * columns for each in shapes for rows, columns in each.values())
-    # Without a kernel for the codes, the same values in the same product.
     assert torch.equal(logits, expected)
-    # On a CPU, nothing computes on codes unless asked to.
-    assert held_after_a_pass(model, cached_weights)[0] == 4 * DENSE
+    assert held_after_a_pass(model, cached_weights)[0] == packed
+
+
+def test_copies_are_dense_where_nothing_computes_on_codes():
+    model = dense(preset="w4a16", backend="eager")
+    forms = cached_weights, functools.partial(cached_weights, "dense"), functools.partial(cached_weights, "packed")
+    (by_default, expected), (kept, _), (packed, logits) = (held_after_a_pass(model, form) for form in forms)
+    assert by_default == kept > packed > 0
+    assert torch.equal(logits, expected)  # the same values in the same product
+
+
+def test_few_rows_times_packed_copies_are_those_times_dense_ones_up_to_float32_sums():
+    model = dense(preset="w4a16", backend="cpu")
+    forms = functools.partial(cached_weights, "dense"), functools.partial(cached_weights, "packed")
+    expected, logits = (held_after_a_pass(model, form)[1] for form in forms)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_packed_copies_of_trainable_experts(preset, dense_products):
+    model = moe(preset=preset)
+    kept, expected = held_after_a_pass(model, lambda: cached_weights("dense"))
+    packed, logits = held_after_a_pass(model, lambda: cached_weights("packed"))
+    assert kept == 4 * (ATTENTION + EXPERTS) and torch.equal(logits, expected)
+    config = next(module.config for module in model.modules() if isinstance(module, MXFP4Experts))
+    shapes = [packed_shapes(*matrix.weight().shape, config.weight_scheme) for matrix in trainable_matrices(model)]
+    assert packed == sum(rows * columns for each in shapes for rows, columns in each.values())
+    # All rows are of 32: codes, those of what is left, a scale of each, and one macro factor.
+    assert packed == (ATTENTION + EXPERTS) // 32 * (2 * (16 + 1) + 1)
 
 
 def test_packed_copies_follow_the_master_and_leave_training_alone():

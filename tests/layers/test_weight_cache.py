@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, uncached_weights
 from hf_mxfp4.gemm import operands
+from hf_mxfp4.gemm.storage import copies
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
@@ -37,13 +38,13 @@ def from_scratch(layer: MXFP4Linear, x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def quantizations(monkeypatch):
     """The list of weights quantized so far (the weight-only preset quantizes nothing else)."""
-    calls, quantize = [], operands.weight_operand
+    calls = []
 
-    def counted(weight, *args):
-        calls.append(weight)
-        return quantize(weight, *args)
+    def counted(quantize):
+        return lambda weight, *args: calls.append(weight) or quantize(weight, *args)
 
-    monkeypatch.setattr(operands, "weight_operand", counted)
+    monkeypatch.setattr(operands, "weight_operand", counted(operands.weight_operand))
+    monkeypatch.setattr(copies, "quantize_weight", counted(copies.quantize_weight))
     return calls
 
 
@@ -221,6 +222,29 @@ def test_gradient_checkpointing_quantizes_once_more(quantizations):
     assert len(quantizations) == 2
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_where_nothing_is_kept_checkpointing_quantizes_twice(quantizations, two_processes, reentrant):
+    """The repeated forward pass hands its operand to the gradient of the input, which comes next."""
+    layers = nn.Sequential(make_layer(), nn.Linear(48, 64), make_layer(seed=1))
+    gradients = {}
+    for name, call in (
+        ("plain", layers),
+        ("checkpointed", lambda x: torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=reentrant)),
+    ):
+        x = X.clone().requires_grad_()
+        quantizations.clear()
+        call(x).square().sum().backward()
+        gradients[name] = [x.grad, *(p.grad.clone() for p in layers.parameters())]
+        layers.zero_grad()
+        assert len(quantizations) == 2 * 2  # forward and backward, or forward and forward
+        assert all(layers[i].state.take_over() is None for i in (0, 2))
+    assert all(torch.equal(*pair) for pair in zip(gradients["plain"], gradients["checkpointed"], strict=True))
+    quantizations.clear()
+    with uncached_weights():
+        torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=reentrant).sum().backward()
+    assert len(quantizations) == 2 * 3
+
+
 @pytest.mark.parametrize(("options", "kept"), [({}, 1), ({"preset": "w4a4g4"}, 0)], ids=["reused", "another-operand"])
 def test_what_a_pass_holds_for_its_gradient_goes_with_it(options, kept, monkeypatch):
     layer, made = MXFP4Linear(64, 64, config=MXFP4RLConfig(**options)), []
@@ -250,11 +274,12 @@ def test_outside_of_contexts_nothing_is_kept(quantizations):
         assert layer.state.cache.value is None
 
 
-def test_one_quantization_per_layer_of_a_model_that_generates(quantizations):
+@pytest.mark.parametrize("form", ["dense", "packed"])
+def test_one_quantization_per_layer_of_a_model_that_generates(form, quantizations):
     model = make_model(layers=2)
     quantize_linears(model, WEIGHT_ONLY)
     ids = torch.arange(2, 8)[None]
-    with cached_weights():
+    with cached_weights(form):
         expected = model.generate(ids, max_new_tokens=4, do_sample=False)
         assert len(quantizations) == 14
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)

@@ -91,7 +91,7 @@ def compare() -> dict:
 
 
 def weights_are_folded_once() -> list[int]:
-    """Calls of the folding kernel in two forward passes within [`cached_weights`], and after an update."""
+    """Calls of the folding kernel in two forward passes within ``cached_weights("dense")``, and after an update."""
     import mxfp4_kernels
     from mxfp4_kernels.e4m3 import fold as _fold
 
@@ -105,7 +105,7 @@ def weights_are_folded_once() -> list[int]:
     mxfp4_kernels.fold_e4m3 = counted
     layer = MXFP4Linear(IN, OUT, config=MXFP4RLConfig(engine=ENGINES[0], **CONFIGS["w4a4"])).to(DEVICE)
     x = torch.randn(3, IN, device=DEVICE)
-    with torch.no_grad(), cached_weights():
+    with torch.no_grad(), cached_weights("dense"):
         first, second = layer(x), layer(x)
     with torch.no_grad():
         layer.weight.mul_(2)

@@ -125,7 +125,7 @@ def weights_are_folded_once() -> list[int]:
     layer = experts(ENGINE, CONFIGS["w4a4g8 plain"])
     x, ids, share = torch.randn(3, HIDDEN, device=DEVICE), torch.tensor([[0], [2], [2]]), torch.ones(3, 1)
     inputs, found = (x, ids.to(DEVICE), share.to(DEVICE)), []
-    with torch.no_grad(), cached_weights():
+    with torch.no_grad(), cached_weights("dense"):
         first, second = layer(*inputs), layer(*inputs)
         found.append(sum(rows > 3 for rows, _ in calls))
     with torch.no_grad():

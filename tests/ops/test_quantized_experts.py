@@ -221,7 +221,7 @@ def test_autocast_computes_in_its_dtype_and_gradients_have_the_masters():
 def test_packed_weights_are_dequantized_for_experts_with_rows_alone(monkeypatch):
     x, weight, bias, grad = tensors()
     packed, seen, dequantize = mxfp4_quantize(weight.detach(), macro_block=32), [], backends.dequantize
-    state = GemmState(PackedSpec(SCHEME, SCHEME, K))
+    state = GemmState(PackedSpec(SCHEME, SCHEME, K, "eager"))
 
     def noted(tensor, *args):
         seen.append((tensor.codes.data_ptr() - packed.codes.data_ptr()) // packed.codes[0].numel())
@@ -235,3 +235,19 @@ def test_packed_weights_are_dequantized_for_experts_with_rows_alone(monkeypatch)
     assert seen == [0, 2, 3] * 2
     wanted, grads = expected(*tensors())
     assert torch.equal(out, wanted) and torch.equal(x.grad, grads[0]) and torch.equal(bias.grad, grads[2])
+
+
+def test_packed_weights_of_experts_with_few_rows_are_read_as_codes(monkeypatch):
+    x, weight, bias, grad = tensors()
+    packed, seen, dequantize = mxfp4_quantize(weight.detach(), macro_block=32), [], backends.dequantize
+    monkeypatch.setattr(backends, "dequantize", lambda *args: seen.append(1) or dequantize(*args))
+    parts = packed.codes, packed.scale, packed.macro, None, None
+    out = packed_linear(x, parts, bias, GemmState(PackedSpec(SCHEME, SCHEME, K, "cpu")), Groups(COUNTS))
+    assert not seen
+    out.backward(grad)
+    assert len(seen) == 3
+    wanted, grads = expected(*tensors())
+    # Sums of 41 terms in float32, in another order.
+    size = quantize(x, torch.float64).abs() @ quantize(weight, torch.float64).abs().amax(dim=(0, 1)) + bias.abs().max()
+    assert ((out - wanted).abs() <= 2 * 42 * 2**-24 * size[:, None]).all()
+    assert torch.equal(x.grad, grads[0]) and torch.equal(bias.grad, grads[2])

@@ -87,9 +87,9 @@ def test_experts_keep_what_their_tokens_need():
         config = MXFP4RLConfig(saved_activations=form, outlier_fallback=None, macro_block=None)
         planner = Planner(MOE, replace(SETUP, quantization=config))
         held.append(planner.model(False).activations(32, logits=False).held[1])
-    # Per token and layer: q, k, v and o have 64 inputs; of each of two experts the way up has 64, the way down 48,
-    # whose 1.5 blocks have two scale bytes.
-    values = 32 * LAYERS * (4 * H + 2 * (H + 48))
+    # Per token and layer: q, k and v share 64 inputs, o has 64; of each of two experts the way up has 64, the way down
+    # 48, whose 1.5 blocks have two scale bytes.
+    values = 32 * LAYERS * (2 * H + 2 * (H + 48))
     assert held[0] - held[1] == values * (16 - 4.25) / 8 - 32 * LAYERS * 2 * (2 - 1.5)
 
 
@@ -139,6 +139,27 @@ def test_packed_copies_take_a_quarter_and_packed_layers_need_none(planner):
     assert plans(planner, none)["DDP"].rollouts["quantized weights"] == one_dense
 
 
+def test_what_a_step_keeps_where_weights_are_whole(planner):
+    one_dense, codes = 2 * H * INNER, QUANTIZED * (2 * 4.25 / 8 + 1 / 128)
+    for step, rollouts, training, sampling in (
+        ("packed", "packed", one_dense + codes, one_dense + codes),
+        ("packed", "dense", one_dense + codes, 2 * QUANTIZED + codes),
+        ("dense", "packed", 2 * QUANTIZED + codes, one_dense + codes),
+        ("dense", "dense", 2 * QUANTIZED, 2 * QUANTIZED),
+    ):
+        found = plans(planner, replace(SETUP, gpus=2, step_weights=step, rollout_weights=rollouts))
+        without = plans(planner, replace(SETUP, gpus=2, rollout_weights=rollouts))
+        for name in ("DDP", "ZeRO-2"):
+            assert found[name].training["quantized weights"] == training, (step, rollouts)
+            assert found[name].rollouts["quantized weights"] == sampling, (step, rollouts)
+        for name in found.keys() - {"DDP", "ZeRO-2"}:
+            assert found[name] == without[name]
+    uncached = replace(SETUP, step_weights="dense", cache_rollout_weights=False)
+    assert plans(planner, uncached)["DDP"].training["quantized weights"] == one_dense
+    with pytest.raises(ValueError, match="step_weights='sparse' is not known"):
+        replace(SETUP, step_weights="sparse")
+
+
 def test_which_copies_of_experts_exist_in_rollouts():
     attention, experts = LAYERS * H * (H + 32 + 32 + H), LAYERS * 4 * 3 * H * 48
     planner = Planner(MOE, SETUP)
@@ -148,6 +169,8 @@ def test_which_copies_of_experts_exist_in_rollouts():
     )
     assert kept["FSDP2"] == 2 * (attention + experts)
     assert single["FSDP2"] == 2 * 4 * 2 * H * 48  # the way up of one layer's experts, gates included
+    packed = plans(planner, replace(SETUP, gpus=2, rollout_weights="packed"))["FSDP2"].rollouts["quantized weights"]
+    assert packed == single["FSDP2"] + (attention + experts) * (2 * 4.25 / 8 + 1 / 128)
     assert kept["packed+LoRA, FSDP2"] == 2 * attention  # packed experts are dequantized one by one
     assert single["packed+LoRA, FSDP2"] == 2 * 2 * H * 48
 

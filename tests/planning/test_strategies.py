@@ -22,7 +22,6 @@ SIZES = ModelSizes(
     outside_elements=300,
     quantized_elements=600,
     cached_elements=600,
-    linear_elements=600,
     largest_copy=100,
     vocabulary=10,
     hidden=10,

@@ -87,7 +87,7 @@ def test_the_control_on_quantized_weights_leaves_activations_alone(folders):
     assert "dequantized weights" in control.computed_in
 
 
-def test_packed_weights(folders):
+def test_packed_weights(folders, dense_products):
     packed = load_policy(folders["packed"])
     assert packed.n_quantized == n_layers(packed) == 14 and packed.scheme == SCHEME.describe()
     assert torch.equal(logits(packed.model), logits(load_policy(folders["policy"]).model))

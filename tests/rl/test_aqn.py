@@ -11,6 +11,7 @@ from tiny_models import make_model
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from hf_mxfp4 import cached_weights
 from hf_mxfp4.backends.devices import widest_float
 from hf_mxfp4.rl.noise import norms as aqn
 from hf_mxfp4.rl.noise.norms import NormNoise, find_norms
@@ -136,6 +137,40 @@ def test_noise_acts_as_if_added_to_the_norm_weights(family):
             noisy = model(IDS).logits
         assert torch.equal(noisy, shifted(IDS).logits)
         assert not torch.equal(noisy, model(IDS).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_noisy_norm_runs_once_and_in_the_dtype_of_the_clean_one(family, dtype, monkeypatch):
+    model = make_model(family, dtype=dtype)
+    noise, norm = NormNoise(model, seed=3), model.model.norm
+    calls, forward = [], type(norm).forward
+    monkeypatch.setattr(type(norm), "forward", lambda self, x: calls.append(self) or forward(self, x))
+    inputs = [torch.randn(3, 64).to(dtype), torch.randn(3, 64)]
+    with torch.no_grad():
+        clean = [norm(x) for x in inputs]
+        weight = norm.weight.float() + noise.noise(len(noise.norms) - 1, norm.weight, 7, 0.05)
+        shifted = copy.deepcopy(norm)
+        shifted.weight = nn.Parameter(weight)
+        expected = [shifted(x.float()).to(y.dtype) for x, y in zip(inputs, clean, strict=True)]
+        calls.clear()
+        with noise.active(7, 0.05), cached_weights():
+            found = [[norm(x) for x in inputs] for _ in range(3)]
+    for outputs in found:
+        assert all(y.dtype == z.dtype and torch.equal(y, z) for y, z in zip(outputs, expected, strict=True))
+    kinds = len({x.dtype for x in inputs})
+    assert len(calls) == 3 * len(inputs) + kinds  # the clean pass tells the dtype, once for each kind of input
+
+
+def test_a_norm_weight_that_changes_outside_of_cached_weights_is_read_anew():
+    model = make_model()
+    noise, norm = NormNoise(model, seed=3), model.model.norm
+    x, shifted = torch.randn(3, 64), copy.deepcopy(norm)
+    with torch.no_grad(), noise.active(7, 0.05):
+        before = norm(x)
+        norm.weight.data.mul_(2)
+        shifted.weight.copy_(norm.weight + noise.noise(len(noise.norms) - 1, norm.weight, 7, 0.05))
+        assert not torch.equal(norm(x), before) and torch.equal(norm(x), shifted(x))
 
 
 def test_noise_is_measured_on_devices_without_float64(monkeypatch):

@@ -355,7 +355,7 @@ def test_a_choice_that_cannot_be_is_refused_with_advice(options, message, build)
 )
 def test_training_reports_what_got_noise(targets, layers, norms, linears, build):
     # Noise takes dense copies, in the place of packed ones too.
-    weights = "packed" if targets == "linears" else "auto"
+    weights = "packed" if targets == "linears" else "dense"
     options = {"aqn_targets": targets, "aqn_layers": layers, "aqn_schedule": "constant", "rollout_weights": weights}
     trainer = build(**options, max_steps=2)
     trainer.train()

@@ -10,11 +10,12 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.analysis.errors.statistics import ErrorStatistics
 from hf_mxfp4.layers import fallback_thresholds, random_layers
-from hf_mxfp4.numerics import decompose
+from hf_mxfp4.numerics import ErrorDecomposition, QuantScheme, decompose, decompose_scheme
 from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, ErrorCallback, QuantizationStepCallback
-from hf_mxfp4.rl.callbacks.base import FallbackCallback, spread_layers
+from hf_mxfp4.rl.callbacks.base import FallbackCallback, error_parts, spread_layers
 from hf_mxfp4.rl.callbacks.run_facts import count_parameters
 
 
@@ -94,6 +95,25 @@ def test_error_components_are_those_of_the_weights():
         state.global_step = step
         callback.on_step_end(None, state, None)
     assert [entry["step"] for entry in callback.history] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "scheme, threshold, fused",
+    [
+        (QuantScheme("rceil", 128, "dynamic", 0.5), None, True),
+        (QuantScheme("rceil", 128, "static", 0.5, fallback_rate=0.25), 0.01, False),
+        (QuantScheme("rceil", block_rows=32), None, False),
+    ],
+)
+def test_components_by_fused_sums_are_those_of_the_decomposition(scheme, threshold, fused):
+    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) ** 3
+    parts, whole = error_parts(x, scheme, threshold), decompose_scheme(x, scheme, fallback_threshold=threshold)
+    assert isinstance(parts, ErrorStatistics if fused else ErrorDecomposition)
+    assert parts.energy_ratio == pytest.approx(whole.energy_ratio, rel=1e-9)
+    assert parts.sqnr_db == pytest.approx(whole.sqnr_db, rel=1e-9)
+    x[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        error_parts(x, scheme, threshold)
 
 
 def test_chosen_layers_span_the_depth():

@@ -92,7 +92,8 @@ def check_training(build, graphs, **options):
 TRAININGS = [
     ("qat", "packed_linear", {"bf16": True, "gradient_checkpointing": True, "rollout_weights": "packed"}),
     ("lora", "packed_linear", {}),
-    ("qat", "quantized_linear", {}),
+    ("qat", "packed_linear", {}),
+    ("qat", "quantized_linear", {"rollout_weights": "dense"}),
     ("qat", "quantized_linear", {"scheme": SELECTIVE, "rollout_weights": "packed"}),
     ("qat", "quantized_linear", {"scheme": SELECTIVE, "cache_rollout_weights": False}),
     ("lora", "packed_linear", {"gradient_checkpointing": True, "scheme": {"preset": "w4a4"}}),

@@ -17,10 +17,11 @@ PROMPTS = ["1+1=", "22+22=", "3+=", "4+4="]
 #: By default its cache takes nearly all memory that is free.
 SMALL = {"num_blocks": 16, "max_batch_tokens": 64}
 SETUPS = {
-    "qat": (MXFP4RLConfig(preset="w4a4"), {}),
+    "qat": (MXFP4RLConfig(preset="w4a4"), {"rollout_weights": "dense"}),
     "qat-packed-copies": (MXFP4RLConfig(preset="w4a4"), {"rollout_weights": "packed"}),
     "qat-no-copies": (MXFP4RLConfig(preset="w4a16"), {"cache_rollout_weights": False}),
     "packed-lora": (MXFP4RLConfig(mode="packed"), {}),
+    "packed-lora-eager": (MXFP4RLConfig(mode="packed", backend="eager"), {}),  # whose layers keep dense copies
 }
 
 
@@ -146,7 +147,9 @@ def test_missing_sequences_are_an_error(build, monkeypatch):
         tokens(trainer, step=0)
 
 
-@pytest.mark.parametrize("setup", ["qat", "packed-lora", pytest.param("qat-packed-copies", marks=pytest.mark.large)])
+@pytest.mark.parametrize(
+    "setup", ["qat", "packed-lora-eager", pytest.param("qat-packed-copies", marks=pytest.mark.large)]
+)
 def test_copies_of_weights_come_before_the_cache(build, monkeypatch, setup):
     """The cache takes the memory that is free when it is made."""
     trainer, kept = build(setup), []

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from grpo_runs import MEASURED, TOKENIZER, ResumableTrainer, even_digits, train_plainly, trainer_factory
+from grpo_runs import MEASURED, TOKENIZER, ResumableTrainer, even_digits, logged, train_plainly, trainer_factory
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
@@ -280,7 +280,10 @@ def test_rollouts_without_kept_copies_have_the_same_bits(build, tmp_path):
     for options in ({}, {"cache_rollout_weights": False}):
         trainer = build("random", mixture=True, max_steps=1, aqn_num_stages=1, save_strategy="no", **options)
         trainer.train()
+        counted = logged(trainer, "quantization/weights_per_step")[1]
         ends.append(everything(trainer))
+        assert ends[-1]["logs"][0].pop("quantization/weights_per_step") == counted
+        assert counted == trainer.n_quantized * (1 if not options else 5)  # for each of four tokens, and a pass
     assert_same(*ends)
 
 
@@ -289,7 +292,8 @@ def test_how_often_a_rollout_quantizes_the_experts(build, monkeypatch, cached, t
     """For each of four tokens, or once."""
     import hf_mxfp4.gemm.operands as module
 
-    trainer = build(mixture=True, max_steps=1, save_strategy="no", cache_rollout_weights=cached, aqn=False)
+    options = {"cache_rollout_weights": cached, "rollout_weights": "dense" if cached else "auto"}
+    trainer = build(mixture=True, max_steps=1, save_strategy="no", aqn=False, **options)
     trainer.generation_config.eos_token_id = None
     calls, quantize, generate = [], module.weight_operand, trainer._generate
     monkeypatch.setattr(module, "weight_operand", lambda *args: calls.append(args[0].shape) or quantize(*args))

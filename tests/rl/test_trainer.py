@@ -71,7 +71,8 @@ def test_a_rollout_leaves_the_masters_bit_identical_also_after_an_exception(buil
     trainer._generate(["1+1=", "2+2="])
     assert trainer.noise.last_report.measured_std > 0
     assert_unchanged(trainer.model, before)
-    assert not any(module._forward_hooks for module in trainer.noise.norms.values())
+    norms = trainer.noise.norms.values()
+    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in norms)
 
     def fail(*args, **kwargs):
         raise MemoryError("out of memory")
@@ -80,7 +81,8 @@ def test_a_rollout_leaves_the_masters_bit_identical_also_after_an_exception(buil
     with pytest.raises(MemoryError):
         trainer._generate(["1+1="])
     assert_unchanged(trainer.model, before)
-    assert not any(module._forward_hooks for module in trainer.noise.norms.values())
+    norms = trainer.noise.norms.values()
+    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in norms)
 
 
 def test_evaluation_is_the_same_with_noise_on_and_off(build, tmp_path):
@@ -302,14 +304,14 @@ def test_the_name_of_a_scheme_is_refused_before_anything_is_loaded(tmp_path):
         MXFP4GRPOTrainer("no/such-model", even_digits, config, prompts())
 
 
+@pytest.mark.usefixtures("dense_products")
 def test_rollouts_from_packed_copies_train_the_same_weights(build):
     weights = []
     for form in ("dense", "packed"):
         trainer = build(max_steps=1, rollout_weights=form)
-        # On a CPU, packed copies stand for the very values of dense ones.
         trainer.train()
         weights.append(snapshot(trainer.model))
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     found = [describe_rollout_weights(trainer.model, kept, "packed") for kept in (True, False)]
     assert found == ["copies of 14 linear layers packed, of 0 dense", "no copies"]
-    assert describe_rollout_weights(trainer.model, True, "auto").endswith("of 0 linear layers packed, of 14 dense")
+    assert describe_rollout_weights(trainer.model, True, "auto").endswith("of 14 linear layers packed, of 0 dense")

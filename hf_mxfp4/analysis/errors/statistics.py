@@ -183,12 +183,9 @@ def error_statistics(x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1) ->
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() == 0:
         decompose_scheme(x, scheme, axis=axis)  # raises what fits
     x = x.detach().movedim(axis, -1)
-    if (
-        type(x) in (torch.Tensor, torch.nn.Parameter)
-        and x.device.type == "cpu"
-        and not cpu.unsupported_reason(x.dtype, scheme)
-    ):
-        return _fused_statistics(x, scheme)
+    fused = fused_statistics(x, scheme)
+    if fused is not None:
+        return fused
     generator = torch.Generator(x.device).manual_seed(0) if scheme.rounding == "stochastic" else None
     whole = ErrorStatistics()
     with torch.no_grad():
@@ -197,7 +194,14 @@ def error_statistics(x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1) ->
     return whole
 
 
-def _fused_statistics(x: torch.Tensor, scheme: QuantScheme) -> ErrorStatistics:
+def fused_statistics(x: torch.Tensor, scheme: QuantScheme) -> ErrorStatistics | None:
+    """[`error_statistics`] along the last axis by the fused CPU functions; `None` where they cannot compute them.
+
+    Raises `ValueError` when ``x`` holds NaN or infinity.
+    """
+    is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"
+    if not is_plain or cpu.unsupported_reason(x.dtype, scheme):
+        return None
     sums, histogram = cpu.error_sums(x, scheme)
     if sums.not_finite:
         raise ValueError("cannot decompose the error of a tensor that holds NaN or infinity")

@@ -1,7 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization fused into one pass on the CPU: C++ that is compiled on first use and has the reference's bits."""
+"""Quantization fused into one pass on the CPU, with the reference's bits, and products with packed weights: C++ that is
+compiled on first use."""
 
-from .functions import ErrorSums, dequantize, error_sums, fake_quantize, quantize, unsupported_reason
+from .functions import ErrorSums, dequantize, error_sums, fake_quantize, quantize, quantizer, unsupported_reason
+from .packed_product import grouped_product, product
 
 
-__all__ = ["ErrorSums", "dequantize", "error_sums", "fake_quantize", "unsupported_reason", "quantize"]
+__all__ = [
+    "ErrorSums",
+    "dequantize",
+    "error_sums",
+    "fake_quantize",
+    "grouped_product",
+    "product",
+    "quantize",
+    "quantizer",
+    "unsupported_reason",
+]

@@ -26,6 +26,33 @@ inline Block together(const Pair& x) {
 #endif
 }
 
+inline Floats decode(Halves codes) {
+    const Words wide = __builtin_convertvector(codes, Words);
+    const Words magnitude = wide & 7;
+    // Exponent and mantissa as they stand from 1 up; 0 and 0.5, the subnormal, apart.
+    const Words bits = magnitude > 1 ? (magnitude + 252) << 22 : (magnitude == 1 ? Words{} + 0x3F000000 : Words{});
+    return as_floats(reinterpret_cast<Ints>(bits | ((wide & 8) << 28)));
+}
+
+inline Block decode_block(const uint8_t* p, int64_t count) {
+    Bytes packed = {};
+    if (count >= kBlock)
+        std::memcpy(&packed, p, sizeof packed);
+    else
+        std::memcpy(&packed, p, static_cast<size_t>((count + 1) / 2));
+    const Words bytes = __builtin_convertvector(__builtin_convertvector(packed, Halves), Words);
+    const Words pairs = (bytes | (bytes << 12)) & 0x000F000F;
+    Halves codes[2];
+    std::memcpy(codes, &pairs, sizeof pairs);
+    return {{decode(codes[0]), decode(codes[1])}};
+}
+
+inline Block decode_block(const uint8_t* codes, int64_t count, int byte) {
+    Block value = times(decode_block(codes, count), scale_value(byte));
+    if (byte > 252) value = {{clamp(value.part[0], kMaxFloat), clamp(value.part[1], kMaxFloat)}};
+    return value;
+}
+
 #ifdef __AVX512F__
 // What a table of 16 floats has for the codes in 16 bytes.
 inline Pair look_up(const uint8_t* p, Floats values) {

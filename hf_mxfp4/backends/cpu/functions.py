@@ -4,8 +4,8 @@
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 
@@ -13,12 +13,12 @@ from ... import numerics
 from ..._logging import get_logger
 from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, ScaleRule
 from .library import SchemeStruct, load
-from .threads import in_threads
+from .threads import WORTH_A_THREAD, in_threads
 
 
 #: Added to the bits of a block's maximum so that the exponent rounds up where the rule says; see `scale_from_amax`.
 _CARRIES = {ScaleRule.RCEIL: 0x3FFFFF, ScaleRule.FLOOR: 0, ScaleRule.EVEN: 0x200000, ScaleRule.MSE: 0}
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SEARCHES = {"static": 1, "dynamic": 2, "blockwise": 3}
 #: Elements of the rows whose error sums are added up before the next: the sums depend on it, not on the threads.
 _PORTION = 1 << 18
@@ -27,7 +27,7 @@ _HISTOGRAM_BINS = 64
 
 def unsupported_reason(dtype: torch.dtype, scheme: QuantScheme) -> str | None:
     """Why the fused functions cannot quantize CPU tensors of this dtype under this scheme; `None` when they can."""
-    if dtype not in _TYPES:
+    if dtype not in TYPES:
         return f"the fused CPU functions take float32, bfloat16 and float16, not {dtype}"
     if scheme.rounding != "nearest":
         return f"rounding={scheme.rounding!r} has no fused CPU function"
@@ -58,6 +58,25 @@ def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     return out
 
 
+def quantizer(dtype: torch.dtype, scheme: QuantScheme, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """[`fake_quantize`] of tensors of this dtype with this last axis, its constant arguments looked up once: those of a
+    single token take longer than its quantization. Not of tensors that require gradients."""
+    function, kind, described = load()[0].mxfp4_quantize, TYPES[dtype], ctypes.byref(description(scheme, length))
+    one_thread = WORTH_A_THREAD // max(1, _cost_per_element(scheme))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        size = x.numel()
+        if not 0 < size <= one_thread:
+            return fake_quantize(x, scheme)
+        rows = x.contiguous()
+        out = torch.empty_like(rows)
+        n_rows = size // length
+        function(rows.data_ptr(), kind, length, described, 0, n_rows, out.data_ptr(), None, None, None, None, None)
+        return out
+
+    return run
+
+
 def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
     """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that is supported; ``axis`` is not negative."""
     rows = x.detach().movedim(axis, -1).contiguous()
@@ -77,7 +96,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
         "residual_scale": empty(n_blocks) if fallback else None,
     }
     if rows.numel():
-        _over_rows("mxfp4_quantize", rows, scheme, None, *map(address, outputs.values()))
+        _over_rows("mxfp4_quantize", rows, scheme, None, *map(_address, outputs.values()))
     return MXFP4Tensor(**outputs, length=length, axis=axis, scheme=scheme, dtype=x.dtype)
 
 
@@ -85,10 +104,20 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[`MXFP4Tensor.dequantize`] of CPU tensors; ``dtype`` is float32, bfloat16 or float16."""
     out = torch.empty(*tensor.codes.shape[:-1], tensor.length, dtype=dtype)
     if out.numel():
-        parts = [tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale]
-        parts = [None if part is None else part.contiguous() for part in parts]
-        _over_rows("mxfp4_dequantize", out, tensor.scheme, *map(address, parts))
+        parts, places = addresses_of(tensor)
+        _over_rows("mxfp4_dequantize", out, tensor.scheme, *places)
     return out.movedim(-1, tensor.axis)
+
+
+def addresses_of(tensor: MXFP4Tensor) -> tuple[list[torch.Tensor | None], list[int | None]]:
+    """The contiguous parts of a packed tensor, and where they lie as long as somebody holds them. Raises `RuntimeError`
+    for a tensor that is not in the memory of the CPU."""
+    parts = [tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale]
+    for part in parts:
+        if part is not None and not part.is_cpu:
+            raise RuntimeError(f"the packed weight is on {part.device}, its input on cpu; move one of them")
+    parts = [None if part is None else part.contiguous() for part in parts]
+    return parts, list(map(_address, parts))
 
 
 @dataclass(frozen=True)
@@ -127,7 +156,7 @@ def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[in
     sums = torch.zeros(len(starts), len(fields(ErrorSums)), dtype=torch.float64)
     bins = torch.zeros(len(starts), _HISTOGRAM_BINS, dtype=torch.int64)
 
-    arguments = common(rows, scheme)
+    arguments = _common(rows, scheme)
 
     def add_portions(first: int, last: int) -> None:
         for index in range(first, last):
@@ -141,7 +170,7 @@ def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[in
 def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *addresses: int | None) -> None:
     """Call a function of the library on portions of rows; ``addresses`` are those of values and of the tensors of an
     [`MXFP4Tensor`], `None` for those that are not asked for or not there."""
-    function, arguments = getattr(load()[0], name), common(rows, scheme)
+    function, arguments = getattr(load()[0], name), _common(rows, scheme)
     in_threads(
         lambda first, last: function(*arguments, first, last, *addresses),
         count=rows.numel() // rows.shape[-1],
@@ -151,21 +180,26 @@ def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *addresses: i
 
 def _cost(rows: torch.Tensor, scheme: QuantScheme) -> int:
     """Roughly, elements of plain quantization that would take as long."""
+    return rows.numel() * _cost_per_element(scheme)
+
+
+def _cost_per_element(scheme: QuantScheme) -> int:
     passes = 2 if scheme.outlier_fallback is not None else 1
     if scheme.macro_block is not None:
         passes += {"static": 0, "dynamic": 12, "blockwise": 8}[scheme.macro_search]
-    return rows.numel() * passes * (3 if scheme.scale_rule is ScaleRule.MSE else 1)
+    return passes * (3 if scheme.scale_rule is ScaleRule.MSE else 1)
 
 
-def common(rows: torch.Tensor, scheme: QuantScheme) -> tuple:
+def _common(rows: torch.Tensor, scheme: QuantScheme) -> tuple:
     """The arguments that all functions begin with: the matrix, its type and length, and the scheme."""
-    return rows.data_ptr(), _TYPES[rows.dtype], rows.shape[-1], _description(scheme, rows.shape[-1])
+    return rows.data_ptr(), TYPES[rows.dtype], rows.shape[-1], ctypes.byref(description(scheme, rows.shape[-1]))
 
 
 @functools.lru_cache(maxsize=256)
-def _description(scheme: QuantScheme, length: int) -> Any:
+def description(scheme: QuantScheme, length: int) -> SchemeStruct:
+    """A scheme for rows of this length as the library takes it."""
     rule, alpha = scheme.scale_rule, scheme.outlier_fallback
-    description = SchemeStruct(
+    return SchemeStruct(
         carry=_CARRIES[rule],
         clips=rule.clips,
         least_squares=rule is ScaleRule.MSE,
@@ -174,7 +208,6 @@ def _description(scheme: QuantScheme, length: int) -> Any:
         fallback=alpha is not None,
         alpha=alpha or 0.0,
     )
-    return ctypes.byref(description)
 
 
 def _macro_blocks(scheme: QuantScheme, length: int) -> int:
@@ -183,7 +216,7 @@ def _macro_blocks(scheme: QuantScheme, length: int) -> int:
     return 1 if scheme.macro_block is None else scheme.macro_block // BLOCK_SIZE
 
 
-def address(tensor: torch.Tensor | None) -> int | None:
+def _address(tensor: torch.Tensor | None) -> int | None:
     """Where the elements of a tensor lie."""
     return None if tensor is None else tensor.data_ptr()
 

@@ -16,16 +16,33 @@ from pathlib import Path
 from ..._logging import get_logger
 
 
-_FILES = ("blocks.h", "decode.h", "quantize.cpp", "statistics.cpp")
+_FILES = (
+    "blocks.h",
+    "decode.h",
+    "lanes.h",
+    "product.h",
+    "product_bf16.h",
+    "product_float.h",
+    "product.cpp",
+    "quantize.cpp",
+    "statistics.cpp",
+)
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
 #: Folder of the compiled libraries, instead of the user's cache folder.
 CACHE_VARIABLE = "HF_MXFP4_CACHE"
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 # The results must be those of the arithmetic as written; the last two drop only error flags that nobody reads.
 _EXACT = ("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math")
-#: Options for this processor, the first that the compiler accepts.
-_TUNING = (("-march=native",), ("-mcpu=native",), ())
-_COMPILE_SECONDS = 120
+#: Instructions that the library is compiled for: those of this processor, or fewer, to compare them.
+VARIANT_VARIABLE = "HF_MXFP4_CPU"
+#: Options by variant; the first that the compiler accepts.
+_TUNING = {
+    "native": (("-march=native",), ("-mcpu=native",), ()),
+    "avx2": (("-march=x86-64-v3",),),
+    "portable": ((),),
+    "sanitized": (("-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"),),
+}
+_COMPILE_SECONDS = 600
 
 
 class SchemeStruct(ctypes.Structure):
@@ -43,12 +60,40 @@ class SchemeStruct(ctypes.Structure):
 
 
 _POINTER = ctypes.c_void_p
+
+
+class ProductStruct(ctypes.Structure):
+    """The C struct `Arguments` of product.cpp, field by field."""
+
+    _fields_ = [
+        ("x", _POINTER),
+        ("type", ctypes.c_int64),
+        ("n_rows", ctypes.c_int64),
+        ("inputs", _POINTER),
+        ("codes", _POINTER),
+        ("scale", _POINTER),
+        ("macro", _POINTER),
+        ("residual_codes", _POINTER),
+        ("residual_scale", _POINTER),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("weights", _POINTER),
+        ("bias", _POINTER),
+        ("ends", _POINTER),
+        ("n_experts", ctypes.c_int64),
+        ("y", _POINTER),
+        ("threads", ctypes.c_int64),
+        ("parallel", _POINTER),
+    ]
+
+
 # Matrix, its type and length, the scheme, and the range of rows.
 _COMMON = (_POINTER, ctypes.c_int, ctypes.c_int64, ctypes.POINTER(SchemeStruct), ctypes.c_int64, ctypes.c_int64)
 _SIGNATURES = {
     "mxfp4_quantize": (*_COMMON, *[_POINTER] * 6),
     "mxfp4_dequantize": (*_COMMON, *[_POINTER] * 5),
     "mxfp4_statistics": (*_COMMON, _POINTER, _POINTER),
+    "mxfp4_product": (ctypes.POINTER(ProductStruct),),
 }
 
 
@@ -67,6 +112,7 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
+    library.mxfp4_product_rows.restype = ctypes.c_int64
     return library, None
 
 
@@ -83,7 +129,7 @@ def _compiled() -> Path:
     compiler = _compiler()
     # A cache folder may be shared by machines with other processors and compilers.
     sources = b"".join(source.read_bytes() for source in SOURCES)
-    identity = (sources, compiler, _version(compiler), _processor(), repr((_FLAGS, _EXACT, _TUNING)))
+    identity = (sources, compiler, _version(compiler), _processor(), repr((_FLAGS, _EXACT, _tuning())))
     key = hashlib.sha256("\n".join(map(str, identity)).encode()).hexdigest()[:20]
     folder = _cache_folder()
     target = folder / f"cpu-{key}.so"
@@ -104,7 +150,7 @@ def _compiled() -> Path:
 def _compile(compiler: str, target: Path) -> None:
     message = ""
     files = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-    for tuning in _TUNING:
+    for tuning in _tuning():
         command = [compiler, *_FLAGS, *tuning, *_EXACT, *files, "-o", str(target)]
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
@@ -114,6 +160,13 @@ def _compile(compiler: str, target: Path) -> None:
             return
         message = result.stderr.strip()[-500:]
     raise CompilationError(f"{compiler} failed: {message}")
+
+
+def _tuning() -> tuple[tuple[str, ...], ...]:
+    variant = os.environ.get(VARIANT_VARIABLE, "native")
+    if variant not in _TUNING:
+        raise CompilationError(f"{VARIANT_VARIABLE}={variant} is not known; choose one of {', '.join(_TUNING)}")
+    return _TUNING[variant]
 
 
 def _compiler() -> str:

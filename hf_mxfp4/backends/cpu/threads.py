@@ -9,7 +9,7 @@ import torch
 
 
 #: Work, in elements of plain quantization, that is worth waking a thread for.
-_WORTH_A_THREAD = 1 << 19
+WORTH_A_THREAD = 1 << 19
 
 _pools: dict[int, ThreadPoolExecutor] = {}  # by process: a forked child has none of its parent's threads
 
@@ -17,7 +17,7 @@ _pools: dict[int, ThreadPoolExecutor] = {}  # by process: a forked child has non
 def in_threads(work: Callable[[int, int], None], count: int, cost: int) -> None:
     """Call ``work(first, last)`` on consecutive ranges that make up ``0..count``, in as many threads as torch uses and
     ``cost`` justifies. ``work`` must release the interpreter lock to gain anything."""
-    threads = max(1, min(torch.get_num_threads(), count, cost // _WORTH_A_THREAD))
+    threads = max(1, min(torch.get_num_threads(), count, cost // WORTH_A_THREAD))
     bounds = [count * i // threads for i in range(threads + 1)]
     waiting = (
         [_pool().submit(work, *span) for span in zip(bounds[1:-1], bounds[2:], strict=True)] if threads > 1 else []

@@ -37,7 +37,7 @@ def compiled_linear(
     """Compute [`hf_mxfp4.gemm.quantized_linear`] where Dynamo traces, and
     [`hf_mxfp4.gemm.storage.rollout.rollout_linear`] where no gradient is computed."""
     spec, dtype = state.spec, autocast_dtype(x) or x.dtype
-    saved = "nothing" if torch.is_grad_enabled() or groups is not None else "rollout"
+    saved = "nothing" if torch.is_grad_enabled() else "rollout"
     if weight.requires_grad and torch.is_grad_enabled():
         saved = what_is_saved(spec, x.dtype, dtype)
     columns = x.shape[-1] + -x.shape[-1] % spec.rotation_size
@@ -70,7 +70,7 @@ def _forward(
     transposed: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     state, groups = state_of(layer_id), groups_of(ends, x.shape[0])
-    out = rollout_linear(x, weight, bias, dtype, state) if saved == "rollout" else None
+    out = rollout_linear(x, weight, bias, dtype, state, groups) if saved == "rollout" else None
     if out is not None:
         return out.contiguous(), [torch.tensor(-1, device="cpu")] if has_step else []
     needed = saved not in ("nothing", "rollout")

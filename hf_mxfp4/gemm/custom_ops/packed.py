@@ -6,6 +6,7 @@ There are two of it, of the same functions. ``packed_linear`` is safe in CUDA gr
 unsafe: where no kernel takes the operands of experts, the host reads where their rows end.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -68,6 +69,7 @@ def _forward(
     return packed_forward(x.detach(), packed, bias, spec, groups_of(ends, x.shape[0]), dtype).contiguous()
 
 
+@functools.lru_cache(maxsize=256)
 def _spec(weights: str, inputs: str, in_features: int, backend: str) -> PackedSpec:
     return PackedSpec(read_scheme(weights), read_scheme(inputs) if inputs else None, in_features, backend)
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear layer on packed weights, of one weight or of all experts: on the codes where a kernel does that, otherwise
-with their dequantized values, which exist only while a product needs them."""
+"""The linear layer on packed weights, of one weight or of all experts: on the codes where a kernel or the CPU's library
+does that, otherwise with their dequantized values, which exist only while a product needs them."""
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +11,17 @@ from torch.autograd.function import once_differentiable
 
 from ...backends import select as backends
 from ...backends import triton as triton_kernels
+from ...backends.cpu import packed_product as on_cpu
 from ...numerics import FallbackThreshold, MXFP4Tensor, QuantScheme
 from .. import grouped
 from ..groups import Groups
-from ..linear import autocast_dtype
+from ..linear import as_dtype, autocast_dtype, needs_gradient
 from ..operands import nearest_input
 from ..spec import PackedSpec
 from ..state import GemmState
 from ..weight_cache import WeightCache
+from .copies import of_expert
+from .packed_plan import PackedPlan
 from .packed_weight import PACKED_FIELDS, PackedWeight, packed_tensor
 
 
@@ -46,7 +48,25 @@ def packed_linear(
     Returns:
         ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
     """
-    return _PackedLinear.apply(x, bias, state, groups, autocast_dtype(x) or x.dtype, *packed)
+    dtype = autocast_dtype(x) or x.dtype
+    if not needs_gradient(x, bias):
+        return packed_forward(x, packed, bias, state.spec, groups, dtype, state.threshold, state.cache)
+    return _PackedLinear.apply(x, bias, state, groups, dtype, None, *packed)
+
+
+def planned_packed_linear(
+    x: torch.Tensor, bias: torch.Tensor | None, state: GemmState, plan: PackedPlan
+) -> torch.Tensor:
+    """[`packed_linear`] of one weight, by the plan of its layer."""
+    if needs_gradient(x, bias):
+        return _PackedLinear.apply(x, bias, state, None, plan.dtype, plan, *plan.packed)
+    return _planned_forward(x, bias, state, plan)
+
+
+def _planned_forward(x: torch.Tensor, bias: torch.Tensor | None, state: GemmState, plan: PackedPlan) -> torch.Tensor:
+    spec, weight = state.spec, plan.weight
+    values = functools.partial(_values, plan.packed, weight, spec, state.cache)
+    return packed_product(plan.operand(x, state), weight, as_dtype(bias, plan.dtype), values, spec.backend)
 
 
 def packed_forward(
@@ -61,13 +81,38 @@ def packed_forward(
 ) -> torch.Tensor:
     """The forward pass of [`packed_linear`], without a gradient. ``cache`` keeps dequantized values of one weight."""
     weight = _tensor(packed, spec, dtype)
-    bias = None if bias is None else bias.to(dtype)
-    x = nearest_input(x, dtype, spec.inputs, threshold, spec.backend)
+    bias = as_dtype(bias, dtype)
+    inputs = None
+    if spec.inputs is not None and _quantizes_within(x, dtype, weight, spec, threshold):
+        inputs = spec.inputs
+    else:
+        x = nearest_input(x, dtype, spec.inputs, threshold, spec.backend)
     if groups is None:
-        return packed_product(x, weight, bias, lambda: _values(packed, weight, spec, cache), spec.backend)
-    if grouped.uses_kernels(x, spec.backend) and grouped.reads_packed(weight, x):
+        return packed_product(x, weight, bias, lambda: _values(packed, weight, spec, cache), spec.backend, inputs)
+    return packed_groups(x, weight, bias, groups, spec.backend, inputs)
+
+
+def packed_groups(
+    x: torch.Tensor,
+    weight: MXFP4Tensor,
+    bias: torch.Tensor | None,
+    groups: Groups,
+    backend: str,
+    inputs: QuantScheme | None = None,
+) -> torch.Tensor:
+    """``Q(x) [S, K] Q(W_e)^T + b_e`` for the rows of each expert, ``[S, N]``, without gradients: on the codes of all at
+    once, or with the values of one expert at a time.
+
+    Args:
+        weight: the codes and scales of all experts, ``[E, N, ...]``.
+        inputs: as of [`packed_product`].
+    """
+    if grouped.uses_kernels(x, backend) and grouped.reads_packed(weight, x):
         return triton_kernels.grouped_matmul_packed(x, weight, groups.offsets(x.device), bias)
-    return grouped.each(x, bias, groups, lambda e: _matrix(weight, e, spec), packed[0].shape[1])
+    if _backend(x, weight.scheme, backend) == "cpu":
+        return _experts_on_cpu(x, weight, bias, groups, inputs)
+    values = lambda expert: _matrix(weight, expert, x.dtype, backend)  # noqa: E731
+    return grouped.each(x, bias, groups, values, weight.codes.shape[1])
 
 
 def packed_grad_x(
@@ -85,7 +130,7 @@ def packed_grad_x(
         return grouped.product(grad, grouped.dequantized(weight, grad.dtype).transpose(1, 2), groups)
     grad_x = grad.new_empty(grad.shape[0], spec.in_features)
     for expert, rows in groups:
-        grad_x[rows] = grad[rows] @ _matrix(weight, expert, spec)
+        grad_x[rows] = grad[rows] @ _matrix(weight, expert, grad.dtype, spec.backend)
     return grad_x
 
 
@@ -98,10 +143,12 @@ def grad_bias(grad: torch.Tensor, groups: Groups | None, dtype: torch.dtype, bac
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, bias, state, groups, dtype, *packed):
+    def forward(ctx, x, bias, state, groups, dtype, plan, *packed):
         ctx.save_for_backward(*packed)
         ctx.state, ctx.groups, ctx.input_dtype = state, groups, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        if plan is not None:
+            return _planned_forward(x, bias, state, plan)
         return packed_forward(x, packed, bias, state.spec, groups, dtype, state.threshold, state.cache)
 
     @staticmethod
@@ -113,7 +160,7 @@ class _PackedLinear(torch.autograd.Function):
             grad_x = packed_grad_x(grad, packed, state.spec, ctx.groups, state.cache).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             of_bias = grad_bias(grad, ctx.groups, ctx.bias_dtype, state.spec.backend)
-        return (grad_x, of_bias) + (None,) * (3 + len(PACKED_FIELDS))
+        return (grad_x, of_bias) + (None,) * (4 + len(PACKED_FIELDS))
 
 
 def _tensor(packed: Sequence[torch.Tensor | None], spec: PackedSpec, dtype: torch.dtype) -> MXFP4Tensor:
@@ -130,11 +177,35 @@ def _values(packed: PackedWeight, weight: MXFP4Tensor, spec: PackedSpec, cache: 
     return compute() if cache is None else cache.get(packed[0], weight.dtype, compute)
 
 
-def _matrix(weight: MXFP4Tensor, expert: int, spec: PackedSpec) -> torch.Tensor:
+def _matrix(weight: MXFP4Tensor, expert: int, dtype: torch.dtype, backend: str) -> torch.Tensor:
     """``Q(W)`` ``[N, K]`` of one expert."""
-    found = {field: getattr(weight, field) for field in PACKED_FIELDS.values()}
-    parts = {field: None if tensor is None else tensor[expert] for field, tensor in found.items()}
-    return backends.dequantize(replace(weight, **parts), weight.dtype, spec.backend)
+    return backends.dequantize(of_expert(weight, expert), dtype, backend)
+
+
+def _quantizes_within(
+    x: torch.Tensor, dtype: torch.dtype, weight: MXFP4Tensor, spec: PackedSpec, threshold: FallbackThreshold | None
+) -> bool:
+    """Whether the CPU's product quantizes its input."""
+    if x.dtype != dtype or threshold is not None or _backend(x, weight.scheme, spec.backend) != "cpu":
+        return False
+    return backends.choose_backend(x, spec.inputs, spec.backend) == "cpu"
+
+
+def _experts_on_cpu(
+    x: torch.Tensor,
+    weight: MXFP4Tensor,
+    bias: torch.Tensor | None,
+    groups: Groups,
+    inputs: QuantScheme | None,
+) -> torch.Tensor:
+    """``[S, N]``, all experts at once where each has few rows."""
+    if max(groups.counts, default=0) <= on_cpu.most_rows():
+        return on_cpu.grouped_product(x, weight, groups.offsets(x.device), bias, inputs)
+    out = x.new_empty(x.shape[0], weight.codes.shape[1])
+    for expert, rows in groups:
+        own = None if bias is None else bias[expert]
+        out[rows] = on_cpu.product(x[rows], of_expert(weight, expert), own, inputs)
+    return out
 
 
 def packed_product(
@@ -143,10 +214,11 @@ def packed_product(
     bias: torch.Tensor | None,
     dequantize: Callable[[], torch.Tensor],
     backend: str = "auto",
+    inputs: QuantScheme | None = None,
 ) -> torch.Tensor:
-    """``x Q(W)^T + b`` without gradients.
+    """``Q(x) Q(W)^T + b`` without gradients.
 
-    The kernel sums exact products in float32, where dequantized values are rounded to the dtype of ``x`` first: with
+    On the codes, exact products are summed in float32; dequantized values are rounded to the dtype of ``x`` first. With
     macro factors or residuals the two differ by about one rounding of the result.
 
     Args:
@@ -154,19 +226,21 @@ def packed_product(
         weight: ``[N, K]``.
         bias: ``[N]`` in that dtype, or `None`.
         dequantize: gives ``Q(W)`` in that dtype, where no kernel computes on the codes: none that can, or too many
-            rows for one. What it keeps between calls is then not dequantized again.
+            rows for one. What it keeps between calls is then not dequantized again. The CPU's product does without.
         backend: as for [`hf_mxfp4.fake_quantize`].
+        inputs: how the CPU's product quantizes ``x`` first; elsewhere `None`.
     """
+    name = _backend(x, weight.scheme, backend)
+    if name == "cpu":
+        return on_cpu.product(x, weight, bias, inputs)
     n_tokens, sizes = x.shape[:-1].numel(), (weight.codes.shape[0], weight.length)
-    if computes_on_codes(x, weight.scheme, backend) and _is_fused(n_tokens, *sizes, weight.scheme, x.dtype):
+    if name == "triton" and _is_fused(n_tokens, *sizes, weight.scheme, x.dtype):
         return triton_kernels.linear(x, weight, bias)
     return F.linear(x, dequantize(), bias)
 
 
-def computes_on_codes(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> bool:
-    """Whether [`packed_product`] hands tensors like ``x`` and a weight's codes to a kernel, given that they are not too
-    many rows. Raises `ValueError` when the backend named cannot do it."""
-    return backends.choose_backend(x, backends.as_read(scheme), backend) == "triton"
+def _backend(x: torch.Tensor, scheme: QuantScheme, backend: str) -> str:
+    return backends.choose_backend(x, backends.as_read(scheme), backend)
 
 
 def packed_product_route(
@@ -179,9 +253,12 @@ def packed_product_route(
     backend: str = "auto",
 ) -> tuple[str, str]:
     """Say how [`packed_product`] computes, in a word, and why: ``"fused"`` on the codes, ``"dense"`` on values that the
-    kernels dequantize (and layers keep within [`hf_mxfp4.cached_weights`]), ``"eager"`` or ``"cpu"`` on values that
-    these backends dequantize."""
+    kernels dequantize (and layers keep within [`hf_mxfp4.cached_weights`]), ``"panels"`` on those of some rows of the
+    weight after the other, ``"eager"`` on values that this backend dequantizes."""
     name, reason = backends.backend_for(device_type, dtype, backends.as_read(scheme), backend)
+    if name == "cpu":
+        most = on_cpu.most_rows()
+        return ("fused", f"up to {most} rows") if n_tokens <= most else ("panels", f"more than {most} rows")
     if name != "triton":
         return name, reason or f"the tensor is on {device_type}"
     plan = triton_kernels.plan_linear(n_tokens, out_features, in_features, scheme, dtype)

@@ -5,15 +5,16 @@ from functools import partial
 
 import torch
 
-from ...backends import select as backends
-from ...numerics import MXFP4Tensor
-from ..linear import autocast_dtype
+from ..groups import Groups
+from ..linear import as_dtype, autocast_dtype
 from ..operands import input_operand
+from ..plan import InputPlan
 from ..spec import GemmSpec, PackedSpec
 from ..state import GemmState
 from ..weight_cache import copies_are_shared, form_in_force
-from .packed import computes_on_codes, packed_product
-from .packed_weight import PACKED_FIELDS, packed_tensor, quantize_weight
+from .copies import packed_copy, reads_codes, values_of
+from .packed import packed_groups, packed_product
+from .packed_weight import PACKED_FIELDS
 
 
 #: Up to this many rows dequantization is a notable part of a product, and a copy of the weight worth its memory.
@@ -33,23 +34,60 @@ def rollout_form(x: torch.Tensor, spec: GemmSpec, asked: str | None) -> str:
         return "dense"
     if asked == "packed":
         return "packed"
-    operand = x.new_empty(0, dtype=autocast_dtype(x) or x.dtype)
-    return "packed" if computes_on_codes(operand, spec.scheme.fprop.right, spec.backend) else "dense"
+    return "packed" if reads_codes(x, autocast_dtype(x) or x.dtype, spec) else "dense"
 
 
 def rollout_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, state: GemmState
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    state: GemmState,
+    groups: Groups | None = None,
 ) -> torch.Tensor | None:
-    """``Q(x) Q(W)^T + b`` in ``dtype`` with the packed copy of the weight; `None` where no context keeps one."""
+    """``Q(x) Q(W)^T + b`` in ``dtype`` with the packed copy of the weight, or with those of the experts whose rows
+    ``groups`` are; `None` where no context keeps one."""
     form = form_in_force()
     if form in (None, "dense") or rollout_form(x.new_empty(0, dtype=dtype), state.spec, form) != "packed":
         return None
-    packed, backend = _packed_copy(weight, state), state.spec.backend
-    bias = None if bias is None else bias.to(dtype)
-    values = partial(backends.dequantize, packed, dtype, backend)
-    if form == "auto" and x.shape[:-1].numel() <= _ROWS_WORTH_A_COPY:
+    operand = input_operand(x, dtype, state, groups)
+    if groups is not None:
+        packed, backend = packed_copy(weight, state), state.spec.backend
+        return packed_groups(operand, packed, as_dtype(bias, dtype), groups, backend)
+    return _with_copy(operand, weight, bias, dtype, state, form)
+
+
+def planned_rollout(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: GemmState, plan: InputPlan
+) -> torch.Tensor | None:
+    """[`rollout_linear`] by the plan of the layer; compiled code may take the copy from then on."""
+    form = form_in_force()
+    if form is None or form == "dense":
+        return None
+    packs = plan.packs.get(form)
+    if packs is None:
+        packs = rollout_form(x.new_empty(0, dtype=plan.dtype), state.spec, form) == "packed"
+        plan.packs[form] = packs
+    if not packs:
+        return None
+    product = _with_copy(plan.operand(x, state), weight, bias, plan.dtype, state, form)
+    share_copy(weight, state)
+    return product
+
+
+def _with_copy(
+    operand: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    state: GemmState,
+    form: str,
+) -> torch.Tensor:
+    packed, backend = packed_copy(weight, state), state.spec.backend
+    values = partial(values_of, packed, dtype, backend)
+    if form == "auto" and operand.shape[:-1].numel() <= _ROWS_WORTH_A_COPY:
         values = partial(state.values.get, weight, dtype, values)
-    return packed_product(input_operand(x, dtype, state), packed, bias, values, backend)
+    return packed_product(operand, packed, as_dtype(bias, dtype), values, backend)
 
 
 def share_copy(weight: torch.Tensor, state: GemmState) -> None:
@@ -59,7 +97,7 @@ def share_copy(weight: torch.Tensor, state: GemmState) -> None:
     if state.cache.shared is not None or not copies_are_shared():
         return
     if state.threshold is None and not state.spec.draws_forward:
-        packed = _packed_copy(weight, state)
+        packed = packed_copy(weight, state)
         state.cache.share(tuple(getattr(packed, field) for field in PACKED_FIELDS.values()))
 
 
@@ -67,12 +105,3 @@ def shared_spec(spec: GemmSpec, in_features: int) -> PackedSpec:
     """Return the spec of the product with a copy that is shared."""
     fprop = spec.scheme.fprop
     return PackedSpec(fprop.right, fprop.left if spec.quantizes_input else None, in_features, spec.backend)
-
-
-def _packed_copy(weight: torch.Tensor, state: GemmState) -> MXFP4Tensor:
-    scheme, backend = state.spec.scheme.fprop.right, state.spec.backend
-
-    def compute() -> MXFP4Tensor:
-        return packed_tensor(quantize_weight(weight, scheme, backend), weight.shape[-1], scheme, weight.dtype)
-
-    return state.cache.get(weight, torch.uint8, compute)

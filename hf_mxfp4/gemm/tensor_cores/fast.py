@@ -10,6 +10,7 @@ import torch
 
 from ...backends.select import fake_quantize
 from ...numerics import FP8, GEMM_OPERANDS, REUSE, GemmScheme, OperandScheme, QuantScheme
+from ..counts import count_weight
 from ..operands import operand_seed, rotation_signs
 from ..state import GemmState
 from .select import inexact_counter
@@ -23,6 +24,7 @@ def forward(
     left = quantized(kernel, x.reshape(-1, x.shape[-1]), "fprop", "x", state, whole)
 
     def fold() -> Any:
+        count_weight(weight)
         return quantized(kernel, weight.detach(), "fprop", "weight", state, whole)
 
     right = state.folded.get(weight, weight.dtype, fold)
@@ -48,6 +50,7 @@ def gradients(
     by_row, by_column = _grad_operands(grad, dgrad, wgrad, state)
     grad_x = grad_weight = None
     if by_row is not None:
+        count_weight(weight, "dgrad")
         right = quantized_across(dgrad, weight.detach(), "dgrad", "weight", state)
         grad_x = multiply(dgrad, by_row, right, grad.dtype)
     if by_column is not None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from ...backends.select import fake_quantize
 from ...numerics import FP8, GemmScheme, LinearScheme, QuantScheme, decode_e8m0, e4m3_scale_byte
+from ..counts import count_weight
 from ..groups import Groups, PaddedRows
 from ..layer_rng import LayerRng
 from ..operands import rows_first
@@ -101,6 +102,7 @@ def _grad_operands(
 def _fold_weight(stack: torch.Tensor, state: GemmState) -> Operand:
     """Weights ``[E, N, K]`` along K: elements ``[E, N, K']``, K' a multiple of 128, and their scales."""
     n_experts, n_rows, _ = stack.shape
+    count_weight(stack)
     if stack.is_contiguous():
         matrix = _pad_rows(stack, state.spec.scheme.fprop.right.block_rows)
         return _apart(quantized("fp8", matrix, "fprop", "weight", state), n_experts, n_rows)
@@ -111,6 +113,7 @@ def _fold_weight(stack: torch.Tensor, state: GemmState) -> Operand:
 def _fold_across(stack: torch.Tensor, state: GemmState) -> Operand:
     """Weights ``[E, N, K]`` along N, for Dgrad: elements ``[E, K, N']`` and their scales."""
     n_experts, _, n_columns = stack.shape
+    count_weight(stack, "dgrad")
     if stack.is_contiguous():
         return _side_by_side(quantized_across("fp8", _pad_rows(stack, _GROUP), "dgrad", "weight", state), n_experts)
     matrix = _pad_rows(stack.mT.contiguous(), _BLOCK)

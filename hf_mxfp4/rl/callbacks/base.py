@@ -9,6 +9,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..._logging import get_logger
+from ...analysis.errors.statistics import ErrorStatistics, fused_statistics
 from ...layers import (
     WeightMatrix,
     fallback_thresholds,
@@ -17,7 +18,7 @@ from ...layers import (
     trainable_matrices,
     update_fallback_thresholds,
 )
-from ...numerics import decompose_scheme
+from ...numerics import ErrorDecomposition, QuantScheme, decompose_scheme
 
 
 Layer = TypeVar("Layer")
@@ -143,7 +144,7 @@ class ErrorCallback(TrainerCallback):
         measured = []
         for name, matrix in self._chosen.items():
             with gathered(getattr(matrix.layer, matrix.parameter)) as weight:
-                parts = decompose_scheme(matrix.of(weight), matrix.layer.config.weight_scheme)
+                parts = error_parts(matrix.of(weight), matrix.layer.config.weight_scheme)
             metrics = {f"error/{part}": value for part, value in parts.energy_ratio.items()}
             metrics["error/sqnr_db"] = parts.sqnr_db
             measured.append(metrics)
@@ -184,6 +185,21 @@ class QuantizationStepCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         set_quantization_step(model, state.global_step)
+
+
+def error_parts(
+    x: torch.Tensor, scheme: QuantScheme, fallback_threshold: float | None = None
+) -> ErrorStatistics | ErrorDecomposition:
+    """Give what has ``energy_ratio`` and ``sqnr_db`` of a tensor's error, blocks along its last axis: sums of the fused
+    functions where they take it, in a fraction of the time and memory of the whole decomposition.
+
+    Raises `ValueError` when it holds NaN or infinity.
+    """
+    if scheme.fallback_rate is None:
+        found = fused_statistics(x, scheme)
+        if found is not None:
+            return found
+    return decompose_scheme(x, scheme, fallback_threshold=fallback_threshold)
 
 
 def spread_layers(model: nn.Module, count: int) -> dict[str, WeightMatrix]:

@@ -24,7 +24,7 @@ from ...gemm import Groups, autocast_dtype, grouped, quantized_linear
 from ...gemm.weight_cache import WeightCache, form_in_force
 from ...layers import QUANTIZED, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
 from ...numerics.rng import counted_uniform
-from .norms import NoiseReport, router_names
+from .norms import NoiseReport, replaced_method, router_names
 from .targets import chosen_names, plain_name
 
 
@@ -161,10 +161,10 @@ class LinearNoise:
                 draws = {part: _Copy(_cache_of(target), target) for part, target in own.items()}
                 if isinstance(layer, (MXFP4Linear, MXFP4PackedLinear)):
                     forward = partial(self._forward, draws[None], step, sigma)
-                    stack.enter_context(_replaced(layer, "forward", forward))
+                    stack.enter_context(replaced_method(layer, "forward", forward))
                 else:
                     forward = partial(self._project, draws, layer.project, step, sigma)
-                    stack.enter_context(_replaced(layer, "project", forward))
+                    stack.enter_context(replaced_method(layer, "project", forward))
             yield
         self.finish(sigma)
 
@@ -253,10 +253,10 @@ class LinearNoise:
         return layers
 
     def _count_dense(self, target: WeightTarget, dtype: torch.dtype) -> None:
-        layer = target.layer
-        packs = target.is_packed
-        if isinstance(layer, MXFP4Linear):
-            packs = layer.rollout_form(layer.weight.new_empty(0, dtype=dtype), form_in_force()) == "packed"
+        layer, packs = target.layer, target.is_packed
+        if not packs:
+            form = partial(layer.rollout_form, *([] if target.projection is None else [target.projection]))
+            packs = form(target.weight().new_empty(0, dtype=dtype), form_in_force()) == "packed"
         if packs:
             self._dense.update(name for name, chosen in zip(target.names, target.chosen, strict=True) if chosen)
 
@@ -264,7 +264,8 @@ class LinearNoise:
         if torch.is_grad_enabled():
             raise RuntimeError("noise on linear weights belongs to rollouts, without gradients: use torch.no_grad()")
         self._count_dense(copy.target, dtype)
-        return copy.cache.get(copy.target.weight(), dtype, lambda: self._values(copy.target, dtype, step, sigma))
+        noisy = partial(self._values, copy.target, dtype, step, sigma)
+        return copy.cache.get(copy.target.weight(), dtype, noisy, of_step=False)
 
     def _forward(self, copy: "_Copy", step: int, sigma: float, x: torch.Tensor) -> torch.Tensor:
         layer, dtype = copy.target.layer, autocast_dtype(x) or x.dtype
@@ -331,16 +332,3 @@ def _cache_of(target: WeightTarget) -> WeightCache:
 def _mean_squares(values: torch.Tensor, columns: int) -> list[torch.Tensor]:
     """Of each matrix of ``[n, N, K]``, over ``columns`` of its ``K`` columns, which padding may have made more."""
     return [matrix.float().square().sum() / (matrix.shape[0] * columns) for matrix in values]
-
-
-@contextlib.contextmanager
-def _replaced(layer: nn.Module, method: str, replacement: Callable) -> Iterator[None]:
-    """A method of one layer replaced; back even after an exception."""
-    own = layer.__dict__.get(method)
-    setattr(layer, method, replacement)
-    try:
-        yield
-    finally:
-        delattr(layer, method)
-        if own is not None:
-            setattr(layer, method, own)

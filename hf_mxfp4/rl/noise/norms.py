@@ -12,13 +12,15 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...backends.devices import widest_float
+from ...gemm import autocast_dtype
+from ...gemm.weight_cache import WeightCache
 from ...module_names import OTHER_MODALITIES, name_matches
 from ...routing import present_routers
 from .targets import chosen_names, plain_name
@@ -112,7 +114,8 @@ class NormNoise:
     """Puts noise on the norms of one model.
 
     Args:
-        model: the policy, possibly wrapped by PEFT; hooks go on its modules and survive DDP and FSDP2.
+        model: the policy, possibly wrapped by PEFT; the forward passes of its norms are replaced for a rollout, which
+            DDP and FSDP2 allow.
         seed: base seed. Noise is a function of seed, step and module order, drawn on the CPU, so it is the same on
             all ranks, and global random state is not touched.
         compiled: whether compiled code of the model runs, too. Such code does not notice hooks that come and go: they
@@ -144,7 +147,8 @@ class NormNoise:
             )
         self._hooks = [_NormHook() for _ in self.norms]
         if compiled:
-            self._register()
+            for module, hook in zip(self.norms.values(), self._hooks, strict=True):
+                module.register_forward_hook(hook, with_kwargs=True)
 
     def noise(self, index: int, weight: torch.Tensor, step: int, sigma: float) -> torch.Tensor:
         """The float32 noise of the ``index``-th norm at a step, on the device of its weight."""
@@ -164,19 +168,17 @@ class NormNoise:
             yield
             self.last_report = NoiseReport(0.0, 0.0, 0)
             return
-        handles = [] if self.compiled else self._register()
-        try:
+        with contextlib.ExitStack() as stack:
             for index, (hook, module) in enumerate(zip(self._hooks, self.norms.values(), strict=True)):
                 hook.start(functools.partial(self.noise, index, step=step, sigma=sigma))
+                stack.callback(hook.stop)
                 if self.compiled:
                     hook.prepare(module.weight.detach().float())
+                else:
+                    forward = functools.partial(hook.forward, module, module.forward)
+                    stack.enter_context(replaced_method(module, "forward", forward))
             yield
             deviations = [hook.deviation for hook in self._hooks if hook.ran]
-        finally:
-            for hook in self._hooks:
-                hook.stop()
-            for handle in handles:
-                handle.remove()
         if not deviations:
             raise RuntimeError(
                 f"adaptive quantization noise (sigma={sigma:g}) reached none of {len(self.norms)} norms: "
@@ -185,13 +187,9 @@ class NormNoise:
         energy, count = (sum(column) for column in zip(*deviations, strict=True))
         self.last_report = NoiseReport(sigma, math.sqrt(energy / count), len(deviations), count)
 
-    def _register(self) -> list[RemovableHandle]:
-        pairs = zip(self.norms.values(), self._hooks, strict=True)
-        return [module.register_forward_hook(hook, with_kwargs=True) for module, hook in pairs]
-
 
 class _NormHook:
-    """The noise of one norm.
+    """The noise of one norm: its forward pass, or in code that is compiled a hook after it.
 
     Attributes:
         on: whether the norm's forward pass adds noise to its weight.
@@ -201,6 +199,7 @@ class _NormHook:
     """
 
     def __init__(self):
+        self._weights = WeightCache()
         self.stop()
 
     def start(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -211,6 +210,8 @@ class _NormHook:
         self.on = self.ran = False
         self.noise = self._draw = None
         self.deviation = 0.0, 0
+        self._dtypes: dict[tuple, torch.dtype] = {}
+        self._weights.clear()
 
     def prepare(self, clean: torch.Tensor) -> None:
         """Draw the noise for this weight, in float32."""
@@ -224,17 +225,50 @@ class _NormHook:
         exact = deviation.to(widest_float(deviation.device))
         self.deviation = float(exact.square().sum()), deviation.numel()
 
+    def forward(self, module: nn.Module, clean: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The noisy output of the norm, in the dtype of the ``clean`` forward pass, which runs once for each kind of
+        input to find that out."""
+        inputs = (*args, *kwargs.values())
+        kind = module.weight.dtype, *((x.dtype, autocast_dtype(x)) for x in inputs if isinstance(x, torch.Tensor))
+        dtype = self._dtypes.get(kind)
+        if dtype is None:
+            dtype = self._dtypes[kind] = clean(*args, **kwargs).dtype
+        weight = module.weight
+        noisy = self._weights.get(weight, torch.float32, functools.partial(self._noisy, weight))
+        self.ran = True
+        with _weight_replaced(module, noisy):
+            return clean(*(_float(value) for value in args), **kwargs).to(dtype)
+
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
-        # Traced by the compiler: what it reads here is checked before each run of what it made.
+        # Traced by the compiler, which leaves out the clean product, since all that is read of it is its dtype. What it
+        # reads here is checked before each run of what it made.
         if not self.on:
             return None
-        clean = module.weight.detach().float()
-        if self.noise is None:
-            self.prepare(clean)
+        noisy = self._noisy(module.weight)
         self.ran = True
-        with _weight_replaced(module, clean + self.noise):
+        with _weight_replaced(module, noisy):
             noisy = module.forward(*(_float(value) for value in args), **kwargs)
         return noisy.to(output.dtype)
+
+    def _noisy(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight with noise, in float32."""
+        clean = weight.detach().float()
+        if self.noise is None:
+            self.prepare(clean)
+        return clean + self.noise
+
+
+@contextlib.contextmanager
+def replaced_method(module: nn.Module, method: str, replacement: Callable) -> Iterator[None]:
+    """A method of one module replaced; back even after an exception."""
+    own = module.__dict__.get(method)
+    setattr(module, method, replacement)
+    try:
+        yield
+    finally:
+        delattr(module, method)
+        if own is not None:
+            setattr(module, method, own)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 
 from ..._logging import get_logger
 from ...analysis.policy.predictions import evaluation_mode
-from ...layers import MXFP4Linear, cached_weights, uncached_weights
+from ...layers import MXFP4Experts, MXFP4Linear, cached_weights, uncached_weights
 from ..config import MXFP4GRPOConfig
 
 
@@ -97,12 +97,19 @@ class RolloutGeneration:
 
 
 def describe_rollout_weights(model: nn.Module, kept: bool, form: str) -> str:
-    """Which copies of a model's trainable linear layers [`RolloutGeneration.weight_copies`] keeps, counted."""
+    """Which copies of a model's trainable layers [`RolloutGeneration.weight_copies`] keeps, counted."""
     if not kept:
         return "no copies"
-    layers = [module for module in model.modules() if isinstance(module, MXFP4Linear)]
-    counts = Counter(layer.rollout_form(layer.weight, form) for layer in layers)
-    return f"copies of {counts['packed']} linear layers packed, of {counts['dense']} dense"
+    linears, experts = Counter(), Counter()
+    for module in model.modules():
+        if isinstance(module, MXFP4Linear):
+            linears[module.rollout_form(module.weight, form)] += 1
+        elif isinstance(module, MXFP4Experts):
+            for projection in module.projections:
+                weight = getattr(module, projection)
+                experts[module.rollout_form(projection, weight, form)] += module.n_experts
+    also = f"; of {experts['packed']} matrices of experts packed, of {experts['dense']} dense" if experts else ""
+    return f"copies of {linears['packed']} linear layers packed, of {linears['dense']} dense{also}"
 
 
 class RolloutCache(StaticCache):

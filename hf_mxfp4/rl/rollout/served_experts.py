@@ -16,6 +16,7 @@ from trl.generation import vllm_generation
 
 from ...routing import RouterReplayError
 from ..config import MXFP4GRPOConfig
+from .vllm_options import given_to_vllm
 
 
 #: vLLM's option; it brings model runner V2, which it refuses to do without (and that needs Triton).
@@ -31,24 +32,12 @@ def experts_returned(args: MXFP4GRPOConfig) -> Iterator[None]:
     Raises `ValueError` for a vLLM that cannot, before it loads anything.
     Raises `RuntimeError` at the end when TRL has made none.
     """
-    make = getattr(vllm_generation, "LLM", None)
-    if not (args.use_vllm and args.router_replay) or make is None:  # without vLLM TRL says so
+    if not (args.use_vllm and args.router_replay) or not hasattr(vllm_generation, "LLM"):  # without vLLM TRL says so
         yield
         return
     check_version()
-    made = []
-
-    def make_returning(*arguments: Any, **options: Any) -> Any:
-        made.append(True)
-        return make(*arguments, **{**options, OPTION: True})
-
-    vllm_generation.LLM = make_returning
-    try:
+    with given_to_vllm(lambda options: {**options, OPTION: True}):
         yield
-    finally:
-        vllm_generation.LLM = make
-    if not made:
-        raise RuntimeError("TRL starts vLLM in another way than this version of hf-mxfp4 knows")
 
 
 def check_version() -> None:

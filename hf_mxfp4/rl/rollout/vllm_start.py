@@ -8,13 +8,12 @@ vLLM's `hf_overrides` take it: nothing is written, and vLLM reads and caches wha
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..._logging import get_logger
@@ -28,6 +27,7 @@ from ...registration import QUANT_METHOD
 from ...vllm_plugin.settings import SETTINGS_KEY, EngineSettings
 from ..config import MXFP4GRPOConfig
 from .vllm_engine import needs_dense, stored_config
+from .vllm_options import given_to_vllm
 
 
 @contextlib.contextmanager
@@ -48,7 +48,10 @@ def vllm_in_scheme(args: MXFP4GRPOConfig) -> Iterator[None]:
             (get_logger().info if is_asked_for else get_logger().warning)(
                 "vLLM is started on the checkpoint of the policy as it is, and not in its scheme: %s", words
             )
-        with _given_to_vllm(config):
+        if config is None:
+            start(generation)
+            return
+        with given_to_vllm(lambda options: _in_scheme(options, config)):
             start(generation)
 
     VLLMGeneration._init_vllm = start_in_scheme
@@ -58,30 +61,9 @@ def vllm_in_scheme(args: MXFP4GRPOConfig) -> Iterator[None]:
         VLLMGeneration._init_vllm = start
 
 
-@contextlib.contextmanager
-def _given_to_vllm(config: dict[str, Any] | None) -> Iterator[None]:
-    """Within this context TRL makes vLLM with this in the place of the checkpoint's `quantization_config`.
-
-    Raises `RuntimeError` at the end when it has made none.
-    """
-    make: Callable | None = getattr(vllm_generation, "LLM", None)
-    if config is None or make is None:  # without vLLM TRL says so
-        yield
-        return
-    made = []
-
-    def make_in_scheme(**options: Any) -> Any:
-        made.append(config)
-        overrides = {**(options.pop("hf_overrides", None) or {}), "quantization_config": config}
-        return make(**options, hf_overrides=overrides)
-
-    vllm_generation.LLM = make_in_scheme
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = make
-    if not made:
-        raise RuntimeError("TRL starts vLLM in another way than this version of hf-mxfp4 knows")
+def _in_scheme(options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Options of vLLM, with ``config`` in the place of the checkpoint's `quantization_config`."""
+    return {**options, "hf_overrides": {**(options.get("hf_overrides") or {}), "quantization_config": config}}
 
 
 def quantization_config(model: nn.Module, args: MXFP4GRPOConfig) -> tuple[dict[str, Any] | None, str]:

@@ -129,9 +129,14 @@ def checked_side(
 
 @functools.lru_cache(maxsize=1024)
 def scheme_constants(
-    dtype: torch.dtype, scheme: Scheme, out: torch.dtype | None = None, native: bool = False
+    dtype: torch.dtype,
+    scheme: Scheme,
+    out: torch.dtype | None = None,
+    native: bool = False,
+    limit: torch.dtype | None = None,
 ) -> SchemeConstants:
-    """Compile-time arguments of a scheme, for a dtype and that of the output. ``native``: the GPU knows E4M3."""
+    """Compile-time arguments of a scheme, for a dtype and that of the output. ``native``: the GPU knows E4M3.
+    ``limit``: the dtype whose largest number values saturate at; by default that of the output."""
     least_squares = scheme.scale_rule == "mse"
     carry = _CARRY[scheme.scale_rule]
     return SchemeConstants(
@@ -143,7 +148,7 @@ def scheme_constants(
         LEAST_SQUARES=least_squares,
         # Only scales above E - 2 reach byte 253, and only beyond float16.
         LIMITED=dtype != torch.float16 and (carry > 0 or least_squares),
-        LARGEST=torch.finfo(out or dtype).max,
+        LARGEST=torch.finfo(limit or out or dtype).max,
         BF16=dtype == torch.bfloat16,
         TILES=scheme.block_rows != 1,
         INTERPRETED=INTERPRETED,

@@ -34,16 +34,20 @@ from .rows import quantize_kernel
 
 
 def fake_quantize(
-    x: torch.Tensor, scheme: Scheme, side: Side = PLAIN, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    scheme: Scheme,
+    side: Side = PLAIN,
+    dtype: torch.dtype | None = None,
+    limit: torch.dtype | None = None,
 ) -> torch.Tensor:
     """See [`mxfp4_kernels.fake_quantize`]."""
     check_device(x)
     columns, scheme, shape = _read_as(x.shape, x.stride(), scheme, side.rotation)
     if columns:
-        return fake_quantize_both(x.mT, scheme, None, side, dtype)[1]
+        return fake_quantize_both(x.mT, scheme, None, side, dtype, limit)[1]
     out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
     for first_row, matrix, target in _matrices(x, scheme, out):
-        _launch_rows(matrix, as_stored(target), scheme, side, first_row, out.dtype)
+        _launch_rows(matrix, as_stored(target), scheme, side, first_row, out.dtype, limit)
     return out
 
 
@@ -60,7 +64,12 @@ def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN) -> Packed:
 
 
 def fake_quantize_both(
-    x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    scheme: Scheme,
+    side: Side | None,
+    side_t: Side,
+    dtype: torch.dtype | None = None,
+    limit: torch.dtype | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """See [`mxfp4_kernels.fake_quantize_both`]; without ``side``, of the transpose alone."""
     check_device(x)
@@ -72,7 +81,7 @@ def fake_quantize_both(
     out = None if side is None else torch.empty(*stack, rows, side.padded(cols), dtype=dtype, device=x.device)
     if x.numel():
         target = None if out is None else as_stored(out)
-        _launch_both(x, target, as_stored(out_t), scheme, side, side_t, dtype)
+        _launch_both(x, target, as_stored(out_t), scheme, side, side_t, dtype, limit)
     return out, out_t
 
 
@@ -176,14 +185,16 @@ def _rows(
     drawn: bool,
     has_signs: bool,
     out: torch.dtype | None,
+    limit: torch.dtype | None,
 ) -> _Rows:
-    """For a matrix of a layout; ``drawn`` random numbers; ``out`` is the dtype of values, `None` for codes."""
+    """For a matrix of a layout; ``drawn`` random numbers; ``out`` is the dtype of values, `None` for codes; ``limit``
+    as of [`scheme_constants`]."""
     side = Side(0 if drawn else None, rotation)
     rows, length = shape
     padded = side.padded(length)
     flat = padded == length and not has_signs
     at = plan(rows, padded, row_stride, unit_of(scheme, side), scheme.block_rows, flat)
-    constants = scheme_constants(dtype, scheme, out)
+    constants = scheme_constants(dtype, scheme, out, limit=limit)
     lengths = Lengths(
         n_cols=at.n_cols,
         n_read=length if at.n_cols == padded else at.n_cols,
@@ -203,11 +214,12 @@ def _launch_rows(
     side: Side,
     first_row: int,
     dtype: torch.dtype | None,
+    limit: torch.dtype | None = None,
 ) -> None:
     """``dtype``: of values, or `None` for codes."""
     seed, rotation, signs = side
     drawn, has_signs = seed is not None, signs is not None
-    at = _rows(matrix.shape, matrix.stride(0), matrix.dtype, scheme, rotation, drawn, has_signs, dtype)
+    at = _rows(matrix.shape, matrix.stride(0), matrix.dtype, scheme, rotation, drawn, has_signs, dtype, limit)
     numbers = (at.n_rows, at.lengths, at.col_tiles, first_row, *side.halves)
     launch(quantize_kernel, at.grid, matrix.device, bits(matrix), out, signs, *numbers, *at.constants, **at.options)
 
@@ -220,6 +232,7 @@ def _launch_both(
     side: Side | None,
     side_t: Side,
     dtype: torch.dtype,
+    limit: torch.dtype | None = None,
 ) -> None:
     x = x.detach()
     if x.stride(-1) != 1 and x.shape[-1] > 1 or x.dim() > 3:
@@ -231,7 +244,7 @@ def _launch_both(
     out_cols, out_cols_t = side.padded(cols), side_t.padded(rows)
     lengths = BothLengths(rows, cols, out_cols, out_cols_t, x.stride(1), x.stride(0))
     tile, strip = both_tile(scheme)
-    constants = scheme_constants(x.dtype, scheme, dtype)
+    constants = scheme_constants(x.dtype, scheme, dtype, limit=limit)
     row_bytes = None
     if isinstance(out_t, PackedPointers):
         row_bytes = _row_bytes(out_cols, constants.MACRO), _row_bytes(out_cols_t, constants.MACRO)

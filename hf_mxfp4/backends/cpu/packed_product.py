@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with packed weights on the CPU: on the codes for few rows, as in decoding, and for more with panels of
+dequantized values that stay in the cache."""
+
+import ctypes
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from ...numerics import MXFP4Tensor, QuantScheme
+from .functions import TYPES, addresses_of, description, fake_quantize
+from .library import ProductStruct, load
+from .threads import in_threads
+
+
+#: Multiplications that are worth waking a thread for.
+_WORTH_A_THREAD = 1 << 17
+#: Elements of a panel, and the least rows: torch's product with fewer is slow.
+_PANEL, _PANEL_ROWS = 1 << 20, 512
+
+
+def product(
+    x: torch.Tensor,
+    weight: MXFP4Tensor,
+    bias: torch.Tensor | None = None,
+    inputs: QuantScheme | None = None,
+) -> torch.Tensor:
+    """``Q(x) Q(W)^T + b`` of CPU tensors, without gradients.
+
+    Of up to [`most_rows`] rows sums are in float32, of exact products up to the rounding of a macro factor, and rounded
+    once, the same whatever the number of threads; of more, ``Q(W)`` is rounded to the dtype of ``x`` first, in panels.
+
+    Args:
+        x: ``[..., K]`` float32, bfloat16 or float16.
+        weight: ``[N, K]``, quantized along its last axis.
+        bias: ``[N]`` in the dtype of ``x``.
+        inputs: how ``x`` is quantized first: a scheme that [`unsupported_reason`] has nothing against.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: ``x``, the weight and the bias do not fit together.
+        RuntimeError: one of them is not on the CPU.
+    """
+    _check(x, weight, bias)
+    n_rows = x.shape[:-1].numel()
+    if n_rows > most_rows() and weight.codes.shape[0]:
+        return _by_panels(x if inputs is None else fake_quantize(x, inputs), weight, bias)
+    out = torch.empty(*x.shape[:-1], weight.codes.shape[0], dtype=x.dtype)
+    if out.numel():
+        _on_codes(x, weight, bias, inputs, out, n_rows)
+    return out
+
+
+def grouped_product(
+    x: torch.Tensor,
+    weight: MXFP4Tensor,
+    ends: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    inputs: QuantScheme | None = None,
+) -> torch.Tensor:
+    """[`product`] of each expert's rows with its own weight, all on the codes.
+
+    Args:
+        x: ``[S, K]``, rows sorted by expert.
+        weight: ``[experts, N, K]``, quantized along its last axis.
+        ends: int32 ``[experts]`` on the CPU, where the rows of each end.
+        bias: ``[experts, N]`` in the dtype of ``x``.
+        inputs: as there.
+
+    Returns:
+        ``[S, N]`` in the dtype of ``x``.
+    """
+    _check(x, weight, bias)
+    out = torch.empty(x.shape[0], weight.codes.shape[1], dtype=x.dtype)
+    if out.numel():
+        _on_codes(x, weight, bias, inputs, out, x.shape[0], ends)
+    return out
+
+
+@functools.cache
+def most_rows() -> int:
+    """Up to how many rows products are computed on the codes: beyond, panels are faster on this processor."""
+    return load()[0].mxfp4_product_rows()
+
+
+def _check(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> None:
+    """Before addresses are handed on."""
+    if x.shape[-1] != weight.length:
+        raise ValueError(f"an input of {x.shape[-1]} columns meets a weight of {weight.length}")
+    if bias is None:
+        return
+    if bias.dtype is not x.dtype or bias.shape != weight.codes.shape[:-1]:
+        expected = f"{x.dtype} {list(weight.codes.shape[:-1])}"
+        raise ValueError(f"the bias is {bias.dtype} {list(bias.shape)}; expected {expected}")
+    if not bias.is_cpu:
+        raise RuntimeError(f"the bias is on {bias.device}, the input on cpu; move one of them")
+
+
+def _on_codes(
+    x: torch.Tensor,
+    weight: MXFP4Tensor,
+    bias: torch.Tensor | None,
+    inputs: QuantScheme | None,
+    out: torch.Tensor,
+    n_rows: int,
+    ends: torch.Tensor | None = None,
+) -> None:
+    """Write a product into ``out``."""
+    in_features, out_features = weight.length, weight.codes.shape[-2]
+    x, bias = x.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+    parts, places = addresses_of(weight)
+    threads = max(1, min(torch.get_num_threads(), n_rows * in_features * out_features // _WORTH_A_THREAD))
+    arguments = ProductStruct(
+        x.data_ptr(),
+        TYPES[x.dtype],
+        n_rows,
+        None if inputs is None else ctypes.addressof(description(inputs, in_features)),
+        *places,
+        in_features,
+        out_features,
+        ctypes.addressof(description(weight.scheme, in_features)),
+        None if bias is None else bias.data_ptr(),
+        None if ends is None else ends.data_ptr(),
+        1 if ends is None else len(ends),
+        out.data_ptr(),
+        threads,
+        _parallel() if threads > 1 else None,
+    )
+    load()[0].mxfp4_product(ctypes.byref(arguments))
+
+
+def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product with the dequantized values of some rows of the weight after the other, in memory that is used again:
+    fresh memory as large as the weight costs more than to fill it."""
+    out_features, length = weight.codes.shape[0], weight.length
+    rows = min(out_features, max(_PANEL_ROWS, _PANEL // max(1, length)))
+    panel = torch.empty(rows, length, dtype=x.dtype)
+    parts, places = addresses_of(weight)
+    scheme, function = ctypes.byref(description(weight.scheme, length)), load()[0].mxfp4_dequantize
+    out = x.new_empty(*x.shape[:-1], out_features) if rows < out_features else None
+    for start in range(0, out_features, rows):
+        stop = min(start + rows, out_features)
+        origin = panel.data_ptr() - start * length * panel.element_size()
+
+        def fill(first: int, last: int, start: int = start, origin: int = origin) -> None:
+            function(origin, TYPES[x.dtype], length, scheme, start + first, start + last, *places)
+
+        in_threads(fill, count=stop - start, cost=(stop - start) * length)
+        values = F.linear(x, panel[: stop - start], None if bias is None else bias[start:stop])
+        if out is None:
+            return values
+        out[..., start:stop] = values
+    return out
+
+
+@functools.cache
+def _parallel() -> int | None:
+    """Where OpenMP's function lies that runs another in threads: that of the library that torch computes with, so that
+    both share one pool of threads; `None` where there is none, and threads are started for each product."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError):
+        return None

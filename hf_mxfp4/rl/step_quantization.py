@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One quantization of each weight per optimizer step, for its rollouts, log-probabilities and passes; and their count.
+
+A Trainer's optimizer steps after the last micro-batch, outside of `training_step`, in which rollouts are sampled too;
+checkpoints are loaded, callbacks called and evaluations run there as well. So quantizations are kept in `training_step`
+alone: from that of the first micro-batch to the end of that of the last one.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from accelerate import Accelerator
+from torch import nn
+from transformers.training_args import OptimizerNames
+
+from .._logging import get_logger
+from ..gemm import GemmState
+from ..gemm.counts import weight_quantizations
+from ..gemm.weight_cache import StepWeights
+from ..layers import MXFP4Experts, MXFP4Linear
+from .config import MXFP4GRPOConfig
+
+
+#: Optimizers that write weights in the backward pass.
+_INSIDE_BACKWARD = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
+
+
+class StepQuantization:
+    """Keeps what the `step_weights` option says, and logs how often weights were quantized.
+
+    Metrics: `quantization/weights_per_step`, quantizations of weights for forward products in an optimizer step, its
+    rollouts included; `quantization/dgrad_weights_per_step`, those of schemes whose Dgrad takes another. Each matrix
+    of experts counts. Not counted: evaluation, what callbacks measure, and codes that are pushed to vLLM.
+
+    Args:
+        model: the policy.
+        reference: the policy that it is held to; `None` without one of its own.
+        args: of the trainer.
+        accelerator: knows which micro-batch is the last one before the optimizer steps.
+        sharding: what shards the weights over processes, in words; `None` where every process has them all.
+        record: called with a metric's name and value.
+
+    Raises `ValueError` where weights are sharded and copies of them asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reference: nn.Module | None,
+        args: MXFP4GRPOConfig,
+        accelerator: Accelerator,
+        sharding: str | None,
+        record: Callable[[str, float], None],
+    ):
+        self._accelerator, self._record = accelerator, record
+        self._is_counted = bool(_states(model))
+        self._of_reference = [] if reference is None else _states(reference)
+        self._ends_each_pass = args.optim in _INSIDE_BACKWARD
+        self._counts: Counter[str] = Counter()
+        self._step: int | None = None
+        form = args.step_weights
+        if form in ("dense", "packed") and sharding is not None:
+            raise ValueError(
+                f"step_weights={form!r} would keep copies of all weights in each process, which {sharding} shards; "
+                "leave it at 'auto', or set 'none'"
+            )
+        if form == "auto" and (sharding is not None or not args.cache_rollout_weights):
+            form = "none"
+        if form != "none" and args.step_weights != "auto" and not self._is_counted:
+            get_logger().warning("step_weights=%s has no effect: no trainable layer of the policy is quantized", form)
+        self.form = form
+        self._weights = None if form == "none" else StepWeights(form)
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Around a whole training, before which weights may have been written, and which may be cut short."""
+        self.end()
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextlib.contextmanager
+    def micro_batch(self, step: int) -> Iterator[None]:
+        """Around `training_step` of one micro-batch of the optimizer step after ``step`` others."""
+        if step != self._step:  # the one before was cut short
+            self.end()
+            self._step = step
+        before = weight_quantizations()
+        with self._kept():
+            yield
+        self._counts += weight_quantizations() - before
+        if self._ends_each_pass and self._weights is not None:
+            self._weights.end()
+        if self._accelerator.sync_gradients:
+            counts = self._counts
+            self.end()
+            self._log(counts)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around an evaluation, which writes no weight."""
+        with self.training(), self._kept():
+            yield
+
+    def release_reference(self) -> None:
+        """Let go what is kept of the reference, which takes memory that the passes of training need."""
+        for state in self._of_reference:
+            state.clear()
+
+    def end(self) -> None:
+        """Let go what is kept, and forget what was counted: the weights are about to change, or may have changed."""
+        if self._weights is not None:
+            self._weights.end()
+        self._counts, self._step = Counter(), None
+
+    def _kept(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._weights is None else self._weights.active()
+
+    def _log(self, counts: Counter[str]) -> None:
+        if not self._is_counted:
+            return
+        self._record("quantization/weights_per_step", counts["fprop"])
+        if counts["dgrad"]:
+            self._record("quantization/dgrad_weights_per_step", counts["dgrad"])
+
+
+def _states(model: nn.Module) -> list[GemmState]:
+    """Of all weights that are quantized again when they change."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, MXFP4Linear):
+            found.append(module.state)
+        elif isinstance(module, MXFP4Experts):
+            found.extend(module.states.values())
+    return found

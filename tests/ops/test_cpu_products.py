@@ -1,0 +1,271 @@
+"""Products on 4-bit codes on the CPU, beside the float64 product of the dequantized operands."""
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4.backends.cpu import grouped_product, packed_product, product, unsupported_reason
+from hf_mxfp4.gemm.storage.packed_weight import packed_tensor, quantize_weight
+from hf_mxfp4.layers import MXFP4PackedLinear
+from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
+
+
+pytestmark = pytest.mark.skipif(
+    unsupported_reason(torch.float32, QuantScheme()) is not None, reason="no compiler for the CPU's functions"
+)
+
+SCHEMES = {
+    "plain": QuantScheme("even"),
+    "static": QuantScheme("rceil", 128, "static"),
+    "dynamic": QuantScheme("rceil", 128, "dynamic"),
+    "blockwise": QuantScheme("even", 128, "blockwise"),
+    "64": QuantScheme("rceil", 64, "static"),
+    "row": QuantScheme("rceil", "row", "static"),
+    "fallback": QuantScheme("rceil", None, "static", 0.5),
+    "fallback of macro blocks": QuantScheme("rceil", 128, "dynamic", 0.3),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Half the distance of neighbouring numbers, as a part of them.
+ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture(autouse=True)
+def codes_of_many_rows(monkeypatch):
+    """Where panels are faster, too, products of few rows are computed on the codes."""
+    monkeypatch.setattr(packed_product, "most_rows", lambda: 32)
+
+
+def packed(weight: torch.Tensor, scheme: QuantScheme) -> MXFP4Tensor:
+    return packed_tensor(quantize_weight(weight, scheme), weight.shape[-1], scheme, weight.dtype)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(out: torch.Tensor, x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None = None) -> None:
+    """Within the rounding of float32 sums, and one of the result."""
+    values = MXFP4Tensor.dequantize(weight, torch.float32).double()
+    added = 0 if bias is None else bias.double()
+    expected = x.double() @ values.t() + added
+    terms = x.double().abs() @ values.abs().t() + (0 if bias is None else bias.double().abs())
+    error = (out.double() - expected).abs() - expected.abs() * ROUNDING[out.dtype]
+    assert out.dtype == x.dtype and (error <= terms * 2**-21 + 1e-38).all(), (error / terms).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_schemes_shapes_and_rows(scheme, dtype):
+    for n_rows, (out_features, in_features) in itertools.product(
+        (1, 2, 3, 4, 5, 8, 11), ((1, 1), (7, 33), (16, 64), (19, 31), (18, 576), (5, 1000), (4, 2100))
+    ):
+        x, weight = random(n_rows, in_features, dtype=dtype), packed(random(out_features, in_features), scheme)
+        bias = random(out_features, dtype=dtype, seed=1)
+        check(product(x, weight, bias), x, weight, bias)
+        check(product(x, weight), x, weight)
+
+
+def test_literal_codes_and_bytes():
+    codes = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] + [0] * 8], dtype=torch.uint8)
+    weight = MXFP4Tensor(
+        codes, torch.tensor([[129]], dtype=torch.uint8), None, None, None, 32, 1, QuantScheme(), torch.float32
+    )
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for dtype in DTYPES:
+        found = product(torch.eye(32, dtype=dtype), weight)[:, 0]
+        assert torch.equal(found, F.pad(4 * grid, (0, 16)).to(dtype)), dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", ("plain", "static", "blockwise", "fallback"))
+def test_all_scale_bytes(scheme, dtype):
+    """A row of the weight for each byte, all others of it in the middle; small inputs, for sums in range."""
+    scheme = SCHEMES[scheme]
+    weight = packed(random(256, 256), scheme)
+    weight.scale[:, 3] = torch.arange(256, dtype=torch.uint8)
+    if weight.residual_scale is not None:
+        weight.residual_scale[:, 5] = torch.arange(256, dtype=torch.uint8).flip(0)
+    values = MXFP4Tensor.dequantize(weight, torch.float32).double()
+    for n_rows in (1, 4, 8):
+        x = random(n_rows, 256, dtype=dtype) * (2**-10 if dtype == torch.float16 else 2**-14)
+        expected, found = x.double() @ values.t(), product(x, weight).double()
+        largest = torch.finfo(dtype).max
+        assert torch.equal(found.isnan(), expected.isnan())
+        kept = expected.isfinite() & (expected.abs() < largest)
+        error = (found - expected).abs()
+        bound = (
+            expected.abs() * ROUNDING[dtype] + x.double().abs() @ values.abs().t() * 2**-21 + 2**-24 * (largest < 1e5)
+        )
+        assert (error <= bound)[kept].all() and kept.float().mean() > (0.1 if dtype == torch.float16 else 0.9)
+        assert (found.abs() >= largest)[~kept & ~expected.isnan()].all()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), float("-inf"), 1e38))
+def test_inputs_that_are_not_finite_or_huge(dtype, bad):
+    weight = packed(random(20, 96), SCHEMES["plain"])
+    x = random(5, 96, dtype=dtype)
+    x[2, 40] = bad
+    found = product(x, weight)
+    expected = x.double() @ weight.dequantize(torch.float32).double().t()
+    with_bad = torch.zeros(5, dtype=torch.bool)
+    with_bad[2] = True
+    check(found[~with_bad], x[~with_bad], weight)
+    row = expected[2].to(dtype)
+    if bad == 1e38:
+        torch.testing.assert_close(found[2].double(), expected[2].clamp(-3.4e38, 3.4e38), rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(found[2].isnan(), row.isnan())
+        assert torch.equal(found[2][~row.isnan()], row[~row.isnan()])
+
+
+def test_more_rows_than_the_codes_are_for():
+    """Bits of the product with dequantized values, whose panels are those of one weight."""
+    weight, bias = packed(random(24, 200), SCHEMES["static"]), random(24)
+    x = random(packed_product.most_rows() + 1, 200)
+    assert torch.equal(product(x, weight, bias), F.linear(x, weight.dequantize(torch.float32), bias))
+
+
+def test_several_panels(monkeypatch):
+    monkeypatch.setattr(packed_product, "_PANEL", 16 * 64)
+    monkeypatch.setattr(packed_product, "_PANEL_ROWS", 16)
+    monkeypatch.setattr(packed_product, "most_rows", lambda: 0)
+    weight, bias, x = packed(random(50, 64), SCHEMES["blockwise"]), random(50), random(2, 3, 64)
+    torch.testing.assert_close(product(x, weight, bias), F.linear(x, weight.dequantize(torch.float32), bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", ("plain", "static", "fallback"))
+def test_inputs_are_quantized_within(inputs, dtype):
+    x, weight = random(3, 160, dtype=dtype), packed(random(40, 160), SCHEMES["dynamic"])
+    scheme = SCHEMES[inputs]
+    assert torch.equal(product(x, weight, inputs=scheme), product(fake_quantize(x, **vars(scheme)), weight))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 9),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 700)),
+    scheme=st.sampled_from(list(SCHEMES.values())),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape(rows, sizes, scheme, dtype, seed):
+    x, weight = random(rows, sizes[1], dtype=dtype, seed=seed), packed(random(*sizes, seed=seed + 1), scheme)
+    check(product(x, weight), x, weight)
+
+
+def test_threads_do_not_change_bits(monkeypatch):
+    monkeypatch.setattr(packed_product, "_WORTH_A_THREAD", 1)
+    x, weight = random(5, 320, dtype=torch.bfloat16), packed(random(200, 320), SCHEMES["static"])
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count, parallel in itertools.product((1, 2, 3), (packed_product._parallel(), None)):
+            torch.set_num_threads(count)
+            monkeypatch.setattr(packed_product, "_parallel", lambda where=parallel: where)
+            found.append(product(x, weight))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_strides_and_leading_axes():
+    weight, bias = packed(random(12, 64), SCHEMES["plain"]), random(24)[::2]
+    x = random(64, 6).t().reshape(2, 3, 64)
+    found = product(x, weight, bias)
+    assert found.shape == (2, 3, 12) and torch.equal(
+        found, product(x.contiguous().view(6, 64), weight, bias).view(2, 3, 12)
+    )
+    assert product(random(0, 64), weight).shape == (0, 12)
+    assert product(random(64), weight).shape == (12,)
+
+
+def test_what_does_not_fit_is_refused():
+    weight, x = packed(random(12, 64), SCHEMES["static"]), random(3, 64)
+    with pytest.raises(ValueError, match="63 columns meets a weight of 64"):
+        product(x[:, 1:], weight)
+    with pytest.raises(ValueError, match=r"bias is torch.float32 \[11\]"):
+        product(x, weight, random(11))
+    with pytest.raises(ValueError, match="bias is torch.bfloat16"):
+        product(x, weight, random(12, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="bias is on meta"):
+        product(x, weight, torch.empty(12, device="meta"))
+    with pytest.raises(RuntimeError, match="weight is on meta"):
+        product(x, replace(weight, macro=weight.macro.to("meta")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", ("plain", "static", "fallback of macro blocks"))
+def test_experts(scheme, dtype):
+    scheme, counts = SCHEMES[scheme], (2, 0, 1, 9)
+    weights = [packed(random(21, 96, seed=e), scheme) for e in range(4)]
+    parts = {
+        name: None if getattr(weights[0], name) is None else torch.stack([getattr(w, name) for w in weights])
+        for name in ("codes", "scale", "macro", "residual_codes", "residual_scale")
+    }
+    together = MXFP4Tensor(**parts, length=96, axis=2, scheme=scheme, dtype=dtype)
+    x, bias = random(12, 96, dtype=dtype), random(4, 21, dtype=dtype, seed=7)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    found, start = grouped_product(x, together, ends, bias, QuantScheme()), 0
+    for expert, count in enumerate(counts):
+        own = product(x[start : start + count], weights[expert], bias[expert], QuantScheme())
+        assert torch.equal(found[start : start + count], own)
+        start += count
+
+
+def test_layers_take_it(monkeypatch):
+    """Without panels, which would dequantize."""
+    config = MXFP4RLConfig(mode="packed", preset="w4a4")
+    layer = MXFP4PackedLinear.from_linear(torch.nn.Linear(64, 32), config)
+    monkeypatch.setattr(packed_product, "_by_panels", None)
+    x = random(4, 64)
+    found = layer(x)
+    check(found, layer.quantized_input(x, x.dtype), layer.quantized_tensor(), layer.bias)
+
+
+@pytest.mark.large
+def test_memory_and_undefined_behaviour(tmp_path):
+    """All ways of the product in a library that stops at the first wrong access or undefined operation."""
+    work = """
+import itertools, torch
+from test_cpu_products import SCHEMES, packed, product, random
+for dtype, scheme, rows, (n, k) in itertools.product(
+    (torch.bfloat16, torch.float32), SCHEMES.values(), (1, 2, 3, 5), ((1, 1), (7, 33), (17, 100), (3, 600))
+):
+    weight, x = packed(random(n, k), scheme), random(rows, k, dtype=dtype)
+    product(x, weight, random(n, dtype=dtype), SCHEMES["static"])
+    weight.scale[0, 0] = 255
+    x[0, 0] = float("nan")
+    product(x, weight)
+print("clean")
+"""
+    asan = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
+    environment = {
+        **os.environ,
+        "HF_MXFP4_CPU": "sanitized",
+        "HF_MXFP4_CACHE": str(tmp_path),
+        "LD_PRELOAD": asan.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+    }
+    ran = subprocess.run([sys.executable, "-c", work], env=environment, capture_output=True, text=True)
+    assert ran.stdout.endswith("clean\n"), ran.stderr[-2000:]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("variant", ("avx2", "portable"))
+def test_other_instructions(variant, tmp_path):
+    """This file in a process whose library has fewer instructions."""
+    environment = {**os.environ, "HF_MXFP4_CPU": variant, "HF_MXFP4_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not large", __file__]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0 and " passed" in ran.stdout and " skipped" not in ran.stdout, ran.stdout[-2000:]

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each weight is quantized once per optimizer step: counted, and the same bits as quantizing it for each use, whatever
+writes weights between two steps."""
+
+import itertools
+
+import pytest
+import torch
+from grpo_runs import logged, prompts
+from moe_models import make_moe
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.quantizer.swap import quantize_linears
+
+
+#: Four micro-batches of two sequences, of two groups.
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
+#: The old log-probabilities are computed too: one rollout is trained on for two optimizer steps, twice.
+REUSED = {"num_iterations": 2, "steps_per_generation": 8, "max_steps": 4, "dataset": prompts(16)}
+STOCHASTIC = {"preset": "w4a4g4", "fprop": {"weight": "rceil+stochastic", "rotation": "random-16"}}
+
+
+def ended(trainer):
+    """What a run comes to: its weights, and what it logged of them."""
+    keys = ("loss", "entropy", "grad_norm", "kl", "sampling/kl", "eval_loss", "completions/mean_length")
+    return [p.detach().clone() for p in trainer.model.parameters()], [logged(trainer, key) for key in keys]
+
+
+def assert_equal(found, expected):
+    assert all(torch.equal(*pair) for pair in zip(found[0], expected[0], strict=True))
+    assert found[1] == expected[1]
+
+
+def counts(trainer, gemm=""):
+    return list(logged(trainer, f"quantization/{gemm}weights_per_step").values())
+
+
+#: Scheme, options, and how often 14 matrices are quantized without what is kept, per optimizer step: in the rollout,
+#: for old log-probabilities two sequences at a time, and in each pass.
+RUNS = {
+    "w4a4": ({"preset": "w4a4"}, {}, [5, 5]),
+    "w4a16, checkpointing": ({"preset": "w4a16"}, {"gradient_checkpointing": True}, [9, 9]),
+    "w4a4g4": ({"preset": "w4a4g4"}, {}, [5, 5]),
+    "w4a4g4, checkpointing": ({"preset": "w4a4g4"}, {"gradient_checkpointing": True}, [9, 9]),
+    "two iterations": ({}, REUSED, [13, 4, 4, 4]),
+    "two iterations, checkpointing": ({}, {**REUSED, "gradient_checkpointing": True}, [17, 8, 8, 8]),
+    "rollouts of codes": ({"preset": "w4a4"}, {"rollout_weights": "packed"}, [5, 5]),
+    "stochastic": (STOCHASTIC, {}, [5, 5]),
+    "bfloat16": ({"preset": "w4a4"}, {"bf16": True}, [5, 5]),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_once_per_optimizer_step(build, tmp_path, name):
+    scheme, options, without = RUNS[name]
+    found = {}
+    for form in ("auto", "packed", "none"):
+        out = str(tmp_path / form)
+        config = MXFP4RLConfig(**scheme)
+        trainer = build(scheme=config, step_weights=form, output_dir=out, **{**ACCUMULATED, **options})
+        trainer.train()
+        expected = [14] * len(without) if form != "none" else [14 * times for times in without]
+        assert counts(trainer) == expected, form
+        # Along the other axis, for the gradient of each input but the first layer's three.
+        assert counts(trainer, "dgrad_") == ([4 * 14] * len(without) if config.preset == "w4a4g4" else [])
+        assert not trainer.quantization._weights or not trainer.quantization._weights.is_open
+        found[form] = ended(trainer)
+    assert_equal(found["auto"], found["none"])
+    assert_equal(found["packed"], found["none"])
+
+
+def test_the_reference_and_the_policy_once_each(build, tmp_path):
+    """The reference is written too, by `sync_ref_model`."""
+    found = []
+    for form, times in (("auto", 2), ("none", 9)):
+        sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+        out = str(tmp_path / form)
+        trainer = build(beta=0.1, step_weights=form, output_dir=out, **{**ACCUMULATED, "max_steps": 3}, **sync)
+        trainer.train()
+        assert counts(trainer) == [14 * times] * 3
+        found.append(ended(trainer))
+    assert_equal(*found)
+
+
+def test_adapters_on_trainable_layers(build, tmp_path):
+    """Without them the policy is the reference, on the very same copies."""
+    found = []
+    for form, times in (("auto", 1), ("none", 9)):
+        options = {"peft_config": LoraConfig(target_modules="all-linear", r=2), "beta": 0.1, **ACCUMULATED}
+        torch.manual_seed(0)
+        trainer = build(step_weights=form, output_dir=str(tmp_path / form), **options)
+        trainer.train()
+        assert counts(trainer) == [14 * times] * 2
+        found.append(ended(trainer))
+    assert_equal(*found)
+
+
+def test_each_matrix_of_experts_once(build, tmp_path, dense_products):
+    found = []
+    for form, rollouts in itertools.product(("auto", "none"), ("dense", "packed")):
+        policy = make_moe(num_hidden_layers=1)
+        quantize_linears(policy, MXFP4RLConfig())
+        options = {"step_weights": form, "rollout_weights": rollouts, "output_dir": str(tmp_path / form / rollouts)}
+        trainer = build(policy=policy, **ACCUMULATED, **options)
+        trainer.train()
+        assert trainer.n_quantized == 4 + 6 * 2
+        # The passes of training on a CPU, too, take the matrices of all experts.
+        assert counts(trainer) == [trainer.n_quantized * (1 if form == "auto" else 5)] * 2
+        found.append(ended(trainer))
+    for other in found[1:]:
+        assert_equal(other, found[0])
+
+
+def test_noise_on_linear_weights_is_put_on_what_the_step_keeps(build, tmp_path):
+    found = []
+    for form, times in (("auto", 1), ("packed", 1), ("none", 5)):
+        noise = {"aqn_targets": "both", "aqn_num_stages": 1, "aqn_sigma_start": 0.5, "aqn_sigma_end": 0.5}
+        trainer = build(step_weights=form, output_dir=str(tmp_path / form), **ACCUMULATED, **noise)
+        trainer.train()
+        assert counts(trainer) == [14 * times] * 2 and logged(trainer, "aqn/n_linears") == {1: 14, 2: 14}
+        found.append(ended(trainer))
+    assert_equal(found[0], found[2])
+    assert_equal(found[1], found[2])
+
+
+EVENTS = ("step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log", "save", "evaluate")
+
+
+class Writes(TrainerCallback):
+    """Writes all quantized weights whenever something happens; between micro-batches by an operation that leaves a
+    trace, and otherwise by ones that leave none."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def _write(self, event, model):
+        self.seen.add(event)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "layers" in name:
+                with torch.no_grad():
+                    (parameter if event == "substep_end" else parameter.data).mul_(1.01)
+
+
+for _event in EVENTS:
+
+    def _on_event(self, args, state, control, model=None, _event=_event, **kwargs):
+        self._write(_event, model)
+
+    setattr(Writes, f"on_{_event}", _on_event)
+
+
+def test_whatever_writes_weights_between_passes_is_seen(build, tmp_path):
+    found = []
+    for form in ("dense", "packed", "none"):
+        writes = Writes()
+        trainer = build(
+            callbacks=[writes],
+            step_weights=form,
+            output_dir=str(tmp_path / form),
+            eval_dataset=prompts(1),
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=4,
+            save_strategy="steps",
+            save_steps=1,
+            **ACCUMULATED,
+        )
+        trainer.train()
+        assert writes.seen == set(EVENTS)
+        found.append(ended(trainer))
+    assert_equal(found[0], found[2])
+    assert_equal(found[1], found[2])
+
+
+def test_a_training_that_was_cut_short_leaves_nothing_to_the_next(build, tmp_path):
+    class Stops(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    found = []
+    for form in ("dense", "none"):
+        trainer = build(callbacks=[Stops], step_weights=form, output_dir=str(tmp_path / form), **ACCUMULATED)
+        trainer.train()
+        assert trainer.state.global_step == 0
+        for parameter in trainer.model.parameters():
+            parameter.data.mul_(1.1)
+        trainer.remove_callback(Stops)
+        trainer.train()
+        assert trainer.state.global_step == 2
+        found.append(ended(trainer))
+    assert_equal(*found)
+
+
+def test_evaluation_quantizes_once_and_is_not_counted(build, tmp_path):
+    found = []
+    for form in ("dense", "none"):
+        options = {"eval_dataset": prompts(3), "per_device_eval_batch_size": 4, "output_dir": str(tmp_path / form)}
+        trainer = build(step_weights=form, **options)
+        found.append(trainer.evaluate())
+        assert trainer._metrics["train"]["quantization/weights_per_step"] == []
+    values = [{k: v for k, v in metrics.items() if "time" not in k and "per_second" not in k} for metrics in found]
+    assert values[0] == values[1] and {"eval_loss", "eval_reward", "eval_entropy"} <= values[0].keys()
+
+
+def test_nothing_is_kept_where_no_copies_are_wanted(build):
+    trainer = build(cache_rollout_weights=False, **ACCUMULATED)
+    assert trainer.quantization.form == "none"
+    assert build(cache_rollout_weights=False, step_weights="packed").quantization.form == "packed"
+
+
+def test_what_has_no_effect_is_said(build, capsys):
+    scheme = MXFP4RLConfig(mode="packed")
+    trainer = build(scheme=scheme, peft_config=LoraConfig(r=2), step_weights="dense", **ACCUMULATED)
+    assert "step_weights=dense has no effect: no trainable layer" in capsys.readouterr().err
+    trainer.train()
+    assert counts(trainer) == []
