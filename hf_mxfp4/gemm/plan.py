@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..backends import select as backends
+from ..backends.cpu.packed_product import OnCodes
 from ..numerics import QuantScheme
 from .linear import as_dtype, autocast_dtype, can_autocast, linear_with_gradient, needs_gradient, quantized_linear
 from .operands import input_operand, kept_weight_operand, nearest_input
@@ -35,6 +36,8 @@ class InputPlan:
         is_dense: whether the forward product is one of dense values on this device, whatever kernels its spec names.
         packs: by the form that a [`cached_weights`] context asks for, whether a trainable layer keeps its weight packed
             there; filled by who uses it.
+        on_codes: what computes products with packed weights of the layer on the CPU, where that is known to do it;
+            filled as well.
     """
 
     __slots__ = (
@@ -44,12 +47,14 @@ class InputPlan:
         "_key",
         "_layer_dtype",
         "_length",
+        "_passes",
         "_quantize",
         "_saved_key",
         "_spec",
         "_threshold",
         "dtype",
         "is_dense",
+        "on_codes",
         "packs",
     )
 
@@ -61,10 +66,12 @@ class InputPlan:
         self._autocasts = can_autocast(x.device.type)
         self._spec, self._threshold = spec, state.threshold
         self.packs: dict[str, bool] = {}
+        self.on_codes: OnCodes | None = None
         kernel = spec.gemm_kernel if isinstance(spec, GemmSpec) else "dense"
         on_cpu = kernel == "auto" and hardware_of(x.device) in ("cpu", INTERPRETER)
         self.is_dense = kernel == "dense" or on_cpu
         self._quantize = self._key = self._saved_key = None
+        self._passes = isinstance(spec, PackedSpec) and spec.inputs is None and self.dtype is x.dtype
         scheme = _nearest_scheme(spec) if state.threshold is None else None
         if scheme is not None and isinstance(x, FakeTensor):
             self._quantize = functools.partial(_like, dtype=self.dtype)
@@ -90,6 +97,8 @@ class InputPlan:
 
     def operand(self, x: torch.Tensor, state: GemmState) -> torch.Tensor:
         """The operand of the forward product, without a gradient."""
+        if self._passes:
+            return x
         made = self.quantized(x, state)
         if made is not None:
             return made

@@ -112,12 +112,12 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
 def addresses_of(tensor: MXFP4Tensor) -> tuple[list[torch.Tensor | None], list[int | None]]:
     """The contiguous parts of a packed tensor, and where they lie as long as somebody holds them. Raises `RuntimeError`
     for a tensor that is not in the memory of the CPU."""
-    parts = [tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale]
-    for part in parts:
+    parts: list[torch.Tensor | None] = []
+    for part in (tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale):
         if part is not None and not part.is_cpu:
             raise RuntimeError(f"the packed weight is on {part.device}, its input on cpu; move one of them")
-    parts = [None if part is None else part.contiguous() for part in parts]
-    return parts, list(map(_address, parts))
+        parts.append(None if part is None else part.contiguous())
+    return parts, [None if part is None else part.data_ptr() for part in parts]
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,78 @@ _WORTH_A_THREAD = 1 << 17
 _PANEL, _PANEL_ROWS = 1 << 20, 512
 
 
+class OnCodes:
+    """Products on the codes of weights of one scheme and shape, with inputs of one dtype. What all of them have in
+    common is looked up once: at every call it would take longer than the arithmetic of a single token.
+
+    Args:
+        scheme, in_features, out_features: of the weights; of experts, those of each.
+        dtype: of inputs and bias: float32, bfloat16 or float16.
+    """
+
+    __slots__ = ("_common", "_described", "_function", "in_features", "out_features")
+
+    def __init__(self, scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype):
+        self.in_features, self.out_features = in_features, out_features
+        self._function, self._described = load()[0].mxfp4_product, description(scheme, in_features)
+        self._common = ProductStruct(
+            type=TYPES[dtype],
+            in_features=in_features,
+            out_features=out_features,
+            weights=ctypes.addressof(self._described),
+            n_experts=1,
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: MXFP4Tensor,
+        bias: torch.Tensor | None = None,
+        inputs: QuantScheme | None = None,
+        ends: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Arguments and result as of [`product`], with ``ends`` of [`grouped_product`]. Those that do not fit together
+        are not noticed."""
+        out_features = self.out_features
+        out = x.new_empty((*x.shape[:-1], out_features))
+        size = out.numel()
+        if not size:
+            return out
+        x, n_rows = x.contiguous(), size // out_features
+        parts, places = addresses_of(weight)
+        arguments = ProductStruct.from_buffer_copy(self._common)
+        arguments.x, arguments.y, arguments.n_rows = x.data_ptr(), out.data_ptr(), n_rows
+        arguments.codes, arguments.scale, arguments.macro = places[:3]
+        if places[3] is not None:
+            arguments.residual_codes, arguments.residual_scale = places[3:]
+        if bias is not None:
+            bias = bias.contiguous()
+            arguments.bias = bias.data_ptr()
+        if inputs is not None:
+            described = description(inputs, self.in_features)
+            arguments.inputs = ctypes.addressof(described)
+        if ends is not None:
+            arguments.ends, arguments.n_experts = ends.data_ptr(), len(ends)
+        threads = torch.get_num_threads()
+        if threads > 1:
+            threads = min(threads, size * self.in_features // _WORTH_A_THREAD)
+        if threads > 1:
+            arguments.parallel = _parallel()
+        arguments.threads = max(1, threads)
+        self._function(ctypes.byref(arguments))
+        return out
+
+
+#: The one for a scheme, a shape and a dtype.
+on_codes = functools.lru_cache(maxsize=256)(OnCodes)
+
+
 def product(
     x: torch.Tensor,
     weight: MXFP4Tensor,
     bias: torch.Tensor | None = None,
     inputs: QuantScheme | None = None,
+    prepared: OnCodes | None = None,
 ) -> torch.Tensor:
     """``Q(x) Q(W)^T + b`` of CPU tensors, without gradients.
 
@@ -36,6 +103,7 @@ def product(
         weight: ``[N, K]``, quantized along its last axis.
         bias: ``[N]`` in the dtype of ``x``.
         inputs: how ``x`` is quantized first: a scheme that [`unsupported_reason`] has nothing against.
+        prepared: what [`on_codes`] gives for these arguments, to save the search.
 
     Returns:
         ``[..., N]`` in the dtype of ``x``.
@@ -45,13 +113,12 @@ def product(
         RuntimeError: one of them is not on the CPU.
     """
     _check(x, weight, bias)
-    n_rows = x.shape[:-1].numel()
-    if n_rows > most_rows() and weight.codes.shape[0]:
+    out_features = weight.codes.shape[0]
+    if x.shape[:-1].numel() > most_rows() and out_features:
         return _by_panels(x if inputs is None else fake_quantize(x, inputs), weight, bias)
-    out = torch.empty(*x.shape[:-1], weight.codes.shape[0], dtype=x.dtype)
-    if out.numel():
-        _on_codes(x, weight, bias, inputs, out, n_rows)
-    return out
+    if prepared is None or prepared.out_features != out_features:
+        prepared = on_codes(weight.scheme, weight.length, out_features, x.dtype)
+    return prepared(x, weight, bias, inputs)
 
 
 def grouped_product(
@@ -74,10 +141,8 @@ def grouped_product(
         ``[S, N]`` in the dtype of ``x``.
     """
     _check(x, weight, bias)
-    out = torch.empty(x.shape[0], weight.codes.shape[1], dtype=x.dtype)
-    if out.numel():
-        _on_codes(x, weight, bias, inputs, out, x.shape[0], ends)
-    return out
+    prepared = on_codes(weight.scheme, weight.length, weight.codes.shape[1], x.dtype)
+    return prepared(x, weight, bias, inputs, ends)
 
 
 @functools.cache
@@ -97,39 +162,6 @@ def _check(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> N
         raise ValueError(f"the bias is {bias.dtype} {list(bias.shape)}; expected {expected}")
     if not bias.is_cpu:
         raise RuntimeError(f"the bias is on {bias.device}, the input on cpu; move one of them")
-
-
-def _on_codes(
-    x: torch.Tensor,
-    weight: MXFP4Tensor,
-    bias: torch.Tensor | None,
-    inputs: QuantScheme | None,
-    out: torch.Tensor,
-    n_rows: int,
-    ends: torch.Tensor | None = None,
-) -> None:
-    """Write a product into ``out``."""
-    in_features, out_features = weight.length, weight.codes.shape[-2]
-    x, bias = x.detach().contiguous(), None if bias is None else bias.detach().contiguous()
-    parts, places = addresses_of(weight)
-    threads = max(1, min(torch.get_num_threads(), n_rows * in_features * out_features // _WORTH_A_THREAD))
-    arguments = ProductStruct(
-        x.data_ptr(),
-        TYPES[x.dtype],
-        n_rows,
-        None if inputs is None else ctypes.addressof(description(inputs, in_features)),
-        *places,
-        in_features,
-        out_features,
-        ctypes.addressof(description(weight.scheme, in_features)),
-        None if bias is None else bias.data_ptr(),
-        None if ends is None else ends.data_ptr(),
-        1 if ends is None else len(ends),
-        out.data_ptr(),
-        threads,
-        _parallel() if threads > 1 else None,
-    )
-    load()[0].mxfp4_product(ctypes.byref(arguments))
 
 
 def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -41,13 +41,15 @@ struct Tile {
     int capacity;   // that the kernel computes
 };
 
+// Scale bytes; that of 1 where there is none, since the least, a subnormal number, is slow to multiply with.
 inline Bytes first_bytes(const uint8_t* p, int64_t count) {
-    Bytes bytes = {};
+    Bytes bytes = Bytes{} + 127;
     if (count >= kGroup)
         std::memcpy(&bytes, p, sizeof bytes);
     else
 #ifdef __AVX512BW__
-        bytes = reinterpret_cast<Bytes>(_mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), p));
+        bytes = reinterpret_cast<Bytes>(
+            _mm_mask_loadu_epi8(reinterpret_cast<__m128i>(bytes), static_cast<__mmask16>((1u << count) - 1), p));
 #else
         for (int64_t i = 0; i < count; ++i) bytes[i] = p[i];
 #endif

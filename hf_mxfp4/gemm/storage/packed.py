@@ -65,6 +65,8 @@ def planned_packed_linear(
 
 def _planned_forward(x: torch.Tensor, bias: torch.Tensor | None, state: GemmState, plan: PackedPlan) -> torch.Tensor:
     spec, weight = state.spec, plan.weight
+    if plan.on_codes is not None:
+        return on_cpu.product(plan.operand(x, state), weight, as_dtype(bias, plan.dtype), None, plan.on_codes)
     values = functools.partial(_values, plan.packed, weight, spec, state.cache)
     return packed_product(plan.operand(x, state), weight, as_dtype(bias, plan.dtype), values, spec.backend)
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ...backends import select as backends
+from ...backends.cpu.packed_product import OnCodes, on_codes
 from ...numerics import MXFP4Tensor
 from ..plan import InputPlan
 from ..state import GemmState
@@ -31,6 +33,7 @@ class PackedPlan(InputPlan):
         super().__init__(x, state, name, None if bias is None else bias.dtype)
         spec, self.packed = state.spec, packed
         self.weight = MXFP4Tensor(*packed, length=spec.in_features, axis=1, scheme=spec.weights, dtype=self.dtype)
+        self.on_codes = product_on_codes(x, self.weight, self.dtype, spec.backend)
 
     def takes_layer(self, x: torch.Tensor, state: GemmState, parameters: Mapping[str, torch.Tensor | None]) -> bool:
         """Whether it is the plan for this input and the layer with these parameters."""
@@ -43,3 +46,12 @@ class PackedPlan(InputPlan):
         if get("weight_residual") is not packed[3] or get("weight_residual_scale") is not packed[4]:
             return False
         return self.takes(x, state, None if bias is None else bias.dtype)
+
+
+def product_on_codes(x: torch.Tensor, weight: MXFP4Tensor, dtype: torch.dtype, backend: str) -> OnCodes | None:
+    """Return what computes products in ``dtype`` of inputs like ``x`` with this weight on the CPU; `None` where
+    something else does."""
+    like = x.new_empty(0, dtype=dtype)
+    if backends.choose_backend(like, backends.as_read(weight.scheme), backend, length=weight.length) != "cpu":
+        return None
+    return on_codes(weight.scheme, weight.length, weight.codes.shape[0], dtype)

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from ...backends.cpu import packed_product as on_cpu
 from ..groups import Groups
 from ..linear import as_dtype, autocast_dtype
 from ..operands import input_operand
@@ -14,6 +15,7 @@ from ..state import GemmState
 from ..weight_cache import copies_are_shared, form_in_force
 from .copies import packed_copy, reads_codes, values_of
 from .packed import packed_groups, packed_product
+from .packed_plan import product_on_codes
 from .packed_weight import PACKED_FIELDS
 
 
@@ -68,9 +70,15 @@ def planned_rollout(
     if packs is None:
         packs = rollout_form(x.new_empty(0, dtype=plan.dtype), state.spec, form) == "packed"
         plan.packs[form] = packs
+        if packs:
+            plan.on_codes = product_on_codes(x, packed_copy(weight, state), plan.dtype, state.spec.backend)
     if not packs:
         return None
-    product = _with_copy(plan.operand(x, state), weight, bias, plan.dtype, state, form)
+    operand = plan.operand(x, state)
+    if plan.on_codes is None:
+        product = _with_copy(operand, weight, bias, plan.dtype, state, form)
+    else:
+        product = on_cpu.product(operand, packed_copy(weight, state), as_dtype(bias, plan.dtype), None, plan.on_codes)
     share_copy(weight, state)
     return product
 
