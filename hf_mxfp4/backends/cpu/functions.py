@@ -4,7 +4,7 @@
 import ctypes
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -104,20 +104,27 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[`MXFP4Tensor.dequantize`] of CPU tensors; ``dtype`` is float32, bfloat16 or float16."""
     out = torch.empty(*tensor.codes.shape[:-1], tensor.length, dtype=dtype)
     if out.numel():
-        parts, places = addresses_of(tensor)
+        held, places = addresses_of(parts_of(tensor))
         _over_rows("mxfp4_dequantize", out, tensor.scheme, *places)
     return out.movedim(-1, tensor.axis)
 
 
-def addresses_of(tensor: MXFP4Tensor) -> tuple[list[torch.Tensor | None], list[int | None]]:
-    """The contiguous parts of a packed tensor, and where they lie as long as somebody holds them. Raises `RuntimeError`
-    for a tensor that is not in the memory of the CPU."""
-    parts: list[torch.Tensor | None] = []
-    for part in (tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale):
+def addresses_of(
+    parts: Sequence[torch.Tensor | None],
+) -> tuple[list[torch.Tensor | None], list[int | None]]:
+    """The parts of a packed tensor, contiguous, and where they lie as long as somebody holds them. Raises
+    `RuntimeError` for a tensor that is not in the memory of the CPU."""
+    held: list[torch.Tensor | None] = []
+    for part in parts:
         if part is not None and not part.is_cpu:
             raise RuntimeError(f"the packed weight is on {part.device}, its input on cpu; move one of them")
-        parts.append(None if part is None else part.contiguous())
-    return parts, [None if part is None else part.data_ptr() for part in parts]
+        held.append(None if part is None else part.contiguous())
+    return held, [None if part is None else part.data_ptr() for part in held]
+
+
+def parts_of(tensor: MXFP4Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The parts of a packed tensor in the order of the library's arguments."""
+    return tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale
 
 
 @dataclass(frozen=True)

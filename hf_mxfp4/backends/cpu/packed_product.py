@@ -4,12 +4,13 @@ dequantized values that stay in the cache."""
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from ...numerics import MXFP4Tensor, QuantScheme
-from .functions import TYPES, addresses_of, description, fake_quantize
+from .functions import TYPES, addresses_of, description, fake_quantize, parts_of
 from .library import ProductStruct, load
 from .threads import in_threads
 
@@ -45,20 +46,20 @@ class OnCodes:
     def __call__(
         self,
         x: torch.Tensor,
-        weight: MXFP4Tensor,
+        parts: Sequence[torch.Tensor | None],
         bias: torch.Tensor | None = None,
         inputs: QuantScheme | None = None,
         ends: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Arguments and result as of [`product`], with ``ends`` of [`grouped_product`]. Those that do not fit together
-        are not noticed."""
+        """Arguments and result as of [`product`], with ``ends`` of [`grouped_product`], and with the parts of the
+        weight. Those that do not fit together are not noticed."""
         out_features = self.out_features
         out = x.new_empty((*x.shape[:-1], out_features))
         size = out.numel()
         if not size:
             return out
         x, n_rows = x.contiguous(), size // out_features
-        parts, places = addresses_of(weight)
+        held, places = addresses_of(parts)
         arguments = ProductStruct.from_buffer_copy(self._common)
         arguments.x, arguments.y, arguments.n_rows = x.data_ptr(), out.data_ptr(), n_rows
         arguments.codes, arguments.scale, arguments.macro = places[:3]
@@ -118,7 +119,7 @@ def product(
         return _by_panels(x if inputs is None else fake_quantize(x, inputs), weight, bias)
     if prepared is None or prepared.out_features != out_features:
         prepared = on_codes(weight.scheme, weight.length, out_features, x.dtype)
-    return prepared(x, weight, bias, inputs)
+    return prepared(x, parts_of(weight), bias, inputs)
 
 
 def grouped_product(
@@ -142,7 +143,7 @@ def grouped_product(
     """
     _check(x, weight, bias)
     prepared = on_codes(weight.scheme, weight.length, weight.codes.shape[1], x.dtype)
-    return prepared(x, weight, bias, inputs, ends)
+    return prepared(x, parts_of(weight), bias, inputs, ends)
 
 
 @functools.cache
@@ -170,7 +171,7 @@ def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) 
     out_features, length = weight.codes.shape[0], weight.length
     rows = min(out_features, max(_PANEL_ROWS, _PANEL // max(1, length)))
     panel = torch.empty(rows, length, dtype=x.dtype)
-    parts, places = addresses_of(weight)
+    held, places = addresses_of(parts_of(weight))
     scheme, function = ctypes.byref(description(weight.scheme, length)), load()[0].mxfp4_dequantize
     out = x.new_empty(*x.shape[:-1], out_features) if rows < out_features else None
     for start in range(0, out_features, rows):

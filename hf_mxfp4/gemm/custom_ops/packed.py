@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ...backends import select as backends
+from ...backends.cpu import packed_product as on_cpu
 from ..groups import Groups
-from ..linear import autocast_dtype
+from ..linear import as_dtype, autocast_dtype
 from ..operands import nearest_input
 from ..spec import PackedSpec
 from ..state import GemmState, state_of
@@ -64,14 +66,29 @@ def _forward(
     input_scheme: str,
     backend: str,
 ) -> torch.Tensor:
-    spec = _spec(weight_scheme, input_scheme, x.shape[-1], backend)
     packed = codes, scale, macro, residual_codes, residual_scale
+    if ends is None and not input_scheme and x.dtype is dtype:
+        on_codes = _on_codes(x.device.type, dtype, weight_scheme, x.shape[-1], codes.shape[0], backend)
+        if on_codes is not None and x.shape[:-1].numel() <= on_cpu.most_rows():
+            return on_codes(x.detach(), packed, as_dtype(bias, dtype))
+    spec = _spec(weight_scheme, input_scheme, x.shape[-1], backend)
     return packed_forward(x.detach(), packed, bias, spec, groups_of(ends, x.shape[0]), dtype).contiguous()
 
 
 @functools.lru_cache(maxsize=256)
 def _spec(weights: str, inputs: str, in_features: int, backend: str) -> PackedSpec:
     return PackedSpec(read_scheme(weights), read_scheme(inputs) if inputs else None, in_features, backend)
+
+
+@functools.lru_cache(maxsize=256)
+def _on_codes(
+    device_type: str, dtype: torch.dtype, weights: str, in_features: int, out_features: int, backend: str
+) -> on_cpu.OnCodes | None:
+    """What computes the product of few rows where the CPU does that on codes: found by words and numbers alone, which
+    takes less time than by a scheme."""
+    scheme = read_scheme(weights)
+    name, _ = backends.backend_for(device_type, dtype, backends.as_read(scheme), backend, in_features)
+    return on_cpu.on_codes(scheme, in_features, out_features, dtype) if name == "cpu" else None
 
 
 def _out_shape(
