@@ -41,7 +41,7 @@ ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 @pytest.fixture(autouse=True)
 def codes_of_many_rows(monkeypatch):
     """Where panels are faster, too, products of few rows are computed on the codes."""
-    monkeypatch.setattr(packed_product, "most_rows", lambda: 32)
+    monkeypatch.setattr(packed_product, "most_rows", lambda dtype: 32)
 
 
 def packed(weight: torch.Tensor, scheme: QuantScheme) -> MXFP4Tensor:
@@ -72,6 +72,25 @@ def test_schemes_shapes_and_rows(scheme, dtype):
         bias = random(out_features, dtype=dtype, seed=1)
         check(product(x, weight, bias), x, weight, bias)
         check(product(x, weight), x, weight)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_tiles_of_rows(scheme, monkeypatch):
+    """Where processors multiply matrices: 16 rows at a time, up to 64 with weights that are decoded once."""
+    monkeypatch.setattr(packed_product, "most_rows", lambda dtype: 200)
+    for n_rows, (out_features, in_features) in (
+        (16, (16, 64)),
+        (17, (5, 33)),
+        (40, (18, 576)),
+        (64, (3, 130)),
+        (150, (17, 1000)),
+    ):
+        x, weight = random(n_rows, in_features, dtype=torch.bfloat16), packed(random(out_features, in_features), scheme)
+        bias = random(out_features, dtype=torch.bfloat16, seed=1)
+        check(product(x, weight, bias), x, weight, bias)
+        weight.scale[0, -1] = 252  # a scale that is not folded into values, in one row of 16
+        weight.scale[-1, 0] = 1
+        check(product(x * 2.0**-100, weight), x * 2.0**-100, weight)
 
 
 def test_literal_codes_and_bytes():
@@ -131,14 +150,14 @@ def test_inputs_that_are_not_finite_or_huge(dtype, bad):
 def test_more_rows_than_the_codes_are_for():
     """Bits of the product with dequantized values, whose panels are those of one weight."""
     weight, bias = packed(random(24, 200), SCHEMES["static"]), random(24)
-    x = random(packed_product.most_rows() + 1, 200)
+    x = random(packed_product.most_rows(torch.float32) + 1, 200)
     assert torch.equal(product(x, weight, bias), F.linear(x, weight.dequantize(torch.float32), bias))
 
 
 def test_several_panels(monkeypatch):
     monkeypatch.setattr(packed_product, "_PANEL", 16 * 64)
     monkeypatch.setattr(packed_product, "_PANEL_ROWS", 16)
-    monkeypatch.setattr(packed_product, "most_rows", lambda: 0)
+    monkeypatch.setattr(packed_product, "most_rows", lambda dtype: 0)
     weight, bias, x = packed(random(50, 64), SCHEMES["blockwise"]), random(50), random(2, 3, 64)
     torch.testing.assert_close(product(x, weight, bias), F.linear(x, weight.dequantize(torch.float32), bias))
 
@@ -239,7 +258,7 @@ def test_memory_and_undefined_behaviour(tmp_path):
 import itertools, torch
 from test_cpu_products import SCHEMES, packed, product, random
 for dtype, scheme, rows, (n, k) in itertools.product(
-    (torch.bfloat16, torch.float32), SCHEMES.values(), (1, 2, 3, 5), ((1, 1), (7, 33), (17, 100), (3, 600))
+    (torch.bfloat16, torch.float32), SCHEMES.values(), (1, 2, 3, 5, 17, 70), ((1, 1), (7, 33), (17, 100), (3, 600))
 ):
     weight, x = packed(random(n, k), scheme), random(rows, k, dtype=dtype)
     product(x, weight, random(n, dtype=dtype), SCHEMES["static"])
@@ -262,7 +281,7 @@ print("clean")
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("variant", ("avx2", "portable"))
+@pytest.mark.parametrize("variant", ("avx512", "avx2", "portable"))
 def test_other_instructions(variant, tmp_path):
     """This file in a process whose library has fewer instructions."""
     environment = {**os.environ, "HF_MXFP4_CPU": variant, "HF_MXFP4_CACHE": str(tmp_path)}

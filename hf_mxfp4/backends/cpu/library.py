@@ -21,6 +21,7 @@ _FILES = (
     "decode.h",
     "lanes.h",
     "product.h",
+    "product_amx.h",
     "product_bf16.h",
     "product_float.h",
     "product.cpp",
@@ -38,6 +39,7 @@ VARIANT_VARIABLE = "HF_MXFP4_CPU"
 #: Options by variant; the first that the compiler accepts.
 _TUNING = {
     "native": (("-march=native",), ("-mcpu=native",), ()),
+    "avx512": (("-march=native", "-mno-amx-bf16"),),
     "avx2": (("-march=x86-64-v3",),),
     "portable": ((),),
     "sanitized": (("-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"),),
@@ -94,6 +96,7 @@ _SIGNATURES = {
     "mxfp4_dequantize": (*_COMMON, *[_POINTER] * 5),
     "mxfp4_statistics": (*_COMMON, _POINTER, _POINTER),
     "mxfp4_product": (ctypes.POINTER(ProductStruct),),
+    "mxfp4_product_rows": (ctypes.c_int64,),
 }
 
 
@@ -111,8 +114,7 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
         return None, str(error)
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
-    library.mxfp4_product_rows.restype = ctypes.c_int64
+        function.argtypes, function.restype = arguments, ctypes.c_int64 if "_rows" in name else None
     return library, None
 
 

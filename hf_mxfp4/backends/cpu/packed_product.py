@@ -115,7 +115,7 @@ def product(
     """
     _check(x, weight, bias)
     out_features = weight.codes.shape[0]
-    if x.shape[:-1].numel() > most_rows() and out_features:
+    if x.shape[:-1].numel() > most_rows(x.dtype) and out_features:
         return _by_panels(x if inputs is None else fake_quantize(x, inputs), weight, bias)
     if prepared is None or prepared.out_features != out_features:
         prepared = on_codes(weight.scheme, weight.length, out_features, x.dtype)
@@ -147,9 +147,10 @@ def grouped_product(
 
 
 @functools.cache
-def most_rows() -> int:
-    """Up to how many rows products are computed on the codes: beyond, panels are faster on this processor."""
-    return load()[0].mxfp4_product_rows()
+def most_rows(dtype: torch.dtype) -> int:
+    """Up to how many rows of this dtype products are computed on the codes: beyond, panels are faster on this
+    processor."""
+    return load()[0].mxfp4_product_rows(TYPES[dtype])
 
 
 def _check(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> None:

@@ -65,7 +65,7 @@ struct BFloat16Kernel {
     template <int kRows>
     static void tile(const Tile& tile, const Weight& w, const int64_t* rows, Span groups, float* sums) {
         bool folds = kRows > 1 && !w.scheme->fallback && (w.scheme->search == kNone || w.scheme->macro_blocks == 4);
-        for (int n = 0; n < columns(kRows) && folds; ++n) folds = is_ordinary_row(w, rows[n]);
+        for (int n = 0; n < columns(kRows) && folds; ++n) folds = is_ordinary_row(w, w.scale, rows[n]);
         if (!folds) return add_all<kRows, kFactors>(tile, w, rows, groups, sums);
         if constexpr (kRows > 1) {
             if (w.scheme->search == kNone) return add_all<kRows, kPowers>(tile, w, rows, groups, sums);
@@ -74,7 +74,6 @@ struct BFloat16Kernel {
         }
     }
 
-  private:
     // How the scales of blocks come in: as factors of partial sums, whatever they are; or in the table of the grid's
     // values, with a power of two or also a mantissa, and the factor of a macro block of four on partial sums.
     enum Way { kFactors, kPowers, kMantissas, kMacro };
@@ -92,8 +91,8 @@ struct BFloat16Kernel {
     };
 
     // Whether all scales of a row of a weight can be added to the exponents of the grid's values.
-    static bool is_ordinary_row(const Weight& w, int64_t row) {
-        const uint8_t* scale = w.scale + row * w.blocks();
+    static bool is_ordinary_row(const Weight& w, const uint8_t* scales, int64_t row) {
+        const uint8_t* scale = scales + row * w.blocks();
         __m512i smallest = _mm512_set1_epi8(127), largest = smallest;
         for (int64_t b = 0; b < w.blocks(); b += 64) {
             const __mmask64 here = _bzhi_u64(~0ull, static_cast<unsigned>(std::min<int64_t>(64, w.blocks() - b)));
@@ -185,7 +184,8 @@ struct BFloat16Kernel {
         const int64_t at = row * w.blocks() + group * kGroup, count = w.blocks() - group * kGroup;
         const __m128i one = _mm_set1_epi8(127);  // of blocks that are not there
         const __mmask16 here = static_cast<__mmask16>(_bzhi_u32(0xFFFF, static_cast<unsigned>(std::min<int64_t>(16, count))));
-        const __m512i byte = _mm512_cvtepu8_epi32(_mm_mask_loadu_epi8(one, here, w.scale + at));
+        const uint8_t* scale = pass ? w.residual_scale : w.scale;
+        const __m512i byte = _mm512_cvtepu8_epi32(_mm_mask_loadu_epi8(one, here, scale + at));
         // In both halves of a word.
         const __m512i exponent = _mm512_slli_epi32(_mm512_sub_epi32(byte, _mm512_set1_epi32(127)), 7);
         s.scale[n] = _mm512_or_si512(_mm512_and_si512(exponent, _mm512_set1_epi32(0xFFFF)), _mm512_slli_epi32(exponent, 16));
