@@ -64,9 +64,9 @@ def analyze(
         fail("--activations and --dataset go together")
     wanted = schemes_of(scheme) if scheme else None
     with told_errors("the same command resumes where it stopped"):
-        from ..analysis.errors.activations import read_texts
         from ..analysis.errors.source import open_source
         from ..analysis.errors.weights import own_config
+        from ..analysis.texts import read_texts
 
         texts = read_texts(dataset, text_field, samples) if dataset is not None else []
         source = open_source(model)
@@ -108,7 +108,8 @@ def _analyze_weights(source: "Source", own, wanted, include, exclude, folder: Pa
 
 
 def _add_activations(analysis: "Analysis", model: str, own, wanted, texts: list[str], max_length: int) -> None:
-    from ..analysis.errors.activations import analyze_activations, load_for_activations, tokenized
+    from ..analysis.errors.activations import analyze_activations, load_for_activations
+    from ..analysis.texts import tokenized
     from ..module_names import fused_experts
 
     typer.echo(f"loading the whole model into memory to run {len(texts)} texts", err=True)

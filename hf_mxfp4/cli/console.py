@@ -100,6 +100,40 @@ class ByteProgress:
         return f"{done} of {self._total / 1e6:.0f} MB ({share:.0%}), {self.rate:.1f} MB/s, {left:.0f} s left, at {name}"
 
 
+class TokenProgress:
+    """Tokens done of a total: a bar on a terminal, a line every ten seconds elsewhere.
+
+    Call it with a number of tokens and what they were measured under. Use as a context manager.
+    """
+
+    def __init__(self, total: int):
+        self._total, self._done = total, 0
+        self._started = self._said = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> "TokenProgress":
+        if sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("full precision", total=self._total)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, count: int, name: str) -> None:
+        self._done += count
+        seconds = time.monotonic() - self._started
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, description=name[-40:])
+        elif time.monotonic() - self._said >= LINE_SECONDS:
+            self._said = time.monotonic()
+            done = f"{self._done:,} of {self._total:,} tokens ({self._done / self._total:.0%})"
+            print(f"{done} in {seconds:.0f} s, at {name}", file=sys.stderr, flush=True)
+
+
 def out() -> Console:
     """Standard output as it is now; as wide as a table needs where it is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
