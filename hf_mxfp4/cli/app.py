@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, compare, convert, env, evaluate, plan, report, simulate
+from . import analyze, compare, convert, costs, env, evaluate, plan, report, simulate
 
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("analyze")(analyze.analyze)
 app.command("compare")(compare.compare)
 app.command("eval")(evaluate.evaluate)
+app.command("costs")(costs.costs)
 app.command("simulate")(simulate.simulate)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)

@@ -103,11 +103,12 @@ class ByteProgress:
 class TokenProgress:
     """Tokens done of a total: a bar on a terminal, a line every ten seconds elsewhere.
 
-    Call it with a number of tokens and what they were measured under. Use as a context manager.
+    Call it with a number of tokens and what they were measured under. Use as a context manager. The total may be set
+    when it is known.
     """
 
-    def __init__(self, total: int):
-        self._total, self._done = total, 0
+    def __init__(self, total: int | None = None):
+        self.total, self._done = total, 0
         self._started = self._said = time.monotonic()
         self._bar: Progress | None = None
 
@@ -116,7 +117,7 @@ class TokenProgress:
             columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
-            self._task = self._bar.add_task("full precision", total=self._total)
+            self._task = self._bar.add_task("full precision", total=self.total)
         return self
 
     def __exit__(self, *exception) -> None:
@@ -127,11 +128,11 @@ class TokenProgress:
         self._done += count
         seconds = time.monotonic() - self._started
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, description=name[-40:])
+            self._bar.update(self._task, completed=self._done, total=self.total, description=name[-40:])
         elif time.monotonic() - self._said >= LINE_SECONDS:
             self._said = time.monotonic()
-            done = f"{self._done:,} of {self._total:,} tokens ({self._done / self._total:.0%})"
-            print(f"{done} in {seconds:.0f} s, at {name}", file=sys.stderr, flush=True)
+            of = f" of {self.total:,} tokens ({self._done / self.total:.0%})" if self.total else " tokens"
+            print(f"{self._done:,}{of} in {seconds:.0f} s, at {name}", file=sys.stderr, flush=True)
 
 
 def out() -> Console:

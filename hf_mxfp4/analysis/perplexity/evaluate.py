@@ -18,7 +18,7 @@ from .scoring import Reference, Score, reference_of, score
 from .swapped import swapped
 
 
-__all__ = ["Reference", "Row", "Score", "evaluate", "reference_of", "score"]
+__all__ = ["Reference", "Row", "Score", "evaluate", "key_of", "reference_of", "score"]
 
 #: Bytes of hidden states that are kept in memory; more go to files.
 _KEPT_BYTES = 2**30
@@ -61,7 +61,7 @@ def evaluate(
         raise ValueError("the weights are stored quantized, so no other scheme can be put on them")
     own = AS_STORED if stored else FULL_PRECISION
     base, first = (reference, reference_name) if reference is not None else (None if stored else model, own)
-    keys = {scheme.name: _key(scheme.config) for scheme in schemes}
+    keys = {scheme.name: key_of(scheme.config) for scheme in schemes}
     run = _Run(batches, log, on_tokens)
     with _room(base or model, batches, folder) as states:
         against, rows = None, []
@@ -122,7 +122,8 @@ class _Run:
         return Row(scheme.name, self.scores(key), scheme, sqnr_db)
 
 
-def _key(config: MXFP4RLConfig) -> str:
+def key_of(config: MXFP4RLConfig) -> str:
+    """What a log calls the scores under a config."""
     return json.dumps(config.to_dict(), sort_keys=True)
 
 

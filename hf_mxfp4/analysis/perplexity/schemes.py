@@ -25,10 +25,16 @@ _OPERANDS = ("w4a16", "w4a4")
 
 @dataclass(frozen=True)
 class ModelScheme:
-    """A scheme of a whole model, and what it is called."""
+    """A scheme of a whole model, and what it is called.
+
+    Attributes:
+        average: bits of an operand where layers in full precision are counted too, see
+            [`hf_mxfp4.analysis.perplexity.operands.average_bits`]; `None` for those of quantized layers.
+    """
 
     name: str
     config: MXFP4RLConfig
+    average: float | None = None
 
     @property
     def weight_bits(self) -> float | None:
@@ -42,7 +48,9 @@ class ModelScheme:
 
     @property
     def bits(self) -> float:
-        """Bits of an operand: the mean over those that are quantized."""
+        """Bits of an operand: ``average``, or the mean over those that are quantized."""
+        if self.average is not None:
+            return self.average
         known = [bits for bits in (self.weight_bits, self.activation_bits) if bits is not None]
         return sum(known) / len(known)
 
