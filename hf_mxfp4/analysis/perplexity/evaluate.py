@@ -18,7 +18,7 @@ from .scoring import Reference, Score, reference_of, score
 from .swapped import swapped
 
 
-__all__ = ["Reference", "Row", "Score", "evaluate", "key_of", "reference_of", "score"]
+__all__ = ["Reference", "Row", "Score", "evaluate", "key_of", "reference_of", "score", "states_room"]
 
 #: Bytes of hidden states that are kept in memory; more go to files.
 _KEPT_BYTES = 2**30
@@ -63,7 +63,7 @@ def evaluate(
     base, first = (reference, reference_name) if reference is not None else (None if stored else model, own)
     keys = {scheme.name: key_of(scheme.config) for scheme in schemes}
     run = _Run(batches, log, on_tokens)
-    with _room(base or model, batches, folder) as states:
+    with states_room(base or model, batches, folder) as states:
         against, rows = None, []
         if base is not None:
             compared = [*keys.values(), *([own] if base is not model else [])]
@@ -128,7 +128,7 @@ def key_of(config: MXFP4RLConfig) -> str:
 
 
 @contextlib.contextmanager
-def _room(model: nn.Module, batches: Sequence[torch.Tensor], folder: Path | None) -> Iterator[Path | None]:
+def states_room(model: nn.Module, batches: Sequence[torch.Tensor], folder: Path | None) -> Iterator[Path | None]:
     """Where hidden states are kept: `None` for the memory, or a folder that is gone afterwards."""
     parameter = next(model.parameters())
     width = getattr(model.config.get_text_config(), "hidden_size", None) or parameter.shape[-1]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...layers import TRAINABLE, cached_weights, full_precision
-from .evaluate import OnTokens, key_of
+from .evaluate import OnTokens, key_of, states_room
 from .log import ScoreLog
 from .operands import Operands, average_bits
 from .results import FULL_PRECISION
@@ -97,8 +97,9 @@ def trials_of(
 
     Args:
         model: in full precision.
-        batches: token ids ``[1, tokens]`` of each text. Of the model in full precision the hidden states are kept.
-        log: holds what is known already, and gets what is found.
+        batches: token ids ``[1, tokens]`` of each text.
+        log: holds what is known already, and gets what is found. Hidden states of the model in full precision are kept
+            beside it in the meantime if they are many.
         on_tokens: told of the predicted tokens of each text, also of those that the log has.
 
     Raises `ValueError` as [`hf_mxfp4.analysis.perplexity.swapped.swapped`] does.
@@ -107,6 +108,8 @@ def trials_of(
     def told(index: int, found: Score) -> None:
         on_tokens(found.tokens, FULL_PRECISION)
 
-    reference = reference_of(model, batches, on_text=told)
-    with swapped(model, scheme.config), cached_weights("dense"):
-        yield Trials(model, scheme, batches, operands, reference, log, on_tokens)
+    folder = None if log is None else log.path.parent
+    with states_room(model, batches, folder) as states:
+        reference = reference_of(model, batches, states, on_text=told)
+        with swapped(model, scheme.config), cached_weights("dense"):
+            yield Trials(model, scheme, batches, operands, reference, log, on_tokens)
