@@ -13,11 +13,12 @@ from .options import ExcludeOption, IncludeOption, JsonOption, SchemeOption, fai
 if TYPE_CHECKING:
     from ..analysis.errors.results import Analysis
     from ..analysis.errors.source import Source
+    from ..analysis.perplexity.checkpoint import TextOptions
     from ..config import MXFP4RLConfig
     from ..numerics import QuantScheme
 
 
-PROGRESS_NAME = "progress.jsonl"
+PROGRESS_NAME, PERPLEXITY_PROGRESS_NAME = "progress.jsonl", "perplexity_progress.jsonl"
 
 
 def analyze(
@@ -53,6 +54,15 @@ def analyze(
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Texts to run.")] = 8,
     max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens per text.")] = 512,
+    perplexity: Annotated[
+        str | None,
+        typer.Option(
+            "--perplexity",
+            metavar="TEXT",
+            help="Also load the whole model into memory, and measure perplexity and KL of each scheme, on weights and "
+            "activations, on this text; --text as for eval, which has more options.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the MXFP4 error of every weight that would be quantized, and write a report.
@@ -64,17 +74,22 @@ def analyze(
         fail("--activations and --dataset go together")
     wanted = schemes_of(scheme) if scheme else None
     with told_errors("the same command resumes where it stopped"):
-        from ..analysis.errors.source import open_source
+        from ..analysis.errors.source import SourceError, open_source
         from ..analysis.errors.weights import own_config
         from ..analysis.texts import read_texts
 
         texts = read_texts(dataset, text_field, samples) if dataset is not None else []
+        measured_texts = _perplexity_options(perplexity, text_field, samples, max_length)
         source = open_source(model)
+        if measured_texts and source.kind == "file":
+            raise SourceError("--perplexity needs a model's folder or hub id, with its config and tokenizer")
         own = own_config(source)
         folder = out or Path("analysis") / source.name.replace("/", "--")
         analysis = _analyze_weights(source, own, wanted, include or (), exclude or (), folder, overwrite)
         if texts:
             _add_activations(analysis, model, own, wanted, texts, max_length)
+        if measured_texts:
+            _add_perplexity(analysis, model, own, wanted, *measured_texts, folder, overwrite)
         _finish(analysis, source, folder, as_json)
     if analysis.problems:
         raise typer.Exit(1)
@@ -126,6 +141,39 @@ def _add_activations(analysis: "Analysis", model: str, own, wanted, texts: list[
             f"Activations: {len(experts)} modules keep their experts in fused weights, not in linear layers; "
             "what enters them is not among the numbers."
         )
+
+
+def _perplexity_options(dataset: str | None, field: str | None, samples: int, max_length: int):
+    """The options and the texts of --perplexity, read before anything that takes long; `None` without it."""
+    from ..analysis.perplexity.checkpoint import TextOptions
+
+    if dataset is None:
+        return None
+    options = TextOptions(dataset, field, samples, max_length)
+    return options, options.read()
+
+
+def _add_perplexity(
+    analysis: "Analysis",
+    model: str,
+    own,
+    wanted,
+    options: "TextOptions",
+    texts: list[str],
+    folder: Path,
+    overwrite: bool,
+) -> None:
+    from ..analysis.perplexity.checkpoint import Job
+    from ..analysis.perplexity.load import load
+    from ..analysis.perplexity.schemes import read_schemes
+    from .evaluate import measured
+
+    typer.echo(f"loading the whole model into memory to measure perplexity on {len(texts)} texts", err=True)
+    loaded = load(model)
+    names = ["own"] if own is not None and not wanted else map(str, wanted or _default_schemes(own, "weight"))
+    schemes = read_schemes([name.removeprefix("mxfp4+") for name in names], loaded.own)
+    job = Job(loaded, options, options.tokens(loaded.tokenizer, texts), schemes)
+    analysis.evaluation = measured(job, folder / PERPLEXITY_PROGRESS_NAME, overwrite)
 
 
 def _finish(analysis: "Analysis", source: "Source", folder: Path, as_json: bool) -> None:

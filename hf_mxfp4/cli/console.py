@@ -20,6 +20,9 @@ from rich.table import Table
 
 from ..analysis.errors.results import Analysis, Problem
 from ..analysis.errors.statistics import ErrorStatistics
+from ..analysis.perplexity.report import LEGEND as EVALUATION_LEGEND
+from ..analysis.perplexity.report import columns, summary, table
+from ..analysis.perplexity.results import Evaluation
 from ..analysis.report.columns import COLUMNS, LEGEND, number
 from ..analysis.report.statements import SQNR_NOTE, bits_text, least_error, statements
 
@@ -192,6 +195,8 @@ def print_summary(analysis: Analysis, console: Console) -> None:
         worst = {r.name: [r.statistics[scheme] for scheme in schemes] for r in analysis.worst(kind, best, WORST)}
         if worst:
             console.print(_by_scheme(f"largest relative errors under {best}", "tensor", worst))
+    if analysis.evaluation is not None:
+        print_evaluation(analysis.evaluation, console)
     if analysis.skipped:
         reasons = [f"{len(names)} {reason} (such as {min(names)})" for reason, names in analysis.skipped.items()]
         say(f"left out: {'; '.join(reasons)}")
@@ -200,6 +205,12 @@ def print_summary(analysis: Analysis, console: Console) -> None:
     if analysis.problems:
         rows = [[problem.where, problem.reason] for problem in analysis.problems]
         console.print(plain_table("problems", ["where", "reason"], rows))
+
+
+def print_evaluation(evaluation: Evaluation, console: Console) -> None:
+    """Print what `hf-mxfp4 eval` says: perplexity and divergence of every scheme."""
+    console.print(plain_table(summary(evaluation), columns(evaluation), table(evaluation)))
+    console.print(EVALUATION_LEGEND, markup=False, highlight=False, soft_wrap=True)
 
 
 def _schemes(title: str, totals: Mapping[str, ErrorStatistics], width: int):

@@ -147,18 +147,16 @@ def _check_card(folder: Path) -> None:
 
 def _finish(evaluation: "Evaluation", folder: Path, card: Path | None, as_json: bool) -> None:
     from .. import __version__
-    from ..analysis.perplexity.report import LEGEND, columns, summary, table, write_reports
+    from ..analysis.perplexity.report import write_reports
     from ..checkpoint import add_perplexity
     from ..files import json_clean
-    from .console import out, plain_table
+    from .console import out, print_evaluation
 
     paths = write_reports(evaluation, __version__, folder)
     if as_json:
         typer.echo(json.dumps(json_clean(evaluation.to_dict()), indent=1, allow_nan=False))
     else:
-        console = out()
-        console.print(plain_table(summary(evaluation), columns(evaluation), table(evaluation)))
-        console.print(LEGEND, markup=False, highlight=False, soft_wrap=True)
+        print_evaluation(evaluation, out())
     if card is not None:
         add_perplexity(card, evaluation.to_dict())
         typer.echo(f"{card / 'README.md'} has the figures", err=True)

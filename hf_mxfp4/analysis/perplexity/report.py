@@ -115,22 +115,25 @@ def _csv_text(evaluation: Evaluation) -> str:
     return out.getvalue()
 
 
-def _html_text(evaluation: Evaluation, version: str) -> str:
+def page_section(evaluation: Evaluation) -> dict[str, Any]:
+    """What a page shows of an evaluation, by the macro `evaluation` of `parts.html.j2`."""
     rows: tuple[Row, ...] = evaluation.rows
+    compared = any(row.kl is not None for row in evaluation.schemes)
     pairs = [
         [row.name, *("-" if other is row else row.difference(other).text(3, "+") for other in rows)] for row in rows
     ]
-    compared = any(row.kl is not None for row in evaluation.schemes)
-    return render_page(
-        "evaluation",
-        title=f"Perplexity of {evaluation.model}",
-        version=version,
-        summary=summary(evaluation),
-        legend=LEGEND,
-        columns=columns(evaluation),
-        rows=table(evaluation),
-        figure=front_figure(evaluation) if compared else None,
-        names=[row.name for row in rows],
-        pairs=pairs if len(rows) > 1 else [],
-        schemes=[[row.name, row.scheme.config.describe()] for row in evaluation.schemes],
-    )
+    return {
+        "summary": summary(evaluation),
+        "legend": LEGEND,
+        "columns": columns(evaluation),
+        "rows": table(evaluation),
+        "figure": front_figure(evaluation) if compared else None,
+        "names": [row.name for row in rows],
+        "pairs": pairs if len(rows) > 1 else [],
+        "schemes": [[row.name, row.scheme.config.describe()] for row in evaluation.schemes],
+    }
+
+
+def _html_text(evaluation: Evaluation, version: str) -> str:
+    title = f"Perplexity of {evaluation.model}"
+    return render_page("evaluation", title=title, version=version, section=page_section(evaluation))
