@@ -78,12 +78,15 @@ def test_figures_of_an_evaluation():
     assert (difference.value, difference.error) == (0.625, pytest.approx(math.sqrt(2 * 2 * 0.25**2) / 4))
     assert (rceil.kl.value, rceil.kl.error, rceil.same_top) == (0.5, 0.0, 0.5)
     assert found.best is default and default.difference(fallback).value == 0.0
-    # rceil has the bits of w4a16:even, and default is beaten by rceil+of0.5, which has fewer.
-    assert [each.name for each in found.front] == ["w4a16:even", "rceil+of0.5"]
+    # Weights alone are another kind than both operands; default is beaten by rceil+of0.5, which has fewer bits.
+    assert {kind: [each.name for each in rows] for kind, rows in found.fronts.items()} == {
+        "weights and activations": ["rceil", "rceil+of0.5"],
+        "weights": ["w4a16:even"],
+    }
     data = found.to_dict()
     assert [(each["name"], each.get("bits"), each.get("on_front")) for each in data["rows"]] == [
         ("full precision", None, None),
-        ("rceil", 4.25, False),
+        ("rceil", 4.25, True),
         ("w4a16:even", 4.25, True),
         ("default", 8.5625, False),
         ("rceil+of0.5", 8.5, True),
@@ -105,10 +108,9 @@ def test_files_of_an_evaluation(tmp_path):
     for text in ("Perplexity of tiny", "2 texts, 4 predicted tokens of test.jsonl", "w4a16:even *", "data:image/png"):
         assert text in page
     figure = front_figure(found)
-    (line,) = [
-        line for line in figure.axes[0].get_lines() if line.get_linestyle() == "-" and len(line.get_xdata()) == 2
-    ]
-    assert list(line.get_xdata()) == [4.25, 8.5] and list(line.get_ydata()) == [0.25, 0.09375]
+    fronts = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].get_lines()}
+    assert fronts["front of weights and activations"] == [[4.25, 0.5], [8.5, 0.09375]]
+    assert fronts["front of weights"] == [[4.25, 0.25]]
     alone = Evaluation("tiny", "test.jsonl", (found.rows[0],), None, {})
     with pytest.raises(ValueError, match="nothing to plot"):
         front_figure(alone)

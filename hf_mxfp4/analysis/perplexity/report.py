@@ -15,8 +15,8 @@ from .results import Evaluation, Mean, Row
 JSON_NAME, CSV_NAME, HTML_NAME = "evaluation.json", "texts.csv", "evaluation.html"
 LEGEND = (
     "± standard errors by text. Difference: nats per token to the reference, paired by text. KL: divergence of the "
-    "predictions from those of the reference. Bits: the mean of the quantized operands of a product. * no other scheme "
-    "has both fewer bits and less KL."
+    "predictions from those of the reference. Bits: the mean of the quantized operands of a product. * on the front: "
+    "no other scheme on the same operands has both no more bits and less KL."
 )
 
 
@@ -62,7 +62,8 @@ def summary(evaluation: Evaluation) -> str:
 
 
 def front_figure(evaluation: Evaluation, title: str = "") -> Figure:
-    """KL over bits of an operand, with standard errors, and the front of the schemes that no other beats in both.
+    """KL over bits of an operand, with standard errors, and for weights alone and for both operands the front of the
+    schemes that no other beats in both.
 
     Raises `ValueError` when no scheme was compared with a reference.
     """
@@ -71,21 +72,30 @@ def front_figure(evaluation: Evaluation, title: str = "") -> Figure:
         raise ValueError("nothing to plot: no scheme was compared with a reference")
     from matplotlib.figure import Figure as NewFigure
 
-    figure = NewFigure(figsize=(8, 5), layout="constrained")
+    figure = NewFigure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    front = evaluation.front
-    for row in rows:
-        kl: Mean = row.kl
-        style = {"fmt": "o" if row in front else "x", "color": "C0" if row in front else "0.5"}
-        axes.errorbar(row.scheme.bits, kl.value, yerr=kl.error or 0.0, capsize=3, markersize=5, **style)
-        axes.annotate(row.name, (row.scheme.bits, kl.value), (5, 4), textcoords="offset points", fontsize=7)
-    axes.plot([row.scheme.bits for row in front], [row.kl.value for row in front], color="C0", linewidth=1)
+    numbers = {row.name: number for number, row in enumerate(rows, 1)}
+    for color, (operands, front) in enumerate(evaluation.fronts.items()):
+        place = [row.scheme.bits for row in front], [row.kl.value for row in front]
+        axes.plot(*place, color=f"C{color}", linewidth=1, label=f"front of {operands}")
+        for row in (row for row in rows if row.scheme.operands == operands):
+            kl: Mean = row.kl
+            style = {"fmt": "o" if row in front else "x", "color": f"C{color}"}
+            label = f"{numbers[row.name]}  {row.name}"
+            axes.errorbar(row.scheme.bits, kl.value, kl.error or 0.0, capsize=3, markersize=5, label=label, **style)
+            # Of schemes of the same bits every second has its number a little aside.
+            better = sum(other.scheme.bits == row.scheme.bits and other.kl.value < kl.value for other in rows)
+            offset = (6 + 12 * (better % 2), -3)
+            axes.annotate(
+                str(numbers[row.name]), (row.scheme.bits, kl.value), offset, textcoords="offset points", fontsize=7
+            )
+    figure.legend(loc="outside right upper", fontsize=7)
     positive = [row.kl.value for row in rows if row.kl.value > 0]
     if positive and max(positive) > 10 * min(positive):
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    axes.margins(x=0.25)
+    axes.margins(x=0.15)
     axes.set(title=title or "Divergence and bits", xlabel="bits of an operand", ylabel="KL to the reference, nats")
     axes.grid(alpha=0.3)
     return figure

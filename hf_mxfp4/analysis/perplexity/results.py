@@ -124,14 +124,18 @@ class Evaluation:
         return min(self.schemes, key=lambda row: row.nats.value) if len(self.schemes) > 1 else None
 
     @property
+    def fronts(self) -> dict[str, list[Row]]:
+        """By what is quantized, the schemes that no other of that kind beats in both bits and divergence, by bits."""
+        kinds: dict[str, list[Row]] = {}
+        for row in self.schemes:
+            if row.kl is not None:
+                kinds.setdefault(row.scheme.operands, []).append(row)
+        return {kind: _front(rows) for kind, rows in kinds.items()}
+
+    @property
     def front(self) -> list[Row]:
-        """The schemes that no other beats in both bits and divergence, by bits."""
-        found: list[Row] = []
-        measured = [row for row in self.schemes if row.kl is not None]
-        for row in sorted(measured, key=lambda row: (row.scheme.bits, row.kl.value)):
-            if not found or row.kl.value < found[-1].kl.value and row.scheme.bits > found[-1].scheme.bits:
-                found.append(row)
-        return found
+        """The schemes on the front of their kind."""
+        return [row for rows in self.fronts.values() for row in rows]
 
     def to_dict(self) -> dict[str, Any]:
         """The evaluation as JSON-clean data, without single texts. Nats are per token."""
@@ -165,3 +169,11 @@ class Evaluation:
                 for row in self.rows
             },
         }
+
+
+def _front(rows: Sequence[Row]) -> list[Row]:
+    found: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.scheme.bits, row.kl.value)):
+        if not found or row.kl.value < found[-1].kl.value and row.scheme.bits > found[-1].scheme.bits:
+            found.append(row)
+    return found

@@ -37,6 +37,12 @@ class ModelScheme:
     average: float | None = None
 
     @property
+    def operands(self) -> str:
+        """Which operands of the forward product are quantized, in words."""
+        weights, activations = (bits is not None for bits in (self.weight_bits, self.activation_bits))
+        return "weights and activations" if weights and activations else "weights" if weights else "activations"
+
+    @property
     def weight_bits(self) -> float | None:
         """Bits of a weight; `None` where weights are left in full precision."""
         return _bits(self.config.gemms().fprop.right)
