@@ -43,6 +43,10 @@ def planted():
     return model
 
 
+def part_of(name, *layers):
+    return Part(name, layers, (name,))
+
+
 def scheme_of(text, **options):
     (scheme,) = read_schemes([text])
     return replace(scheme, config=replace(scheme.config, **options)) if options else scheme
@@ -63,13 +67,15 @@ def test_single_layers_in_full_precision():
 
 
 def test_parts():
-    assert parts_of(NAMES, "module") == [Part(name, (name,)) for name in NAMES]
-    assert parts_of(NAMES, "layer") == [Part(f"model.layers.{i}", tuple(NAMES[7 * i : 7 * i + 7])) for i in (0, 1)]
+    assert parts_of(NAMES, "module") == [part_of(name, name) for name in NAMES]
+    assert parts_of(NAMES, "layer") == [part_of(f"model.layers.{i}", *NAMES[7 * i : 7 * i + 7]) for i in (0, 1)]
     by_type = parts_of([*NAMES, "model.connector"], "type")
-    assert by_type[2] == Part(
-        "self_attn.v_proj", ("model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj")
-    )
-    assert len(by_type) == 8 and by_type[7] == Part("model.connector", ("model.connector",))
+    values = [f"model.layers.{i}.self_attn.v_proj" for i in (0, 1)]
+    assert by_type[2] == part_of("self_attn.v_proj", *values)
+    assert len(by_type) == 8 and by_type[7] == part_of("model.connector", "model.connector")
+    # Numbers are left out of the names of types: no pattern then.
+    experts = [f"model.layers.0.mlp.experts.{i}.up_proj" for i in (0, 1)]
+    assert parts_of(experts, "type") == [Part("mlp.experts.up_proj", tuple(experts), tuple(experts))]
     with pytest.raises(ValueError, match="unit='head' is not known; choose one of module, type, layer"):
         parts_of(NAMES, "head")
 
@@ -163,7 +169,7 @@ def test_the_dearest_layer_is_found_and_chosen():
 def test_gains_are_measured_again_beside_what_is_chosen():
     model = planted()
     with trials_of(model, scheme_of("w4a16:rceil"), TEXTS[:2], count_operands(model, TEXTS[0])) as trials:
-        part = Part("model.layers.0", tuple(NAMES[:7]))
+        part = part_of("model.layers.0", *NAMES[:7])
         cost = part_cost(trials, part, [DEAREST])
         with_it, without = mean_kl(trials.scores([*NAMES[:7], DEAREST])), mean_kl(trials.scores([DEAREST]))
     assert cost.kl == with_it and cost.gain.value == pytest.approx(without.value - with_it.value)
@@ -173,7 +179,7 @@ def test_gains_are_measured_again_beside_what_is_chosen():
 
 def test_what_is_suggested_can_be_loaded():
     scheme = scheme_of("w4a4:even+mbs128-blockwise/even", modules_to_not_convert=["layers.0.mlp"])
-    found = Suggestion(scheme, (Part("self_attn.v_proj", ()), Part("model.layers.1", ())), 5.5, 6.0)
+    found = Suggestion(scheme, (part_of("self_attn.v_proj"), part_of("model.layers.1")), 5.5, 6.0)
     assert found.options() == {
         "mode": "qat",
         "fprop": {"x": "mxfp4+even", "weight": "mxfp4+even+mbs128-blockwise"},
@@ -188,8 +194,11 @@ def test_texts_to_choose_by_are_not_those_to_measure_on():
     batches = [torch.full((1, 4), i) for i in range(10)]
     chosen, others = ([int(ids[0, 0]) for ids in part] for part in split_texts(batches))
     assert chosen == [0, 4, 8] and others == [1, 2, 3, 5, 6, 7, 9]
+    # A text that is there twice is not on both sides.
+    chosen, others = ([int(ids[0, 0]) for ids in part] for part in split_texts([batches[0], *batches]))
+    assert chosen == [0, 4, 8] and others == [1, 2, 3, 5, 6, 7, 9]
     with pytest.raises(ValueError, match="7 texts are too few to choose by some and measure on others: give 8 or more"):
-        split_texts(batches[:7])
+        split_texts([*batches[:7], batches[0]])
 
 
 def test_budgets_that_cannot_be_met():

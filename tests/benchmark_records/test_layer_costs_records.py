@@ -19,7 +19,7 @@ def scores(*kls):
 def test_records_of_a_report(monkeypatch):
     monkeypatch.setattr(layer_costs, "KEPT", 1)
     (scheme,) = read_schemes(["w4a16:rceil"])
-    parts = [Part(f"layers.{i}", (f"layers.{i}",)) for i in range(3)]
+    parts = [Part(f"layers.{i}", (f"layers.{i}",), (f"layers.{i}",)) for i in range(3)]
     costs = tuple(
         PartCost(part, Mean(0.5, 0.1), Mean(gain, 0.1), 0.25) for part, gain in zip(parts, (3, 2, 1), strict=True)
     )

@@ -79,6 +79,8 @@ def test_a_suggestion_is_measured_on_other_texts_and_can_be_loaded(model, text, 
     loaded = AutoModelForCausalLM.from_pretrained(model, quantization_config=config)
     share = sum(m.weight.numel() for m in loaded.modules() if isinstance(m, MXFP4Linear)) / 61440
     assert own["bits"] == pytest.approx(4.25 * share + 16 * (1 - share))
+    packed = hf_mxfp4.MXFP4RLConfig.from_dict({**options, "mode": "packed"})
+    assert packed.weight_scheme == config.weight_scheme and packed.activation_scheme is None
     # The same command again measures nothing.
     monkeypatch.setattr(trials, "score", None)
     again = run(model, "--text", text, "--out", tmp_path / "out", *BUDGET, "--json")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...module_names import name_matches
 from ..errors.layer_names import location_of
 from .results import Mean
 from .scoring import Score
@@ -23,12 +24,14 @@ class Part:
     """Layers of a model that are left in full precision together.
 
     Attributes:
-        name: a pattern that matches them, as `modules_to_not_convert` takes it.
+        name: what they have in common.
         layers: their names.
+        patterns: what matches them and no others, as `modules_to_not_convert` takes it.
     """
 
     name: str
     layers: tuple[str, ...]
+    patterns: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,17 @@ def parts_of(names: Iterable[str], unit: str) -> list[Part]:
     """
     if unit not in UNITS:
         raise ValueError(f"unit={unit!r} is not known; choose one of {', '.join(UNITS)}")
-    parts: dict[str, list[str]] = {}
+    names, parts = list(names), {}
     for name in names:
         layer = _DECODER_LAYER.fullmatch(name)
         by_unit = {"module": name, "type": location_of(name).layer_type, "layer": layer[1] if layer else name}
         parts.setdefault(by_unit[unit], []).append(name)
-    return [Part(name, tuple(layers)) for name, layers in parts.items()]
+    return [Part(name, tuple(layers), _patterns(name, layers, names)) for name, layers in parts.items()]
+
+
+def _patterns(name: str, layers: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """``name`` where it matches these ``layers`` of all ``names``, and else theirs."""
+    return (name,) if [other for other in names if name_matches(other, name)] == layers else tuple(layers)
 
 
 def part_cost(trials: Trials, part: Part, full: Collection[str] = ()) -> PartCost:

@@ -45,7 +45,8 @@ class Suggestion:
     @property
     def modules_to_not_convert(self) -> list[str]:
         """What the scheme leaves out already, and the parts, by name."""
-        return [*(self.scheme.config.modules_to_not_convert or ()), *sorted(part.name for part in self.parts)]
+        patterns = sorted(pattern for part in self.parts for pattern in part.patterns)
+        return [*(self.scheme.config.modules_to_not_convert or ()), *patterns]
 
     def model_scheme(self) -> ModelScheme:
         """The suggestion as a scheme that can be measured."""
@@ -64,17 +65,18 @@ class Suggestion:
 
 
 def split_texts(batches: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The texts to choose by, the first of every [`CHOSEN_BY`], and those to measure on, all others.
+    """The texts to choose by, the first of every [`CHOSEN_BY`], and those to measure on, all others; each text once.
 
-    Raises `ValueError` for fewer than [`LEAST_TEXTS`].
+    Raises `ValueError` for fewer than [`LEAST_TEXTS`], of which copies count once.
     """
-    if len(batches) < LEAST_TEXTS:
+    texts = list({tuple(ids[0].tolist()): ids for ids in batches}.values())
+    if len(texts) < LEAST_TEXTS:
         raise ValueError(
-            f"{len(batches)} texts are too few to choose by some and measure on others: give {LEAST_TEXTS} or more, or "
+            f"{len(texts)} texts are too few to choose by some and measure on others: give {LEAST_TEXTS} or more, or "
             "of one long text shorter windows (--max-length)"
         )
-    chosen = range(0, len(batches), CHOSEN_BY)
-    return [batches[i] for i in chosen], [batches[i] for i in range(len(batches)) if i not in chosen]
+    chosen = range(0, len(texts), CHOSEN_BY)
+    return [texts[i] for i in chosen], [texts[i] for i in range(len(texts)) if i not in chosen]
 
 
 def check_budget(trials: Trials, parts: Sequence[Part], budget: float) -> None:
