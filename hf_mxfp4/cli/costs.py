@@ -105,13 +105,16 @@ def _measured(job: "Job", unit: str, budget: float | None, folder: Path, overwri
             about = f", about {parts * seconds / 60:.1f} minutes" if seconds else ""
             typer.echo(f"{parts} parts, a pass over the texts each{about}", err=True)
 
+        def on_again(tokens: int, name: str) -> None:
+            progress.total += tokens
+            progress(tokens, name)
+
         def on_round(parts: int, bits: float, kl: float) -> None:
             typer.echo(f"{parts} parts in full precision: {bits:.4f} bits, KL {kl:.4f}", err=True)
 
         try:
-            report = cost_report(
-                job, unit, budget, folder, overwrite=overwrite, told=Told(on_start, progress, on_round)
-            )
+            told = Told(on_start, progress, on_again, on_round)
+            report = cost_report(job, unit, budget, folder, overwrite=overwrite, told=told)
         except ValueError as error:
             fail(str(error))
     typer.echo(f"{folder / JSON_NAME} has all parts", err=True)

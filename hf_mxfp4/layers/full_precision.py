@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
+from ..suggestions import nearest_names
 from .matrices import PACKED
 
 
@@ -33,12 +34,12 @@ def full_precision(model: nn.Module, only: Collection[str] | None = None) -> Ite
     if not layers:
         raise ValueError(f"{type(model).__name__} has no quantized layer: it is in full precision as it is")
     if only is not None:
-        own = {
-            name: m for name, m in model.named_modules(remove_duplicate=False) if hasattr(m, "full_precision_forward")
-        }
-        if unknown := [name for name in only if name not in own]:
-            raise ValueError(f"{unknown[0]} is no quantized layer of {type(model).__name__}; it has {', '.join(own)}")
-        layers = list({id(own[name]): own[name] for name in only}.values())
+        places = dict(model.named_modules(remove_duplicate=False))
+        for name in only:
+            if not hasattr(places.get(name), "full_precision_forward"):
+                known = nearest_names(name, [other for other, module in places.items() if module in layers])
+                raise ValueError(f"{name} is no quantized layer of {type(model).__name__}; such are {', '.join(known)}")
+        layers = list({id(places[name]): places[name] for name in only}.values())
     with contextlib.ExitStack() as stack:
         for layer in layers:
             stack.enter_context(_plain(layer))

@@ -33,11 +33,13 @@ class Told:
         on_start: how many parts there are, the predicted tokens of all passes but those of rounds, and the seconds of
             one pass over the texts, 0 where the log had it.
         on_tokens: as of [`hf_mxfp4.analysis.perplexity.evaluate.evaluate`], while parts and then schemes are measured.
+        on_again: the same of the passes of rounds, which are known as they come.
         on_round: as of [`hf_mxfp4.analysis.perplexity.suggest.suggest`].
     """
 
     on_start: Callable[[int, int, float], None] = lambda parts, tokens, seconds: None
     on_tokens: OnTokens = lambda count, name: None
+    on_again: OnTokens = lambda count, name: None
     on_round: Callable[[int, float, float], None] = lambda parts, bits, kl: None
 
 
@@ -142,7 +144,7 @@ def cost_report(
             passes = (2 + len(parts)) * _tokens(chosen) + (len(schemes) + 2) * _tokens(others)
             told.on_start(len(parts), passes, seconds)
             costs = part_costs(trials, parts)
-            trials.on_tokens = lambda count, name: None
+            trials.on_tokens = told.on_again
             bits = trials.bits()
             if budget is not None:
                 suggestion = suggest(trials, costs, budget, told.on_round)
