@@ -4,9 +4,9 @@
 
     python -m benchmarks.layer_costs --model SmolLM2-135M-Instruct --text gsm8k/test.jsonl --work FOLDER
 
-What `hf-mxfp4 costs` measures: linear layers are tried in full precision under the first of [`SCHEMES`], some are
-chosen by every fourth text, and the choice is measured on the other texts beside all single schemes. It resumes in
-FOLDER where it was stopped.
+What `hf-mxfp4 costs` measures, for each of [`SETS`]: linear layers are tried in full precision under its first scheme,
+some are chosen by every fourth text, and the choice is measured on the other texts beside the other schemes. It resumes
+in FOLDER where it was stopped.
 """
 
 from pathlib import Path
@@ -25,15 +25,30 @@ from .records import made, option_parser, write
 
 PACKAGES = ("torch", "transformers")
 BUDGET = 4.5
-#: The one that parts are tried under, and others of at most so many bits: outlier fallback as far as there is room.
-SCHEMES = (
-    "w4a16:even+mbs128-blockwise",
-    "w4a16:even+mbs128-blockwise+of1.0@0.04",
-    "w4a16:mse+mbs128-blockwise",
-    "w4a16:mse+mbs128-blockwise+of1.0@0.04",
-    "w4a16:even+of1.0@0.058",
-    "w4a16:even",
-)
+_BLOCKWISE = "even+mbs128-blockwise"
+#: By what is quantized: how many texts, and schemes: the one that parts are tried under, and others of at most so many
+#: bits, with outlier fallback as far as there is room.
+SETS = {
+    "weights": (
+        28,
+        (
+            f"w4a16:{_BLOCKWISE}",
+            f"w4a16:{_BLOCKWISE}+of1.0@0.04",
+            "w4a16:mse+mbs128-blockwise",
+            "w4a16:mse+mbs128-blockwise+of1.0@0.04",
+            "w4a16:even+of1.0@0.058",
+            "w4a16:even",
+        ),
+    ),
+    "weights and activations": (
+        16,
+        (
+            f"w4a4:{_BLOCKWISE}",
+            f"w4a4:{_BLOCKWISE}+of1.0@0.02/{_BLOCKWISE}+of1.0@0.06",
+            f"w4a4:{_BLOCKWISE}+of1.0@0.04",
+        ),
+    ),
+}
 #: Parts that are kept, the dearest.
 KEPT = 10
 
@@ -78,11 +93,11 @@ def part_record(cost: PartCost, report: CostReport) -> dict[str, Any]:
     }
 
 
-def as_records(report: CostReport) -> list[dict[str, Any]]:
-    """The rows of the schemes, and the dearest parts and the chosen ones."""
+def as_records(report: CostReport, operands: str) -> list[dict[str, Any]]:
+    """The rows of the schemes, and the dearest parts and the chosen ones, of one of [`SETS`]."""
     kept = [cost for i, cost in enumerate(report.costs) if i < KEPT or cost.part in report.suggestion.parts]
     rows = [row_record(row, report) for row in report.held_out.rows]
-    return [*rows, *(part_record(cost, report) for cost in kept)]
+    return [{**record, "operands": operands} for record in (*rows, *(part_record(cost, report) for cost in kept))]
 
 
 def main() -> None:
@@ -90,17 +105,19 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of a full-precision checkpoint")
     parser.add_argument("--text", type=Path, required=True, help=".jsonl with questions and answers, or plain text")
     parser.add_argument("--work", type=Path, required=True, help="folder of the logs")
-    parser.add_argument("--problems", type=int, default=28, help="how many texts of the file")
     options = parser.parse_args()
     text = f"{options.text.parent.name}/{options.text.name}"
-    loaded = load(str(options.model), "bfloat16", "cpu")
-    source = TextOptions(str(options.text), samples=options.problems)
-    job = Job(loaded, source, source.tokens(loaded.tokenizer, source.read()), read_schemes(list(SCHEMES)))
-    with TokenProgress() as progress:
-        report = cost_report(job, "module", BUDGET, options.work, told=Told(on_tokens=progress))
+    loaded, found = load(str(options.model), "bfloat16", "cpu"), []
+    for operands, (problems, schemes) in SETS.items():
+        source = TextOptions(str(options.text), samples=problems)
+        job = Job(loaded, source, source.tokens(loaded.tokenizer, source.read()), read_schemes(list(schemes)))
+        with TokenProgress() as progress:
+            told = Told(on_tokens=progress, on_again=progress)
+            report = cost_report(job, "module", BUDGET, options.work / operands.replace(" ", "-"), told=told)
+        found += as_records(report, operands)
     command = f"python -m benchmarks.layer_costs --model {options.model.name} --text {text} --work FOLDER"
     shared = {"model": options.model.name, "text": text, "budget": BUDGET, **made(command, PACKAGES)}
-    write([{**record, **shared} for record in as_records(report)], options.out)
+    write([{**record, **shared} for record in found], options.out)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ TABLES: dict[str, Callable[[], str]] = {
         ),
         (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),
         (gpu_tables, "gpu"),
-        (cost_tables, "layer_costs layer_cost_schemes"),
+        (cost_tables, "layer_costs layer_cost_weights layer_cost_activations"),
         (tie_tables, "tie_movement tie_checks tie_densities tie_start tie_steps"),
         (ablation_tables, "ablation ablation_claims ablation_diagnostics readme_ablation"),
     )

@@ -43,8 +43,8 @@ def test_records_of_a_report(monkeypatch):
         held_out=Evaluation("m", "t", rows, "full precision", {}),
         seconds=1.0,
     )
-    full, single, chosen, first, last = layer_costs.as_records(report)
-    assert (full["kl"], full["bits"], full["ratio"]) == (None, None, 1.0)
+    full, single, chosen, first, last = layer_costs.as_records(report, "weights")
+    assert (full["kl"], full["bits"], full["ratio"], full["operands"]) == (None, None, 1.0, "weights")
     assert (single["bits"], single["kl"], chosen["bits"], chosen["kl"]) == (4.25, 0.5, 4.5, 0.25)
     # Less by 3 and by 2 over 20 tokens.
     assert single["suggestion_to_it"] == -0.25 and single["suggestion_to_it_standard_error"] == pytest.approx(0.05)
