@@ -135,6 +135,19 @@ def test_texts_that_are_left_have_the_scores_of_all(monkeypatch, tmp_path, repla
             score(model, left, TEXTS)
 
 
+def test_logits_exist_for_a_few_rows_at_a_time(monkeypatch):
+    monkeypatch.setattr(scoring, "_ELEMENTS", 1)
+    model, rows = make_model("llama"), []
+    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
+    text = torch.randint(0, 32, (1, 200), generator=torch.Generator().manual_seed(0))
+    reference = reference_of(model, [text])
+    score(model, reference, [text])
+    # The trials of the replay, whole and in halves; then one row with the hidden states, and portions.
+    trial, portions = [64, 32, 32, 64, 1], rows[5:18]
+    assert rows[:5] == trial and sum(portions) == 199 and max(portions) == 16
+    assert rows[18:23] == trial and len(rows) == 23 + 2 * len(portions) and max(rows[23:]) == 16
+
+
 def test_what_is_beside_the_decoder_and_would_be_quantized_is_not_replayed():
     model = make_model("llama")
     model.projection = torch.nn.Linear(32, 32)

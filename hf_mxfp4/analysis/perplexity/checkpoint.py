@@ -84,19 +84,23 @@ class Job:
         return ScoreLog(path, header, overwrite=overwrite)
 
     def run(self, log: ScoreLog | None = None, on_tokens: OnTokens = lambda count, name: None) -> Evaluation:
-        """Measure what the log does not know."""
+        """Measure what the log does not know. Raises [`SourceError`] where a scheme does not fit the model, and for a
+        model that gives NaN."""
         model, other = self.loaded, self.reference
-        rows = evaluate(
-            model.model,
-            self.batches,
-            self.schemes,
-            stored=model.stored,
-            reference=None if other is None else other.model,
-            reference_name="" if other is None else other.name,
-            log=log,
-            on_tokens=on_tokens,
-            folder=None if log is None else log.path.parent,
-        )
+        try:
+            rows = evaluate(
+                model.model,
+                self.batches,
+                self.schemes,
+                stored=model.stored,
+                reference=None if other is None else other.model,
+                reference_name="" if other is None else other.name,
+                log=log,
+                on_tokens=on_tokens,
+                folder=None if log is None else log.path.parent,
+            )
+        except ValueError as error:
+            raise SourceError(str(error)) from error
         base = None if other is None and model.stored else rows[0].name
         facts = {"dtype": model.dtype, "device": model.model.device.type}
         return Evaluation(model.name, Path(self.options.dataset).name, rows, base, facts)
