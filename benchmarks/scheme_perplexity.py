@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from hf_mxfp4.analysis.perplexity.checkpoint import Job, TextOptions
+from hf_mxfp4.analysis.perplexity.checkpoint import Job, texts_to_predict
 from hf_mxfp4.analysis.perplexity.evaluate import reference_of
 from hf_mxfp4.analysis.perplexity.load import load
 from hf_mxfp4.analysis.perplexity.results import Evaluation, Row
 from hf_mxfp4.analysis.perplexity.schemes import read_schemes
+from hf_mxfp4.analysis.texts import TextOptions
 from hf_mxfp4.cli.console import TokenProgress
 
 from .records import made, median_ratio, option_parser, write
@@ -100,7 +101,7 @@ def main() -> None:
     text = f"{options.text.parent.name}/{options.text.name}"
     loaded = load(str(options.model), "bfloat16", "cpu")
     source = TextOptions(str(options.text), samples=options.problems)
-    batches = source.tokens(loaded.tokenizer, source.read())
+    batches = texts_to_predict(source, loaded.tokenizer, source.read())
     seconds = times(loaded.model, batches[:8], options.rounds)
     ratio = median_ratio(seconds["hf-mxfp4 eval"], seconds["plain loop"])
     print(f"full precision takes {ratio:.3f} of a plain loop's time", flush=True)

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,28 @@ WHOLE_FIELDS = ("text", "question,answer", "prompt,completion", *TEXT_FIELDS[1:]
 #: Files of one running text.
 _RUNNING = (".txt", ".md")
 _HUB_DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Which texts are run: the first ``samples`` of ``dataset``, each cut to ``max_length`` tokens; of a running text
+    the first ``samples`` windows of so many. The rest is as of [`read_texts`]."""
+
+    dataset: str
+    field: str | None = None
+    samples: int = 100
+    max_length: int = 512
+    guesses: Sequence[str] = WHOLE_FIELDS
+
+    def read(self) -> list[str]:
+        """The texts, without a tokenizer: what is wrong with them is known before a model is loaded."""
+        return read_texts(self.dataset, self.field, self.samples, self.guesses)
+
+    def tokens(self, tokenizer, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Token ids ``[1, tokens]`` of what [`read`] gave. Raises [`SourceError`] as [`tokenized`] does."""
+        if is_running_text(self.dataset):
+            return windows(tokenizer, texts[0], self.max_length, self.samples)
+        return tokenized(tokenizer, texts, self.max_length)
 
 
 def read_texts(dataset: str | Path, field: str | None, count: int, guesses: Sequence[str] = TEXT_FIELDS) -> list[str]:

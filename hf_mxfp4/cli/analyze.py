@@ -13,7 +13,7 @@ from .options import ExcludeOption, IncludeOption, JsonOption, SchemeOption, fai
 if TYPE_CHECKING:
     from ..analysis.errors.results import Analysis
     from ..analysis.errors.source import Source
-    from ..analysis.perplexity.checkpoint import TextOptions
+    from ..analysis.texts import TextOptions
     from ..config import MXFP4RLConfig
     from ..numerics import QuantScheme
 
@@ -46,7 +46,7 @@ def analyze(
         ),
     ] = False,
     dataset: Annotated[
-        Path | None, typer.Option("--dataset", help="JSON lines with the texts for --activations.")
+        str | None, typer.Option("--dataset", help="The texts for --activations: JSON lines, or what eval takes.")
     ] = None,
     text_field: Annotated[
         str | None,
@@ -76,20 +76,22 @@ def analyze(
     with told_errors("the same command resumes where it stopped"):
         from ..analysis.errors.source import SourceError, open_source
         from ..analysis.errors.weights import own_config
-        from ..analysis.texts import read_texts
+        from ..analysis.texts import TEXT_FIELDS, TextOptions
 
-        texts = read_texts(dataset, text_field, samples) if dataset is not None else []
-        measured_texts = _perplexity_options(perplexity, text_field, samples, max_length)
+        options = TextOptions(dataset or "", text_field, samples, max_length, TEXT_FIELDS)
+        texts = [] if dataset is None else options.read()
+        predicted = TextOptions(perplexity or "", text_field, samples, max_length)
+        predicted_texts = [] if perplexity is None else predicted.read()
         source = open_source(model)
-        if measured_texts and source.kind == "file":
+        if predicted_texts and source.kind == "file":
             raise SourceError("--perplexity needs a model's folder or hub id, with its config and tokenizer")
         own = own_config(source)
         folder = out or Path("analysis") / source.name.replace("/", "--")
         analysis = _analyze_weights(source, own, wanted, include or (), exclude or (), folder, overwrite)
         if texts:
-            _add_activations(analysis, model, own, wanted, texts, max_length)
-        if measured_texts:
-            _add_perplexity(analysis, model, own, wanted, *measured_texts, folder, overwrite)
+            _add_activations(analysis, model, own, wanted, options, texts)
+        if predicted_texts:
+            _add_perplexity(analysis, model, own, wanted, predicted, predicted_texts, folder, overwrite)
         _finish(analysis, source, folder, as_json)
     if analysis.problems:
         raise typer.Exit(1)
@@ -122,14 +124,13 @@ def _analyze_weights(source: "Source", own, wanted, include, exclude, folder: Pa
             return analyze_weights(source, schemes, selection, progress=log, on_bytes=progress)
 
 
-def _add_activations(analysis: "Analysis", model: str, own, wanted, texts: list[str], max_length: int) -> None:
+def _add_activations(analysis: "Analysis", model: str, own, wanted, options: "TextOptions", texts: list[str]) -> None:
     from ..analysis.errors.activations import analyze_activations, load_for_activations
-    from ..analysis.texts import tokenized
     from ..module_names import fused_experts
 
     typer.echo(f"loading the whole model into memory to run {len(texts)} texts", err=True)
     network, tokenizer = load_for_activations(model)
-    batches = tokenized(tokenizer, texts, max_length)
+    batches = options.tokens(tokenizer, texts)
     results, problems = analyze_activations(network, batches, wanted or _default_schemes(own, "activation"))
     analysis.results += results
     analysis.problems += problems
@@ -143,16 +144,6 @@ def _add_activations(analysis: "Analysis", model: str, own, wanted, texts: list[
         )
 
 
-def _perplexity_options(dataset: str | None, field: str | None, samples: int, max_length: int):
-    """The options and the texts of --perplexity, read before anything that takes long; `None` without it."""
-    from ..analysis.perplexity.checkpoint import TextOptions
-
-    if dataset is None:
-        return None
-    options = TextOptions(dataset, field, samples, max_length)
-    return options, options.read()
-
-
 def _add_perplexity(
     analysis: "Analysis",
     model: str,
@@ -163,7 +154,7 @@ def _add_perplexity(
     folder: Path,
     overwrite: bool,
 ) -> None:
-    from ..analysis.perplexity.checkpoint import Job
+    from ..analysis.perplexity.checkpoint import Job, texts_to_predict
     from ..analysis.perplexity.load import load
     from ..analysis.perplexity.schemes import read_schemes
     from .evaluate import measured
@@ -172,7 +163,7 @@ def _add_perplexity(
     loaded = load(model)
     names = ["own"] if own is not None and not wanted else map(str, wanted or _default_schemes(own, "weight"))
     schemes = read_schemes([name.removeprefix("mxfp4+") for name in names], loaded.own)
-    job = Job(loaded, options, options.tokens(loaded.tokenizer, texts), schemes)
+    job = Job(loaded, options, texts_to_predict(options, loaded.tokenizer, texts), schemes)
     analysis.evaluation = measured(job, folder / PERPLEXITY_PROGRESS_NAME, overwrite)
 
 

@@ -4,7 +4,7 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -20,11 +20,12 @@ from rich.table import Table
 
 from ..analysis.errors.results import Analysis, Problem
 from ..analysis.errors.statistics import ErrorStatistics
-from ..analysis.perplexity.report import LEGEND as EVALUATION_LEGEND
-from ..analysis.perplexity.report import columns, summary, table
-from ..analysis.perplexity.results import Evaluation
 from ..analysis.report.columns import COLUMNS, LEGEND, number
 from ..analysis.report.statements import SQNR_NOTE, bits_text, least_error, statements
+
+
+if TYPE_CHECKING:  # it brings the layers along, which other commands do without
+    from ..analysis.perplexity.results import Evaluation
 
 
 #: Seconds between lines where there is no terminal to draw a bar on.
@@ -207,10 +208,13 @@ def print_summary(analysis: Analysis, console: Console) -> None:
         console.print(plain_table("problems", ["where", "reason"], rows))
 
 
-def print_evaluation(evaluation: Evaluation, console: Console) -> None:
+def print_evaluation(evaluation: "Evaluation", console: Console) -> None:
     """Print what `hf-mxfp4 eval` says: perplexity and divergence of every scheme."""
+    from ..analysis.perplexity.report import columns, legend, summary, table
+
     console.print(plain_table(summary(evaluation), columns(evaluation), table(evaluation)))
-    console.print(EVALUATION_LEGEND, markup=False, highlight=False, soft_wrap=True)
+    if text := legend(evaluation):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _schemes(title: str, totals: Mapping[str, ErrorStatistics], width: int):

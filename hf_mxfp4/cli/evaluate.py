@@ -52,15 +52,16 @@ def evaluate(
             help="'w4a16:SCHEME' (weights alone), 'w4a4:SCHEME' or SCHEME (weights and activations), "
             "'w4a4:WEIGHTS/ACTIVATIONS' (a scheme each), 'default' or a preset with its usual options, 'own' (that of "
             "the checkpoint), or 'config:FILE' (options of MXFP4RLConfig, JSON or YAML); SCHEME as for analyze, also "
-            "with mbs128-hybrid, and @RATE after the fallback. Repeatable. [default: own, or five usual ones]",
+            "with mbs128-hybrid, and @RATE after the fallback. Repeatable.",
+            show_default="own, or five usual ones",
         ),
     ] = None,
     text_field: Annotated[
         str | None,
         typer.Option(
             "--text-field",
-            help="Field of the texts, or several with commas between, which are joined by line breaks. [default: text, "
-            "question,answer, prompt,completion, prompt, question or content]",
+            help="Field of the texts, or several with commas between, which are joined by line breaks.",
+            show_default="text, question,answer, prompt,completion, prompt, question or content",
         ),
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Texts, or windows of a running text.")] = 100,
@@ -97,8 +98,9 @@ def evaluate(
     if card and not Path(model).expanduser().is_dir():
         fail("--card writes into a checkpoint's folder; MODEL is none")
     with told_errors("the same command resumes where it stopped"):
-        from ..analysis.perplexity.checkpoint import PROGRESS_NAME, Job, TextOptions
+        from ..analysis.perplexity.checkpoint import PROGRESS_NAME, Job, texts_to_predict
         from ..analysis.perplexity.load import load
+        from ..analysis.texts import TextOptions
 
         options = TextOptions(text, text_field, samples, max_length)
         texts = options.read()
@@ -107,7 +109,7 @@ def evaluate(
         typer.echo(f"loading {model} into memory", err=True)
         loaded = load(model, dtype.value, device)
         other = None if reference is None else load(reference, dtype.value, device)
-        batches = options.tokens(loaded.tokenizer, texts)
+        batches = texts_to_predict(options, loaded.tokenizer, texts)
         job = Job(loaded, options, batches, _schemes(loaded, scheme, card), other)
         folder = out or Path("evaluation") / loaded.name.replace("/", "--")
         evaluation = measured(job, folder / PROGRESS_NAME, overwrite)

@@ -8,7 +8,7 @@ import torch
 from tiny_tokenizers import make_tokenizer
 
 from hf_mxfp4.analysis.errors.source import SourceError
-from hf_mxfp4.analysis.texts import WHOLE_FIELDS, read_texts, tokenized, windows
+from hf_mxfp4.analysis.texts import WHOLE_FIELDS, TextOptions, read_texts, tokenized, windows
 
 
 def write(path, rows):
@@ -83,6 +83,10 @@ def test_a_running_text_is_cut_into_windows(tmp_path):
     pieces = windows(beginning, text, 10, 100)
     assert {int(piece[0, 0]) for piece in pieces} == {beginning.bos_token_id} and pieces[0].shape == (1, 10)
     assert torch.equal(torch.cat([piece[:, 1:] for piece in pieces], 1), ids)
+    options = TextOptions(str(file), samples=2, max_length=10)
+    assert list(map(torch.Tensor.tolist, options.tokens(tokenizer, options.read()))) == [
+        piece.tolist() for piece in windows(tokenizer, text, 10, 2)
+    ]
     file.write_text(" \n")
     with pytest.raises(SourceError, match="book.txt has no text"):
         read_texts(file, None, 1)

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    OPTConfig,
+    OPTForCausalLM,
+)
 from transformers import MistralForCausalLM as PlainMistral
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -32,12 +40,21 @@ def soft_capped():
     return Gemma2ForCausalLM(Gemma2Config(vocab_size=32, num_key_value_heads=1, head_dim=16, **sizes, **caps)).eval()
 
 
+def decoder_inside():
+    """OPT's head takes what a part of its base model gives, smaller than its layers are wide."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    others = {"word_embed_proj_dim": 16, "do_layer_norm_before": False, "max_position_embeddings": 64}
+    return OPTForCausalLM(OPTConfig(vocab_size=32, pad_token_id=0, **sizes, **others)).eval()
+
+
 MODELS = {
     "llama": lambda: make_model("llama"),
     "bfloat16": lambda: make_model("qwen2", tie=True, dtype=torch.bfloat16),
     "experts": lambda: make_model("gpt_oss"),
     "router logits": lambda: make_model("qwen3_moe", output_router_logits=True),
     "soft-capped": soft_capped,
+    "decoder inside": decoder_inside,
 }
 
 
@@ -47,7 +64,8 @@ def test_likelihoods_are_those_of_transformers(model):
     reference = reference_of(model, TEXTS, on_text=lambda index, found: told.append((index, found)))
     assert reference.replay is not None and told == list(reference.scores.items())
     with torch.no_grad():
-        losses = [model(ids, labels=ids, output_router_logits=False).loss.item() for ids in TEXTS]
+        options = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+        losses = [model(ids, labels=ids, **options).loss.item() for ids in TEXTS]
     for ids, loss, found in zip(TEXTS, losses, reference.scores.values(), strict=True):
         n = ids.shape[1] - 1
         assert found == Score(n, pytest.approx(loss * n, rel=2e-6), 0.0, n)
@@ -133,6 +151,19 @@ def test_texts_that_are_left_have_the_scores_of_all(monkeypatch, tmp_path, repla
         assert {threshold.value for threshold in fallback_thresholds(model)} == {None}
         with pytest.raises(ValueError, match="the reference has not seen text 0"):
             score(model, left, TEXTS)
+
+
+def test_logits_exist_for_a_few_rows_at_a_time(monkeypatch):
+    monkeypatch.setattr(scoring, "_ELEMENTS", 1)
+    model, rows = make_model("llama"), []
+    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
+    text = torch.randint(0, 32, (1, 200), generator=torch.Generator().manual_seed(0))
+    reference = reference_of(model, [text])
+    score(model, reference, [text])
+    # The trials of the replay, whole and in halves; then one row with the hidden states, and portions.
+    trial, portions = [64, 32, 32, 64, 1], rows[5:18]
+    assert rows[:5] == trial and sum(portions) == 199 and max(portions) == 16
+    assert rows[18:23] == trial and len(rows) == 23 + 2 * len(portions) and max(rows[23:]) == 16
 
 
 def test_what_is_beside_the_decoder_and_would_be_quantized_is_not_replayed():

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.perplexity import scoring
 from hf_mxfp4.checkpoint import add_evaluation, add_perplexity
-from hf_mxfp4.checkpoint.card.model import is_generated
+from hf_mxfp4.checkpoint.card.model import choose_card, is_generated
 from hf_mxfp4.cli import app
 from recipes.tasks.tiny_model import build_char_tokenizer
 
@@ -125,9 +125,12 @@ def test_ctrl_c_and_on(folder, text, tmp_path, monkeypatch):
         (["--max-length", "1"], "--max-length"),
         (["--card"], "README.md does not exist; save_pretrained of a quantized model writes it"),
         (["--reference", "gone"], "gone cannot be loaded to run it"),
+        (["--scheme", "config:skips.yaml"], "modules_to_not_convert has 'layers.9', which matches no module"),
     ],
 )
-def test_wrong_usage(folder, text, tmp_path, arguments, message):
+def test_wrong_usage(folder, text, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("skips.yaml").write_text("modules_to_not_convert: [layers.9]\n")
     done = run(folder, "--text", text, "--out", tmp_path / "out", *arguments)
     assert done.exit_code == 2 and message in done.stderr and "Traceback" not in done.output
     assert not (tmp_path / "out" / "evaluation.json").exists()
@@ -167,6 +170,7 @@ def test_a_policy_is_measured_on_its_master_weights_and_under_its_own_scheme(pol
     )
     both = (policy / "README.md").read_text()
     assert is_generated(both) and both.count("## Perplexity") == 1 and "| exact | 0.500" in both
+    assert "## Perplexity" in choose_card(None, policy, [], "me/policy").text
     with pytest.raises(ValueError, match="none of which is the checkpoint's own scheme"):
         add_perplexity(policy, {"rows": [{"name": "rceil"}], "reference": None})
     (policy / "README.md").write_text(both.replace("## Scheme", "Mine.\n\n## Scheme"))
@@ -192,6 +196,26 @@ def test_weights_that_are_stored_in_four_bits(folder, policy, text, tmp_path):
     build_char_tokenizer(ALPHABET[::-1]).save_pretrained(folder)
     refused = run(packed, "--text", text, "--reference", folder, "--out", tmp_path / "third")
     assert refused.exit_code == 2 and "another vocabulary" in refused.stderr
+
+
+def test_an_exported_checkpoint_is_what_its_scheme_says(checkpoint, text, tmp_path):
+    original = Path(checkpoint("llama", dtype=torch.bfloat16))
+    build_char_tokenizer(ALPHABET).save_pretrained(original)
+    options = ("--format", "compressed-tensors", "--scale-rule", "even")
+    assert run(original, tmp_path / "exported", *options, command="export").exit_code == 0
+    build_char_tokenizer(ALPHABET).save_pretrained(tmp_path / "exported")
+    done = run(tmp_path / "exported", "--text", text, "--reference", original, "--out", tmp_path / "a", "--json")
+    assert done.exit_code == 0, done.stderr
+    swapped = run(original, "--text", text, "--scheme", "w4a16:even", "--out", tmp_path / "b", "--json")
+    stored, own = (json.loads(one.stdout)["rows"][1] for one in (done, swapped))
+    assert (stored["name"], own["name"]) == ("as stored", "w4a16:even")
+    assert stored["kl"] == own["kl"] and stored["difference"] == own["difference"]
+
+
+def test_an_adapter_is_no_model(text, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    done = run(tmp_path, "--text", text)
+    assert done.exit_code == 2 and "holds an adapter, not a model; merge it" in done.stderr
 
 
 def test_analyze_says_the_perplexity_of_its_schemes(folder, policy, text, tmp_path):

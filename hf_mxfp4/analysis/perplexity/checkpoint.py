@@ -9,7 +9,7 @@ import torch
 
 from ... import __version__
 from ..errors.source import SourceError
-from ..texts import WHOLE_FIELDS, is_running_text, read_texts, tokenized, windows
+from ..texts import TextOptions
 from .evaluate import OnTokens, evaluate
 from .load import Loaded, check_same_tokens
 from .log import ScoreLog, header_of
@@ -20,29 +20,12 @@ from .schemes import ModelScheme
 PROGRESS_NAME = "progress.jsonl"
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """Which texts are measured: the first ``samples`` of ``dataset``, each cut to ``max_length`` tokens; of a running
-    text the first ``samples`` windows of so many. See [`read_texts`]."""
-
-    dataset: str
-    field: str | None = None
-    samples: int = 100
-    max_length: int = 512
-
-    def read(self) -> list[str]:
-        return read_texts(self.dataset, self.field, self.samples, WHOLE_FIELDS)
-
-    def tokens(self, tokenizer, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Token ids ``[1, tokens]`` of the texts that have two or more. Raises [`SourceError`] where none has."""
-        if is_running_text(self.dataset):
-            found = windows(tokenizer, texts[0], self.max_length, self.samples)
-        else:
-            found = tokenized(tokenizer, texts, self.max_length)
-        found = [ids for ids in found if ids.shape[-1] > 1]
-        if not found:
-            raise SourceError(f"no text of {self.dataset} has two tokens: there is none to predict")
-        return found
+def texts_to_predict(options: TextOptions, tokenizer, texts: Sequence[str]) -> list[torch.Tensor]:
+    """Token ids ``[1, tokens]`` of the texts that have two or more. Raises [`SourceError`] where none has."""
+    found = [ids for ids in options.tokens(tokenizer, texts) if ids.shape[-1] > 1]
+    if not found:
+        raise SourceError(f"no text of {options.dataset} has two tokens: there is none to predict")
+    return found
 
 
 @dataclass(frozen=True)
@@ -84,19 +67,23 @@ class Job:
         return ScoreLog(path, header, overwrite=overwrite)
 
     def run(self, log: ScoreLog | None = None, on_tokens: OnTokens = lambda count, name: None) -> Evaluation:
-        """Measure what the log does not know."""
+        """Measure what the log does not know. Raises [`SourceError`] where a scheme does not fit the model, and for a
+        model that gives NaN."""
         model, other = self.loaded, self.reference
-        rows = evaluate(
-            model.model,
-            self.batches,
-            self.schemes,
-            stored=model.stored,
-            reference=None if other is None else other.model,
-            reference_name="" if other is None else other.name,
-            log=log,
-            on_tokens=on_tokens,
-            folder=None if log is None else log.path.parent,
-        )
+        try:
+            rows = evaluate(
+                model.model,
+                self.batches,
+                self.schemes,
+                stored=model.stored,
+                reference=None if other is None else other.model,
+                reference_name="" if other is None else other.name,
+                log=log,
+                on_tokens=on_tokens,
+                folder=None if log is None else log.path.parent,
+            )
+        except ValueError as error:
+            raise SourceError(str(error)) from error
         base = None if other is None and model.stored else rows[0].name
         facts = {"dtype": model.dtype, "device": model.model.device.type}
         return Evaluation(model.name, Path(self.options.dataset).name, rows, base, facts)

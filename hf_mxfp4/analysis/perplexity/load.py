@@ -52,6 +52,8 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
     path = Path(model).expanduser()
     if path.is_file():
         raise SourceError("perplexity needs a model's folder or hub id, with its config and tokenizer, not one file")
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise SourceError(f"{path} holds an adapter, not a model; merge it into its base model first")
     name = str(path) if path.exists() else model
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

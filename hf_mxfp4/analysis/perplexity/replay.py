@@ -35,9 +35,11 @@ class Replay:
         the first tokens of ``ids`` (``[1, tokens]``), nor, to rounding, for parts of them, and where something beside
         the decoder is or would be quantized."""
         ids = ids[:, :_TRIAL_TOKENS]
-        decoder = getattr(model, "base_model", None)
-        if not isinstance(decoder, nn.Module) or decoder is model:
-            return None
+        tried = (cls._with(model, decoder, ids) for decoder in _decoders(model))
+        return next((replay for replay in tried if replay is not None), None)
+
+    @classmethod
+    def _with(cls, model: nn.Module, decoder: nn.Module, ids: torch.Tensor) -> "Replay | None":
         inside = set(decoder.modules())
         layers = [*split_linears(model)[0].values(), *(m for m in model.modules() if isinstance(m, QUANTIZED))]
         if any(layer not in inside for layer in layers):
@@ -109,6 +111,13 @@ class Logits:
         if self._replay is None:
             return self._all[0, begin:end]
         return self._replay.logits(self._ids[:, begin:end], self.states[:, begin:end])[0]
+
+
+def _decoders(model: nn.Module) -> list[nn.Module]:
+    """What may be called to get the states that the head takes: what is below the head, or a part of that."""
+    named = [getattr(model, "base_model", None), getattr(model, "get_decoder", lambda: None)()]
+    found = [module for module in named if isinstance(module, nn.Module) and module is not model]
+    return list(dict.fromkeys(found))
 
 
 @contextlib.contextmanager

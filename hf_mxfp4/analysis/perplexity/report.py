@@ -13,11 +13,24 @@ from .results import Evaluation, Mean, Row
 
 
 JSON_NAME, CSV_NAME, HTML_NAME = "evaluation.json", "texts.csv", "evaluation.html"
-LEGEND = (
-    "± standard errors by text. Difference: nats per token to the reference, paired by text. KL: divergence of the "
-    "predictions from those of the reference. Bits: the mean of the quantized operands of a product. * on the front: "
-    "no other scheme on the same operands has both no more bits and less KL."
-)
+
+
+def legend(evaluation: Evaluation) -> str:
+    """What the columns of the table mean."""
+    parts = []
+    if evaluation.base is not None and len(evaluation.rows) > 1:
+        parts.append(
+            "± standard errors by text. Difference: nats per token to the reference, paired by text. KL: divergence of "
+            "the predictions from those of the reference."
+        )
+    if evaluation.schemes:
+        parts.append("Bits: the mean of the quantized operands of a product.")
+    if len(evaluation.schemes) > 1:
+        parts.append(
+            "* on the front: no other scheme on the same operands has both no more bits and less KL. To the best: nats "
+            "per token to the scheme of the least perplexity."
+        )
+    return " ".join(parts)
 
 
 def columns(evaluation: Evaluation) -> list[str]:
@@ -134,7 +147,7 @@ def page_section(evaluation: Evaluation) -> dict[str, Any]:
     ]
     return {
         "summary": summary(evaluation),
-        "legend": LEGEND,
+        "legend": legend(evaluation),
         "columns": columns(evaluation),
         "rows": table(evaluation),
         "figure": front_figure(evaluation) if compared else None,

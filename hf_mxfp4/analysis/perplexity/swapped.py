@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...config import MXFP4RLConfig
 from ...layers import QUANTIZED, TRAINABLE
@@ -32,6 +31,8 @@ def swapped(model: nn.Module, config: MXFP4RLConfig) -> Iterator[float | None]:
 
     Raises `ValueError` for a model that is quantized already, and where the config matches nothing.
     """
+    from transformers.quantizers.auto import AutoHfQuantizer  # it imports every quantization library there is
+
     if any(isinstance(module, QUANTIZED) for module in model.modules()):
         raise ValueError(f"{type(model).__name__} is quantized; schemes are put on a model in full precision")
     before = dict(model.named_modules(remove_duplicate=False))

@@ -8,7 +8,6 @@ from ..errors.results import Analysis
 from ..errors.statistics import ErrorStatistics
 from ..errors.sweep import SAMPLE_ELEMENTS
 from ..page import render_page
-from ..perplexity.report import page_section
 from .columns import COLUMNS, LEGEND
 from .figures import cosine_figure, delta_figure, layer_labels, precision_figure, ratio_figure
 from .statements import SQNR_NOTE, least_error, statements
@@ -30,8 +29,16 @@ def render_html(analysis: Analysis, source: Mapping[str, Any], version: str) -> 
         columns=list(COLUMNS),
         legend=LEGEND,
         sqnr_note=SQNR_NOTE,
-        perplexity=None if analysis.evaluation is None else page_section(analysis.evaluation),
+        perplexity=_perplexity(analysis),
     )
+
+
+def _perplexity(analysis: Analysis) -> dict[str, Any] | None:
+    if analysis.evaluation is None:
+        return None
+    from ..perplexity.report import page_section  # it brings the layers along
+
+    return page_section(analysis.evaluation)
 
 
 def _kind_section(analysis: Analysis, kind: str) -> dict[str, Any]:
