@@ -36,6 +36,7 @@ SETS = {
             f"w4a16:{_BLOCKWISE}+of1.0@0.04",
             "w4a16:mse+mbs128-blockwise",
             "w4a16:mse+mbs128-blockwise+of1.0@0.04",
+            "w4a16:even+mbs32-dynamic",
             "w4a16:even+of1.0@0.058",
             "w4a16:even",
         ),
