@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 from . import tie_tables
-from .documents import ablation_tables, cpu_tables, error_tables, gpu_tables, run_tables
+from .documents import ablation_tables, cost_tables, cpu_tables, error_tables, gpu_tables, run_tables
 from .records import PLOTS, ROOT
 
 
@@ -42,10 +42,12 @@ TABLES: dict[str, Callable[[], str]] = {
         (
             run_tables,
             "quantize_cpu demo lora moe merge_cost packed_loading memory planned saved_error pretrain soak "
-            "export_perplexity gguf_perplexity layer_host_cost vllm_bytes vllm_agreement",
+            "export_perplexity gguf_perplexity scheme_perplexity scheme_perplexity_time layer_host_cost vllm_bytes "
+            "vllm_agreement",
         ),
         (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),
         (gpu_tables, "gpu"),
+        (cost_tables, "layer_costs layer_cost_weights layer_cost_activations"),
         (tie_tables, "tie_movement tie_checks tie_densities tie_start tie_steps"),
         (ablation_tables, "ablation ablation_claims ablation_diagnostics readme_ablation"),
     )

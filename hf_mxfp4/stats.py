@@ -74,6 +74,26 @@ def t_interval(values: Sequence[float]) -> dict[str, Any]:
     return {"n": n, "mean": mean, "sd": sd, "interval": [mean - half, mean + half]}
 
 
+def ratio_of_sums(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float | None]:
+    """The mean over items that come in groups (tokens in texts), and its standard error, to which whole groups count:
+    items of one depend on each other.
+
+    With the sum ``y_i`` of a group and its ``n_i`` items, the mean is ``r = sum(y_i) / sum(n_i)``, and its standard
+    error that of a ratio estimator (Cochran, Sampling Techniques, 1977, chapter 6): ``sqrt(k / (k - 1) * sum((y_i - r
+    n_i)**2)) / sum(n_i)`` for ``k`` groups; `None` for one. Of paired differences ``y_i`` are those of the two sums.
+
+    Raises `ValueError` for sequences of different length, and where there is no item.
+    """
+    total = sum(counts)
+    if len(sums) != len(counts) or total < 1:
+        raise ValueError(f"a mean over groups needs a sum and a count of each: {len(sums)} sums, {total} items")
+    mean, groups = math.fsum(sums) / total, len(sums)
+    if groups < 2:
+        return mean, None
+    squares = math.fsum((value - mean * count) ** 2 for value, count in zip(sums, counts, strict=True))
+    return mean, math.sqrt(groups / (groups - 1) * squares) / total
+
+
 def _t_975(freedom: int) -> float:
     """The 97.5 % quantile of Student's t."""
     # Beyond the table: the normal quantile and the next two terms of its expansion in 1 / freedom.

@@ -78,6 +78,31 @@ def export_perplexity() -> str:
     return table([*columns, "SQNR, dB"], rows)
 
 
+def scheme_perplexity() -> str:
+    rows = []
+    for r in records("scheme_perplexity"):
+        if r["unit"] != "perplexity":
+            continue
+        name = f"`{r['name']}`{' *' if r['on_front'] else ''}"
+        if r["bits"] is None:
+            rows.append(["bfloat16", "16", f"{r['value']:.2f}", "", "", "", ""])
+            continue
+        rows.append(
+            [name, f"{r['bits']:.2f}", f"{r['value']:.2f}", f"{r['nats_to_bf16']:+.3f} ± {r['standard_error']:.3f}"]
+        )
+        rows[-1] += [f"{r['kl']:.3f} ± {r['kl_standard_error']:.3f}", f"{100 * r['same_top']:.1f}"]
+        rows[-1].append(f"{r['weight_sqnr_db']:.2f}")
+    columns = ["scheme", "bits", "perplexity", "nats per token to bfloat16", "KL, nats", "same likeliest token, %"]
+    return table([*columns, "weight SQNR, dB"], rows)
+
+
+def scheme_perplexity_time() -> str:
+    (record,) = (r for r in records("scheme_perplexity") if r["unit"] == "s")
+    rows = [["plain loop, `model(ids, labels=ids).loss`", f"{record['baseline']:.2f}", "1"]]
+    rows.append(["`hf-mxfp4 eval`, full precision", f"{record['value']:.2f}", f"{record['ratio']:.2f}"])
+    return table(["way", "processor seconds", "of the plain loop"], rows)
+
+
 def gguf_perplexity() -> str:
     rows = [
         [r["name"], f"{r['bits_per_weight']:.4g}", f"{r['value']:.2f}", f"{r['ratio']:.3f}"]

@@ -6,6 +6,7 @@ from .._lazy import lazy_names
 
 _LAZY = {
     "add_evaluation": "card.model",
+    "add_perplexity": "card.model",
     "atomic_folder": "io.atomic",
     "check_checkpoint": "io.validate",
     "check_packed_files": "io.packed_files",

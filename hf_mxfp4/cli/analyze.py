@@ -13,11 +13,12 @@ from .options import ExcludeOption, IncludeOption, JsonOption, SchemeOption, fai
 if TYPE_CHECKING:
     from ..analysis.errors.results import Analysis
     from ..analysis.errors.source import Source
+    from ..analysis.texts import TextOptions
     from ..config import MXFP4RLConfig
     from ..numerics import QuantScheme
 
 
-PROGRESS_NAME = "progress.jsonl"
+PROGRESS_NAME, PERPLEXITY_PROGRESS_NAME = "progress.jsonl", "perplexity_progress.jsonl"
 
 
 def analyze(
@@ -45,7 +46,7 @@ def analyze(
         ),
     ] = False,
     dataset: Annotated[
-        Path | None, typer.Option("--dataset", help="JSON lines with the texts for --activations.")
+        str | None, typer.Option("--dataset", help="The texts for --activations: JSON lines, or what eval takes.")
     ] = None,
     text_field: Annotated[
         str | None,
@@ -53,6 +54,15 @@ def analyze(
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Texts to run.")] = 8,
     max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens per text.")] = 512,
+    perplexity: Annotated[
+        str | None,
+        typer.Option(
+            "--perplexity",
+            metavar="TEXT",
+            help="Also load the whole model into memory, and measure perplexity and KL of each scheme, on weights and "
+            "activations, on this text; --text as for eval, which has more options.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the MXFP4 error of every weight that would be quantized, and write a report.
@@ -64,17 +74,24 @@ def analyze(
         fail("--activations and --dataset go together")
     wanted = schemes_of(scheme) if scheme else None
     with told_errors("the same command resumes where it stopped"):
-        from ..analysis.errors.activations import read_texts
-        from ..analysis.errors.source import open_source
+        from ..analysis.errors.source import SourceError, open_source
         from ..analysis.errors.weights import own_config
+        from ..analysis.texts import TEXT_FIELDS, TextOptions
 
-        texts = read_texts(dataset, text_field, samples) if dataset is not None else []
+        options = TextOptions(dataset or "", text_field, samples, max_length, TEXT_FIELDS)
+        texts = [] if dataset is None else options.read()
+        predicted = TextOptions(perplexity or "", text_field, samples, max_length)
+        predicted_texts = [] if perplexity is None else predicted.read()
         source = open_source(model)
+        if predicted_texts and source.kind == "file":
+            raise SourceError("--perplexity needs a model's folder or hub id, with its config and tokenizer")
         own = own_config(source)
         folder = out or Path("analysis") / source.name.replace("/", "--")
         analysis = _analyze_weights(source, own, wanted, include or (), exclude or (), folder, overwrite)
         if texts:
-            _add_activations(analysis, model, own, wanted, texts, max_length)
+            _add_activations(analysis, model, own, wanted, options, texts)
+        if predicted_texts:
+            _add_perplexity(analysis, model, own, wanted, predicted, predicted_texts, folder, overwrite)
         _finish(analysis, source, folder, as_json)
     if analysis.problems:
         raise typer.Exit(1)
@@ -107,13 +124,13 @@ def _analyze_weights(source: "Source", own, wanted, include, exclude, folder: Pa
             return analyze_weights(source, schemes, selection, progress=log, on_bytes=progress)
 
 
-def _add_activations(analysis: "Analysis", model: str, own, wanted, texts: list[str], max_length: int) -> None:
-    from ..analysis.errors.activations import analyze_activations, load_for_activations, tokenized
+def _add_activations(analysis: "Analysis", model: str, own, wanted, options: "TextOptions", texts: list[str]) -> None:
+    from ..analysis.errors.activations import analyze_activations, load_for_activations
     from ..module_names import fused_experts
 
     typer.echo(f"loading the whole model into memory to run {len(texts)} texts", err=True)
     network, tokenizer = load_for_activations(model)
-    batches = tokenized(tokenizer, texts, max_length)
+    batches = options.tokens(tokenizer, texts)
     results, problems = analyze_activations(network, batches, wanted or _default_schemes(own, "activation"))
     analysis.results += results
     analysis.problems += problems
@@ -125,6 +142,29 @@ def _add_activations(analysis: "Analysis", model: str, own, wanted, texts: list[
             f"Activations: {len(experts)} modules keep their experts in fused weights, not in linear layers; "
             "what enters them is not among the numbers."
         )
+
+
+def _add_perplexity(
+    analysis: "Analysis",
+    model: str,
+    own,
+    wanted,
+    options: "TextOptions",
+    texts: list[str],
+    folder: Path,
+    overwrite: bool,
+) -> None:
+    from ..analysis.perplexity.checkpoint import Job, texts_to_predict
+    from ..analysis.perplexity.load import load
+    from ..analysis.perplexity.schemes import read_schemes
+    from .evaluate import measured
+
+    typer.echo(f"loading the whole model into memory to measure perplexity on {len(texts)} texts", err=True)
+    loaded = load(model)
+    names = ["own"] if own is not None and not wanted else map(str, wanted or _default_schemes(own, "weight"))
+    schemes = read_schemes([name.removeprefix("mxfp4+") for name in names], loaded.own)
+    job = Job(loaded, options, texts_to_predict(options, loaded.tokenizer, texts), schemes)
+    analysis.evaluation = measured(job, folder / PERPLEXITY_PROGRESS_NAME, overwrite)
 
 
 def _finish(analysis: "Analysis", source: "Source", folder: Path, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, compare, convert, env, plan, report, simulate
+from . import analyze, compare, convert, costs, env, evaluate, plan, report, simulate
 
 
 app = typer.Typer(
@@ -18,6 +18,8 @@ app = typer.Typer(
 )
 app.command("analyze")(analyze.analyze)
 app.command("compare")(compare.compare)
+app.command("eval")(evaluate.evaluate)
+app.command("costs")(costs.costs)
 app.command("simulate")(simulate.simulate)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)

@@ -4,7 +4,7 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -22,6 +22,10 @@ from ..analysis.errors.results import Analysis, Problem
 from ..analysis.errors.statistics import ErrorStatistics
 from ..analysis.report.columns import COLUMNS, LEGEND, number
 from ..analysis.report.statements import SQNR_NOTE, bits_text, least_error, statements
+
+
+if TYPE_CHECKING:  # it brings the layers along, which other commands do without
+    from ..analysis.perplexity.results import Evaluation
 
 
 #: Seconds between lines where there is no terminal to draw a bar on.
@@ -100,6 +104,41 @@ class ByteProgress:
         return f"{done} of {self._total / 1e6:.0f} MB ({share:.0%}), {self.rate:.1f} MB/s, {left:.0f} s left, at {name}"
 
 
+class TokenProgress:
+    """Tokens done of a total: a bar on a terminal, a line every ten seconds elsewhere.
+
+    Call it with a number of tokens and what they were measured under. Use as a context manager. The total may be set
+    when it is known.
+    """
+
+    def __init__(self, total: int | None = None):
+        self.total, self._done = total, 0
+        self._started = self._said = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> "TokenProgress":
+        if sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("full precision", total=self.total)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, count: int, name: str) -> None:
+        self._done += count
+        seconds = time.monotonic() - self._started
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, total=self.total, description=name[-40:])
+        elif time.monotonic() - self._said >= LINE_SECONDS:
+            self._said = time.monotonic()
+            of = f" of {self.total:,} tokens ({self._done / self.total:.0%})" if self.total else " tokens"
+            print(f"{self._done:,}{of} in {seconds:.0f} s, at {name}", file=sys.stderr, flush=True)
+
+
 def out() -> Console:
     """Standard output as it is now; as wide as a table needs where it is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
@@ -157,6 +196,8 @@ def print_summary(analysis: Analysis, console: Console) -> None:
         worst = {r.name: [r.statistics[scheme] for scheme in schemes] for r in analysis.worst(kind, best, WORST)}
         if worst:
             console.print(_by_scheme(f"largest relative errors under {best}", "tensor", worst))
+    if analysis.evaluation is not None:
+        print_evaluation(analysis.evaluation, console)
     if analysis.skipped:
         reasons = [f"{len(names)} {reason} (such as {min(names)})" for reason, names in analysis.skipped.items()]
         say(f"left out: {'; '.join(reasons)}")
@@ -165,6 +206,15 @@ def print_summary(analysis: Analysis, console: Console) -> None:
     if analysis.problems:
         rows = [[problem.where, problem.reason] for problem in analysis.problems]
         console.print(plain_table("problems", ["where", "reason"], rows))
+
+
+def print_evaluation(evaluation: "Evaluation", console: Console) -> None:
+    """Print what `hf-mxfp4 eval` says: perplexity and divergence of every scheme."""
+    from ..analysis.perplexity.report import columns, legend, summary, table
+
+    console.print(plain_table(summary(evaluation), columns(evaluation), table(evaluation)))
+    if text := legend(evaluation):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _schemes(title: str, totals: Mapping[str, ErrorStatistics], width: int):

@@ -55,8 +55,8 @@ def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
 @contextlib.contextmanager
 def told_errors(when_interrupted: str) -> Iterator[None]:
     """Turn what a user can mend into a message and exit code 2, and Ctrl-C into a message and 130."""
-    from ..analysis.errors.progress import ProgressMismatch
     from ..analysis.errors.source import SourceError
+    from ..analysis.resume_log import ProgressMismatch
 
     try:
         yield

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of layer inputs, and the texts they come from."""
 
-import json
-
 import pytest
 import torch
 from tiny_models import make_model
@@ -10,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis import error_statistics, parse_scheme
-from hf_mxfp4.analysis.errors.activations import analyze_activations, quantized_layers, read_texts, tokenized
+from hf_mxfp4.analysis.errors.activations import analyze_activations, quantized_layers
 from hf_mxfp4.analysis.errors.source import SourceError
 
 
@@ -122,53 +120,3 @@ def test_a_layer_that_no_text_reaches_is_a_problem():
 def test_a_model_without_such_layers():
     with pytest.raises(SourceError, match="Sequential has no linear layer"):
         analyze_activations(torch.nn.Sequential(torch.nn.ReLU()), batches(), SCHEMES)
-
-
-def write(path, rows):
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.mark.parametrize("field", ["text", "prompt", "question", "content"])
-def test_the_field_is_found(tmp_path, field):
-    path = write(tmp_path / "d.jsonl", [{"id": 1, field: "a"}, "\n", {"id": 2, field: "b"}, {"id": 3, field: "c"}])
-    assert read_texts(path, None, 8) == ["a", "b", "c"]
-    assert read_texts(path, None, 2) == ["a", "b"]
-
-
-def test_a_named_field_wins(tmp_path):
-    path = write(tmp_path / "d.jsonl", [{"text": "a", "body": "b"}])
-    assert read_texts(path, "body", 8) == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "field", "message"),
-    [
-        ([], None, "has no rows"),
-        ([{"body": "x"}], None, "has none of the fields text, prompt, question, content.*it has body"),
-        ([{"text": ["x"]}], None, "has none of the fields"),
-        ([{"text": "x"}, {"prompt": "y"}], None, "row 2 of .* has no text in 'text' \\(it has prompt\\)"),
-        ([{"text": "x"}], "body", "row 1 of .* has no text in 'body'"),
-        (["{\n"], None, "row 1 of .* is not JSON"),
-        ([[1]], None, "row 1 of .* is not a JSON object"),
-    ],
-)
-def test_messages_about_datasets(tmp_path, rows, field, message):
-    with pytest.raises(SourceError, match=message):
-        read_texts(write(tmp_path / "d.jsonl", rows), field, 8)
-
-
-def test_a_missing_dataset(tmp_path):
-    with pytest.raises(SourceError, match="cannot be read"):
-        read_texts(tmp_path / "gone.jsonl", None, 8)
-
-
-def test_tokens_are_cut_and_never_empty():
-    from recipes.tasks.tiny_model import build_char_tokenizer
-
-    tokenizer = build_char_tokenizer("ab")
-    assert [ids.shape[-1] for ids in tokenized(tokenizer, ["abab", "", "a"], 3)] == [3, 1]
-    with pytest.raises(SourceError, match="no token"):
-        tokenized(tokenizer, [""], 3)
-    with pytest.raises(SourceError, match="cannot encode the texts"):
-        tokenized(tokenizer, ["xyz"], 3)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error statistics of what enters the quantized layers, on texts of the user's own."""
 
-import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,46 +13,6 @@ from .results import Problem, TensorResult
 from .source import SourceError
 from .statistics import ErrorStatistics, error_statistics
 from .sweep import PrecisionSweep, precision_sweep
-
-
-#: Fields of a dataset's rows that are taken for the text, in this order, where none is named.
-TEXT_FIELDS = ("text", "prompt", "question", "content")
-
-
-def read_texts(dataset: Path, field: str | None, count: int) -> list[str]:
-    """The first ``count`` texts of a file of JSON lines.
-
-    Args:
-        field: name of the text's field; by default the first of [`TEXT_FIELDS`] that the first row has as a string.
-
-    Raises [`SourceError`] for a file that cannot be read, a missing field, or no text at all.
-    """
-    try:
-        with open(dataset, encoding="utf-8") as stream:
-            lines = list(itertools.islice((line for line in stream if line.strip()), count))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{dataset} cannot be read: {error}") from error
-    texts = []
-    for i, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise SourceError(f"row {i} of {dataset} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise SourceError(f"row {i} of {dataset} is not a JSON object; every line must be one")
-        if field is None:
-            field = next((name for name in TEXT_FIELDS if isinstance(row.get(name), str)), None)
-            if field is None:
-                raise SourceError(
-                    f"{dataset} has none of the fields {', '.join(TEXT_FIELDS)} with a text; name one with "
-                    f"--text-field (it has {', '.join(row) or 'no field'})"
-                )
-        if not isinstance(row.get(field), str):
-            raise SourceError(f"row {i} of {dataset} has no text in {field!r} (it has {', '.join(row) or 'no field'})")
-        texts.append(row[field])
-    if not texts:
-        raise SourceError(f"{dataset} has no rows")
-    return texts
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -195,18 +153,3 @@ def load_for_activations(model: str) -> tuple[nn.Module, object]:
         return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval(), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise SourceError(f"{model} cannot be loaded to run it: {error}") from error
-
-
-def tokenized(tokenizer, texts: Sequence[str], max_length: int) -> list[torch.Tensor]:
-    """Token ids ``[1, tokens]`` of every text that has any, cut to ``max_length``.
-
-    Raises [`SourceError`] when no text has a token, or one has a character that the tokenizer lacks.
-    """
-    try:
-        ids = [tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt").input_ids for text in texts]
-    except Exception as error:  # fast tokenizers raise nothing narrower, for a character they lack
-        raise SourceError(f"the tokenizer cannot encode the texts of the dataset: {error}") from error
-    ids = [batch for batch in ids if batch.shape[-1]]
-    if not ids:
-        raise SourceError("the tokenizer finds no token in the texts of the dataset")
-    return ids

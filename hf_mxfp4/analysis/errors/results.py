@@ -4,10 +4,15 @@
 import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .layer_names import TensorLocation, location_of
 from .statistics import ErrorStatistics
 from .sweep import PrecisionSweep
+
+
+if TYPE_CHECKING:  # it is made of what is in this room
+    from ..perplexity.results import Evaluation
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class Analysis:
     """All that was found about one model.
 
     ``schemes`` are those asked for (string forms, in order); activations can have others, see [`schemes_of`].
-    ``skipped`` lists tensor names by the reason for leaving them out.
+    ``skipped`` lists tensor names by the reason for leaving them out. ``evaluation`` has the perplexity of the schemes,
+    where a text was given.
     """
 
     model: str
@@ -48,6 +54,7 @@ class Analysis:
     skipped: dict[str, list[str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    evaluation: "Evaluation | None" = None
 
     @property
     def kinds(self) -> tuple[str, ...]:

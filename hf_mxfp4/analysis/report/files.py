@@ -62,6 +62,7 @@ def build_summary(analysis: Analysis, source: Mapping[str, Any]) -> dict[str, An
             },
             "problems": [{"where": problem.where, "reason": problem.reason} for problem in analysis.problems],
             "notes": list(analysis.notes),
+            **({} if analysis.evaluation is None else {"perplexity": analysis.evaluation.to_dict()}),
         }
     )
 

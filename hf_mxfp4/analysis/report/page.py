@@ -29,7 +29,16 @@ def render_html(analysis: Analysis, source: Mapping[str, Any], version: str) -> 
         columns=list(COLUMNS),
         legend=LEGEND,
         sqnr_note=SQNR_NOTE,
+        perplexity=_perplexity(analysis),
     )
+
+
+def _perplexity(analysis: Analysis) -> dict[str, Any] | None:
+    if analysis.evaluation is None:
+        return None
+    from ..perplexity.report import page_section  # it brings the layers along
+
+    return page_section(analysis.evaluation)
 
 
 def _kind_section(analysis: Analysis, kind: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _EXACT = 1e-9
 #: What the ranking by error does not say.
 SQNR_NOTE = (
     "SQNR does not rank schemes by the perplexity of the model: between schemes of about the same bits let that "
-    "decide, or the accuracy on your task (recipes/evaluate.py)."
+    "decide (hf-mxfp4 eval), or the accuracy on your task (recipes/evaluate.py)."
 )
 
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ...config import MXFP4RLConfig
-from .sections import HERE, Subject, card_text, evaluation_section, replace_evaluation, weight_errors
+from .sections import (
+    HERE,
+    Subject,
+    card_text,
+    evaluation_section,
+    perplexity_section,
+    replace_evaluation,
+    replace_perplexity,
+    weight_errors,
+)
 
 
 if TYPE_CHECKING:
@@ -113,12 +122,42 @@ def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str |
     """
     if not isinstance(summary, Mapping):
         summary = json.loads(Path(summary).read_text(encoding="utf-8"))
+    card = read_generated(folder)
+    _card(card.data, _unsigned(card.text), summary).save(Path(folder) / CARD)
+
+
+def add_perplexity(folder: str | os.PathLike, evaluation: Mapping[str, Any] | str | os.PathLike) -> None:
+    """Put perplexity and divergence into the generated card of a saved checkpoint, beside the error of its weights, in
+    the place of what was there.
+
+    Args:
+        folder: holds the checkpoint and its card.
+        evaluation: what `hf-mxfp4 eval` wrote to `evaluation.json` for the checkpoint's own scheme (``--scheme own``,
+            or a packed checkpoint), or the path of that file.
+
+    Raises:
+        FileNotFoundError: there is no card.
+        ValueError: the card is not a generated one, or was edited; or the checkpoint's own scheme was not evaluated.
+    """
+    if not isinstance(evaluation, Mapping):
+        evaluation = json.loads(Path(evaluation).read_text(encoding="utf-8"))
+    card = read_generated(folder)
+    body = replace_perplexity(_unsigned(card.text), perplexity_section(evaluation))
+    signed_card(card.data, body).save(Path(folder) / CARD)
+
+
+def read_generated(folder: str | os.PathLike) -> ModelCard:
+    """The card of a saved checkpoint, which can be added to.
+
+    Raises `FileNotFoundError` and `ValueError` as [`add_evaluation`] does.
+    """
     path = Path(folder) / CARD
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; save_pretrained of a quantized model writes it")
     text = path.read_text(encoding="utf-8")
     if not is_generated(text):
         raise ValueError(f"{path} was written or edited by somebody; the evaluation is not added to it")
-    card = ModelCard(text)
-    _card(card.data, _unsigned(card.text), summary).save(path)
+    return ModelCard(text)
 
 
 def is_generated(text: str) -> bool:

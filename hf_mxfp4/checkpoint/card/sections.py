@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 HERE = "<this repository or folder>"
 NO_EVALUATION = "No evaluation came with these weights: nothing is claimed about their quality on any task."
 _EVALUATION = re.compile(r"(?<=## Evaluation\n\n).*?(?=\n\n## |\Z)", re.DOTALL)
+_PERPLEXITY_TITLE = "## Perplexity\n\n"
+_PERPLEXITY = re.compile(r"## Perplexity\n\n.*?\n\n(?=## )", re.DOTALL)
+#: Rows of an evaluation that are of the checkpoint as it is: master weights under their own scheme, or stored ones.
+_OWN_ROWS = ("own", "as stored")
 _ERROR_TITLE = "## Quantization error of the weights\n\n"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Rows of a weight that the error is measured on, evenly spaced: enough for two digits, and cheap at every checkpoint.
@@ -93,6 +97,47 @@ def evaluation_section(summary: Mapping[str, Any]) -> str:
 
 def replace_evaluation(body: str, section: str) -> str:
     return _EVALUATION.sub(lambda _: section, body, count=1)
+
+
+def perplexity_section(evaluation: Mapping[str, Any]) -> str:
+    """The text of the section on perplexity, from an `evaluation.json` of `hf-mxfp4 eval`.
+
+    Raises `ValueError` when it has no row of the checkpoint's own scheme.
+    """
+    rows = {row["name"]: row for row in evaluation["rows"]}
+    own = next((rows[name] for name in _OWN_ROWS if name in rows), None)
+    if own is None:
+        raise ValueError(
+            f"the evaluation has {', '.join(rows)}, none of which is the checkpoint's own scheme; run hf-mxfp4 eval "
+            "with --scheme own"
+        )
+    base = rows.get(evaluation["reference"])
+    cells = {"perplexity": f"{own['perplexity']:.3f}"}
+    if base is not None and base is not own:
+        name = "full precision (the master weights)" if base["name"] == "full precision" else f"`{base['name']}`"
+        cells |= {
+            f"perplexity of {name}": f"{base['perplexity']:.3f}",
+            "difference, nats per token": _with_error(own["difference"], 3, "+"),
+            "KL to it, nats per token": _with_error(own["kl"], 4),
+            "same likeliest token": f"{100 * own['same_top']:.1f} %",
+        }
+    table = "\n".join(f"| {name} | {value} |" for name, value in cells.items())
+    return (
+        f"On {evaluation['texts']} texts of `{evaluation['text']}`, {evaluation['tokens']} predicted tokens, in "
+        f"{evaluation['dtype']} (`hf-mxfp4 eval`; ± standard errors by text).\n\n| | |\n|---|---|\n{table}"
+    )
+
+
+def replace_perplexity(body: str, section: str) -> str:
+    """A card's text with a section on perplexity, before that on evaluation."""
+    body = _PERPLEXITY.sub("", body, count=1)
+    before, title, after = body.partition("## Evaluation\n\n")
+    return f"{before}{_PERPLEXITY_TITLE}{section}\n\n{title}{after}"
+
+
+def _with_error(mean: Mapping[str, float | None], digits: int, sign: str = "") -> str:
+    error = "" if mean["standard_error"] is None else f" ± {mean['standard_error']:.{digits}f}"
+    return f"{mean['value']:{sign}.{digits}f}{error}"
 
 
 def _loading(generates: bool, packed: bool) -> str:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a long command resumable: a log of JSON lines, the first of which says what the others are results of."""
+
+import json
+import os
+import time
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+
+#: Seconds of work that a power failure may cost; a killed process loses none.
+_SYNC_SECONDS = 1.0
+
+
+class ProgressMismatch(ValueError):
+    """The log belongs to another checkpoint, other options or another version, or is damaged."""
+
+
+class ResumeLog:
+    """Results on disk as soon as they are known. Use as a context manager.
+
+    Args:
+        path: the log; made with its folder if need be.
+        header: what the results are of; kept in the first line.
+        overwrite: start over whatever the log holds.
+
+    Raises [`ProgressMismatch`] when the log was written for something else.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any], *, overwrite: bool = False):
+        self.path = path
+        self._header = dict(header)
+        self._done: dict[Hashable, dict] = {}
+        self._last_sync = time.monotonic()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = 0 if overwrite or not path.exists() else self._load()
+        self._stream: IO[bytes] = open(path, "r+b" if kept else "wb")
+        if kept:
+            self._stream.truncate(kept)
+            self._stream.seek(kept)
+        else:
+            self._write(self._header)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.sync()
+        self._stream.close()
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def key(self, line: Mapping[str, Any]) -> Hashable:
+        """Return what a line is the result of."""
+        raise TypeError(f"{type(self).__name__} does not say what its lines are results of")
+
+    def sync(self) -> None:
+        """Have the disk hold all that was added."""
+        os.fsync(self._stream.fileno())
+        self._last_sync = time.monotonic()
+
+    def _append(self, line: dict) -> None:
+        self._done[self.key(line)] = line
+        self._write(line)
+        if time.monotonic() - self._last_sync > _SYNC_SECONDS:
+            self.sync()
+
+    def _write(self, line: dict) -> None:
+        self._stream.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        self._stream.flush()
+
+    def _load(self) -> int:
+        """Read the log; bytes of it to keep. A last line that was torn by the end of its process is dropped."""
+        lines = self.path.read_bytes().split(b"\n")
+        torn = lines.pop()  # empty when the file ends as it should
+        parsed = []
+        for number, text in enumerate(lines, 1):
+            try:
+                parsed.append(json.loads(text))
+            except ValueError:
+                raise ProgressMismatch(
+                    f"line {number} of {self.path} is damaged; start over with --overwrite, or give another --out"
+                ) from None
+        if len(parsed) < 2:
+            return 0  # no result yet: nothing that could be mixed
+        for key, now in self._header.items():
+            if (before := parsed[0].get(key)) != now:
+                raise ProgressMismatch(
+                    f"{self.path} holds results for {key} {_words(before)}, not {_words(now)}; "
+                    "start over with --overwrite, or give another --out"
+                )
+        self._done = {self.key(line): line for line in parsed[1:]}
+        return self.path.stat().st_size - len(torn)
+
+
+def _words(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

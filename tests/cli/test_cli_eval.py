@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 eval` as a user meets it: tables, files, messages, exit codes, resumption, and figures in model cards."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.analysis.perplexity import scoring
+from hf_mxfp4.checkpoint import add_evaluation, add_perplexity
+from hf_mxfp4.checkpoint.card.model import choose_card, is_generated
+from hf_mxfp4.cli import app
+from recipes.tasks.tiny_model import build_char_tokenizer
+
+
+ALPHABET = "0123456789+= ?\n"
+ROWS = [{"question": f"{i}+{i}?", "answer": f"{i}+{i}={2 * i}"} for i in (1, 22, 304)]
+FILES = ("evaluation.json", "texts.csv", "evaluation.html")
+
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
+
+def run(*arguments, command="eval"):
+    return CliRunner().invoke(app, [command, *map(str, arguments)])
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path / "sums.jsonl"
+
+
+@pytest.fixture
+def folder(checkpoint):
+    made = Path(checkpoint("llama"))
+    build_char_tokenizer(ALPHABET).save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def policy(folder, tmp_path):
+    """What training saves: master weights and a scheme."""
+    config = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    model.save_pretrained(tmp_path / "policy")
+    build_char_tokenizer(ALPHABET).save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+def losses(model):
+    """Nats per token of transformers' own loop."""
+    tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
+    ids = [tokenizer(f"{row['question']}\n{row['answer']}", return_tensors="pt").input_ids for row in ROWS]
+    with torch.no_grad():
+        sums = [model(each, labels=each).loss.item() * (each.shape[1] - 1) for each in ids]
+    return sum(sums) / sum(each.shape[1] - 1 for each in ids)
+
+
+def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(folder, "--text", text, "--scheme", "w4a16:rceil", "--scheme", "even+mbs128-blockwise")
+    assert done.exit_code == 0, done.stderr
+    out = tmp_path / "evaluation" / folder.name
+    assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, "progress.jsonl"])
+    report = json.loads((out / "evaluation.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["full precision", "w4a16:rceil", "even+mbs128-blockwise"]
+    assert (report["texts"], report["tokens"], report["text"]) == (3, 9 + 14 + 19, "sums.jsonl")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=MXFP4RLConfig(preset="w4a16", macro_block=None, outlier_fallback=None)
+    )
+    expected = [losses(plain), losses(quantized)]
+    assert [row["nats"]["value"] for row in report["rows"][:2]] == pytest.approx(expected, rel=1e-6)
+    assert report["rows"][1]["difference"]["value"] == pytest.approx(expected[1] - expected[0], abs=1e-6)
+    assert report["rows"][1]["weight_sqnr_db"] == quantized.quantization_report.sqnr_db
+    for words in (
+        "3 texts, 42 predicted tokens of sums.jsonl (float32, cpu)",
+        "4.31",
+        "KL, nats",
+        f"{math.exp(expected[0]):.3f}",
+    ):
+        assert words in done.stdout
+    page = (out / "evaluation.html").read_text()
+    assert "w4a4 [weights mxfp4+even+mbs128-blockwise" in page and 'src="http' not in page
+
+
+def test_ctrl_c_and_on(folder, text, tmp_path, monkeypatch):
+    arguments = (folder, "--text", text, "--scheme", "rceil", "--json", "--out")
+    whole = run(*arguments, tmp_path / "whole").stdout
+    original, count = scoring._scored, 0
+
+    def interrupted(*given):
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        return original(*given)
+
+    monkeypatch.setattr(scoring, "_scored", interrupted)
+    done = run(*arguments, tmp_path / "halves")
+    assert done.exit_code == 130 and "interrupted; the same command resumes where it stopped" in done.stderr
+    assert not (tmp_path / "halves" / "evaluation.json").exists()
+    done = run(*arguments, tmp_path / "halves")
+    # Of the reference what is still to be compared with it, and what the log lacks of the scheme.
+    assert done.exit_code == 0 and count == 5 + 2 + 2 and "holds 5 results" in done.stderr
+    assert done.stdout == whole and json.loads(whole)["rows"][1]["name"] == "rceil"
+    assert all((tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in FILES)
+    assert run(*arguments, tmp_path / "whole", "--samples", 2).exit_code == 2
+    again = run(*arguments, tmp_path / "whole", "--samples", 2, "--overwrite")
+    assert json.loads(again.stdout)["texts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scheme", "rciel"], "did you mean 'rceil'"),
+        (["--scheme", "own"], "no scheme of its own"),
+        (["--text", "gone.jsonl"], "gone.jsonl cannot be read"),
+        (["--text-field", "body"], "has no text in 'body' (it has question, answer)"),
+        (["--max-length", "1"], "--max-length"),
+        (["--card"], "README.md does not exist; save_pretrained of a quantized model writes it"),
+        (["--reference", "gone"], "gone cannot be loaded to run it"),
+        (["--scheme", "config:skips.yaml"], "modules_to_not_convert has 'layers.9', which matches no module"),
+    ],
+)
+def test_wrong_usage(folder, text, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("skips.yaml").write_text("modules_to_not_convert: [layers.9]\n")
+    done = run(folder, "--text", text, "--out", tmp_path / "out", *arguments)
+    assert done.exit_code == 2 and message in done.stderr and "Traceback" not in done.output
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_no_such_model(text, tmp_path):
+    done = run(tmp_path / "gone", "--text", text)
+    assert done.exit_code == 2 and "cannot be loaded to run it" in done.stderr
+    assert run("some/model", "--text", text, "--card").exit_code == 2
+
+
+def test_a_policy_is_measured_on_its_master_weights_and_under_its_own_scheme(policy, text, tmp_path):
+    done = run(policy, "--text", text, "--out", tmp_path / "out", "--card", "--json")
+    assert done.exit_code == 0, done.stderr
+    full, own = json.loads(done.stdout)["rows"]
+    assert (full["name"], own["name"]) == ("full precision", "own") and own["kl"]["value"] > 0
+    quantized = AutoModelForCausalLM.from_pretrained(policy)
+    assert own["nats"]["value"] == pytest.approx(losses(quantized), rel=1e-6)
+    card = (policy / "README.md").read_text()
+    assert is_generated(card)
+    for words in (
+        "On 3 texts of `sums.jsonl`, 42 predicted tokens, in float32",
+        f"| perplexity | {own['perplexity']:.3f} |",
+        f"| perplexity of full precision (the master weights) | {full['perplexity']:.3f} |",
+        f"| KL to it, nats per token | {own['kl']['value']:.4f} ± {own['kl']['standard_error']:.4f} |",
+    ):
+        assert words in card
+    assert card.index("Quantization error of the weights") < card.index("## Perplexity") < card.index("## Evaluation")
+    # Again, and with the accuracies of a run besides: each takes its own place.
+    add_perplexity(policy, tmp_path / "out" / "evaluation.json")
+    assert (policy / "README.md").read_text() == card
+    accuracy = {"exact": 0.5}
+    add_evaluation(
+        policy,
+        {"task": "sums", "steps": 1, "seed": 0, "n_test": 4, "scheme": "", "accuracy_before": accuracy}
+        | {"accuracy_after": accuracy},
+    )
+    both = (policy / "README.md").read_text()
+    assert is_generated(both) and both.count("## Perplexity") == 1 and "| exact | 0.500" in both
+    assert "## Perplexity" in choose_card(None, policy, [], "me/policy").text
+    with pytest.raises(ValueError, match="none of which is the checkpoint's own scheme"):
+        add_perplexity(policy, {"rows": [{"name": "rceil"}], "reference": None})
+    (policy / "README.md").write_text(both.replace("## Scheme", "Mine.\n\n## Scheme"))
+    refused = run(policy, "--text", text, "--out", tmp_path / "out", "--card")
+    assert refused.exit_code == 2 and "written or edited by somebody" in refused.stderr
+
+
+def test_weights_that_are_stored_in_four_bits(folder, policy, text, tmp_path):
+    assert run(folder, tmp_path / "packed", command="pack").exit_code == 0
+    packed = tmp_path / "packed"
+    build_char_tokenizer(ALPHABET).save_pretrained(packed)
+    done = run(packed, "--text", text, "--out", tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.stderr
+    (alone,) = json.loads(done.stdout)["rows"]
+    assert alone["name"] == "as stored" and "kl" not in alone
+    done = run(packed, "--text", text, "--out", tmp_path / "other", "--reference", folder, "--card", "--json")
+    original, stored = json.loads(done.stdout)["rows"]
+    assert original["name"] == folder.name and stored["kl"]["value"] > 0
+    assert stored["nats"] == alone["nats"]
+    assert f"| perplexity of `{folder.name}` | {original['perplexity']:.3f} |" in (packed / "README.md").read_text()
+    refused = run(packed, "--text", text, "--scheme", "rceil", "--out", tmp_path / "third")
+    assert refused.exit_code == 2 and "stores quantized weights, so no other scheme can be put on it" in refused.stderr
+    build_char_tokenizer(ALPHABET[::-1]).save_pretrained(folder)
+    refused = run(packed, "--text", text, "--reference", folder, "--out", tmp_path / "third")
+    assert refused.exit_code == 2 and "another vocabulary" in refused.stderr
+
+
+def test_an_exported_checkpoint_is_what_its_scheme_says(checkpoint, text, tmp_path):
+    original = Path(checkpoint("llama", dtype=torch.bfloat16))
+    build_char_tokenizer(ALPHABET).save_pretrained(original)
+    options = ("--format", "compressed-tensors", "--scale-rule", "even")
+    assert run(original, tmp_path / "exported", *options, command="export").exit_code == 0
+    build_char_tokenizer(ALPHABET).save_pretrained(tmp_path / "exported")
+    done = run(tmp_path / "exported", "--text", text, "--reference", original, "--out", tmp_path / "a", "--json")
+    assert done.exit_code == 0, done.stderr
+    swapped = run(original, "--text", text, "--scheme", "w4a16:even", "--out", tmp_path / "b", "--json")
+    stored, own = (json.loads(one.stdout)["rows"][1] for one in (done, swapped))
+    assert (stored["name"], own["name"]) == ("as stored", "w4a16:even")
+    assert stored["kl"] == own["kl"] and stored["difference"] == own["difference"]
+
+
+def test_an_adapter_is_no_model(text, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    done = run(tmp_path, "--text", text)
+    assert done.exit_code == 2 and "holds an adapter, not a model; merge it" in done.stderr
+
+
+def test_analyze_says_the_perplexity_of_its_schemes(folder, policy, text, tmp_path):
+    done = run(
+        *(folder, "--scheme", "rceil", "--scheme", "rceil+of0.5", "--perplexity", text, "--out", tmp_path / "out"),
+        command="analyze",
+    )
+    assert done.exit_code == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [row["name"] for row in report["perplexity"]["rows"]] == ["full precision", "rceil", "rceil+of0.5"]
+    # The same figures as of eval.
+    json_of_eval = run(
+        folder, "--text", text, "--scheme", "rceil", "--out", tmp_path / "eval", "--samples", 8, "--json"
+    )
+    rows = json.loads(json_of_eval.stdout)["rows"]
+    assert rows[1]["kl"] == report["perplexity"]["rows"][1]["kl"]
+    assert "3 texts, 42 predicted tokens of sums.jsonl" in done.stdout
+    assert "<h2>Perplexity</h2>" in (tmp_path / "out" / "report.html").read_text()
+    done = run(policy, "--perplexity", text, "--out", tmp_path / "own", "--json", command="analyze")
+    assert [row["name"] for row in json.loads(done.stdout)["perplexity"]["rows"]] == ["full precision", "own"]
+    file = next(folder.glob("*.safetensors"))
+    refused = run(file, "--perplexity", text, "--out", tmp_path / "third", command="analyze")
+    assert refused.exit_code == 2 and "--perplexity needs a model's folder or hub id" in refused.stderr
