@@ -4,10 +4,12 @@
     python -m benchmarks.scheme_perplexity --model SmolLM2-135M-Instruct --text gsm8k/test.jsonl
 
 What `hf-mxfp4 eval` measures, and, first, how long it takes in full precision beside a plain loop over
-``model(ids, labels=ids).loss``: processor seconds, alternating, the median over rounds.
+``model(ids, labels=ids).loss``: processor seconds, alternating, the median over rounds; and by how much a process grows
+on windows of 2,048 tokens, each way in a process of its own.
 """
 
 import math
+import multiprocessing
 import statistics
 import tempfile
 import time
@@ -17,13 +19,14 @@ from pathlib import Path
 import torch
 
 from hf_mxfp4.analysis.perplexity.checkpoint import Job, texts_to_predict
-from hf_mxfp4.analysis.perplexity.evaluate import reference_of
+from hf_mxfp4.analysis.perplexity.evaluate import evaluate, reference_of
 from hf_mxfp4.analysis.perplexity.load import load
 from hf_mxfp4.analysis.perplexity.results import Evaluation, Row
 from hf_mxfp4.analysis.perplexity.schemes import read_schemes
 from hf_mxfp4.analysis.texts import TextOptions
 from hf_mxfp4.cli.console import TokenProgress
 
+from .memory import resident
 from .records import made, median_ratio, option_parser, write
 
 
@@ -68,6 +71,44 @@ def times(model: torch.nn.Module, batches: Sequence[torch.Tensor], rounds: int) 
     return {name: seconds[1:] for name, seconds in found.items()}
 
 
+#: Windows that memory is measured on, and their tokens.
+WINDOWS, WINDOW = 2, 2048
+WAYS = {
+    "plain loop": plain_loop,
+    "full precision": reference_of,
+    "one scheme": lambda model, batches: evaluate(model, batches, read_schemes(["w4a16:rceil"])),
+}
+
+
+def growth(way: str, model: str, ids: list[int]) -> int:
+    """Bytes that this process grows by at its peak, beyond what it has with the model in memory."""
+    loaded = load(model, "bfloat16", "cpu").model
+    windows = torch.tensor([ids]).split(WINDOW, dim=1)
+    with torch.no_grad():
+        loaded(windows[0][:, :16])  # its weights are read
+    before = resident("VmHWM")
+    WAYS[way](loaded, windows)
+    return resident("VmHWM") - before
+
+
+def memory_records(model: str, ids: list[int]) -> list[dict]:
+    """What each way needs, in new processes."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        found = {way: pool.apply(growth, (way, model, ids)) for way in WAYS}
+    return [
+        {
+            "name": f"memory of {way}",
+            "shape": [len(ids) // WINDOW, WINDOW],
+            "value": found[way] / 1e6,
+            "unit": "MB",
+            "baseline": found["plain loop"] / 1e6,
+            "ratio": found[way] / found["plain loop"],
+            "ceiling_fraction": None,
+        }
+        for way in WAYS
+    ]
+
+
 def as_record(row: Row, evaluation: Evaluation) -> dict:
     """What is kept of a row."""
     base = evaluation.base
@@ -105,6 +146,9 @@ def main() -> None:
     seconds = times(loaded.model, batches[:8], options.rounds)
     ratio = median_ratio(seconds["hf-mxfp4 eval"], seconds["plain loop"])
     print(f"full precision takes {ratio:.3f} of a plain loop's time", flush=True)
+    everything = "\n".join(TextOptions(str(options.text), samples=400).read())
+    ids = loaded.tokenizer(everything).input_ids[: WINDOWS * WINDOW]
+    memory = memory_records(str(options.model), ids)
     schemes = read_schemes(list(SCHEMES))
     with tempfile.TemporaryDirectory() as folder:
         job = Job(loaded, source, batches, schemes)
@@ -124,7 +168,7 @@ def main() -> None:
         "ratio": ratio,
         "ceiling_fraction": None,
     }
-    found = [time_record, *(as_record(row, evaluation) for row in evaluation.rows)]
+    found = [time_record, *memory, *(as_record(row, evaluation) for row in evaluation.rows)]
     write([{**record, **shared} for record in found], options.out)
 
 

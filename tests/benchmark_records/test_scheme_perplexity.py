@@ -7,7 +7,7 @@ from tiny_models import make_model
 
 from benchmarks.perplexity import losses, mean_loss
 from benchmarks.records import records
-from benchmarks.scheme_perplexity import SCHEMES, as_record, plain_loop, times
+from benchmarks.scheme_perplexity import SCHEMES, WAYS, as_record, plain_loop, times
 from hf_mxfp4.analysis.perplexity.evaluate import evaluate
 from hf_mxfp4.analysis.perplexity.results import Evaluation
 from hf_mxfp4.analysis.perplexity.schemes import read_schemes
@@ -44,4 +44,4 @@ def test_a_record_has_what_was_found():
 
 def test_records_are_of_the_schemes():
     names = [record["name"] for record in records("scheme_perplexity")]
-    assert names == ["time in full precision", "full precision", *SCHEMES]
+    assert names == ["time in full precision", *(f"memory of {way}" for way in WAYS), "full precision", *SCHEMES]
