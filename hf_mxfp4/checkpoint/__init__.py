@@ -8,6 +8,8 @@ _LAZY = {
     "add_evaluation": "card.model",
     "atomic_folder": "io.atomic",
     "check_checkpoint": "io.validate",
+    "check_data": "io.integrity",
+    "check_local_index": "io.index",
     "check_packed_files": "io.packed_files",
     "export": "convert.export",
     "import_checkpoint": "convert.importing",
@@ -15,6 +17,7 @@ _LAZY = {
     "make_record": "io.validate",
     "pack_checkpoint": "convert.pack_folder",
     "take_state_dict": "state_dict",
+    "verify_folder": "verify",
     "why_incomplete": "io.complete",
     "wrap_saving": "save",
 }

@@ -9,7 +9,15 @@ from torch import nn
 from transformers.quantizers import HfQuantizer
 
 from .._logging import get_logger
-from ..checkpoint import check_checkpoint, check_packed_files, make_record, take_state_dict, wrap_saving
+from ..checkpoint import (
+    check_checkpoint,
+    check_data,
+    check_local_index,
+    check_packed_files,
+    make_record,
+    take_state_dict,
+    wrap_saving,
+)
 from ..checkpoint.io.mapped import resolved
 from ..config import MXFP4RLConfig
 from ..dither import dither_masters
@@ -78,6 +86,13 @@ class MXFP4RLQuantizer(HfQuantizer):
                 "their size in bfloat16, so that 'cpu' may do"
             )
 
+    def update_attn_implementation(self, config):
+        # Called for something else: the only time before transformers reads the index of shards, in which it stops at
+        # damage without a word of the file.
+        if self.pre_quantized:
+            check_local_index(getattr(config, "name_or_path", None), getattr(config, "_commit_hash", None))
+        return super().update_attn_implementation(config)
+
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
         refuse_parallel_plan(model)
         check_attention(model)
@@ -99,6 +114,8 @@ class MXFP4RLQuantizer(HfQuantizer):
         elif self._packed and checkpoint_files:
             shapes = {name: layer.shapes() for name, layer in layers.items()}
             check_packed_files(checkpoint_files, shapes, getattr(model, "base_model_prefix", ""))
+        if checkpoint_files:
+            check_data(checkpoint_files, is_ours=self.pre_quantized)
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,6 +65,32 @@ def read_header(file: Path) -> list[StoredTensor]:
 
     Raises [`ShardError`] for a file that is missing, truncated, or whose header contradicts itself or the file.
     """
+    return read_header_and_metadata(file)[0]
+
+
+def read_header_and_metadata(file: Path) -> tuple[list[StoredTensor], dict[str, str]]:
+    """The same, and what the header says besides, in its ``__metadata__``; empty where there is none."""
+    header, start, size = load_header(file)
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ShardError(f"{file.name} is damaged: the metadata in its header are not strings by name")
+    tensors = [_entry(file, name, entry, start) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    end = start
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise ShardError(f"{file.name} is damaged: the bytes of {tensor.name} overlap others or leave a hole")
+        end += tensor.nbytes
+    if end > size:
+        raise ShardError(f"{file.name} is truncated: its tensors end at byte {end}, the file has {size}")
+    if end < size:
+        raise ShardError(f"{file.name} is damaged: {size - end} bytes after its last tensor")
+    return tensors, metadata
+
+
+def load_header(file: Path) -> tuple[dict[str, Any], int, int]:
+    """The header as it stands, where the data begin, and the size of the file, both in bytes. Raises [`ShardError`]."""
     try:
         with open(file, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -82,19 +109,7 @@ def read_header(file: Path) -> list[StoredTensor]:
         raise ShardError(f"{file.name} is damaged: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise ShardError(f"{file.name} is damaged: its header is not a JSON object")
-    start = 8 + length
-    tensors = [_entry(file, name, entry, start) for name, entry in header.items() if name != "__metadata__"]
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    end = start
-    for tensor in tensors:
-        if tensor.offset != end:
-            raise ShardError(f"{file.name} is damaged: the bytes of {tensor.name} overlap others or leave a hole")
-        end += tensor.nbytes
-    if end > size:
-        raise ShardError(f"{file.name} is truncated: its tensors end at byte {end}, the file has {size}")
-    if end < size:
-        raise ShardError(f"{file.name} is damaged: {size - end} bytes after its last tensor")
-    return tensors
+    return header, 8 + length, size
 
 
 def read_rows(tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
