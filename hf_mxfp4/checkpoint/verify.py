@@ -11,7 +11,7 @@ from typing import Any
 from ..registration import QUANT_METHOD
 from .io.folder import CheckpointError, open_checkpoint, read_json
 from .io.index import read_index
-from .io.integrity import FileChecksums, OnBytes, add_checksums
+from .io.integrity import FileChecksums, OnBytes, add_checksums, find_damage
 from .io.reader import ShardError, StoredTensor
 from .io.replace import CONFIG, weight_names
 
@@ -73,7 +73,7 @@ class Verification:
             self.checked.append(file.name)
             self.n_tensors += len(found.tensors)
             self.n_bytes += found.n_bytes
-            for damage in found.damage(on_bytes):
+            for damage in find_damage([found], on_bytes):
                 self.add(damage.tensor or damage.file, str(damage))
         except ShardError as error:
             self.add(file.name, str(error))

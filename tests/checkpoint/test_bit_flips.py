@@ -108,6 +108,6 @@ def test_a_thousand_flipped_bits(originals, tmp_path):
     for mode, place, seed in drawn(1000, 0):
         counts[place, outcome(mode, place, seed, originals, tmp_path / str(seed))] += 1
         shutil.rmtree(tmp_path / str(seed))
-    print(sorted(counts.items()))
-    assert counts.total() == 1000 and counts["data", "named"] == 332
-    assert counts["header", "named"] > 325 and counts["index", "named"] > 250
+    # In the index, sizes are for nobody to rely on.
+    assert (counts.total(), counts["data", "named"], counts["header", "named"]) == (1000, 334, 334)
+    assert counts["index", "named"] > 300

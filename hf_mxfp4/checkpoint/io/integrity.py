@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare safetensors files with the checksums that they carry, and write checksums into files that carry none.
 
-A file is read once, in portions, by plain reads: memory use is that of one portion, and what is read stays in the
-system's cache for whoever loads the file next.
+A file is gone through once, in portions, by some threads: memory use is that of the portions, and what is read stays
+in the system's cache for whoever loads the file.
 """
 
 import json
+import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from xxhash import xxh3_64
 
@@ -23,11 +25,16 @@ from .writer import header_bytes
 
 #: ``0`` in the environment loads checkpoints without comparing their data with their checksums.
 VARIABLE = "HF_MXFP4_VERIFY"
-#: About what the caches of a core hold.
-_PORTION = 1 << 20
+#: Bytes that are read at a time, about what the cache of a core holds; that are mapped; and that a thread takes on, unless
+#: one tensor has more.
+_READ, _MAPPED, _GROUP = 1 << 18, 1 << 23, 1 << 25
+#: More do not read memory any faster.
+_THREADS = 4
 
-#: Told of bytes that were read, with the name of the tensor that they belong to.
+#: Told of bytes that were read, with the name of what they belong to.
 OnBytes = Callable[[int, str], None]
+#: Gives the bytes of a file from one place to another, piece by piece.
+Portions = Callable[[Path, int, int], Iterator[memoryview]]
 
 
 @dataclass(frozen=True)
@@ -78,19 +85,50 @@ class FileChecksums:
     def n_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def damage(self, on_bytes: OnBytes = lambda count, name: None) -> Iterator[Damage]:
-        """Everything in the file that does not agree with its checksums, the header first; nothing of a file that
-        carries none. Raises [`ShardError`] for a file that cannot be read to its end."""
-        if self.expected is None:
-            return
-        if self._header_problem is not None:
-            yield Damage(self.file.name, None, self._header_problem)
+    @property
+    def header_damage(self) -> list[Damage]:
+        """What is wrong with the header, if anything."""
+        return [] if self._header_problem is None else [Damage(self.file.name, None, self._header_problem)]
+
+    def compare(self, tensors: Sequence[StoredTensor], checksums: Sequence[str]) -> Iterator[Damage]:
+        """Those of some tensors whose checksums are not the ones that the header gives."""
         doubt = "" if self._header_problem is None else ", unless that is what is damaged in the header"
-        for tensor, found in _checksums(self.file, self.tensors, on_bytes):
+        for tensor, found in zip(tensors, checksums, strict=True):
             expected = self.expected.get(tensor.name)
             if expected is not None and found != expected:
                 reason = f"has the checksum {found}, {expected} was written with it{doubt}"
                 yield Damage(self.file.name, tensor.name, reason)
+
+
+class _Comparison:
+    """The data of files, as far as these carry checksums, being compared in threads.
+
+    ``read`` gives the bytes of a part of a file.
+    """
+
+    def __init__(self, files: Iterable[FileChecksums], read: Portions):
+        groups = [(file, group) for file in files if file.expected is not None for group in _groups(file.tensors)]
+        self._pool = ThreadPoolExecutor(max(1, min(_THREADS, len(groups), _n_cores())), "checksums")
+        self._running = [
+            (file, group, self._pool.submit(_checksums, group, read(file.file, *_span(group))))
+            for file, group in groups
+        ]
+        # Also when nobody asks for the damage, because loading failed for another reason.
+        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def damage(self, on_bytes: OnBytes = lambda count, name: None) -> Iterator[Damage]:
+        """What does not agree, in the order of the files."""
+        for file, group, found in self._running:
+            yield from file.compare(group, found.result())
+            on_bytes(sum(tensor.nbytes for tensor in group), group[-1].name)
+
+
+def find_damage(files: Sequence[FileChecksums], on_bytes: OnBytes = lambda count, name: None) -> Iterator[Damage]:
+    """Everything in files that does not agree with their checksums, the headers first; nothing of files that carry
+    none. Raises [`ShardError`] for a file that cannot be read to its end."""
+    for file in files:
+        yield from file.header_damage
+    yield from _Comparison(files, _read_portions).damage(on_bytes)
 
 
 def is_switched_off() -> bool:
@@ -101,36 +139,55 @@ def is_switched_off() -> bool:
     return text == "0"
 
 
-def check_data(files: Sequence[str | os.PathLike], *, is_ours: bool = True) -> int:
-    """Compare all data of ``files`` with the checksums in their headers; the number of tensors compared, 0 where there
-    are no checksums and where `HF_MXFP4_VERIFY=0`.
+def start_check(files: Sequence[str | os.PathLike], *, is_ours: bool = True) -> Callable[[], int]:
+    """Compare headers with their checksums now, and begin to compare all data of ``files`` in threads, while others
+    load them.
 
     Args:
         files: safetensors files of one checkpoint; others are passed over.
         is_ours: whether to say so when the files carry no checksums, as those saved by earlier versions do.
 
-    Raises [`ShardError`], which names file and tensor, for the first that does not agree.
+    Returns:
+        What waits for the rest and gives the number of tensors compared: 0 where there are no checksums, and where
+        `HF_MXFP4_VERIFY=0`.
+
+    Raises [`ShardError`], which names file and tensor, for the first that does not agree, now or when it is waited for.
     """
     if is_switched_off():
         get_logger().info("%s=0: the data of the checkpoint are not checked", VARIABLE)
-        return 0
+        return lambda: 0
     read = [FileChecksums(Path(file)) for file in files if str(file).endswith(".safetensors")]
     checked = [file for file in read if file.expected is not None]
-    for file in checked:
-        for damage in file.damage():
-            raise ShardError(
-                f"{damage}. Download or copy the file again; `hf-mxfp4 verify` names everything that is damaged. (If a "
-                f"tool changed the file on purpose and kept its metadata, {VARIABLE}=0 loads it)"
-            )
     without = [file.file.name for file in read if file.expected is None]
     if checked and without:
         get_logger().warning("%s: not checked, without the checksums that other files have", ", ".join(without))
     elif without and is_ours:
         get_logger().info("the files carry no checksums: their data are not checked (hf-mxfp4 verify --add adds them)")
-    n_tensors = sum(len(file.tensors) for file in checked)
-    if checked:
-        get_logger().info("checked %d tensors, %.1f MB", n_tensors, sum(file.n_bytes for file in checked) / 1e6)
-    return n_tensors
+    for file in checked:
+        _refuse(file.header_damage)
+    comparison = _Comparison(checked, _mapped_portions)
+
+    def finish() -> int:
+        _refuse(comparison.damage())
+        n_tensors = sum(len(file.tensors) for file in checked)
+        if checked:
+            get_logger().info("checked %d tensors, %.1f MB", n_tensors, sum(file.n_bytes for file in checked) / 1e6)
+        return n_tensors
+
+    return finish
+
+
+def check_data(files: Sequence[str | os.PathLike], *, is_ours: bool = True) -> int:
+    """[`start_check`], waited for."""
+    return start_check(files, is_ours=is_ours)()
+
+
+def _refuse(damages: Iterable[Damage]) -> None:
+    for damage in damages:
+        raise ShardError(
+            f"{damage}. Download or copy the file again; `hf-mxfp4 verify` names everything that is damaged. (If a "
+            f"tool changed the file on purpose and kept its metadata, {VARIABLE}=0 loads it)"
+        )
 
 
 def add_checksums(file: Path, on_bytes: OnBytes = lambda count, name: None) -> int:
@@ -149,12 +206,18 @@ def add_checksums(file: Path, on_bytes: OnBytes = lambda count, name: None) -> i
         added = checksum_metadata(_contents(tensors), checksums, metadata)
         return header_bytes({**header, "__metadata__": {**metadata, **added}})
 
+    def copied() -> Iterator[memoryview]:
+        for portion in _read_portions(file, *_span(tensors)):
+            target.write(portion)
+            on_bytes(len(portion), file.name)
+            yield portion
+
     try:
         with open(draft, "wb") as target:
             target.write(with_checksums({tensor.name: UNKNOWN for tensor in tensors}))
-            found = {tensor.name: value for tensor, value in _checksums(file, tensors, on_bytes, target)}
+            found = _checksums(tensors, copied()) if tensors else []
             target.seek(0)
-            target.write(with_checksums(found))
+            target.write(with_checksums({tensor.name: value for tensor, value in zip(tensors, found, strict=True)}))
         sync_to_disk(draft)
         os.replace(draft, file)
     finally:
@@ -163,40 +226,74 @@ def add_checksums(file: Path, on_bytes: OnBytes = lambda count, name: None) -> i
     return len(tensors)
 
 
-def _checksums(
-    file: Path, tensors: Sequence[StoredTensor], on_bytes: OnBytes, target: BinaryIO | None = None
-) -> Iterator[tuple[StoredTensor, str]]:
-    """Each tensor of a file with the checksum of its bytes, which are copied to ``target``."""
-    buffer = memoryview(bytearray(_PORTION))
-    with _opened(file) as stream:
-        stream.seek(tensors[0].offset if tensors else 0)
-        for tensor in tensors:
-            checksum, left = xxh3_64(), tensor.nbytes
-            while left:
-                portion = buffer[: _read(stream, buffer[: min(left, _PORTION)], tensor)]
-                checksum.update(portion)
-                if target is not None:
-                    target.write(portion)
-                left -= len(portion)
-                on_bytes(len(portion), tensor.name)
-            yield tensor, checksum.hexdigest()
+def _checksums(tensors: Sequence[StoredTensor], portions: Iterable[memoryview]) -> list[str]:
+    """The checksums of tensors that follow each other in a file, whose bytes come in ``portions``."""
+    found: list[str] = []
+    source, portion, used = iter(portions), memoryview(b""), 0
+    for tensor in tensors:
+        checksum, missing = xxh3_64(), tensor.nbytes
+        while missing:
+            if used == len(portion):
+                portion, used = next(source), 0
+            count = min(missing, len(portion) - used)
+            checksum.update(portion[used : used + count])
+            used, missing = used + count, missing - count
+        found.append(checksum.hexdigest())
+    return found
 
 
-def _opened(file: Path) -> BinaryIO:
+def _span(tensors: Sequence[StoredTensor]) -> tuple[int, int]:
+    """Where in their file tensors that follow each other begin and end."""
+    return tensors[0].offset, tensors[-1].offset + tensors[-1].nbytes
+
+
+def _read_portions(file: Path, start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes of a part of a file, by plain reads: a disk that fails is an error."""
+    buffer = memoryview(bytearray(_READ))
     try:
-        return open(file, "rb", buffering=0)
+        with open(file, "rb", buffering=0) as stream:
+            stream.seek(start)
+            while start < stop:
+                count = stream.readinto(buffer[: min(_READ, stop - start)])
+                if not count:
+                    raise ShardError(f"{file.name} ended at byte {start}; was it written to meanwhile?")
+                yield buffer[:count]
+                start += count
     except OSError as error:
         raise ShardError(f"{file.name} cannot be read: {error.strerror or error}") from error
 
 
-def _read(stream: BinaryIO, buffer: memoryview, tensor: StoredTensor) -> int:
+def _mapped_portions(file: Path, start: int, stop: int) -> Iterator[memoryview]:
+    """The same without a copy, as loading maps the file anyway."""
     try:
-        count = stream.readinto(buffer)
-    except OSError as error:
-        raise ShardError(f"{tensor.file.name} cannot be read: {error.strerror or error}") from error
-    if not count:
-        raise ShardError(f"{tensor.file.name} ended inside {tensor.name}; was it written to meanwhile?")
-    return count
+        with open(file, "rb") as stream:
+            while start < stop:
+                first = start - start % mmap.ALLOCATIONGRANULARITY
+                end = min(stop, first + _MAPPED)
+                with mmap.mmap(stream.fileno(), end - first, access=mmap.ACCESS_READ, offset=first) as mapped:
+                    with memoryview(mapped) as view, view[start - first :] as portion:
+                        yield portion
+                start = end
+    except (OSError, ValueError) as error:  # the second where the file has become shorter
+        raise ShardError(f"{file.name} cannot be read: {error}") from error
+
+
+def _groups(tensors: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    """Tensors that follow each other, so many that they are worth a thread's while."""
+    group: list[StoredTensor] = []
+    size = 0
+    for tensor in tensors:
+        if group and size + tensor.nbytes > _GROUP:
+            yield group
+            group, size = [], 0
+        group.append(tensor)
+        size += tensor.nbytes
+    if group:
+        yield group
+
+
+def _n_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _contents(tensors: Sequence[StoredTensor]) -> Contents:

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
