@@ -53,7 +53,8 @@ def header_checksum(contents: Contents, metadata: Mapping[str, str]) -> str:
     Not of where the tensors lie: they fill the file without a hole, and at another place the bytes of a tensor would
     have another checksum.
     """
-    tensors = {name: [str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in contents.items()}
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in {dtype for dtype, _ in contents.values()}}
+    tensors = {name: [names[dtype], list(shape)] for name, (dtype, shape) in contents.items()}
     others = {key: value for key, value in metadata.items() if key != HEADER_CHECKSUM}
     text = json.dumps({"metadata": others, "tensors": tensors}, sort_keys=True, separators=(",", ":"))
     return xxh3_64(text.encode()).hexdigest()

@@ -25,8 +25,8 @@ from .writer import header_bytes
 
 #: ``0`` in the environment loads checkpoints without comparing their data with their checksums.
 VARIABLE = "HF_MXFP4_VERIFY"
-#: Bytes that are read at a time, about what the cache of a core holds; that are mapped; and that a thread takes on, unless
-#: one tensor has more.
+#: Bytes that are read at a time, about what the cache of a core holds; that are mapped at a time; and that a thread has
+#: to do at a time, unless one tensor has more.
 _READ, _MAPPED, _GROUP = 1 << 18, 1 << 23, 1 << 25
 #: More do not read memory any faster.
 _THREADS = 4

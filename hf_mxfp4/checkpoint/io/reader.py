@@ -35,6 +35,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_FIELDS = {"dtype", "shape", "data_offsets"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -152,16 +153,19 @@ def slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> Ite
 
 
 def _entry(file: Path, name: str, entry: object, start: int) -> StoredTensor:
-    problem = f"{file.name} is damaged: its header's entry for {name!r}"
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ShardError(f"{problem} has not exactly dtype, shape and data_offsets")
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        raise ShardError(f"{_problem(file, name)} has not exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ShardError(f"{problem} has the unknown dtype {dtype!r}")
+        raise ShardError(f"{_problem(file, name)} has the unknown dtype {dtype!r}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ShardError(f"{problem} has {numbers!r} where sizes belong")
+            raise ShardError(f"{_problem(file, name)} has {numbers!r} where sizes belong")
     tensor = StoredTensor(name, file, _DTYPES[dtype], tuple(shape), start + offsets[0] if offsets else -1)
     if len(offsets) != 2 or offsets[1] - offsets[0] != tensor.nbytes:
-        raise ShardError(f"{problem} gives bytes {offsets} to {tensor.nbytes} bytes of {dtype} {shape}")
+        raise ShardError(f"{_problem(file, name)} gives bytes {offsets} to {tensor.nbytes} bytes of {dtype} {shape}")
     return tensor
+
+
+def _problem(file: Path, name: str) -> str:
+    return f"{file.name} is damaged: its header's entry for {name!r}"
