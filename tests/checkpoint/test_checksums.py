@@ -22,6 +22,7 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
 from hf_mxfp4.checkpoint.io import integrity, saved_files
 from hf_mxfp4.checkpoint.io.checksums import CHECKSUMS, HEADER_CHECKSUM, header_checksum, tensor_checksum
+from hf_mxfp4.checkpoint.io.index import check_local_index
 from hf_mxfp4.checkpoint.io.integrity import FileChecksums, add_checksums, check_data, find_damage
 from hf_mxfp4.checkpoint.io.reader import ShardError, read_header
 from hf_mxfp4.checkpoint.io.writer import ShardWriter, TensorSpec
@@ -308,3 +309,25 @@ def test_adding_that_fails_leaves_the_file(copy, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         add_checksums(file)
     assert file.read_bytes() == before and [path.name for path in file.parent.glob("*.part")] == []
+
+
+def test_the_index_of_a_repository_is_looked_at_where_it_is_cached(tmp_path, monkeypatch):
+    asked = []
+
+    def cached(repo, name, revision):
+        asked.append((repo, name, revision))
+        return str(tmp_path / name) if (tmp_path / name).is_file() else None
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    index = tmp_path / "model.safetensors.index.json"
+    check_local_index("me/model", "abc")  # not there yet
+    index.write_text('{"metadata": {}, "weight_map": {"x": "model-00001-of-00001.safetensors"}}')
+    check_local_index("me/model", "abc")
+    index.write_text('{"metadata": {}, "weight_map": {"x": "model-00001-of-00001.safetensors"}')
+    with pytest.raises(ShardError, match="^model.safetensors.index.json is damaged: it is not JSON"):
+        check_local_index("me/model", "abc")
+    (tmp_path / "model.safetensors").touch()  # which is what transformers prefers
+    check_local_index("me/model", "abc")
+    assert asked[:2] == [("me/model", name, "abc") for name in ("model.safetensors", index.name)]
+    check_local_index("", None)
+    check_local_index(None)
