@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it costs to check a checkpoint as it is loaded; writes `benchmarks/results/load_checks.json`.
 
-    python -m benchmarks.load_checks --model FOLDER     # of a plain checkpoint, which is trained on and packed first
+    python -m benchmarks.load_checks FOLDER...     # of plain checkpoints
 
-Checkpoints of master weights and of packed ones are loaded with and without the check, in turns, and asked for the
-logits of one token: transformers only maps the files on a CPU, and most of their bytes are first needed then. Once with
-the files in the system's cache, once without (`posix_fadvise`).
+Of each a checkpoint of master weights and a packed one are saved, and loaded with and without the check, in turns, and
+asked for the logits of one token: on a CPU transformers only maps the files, and most of their bytes are first read
+then. Once with the files in the system's cache, once without (`posix_fadvise`).
 """
 
 import gc
@@ -26,18 +26,19 @@ from hf_mxfp4.checkpoint.io.integrity import VARIABLE, check_data
 from .records import made, median_ratio, option_parser, write
 
 
-COMMAND = "python -m benchmarks.load_checks --model FOLDER"
+COMMAND = "python -m benchmarks.load_checks FOLDER..."
 STATES = ("in the cache", "on the disk")
 MEASURED = ("loading", "loading and first logits")
 
 
 def save_both(model: Path, folder: Path) -> dict[str, Path]:
-    """Checkpoints of master weights and of packed ones, by what their weights are."""
-    found = {"master": folder / "master", "packed": folder / "packed"}
-    config = MXFP4RLConfig()
-    AutoModelForCausalLM.from_pretrained(model, quantization_config=config).save_pretrained(found["master"])
-    pack_checkpoint(found["master"], found["packed"])
-    return found
+    """Checkpoints of master weights and of packed ones, by their names in the records."""
+    master, packed = folder / "master", folder / "packed"
+    loaded = AutoModelForCausalLM.from_pretrained(model, quantization_config=MXFP4RLConfig(), dtype="auto")
+    loaded.save_pretrained(master)
+    pack_checkpoint(master, packed)
+    millions = sum(parameter.numel() for parameter in loaded.parameters()) / 1e6
+    return {f"master, {millions:.0f} M": master, f"packed, {millions:.0f} M": packed}
 
 
 def forget(folder: Path) -> None:
@@ -48,18 +49,25 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def seconds_of(folder: Path, state: str, checked: bool) -> tuple[float, float]:
-    """Seconds until the model is loaded, and until it has computed the logits of a token."""
+def now() -> tuple[float, float]:
+    """Seconds on the clock, and those of all the process's threads."""
+    return time.perf_counter(), time.process_time()
+
+
+def seconds_of(folder: Path, state: str, checked: bool) -> list[tuple[float, float]]:
+    """Seconds until the model is loaded, and until it has computed the logits of a token, each on the clock and of the
+    processor."""
     os.environ[VARIABLE] = str(int(checked))
     gc.collect()
     if state == STATES[1]:
         forget(folder)
-    started = time.perf_counter()
+    started = now()
     model = AutoModelForCausalLM.from_pretrained(folder)
-    loaded = time.perf_counter()
+    moments = [now()]
     with torch.no_grad():
         model(torch.ones(1, 1, dtype=torch.long))
-    return loaded - started, time.perf_counter() - started
+    moments.append(now())
+    return [(clock - started[0], processor - started[1]) for clock, processor in moments]
 
 
 def median_seconds(action: Callable[[], object], rounds: int) -> float:
@@ -76,25 +84,27 @@ def measure(name: str, folder: Path, state: str, rounds: int) -> list[dict]:
     for checked in (True, False):
         seconds_of(folder, STATES[0], checked)  # compiles, or loads, the fused functions
     # Each round the other one first, since what comes first may pay for both.
-    times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    times: dict[bool, list[list[tuple[float, float]]]] = {True: [], False: []}
     for i in range(rounds):
         for checked in (bool(i % 2), not i % 2):
             times[checked].append(seconds_of(folder, state, checked))
     os.environ[VARIABLE] = "1"
     alone = median_seconds(lambda: check_data(list(folder.glob("*.safetensors"))), rounds)
-    found, records = verify_folder(folder), []
+    size, records = verify_folder(folder), []
     for part, what in enumerate(MEASURED):
-        with_check, without = ([pair[part] for pair in times[checked]] for checked in (True, False))
+        with_check, without = ([found[part][0] for found in times[checked]] for checked in (True, False))
+        cpu_ratio = median_ratio(*([found[part][1] for found in times[checked]] for checked in (True, False)))
         records.append(
             {
                 "name": f"{name} / {state} / {what}",
-                "shape": [found.n_tensors],
+                "shape": [size.n_tensors],
                 "value": statistics.median(with_check),
                 "unit": "s",
                 "baseline": statistics.median(without),
                 "ratio": median_ratio(with_check, without),
                 "ceiling_fraction": None,
-                "bytes": found.n_bytes,
+                "cpu_ratio": cpu_ratio,
+                "bytes": size.n_bytes,
                 "check_alone": alone,
                 "rounds": rounds,
                 **made(COMMAND, ("torch", "transformers", "xxhash")),
@@ -105,18 +115,20 @@ def measure(name: str, folder: Path, state: str, rounds: int) -> list[dict]:
 
 def main() -> None:
     parser = option_parser(__doc__, "load_checks")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("models", nargs="+", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path, help="where to write the checkpoints; default: a temporary folder")
     options = parser.parse_args()
     records = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
-        for name, folder in save_both(options.model, Path(temporary)).items():
-            for state in STATES:
-                records += measure(name, folder, state, options.rounds)
-                for record in records[-2:]:
-                    values = f"{record['baseline']:.3f} s, checked {record['value']:.3f} s ({record['ratio']:.3f}x)"
-                    print(f"{record['name']}: {values}, the check alone {record['check_alone']:.3f} s", flush=True)
+    for model in options.models:
+        with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+            for name, folder in save_both(model, Path(temporary)).items():
+                for state in STATES:
+                    records += measure(name, folder, state, options.rounds)
+                    for record in records[-2:]:
+                        values = f"{record['baseline']:.3f} s, checked {record['value']:.3f} s ({record['ratio']:.3f}x)"
+                        values += f", CPU {record['cpu_ratio']:.3f}x"
+                        print(f"{record['name']}: {values}, the check alone {record['check_alone']:.3f} s", flush=True)
     write(records, options.out)
 
 

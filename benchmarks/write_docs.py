@@ -41,7 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
         (error_tables, "schemes weighted mantissas alphas components statements rollouts gradients readme_schemes"),
         (
             run_tables,
-            "quantize_cpu demo lora moe merge_cost packed_loading memory planned saved_error pretrain soak "
+            "quantize_cpu demo lora moe merge_cost packed_loading load_checks memory planned saved_error pretrain soak "
             "export_perplexity gguf_perplexity layer_host_cost vllm_bytes vllm_agreement",
         ),
         (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),

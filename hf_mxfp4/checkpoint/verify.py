@@ -122,13 +122,20 @@ class Verification:
             if opened.quantization.get("quant_method") != QUANT_METHOD:
                 return
             own = own_config(opened)
-            try:
-                model = opened.empty_model()
-            except (CheckpointError, ValueError) as error:
-                self.notes.append(f"the tensors were not compared with the model that {CONFIG} describes: {error}")
-                return
-            PackedSource(opened) if own.mode == "packed" else check_folder(opened, model, own)
         except (CheckpointError, ShardError) as error:
+            self.add(CONFIG, str(error))
+            return
+        try:
+            model = opened.empty_model()
+        except CheckpointError as error:
+            self.notes.append(f"the tensors were not compared with the model that {CONFIG} describes: {error}")
+            return
+        except Exception as error:  # whatever the numbers in it make of a model
+            self.add(CONFIG, f"{CONFIG} describes no model ({type(error).__name__}: {error})")
+            return
+        try:
+            PackedSource(opened) if own.mode == "packed" else check_folder(opened, model, own)
+        except CheckpointError as error:
             self.add(CONFIG, str(error))
 
     def add(self, where: str, reason: str) -> None:

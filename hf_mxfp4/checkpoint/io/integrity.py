@@ -182,6 +182,16 @@ def check_data(files: Sequence[str | os.PathLike], *, is_ours: bool = True) -> i
     return start_check(files, is_ours=is_ours)()
 
 
+def why_damaged(folder: str | os.PathLike) -> str | None:
+    """What is damaged in the weights of a folder that a trainer wrote; `None` when nothing is, and where they carry no
+    checksums."""
+    try:
+        check_data(sorted(Path(folder).glob("model*.safetensors")), is_ours=False)
+    except ShardError as error:
+        return str(error)
+    return None
+
+
 def _refuse(damages: Iterable[Damage]) -> None:
     for damage in damages:
         raise ShardError(
