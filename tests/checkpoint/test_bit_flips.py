@@ -88,7 +88,8 @@ def outcome(mode: str, place: str, seed: int, originals, folder: Path) -> str:
         assert any(word in str(error) for word in words), f"{type(error).__name__}: {error}"
         assert problems, f"verify names nothing, loading stops: {error}"
         return "named"
-    assert (loaded == expected) is True, f"{mode} {place} {seed} loads as another model"
+    same = loaded == expected
+    assert same, f"{mode} {place} {seed} loads as another model"
     return "harmless"
 
 

@@ -24,7 +24,7 @@ from hf_mxfp4.checkpoint.io import integrity, saved_files
 from hf_mxfp4.checkpoint.io.checksums import CHECKSUMS, HEADER_CHECKSUM, header_checksum, tensor_checksum
 from hf_mxfp4.checkpoint.io.index import check_local_index
 from hf_mxfp4.checkpoint.io.integrity import FileChecksums, add_checksums, check_data, find_damage
-from hf_mxfp4.checkpoint.io.reader import ShardError, read_header
+from hf_mxfp4.checkpoint.io.reader import ShardError, load_header, read_header
 from hf_mxfp4.checkpoint.io.writer import ShardWriter, TensorSpec
 
 
@@ -110,6 +110,18 @@ def test_master_weights_are_the_plain_tensors_in_the_plain_layout(saved, tmp_pat
         assert json.loads(header)[1] == json.loads(other_header)[1] and (data == other_data) is True
         assert metadata_of(file) == {"format": "pt"}  # what transformers writes for others has none
         assert metadata_of(other).keys() == {"format", CHECKSUMS, HEADER_CHECKSUM}
+
+
+@pytest.mark.parametrize("name", ["master", "packed"])
+def test_the_same_model_gives_the_same_bytes(saved, tmp_path, name):
+    model = AutoModelForCausalLM.from_pretrained(saved[name])
+    for folder in ("one", "two"):
+        model.save_pretrained(tmp_path / folder, max_shard_size="10KB")
+    files = files_in(tmp_path / "one")
+    for file, other in zip(files, files_in(tmp_path / "two"), strict=True):
+        assert (file.read_bytes() == other.read_bytes()) is True, file.name
+        assert [*load_header(file)[0]["__metadata__"]] == sorted(metadata_of(file))
+    assert len(files) > 1
 
 
 def test_a_transformers_that_writes_files_in_another_way(saved, tmp_path, monkeypatch):

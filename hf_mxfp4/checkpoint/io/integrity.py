@@ -27,7 +27,7 @@ from .writer import header_bytes
 VARIABLE = "HF_MXFP4_VERIFY"
 #: Bytes that are read at a time, about what the cache of a core holds; that are mapped at a time; and that a thread has
 #: to do at a time, unless one tensor has more.
-_READ, _MAPPED, _GROUP = 1 << 18, 1 << 23, 1 << 25
+_READ, _MAPPED, _GROUP = 1 << 18, 1 << 22, 1 << 25
 #: More do not read memory any faster.
 _THREADS = 4
 
@@ -100,6 +100,37 @@ class FileChecksums:
                 yield Damage(self.file.name, tensor.name, reason)
 
 
+def _read_portions(file: Path, start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes of a part of a file, by plain reads: a disk that fails is an error."""
+    buffer = memoryview(bytearray(_READ))
+    try:
+        with open(file, "rb", buffering=0) as stream:
+            stream.seek(start)
+            while start < stop:
+                count = stream.readinto(buffer[: min(_READ, stop - start)])
+                if not count:
+                    raise ShardError(f"{file.name} ended at byte {start}; was it written to meanwhile?")
+                yield buffer[:count]
+                start += count
+    except OSError as error:
+        raise ShardError(f"{file.name} cannot be read: {error.strerror or error}") from error
+
+
+def _mapped_portions(file: Path, start: int, stop: int) -> Iterator[memoryview]:
+    """The same without a copy, as loading maps the file anyway."""
+    try:
+        with open(file, "rb") as stream:
+            while start < stop:
+                first = start - start % mmap.ALLOCATIONGRANULARITY
+                end = min(stop, first + _MAPPED)
+                with mmap.mmap(stream.fileno(), end - first, access=mmap.ACCESS_READ, offset=first) as mapped:
+                    with memoryview(mapped) as view, view[start - first :] as portion:
+                        yield portion
+                start = end
+    except (OSError, ValueError) as error:  # the second where the file has become shorter
+        raise ShardError(f"{file.name} cannot be read: {error}") from error
+
+
 class _Comparison:
     """The data of files, as far as these carry checksums, being compared in threads.
 
@@ -139,13 +170,16 @@ def is_switched_off() -> bool:
     return text == "0"
 
 
-def start_check(files: Sequence[str | os.PathLike], *, is_ours: bool = True) -> Callable[[], int]:
+def start_check(
+    files: Sequence[str | os.PathLike], *, is_ours: bool = True, read: Portions = _mapped_portions
+) -> Callable[[], int]:
     """Compare headers with their checksums now, and begin to compare all data of ``files`` in threads, while others
     load them.
 
     Args:
         files: safetensors files of one checkpoint; others are passed over.
         is_ours: whether to say so when the files carry no checksums, as those saved by earlier versions do.
+        read: gives the bytes of a part of a file.
 
     Returns:
         What waits for the rest and gives the number of tensors compared: 0 where there are no checksums, and where
@@ -156,16 +190,16 @@ def start_check(files: Sequence[str | os.PathLike], *, is_ours: bool = True) -> 
     if is_switched_off():
         get_logger().info("%s=0: the data of the checkpoint are not checked", VARIABLE)
         return lambda: 0
-    read = [FileChecksums(Path(file)) for file in files if str(file).endswith(".safetensors")]
-    checked = [file for file in read if file.expected is not None]
-    without = [file.file.name for file in read if file.expected is None]
+    opened = [FileChecksums(Path(file)) for file in files if str(file).endswith(".safetensors")]
+    checked = [file for file in opened if file.expected is not None]
+    without = [file.file.name for file in opened if file.expected is None]
     if checked and without:
         get_logger().warning("%s: not checked, without the checksums that other files have", ", ".join(without))
     elif without and is_ours:
         get_logger().info("the files carry no checksums: their data are not checked (hf-mxfp4 verify --add adds them)")
     for file in checked:
         _refuse(file.header_damage)
-    comparison = _Comparison(checked, _mapped_portions)
+    comparison = _Comparison(checked, read)
 
     def finish() -> int:
         _refuse(comparison.damage())
@@ -178,8 +212,8 @@ def start_check(files: Sequence[str | os.PathLike], *, is_ours: bool = True) -> 
 
 
 def check_data(files: Sequence[str | os.PathLike], *, is_ours: bool = True) -> int:
-    """[`start_check`], waited for."""
-    return start_check(files, is_ours=is_ours)()
+    """[`start_check`], waited for, with plain reads, for what is read in that way afterwards."""
+    return start_check(files, is_ours=is_ours, read=_read_portions)()
 
 
 def why_damaged(folder: str | os.PathLike) -> str | None:
@@ -214,7 +248,7 @@ def add_checksums(file: Path, on_bytes: OnBytes = lambda count, name: None) -> i
 
     def with_checksums(checksums: dict[str, str]) -> bytes:
         added = checksum_metadata(_contents(tensors), checksums, metadata)
-        return header_bytes({**header, "__metadata__": {**metadata, **added}})
+        return header_bytes({**header, "__metadata__": dict(sorted({**metadata, **added}.items()))})
 
     def copied() -> Iterator[memoryview]:
         for portion in _read_portions(file, *_span(tensors)):
@@ -255,37 +289,6 @@ def _checksums(tensors: Sequence[StoredTensor], portions: Iterable[memoryview]) 
 def _span(tensors: Sequence[StoredTensor]) -> tuple[int, int]:
     """Where in their file tensors that follow each other begin and end."""
     return tensors[0].offset, tensors[-1].offset + tensors[-1].nbytes
-
-
-def _read_portions(file: Path, start: int, stop: int) -> Iterator[memoryview]:
-    """The bytes of a part of a file, by plain reads: a disk that fails is an error."""
-    buffer = memoryview(bytearray(_READ))
-    try:
-        with open(file, "rb", buffering=0) as stream:
-            stream.seek(start)
-            while start < stop:
-                count = stream.readinto(buffer[: min(_READ, stop - start)])
-                if not count:
-                    raise ShardError(f"{file.name} ended at byte {start}; was it written to meanwhile?")
-                yield buffer[:count]
-                start += count
-    except OSError as error:
-        raise ShardError(f"{file.name} cannot be read: {error.strerror or error}") from error
-
-
-def _mapped_portions(file: Path, start: int, stop: int) -> Iterator[memoryview]:
-    """The same without a copy, as loading maps the file anyway."""
-    try:
-        with open(file, "rb") as stream:
-            while start < stop:
-                first = start - start % mmap.ALLOCATIONGRANULARITY
-                end = min(stop, first + _MAPPED)
-                with mmap.mmap(stream.fileno(), end - first, access=mmap.ACCESS_READ, offset=first) as mapped:
-                    with memoryview(mapped) as view, view[start - first :] as portion:
-                        yield portion
-                start = end
-    except (OSError, ValueError) as error:  # the second where the file has become shorter
-        raise ShardError(f"{file.name} cannot be read: {error}") from error
 
 
 def _groups(tensors: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:

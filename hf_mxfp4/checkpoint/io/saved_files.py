@@ -15,7 +15,8 @@ import torch
 
 from .checksums import CHECKSUMS, checksum_metadata, tensor_checksum
 from .integrity import add_checksums
-from .reader import read_header_and_metadata
+from .reader import load_header, read_header_and_metadata
+from .writer import header_bytes
 
 
 _WANTED: ContextVar[bool] = ContextVar("checksums_wanted", default=False)
@@ -60,9 +61,19 @@ def _wrap_writing() -> None:
 
     @functools.wraps(original)
     def save_file(tensors, filename, metadata=None, **options):
-        if _WANTED.get():
-            metadata = file_metadata(tensors, metadata or {})
-        return original(tensors, filename, metadata=metadata, **options)
+        if not _WANTED.get():
+            return original(tensors, filename, metadata=metadata, **options)
+        original(tensors, filename, metadata=file_metadata(tensors, metadata or {}), **options)
+        _order_metadata(Path(filename))
 
     save_file.adds_checksums = True
     modeling_utils.safe_save_file = save_file
+
+
+def _order_metadata(file: Path) -> None:
+    """Sort the metadata of a file, whose order safetensors leaves to chance: the same model gives the same bytes."""
+    header, start, _ = load_header(file)
+    ordered = header_bytes({**header, "__metadata__": dict(sorted(header["__metadata__"].items()))}, start)
+    if len(ordered) == start:
+        with open(file, "r+b") as stream:
+            stream.write(ordered)

@@ -2,8 +2,7 @@
 """Write safetensors shards tensor by tensor, in any order: memory use is that of one tensor.
 
 The files are those that `save_pretrained` writes for the same tensors: same split into shards, same order within them,
-same header, but for the order of the metadata, which safetensors leaves to chance, with checksums that are made of the
-bytes as they are written.
+same header, with checksums that are made of the bytes as they are written.
 """
 
 import json
@@ -211,7 +210,7 @@ def header_bytes(entries: Mapping[str, Any], size: int = 0) -> bytes:
 
 
 def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], size: int) -> tuple[bytes, dict[str, int]]:
-    entries: dict[str, dict] = {"__metadata__": dict(metadata)}
+    entries: dict[str, dict] = {"__metadata__": dict(sorted(metadata.items()))}
     offsets, end = {}, 0
     for name in sorted(specs, key=lambda name: (_ORDER.index(specs[name].dtype), name.encode())):
         spec = specs[name]
