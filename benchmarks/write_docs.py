@@ -41,9 +41,9 @@ TABLES: dict[str, Callable[[], str]] = {
         (error_tables, "schemes weighted mantissas alphas components statements rollouts gradients readme_schemes"),
         (
             run_tables,
-            "quantize_cpu demo lora moe merge_cost packed_loading memory planned saved_error pretrain soak "
-            "export_perplexity gguf_perplexity scheme_perplexity scheme_perplexity_time layer_host_cost vllm_bytes "
-            "vllm_agreement",
+            "quantize_cpu demo lora moe merge_cost packed_loading load_checks memory planned saved_error pretrain soak "
+            "export_perplexity gguf_perplexity scheme_perplexity scheme_perplexity_time "
+            "layer_host_cost vllm_bytes vllm_agreement",
         ),
         (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),
         (gpu_tables, "gpu"),

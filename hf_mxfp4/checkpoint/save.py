@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save_pretrained` and `push_to_hub` of quantized models: nothing half-written, and a card beside the weights."""
+"""`save_pretrained` and `push_to_hub` of quantized models: nothing half-written, checksums in the files, and a card
+beside the weights."""
 
+import contextlib
 import functools
 import inspect
 import os
@@ -23,8 +25,9 @@ def wrap_saving(cls: type["PreTrainedModel"]) -> None:
     """Make saving safe and complete for the quantized models of a class.
 
     `save_pretrained` then heeds its ``state_dict``, writes beside the old checkpoint before it takes its place (see
-    [`hf_mxfp4.checkpoint.io.replace.staged`]), and adds a model card; `push_to_hub` uploads that card instead of an
-    empty one, and removes weights of an earlier push that would be loaded in place of the new ones.
+    [`hf_mxfp4.checkpoint.io.replace.staged`]), puts checksums into the files, and adds a model card; `push_to_hub`
+    uploads that card instead of an empty one, and removes weights of an earlier push that would be loaded in place of
+    the new ones.
 
     Wraps the methods of the class, once; models of the class that are not quantized save as ever. (On the model
     itself it would be a reference cycle, which keeps a deleted model in memory, and be lost in copies.)
@@ -70,15 +73,18 @@ def _wrap_save(original):
 
 def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> None:
     from .card.model import save_card
+    from .io.saved_files import checksums_in
 
     folder = options["save_directory"]
     with staged(folder, options.get("variant")) as staging:
         local = {name: value for name, value in options.items() if name in call.signature.parameters}
         local |= {"save_directory": str(staging), "push_to_hub": False}
         model_argument = local.pop(next(iter(call.signature.parameters)))
-        original(model_argument, **local)
-        # Of adapters alone there is nothing to say here: their card is PEFT's.
-        if not getattr(model, "_hf_peft_config_loaded", False) and hasattr(model, "quantization_report"):
+        # Of adapters alone there is nothing to say here: files and card are PEFT's.
+        adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
+        with contextlib.nullcontext() if adapters_alone else checksums_in(staging):
+            original(model_argument, **local)
+        if not adapters_alone and hasattr(model, "quantization_report"):
             save_card(model, staging, existing=folder, state_dict=options["state_dict"])
 
 

@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, compare, convert, costs, env, evaluate, plan, report, simulate
+from . import analyze, compare, convert, costs, env, evaluate, plan, report, simulate, verify
 
 
 app = typer.Typer(
     name="hf-mxfp4",
-    help="Measure, before and beside training, what MXFP4 does to a model, and convert checkpoints. Exit codes: 0 all "
-    "well, 1 some tensors could not be analysed, 2 wrong usage or nothing to analyse or convert, 130 interrupted.",
+    help="Measure, before and beside training, what MXFP4 does to a model, and convert and verify checkpoints. Exit "
+    "codes: 0 all well, 1 some tensors are damaged or could not be analysed, 2 wrong usage or nothing to analyse, "
+    "convert or verify, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,6 +27,7 @@ app.command("report")(report.report)
 app.command("pack")(convert.pack)
 app.command("export")(convert.export)
 app.command("import")(convert.import_)
+app.command("verify")(verify.verify)
 app.command("env")(env.env)
 
 

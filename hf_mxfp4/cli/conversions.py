@@ -37,13 +37,13 @@ _ACTIONS = {
 
 
 @contextlib.contextmanager
-def told_conversion_errors() -> Iterator[None]:
+def told_conversion_errors(when_interrupted: str = "nothing was written") -> Iterator[None]:
     """Turn what a user can mend into a message and exit code 2, and Ctrl-C into a message and 130."""
     from ..checkpoint.io.atomic import FolderError
     from ..checkpoint.io.folder import ArgumentError, CheckpointError
     from ..checkpoint.io.reader import ShardError
 
-    with told_errors("nothing was written"):
+    with told_errors(when_interrupted):
         try:
             yield
         except ArgumentError as error:

@@ -2,14 +2,22 @@
 """`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains."""
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from transformers.quantizers import HfQuantizer
 
 from .._logging import get_logger
-from ..checkpoint import check_checkpoint, check_packed_files, make_record, take_state_dict, wrap_saving
+from ..checkpoint import (
+    check_checkpoint,
+    check_local_index,
+    check_packed_files,
+    make_record,
+    start_check,
+    take_state_dict,
+    wrap_saving,
+)
 from ..checkpoint.io.mapped import resolved
 from ..config import MXFP4RLConfig
 from ..dither import dither_masters
@@ -51,6 +59,8 @@ class MXFP4RLQuantizer(HfQuantizer):
         self.source_files: frozenset[str] = frozenset()
         #: What the files of a quantized checkpoint say of themselves.
         self.record: dict = {}
+        #: Waits for the comparison of the files with their checksums, which goes on while they are loaded.
+        self._finish_check: Callable[[], int] | None = None
         #: Of the model, whose methods know of quantized layers.
         self.model_class: type | None = None
 
@@ -78,6 +88,13 @@ class MXFP4RLQuantizer(HfQuantizer):
                 "their size in bfloat16, so that 'cpu' may do"
             )
 
+    def update_attn_implementation(self, config):
+        # Called for something else: the only time before transformers reads the index of shards, in which it stops at
+        # damage without a word of the file.
+        if self.pre_quantized:
+            check_local_index(getattr(config, "name_or_path", None), getattr(config, "_commit_hash", None))
+        return super().update_attn_implementation(config)
+
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
         refuse_parallel_plan(model)
         check_attention(model)
@@ -99,6 +116,8 @@ class MXFP4RLQuantizer(HfQuantizer):
         elif self._packed and checkpoint_files:
             shapes = {name: layer.shapes() for name, layer in layers.items()}
             check_packed_files(checkpoint_files, shapes, getattr(model, "base_model_prefix", ""))
+        if checkpoint_files:
+            self._finish_check = start_check(checkpoint_files, is_ours=self.pre_quantized)
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
@@ -126,6 +145,9 @@ class MXFP4RLQuantizer(HfQuantizer):
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if self._finish_check is not None:
+            finish, self._finish_check = self._finish_check, None
+            finish()
         if self._loads and (self._packed or self.pre_quantized):
             check_loaded(model, whole=self.pre_quantized)
         quantized, skipped = self._swapped

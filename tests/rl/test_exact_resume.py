@@ -339,6 +339,24 @@ def test_an_incomplete_checkpoint_is_refused_by_name(build, whole, tmp_path):
         build().train(resume_from_checkpoint=str(folder))
 
 
+def test_a_checkpoint_with_damaged_weights_is_not_resumed_from(build, whole, tmp_path, capsys):
+    expected, folder = whole
+    shutil.copytree(folder, tmp_path / "run")
+    weights = tmp_path / "run" / "checkpoint-8" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(
+        ValueError, match="checkpoint-8 cannot be resumed from: model.safetensors is damaged: the data of"
+    ):
+        build().train(resume_from_checkpoint=str(weights.parent))
+    capsys.readouterr()
+    resumed = build(save_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-8 is not resumed from: model.safetensors is damaged" in capsys.readouterr().err
+    assert_same(everything(resumed)["weights"], expected["weights"])
+
+
 def test_without_a_checkpoint_there_is_nothing_to_resume(build):
     with pytest.raises(ValueError, match="holds no complete checkpoint"):
         build().train(resume_from_checkpoint=True)

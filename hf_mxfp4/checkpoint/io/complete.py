@@ -10,6 +10,7 @@ is, before `trainer_state.json`. Sizes tell a copy that was cut short as well.
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from ..._logging import get_logger
@@ -77,14 +78,16 @@ def why_incomplete(folder: str | os.PathLike) -> str | None:
     return None
 
 
-def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
+def last_complete_checkpoint(
+    output_dir: str | os.PathLike, why_not: Callable[[Path], str | None] = why_incomplete
+) -> str | None:
     """The checkpoint folder in ``output_dir`` with the largest step that is whole, or `None`. Each newer one that is
-    not is named in a warning."""
+    not is named in a warning. ``why_not`` tells what is wrong with one, `None` where nothing is."""
     output_dir = Path(output_dir)
     entries = output_dir.iterdir() if output_dir.is_dir() else ()
     folders = [path for path in entries if checkpoint_step(path) is not None and path.is_dir()]
     for folder in sorted(folders, key=checkpoint_step, reverse=True):
-        reason = why_incomplete(folder)
+        reason = why_not(folder)
         if reason is None:
             return str(folder)
         get_logger().warning("%s is not resumed from: %s", folder, reason)

@@ -10,7 +10,9 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +35,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_FIELDS = {"dtype", "shape", "data_offsets"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -50,7 +53,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -64,6 +67,32 @@ def read_header(file: Path) -> list[StoredTensor]:
 
     Raises [`ShardError`] for a file that is missing, truncated, or whose header contradicts itself or the file.
     """
+    return read_header_and_metadata(file)[0]
+
+
+def read_header_and_metadata(file: Path) -> tuple[list[StoredTensor], dict[str, str]]:
+    """The same, and what the header says besides, in its ``__metadata__``; empty where there is none."""
+    header, start, size = load_header(file)
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ShardError(f"{file.name} is damaged: the metadata in its header are not strings by name")
+    tensors = [_entry(file, name, entry, start) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    end = start
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise ShardError(f"{file.name} is damaged: the bytes of {tensor.name} overlap others or leave a hole")
+        end += tensor.nbytes
+    if end > size:
+        raise ShardError(f"{file.name} is truncated: its tensors end at byte {end}, the file has {size}")
+    if end < size:
+        raise ShardError(f"{file.name} is damaged: {size - end} bytes after its last tensor")
+    return tensors, metadata
+
+
+def load_header(file: Path) -> tuple[dict[str, Any], int, int]:
+    """The header as it stands, where the data begin, and the size of the file, both in bytes. Raises [`ShardError`]."""
     try:
         with open(file, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -82,19 +111,7 @@ def read_header(file: Path) -> list[StoredTensor]:
         raise ShardError(f"{file.name} is damaged: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise ShardError(f"{file.name} is damaged: its header is not a JSON object")
-    start = 8 + length
-    tensors = [_entry(file, name, entry, start) for name, entry in header.items() if name != "__metadata__"]
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    end = start
-    for tensor in tensors:
-        if tensor.offset != end:
-            raise ShardError(f"{file.name} is damaged: the bytes of {tensor.name} overlap others or leave a hole")
-        end += tensor.nbytes
-    if end > size:
-        raise ShardError(f"{file.name} is truncated: its tensors end at byte {end}, the file has {size}")
-    if end < size:
-        raise ShardError(f"{file.name} is damaged: {size - end} bytes after its last tensor")
-    return tensors
+    return header, 8 + length, size
 
 
 def read_rows(tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
@@ -136,16 +153,19 @@ def slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> Ite
 
 
 def _entry(file: Path, name: str, entry: object, start: int) -> StoredTensor:
-    problem = f"{file.name} is damaged: its header's entry for {name!r}"
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ShardError(f"{problem} has not exactly dtype, shape and data_offsets")
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        raise ShardError(f"{_problem(file, name)} has not exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ShardError(f"{problem} has the unknown dtype {dtype!r}")
+        raise ShardError(f"{_problem(file, name)} has the unknown dtype {dtype!r}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ShardError(f"{problem} has {numbers!r} where sizes belong")
+            raise ShardError(f"{_problem(file, name)} has {numbers!r} where sizes belong")
     tensor = StoredTensor(name, file, _DTYPES[dtype], tuple(shape), start + offsets[0] if offsets else -1)
     if len(offsets) != 2 or offsets[1] - offsets[0] != tensor.nbytes:
-        raise ShardError(f"{problem} gives bytes {offsets} to {tensor.nbytes} bytes of {dtype} {shape}")
+        raise ShardError(f"{_problem(file, name)} gives bytes {offsets} to {tensor.nbytes} bytes of {dtype} {shape}")
     return tensor
+
+
+def _problem(file: Path, name: str) -> str:
+    return f"{file.name} is damaged: its header's entry for {name!r}"

@@ -2,8 +2,8 @@
 """Check the files of a quantized checkpoint, by their headers alone, before transformers loads them.
 
 transformers only warns of tensors that are missing or have no place, casts other dtypes, and knows nothing of what
-packed bytes mean. Each file says in its header under which scheme it was written; that record is checked too. What
-headers cannot show is a change inside the data of a tensor: there are no checksums.
+packed bytes mean. Each file says in its header under which scheme it was written; that record is checked too. Changes
+inside the data of a tensor are found by [`hf_mxfp4.checkpoint.io.integrity.check_data`].
 """
 
 import json
@@ -34,7 +34,7 @@ Stored = Mapping[str, StoredTensor]
 def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
     """Metadata for the files of a checkpoint: how the bytes of packed weights are to be read, and their SQNR in
     decibels, where it was measured. None for master weights, which mean the same under any scheme: their files are
-    those of the plain model, byte for byte."""
+    those of the plain model, but for the checksums."""
     if config.mode == "qat":
         return {}
     record = {"format_version": FORMAT_VERSION, "meaning": _meaning(config), "weight_sqnr_db": sqnr_db}

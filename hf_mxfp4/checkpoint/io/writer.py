@@ -2,7 +2,7 @@
 """Write safetensors shards tensor by tensor, in any order: memory use is that of one tensor.
 
 The files are those that `save_pretrained` writes for the same tensors: same split into shards, same order within them,
-same header, but for the order of the metadata, which safetensors leaves to chance.
+same header, with checksums that are made of the bytes as they are written.
 """
 
 import json
@@ -10,12 +10,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from xxhash import xxh3_64
 
 from ...files import write_json
+from .checksums import UNKNOWN, checksum_metadata, tensor_bytes
 
 
 INDEX = "model.safetensors.index.json"
@@ -85,6 +87,8 @@ class TensorStream:
         self._specs = specs
         self._places: dict[str, tuple[BinaryIO, int]] = {}
         self._written: dict[str, int] = {}
+        #: Of the tensors whose checksums are wanted.
+        self._checksums: dict[str, xxh3_64] = {}
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Raises `ValueError` for a tensor that is not the one announced, or that was written already."""
@@ -111,14 +115,16 @@ class TensorStream:
         spec, (stream, offset) = self._specs[name], self._places[name]
         if part.dtype != spec.dtype:
             raise ValueError(f"{name} is {part.dtype}, but {spec.dtype} was announced")
-        data = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        data = tensor_bytes(part)
         done = self._written.get(name, 0)
-        if done + data.numel() > spec.nbytes:
-            raise ValueError(f"{name} came as {done + data.numel()} bytes or more, but {spec.nbytes} were announced")
-        self._written[name] = done + data.numel()
+        if done + len(data) > spec.nbytes:
+            raise ValueError(f"{name} came as {done + len(data)} bytes or more, but {spec.nbytes} were announced")
+        self._written[name] = done + len(data)
+        if name in self._checksums:
+            self._checksums[name].update(data)
         stream.seek(offset + done)
-        for start in range(0, data.numel(), _COPY_BYTES):
-            stream.write(data[start : start + _COPY_BYTES].numpy().data)
+        for start in range(0, len(data), _COPY_BYTES):
+            stream.write(data[start : start + _COPY_BYTES])
 
     def _check_complete(self) -> None:
         missing = [name for name, spec in self._specs.items() if self._written.get(name) != spec.nbytes]
@@ -132,8 +138,8 @@ class ShardWriter(TensorStream):
     Args:
         specs: every tensor that will be written; their order decides which go together in a shard.
         max_shard_size: as `save_pretrained` takes it.
-        metadata: for the header of every file. May be replaced before the context ends by something no longer, if it
-            depends on what is written.
+        metadata: for the header of every file, beside the checksums. May be replaced before the context ends by
+            something no longer, if it depends on what is written.
     """
 
     def __init__(
@@ -150,6 +156,7 @@ class ShardWriter(TensorStream):
             max_shard_size=max_shard_size,
         )
         super().__init__(specs)
+        self._checksums = {name: xxh3_64() for name in specs}
         self._folder = folder
         self.metadata = dict(metadata or {})
         self._shards = {file: names for file, names in split.filename_to_tensors.items() if names}
@@ -181,17 +188,29 @@ class ShardWriter(TensorStream):
             write_json(self._folder / INDEX, self._index, sort_keys=True)
         for file, old in self._headers.items():
             header, _ = self._header(self._shards[file], len(old))
-            if header != old:
-                self._files[file].seek(0)
-                self._files[file].write(header)
+            self._files[file].seek(0)
+            self._files[file].write(header)
 
     def _header(self, names: Iterable[str], size: int = 0) -> tuple[bytes, dict[str, int]]:
-        """The bytes before the data of a file, at least ``size``, and where in the data each tensor starts."""
-        return _header({name: self._specs[name] for name in names}, self.metadata, size)
+        """The bytes before the data of a file, at least ``size``, and where in the data each tensor starts. The
+        checksums are those of what has been written in full."""
+        specs = {name: self._specs[name] for name in names}
+        whole = {name for name in names if self._written.get(name) == specs[name].nbytes}
+        checksums = {name: self._checksums[name].hexdigest() if name in whole else UNKNOWN for name in names}
+        metadata = {"format": "pt", **self.metadata}
+        contents = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
+        return _header(specs, {**metadata, **checksum_metadata(contents, checksums, metadata)}, size)
+
+
+def header_bytes(entries: Mapping[str, Any], size: int = 0) -> bytes:
+    """What a safetensors file begins with, the length of the header and the header itself; at least ``size`` bytes."""
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * max(-len(text) % 8, size - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text
 
 
 def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], size: int) -> tuple[bytes, dict[str, int]]:
-    entries: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}
+    entries: dict[str, dict] = {"__metadata__": dict(sorted(metadata.items()))}
     offsets, end = {}, 0
     for name in sorted(specs, key=lambda name: (_ORDER.index(specs[name].dtype), name.encode())):
         spec = specs[name]
@@ -201,8 +220,7 @@ def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], size: 
             "shape": list(spec.shape),
             "data_offsets": [offsets[name], end],
         }
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * max(-len(text) % 8, size - 8 - len(text))
-    if size and len(text) + 8 != size:
-        raise ValueError(f"the header grew to {len(text) + 8} bytes; {size} were reserved for it")
-    return len(text).to_bytes(8, "little") + text, offsets
+    header = header_bytes(entries, size)
+    if size and len(header) != size:
+        raise ValueError(f"the header grew to {len(header)} bytes; {size} were reserved for it")
+    return header, offsets

@@ -2,6 +2,7 @@
 """Training checkpoints that are whole, and that a run continues from to the bit."""
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from ...checkpoint.io.complete import (
     why_incomplete,
     write_manifest,
 )
+from ...checkpoint.io.integrity import why_damaged
 from ...layers import named_fallback_thresholds, random_layers
 from ..callbacks.base import QuantizationStepCallback
 
@@ -103,7 +105,7 @@ class ExactResumeMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train as [`transformers.Trainer.train`] does.
 
-        Raises `ValueError` when the checkpoint is not whole, or there is none that is.
+        Raises `ValueError` when the checkpoint is not whole, its weights are damaged, or there is none that is sound.
         """
         checkpoint = self._whole_checkpoint(resume_from_checkpoint)
         if checkpoint is not None:
@@ -119,8 +121,8 @@ class ExactResumeMixin:
         # One process looks: the others may see the folder later than it is complete.
         found: list = [None, None]
         if self.accelerator.is_main_process:
-            path = last_complete_checkpoint(self.args.output_dir) if choice is True else str(choice)
-            found = [path, why_incomplete(path) if path is not None else None]
+            path = last_complete_checkpoint(self.args.output_dir, _why_not) if choice is True else str(choice)
+            found = [path, _why_not(path) if path is not None and choice is not True else None]
         path, reason = broadcast_object_list(found)
         if path is None:
             raise ValueError(
@@ -248,6 +250,11 @@ def random_states_kept() -> Iterator[None]:
         yield
     finally:
         restore_random_states(states)
+
+
+def _why_not(checkpoint: str | os.PathLike) -> str | None:
+    """Why a checkpoint is not resumed from: it is not whole, or its weights do not have the checksums they carry."""
+    return why_incomplete(checkpoint) or why_damaged(checkpoint)
 
 
 def _state_file(checkpoint: str, rank: int) -> Path:

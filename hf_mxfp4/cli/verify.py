@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 verify`: compare everything in a checkpoint with the checksums that it carries."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .conversions import bytes_in, told_conversion_errors
+from .options import JsonOption, fail
+
+
+if TYPE_CHECKING:
+    from ..checkpoint.verify import Verification
+
+
+_HOW = (
+    "save_pretrained, hf-mxfp4 pack, export and import write them; hf-mxfp4 verify --add puts them into the files of a "
+    "folder as they are"
+)
+
+
+def verify(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A checkpoint's folder, a .safetensors file, or a model on the Hugging Face Hub (its files are "
+            "downloaded to the usual cache one at a time, each checked before the next).",
+        ),
+    ],
+    add: Annotated[
+        bool,
+        typer.Option(
+            "--add",
+            help="First write checksums into those files of the folder that carry none, of what they hold now. Each "
+            "file is copied once.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check all data, headers and the index of a checkpoint against the checksums that were written with it, and that
+    config.json describes it. Everything that is damaged is named.
+
+    Exit code 0: nothing is. 1: something is. 2: no file carries checksums, or there is no such checkpoint.
+    """
+    with told_conversion_errors(
+        "files that --add was done with have their checksums" if add else "nothing was written"
+    ):
+        if add:
+            _add(Path(model).expanduser())
+        found = _verified(model)
+    if as_json:
+        typer.echo(json.dumps({"model": model, **found.to_dict()}, indent=1))
+    else:
+        _show(model, found)
+    if found.all_problems:
+        raise typer.Exit(1)
+    if not found.checked:
+        fail(f"nothing was compared, no checksums are in {', '.join(found.unchecked)}: {_HOW}")
+
+
+def _verified(model: str) -> "Verification":
+    from ..checkpoint.io.reader import ShardError
+    from ..checkpoint.verify import Verification, verify_folder
+    from .console import ByteProgress
+
+    path = Path(model).expanduser()
+    if path.is_dir():
+        with ByteProgress(bytes_in(path)) as progress:
+            return verify_folder(path, progress)
+    from ..analysis.errors.source import open_source
+
+    source, found = open_source(model), Verification()
+    folder: Path | None = None
+    with ByteProgress(source.total_bytes or (bytes_in(path) if path.is_file() else None)) as progress:
+        for shard in source.shards:
+            try:
+                file = source.path(shard)
+            except ShardError as error:
+                found.add(shard, str(error))
+                continue
+            found.check_file(file, progress)
+            folder = file.parent if source.kind == "hub" else None
+    if folder is not None:
+        found.check_folder(folder)
+    return found
+
+
+def _add(folder: Path) -> None:
+    from ..checkpoint.verify import add_to_folder, verify_folder
+    from .console import ByteProgress
+
+    if not folder.is_dir():
+        fail(f"--add writes into a folder, and {folder} is none")
+    before = verify_folder(folder)
+    if before.problems:
+        _show(str(folder), before)
+        fail("no checksums were added to what is damaged", code=1)
+    with ByteProgress(bytes_in(folder)) as progress:
+        added = add_to_folder(folder, progress)
+    typer.echo(f"checksums added to {len(added)} files", err=True)
+
+
+def _show(model: str, found: "Verification") -> None:
+    for problem in found.all_problems:
+        typer.echo(problem.reason)
+    for note in found.notes:
+        typer.echo(note)
+    if found.checked and found.unchecked:
+        typer.echo(f"not compared, without checksums: {', '.join(found.unchecked)}")
+    if found.checked:
+        verdict = f"{len(found.all_problems)} problems" if found.all_problems else "all as it was written"
+        size = f"{found.n_tensors} tensors in {len(found.checked)} files, {found.n_bytes / 1e6:.1f} MB"
+        typer.echo(f"{model}: {size}: {verdict}")

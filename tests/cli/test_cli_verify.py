@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 verify`: what it finds in folders, files and repositories, what it prints, and its exit codes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import verify_folder
+from hf_mxfp4.checkpoint.io.reader import read_header
+from hf_mxfp4.cli import app
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("verified")
+    make_model("qwen2", layers=1, hidden=32, intermediate=64).save_pretrained(base / "plain")
+    model = AutoModelForCausalLM.from_pretrained(base / "plain", quantization_config=MXFP4RLConfig())
+    model.save_pretrained(base / "master", max_shard_size="20KB")
+    hf_mxfp4.pack(model).save_pretrained(base / "packed")
+    return {name: base / name for name in ("plain", "master", "packed")}
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    def make(name: str) -> Path:
+        shutil.copytree(saved[name], tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def flip(file: Path, *names: str) -> None:
+    """Flip the first bit of each tensor."""
+    content = bytearray(file.read_bytes())
+    for tensor in read_header(file):
+        if tensor.name in names:
+            content[tensor.offset] ^= 1
+    file.write_bytes(content)
+
+
+def save_anew(file: Path) -> None:
+    """As another tool does, that drops metadata."""
+    save_file({name: tensor.clone() for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def where(folder: Path) -> list[str]:
+    return [problem.where for problem in verify_folder(folder).all_problems]
+
+
+def test_a_checkpoint_as_it_was_written(saved):
+    n_bytes = sum(tensor.nbytes for tensor in read_header(saved["packed"] / "model.safetensors"))
+    done = run(saved["packed"])
+    assert (done.exit_code, done.stderr) == (0, "")
+    size = f"43 tensors in 1 files, {n_bytes / 1e6:.1f} MB"
+    assert done.stdout == f"{saved['packed']}: {size}: all as it was written\n"
+    done = run(saved["master"], "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout) == {
+        "model": str(saved["master"]),
+        "checked": [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)],
+        "unchecked": [],
+        "tensors": 15,
+        "bytes": sum(tensor.nbytes for file in shards(saved["master"]) for tensor in read_header(file)),
+        "problems": [],
+        "notes": [],
+    }
+
+
+def test_every_damaged_tensor_is_named(copy):
+    folder = copy("master")
+    first, *_, last = shards(folder)
+    flip(first, "lm_head.weight", "model.embed_tokens.weight")
+    flip(last, "model.norm.weight")
+    done = run(folder)
+    assert done.exit_code == 1 and "3 problems" in done.stdout.splitlines()[-1]
+    for file, name in ((first, "lm_head"), (first, "model.embed_tokens"), (last, "model.norm")):
+        assert f"{file.name} is damaged: the data of {name}.weight has the checksum " in done.stdout
+    problems = json.loads(run(folder, "--json").stdout)["problems"]
+    assert [problem["where"] for problem in problems] == [
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    ]
+    assert run(last).exit_code == 1 and run(shards(folder)[1]).exit_code == 0
+
+
+def test_files_that_are_missing_truncated_or_of_another_checkpoint(copy, saved):
+    folder = copy("master")
+    files = shards(folder)
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    assert where(folder) == [files[0].name, files[1].name]
+    shutil.copy(saved["master"] / files[0].name, files[1])
+    shutil.copy(saved["master"] / files[0].name, files[0])
+    assert set(where(folder)) == {INDEX}
+
+
+@pytest.mark.parametrize("what", ["place", "name", "size", "text", "nothing", "outside"])
+def test_an_index_that_does_not_fit(copy, what):
+    folder = copy("master")
+    index = json.loads((folder / INDEX).read_text())
+    places, files = index["weight_map"], [file.name for file in shards(folder)]
+    if what == "place":
+        places["model.norm.weight"] = files[0]
+    elif what == "name":
+        places["model.norm.weighs"] = places.pop("model.norm.weight")
+    elif what == "outside":
+        places["model.norm.weight"] = f"../{files[0]}"
+    elif what == "size":
+        index["metadata"]["total_size"] += 1
+    text = {"text": "{", "nothing": "{}"}.get(what, json.dumps(index))
+    (folder / INDEX).write_text(text)
+    done = run(folder)
+    assert done.exit_code == 1 and set(where(folder)) == {INDEX}
+    assert all(line.startswith(f"{INDEX} is damaged: ") for line in done.stdout.splitlines()[:-1])
+    if what != "size":  # nobody reads that
+        with pytest.raises(ValueError, match=INDEX):
+            AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["master", "packed"])
+def test_a_config_of_another_model_or_scheme(copy, name):
+    folder = copy(name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    done = run(folder)
+    assert done.exit_code == 1 and "config.json describes a model where it is" in done.stdout
+    config["quantization_config"]["mode"] = {"qat": "packed", "packed": "qat"}[config["quantization_config"]["mode"]]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert where(folder) == ["config.json"]
+    (folder / "config.json").write_text("{")
+    assert where(folder) == ["config.json"]
+
+
+def test_an_architecture_that_transformers_has_not_is_a_note(copy):
+    folder = copy("packed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MyOwnModel"]}))
+    done = run(folder)
+    assert done.exit_code == 0 and "not compared with the model that config.json describes" in done.stdout
+
+
+def test_nothing_to_compare(saved, tmp_path):
+    done = run(saved["plain"])
+    assert (
+        done.exit_code == 2 and "no checksums are in model.safetensors: save_pretrained, hf-mxfp4 pack" in done.stderr
+    )
+    save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    done = run(tmp_path)
+    assert done.exit_code == 2 and "no checksums are in adapter_model.safetensors" in done.stderr
+    (tmp_path / "empty").mkdir()
+    assert run(tmp_path / "empty").exit_code == 2
+    done = run(tmp_path / "nowhere")
+    assert done.exit_code == 2 and "does not exist" in done.stderr
+
+
+def test_a_file_of_another_tool_beside_and_among_the_others(copy):
+    folder = copy("packed")
+    save_file({"x": torch.ones(1)}, folder / "adapter_model.safetensors")
+    done = run(folder)
+    assert done.exit_code == 0 and "not compared, without checksums: adapter_model.safetensors" in done.stdout
+    folder = copy("master")
+    save_anew(shards(folder)[1])
+    done = run(folder)
+    assert done.exit_code == 1
+    assert f"{shards(folder)[1].name} carries no checksums, other files do: it was written anew" in done.stdout
+
+
+def test_adding_checksums(copy):
+    folder = copy("master")
+    files = shards(folder)
+    save_anew(files[1])
+    done = run(folder, "--add")
+    assert done.exit_code == 0 and "checksums added to 1 files" in done.stderr, done.stdout
+    assert "15 tensors in 3 files" in done.stdout
+    flip(files[1], "model.layers.0.mlp.up_proj.weight")
+    assert where(folder) == ["model.layers.0.mlp.up_proj.weight"]
+    before = files[0].read_bytes()
+    done = run(folder, "--add")
+    assert done.exit_code == 1 and "no checksums were added to what is damaged" in done.stderr
+    assert files[0].read_bytes() == before
+    done = run(files[0], "--add")
+    assert done.exit_code == 2 and "--add writes into a folder" in done.stderr
+
+
+def test_a_plain_checkpoint_gets_checksums_and_is_then_checked(copy):
+    folder = copy("plain")
+    assert run(folder, "--add").exit_code == 0
+    flip(folder / "model.safetensors", "lm_head.weight")
+    with pytest.raises(ValueError, match="the data of lm_head.weight"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig())
+
+
+def test_a_repository_file_by_file(copy, monkeypatch):
+    folder, asked = copy("master"), []
+
+    def download(repo: str, file: str) -> str:
+        asked.append(file)
+        return str(folder / file)
+
+    monkeypatch.setattr("hf_mxfp4.analysis.errors.source._hub_download", download)
+    done = run("me/model")
+    assert done.exit_code == 0 and done.stdout.startswith("me/model: 15 tensors in 3 files"), done.stderr
+    assert asked == ["config.json", INDEX, *(file.name for file in shards(folder))]
+    flip(shards(folder)[2], "model.norm.weight")
+    done = run("me/model")
+    assert done.exit_code == 1 and "the data of model.norm.weight" in done.stdout
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["another"] = shards(folder)[0].name
+    (folder / INDEX).write_text(json.dumps(index))
+    assert INDEX in run("me/model").stdout
