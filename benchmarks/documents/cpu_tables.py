@@ -9,7 +9,8 @@ from ..records import records, table
 
 def packed_product_cpu() -> str:
     parts = []
-    for variant, found in _groups("packed_product_cpu", "variant"):
+    machines = ("packed_product_cpu", "packed_product_cpu_amx")
+    for variant, found in (group for machine in machines for group in _groups(machine, "variant")):
         names = list(dict.fromkeys(r["name"] for r in found))
         cells: dict[tuple, dict[str, str]] = {}
         for r in found:
