@@ -89,7 +89,7 @@ def measure(name: str, folder: Path, state: str, rounds: int) -> list[dict]:
         for checked in (bool(i % 2), not i % 2):
             times[checked].append(seconds_of(folder, state, checked))
     os.environ[VARIABLE] = "1"
-    alone = median_seconds(lambda: check_data(list(folder.glob("*.safetensors"))), rounds)
+    alone = median_seconds(lambda: check_data(list(folder.glob("*.safetensors")), mapped=True), rounds)
     size, records = verify_folder(folder), []
     for part, what in enumerate(MEASURED):
         with_check, without = ([found[part][0] for found in times[checked]] for checked in (True, False))

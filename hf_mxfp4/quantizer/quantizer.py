@@ -2,7 +2,7 @@
 """`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains."""
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,10 +11,10 @@ from transformers.quantizers import HfQuantizer
 from .._logging import get_logger
 from ..checkpoint import (
     check_checkpoint,
+    check_data,
     check_local_index,
     check_packed_files,
     make_record,
-    start_check,
     take_state_dict,
     wrap_saving,
 )
@@ -59,8 +59,6 @@ class MXFP4RLQuantizer(HfQuantizer):
         self.source_files: frozenset[str] = frozenset()
         #: What the files of a quantized checkpoint say of themselves.
         self.record: dict = {}
-        #: Waits for the comparison of the files with their checksums, which goes on while they are loaded.
-        self._finish_check: Callable[[], int] | None = None
         #: Of the model, whose methods know of quantized layers.
         self.model_class: type | None = None
 
@@ -117,7 +115,7 @@ class MXFP4RLQuantizer(HfQuantizer):
             shapes = {name: layer.shapes() for name, layer in layers.items()}
             check_packed_files(checkpoint_files, shapes, getattr(model, "base_model_prefix", ""))
         if checkpoint_files:
-            self._finish_check = start_check(checkpoint_files, is_ours=self.pre_quantized)
+            check_data(checkpoint_files, is_ours=self.pre_quantized, mapped=True)
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
@@ -145,9 +143,6 @@ class MXFP4RLQuantizer(HfQuantizer):
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        if self._finish_check is not None:
-            finish, self._finish_check = self._finish_check, None
-            finish()
         if self._loads and (self._packed or self.pre_quantized):
             check_loaded(model, whole=self.pre_quantized)
         quantized, skipped = self._swapped

@@ -8,7 +8,6 @@ in the system's cache for whoever loads the file.
 import json
 import mmap
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -131,35 +130,31 @@ def _mapped_portions(file: Path, start: int, stop: int) -> Iterator[memoryview]:
         raise ShardError(f"{file.name} cannot be read: {error}") from error
 
 
-class _Comparison:
-    """The data of files, as far as these carry checksums, being compared in threads.
-
-    ``read`` gives the bytes of a part of a file.
-    """
-
-    def __init__(self, files: Iterable[FileChecksums], read: Portions):
-        groups = [(file, group) for file in files if file.expected is not None for group in _groups(file.tensors)]
-        self._pool = ThreadPoolExecutor(max(1, min(_THREADS, len(groups), _n_cores())), "checksums")
-        self._running = [
-            (file, group, self._pool.submit(_checksums, group, read(file.file, *_span(group))))
-            for file, group in groups
-        ]
-        # Also when nobody asks for the damage, because loading failed for another reason.
-        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
-
-    def damage(self, on_bytes: OnBytes = lambda count, name: None) -> Iterator[Damage]:
-        """What does not agree, in the order of the files."""
-        for file, group, found in self._running:
-            yield from file.compare(group, found.result())
-            on_bytes(sum(tensor.nbytes for tensor in group), group[-1].name)
-
-
-def find_damage(files: Sequence[FileChecksums], on_bytes: OnBytes = lambda count, name: None) -> Iterator[Damage]:
+def find_damage(
+    files: Sequence[FileChecksums],
+    on_bytes: OnBytes = lambda count, name: None,
+    read: Portions = _read_portions,
+    threads: int = _THREADS,
+) -> Iterator[Damage]:
     """Everything in files that does not agree with their checksums, the headers first; nothing of files that carry
-    none. Raises [`ShardError`] for a file that cannot be read to its end."""
+    none. ``read`` gives the bytes of a part of a file, in so many ``threads`` at most. Raises [`ShardError`] for one
+    that cannot be read to its end."""
     for file in files:
         yield from file.header_damage
-    yield from _Comparison(files, _read_portions).damage(on_bytes)
+    groups = [(file, group) for file in files if file.expected is not None for group in _groups(file.tensors)]
+    if threads == 1:
+        for file, group in groups:
+            yield from file.compare(group, _checksums(group, read(file.file, *_span(group))))
+            on_bytes(sum(tensor.nbytes for tensor in group), group[-1].name)
+        return
+    pool = ThreadPoolExecutor(max(1, min(threads, len(groups), _n_cores())), "checksums")
+    try:
+        running = [pool.submit(_checksums, group, read(file.file, *_span(group))) for file, group in groups]
+        for (file, group), found in zip(groups, running, strict=True):
+            yield from file.compare(group, found.result())
+            on_bytes(sum(tensor.nbytes for tensor in group), group[-1].name)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def is_switched_off() -> bool:
@@ -170,26 +165,23 @@ def is_switched_off() -> bool:
     return text == "0"
 
 
-def start_check(
-    files: Sequence[str | os.PathLike], *, is_ours: bool = True, read: Portions = _mapped_portions
-) -> Callable[[], int]:
-    """Compare headers with their checksums now, and begin to compare all data of ``files`` in threads, while others
-    load them.
+def check_data(files: Sequence[str | os.PathLike], *, is_ours: bool = True, mapped: bool = False) -> int:
+    """Compare headers and all data of ``files`` with the checksums that they carry.
 
     Args:
         files: safetensors files of one checkpoint; others are passed over.
         is_ours: whether to say so when the files carry no checksums, as those saved by earlier versions do.
-        read: gives the bytes of a part of a file.
+        mapped: map the files into memory, in some threads, for what maps them afterwards: that is faster than to read
+            them in this thread, which takes next to no memory.
 
     Returns:
-        What waits for the rest and gives the number of tensors compared: 0 where there are no checksums, and where
-        `HF_MXFP4_VERIFY=0`.
+        The number of tensors compared: 0 where there are no checksums, and where `HF_MXFP4_VERIFY=0`.
 
-    Raises [`ShardError`], which names file and tensor, for the first that does not agree, now or when it is waited for.
+    Raises [`ShardError`], which names file and tensor, for the first that does not agree.
     """
     if is_switched_off():
         get_logger().info("%s=0: the data of the checkpoint are not checked", VARIABLE)
-        return lambda: 0
+        return 0
     opened = [FileChecksums(Path(file)) for file in files if str(file).endswith(".safetensors")]
     checked = [file for file in opened if file.expected is not None]
     without = [file.file.name for file in opened if file.expected is None]
@@ -197,23 +189,16 @@ def start_check(
         get_logger().warning("%s: not checked, without the checksums that other files have", ", ".join(without))
     elif without and is_ours:
         get_logger().info("the files carry no checksums: their data are not checked (hf-mxfp4 verify --add adds them)")
-    for file in checked:
-        _refuse(file.header_damage)
-    comparison = _Comparison(checked, read)
-
-    def finish() -> int:
-        _refuse(comparison.damage())
-        n_tensors = sum(len(file.tensors) for file in checked)
-        if checked:
-            get_logger().info("checked %d tensors, %.1f MB", n_tensors, sum(file.n_bytes for file in checked) / 1e6)
-        return n_tensors
-
-    return finish
-
-
-def check_data(files: Sequence[str | os.PathLike], *, is_ours: bool = True) -> int:
-    """[`start_check`], waited for, with plain reads, for what is read in that way afterwards."""
-    return start_check(files, is_ours=is_ours, read=_read_portions)()
+    how = {"read": _mapped_portions} if mapped else {"threads": 1}
+    for damage in find_damage(checked, **how):
+        raise ShardError(
+            f"{damage}. Download or copy the file again; `hf-mxfp4 verify` names everything that is damaged. (If a "
+            f"tool changed the file on purpose and kept its metadata, {VARIABLE}=0 loads it)"
+        )
+    n_tensors = sum(len(file.tensors) for file in checked)
+    if checked:
+        get_logger().info("checked %d tensors, %.1f MB", n_tensors, sum(file.n_bytes for file in checked) / 1e6)
+    return n_tensors
 
 
 def why_damaged(folder: str | os.PathLike) -> str | None:
@@ -224,14 +209,6 @@ def why_damaged(folder: str | os.PathLike) -> str | None:
     except ShardError as error:
         return str(error)
     return None
-
-
-def _refuse(damages: Iterable[Damage]) -> None:
-    for damage in damages:
-        raise ShardError(
-            f"{damage}. Download or copy the file again; `hf-mxfp4 verify` names everything that is damaged. (If a "
-            f"tool changed the file on purpose and kept its metadata, {VARIABLE}=0 loads it)"
-        )
 
 
 def add_checksums(file: Path, on_bytes: OnBytes = lambda count, name: None) -> int:
