@@ -54,8 +54,9 @@ def test_converting_holds_one_expert_at_a_time(tmp_path):
     done = run(code(CONVERSIONS), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     grew = int(done.stdout.split()[-1])
-    # The largest matrix is 2 MB; the eager steps on it and buffers of 16 MB are what is left, 70 MB.
-    assert grew < 90 * MB, grew
+    # The largest matrix is 2 MB; the eager steps on it and buffers of 16 MB are what is left: 77 to 94 MB, as the
+    # allocator gives back. With one fused tensor held besides it would be 34 MB more.
+    assert grew < 108 * MB, grew
     assert size("large-bf16") == pytest.approx(size("large"), rel=1e-3)
     for name in ("large-back", "large-straight", "large-from-gguf"):
         assert size(name) == pytest.approx(size("large-packed"), rel=1e-3)
