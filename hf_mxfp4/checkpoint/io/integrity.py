@@ -142,16 +142,16 @@ def find_damage(
     for file in files:
         yield from file.header_damage
     groups = [(file, group) for file in files if file.expected is not None for group in _groups(file.tensors)]
-    if threads == 1:
-        for file, group in groups:
-            yield from file.compare(group, _checksums(group, read(file.file, *_span(group))))
-            on_bytes(sum(tensor.nbytes for tensor in group), group[-1].name)
-        return
+
+    def checksums_of(place: tuple[FileChecksums, list[StoredTensor]]) -> list[str]:
+        file, group = place
+        return _checksums(group, read(file.file, *_span(group)))
+
     pool = ThreadPoolExecutor(max(1, min(threads, len(groups), _n_cores())), "checksums")
     try:
-        running = [pool.submit(_checksums, group, read(file.file, *_span(group))) for file, group in groups]
-        for (file, group), found in zip(groups, running, strict=True):
-            yield from file.compare(group, found.result())
+        found = map(checksums_of, groups) if threads == 1 else pool.map(checksums_of, groups)
+        for (file, group), checksums in zip(groups, found, strict=True):
+            yield from file.compare(group, checksums)
             on_bytes(sum(tensor.nbytes for tensor in group), group[-1].name)
     finally:
         pool.shutdown(cancel_futures=True)
