@@ -156,7 +156,7 @@ def test_more_rows_than_the_codes_are_for():
 
 def test_several_panels(monkeypatch):
     monkeypatch.setattr(packed_product, "_PANEL", 16 * 64)
-    monkeypatch.setattr(packed_product, "_PANEL_ROWS", 16)
+    monkeypatch.setattr(packed_product, "_PANEL_ROWS", (16, 16))
     monkeypatch.setattr(packed_product, "most_rows", lambda dtype: 0)
     weight, bias, x = packed(random(50, 64), SCHEMES["blockwise"]), random(50), random(2, 3, 64)
     torch.testing.assert_close(product(x, weight, bias), F.linear(x, weight.dequantize(torch.float32), bias))
@@ -188,9 +188,9 @@ def test_threads_do_not_change_bits(monkeypatch):
     x, weight = random(5, 320, dtype=torch.bfloat16), packed(random(200, 320), SCHEMES["static"])
     found, threads = [], torch.get_num_threads()
     try:
-        for count, parallel in itertools.product((1, 2, 3), (packed_product._parallel(), None)):
+        for count, parallel in itertools.product((1, 2, 3), (packed_product.openmp_parallel(), None)):
             torch.set_num_threads(count)
-            monkeypatch.setattr(packed_product, "_parallel", lambda where=parallel: where)
+            monkeypatch.setattr(packed_product, "openmp_parallel", lambda where=parallel: where)
             found.append(product(x, weight))
     finally:
         torch.set_num_threads(threads)

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from ...numerics import MXFP4Tensor, QuantScheme
 from .functions import TYPES, addresses_of, description, fake_quantize, parts_of
 from .library import ProductStruct, load
-from .threads import in_threads
+from .threads import in_threads, openmp_parallel
 
 
 #: Multiplications that are worth waking a thread for.
 _WORTH_A_THREAD = 1 << 17
-#: Elements of a panel, and the least rows: torch's product with fewer is slow.
-_PANEL, _PANEL_ROWS = 1 << 20, 512
+#: Elements of a panel, and the least rows, on one thread and on several: torch's product with fewer is slow. oneDNN
+#: computes some with fewer than 1024, of 512 x 512 by AMX among them, on one thread whatever their number.
+_PANEL, _PANEL_ROWS = 1 << 20, (512, 1024)
 
 
 class OnCodes:
@@ -77,7 +78,7 @@ class OnCodes:
         if threads > 1:
             threads = min(threads, size * self.in_features // _WORTH_A_THREAD)
         if threads > 1:
-            arguments.parallel = _parallel()
+            arguments.parallel = openmp_parallel()
         arguments.threads = max(1, threads)
         self._function(ctypes.byref(arguments))
         return out
@@ -170,7 +171,8 @@ def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) 
     """A product with the dequantized values of some rows of the weight after the other, in memory that is used again:
     fresh memory as large as the weight costs more than to fill it."""
     out_features, length = weight.codes.shape[0], weight.length
-    rows = min(out_features, max(_PANEL_ROWS, _PANEL // max(1, length)))
+    least = _PANEL_ROWS[torch.get_num_threads() > 1]
+    rows = min(out_features, max(least, _PANEL // max(1, length)))
     panel = torch.empty(rows, length, dtype=x.dtype)
     held, places = addresses_of(parts_of(weight))
     scheme, function = ctypes.byref(description(weight.scheme, length)), load()[0].mxfp4_dequantize
@@ -188,13 +190,3 @@ def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) 
             return values
         out[..., start:stop] = values
     return out
-
-
-@functools.cache
-def _parallel() -> int | None:
-    """Where OpenMP's function lies that runs another in threads: that of the library that torch computes with, so that
-    both share one pool of threads; `None` where there is none, and threads are started for each product."""
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
-    except (AttributeError, OSError):
-        return None
