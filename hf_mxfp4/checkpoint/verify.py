@@ -12,7 +12,7 @@ from ..registration import QUANT_METHOD
 from .io.folder import CheckpointError, open_checkpoint, read_json
 from .io.index import read_index
 from .io.integrity import FileChecksums, OnBytes, add_checksums, find_damage
-from .io.reader import ShardError, StoredTensor
+from .io.reader import ShardError, StoredTensor, read_file_header
 from .io.replace import CONFIG, weight_names
 
 
@@ -65,7 +65,7 @@ class Verification:
     def check_file(self, file: Path, on_bytes: OnBytes = lambda count, name: None) -> None:
         """Compare the header and all data of a safetensors file with its checksums."""
         try:
-            found = FileChecksums(file)
+            found = FileChecksums(read_file_header(file))
             self._tensors[file.name] = {tensor.name: tensor for tensor in found.tensors}
             if found.expected is None:
                 self.unchecked.append(file.name)
@@ -161,7 +161,9 @@ def add_to_folder(folder: str | os.PathLike, on_bytes: OnBytes = lambda count, n
     They are of what the files hold now. Raises as [`verify_folder`], `ShardError` for a file that cannot be read, and
     `OSError` for one that cannot be written.
     """
-    files = [file for file in _files(Path(folder).expanduser()) if FileChecksums(file).expected is None]
+    files = [
+        file for file in _files(Path(folder).expanduser()) if FileChecksums(read_file_header(file)).expected is None
+    ]
     for file in files:
         add_checksums(file, on_bytes)
     return [file.name for file in files]

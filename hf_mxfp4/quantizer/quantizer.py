@@ -19,6 +19,7 @@ from ..checkpoint import (
     wrap_saving,
 )
 from ..checkpoint.io.mapped import resolved
+from ..checkpoint.io.reader import read_headers
 from ..config import MXFP4RLConfig
 from ..dither import dither_masters
 from ..layers import (
@@ -107,15 +108,16 @@ class MXFP4RLQuantizer(HfQuantizer):
         for layer in layers.values():
             # transformers would draw random numbers for a tensor that is missing, and fail on uint8.
             layer._is_hf_initialized = True
-        if self.pre_quantized and checkpoint_files:
-            self.record = check_checkpoint(checkpoint_files, model, self.quantization_config)
+        files = read_headers(checkpoint_files or ())
+        if self.pre_quantized and files:
+            self.record = check_checkpoint(files, model, self.quantization_config)
         if self._packs_on_load:
             self.source_files = resolved(checkpoint_files or ())
-        elif self._packed and checkpoint_files:
+        elif self._packed and files:
             shapes = {name: layer.shapes() for name, layer in layers.items()}
-            check_packed_files(checkpoint_files, shapes, getattr(model, "base_model_prefix", ""))
-        if checkpoint_files:
-            check_data(checkpoint_files, is_ours=self.pre_quantized, mapped=True)
+            check_packed_files(files, shapes, getattr(model, "base_model_prefix", ""))
+        if files:
+            check_data(files, is_ours=self.pre_quantized, mapped=True)
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:

@@ -17,7 +17,7 @@ from ...module_names import fused_experts
 from ..formats import PackedFormat
 from ..io.folder import CheckpointError, CheckpointFolder
 from ..io.packed_files import check_packed_files
-from ..io.reader import StoredTensor
+from ..io.reader import StoredTensor, read_headers
 from ..io.tensor_names import FileNames
 from ..io.validate import check_checkpoint
 from .stored_weights import join_pieces, layer_shapes, packed_names, packed_specs, quantizable_layers, read_tensor
@@ -251,8 +251,8 @@ def check_folder(
 ) -> dict[str, Any]:
     """[`check_checkpoint`] of a folder, and [`check_packed_files`] of its layers in ``packed``. Raises
     [`CheckpointError`]."""
-    files = sorted({str(tensor.file) for tensor in folder.tensors.values()})
     try:
+        files = read_headers(sorted({tensor.file for tensor in folder.tensors.values()}))
         record = check_checkpoint(files, model, config)
         if packed is not None:
             check_packed_files(files, packed)

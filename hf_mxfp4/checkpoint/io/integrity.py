@@ -18,7 +18,16 @@ from xxhash import xxh3_64
 from ..._logging import get_logger
 from ...files import draft_of, sync_to_disk
 from .checksums import CHECKSUMS, HEADER_CHECKSUM, UNKNOWN, Contents, checksum_metadata, header_checksum
-from .reader import ShardError, StoredTensor, load_header, read_header_and_metadata
+from .reader import (
+    AnyFile,
+    FileHeader,
+    ShardError,
+    StoredTensor,
+    is_safetensors,
+    load_header,
+    read_file_header,
+    read_headers,
+)
 from .writer import header_bytes
 
 
@@ -53,16 +62,13 @@ class Damage:
 class FileChecksums:
     """The tensors of a file in the order of their bytes, and the checksums that its header gives.
 
-    Raises [`ShardError`] for a file that cannot be read.
-
     Attributes:
         tensors: all of them, in the order of their bytes.
         expected: checksums by names; `None` for a file that carries none.
     """
 
-    def __init__(self, file: Path):
-        self.file = file
-        self.tensors, metadata = read_header_and_metadata(file)
+    def __init__(self, header: FileHeader):
+        self.file, self.tensors, metadata = header.file, header.tensors, header.metadata
         entry, of_header = metadata.get(CHECKSUMS), metadata.get(HEADER_CHECKSUM)
         self.expected: dict[str, str] | None = None if entry is None and of_header is None else {}
         self._header_problem: str | None = None
@@ -165,11 +171,11 @@ def is_switched_off() -> bool:
     return text == "0"
 
 
-def check_data(files: Sequence[str | os.PathLike], *, is_ours: bool = True, mapped: bool = False) -> int:
+def check_data(files: Sequence[AnyFile], *, is_ours: bool = True, mapped: bool = False) -> int:
     """Compare headers and all data of ``files`` with the checksums that they carry.
 
     Args:
-        files: safetensors files of one checkpoint; others are passed over.
+        files: safetensors files of one checkpoint, or their headers; others are passed over.
         is_ours: whether to say so when the files carry no checksums, as those saved by earlier versions do.
         mapped: map the files into memory, in some threads, for what maps them afterwards: that is faster than to read
             them in this thread, which takes next to no memory.
@@ -182,7 +188,7 @@ def check_data(files: Sequence[str | os.PathLike], *, is_ours: bool = True, mapp
     if is_switched_off():
         get_logger().info("%s=0: the data of the checkpoint are not checked", VARIABLE)
         return 0
-    opened = [FileChecksums(Path(file)) for file in files if str(file).endswith(".safetensors")]
+    opened = [FileChecksums(header) for header in read_headers([file for file in files if is_safetensors(file)])]
     checked = [file for file in opened if file.expected is not None]
     without = [file.file.name for file in opened if file.expected is None]
     if checked and without:
@@ -218,7 +224,8 @@ def add_checksums(file: Path, on_bytes: OnBytes = lambda count, name: None) -> i
     replaced by a file of its own. Raises [`ShardError`] for a file that cannot be read, `ValueError` for one that
     carries checksums already, and `OSError` where it cannot be written.
     """
-    tensors, metadata = read_header_and_metadata(file)
+    own = read_file_header(file)
+    tensors, metadata = own.tensors, own.metadata
     if CHECKSUMS in metadata or HEADER_CHECKSUM in metadata:
         raise ValueError(f"{file.name} carries checksums already")
     (header, _, _), draft = load_header(file), draft_of(file)

@@ -6,24 +6,23 @@ packed weights each of these would make a wrong model.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from ...gemm.storage.packed_weight import PACKED_SUFFIXES
-from .reader import ShardError, StoredTensor, read_header
+from .reader import AnyFile, ShardError, StoredTensor, is_safetensors, name_of, read_headers
 
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check_packed_files(files: Sequence[str], layers: Mapping[str, Shapes], base_model_prefix: str = "") -> None:
+def check_packed_files(files: Sequence[AnyFile], layers: Mapping[str, Shapes], base_model_prefix: str = "") -> None:
     """Raise `ValueError` unless the packed tensors in ``files`` are those of ``layers``: names, dtypes and shapes.
 
     Only headers are read. Raises `ShardError`, a `ValueError`, for files that cannot be read.
 
     Args:
-        files: all safetensors files of the checkpoint.
+        files: all safetensors files of the checkpoint, or their headers.
         layers: names of the packed layers -> shapes of their uint8 tensors; see [`packed_shapes`]. Experts have those
             of several weights.
         base_model_prefix: what the names in the files may have more, or less, than those of the layers.
@@ -53,14 +52,15 @@ def check_packed_files(files: Sequence[str], layers: Mapping[str, Shapes], base_
         )
 
 
-def _tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
+def _tensors(files: Sequence[AnyFile]) -> dict[str, StoredTensor]:
+    for file in files:
+        if not is_safetensors(file):
+            raise ShardError(f"{name_of(file)} is not a safetensors file; packed weights are read from no other format")
     found: dict[str, StoredTensor] = {}
-    for file in map(Path, files):
-        if file.suffix != ".safetensors":
-            raise ShardError(f"{file.name} is not a safetensors file; packed weights are read from no other format")
-        for tensor in read_header(file):
+    for header in read_headers(files):
+        for tensor in header.tensors:
             if tensor.name in found:
-                raise ShardError(f"{tensor.name} is both in {found[tensor.name].file.name} and in {file.name}")
+                raise ShardError(f"{tensor.name} is both in {found[tensor.name].file.name} and in {header.file.name}")
             found[tensor.name] = tensor
     return found
 

@@ -8,7 +8,7 @@ header is checked strictly before anything is read, so that a truncated or damag
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,16 +62,52 @@ class StoredTensor:
         return read_rows(self, start, stop)
 
 
+@dataclass(frozen=True)
+class FileHeader:
+    """What the header of a safetensors file says.
+
+    Attributes:
+        file: the file.
+        tensors: in the order of their bytes.
+        metadata: what stands in ``__metadata__``; empty where there is none.
+    """
+
+    file: Path
+    tensors: list[StoredTensor]
+    metadata: dict[str, str]
+
+
+#: A file, or its header where that has been read already.
+AnyFile = str | os.PathLike | FileHeader
+
+
 def read_header(file: Path) -> list[StoredTensor]:
     """The tensors of a safetensors file, in the order of their bytes.
 
     Raises [`ShardError`] for a file that is missing, truncated, or whose header contradicts itself or the file.
     """
-    return read_header_and_metadata(file)[0]
+    return read_file_header(file).tensors
 
 
-def read_header_and_metadata(file: Path) -> tuple[list[StoredTensor], dict[str, str]]:
-    """The same, and what the header says besides, in its ``__metadata__``; empty where there is none."""
+def read_headers(files: Sequence[AnyFile]) -> list[AnyFile]:
+    """Files of a checkpoint, each that is a safetensors file as its header, so that several checks read it once. What
+    has been read already, and files of other formats, stay as they are. Raises as [`read_header`]."""
+    unread = [not isinstance(file, FileHeader) and is_safetensors(file) for file in files]
+    return [read_file_header(Path(file)) if new else file for file, new in zip(files, unread, strict=True)]
+
+
+def is_safetensors(file: AnyFile) -> bool:
+    """Whether it is a safetensors file, by its name."""
+    return name_of(file).endswith(".safetensors")
+
+
+def name_of(file: AnyFile) -> str:
+    """The name of a file, without its folder."""
+    return Path(file.file if isinstance(file, FileHeader) else file).name
+
+
+def read_file_header(file: Path) -> FileHeader:
+    """[`read_header`], with what the header says besides."""
     header, start, size = load_header(file)
     metadata = header.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
@@ -88,7 +124,7 @@ def read_header_and_metadata(file: Path) -> tuple[list[StoredTensor], dict[str, 
         raise ShardError(f"{file.name} is truncated: its tensors end at byte {end}, the file has {size}")
     if end < size:
         raise ShardError(f"{file.name} is damaged: {size - end} bytes after its last tensor")
-    return tensors, metadata
+    return FileHeader(file, tensors, metadata)
 
 
 def load_header(file: Path) -> tuple[dict[str, Any], int, int]:

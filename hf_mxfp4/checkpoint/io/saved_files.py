@@ -15,7 +15,7 @@ import torch
 
 from .checksums import CHECKSUMS, checksum_metadata, tensor_checksum
 from .integrity import add_checksums
-from .reader import load_header, read_header_and_metadata
+from .reader import load_header, read_file_header
 from .writer import header_bytes
 
 
@@ -41,7 +41,7 @@ def checksums_in(folder: Path) -> Iterator[None]:
 
 def has_checksums(file: Path) -> bool:
     """Whether the header of a file gives checksums. Raises `ShardError` for a file that cannot be read."""
-    return CHECKSUMS in read_header_and_metadata(file)[1]
+    return CHECKSUMS in read_file_header(file).metadata
 
 
 def file_metadata(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, str]:

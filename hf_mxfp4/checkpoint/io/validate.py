@@ -9,16 +9,14 @@ inside the data of a tensor are found by [`hf_mxfp4.checkpoint.io.integrity.chec
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from ...config import FORMAT_VERSION, MXFP4RLConfig
-from .reader import ShardError, StoredTensor, read_header
+from .reader import AnyFile, FileHeader, ShardError, StoredTensor, is_safetensors, name_of, read_headers
 
 
 #: Where the record stands in the metadata of a safetensors file.
@@ -41,11 +39,11 @@ def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
     return {RECORD: json.dumps(record)}
 
 
-def check_checkpoint(files: Sequence[str], model: nn.Module, config: MXFP4RLConfig) -> dict[str, Any]:
+def check_checkpoint(files: Sequence[AnyFile], model: nn.Module, config: MXFP4RLConfig) -> dict[str, Any]:
     """Raise `ValueError` (file and tensor are named) unless ``files`` are an undamaged checkpoint of ``model``.
 
     Args:
-        files: all weight files of the checkpoint.
+        files: all weight files of the checkpoint, or their headers.
         model: with its quantized layers in place and not loaded yet (meta tensors).
         config: the scheme that `config.json` gives.
 
@@ -53,34 +51,35 @@ def check_checkpoint(files: Sequence[str], model: nn.Module, config: MXFP4RLConf
         The record that [`make_record`] left, empty for files written by something else.
     """
     for file in files:
-        if not str(file).endswith(".safetensors"):
+        if not is_safetensors(file):
             raise ShardError(
-                f"{Path(file).name} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
+                f"{name_of(file)} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
                 "read from no other format"
             )
-    stored = _read(files)
-    _check_index(files, stored)
+    headers = read_headers(files)
+    stored = _all_tensors(headers)
+    _check_index(headers, stored)
     _check_tensors(stored, model)
     _check_names(stored, model)
     _check_experts(stored, model)
-    return _check_record(files, config)
+    return _check_record(headers, config)
 
 
-def _read(files: Iterable[str]) -> dict[str, StoredTensor]:
+def _all_tensors(headers: Sequence[FileHeader]) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
-    for file in files:
-        for tensor in read_header(Path(file)):
+    for header in headers:
+        for tensor in header.tensors:
             if tensor.name in stored:
                 raise ShardError(f"{tensor.name} is both in {stored[tensor.name].file.name} and in {tensor.file.name}")
             stored[tensor.name] = tensor
     if not stored:
-        raise ShardError(f"{Path(next(iter(files))).name} holds no tensors")
+        raise ShardError(f"{headers[0].file.name} holds no tensors")
     return stored
 
 
-def _check_index(files: Sequence[str], stored: Stored) -> None:
-    names = {Path(file).name for file in files}
-    for index in Path(files[0]).parent.glob("*.safetensors.index*.json"):
+def _check_index(headers: Sequence[FileHeader], stored: Stored) -> None:
+    names = {header.file.name for header in headers}
+    for index in headers[0].file.parent.glob("*.safetensors.index*.json"):
         try:
             places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError):
@@ -94,11 +93,8 @@ def _check_index(files: Sequence[str], stored: Stored) -> None:
             raise ValueError(f"{stored[name].file.name} has the tensor {name}, which {index.name} does not list")
 
 
-def _check_record(files: Sequence[str], config: MXFP4RLConfig) -> dict[str, Any]:
-    records = {}
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            records[Path(file).name] = (opened.metadata() or {}).get(RECORD)
+def _check_record(headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[str, Any]:
+    records = {header.file.name: header.metadata.get(RECORD) for header in headers}
     first, *_ = records
     for file, text in records.items():
         if text != records[first]:
