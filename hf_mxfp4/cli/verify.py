@@ -70,9 +70,14 @@ def _verified(model: str) -> "Verification":
     if path.is_dir():
         with ByteProgress(bytes_in(path)) as progress:
             return verify_folder(path, progress)
-    from ..analysis.errors.source import open_source
+    from ..analysis.errors.source import DamagedSourceError, open_source
 
-    source, found = open_source(model), Verification()
+    found = Verification()
+    try:
+        source = open_source(model)
+    except DamagedSourceError as error:
+        found.add(error.file, str(error))
+        return found
     folder: Path | None = None
     with ByteProgress(source.total_bytes or (bytes_in(path) if path.is_file() else None)) as progress:
         for shard in source.shards:

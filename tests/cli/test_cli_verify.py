@@ -229,3 +229,7 @@ def test_a_repository_file_by_file(copy, monkeypatch):
     index["weight_map"]["another"] = shards(folder)[0].name
     (folder / INDEX).write_text(json.dumps(index))
     assert INDEX in run("me/model").stdout
+    for name, text in ((INDEX, '{"weight_map": {}}'), (INDEX, "[]"), ("config.json", '{"model_type')):
+        (folder / name).write_text(text)
+        done = run("me/model")
+        assert done.exit_code == 1 and name in done.stdout

@@ -20,6 +20,18 @@ class SourceError(ValueError):
     """There is nothing to analyse where the user pointed; the message says what to give instead."""
 
 
+class DamagedSourceError(SourceError):
+    """The index or `config.json` of what the user pointed at cannot be read.
+
+    Attributes:
+        file: its name.
+    """
+
+    def __init__(self, file: Path, message: str):
+        super().__init__(message)
+        self.file = file.name
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint as a list of safetensors files.
@@ -133,9 +145,9 @@ def _hub_download(repo: str, file: str) -> str:
 def _shards_of(index: dict, path: Path) -> dict[str, tuple[str, ...]]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise SourceError(f"{path} has no usable weight_map; is it complete?")
+        raise DamagedSourceError(path, f"{path} has no usable weight_map; is it complete?")
     if outside := [shard for shard in weight_map.values() if Path(shard).name != shard]:
-        raise SourceError(f"{path} points outside of its folder: {outside[0]!r}")
+        raise DamagedSourceError(path, f"{path} points outside of its folder: {outside[0]!r}")
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         shards.setdefault(shard, []).append(name)
@@ -148,7 +160,7 @@ def _read_json(path: Path) -> dict:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SourceError(f"{path} cannot be read: {error}") from error
+        raise DamagedSourceError(path, f"{path} cannot be read: {error}") from error
     if not isinstance(contents, dict):
-        raise SourceError(f"{path} is not a JSON object")
+        raise DamagedSourceError(path, f"{path} is not a JSON object")
     return contents
