@@ -121,6 +121,13 @@ def gguf_perplexity() -> str:
     return table([*columns, "divergence, nats", "same likeliest token, %"], rows)
 
 
+def gguf_agreement() -> str:
+    rows = [
+        [r["name"], f"{r['value']:.3f}", f"{r['baseline']:.3f}", f"{r['nats']:+.4f}"] for r in records("gguf_agreement")
+    ]
+    return table(["file; in transformers", "llama.cpp", "transformers", "difference, nats per token"], rows)
+
+
 def packed_loading() -> str:
     found = {tuple(r["name"].split(" / ")): r for r in records("packed_loading")}
     rows = []

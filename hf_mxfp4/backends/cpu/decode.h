@@ -11,6 +11,9 @@
 
 namespace {
 
+// The values of the 16 codes.
+constexpr float kGrid[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+
 // Values of a block: those of even index, then those of odd index, as the nibbles of its bytes give them.
 struct Pair {
     Floats even, odd;
@@ -54,6 +57,12 @@ inline Block decode_block(const uint8_t* codes, int64_t count, int byte) {
 }
 
 #ifdef __AVX512F__
+inline Floats grid_table() {
+    Floats table;
+    std::memcpy(&table, kGrid, sizeof table);
+    return table;
+}
+
 // What a table of 16 floats has for the codes in 16 bytes.
 inline Pair look_up(const uint8_t* p, Floats values) {
     Bytes packed;

@@ -31,8 +31,7 @@ constexpr int kOrder[kBlock] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 2
 
 // Grid values of a block.
 inline void grid_values(const uint8_t* codes, Lanes& even, Lanes& odd) {
-    const Floats grid = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-    const Pair value = look_up(codes, grid);
+    const Pair value = look_up(codes, grid_table());
     even = {reinterpret_cast<__m512>(value.even)};
     odd = {reinterpret_cast<__m512>(value.odd)};
 }
@@ -90,9 +89,8 @@ struct GridPairs {
 };
 
 constexpr GridPairs make_grid_pairs() {
-    constexpr float grid[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     GridPairs all{};
-    for (int byte = 0; byte < 256; ++byte) all.of[byte][0] = grid[byte % 16], all.of[byte][1] = grid[byte / 16];
+    for (int byte = 0; byte < 256; ++byte) all.of[byte][0] = kGrid[byte % 16], all.of[byte][1] = kGrid[byte / 16];
     return all;
 }
 

@@ -89,7 +89,7 @@ void dequantize_rows(const Matrix& x, int64_t first, int64_t last, const Scheme&
     const int64_t n_macro = (x.blocks() + scheme.macro_blocks - 1) / scheme.macro_blocks;
     const bool divides = scheme.search == kStatic || scheme.search == kDynamic;
 #ifdef __AVX512F__
-    const Floats grid = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    const Floats grid = grid_table();
     Floats table = grid;
 #endif
     for (int64_t row = first; row < last; ++row) {
