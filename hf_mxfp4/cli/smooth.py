@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 smooth`: move the scales of outlier channels from activations into weights."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import JsonOption, fail, told_errors
+
+
+def smooth(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a model on the Hub, in full precision.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the new checkpoint.")],
+    text: Annotated[
+        str,
+        typer.Option("--text", metavar="TEXT", help="Texts like those that the model is for; as for hf-mxfp4 eval."),
+    ],
+    text_field: Annotated[
+        str | None, typer.Option("--text-field", help="Field of the texts, as for hf-mxfp4 eval.")
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Texts, or windows of a running text.")] = 32,
+    max_length: Annotated[int, typer.Option("--max-length", min=2, help="Tokens per text or window.")] = 512,
+    strength: Annotated[
+        float, typer.Option("--strength", min=0, max=1, help="0 makes weights alike, 1 activations.")
+    ] = 0.5,
+    device: Annotated[str, typer.Option("--device", help="'cpu', 'cuda', ...", show_default="a GPU if any")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Scale the channels of activations by powers of two, and the weights that read them by the inverse: the model
+    computes the same, bit for bit, and loses less when activations are quantized too.
+
+    What comes out is a plain checkpoint, for training, packing and export as any other.
+    """
+    with told_errors("nothing was written"):
+        from ..analysis.errors.source import SourceError
+        from ..analysis.texts import TextOptions
+        from ..smoothing import smooth_checkpoint
+
+        options = TextOptions(text, text_field, samples, max_length)
+        texts = options.read()
+        typer.echo(f"loading {model} into memory", err=True)
+        try:
+            found = smooth_checkpoint(
+                model, out, options, texts=texts, strength=strength, device=device, overwrite=overwrite
+            )
+        except SourceError:
+            raise
+        except ValueError as error:
+            fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=1))
+        return
+    low, high = found.exponents
+    typer.echo(
+        f"{out}: activations scaled at {len(found.places)} places, {found.n_channels} of {found.n_all} channels by "
+        f"2^{low} to 2^{high}; the logits are the same bit for bit"
+    )
+    if found.left:
+        typer.echo(f"left alone, since their dtype cannot hold the scaled weights: {', '.join(found.left)}")
