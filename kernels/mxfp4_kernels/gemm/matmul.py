@@ -80,7 +80,8 @@ def matmul_e4m3(
     per_group = a_scale.shape[1] != 1 or b_scale.shape[1] != 1
     if not per_group and m and n and k and _torch_takes(a.device, out_dtype, n, bias):
         row_wise = F.ScalingType.RowWise
-        scales = a_scale.contiguous(), row_wise, b_scale.t().contiguous(), row_wise
+        # Of one column torch looks at the stride too, and wants 1.
+        scales = a_scale.flatten()[:, None], row_wise, b_scale.flatten()[None, :], row_wise
         # Fast accumulation would keep 14 bits of sums over all of K.
         return F.scaled_mm(a, b.t(), *scales, bias=bias, output_dtype=out_dtype, use_fast_accum=False)
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
