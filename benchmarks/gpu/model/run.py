@@ -29,14 +29,15 @@ def modelled(case: Case, gpu: GPU) -> dict[str, Any]:
             launched = recorded(case, steps, cuda_of(gpu))
         kernels = [_step(step, gpu, case) for step in launched]
     except Exception as error:
-        return record | {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+        return record | {"status": "failed", "value": "failed", "unit": "", "reason": _first_line(error)}
     whole = in_turn([found for _, found in kernels])
     flops = whole.flops if case.flops is None else case.flops
     floor = max(case.n_bytes / gpu.copy, sum(n / gpu.ceiling(kind) for kind, n in flops.items()))
     name, baseline = case.baseline or (None, None)
     ratio = baseline(gpu) / whole.seconds if baseline else None
     record |= {
-        "seconds": _digits(whole.seconds),
+        "value": _digits(1e6 * whole.seconds),
+        "unit": "us",
         "ceiling_fraction": _digits(floor / whole.seconds),
         "baseline": name,
         "ratio": None if ratio is None else _digits(ratio),
@@ -98,7 +99,7 @@ def row(record: dict[str, Any]) -> str:
     if record["status"] == "failed":
         return f"{what:<66} failed: {record['reason']}"
     ratio = "" if record["ratio"] is None else f"{record['ratio']:.2f}x {record['baseline']}"
-    cells = [f"{what:<66}", f"{1e6 * record['seconds']:8.1f} us", f"{100 * record['ceiling_fraction']:4.0f} %"]
+    cells = [f"{what:<66}", f"{record['value']:8.1f} us", f"{100 * record['ceiling_fraction']:4.0f} %"]
     cells += [f"{ratio:<22}", f"{record['launches']} launches, {record['bottleneck']}"]
     return "  ".join([*cells, *(aim["text"] for aim in record["aims"])])
 
@@ -112,6 +113,10 @@ def kernel_row(kernel: dict[str, Any]) -> str:
     takes = f"{kernel['programs']} programs of {kernel['warps']} warps, {kernel['resident']} at once"
     memory = f"{kernel['registers']} registers, {kernel['shared']} bytes shared, {kernel['spilled']} spilled"
     return f"{line}: {takes}; {memory}; {kernel['instructions']:g} a {kernel['per']} ({pipes})"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _digits(value: float) -> float:
