@@ -37,7 +37,7 @@ def report(bench: Bench, seconds: float) -> str:
 
 
 def row(record: dict) -> list[str]:
-    """A record in one or two lines: value, part of the ceiling, how many times faster than each peer, its aims, and what
+    """A record in one or two lines: value, part of the ceiling, how many times faster than each peer, aims, and what
     the model says."""
     what = f"{record['name'].split(' / ', 1)[1]} {_shape(record['shape'])}"
     value = f"{record['value']:.4g} {record['unit']}"

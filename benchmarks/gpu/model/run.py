@@ -23,6 +23,9 @@ def modelled(case: Case, gpu: GPU) -> dict[str, Any]:
         "gpu": gpu.name,
         "arch": gpu.arch,
         "status": "ok",
+        "baseline": None,
+        "ratio": None,
+        "ceiling_fraction": None,
     }
     try:
         with stub_gpu(gpu) as steps:

@@ -147,7 +147,6 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield torch.cuda, "get_device_name", lambda *_: gpu.name
     yield torch.cuda, "current_device", lambda: device.index
     yield torch.cuda, "current_stream", lambda *_: stream
-    yield torch.cuda, "is_available", lambda: True
     yield torch.cuda, "is_current_stream_capturing", lambda: False
 
 
