@@ -8,6 +8,7 @@ numbers, count as passed.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -101,6 +102,7 @@ def stub_gpu(gpu: GPU) -> Iterator[list[Step]]:
         zeros = lambda count, device, stream: torch.zeros(count, dtype=torch.int32, device=device)  # noqa: E731
         stack.enter_context(mock.patch.object(counters, "_kept_zeros", zeros))
         stack.enter_context(_checks_passed())
+        stack.enter_context(mock.patch.dict(os.environ, {"HF_MXFP4_SELF_CHECK": "0"}))
         stack.enter_context(_Operators(steps))
         yield steps
 
@@ -138,7 +140,9 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
 
     yield torch.Tensor, "device", property(device_of)
     yield torch.Tensor, "is_cuda", property(lambda x: is_on(x).type == "meta")
+    yield torch.Tensor, "is_meta", property(lambda x: is_on(x).type == "meta" and bool(_in_torch))
     yield triton.JITFunction, "run", run
+    yield torch.version, "cuda", "13.0" if gpu.vendor == "nvidia" else None
     yield torch.version, "hip", None if gpu.vendor == "nvidia" else "7.0"
     yield torch.cuda, "_lazy_init", lambda: None
     yield torch.cuda, "device", lambda _: contextlib.nullcontext()

@@ -64,9 +64,11 @@ def _grad_operands(grad: torch.Tensor, dgrad: str, wgrad: str, state: GemmState)
     import mxfp4_kernels
 
     left, right = state.spec.scheme.dgrad.left, state.spec.scheme.wgrad.left
-    if dgrad == wgrad == "fp8" and FP8 not in (left, right):
+    if dgrad == wgrad != "dense" and FP8 not in (left, right):
         if replace(left, rounding="nearest") == replace(right, rounding="nearest"):
             pairs = both_directions(grad, state)
+            if dgrad == "mxfp4":
+                return mxfp4_kernels.quantize_both(grad, **pairs, **scheme_options(left))
             counter = inexact_counter(grad.device)
             return mxfp4_kernels.fold_e4m3_both(grad, counter=counter, **pairs, **scheme_options(left, tiles=False))
     by_row = None if dgrad == "dense" else quantized(dgrad, grad, "dgrad", "grad", state)
@@ -148,7 +150,7 @@ def operand(
         return mxfp4_kernels.quantize_e4m3(matrix, axis=axis)
     if kernel == "mxfp4":
         rows = matrix if axis == 1 else matrix.t()
-        return mxfp4_kernels.quantize(rows.contiguous(), **direction, **scheme_options(precision))
+        return mxfp4_kernels.quantize(rows, **direction, **scheme_options(precision))
     counter = inexact_counter(matrix.device)
     group = "row" if whole else 128
     return mxfp4_kernels.fold_e4m3(
