@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, rotate
+from ..numerics import fake_quantize_e4m3 as eager_fake_quantize_e4m3
 from ..numerics.rng import noise_source
 from . import cpu
 from . import triton as triton_kernels
@@ -16,6 +17,7 @@ from . import triton as triton_kernels
 #: The eager reference computes rows in portions of this many elements on the CPU, so that what lies between input and
 #: output stays in the processor's cache.
 _EAGER_PORTION = 1 << 17
+_BLOCKS = QuantScheme()
 #: Torch's own kinds of tensors, which have memory to hand to a kernel.
 OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -56,6 +58,13 @@ def fake_quantize(
     else:
         values = triton_kernels.fake_quantize(x, scheme, seed, dtype) if name == "triton" else _eager(x, scheme, seed)
     return values if dtype is None else values.to(dtype)
+
+
+def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """[`hf_mxfp4.numerics.fake_quantize_e4m3`], the same bits, by Triton where that quantizes blocks of ``x``."""
+    if x.is_floating_point() and x.dim() and choose_backend(x, _BLOCKS, backend) == "triton":
+        return triton_kernels.fake_quantize_e4m3(x)
+    return eager_fake_quantize_e4m3(x)
 
 
 def quantizer(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> Callable[[torch.Tensor], torch.Tensor]:

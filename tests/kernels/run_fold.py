@@ -65,7 +65,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     actual = actual.cpu()
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return False
-    integers = {1: torch.uint8, 4: torch.int32}[actual.element_size()]
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.element_size()]
     equal = actual.contiguous().view(integers) == expected.contiguous().view(integers)
     return bool((equal | (actual.float().isnan() & expected.float().isnan())).all())
 
@@ -102,6 +102,11 @@ def compare() -> dict:
         if plain:
             report["mismatches"] += [f"{label} {options}: {what}" for what in reused(x, row) + fp8(x)]
         report["cases"] += 1
+    # Columns of several parts, the last of one row; rows of several tiles.
+    long = data((1025, 70), torch.bfloat16, 2)
+    report["mismatches"] += [
+        f"long {what}" for what in fp8(long) + fp8(long[:, ::2]) + fp8(data((2, 9000), torch.float32, 1))
+    ]
     report["mismatches"] += tiles()
     report["sides"], wrong = rotated_and_stochastic()
     report["mismatches"] += wrong
@@ -132,6 +137,8 @@ def fp8(x: torch.Tensor) -> list[str]:
         padding = parts["padding"].cpu().float()
         ok &= bool(((padding == 0) | nan_rows).all())
         wrong += [] if ok else [f"fp8 axis {axis}"]
+        values = mxfp4_kernels.fake_quantize_e4m3(matrix.to(DEVICE) if axis else x.to(DEVICE).T)
+        wrong += [] if same(values, numerics.fake_quantize_e4m3(matrix)) else [f"values of fp8 axis {axis}"]
     return wrong
 
 

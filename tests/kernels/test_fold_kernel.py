@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from compile_targets import few_variants
+from sass import instructions
 
 import mxfp4_kernels
 
@@ -100,6 +101,39 @@ def test_cuda(run_script, arch, names):
             instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(?!\s+NOP)", asm["sass"], re.MULTILINE))
             assert registers <= MOST_REGISTERS[name][0] and instructions <= MOST_REGISTERS[name][1], name
         assert ("div.rn.f32" in ptx) == (name in ("groups mbs", "groups mse dynamic", "columns odd huge", "both mbs"))
+
+
+#: Of those of FP8 with a power of two per row, on sm_90: registers of a thread, and instructions.
+MOST_OF_FP8 = {
+    "rows": (40, 290),
+    "long rows": (40, 390),
+    "maxima": (80, 410),
+    "values of columns": (96, 1120),
+    "columns": (72, 690),
+}
+
+
+@pytest.mark.parametrize(("arch", "names"), few_variants(("rows", "maxima"), "90", "80", "100", "120"))
+def test_fp8_cuda(run_script, arch, names):
+    report = run_script("run_fp8_compiler.py", "cuda", arch, *names, interpret=False)
+    assert len(report) == (len(names) or 5)
+    for name, asm in report.items():
+        assert ".ftz" not in asm["ptx"] and ".approx" not in asm["ptx"] and "div.rn" not in asm["ptx"], name
+        assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
+        assert "ld.global.v4.b32" in asm["ptx"], name
+        assert name == "maxima" or "st.global.v4.b32" in asm["ptx"], name
+        if arch == "90":
+            registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
+            found = registers, instructions(asm["sass"]).total()
+            assert all(one <= most for one, most in zip(found, MOST_OF_FP8[name], strict=True)), (name, found)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_fp8_hip(run_script, arch):
+    for name, asm in run_script("run_fp8_compiler.py", "hip", arch, interpret=False).items():
+        code = asm["amdgcn"]
+        assert re.search(r"\.vgpr_spill_count: +0\b", code) and re.search(r"ScratchSize: 0\b", code), name
 
 
 @pytest.mark.large

@@ -11,7 +11,7 @@ import triton
 
 from ..common.arguments import FoldBothLengths, FoldedPointers, FoldLengths, SchemeConstants, Sides
 from ..common.checks import DTYPES, check_scheme, unsupported_dtype
-from ..common.plan import INTERPRETED, PLAIN, Scheme, Side, bits, check_device, checked_side, launch, scheme_constants
+from ..common.plan import INTERPRETED, Scheme, Side, bits, check_device, checked_side, launch, scheme_constants
 from .both_kernel import fold_both_kernel
 from .rows_kernel import fold_groups_kernel, fold_rows_kernel
 
@@ -153,25 +153,6 @@ def fold_e4m3_both(
         }
         _run(fold_both_kernel, triton.cdiv(n_rows, _GROUP) * col_tiles, x.device, arguments, tile, options)
     return Folded(out, scale, counter, length), Folded(out_t, scale_t, counter, length_t)
-
-
-def quantize_e4m3(x: torch.Tensor, *, axis: int = 1) -> Folded:
-    """``x`` rounded to E4M3 with one power-of-two scale per row (column for ``axis=0``): the bits of
-    ``hf_mxfp4.numerics.quantize_e4m3``, its scale as float32, NaN for a row that holds NaN or infinity.
-
-    Arguments and errors as in [`fold_e4m3`].
-    """
-    scheme = Scheme()
-    matrix = _matrix("quantize_e4m3", x, axis, scheme)
-    check_device(x)
-    n_rows, length = matrix.shape
-    out, scale = _outputs(n_rows, length, "row", x.device)
-    if matrix.numel():
-        constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
-        _launch_rows(matrix, out, scale, None, PLAIN, constants, fp8=True)
-    else:
-        scale.fill_(2.0**-126)
-    return Folded(out, scale, None, length)
 
 
 @functools.lru_cache(maxsize=64)
