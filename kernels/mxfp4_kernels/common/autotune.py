@@ -99,7 +99,7 @@ def choose(
             if found is not None:
                 _remember(gpu, kernel_name, text, found)
         if found is None:
-            found = _offered(_table(_SHIPPED / f"{gpu}.json").get(kernel_name, {}).get(text), configs) or configs[0]
+            found = _offered(read_table(_SHIPPED / f"{gpu}.json").get(kernel_name, {}).get(text), configs) or configs[0]
         _chosen[place] = found, settled
     return found
 
@@ -116,10 +116,14 @@ def gpu_name(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "_", module.get_device_name(device).lower()).strip("_") or device.type
 
 
+def cache_folder() -> Path:
+    """Where what was found out about this machine is kept."""
+    return Path(os.environ.get("HF_MXFP4_CACHE") or Path.home() / ".cache" / "hf_mxfp4")
+
+
 def cache_file(gpu: str) -> Path:
     """Where measured configs of a GPU are kept."""
-    folder = os.environ.get("HF_MXFP4_CACHE") or Path.home() / ".cache" / "hf_mxfp4"
-    return Path(folder) / "autotune" / f"{gpu}.json"
+    return cache_folder() / "autotune" / f"{gpu}.json"
 
 
 @functools.lru_cache(maxsize=1)
@@ -164,12 +168,12 @@ def _offered(entry: object, configs: Sequence[Config]) -> Config | None:
 
 
 def _measured(gpu: str) -> Mapping[str, Any]:
-    table = _table(cache_file(gpu))
+    table = read_table(cache_file(gpu))
     return table if table.get("version") == version() else {}
 
 
-def _table(path: Path) -> dict[str, Any]:
-    """The file as a mapping of mappings; empty, with a warning, when it cannot be read as that."""
+def read_table(path: Path) -> dict[str, Any]:
+    """A file as a mapping of mappings (but for the version); empty, with a warning, when it cannot be read as that."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(table, dict):
@@ -180,7 +184,7 @@ def _table(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warnings.warn(f"ignoring the autotuning cache {path}, which cannot be read: {error}", stacklevel=4)
+        warnings.warn(f"ignoring {path}, which cannot be read: {error}", stacklevel=4)
         return {}
     return table
 
@@ -190,6 +194,11 @@ def _remember(gpu: str, kernel_name: str, text: str, config: Config) -> None:
     path = cache_file(gpu)
     table = {"version": version(), **_measured(gpu)}
     table[kernel_name] = {**table.get(kernel_name, {}), text: dict(config)}
+    write_table(path, table)
+
+
+def write_table(path: Path, table: Mapping[str, Any]) -> None:
+    """Put a file in the place of another, whole, whoever writes at the same time. Warns where that cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
