@@ -46,7 +46,7 @@ def test_layers_do_without_kernels_that_failed(run_script):
 def one_gpu(monkeypatch, tmp_path):
     """A GPU that does not exist, nothing known about it, and a folder of its own for what will be."""
     capturing = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(verdicts, "_is_captured", lambda device: bool(capturing))
     monkeypatch.setattr(autotune, "gpu_name", lambda device: "some_gpu")
     monkeypatch.setattr(verdicts, "_found", {})
     monkeypatch.setenv("HF_MXFP4_CACHE", str(tmp_path))
@@ -122,7 +122,7 @@ def test_nothing_is_checked_under_capture_or_while_code_is_traced(one_gpu, monke
     monkeypatch.setattr(verdicts, "_found", {})
     monkeypatch.setattr(record, "find", lambda *_: None)
     monkeypatch.setattr(record, "keep", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(verdicts, "_is_captured", lambda device: False)
     assert verdicts.problem(sums, GPU) is None and asked == [GPU]
 
 

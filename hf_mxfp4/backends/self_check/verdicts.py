@@ -93,7 +93,7 @@ def _settled(family: Family, device: torch.device) -> str | None:
         return None
     if torch.compiler.is_compiling():
         return "code is traced before the kernels were checked"
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _is_captured(device):
         text = "a CUDA graph is captured before the kernels were checked"
         warnings.warn(
             f"{family.name} kernels: {text}, so that it holds {family.instead}; run the model once before",
@@ -109,6 +109,13 @@ def _settled(family: Family, device: torch.device) -> str | None:
                 _say(family, device, found)
             _found[place] = found
     return _found[place]
+
+
+def _is_captured(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _checked_now(family: Family, device: torch.device) -> str | None:

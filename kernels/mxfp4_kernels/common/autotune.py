@@ -10,7 +10,9 @@ A kernel's host code lists the configs that may run (dictionaries of compile-tim
 Nothing is measured unless asked for: by ``HF_MXFP4_AUTOTUNE=1`` in the environment, or within [`autotune`]. What was
 measured is used ever after, from ``$HF_MXFP4_CACHE/autotune/<gpu>.json`` (``~/.cache/hf_mxfp4`` by default), for as
 long as Triton and the sources of this package are the same. What first runs under capture in a CUDA graph, where
-nothing can be measured, is measured when it next runs outside of one. Otherwise the table that is shipped for the GPU
+nothing can be measured, is measured when it next runs outside of one. Several processes of one job do not measure
+either: each would choose for itself, and sum in another order than the others. They read what one process measured
+before. Otherwise the table that is shipped for the GPU
 decides (``configs/<gpu>.json`` of this package, of the same form), and then the first config. An entry that is not
 among the configs offered is passed over, so that no file can make a launch fail.
 """
@@ -98,6 +100,8 @@ def choose(
                 found = _fastest(kernel_name, text, configs, bench)
             if found is not None:
                 _remember(gpu, kernel_name, text, found)
+        if found is None and _is_asked() and (processes := _processes()) > 1:
+            _say_that_one_process_measures(processes)
         if found is None:
             found = _offered(read_table(_SHIPPED / f"{gpu}.json").get(kernel_name, {}).get(text), configs) or configs[0]
         _chosen[place] = found, settled
@@ -135,12 +139,33 @@ def version() -> str:
     return f"triton {triton.__version__}, kernels {digest.hexdigest()[:16]}"
 
 
+def _is_asked() -> bool:
+    return bool(_asked) or os.environ.get("HF_MXFP4_AUTOTUNE") == "1"
+
+
 def _is_tuning(device: torch.device) -> bool:
-    if not _asked and os.environ.get("HF_MXFP4_AUTOTUNE") != "1":
+    if not _is_asked() or _processes() > 1:
         return False
     # A measurement waits for the GPU, which a graph under capture cannot.
     with _on(device):
         return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _processes() -> int:
+    """Of the job that this one belongs to."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    size = os.environ.get("WORLD_SIZE", "1")
+    return int(size) if size.isdecimal() else 1
+
+
+@functools.cache
+def _say_that_one_process_measures(processes: int) -> None:
+    warnings.warn(
+        f"nothing is autotuned in {processes} processes, which would each choose for itself: run one process alone "
+        f"first, with the same shapes; what it measures is kept in {cache_folder() / 'autotune'}",
+        stacklevel=5,
+    )
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager:
