@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from compile_targets import few_variants
+from compile_targets import TRITON, few_variants
 
 import mxfp4_kernels
 
@@ -98,7 +98,9 @@ def test_cuda(run_script, arch, names):
         if arch == "90" and name in MOST_REGISTERS:
             registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
             instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(?!\s+NOP)", asm["sass"], re.MULTILINE))
-            assert registers <= MOST_REGISTERS[name][0] and instructions <= MOST_REGISTERS[name][1], name
+            most, longest = MOST_REGISTERS[name]
+            # Triton 3.6 places fewer values in the same registers.
+            assert registers <= most + (24 if TRITON < (3, 7) else 0) and instructions <= longest, name
         assert ("div.rn.f32" in ptx) == (name in ("groups mbs", "groups mse dynamic", "columns odd huge", "both mbs"))
 
 

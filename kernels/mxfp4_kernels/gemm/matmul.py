@@ -91,7 +91,8 @@ def matmul_e4m3(
     ]
     constants = {"PER_GROUP": per_group, **_steps(k)}
     key = ("group" if per_group else "row", triton.next_power_of_2(m), n, k)
-    _launch(matmul_e4m3_kernel, "matmul_e4m3", key, (*operands, bias), out, (m, n, k), constants, Tiles())
+    tiles = e4m3_tiles(per_group, has_tensor_memory(out.device))
+    _launch(matmul_e4m3_kernel, "matmul_e4m3", key, (*operands, bias), out, (m, n, k), constants, tiles)
     return out
 
 
@@ -130,8 +131,7 @@ def matmul_mxf4(
     ]
     row_bytes = RowBytes(n_codes, a_scale.shape[1], 0 if a_macro is None else a_macro.shape[1])
     native = has_mxfp4(out.device)
-    on_10 = native and not torch.version.hip and torch.cuda.get_device_capability(out.device)[0] == 10
-    tiles = mxf4_tiles(native, a_macro is not None, on_10)
+    tiles = mxf4_tiles(native, a_macro is not None, has_tensor_memory(out.device))
     constants = {"NATIVE": native, **_steps(2 * n_codes)}
     key = ("macro" if a_macro is not None else "plain", triton.next_power_of_2(m), n, n_codes)
     _launch(matmul_mxf4_kernel, "matmul_mxf4", key, (*operands, bias), out, (m, n, row_bytes), constants, tiles)
@@ -149,6 +149,13 @@ def has_mxfp4(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (10, 12)
 
 
+@functools.lru_cache(maxsize=64)
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether sums are in a memory of the tensor cores' own: compute capability 10.x."""
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    return is_nvidia and torch.cuda.get_device_capability(device)[0] == 10
+
+
 class Tiles(NamedTuple):
     """What tiles a product can have: ``row_bytes`` of shared memory per row of the operands' tiles and stage of the
     pipeline, ``largest`` elements without spilling registers, and the ``least`` rows for its instruction."""
@@ -158,8 +165,14 @@ class Tiles(NamedTuple):
     least: int = 16
 
 
+def e4m3_tiles(per_group: bool, tensor_memory: bool) -> Tiles:
+    """Of [`matmul_e4m3_kernel`]; ``tensor_memory`` as in [`mxf4_tiles`]: from there partial sums of groups come back to
+    registers, beside the totals."""
+    return Tiles(largest=128 * 64 if per_group and tensor_memory else Tiles().largest)
+
+
 def mxf4_tiles(native: bool, macro: bool, tensor_memory: bool) -> Tiles:
-    """Of [`matmul_mxf4_kernel`]; ``tensor_memory`` is that of compute capability 10.x, where totals stay, and whose
+    """Of [`matmul_mxf4_kernel`]; ``tensor_memory`` is that of [`has_tensor_memory`], where totals stay, and whose
     instructions for MXFP4 take 128 rows."""
     if not native:
         # Unpacked operands go through shared memory once more, as bfloat16, and take registers besides.
