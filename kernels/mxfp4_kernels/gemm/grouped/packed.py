@@ -14,6 +14,7 @@ from ...common.checks import check_packed
 from ...common.plan import INTERPRETED, Packed, Scheme, alpha, as_stored, scheme_constants
 from ...quantization.launch import dequantize
 from ..configs import Config, fitting_packed, launch_config, named, shared_memory, tuned
+from ..decode_plan import in_registers
 from .matmul import check_offsets, check_operands, check_shape, grouped_matmul, rows_class
 from .packed_kernel import grouped_packed_kernel
 from .tiles import tile_slots
@@ -149,7 +150,7 @@ def configs_within(limit: int, rows: int, has_fallback: bool) -> Sequence[Config
     found = named(("BM", "BN"), next(tiles for most, tiles in _TILES if rows <= most))
     for config in found:
         config["num_stages"] = 2 if is_hip else config["num_stages"]
-
+    found = [config for config in found if in_registers(config, _STEP)]
     return fitting_packed(found, limit, _STEP, 2, has_fallback)
 
 
