@@ -14,7 +14,7 @@ from ..common.checks import check_packed
 from ..common.counters import zeros_of_a_launch
 from ..common.plan import INTERPRETED, Packed, Scheme, alpha, bits
 from ..quantization.launch import dequantize
-from .configs import Config, fitting_packed, launch_config, shared_memory, tuned
+from .configs import Config, arch_of, fitting_packed, launch_config, shared_memory, tuned
 from .decode_kernel import linear_kernel
 from .decode_plan import PIECES, LinearPlan, plan_linear_w4a16, steps_of, token_class
 
@@ -175,10 +175,9 @@ def _plan_cached(
 def _gpu(device: torch.device) -> tuple[str, int, int | None]:
     """Architecture, multiprocessors, and bytes of shared memory where configs may need too many."""
     properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        # The pipeline is in registers alone there.
-        return properties.gcnArchName.split(":")[0], properties.multi_processor_count, None
-    return f"{properties.major}{properties.minor}", properties.multi_processor_count, shared_memory(device)
+    # AMD's pipeline is in registers alone.
+    limit = None if torch.version.hip else shared_memory(device)
+    return arch_of(device), properties.multi_processor_count, limit
 
 
 def _in_words(codes: torch.Tensor) -> bool:
