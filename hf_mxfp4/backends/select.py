@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, rotate
 from ..numerics import fake_quantize_e4m3 as eager_fake_quantize_e4m3
 from ..numerics.rng import noise_source
-from . import cpu
+from . import cpu, self_check
 from . import triton as triton_kernels
 
 
@@ -91,7 +91,10 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -
         return out.movedim(-1, tensor.axis)
     name = "eager"
     if type(tensor.codes) in OWN_TYPES and not torch.compiler.is_compiling():
-        name = _choice(tensor.codes.device.type, dtype, scheme, backend, None, tensor.length)
+        device = tensor.codes.device
+        name = _choice(device.type, dtype, scheme, backend, None, tensor.length)
+        if name == "triton" and backend == "auto" and not works("dequantize", device):
+            name = "eager"
     if name == "cpu":
         return cpu.dequantize(tensor, dtype)
     if name == "triton":
@@ -116,7 +119,13 @@ def choose_backend(
         return "eager"
     if length is None:
         length = x.shape[-1] if scheme.macro_block == "row" else 0
-    return _choice(x.device.type, x.dtype, scheme, backend, seed, length)
+    name = _choice(x.device.type, x.dtype, scheme, backend, seed, length)
+    return name if name != "triton" or backend != "auto" or works("quantize", x.device) else "eager"
+
+
+def works(family: str, device: torch.device) -> bool:
+    """Whether the Triton kernels of a family do on a device what they should; see [`hf_mxfp4.backends.self_check`]."""
+    return self_check.problem(device, family) is None
 
 
 def _choice(

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from compile_targets import few_variants
+from compile_targets import TRITON, few_variants
 from sass import instructions
 
 import mxfp4_kernels
@@ -91,7 +91,8 @@ def test_cuda(run_script, arch, names):
         assert ".ftz" not in ptx and ".approx" not in ptx, name
         # Without the conversion in hardware, integers hold more in registers.
         if arch != "80" or "both" not in name:
-            assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
+            stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", asm["sass"]).groups()
+            assert int(stack) <= (8 if TRITON >= (3, 8) else 0) and local == "0", name
         assert asm["shared"] <= 16384, name
         assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (arch != "80"), name
         if name in WIDE:
@@ -99,7 +100,10 @@ def test_cuda(run_script, arch, names):
         if arch == "90" and name in MOST_REGISTERS:
             registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
             instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(?!\s+NOP)", asm["sass"], re.MULTILINE))
-            assert registers <= MOST_REGISTERS[name][0] and instructions <= MOST_REGISTERS[name][1], name
+            most, longest = MOST_REGISTERS[name]
+            # Triton 3.6 takes more of both.
+            spare = 1.2 if TRITON < (3, 7) else 1
+            assert registers <= most * spare and instructions <= longest * spare, name
         assert ("div.rn.f32" in ptx) == (name in ("groups mbs", "groups mse dynamic", "columns odd huge", "both mbs"))
 
 

@@ -32,6 +32,15 @@ def shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin
 
 
+@functools.lru_cache(maxsize=64)
+def arch_of(device: torch.device) -> str:
+    """``"90"`` and the like for NVIDIA's compute capability 9.0, ``"gfx942"`` and the like for AMD."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"{properties.major}{properties.minor}"
+
+
 def named(names: Sequence[str], tiles: Iterable[Sequence[int]]) -> list[Config]:
     """Configs of tuples: sizes with these names, warps, stages."""
     return [dict(zip((*names, "num_warps", "num_stages"), tile, strict=True)) for tile in tiles]

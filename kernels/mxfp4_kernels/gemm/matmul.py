@@ -59,8 +59,8 @@ def matmul_e4m3(
     the former are exact in nearly all cases, so that the error is that of float32 sums. With other E4M3 (gradients)
     sm_90, whose FP8 tensor cores keep about 14 bits of a sum, may lose about 2**-13 of the largest product at every 32
     elements: what a model of the hardware says, not measured. On sm_90 PyTorch's scaled products are taken: with
-    scales of whole rows on both sides, and from CUDA 12.9 on with scales by 128, where rows are multiples of 16 and there
-    is no bias. Should PyTorch refuse the latter, that is said once, and our kernel is taken from then on.
+    scales of whole rows on both sides, and from CUDA 12.9 on with scales by 128, where rows are multiples of 16 and
+    there is no bias. Should PyTorch refuse the latter, that is said once, and our kernel is taken from then on.
 
     Args:
         a: ``float8_e4m3fn [M, K]``, contiguous, K a multiple of 128 (pad with zeros).
@@ -97,7 +97,8 @@ def matmul_e4m3(
     operands = [FoldedPointers(as_elements(x), scale) for x, scale in zip((a, b), scales, strict=True)]
     constants = {"PER_GROUP": per_group, **_steps(k)}
     key = ("group" if per_group else "row", triton.next_power_of_2(m), n, k)
-    _launch(matmul_e4m3_kernel, "matmul_e4m3", key, (*operands, bias), out, (m, n, k), constants, Tiles())
+    tiles = e4m3_tiles(per_group, has_tensor_memory(out.device))
+    _launch(matmul_e4m3_kernel, "matmul_e4m3", key, (*operands, bias), out, (m, n, k), constants, tiles)
     return out
 
 
@@ -136,8 +137,7 @@ def matmul_mxf4(
     ]
     row_bytes = RowBytes(n_codes, a_scale.shape[1], 0 if a_macro is None else a_macro.shape[1])
     native = has_mxfp4(out.device)
-    on_10 = native and not torch.version.hip and torch.cuda.get_device_capability(out.device)[0] == 10
-    tiles = mxf4_tiles(native, a_macro is not None, on_10)
+    tiles = mxf4_tiles(native, a_macro is not None, has_tensor_memory(out.device))
     constants = {"NATIVE": native, **_steps(2 * n_codes)}
     key = ("macro" if a_macro is not None else "plain", triton.next_power_of_2(m), n, n_codes)
     _launch(matmul_mxf4_kernel, "matmul_mxf4", key, (*operands, bias), out, (m, n, row_bytes), constants, tiles)
@@ -155,22 +155,37 @@ def has_mxfp4(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (10, 12)
 
 
+@functools.lru_cache(maxsize=64)
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether sums are in a memory of the tensor cores' own: compute capability 10.x."""
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    return is_nvidia and torch.cuda.get_device_capability(device)[0] == 10
+
+
 class Tiles(NamedTuple):
     """What tiles a product can have: ``row_bytes`` of shared memory per row of the operands' tiles and stage of the
-    pipeline, ``largest`` elements without spilling registers, and the ``least`` rows for its instruction."""
+    pipeline, ``largest`` elements, and elements of a thread (``sums``), without spilling registers, and the ``least``
+    rows for its instruction."""
 
     row_bytes: int = 128
     largest: int = 128 * 128
+    sums: int = 64
     least: int = 16
 
 
+def e4m3_tiles(per_group: bool, tensor_memory: bool) -> Tiles:
+    """Of [`matmul_e4m3_kernel`]; ``tensor_memory`` as in [`mxf4_tiles`]: from there partial sums of groups come back to
+    registers, beside the totals."""
+    return Tiles(sums=32 if per_group and tensor_memory else 64)
+
+
 def mxf4_tiles(native: bool, macro: bool, tensor_memory: bool) -> Tiles:
-    """Of [`matmul_mxf4_kernel`]; ``tensor_memory`` is that of compute capability 10.x, where totals stay, and whose
+    """Of [`matmul_mxf4_kernel`]; ``tensor_memory`` is that of [`has_tensor_memory`], where totals stay, and whose
     instructions for MXFP4 take 128 rows."""
     if not native:
         # Unpacked operands go through shared memory once more, as bfloat16, and take registers besides.
         return Tiles(row_bytes=320, largest=64 * 64)
-    return Tiles(row_bytes=72, largest=128 * 64 if macro else 128 * 128, least=128 if tensor_memory else 16)
+    return Tiles(row_bytes=72, sums=32 if macro else 64, least=128 if tensor_memory else 16)
 
 
 def usual_configs(n_rows: int, tiles: Tiles, limit: int) -> Sequence[Config]:
@@ -181,7 +196,12 @@ def usual_configs(n_rows: int, tiles: Tiles, limit: int) -> Sequence[Config]:
 @functools.lru_cache(maxsize=256)
 def _configs(height: int, tiles: Tiles, limit: int) -> Sequence[Config]:
     """[`usual_configs`] of products whose tiles are as high as this, at best."""
-    possible = [c for c in CONFIGS if c["BM"] * c["BN"] <= tiles.largest and c["BM"] >= tiles.least]
+    possible = []
+    for config in CONFIGS:
+        elements = config["BM"] * config["BN"]
+        in_registers = elements <= min(tiles.largest, tiles.sums * 32 * config["num_warps"])
+        if in_registers and config["BM"] >= tiles.least:
+            possible.append(config)
     fits = fitting(possible, lambda c: (c["BM"] + c["BN"]) * tiles.row_bytes, limit, besides=0)
     # Tiles higher than the matrix are waste; of equal heights the first has the most stages.
     return sorted(fits, key=lambda c: (c["BM"] != height, abs(c["BM"] - height), c["BN"] > 128))

@@ -253,6 +253,9 @@ def configs_within(limit: int, table: tuple, rows: int, element_size: int, contr
         # Tables are for 16-bit elements; longer or shorter ones keep the bytes of a tile.
         config[contracted] = max(16, config[contracted] * 2 // element_size)
         config["num_stages"] = 2 if is_hip else config["num_stages"]
+    # More float32 sums than 64 in a thread are spilled where operands are float32 too.
+    most = 64 if element_size == 4 else 128
+    found = [c for c in found if c["BM"] * c["BN"] * c["BK"] // c[contracted] <= most * 32 * c["num_warps"]]
 
     def stage_bytes(config: Config) -> int:
         sides = config["BM"] + config["BN"] + config["BK"] - config[contracted]
