@@ -201,6 +201,11 @@ def test_products_that_the_compiler_put_before_the_loop_are_trips_less():
     assert executed(Compiled(peeled, 16, 0, 0, 4), H100, work)["matrix"] == 7
 
 
+def test_loops_of_a_kernel_without_a_rule_are_refused():
+    with pytest.raises(ValueError, match="needs a rule in benchmarks/gpu/model/work.py"):
+        executed(Compiled(SASS, 16, 0, 0, 4), H100, Work(1.0, 1.0, "unit", 1, has_rule=False))
+
+
 def test_products_of_the_library():
     size = ((8192, 4096), 2), ((4096, 4096), 2)
     n_bytes = 2 * (8192 * 4096 * 2 + 4096 * 4096)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from .compile import Compiled
 from .gpus import BUSY_WARPS, GPU, ISSUE, LATENCY, PIPE, START
-from .instructions import body, counted, read_amdgcn, read_sass, weights_of
+from .instructions import body, counted, loops_of, read_amdgcn, read_sass, weights_of
 from .stub import Operator
 from .work import Work
 
@@ -56,8 +56,14 @@ def executed(compiled: Compiled, gpu: GPU, work: Work) -> dict[str, float]:
     """Instructions that a warp of a program with work executes, by pipe, and its ``"lines"`` of memory.
 
     A product that the compiler has put before or behind the loop is a trip less of the loop.
+
+    Raises `ValueError` for loops of a kernel that has no rule, or fewer loops than the rule says.
     """
     code = body((read_amdgcn if gpu.vendor == "amd" else read_sass)(compiled.code))
+    if not work.has_rule and loops_of(code):
+        raise ValueError(
+            "a kernel with loops needs a rule in benchmarks/gpu/model/work.py that says how often they run"
+        )
     found = counted(code, weights_of(code, work.trips, work.finishing))
     if not work.product_in_loop or not work.trips:
         return found

@@ -2,7 +2,8 @@
 """What the launches of each kernel have to do, read from their arguments: loops, bytes, and operations.
 
 A rule per kernel says how often its loops run, which only its source shows. Where a kernel gets other loops, its rule
-must follow: with fewer loops than the rule counts, [`weights_of`] raises.
+must follow: with fewer loops than the rule counts, [`weights_of`] raises. A kernel without a rule has no loops, or is
+refused ([`benchmarks.gpu.model.estimate.executed`]).
 """
 
 import math
@@ -27,6 +28,7 @@ class Work:
         programs: that have something to do.
         flops: by kind of product.
         product_in_loop: the first loop multiplies.
+        has_rule: otherwise the kernel must be one without loops.
     """
 
     n_bytes: float
@@ -37,6 +39,7 @@ class Work:
     finishing: float = 1.0
     flops: dict[str, float] = field(default_factory=dict)
     product_in_loop: bool = False
+    has_rule: bool = True
 
 
 class Arguments(dict):
@@ -53,13 +56,11 @@ class Arguments(dict):
 
 
 def work_of(launch: Launch, reached: float = 1.0) -> Work:
-    """``reached``: the part of experts that have rows, for kernels of mixtures.
-
-    Raises `KeyError` for a kernel that has no rule.
-    """
-    if launch.name not in _RULES:
-        raise KeyError(f"{launch.name} has no rule in benchmarks/gpu/model/work.py: how often do its loops run?")
-    return _RULES[launch.name](launch, Arguments(launch), reached)
+    """``reached``: the part of experts that have rows, for kernels of mixtures."""
+    if launch.name in _RULES:
+        return _RULES[launch.name](launch, Arguments(launch), reached)
+    n_elements = tensors_of(launch.arguments)[0].numel()
+    return Work(bytes_of(launch.arguments), n_elements, "element", launch.programs, has_rule=False)
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:
@@ -126,6 +127,19 @@ def _fold_both(launch: Launch, at: Arguments, _: float) -> Work:
     return _plain(launch, at, at["x_ptr"].numel(), (strips, *search, strips, *search))
 
 
+def _pairs(launch: Launch, at: Arguments, _: float) -> Work:
+    return _plain(launch, at, 32 * at["n_blocks"], ())
+
+
+def _fp8_rows(launch: Launch, at: Arguments, _: float) -> Work:
+    steps = math.ceil(at["n_cols"] / at["COLS"])
+    return _plain(launch, at, at["x_ptr"].numel(), () if at["ONE_TILE"] else _once(steps, steps))
+
+
+def _column_maxima(launch: Launch, at: Arguments, _: float) -> Work:
+    return _plain(launch, at, at["x_ptr"].numel(), (at["part_steps"],))
+
+
 def _decode(launch: Launch, at: Arguments, _: float) -> Work:
     n_tokens, n_rows, n_cols, tile = at["n_tokens"], at["n_rows"], at["n_cols"], at["TILE"]
     steps = math.ceil(n_cols / tile.BK)
@@ -183,10 +197,13 @@ def _matmul_mxf4(launch: Launch, at: Arguments, _: float) -> Work:
 _RULES: dict[str, Callable[[Launch, Arguments, float], Work]] = {
     "quantize_kernel": _rows,
     "quantize_both_kernel": _both,
+    "quantize_pairs_kernel": _pairs,
     "dequantize_kernel": _dequantize,
     "fold_groups_kernel": _fold_groups,
     "fold_rows_kernel": _fold_rows,
     "fold_both_kernel": _fold_both,
+    "fake_rows_kernel": _fp8_rows,
+    "column_maxima_kernel": _column_maxima,
     "linear_kernel": _decode,
     "grouped_packed_kernel": _grouped_packed,
     "matmul_e4m3_kernel": _matmul_e4m3,
