@@ -152,8 +152,8 @@ def load_inside(pointers, inside, ALL: tl.constexpr):
 
 @triton.jit
 def _dot_by_eights(weight, x):
-    """``weight[BN, BK] x[16, BK]^T`` in two products of 8 rows of ``x``. In one the compiler lets two warps share a part
-    of the weight, and takes that through shared memory, which is then what everything waits for."""
+    """``weight[BN, BK] x[16, BK]^T`` in two products of 8 rows of ``x``. In one the compiler lets two warps share a
+    part of the weight, and takes that through shared memory, which is then what everything waits for."""
     low, high = tl.split(tl.permute(tl.reshape(x, [2, 8, x.shape[1]]), [1, 2, 0]))
     both = tl.join(tl.dot(weight, tl.trans(low)), tl.dot(weight, tl.trans(high)))
     return tl.reshape(tl.permute(both, [0, 2, 1]), [weight.shape[0], 16])
