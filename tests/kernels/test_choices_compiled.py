@@ -11,11 +11,8 @@ from mxfp4_kernels.gemm.matmul import e4m3_tiles, usual_configs
 
 
 KERNELS = ("products", "decode", "packed", "grouped", "grouped e4m3")
-#: Those that every run compiles, which take the most registers.
-FEW = [
-    ("100", "products", ("e4m3 group 128x64x8x8x4",)),
-    ("90", "decode", ("fallback bfloat16 64x64x128x4x3",)),
-]
+#: What every run compiles: sums of groups, which leave tensor memory.
+FEW = [("100", "products", ("e4m3 group 128x64x8x8x4",))]
 ALL = [(arch, kernel, ()) for arch in ("90", "100", "120") for kernel in KERNELS]
 
 
@@ -27,9 +24,8 @@ def test_what_can_be_chosen_compiles_to_what_the_gpu_has(run_script, arch, kerne
     assert len(report) == len(names) if names else len(report) > 8
     for name, found in report.items():
         assert found["shared"] <= found["limit"], (name, found)
-        # A few values of float32 inputs, which are in three pieces, and of the largest packed tiles.
-        few = kernel == "decode" and "float32" in name or kernel == "packed"
-        assert found["spilled"] <= (32 if few else 0), (name, found)
+        # Of the largest tiles of packed weights a dozen values, most of them for float32 inputs.
+        assert found["spilled"] <= (48 if kernel in ("decode", "packed") else 0), (name, found)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +47,8 @@ def test_what_can_be_chosen_compiles_to_what_the_gpu_has(run_script, arch, kerne
         (64, 64, 128, 4, {"has_fallback": True, "arch": "120"}, False),  # and so do four there, twice
         (32, 64, 128, 4, {"has_fallback": True, "arch": "80"}, False),
         (32, 64, 128, 4, {"arch": "80"}, True),
+        (32, 64, 128, 4, {"arch": "80", "pieces": 3}, False),
+        (16, 64, 128, 4, {"arch": "80", "pieces": 3}, True),
     ],
 )
 def test_values_that_the_threads_of_a_program_hold(rows, tall, step, warps, options, fits):

@@ -14,9 +14,9 @@ from .comparison import few, normal, product_problem
 from .products import ends_of, rows_of
 
 
-#: Rows of both operands, and columns: several programs of each with a rest, and a multiple of 16, for which PyTorch's
-#: own product takes scales of rows.
-_SIZES = ((33, 300, 300), (300, 304, 600))
+#: Rows of both operands, and columns: several programs of each with a rest, and multiples of 16, for which PyTorch's
+#: own product takes scales of rows, and where both are, of groups.
+_SIZES = ((33, 300, 300), (300, 304, 600), (304, 304, 600))
 _INTERPRETED_SIZES = ((9, 20, 150),)
 _SCHEMES = (QuantScheme(), QuantScheme("rceil", 128))
 _GROUP = 128

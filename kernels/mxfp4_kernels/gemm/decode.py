@@ -14,7 +14,7 @@ from ..common.checks import check_packed
 from ..common.counters import zeros_of_a_launch
 from ..common.plan import INTERPRETED, Packed, Scheme, alpha, bits
 from ..quantization.launch import dequantize
-from .configs import Config, arch_of, fitting_packed, launch_config, shared_memory, tuned
+from .configs import Config, arch_of, fitting_packed, launch_config, launch_tuned, shared_memory
 from .decode_kernel import linear_kernel
 from .decode_plan import PIECES, LinearPlan, plan_linear_w4a16, steps_of, token_class
 
@@ -117,7 +117,7 @@ def _launch_fused(
 
     weight = (n_rows, n_cols, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback is not None)
     key = (token_class(n_tokens), *weight, str(x.dtype), bias is not None)
-    run(tuned("linear_w4a16", key, plan.configs, run, target), target)
+    launch_tuned("linear_w4a16", key, plan.configs, run, target)
     if target is not out:
         out.copy_(target)
 

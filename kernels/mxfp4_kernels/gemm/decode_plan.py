@@ -116,8 +116,8 @@ def in_registers(
     warps, copies = config["num_warps"], 1
     # Instructions of a warp take both operands from registers, those of four read one from shared memory.
     if warps < 4 or arch not in _FOUR_WARPS:
-        # Both passes over the other operand keep it.
-        copies = 4 if has_fallback else 2 if warps < 4 else 1
+        # Both passes over the other operand keep it, and so do its pieces.
+        copies = 4 if has_fallback else 2 if warps < 4 or pieces > 1 else 1
     others = config["BM"] * step * pieces * copies
     values = 2 * config["BM"] * config["BN"] + config["BN"] * step // 2 + others
     return values <= _MOST_VALUES * 32 * warps

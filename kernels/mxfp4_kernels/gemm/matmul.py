@@ -14,7 +14,7 @@ import triton
 
 from ..common.arguments import FoldedPointers, PackedPointers, RowBytes
 from ..common.plan import INTERPRETED, as_stored
-from .configs import Config, fitting, launch_config, named, shared_memory, tuned
+from .configs import Config, fitting, launch_config, launch_tuned, named, shared_memory
 from .matmul_kernel import matmul_e4m3_kernel, matmul_mxf4_kernel
 
 
@@ -226,7 +226,7 @@ def _launch(
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
         launch_config(kernel, grid, out.device, (*operands, as_stored(target), *sizes), constants, config)
 
-    run(tuned(name, key, configs, run, out), out)
+    launch_tuned(name, key, configs, run, out)
 
 
 @functools.lru_cache(maxsize=64)

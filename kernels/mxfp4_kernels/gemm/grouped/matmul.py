@@ -11,7 +11,7 @@ import triton
 
 from ...common.arguments import ExpertsShape, ProductTile, Strides
 from ...common.plan import INTERPRETED, as_stored, launch
-from ..configs import Config, fitting, launch_config, named, shared_memory, tuned
+from ..configs import Config, fitting, launch_config, launch_tuned, named, shared_memory
 from .matmul_kernel import grouped_matmul_kernel, grouped_sum_kernel, grouped_wgrad_kernel
 from .tiles import tile_slots
 
@@ -94,7 +94,7 @@ def grouped_matmul(
 
     rows = rows_class(x.shape[0], n_experts)
     configs = configs_of(_MATMUL, rows, x.element_size(), x.device, "BK")
-    run(tuned("grouped_matmul", (x.dtype, rows, n, k), configs, run, out), out)
+    launch_tuned("grouped_matmul", (x.dtype, rows, n, k), configs, run, out)
     return out
 
 
@@ -135,7 +135,7 @@ def grouped_wgrad(
 
     rows = rows_class(left.shape[0], n_experts)
     configs = configs_of(_WGRAD, rows, left.element_size(), left.device, "BM")
-    run(tuned("grouped_wgrad", (left.dtype, dtype, rows, n, k), configs, run, out), out)
+    launch_tuned("grouped_wgrad", (left.dtype, dtype, rows, n, k), configs, run, out)
     return out
 
 

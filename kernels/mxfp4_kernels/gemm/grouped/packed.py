@@ -13,7 +13,7 @@ from ...common.arguments import DecodeConstants, ExpertsShape, PackedPointers
 from ...common.checks import check_packed
 from ...common.plan import INTERPRETED, Packed, Scheme, alpha, as_stored, scheme_constants
 from ...quantization.launch import dequantize
-from ..configs import Config, arch_of, fitting_packed, launch_config, named, shared_memory, tuned
+from ..configs import Config, arch_of, fitting_packed, launch_config, launch_tuned, named, shared_memory
 from ..decode_plan import in_registers
 from .matmul import check_offsets, check_operands, check_shape, grouped_matmul, rows_class
 from .packed_kernel import grouped_packed_kernel
@@ -141,7 +141,7 @@ def _multiply(
     configs = _INTERPRETED_CONFIGS
     if not INTERPRETED:
         configs = configs_within(shared_memory(x.device), rows, has_fallback, arch_of(x.device))
-    run(tuned("grouped_matmul_packed", key, configs, run, out), out)
+    launch_tuned("grouped_matmul_packed", key, configs, run, out)
 
 
 @functools.lru_cache(maxsize=256)
