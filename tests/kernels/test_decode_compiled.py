@@ -58,7 +58,7 @@ def test_cuda(run_script, arch, names):
             assert loop["HGMMA" if "wgmma" in asm["ptx"] else "HMMA"] > 0, name
             assert loop.total() / asm["weights_per_thread"] <= INSTRUCTIONS[name], (name, loop)
             # Nor does the weight in two products of 8 tokens, as it did in one of 16.
-            assert "wgmma" in asm["ptx"] or loop["STS"] <= 1, (name, loop)
+            assert "wgmma" in asm["ptx"] or loop["STS"] <= 2, (name, loop)
             most = 176 if "wgmma" in asm["ptx"] else 168
             assert int(re.search(r"REG:(\d+)", asm["sass"])[1]) <= most, name
 
