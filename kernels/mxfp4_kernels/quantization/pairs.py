@@ -20,15 +20,15 @@ from ..common.pairs import HIGH, larger, largest, magnitudes, multiply, multiply
 
 
 # Both halves of a word, of bfloat16: 1.7 * 2**127, 2**-5, 6 * 2**-5, 64 and 2**-15; and the field of the exponent.
-_LIMIT = tl.constexpr(0x7F597F59)
+LIMIT = tl.constexpr(0x7F597F59)
 _UNIT = tl.constexpr(0x3D003D00)
 _SIX = tl.constexpr(0x3E403E40)
 _ANCHOR = tl.constexpr(0x42804280)
 _LEAST = tl.constexpr(0x38003800)
-_EXPONENTS = tl.constexpr(0x7F807F80)
+EXPONENTS = tl.constexpr(0x7F807F80)
 # Of float16: 512, and the field of the exponent.
 _ANCHOR_16 = tl.constexpr(0x60006000)
-_EXPONENTS_16 = tl.constexpr(0x7C007C00)
+EXPONENTS_16 = tl.constexpr(0x7C007C00)
 # What exponents of float16 leave in four bytes, and shifted by half a byte in four more.
 _OFFSETS_16 = tl.constexpr(0x33333330)
 _MAGNITUDE_CODES = tl.constexpr(0x77777777)
@@ -98,17 +98,36 @@ def _macro_bytes(bits, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _scaled(maxima, macro_maxima, SCHEME: tl.constexpr):
-    """Of blocks ``[BLOCKS, 1]``, given the float32 bits of their maxima and those of their macro blocks: scale bytes,
-    one over the scale (0 in blocks with NaN or infinity) as a word of two bfloat16, and macro bytes."""
-    m8 = _macro_bytes(macro_maxima, SCHEME.INTERPRETED)
+def inverse_of_factor(m8, INTERPRETED: tl.constexpr):
+    """One over macro factors, correctly rounded. The remainder of the first guess is exact, as products of 24 and 9
+    digits less their leading ones have no more than 24; what is left of its error, 2**-46, is less than what there is
+    between an inverse of 9 digits and the middle of two numbers, 2**-33."""
     factor = ((m8 << 15) | 0x3F800000).to(tl.float32, bitcast=True)
-    # Products of 8 and 9 digits are exact.
-    bits = (maxima.to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    one = tl.full(factor.shape, 1.0, tl.float32)
+    if INTERPRETED:
+        return tl.div_rn(one, factor)
+    else:
+        guess = reciprocal(factor, INTERPRETED)
+        return tl.fma(guess, tl.fma(-factor, guess, one), guess)
+
+
+@triton.jit
+def scaled(maxima, macro_maxima, SCHEME: tl.constexpr):
+    """Of blocks, given the float32 bits of their maxima and of those of their macro blocks: scale bytes, one over the
+    scale (0 in blocks with NaN or infinity) as a word of two bfloat16, macro bytes, and the bits of the maxima times
+    their factors."""
+    m8 = tl.zeros_like(maxima)
+    bits = maxima & 0x7FFFFFFF
+    if SCHEME.SEARCH != NO_MACRO:
+        m8 += _macro_bytes(macro_maxima, SCHEME.INTERPRETED)
+        factor = ((m8 << 15) | 0x3F800000).to(tl.float32, bitcast=True)
+        # Products of 8 and 9 digits are exact.
+        bits = (bits.to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     finite = bits < EXPONENT_FIELD
     byte = tl.maximum(((tl.minimum(bits, EXPONENT_FIELD) + SCHEME.CARRY) >> 23) - 2, 0)
+    # At most 253 of finite maxima, so that the inverse is a normal number.
     inverse = tl.where(finite, (254 - byte) * 0x00800080, 0)
-    return tl.where(finite, byte, NAN_BYTE), inverse, m8
+    return tl.where(finite, byte, NAN_BYTE), inverse, m8, bits
 
 
 @triton.jit
@@ -116,15 +135,22 @@ def _steps(y, inverse, SCHEME: tl.constexpr):
     """Codes, without signs, in the low bits 0 to 2 of both halves, bits 3 to 6 of which are zero: of magnitudes times
     ``2**-5`` over the scale."""
     # Byte 253 lets nothing exceed 3.5 scales then, where 4 would not be finite. NaN becomes a number, then zero.
-    y = smaller(y, tl.full(y.shape, _LIMIT, tl.int32), SCHEME.INTERPRETED)
+    y = smaller(y, tl.full(y.shape, LIMIT, tl.int32), SCHEME.INTERPRETED)
     y = multiply(y, inverse, SCHEME.INTERPRETED)
     if SCHEME.CARRY == 0:
         # The other rules let nothing reach 7 scales.
         y = smaller(y, tl.full(y.shape, _SIX, tl.int32), SCHEME.INTERPRETED)
-    binade = larger(y & _EXPONENTS, tl.full(y.shape, _UNIT, tl.int32), SCHEME.INTERPRETED)
+    binade = larger(y & EXPONENTS, tl.full(y.shape, _UNIT, tl.int32), SCHEME.INTERPRETED)
     steps = multiply_add(binade, tl.full(y.shape, _ANCHOR, tl.int32), y, SCHEME.INTERPRETED)
     # Exponents are 128 and the next two: twice that is 256 and one digit of the code.
     return steps + (steps >> 6)
+
+
+@triton.jit
+def as_float16(y, INTERPRETED: tl.constexpr):
+    """Magnitudes of two bfloat16 as float16: zero below ``2**-15``, above at most 8."""
+    # From there on the exponents of the formats differ by 112, the digits by 3.
+    return (larger(y, tl.full(y.shape, _LEAST, tl.int32), INTERPRETED) - _LEAST) << 3
 
 
 @triton.jit
@@ -135,13 +161,11 @@ def _factored_steps(y, inverse, factor, SCHEME: tl.constexpr):
     together with the sum, once; alone it is rounded only to find its binade, where the start of the next one belongs
     to both grids.
     """
-    y = smaller(y, tl.full(y.shape, _LIMIT, tl.int32), SCHEME.INTERPRETED)
+    y = smaller(y, tl.full(y.shape, LIMIT, tl.int32), SCHEME.INTERPRETED)
     y = multiply(y, inverse, SCHEME.INTERPRETED)
-    # What is less than that is zero. From there on the exponents of the formats differ by 112, the digits by 3.
-    y = larger(y, tl.full(y.shape, _LEAST, tl.int32), SCHEME.INTERPRETED)
-    y = (y - _LEAST) << 3
+    y = as_float16(y, SCHEME.INTERPRETED)
     product = multiply(y, factor + 0x24002400, SCHEME.INTERPRETED, F16=True)
-    binade = larger(product & _EXPONENTS_16, tl.full(y.shape, _ANCHOR_16, tl.int32), SCHEME.INTERPRETED)
+    binade = larger(product & EXPONENTS_16, tl.full(y.shape, _ANCHOR_16, tl.int32), SCHEME.INTERPRETED)
     steps = multiply_add(y, factor, binade, SCHEME.INTERPRETED, F16=True)
     return steps + (steps >> 9)
 
@@ -228,8 +252,8 @@ def quantize_pairs_kernel(x_ptr, out, n_blocks, BLOCKS: tl.constexpr, SCHEME: tl
         each: tl.constexpr = SCHEME.MACRO // 32
         macro = largest(tl.reshape(maxima, [BLOCKS // each, each]), 1, INTERPRETED)
         macro = tl.reshape(tl.broadcast_to(macro, [BLOCKS // each, each]), [BLOCKS, 1])
-        byte, inverse, m8 = _scaled(maxima << 16, macro << 16, SCHEME)
-        byte_w, inverse_w, m8_w = _scaled(maxima & HIGH, macro & HIGH, SCHEME)
+        byte, inverse, m8, _ = scaled(maxima << 16, macro << 16, SCHEME)
+        byte_w, inverse_w, m8_w, _ = scaled(maxima & HIGH, macro & HIGH, SCHEME)
     inverse, inverse_w = tl.broadcast_to(inverse, v0.shape), tl.broadcast_to(inverse_w, v0.shape)
     codes = _codes(v0, v1, v2, v3, a0, a1, a2, a3, inverse, _factors(m8, v0), SCHEME)
     _store(out, first, codes, byte, m8, left, SCHEME)
