@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
 
+#: Name of the records that come from a model. They are never among measured ones.
+MODELLED = "gpu_modelled"
+
 DISTRIBUTIONS = ("Gaussian", "Laplace", "Student-t(4)")
 DATA = (*DISTRIBUTIONS, "trained weights")
 
@@ -75,9 +78,21 @@ def write(found: Sequence[dict], out: str | Path, indent: int = 2) -> None:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def records(name: str) -> list[dict]:
-    """The records of a name in `benchmarks/results`."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def records(name: str, modelled: bool = False) -> list[dict]:
+    """The records of a name in `benchmarks/results`; of measurements, or of a model.
+
+    Raises `ValueError` where they are of the other kind, all or some."""
+    path = RESULTS / f"{name}.json"
+    return of_kind(json.loads(path.read_text()), path, modelled)
+
+
+def of_kind(found: list[dict], path: Path, modelled: bool = False) -> list[dict]:
+    """Records as they are. Raises `ValueError` for some of the other kind than asked for."""
+    for record in found:
+        if (record.get("kind") == "modelled") != modelled:
+            is_one, wanted = ("measured", "modelled") if modelled else ("modelled", "measured")
+            raise ValueError(f"{path}: {record.get('name')} is {is_one}; a table of {wanted} numbers cannot have it")
+    return found
 
 
 def scheme_error() -> dict[tuple[str, str], dict]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 from . import tie_tables
-from .documents import ablation_tables, cost_tables, cpu_tables, error_tables, gpu_tables, run_tables
+from .documents import ablation_tables, cost_tables, cpu_tables, error_tables, gpu_tables, model_tables, run_tables
 from .records import PLOTS, ROOT
 
 
@@ -47,6 +47,7 @@ TABLES: dict[str, Callable[[], str]] = {
         ),
         (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),
         (gpu_tables, "gpu"),
+        (model_tables, "modelled"),
         (cost_tables, "layer_costs layer_cost_weights layer_cost_activations"),
         (tie_tables, "tie_movement tie_checks tie_densities tie_start tie_steps"),
         (ablation_tables, "ablation ablation_claims ablation_diagnostics readme_ablation"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of GPU numbers, from records of real GPUs alone."""
+"""The tables of GPU numbers, from records of real GPUs alone; what a model says has a table of its own."""
 
 import json
 from collections.abc import Iterable
@@ -7,8 +7,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from ..gpu.beside import beside
 from ..gpu.machine import INTERPRETER
-from ..records import RESULTS, table
+from ..records import MODELLED, RESULTS, of_kind, table
 
 
 COMMAND = "python -m benchmarks.gpu --out benchmarks/results"
@@ -21,11 +22,12 @@ NONE_YET = (
 def gpu(folder: Path = RESULTS) -> str:
     """A table per section of `benchmarks.gpu`, in words where there is none.
 
-    Raises `ValueError` for records of interpreted or tiny runs: their times say nothing about a GPU.
+    Raises `ValueError` for records of interpreted or tiny runs, whose times say nothing about a GPU, and for those that
+    were not measured at all.
     """
     parts = []
-    for path in sorted(folder.glob("gpu_*.json")):
-        found = json.loads(path.read_text())
+    for path in _measured(folder):
+        found = of_kind(json.loads(path.read_text()), path)
         for record in found:
             if record["tiny"] or record["hardware"] == INTERPRETER:
                 raise ValueError(f"{path} is of a run that only checks that everything runs; no number to publish")
@@ -36,11 +38,16 @@ def gpu(folder: Path = RESULTS) -> str:
 def figures(folder: Path = RESULTS) -> dict[str, Figure]:
     """By file name, a plot per section that measured something beside peers: how many times faster than each."""
     made = {}
-    for path in sorted(folder.glob("gpu_*.json")):
-        found = _beside_peers(json.loads(path.read_text()))
+    for path in _measured(folder):
+        found = _beside_peers(of_kind(json.loads(path.read_text()), path))
         if found:
             made[path.stem] = _figure(found)
     return made
+
+
+def _measured(folder: Path) -> list[Path]:
+    """Files of records of `benchmarks.gpu`."""
+    return [path for path in sorted(folder.glob("gpu_*.json")) if path.stem != MODELLED]
 
 
 def _beside_peers(found: list[dict]) -> list[dict]:
@@ -67,7 +74,15 @@ def _section(name: str, found: list[dict]) -> str:
     measured = [record for record in found if record["status"] == "ok"]
     names = list(dict.fromkeys(peer for r in measured for peer, p in r.get("peers", {}).items() if p["status"] == "ok"))
     rows = [_row(record, names) for record in measured]
-    columns = ["case", "shape", "measured", "of ceiling", *(f"faster than {peer}" for peer in names), "aims"]
+    columns = [
+        "case",
+        "shape",
+        "measured",
+        "of ceiling",
+        *(f"faster than {peer}" for peer in names),
+        "aims",
+        "modelled",
+    ]
     lines = [f"`{name}` on {found[0]['hardware']}; `{found[0]['command']}`, {found[0]['date']}\n"]
     if rows:
         lines.append(table(columns, rows))
@@ -84,7 +99,7 @@ def _row(record: dict, names: Iterable[str]) -> list[str]:
     for name in names:
         ratio = record.get("peers", {}).get(name, {}).get("ratio")
         cells.append("" if ratio is None else f"{ratio:.2f}x")
-    return [*cells, "; ".join(aim["text"] for aim in record.get("aims", ()))]
+    return [*cells, "; ".join(aim["text"] for aim in record.get("aims", ())), beside(record).removeprefix("modelled ")]
 
 
 def _others(found: list[dict]) -> list[dict]:

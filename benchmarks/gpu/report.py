@@ -2,6 +2,7 @@
 """The table that a run ends with, in plain text of 120 columns."""
 
 from .bench import Bench
+from .beside import beside
 
 
 WIDTH = 120
@@ -36,7 +37,8 @@ def report(bench: Bench, seconds: float) -> str:
 
 
 def row(record: dict) -> list[str]:
-    """A record in one or two lines: value, part of the ceiling, how many times faster than each peer; its aims."""
+    """A record in one or two lines: value, part of the ceiling, how many times faster than each peer, aims, and what
+    the model says."""
     what = f"{record['name'].split(' / ', 1)[1]} {_shape(record['shape'])}"
     value = f"{record['value']:.4g} {record['unit']}"
     fraction = record["ceiling_fraction"]
@@ -44,7 +46,7 @@ def row(record: dict) -> list[str]:
     peers = record.get("peers", {})
     ratios = [f"{name} {peer['ratio']:.2f}x" for name, peer in peers.items() if peer["status"] == "ok"]
     aims = [aim["text"] for aim in record.get("aims", ())]
-    remarks = list(record.get("remarks", ()))
+    remarks = [*record.get("remarks", ()), *filter(None, [beside(record)])]
     if record.get("no_graph"):
         remarks.append(f"no CUDA graph ({record['no_graph']:.40})")
     return _wrap(f"  {what:<46} {value:>16}  {ceiling:<16}", [*ratios, *aims, *remarks])

@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, rotate
+from ..numerics import fake_quantize_e4m3 as eager_fake_quantize_e4m3
 from ..numerics.rng import noise_source
-from . import cpu
+from . import cpu, self_check
 from . import triton as triton_kernels
 
 
 #: The eager reference computes rows in portions of this many elements on the CPU, so that what lies between input and
 #: output stays in the processor's cache.
 _EAGER_PORTION = 1 << 17
+_BLOCKS = QuantScheme()
 #: Torch's own kinds of tensors, which have memory to hand to a kernel.
 OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -58,6 +60,13 @@ def fake_quantize(
     return values if dtype is None else values.to(dtype)
 
 
+def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """[`hf_mxfp4.numerics.fake_quantize_e4m3`], the same bits, by Triton where that quantizes blocks of ``x``."""
+    if x.is_floating_point() and x.dim() and choose_backend(x, _BLOCKS, backend) == "triton":
+        return triton_kernels.fake_quantize_e4m3(x)
+    return eager_fake_quantize_e4m3(x)
+
+
 def quantizer(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> Callable[[torch.Tensor], torch.Tensor]:
     """[`fake_quantize`] of tensors of the dtype, device and last axis of ``x``, for which the backend is chosen here,
     once. For a scheme that rounds to nearest, outside of compiled code, and of tensors that require no gradient.
@@ -82,7 +91,10 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -
         return out.movedim(-1, tensor.axis)
     name = "eager"
     if type(tensor.codes) in OWN_TYPES and not torch.compiler.is_compiling():
-        name = _choice(tensor.codes.device.type, dtype, scheme, backend, None, tensor.length)
+        device = tensor.codes.device
+        name = _choice(device.type, dtype, scheme, backend, None, tensor.length)
+        if name == "triton" and backend == "auto" and not works("dequantize", device):
+            name = "eager"
     if name == "cpu":
         return cpu.dequantize(tensor, dtype)
     if name == "triton":
@@ -107,7 +119,13 @@ def choose_backend(
         return "eager"
     if length is None:
         length = x.shape[-1] if scheme.macro_block == "row" else 0
-    return _choice(x.device.type, x.dtype, scheme, backend, seed, length)
+    name = _choice(x.device.type, x.dtype, scheme, backend, seed, length)
+    return name if name != "triton" or backend != "auto" or works("quantize", x.device) else "eager"
+
+
+def works(family: str, device: torch.device) -> bool:
+    """Whether the Triton kernels of a family do on a device what they should; see [`hf_mxfp4.backends.self_check`]."""
+    return self_check.problem(device, family) is None
 
 
 def _choice(

@@ -50,6 +50,13 @@ def fake_quantize(
     return values if dtype is None else values.to(dtype)
 
 
+def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.fake_quantize_e4m3`] of a tensor that the kernels take."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.fake_quantize_e4m3(x)
+
+
 def fake_quantize_rotated(
     x: torch.Tensor,
     scheme: QuantScheme,

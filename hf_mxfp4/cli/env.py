@@ -2,7 +2,7 @@
 """`hf-mxfp4 env`: versions, devices, and what computes what here; for bug reports."""
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -26,11 +26,14 @@ _TYPICAL_HARDWARE = ("sm_80", "sm_90", "sm_100")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def env(as_json: JsonOption = False) -> None:
+def env(
+    as_json: JsonOption = False,
+    check: Annotated[bool, typer.Option("--check", help="Check all kernels on the GPUs here first.")] = False,
+) -> None:
     """Show versions, devices, and which backend and instructions the layers use on them."""
     from .console import out, plain_table
 
-    facts = environment()
+    facts = environment(check)
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
@@ -46,6 +49,8 @@ def env(as_json: JsonOption = False) -> None:
     console.print(plain_table("what quantizes", ["device", "dtype", "scheme", "backend", "why not faster"], rows))
     kernels = [[name, reason or "yes"] for name, reason in facts["triton_kernels"].items()]
     console.print(plain_table("covered by the Triton kernels", ["scheme", ""], kernels))
+    checks = [[device, *line] for device, lines in facts["self_checks"].items() for line in lines.items()]
+    console.print(plain_table("what self-checks found", ["device", "kernels", ""], checks))
     _show_products(console, facts["products"])
 
 
@@ -67,8 +72,8 @@ def _show_products(console: Any, products: list[dict[str, Any]]) -> None:
         console.print(f"{number}: {reason}", markup=False, highlight=False)
 
 
-def environment() -> dict[str, Any]:
-    """Return what [`env`] shows, JSON-clean."""
+def environment(check: bool = False) -> dict[str, Any]:
+    """Return what [`env`] shows, JSON-clean; with ``check`` after a check of all kernels on all GPUs."""
     import torch
 
     facts = machine()
@@ -78,8 +83,24 @@ def environment() -> dict[str, Any]:
         **facts,
         "quantization": _quantization(torch, ["cpu", *sorted({gpu["type"] for gpu in gpus})]),
         "triton_kernels": _kernel_coverage(torch),
+        "self_checks": _self_checks(torch, [gpu["type"] for gpu in gpus], check),
         "products": _products(torch, [gpu["type"] for gpu in gpus]),
     }
+
+
+def _self_checks(torch: Any, gpus: list[str], check: bool) -> dict[str, dict[str, str]]:
+    """Device and family of kernels to what is known of these there, in words."""
+    from ..backends import self_check
+
+    if not gpus:
+        return {"no GPU": dict.fromkeys(self_check.FAMILIES, "not checked (no GPU)")}
+    asked = self_check.check_all if check else self_check.states
+    return {str(device): asked(device) for device in _devices(torch, gpus)}
+
+
+def _devices(torch: Any, gpus: list[str]) -> list[Any]:
+    """Torch's devices of GPUs of these types."""
+    return [torch.device(kind, sum(other == kind for other in gpus[:i])) for i, kind in enumerate(gpus)]
 
 
 def _quantization(torch: Any, devices: list[str]) -> list[dict[str, Any]]:
@@ -107,8 +128,7 @@ def _products(torch: Any, gpus: list[str]) -> list[dict[str, Any]]:
     from ..gemm import hardware_of
     from ..presets import PRESETS
 
-    devices = [torch.device(kind, sum(other == kind for other in gpus[:i])) for i, kind in enumerate(gpus)]
-    found = list(dict.fromkeys(map(hardware_of, devices))) or _TYPICAL_HARDWARE
+    found = list(dict.fromkeys(map(hardware_of, _devices(torch, gpus)))) or _TYPICAL_HARDWARE
     rows = []
     for preset in PRESETS:
         plain = {"outlier_fallback": None}

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from ..backends import self_check
 from ..backends import triton as triton_kernels
 from ..backends.select import choose_backend
 from ..numerics import FP8, MXFP4Tensor, OperandScheme, QuantScheme
@@ -27,14 +28,17 @@ from .tensor_cores.fast_grouped import expert_scales
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def uses_kernels(x: torch.Tensor, backend: str) -> bool:
+def uses_kernels(x: torch.Tensor, backend: str, *families: str) -> bool:
     """Whether the grouped Triton kernels take operands like ``x``: on GPUs, and in Triton's interpreter where
-    ``backend`` is ``"triton"``. Not while a graph is traced."""
+    ``backend`` is ``"triton"``. Not while a graph is traced. With ``"auto"`` where they work there, and those of other
+    ``families``; see [`hf_mxfp4.backends.self_check`]."""
     if backend not in ("auto", "triton") or x.dtype not in _DTYPES or type(x) is not torch.Tensor:
         return False
     if x.device.type == "cpu" and backend != "triton" or torch.compiler.is_compiling():
         return False
-    return triton_kernels.unavailable(x.device.type) is None
+    if triton_kernels.unavailable(x.device.type) is not None:
+        return False
+    return backend != "auto" or self_check.problem(x.device, "experts", *families) is None
 
 
 def runs_grouped(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -11,7 +11,6 @@ What a product does, in this order: choose its kernel ([`choose`]), make its ope
 of the input ([`saved`]), multiply ([`fast`] and [`fast_grouped`], or dense values: [`dense`] and [`grouped`]).
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,8 +34,8 @@ from .weight_cache import backward_pass, kept_for_backward
 #: Operands that were made already: of the input, also with what is saved of it, and of the weight.
 Given = tuple[torch.Tensor | SavedInput | None, torch.Tensor | None]
 
-#: Whether devices of a type have autocast at all.
-can_autocast = functools.cache(torch.amp.is_autocast_available)
+#: Types of devices that have autocast at all. Dynamo of torch 2.11 does not trace the question.
+_AUTOCASTS = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
 
 #: Of products whose operands are not quantized.
 PLAIN_STATE = GemmState(FULL_PRECISION)
@@ -100,6 +99,11 @@ def needs_gradient(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Ten
     if not torch.is_grad_enabled():
         return False
     return x.requires_grad or weight is not None and weight.requires_grad or bias is not None and bias.requires_grad
+
+
+def can_autocast(device_type: str) -> bool:
+    """Whether devices of a type have autocast at all."""
+    return device_type in _AUTOCASTS
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

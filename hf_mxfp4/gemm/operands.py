@@ -17,7 +17,6 @@ from ..numerics import (
     QuantScheme,
     Rotation,
     apply_scheme_delayed,
-    fake_quantize_e4m3,
     quantize_delayed,
     rotate,
     unrotate,
@@ -75,7 +74,7 @@ def quantize_operand(
     rotation; without quantization where the scheme has none. As ``dtype`` if one is given."""
     if not isinstance(scheme, QuantScheme):
         x = rotate_operand(x, rotation, gemm, rng)
-        x = fake_quantize_e4m3(x) if scheme is FP8 else x
+        x = backends.fake_quantize_e4m3(x, backend) if scheme is FP8 else x
         return x if dtype is None else x.to(dtype)
     seed = None if scheme.rounding == "nearest" else operand_seed(scheme, gemm, operand, rng)
     if rotation is None:

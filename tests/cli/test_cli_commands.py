@@ -15,6 +15,7 @@ import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig, decompose, environment
 from hf_mxfp4 import gemm as ops
 from hf_mxfp4.analysis.errors.distributions import DISTRIBUTIONS, sample
+from hf_mxfp4.backends import self_check
 from hf_mxfp4.cli import app, console, main
 from hf_mxfp4.cli.simulate import Distribution
 
@@ -150,16 +151,24 @@ def test_environment():
     assert [fast[gemm]["engine"] for gemm in ("fprop", "dgrad", "wgrad")] == ["mxfp4"] * 3
     assert [fast["experts"][gemm]["engine"] for gemm in ("fprop", "dgrad", "wgrad")] == ["fp8"] * 3
     assert {row["fprop"]["engine"] for row in data["products"] if row["hardware"] == "sm_80"} == {"dense"}
+    assert data["self_checks"]["no GPU"]["fp8 products of experts"] == "not checked (no GPU)"
+    assert len(data["self_checks"]["no GPU"]) == 9
 
 
 def test_environment_on_screen(monkeypatch):
     gpu = {"type": "cuda", "name": "A GPU", "capability": "compute capability 9.0"}
     monkeypatch.setattr(environment, "present_gpus", lambda: [gpu])
     monkeypatch.setattr(ops, "hardware_of", lambda device: "sm_90")
+    states = {"decode": "not checked yet"}, {"decode": "failed: off by 1"}
+    monkeypatch.setattr(self_check, "states", lambda device: states[0])
+    monkeypatch.setattr(self_check, "check_all", lambda device: states[1])
+    assert json.loads(run("env", "--json").stdout)["self_checks"] == {"cuda:0": states[0]}
+    assert json.loads(run("env", "--json", "--check").stdout)["self_checks"] == {"cuda:0": states[1]}
     text = run("env").stdout
+    assert "what self-checks found" in text and "not checked yet" in text
     assert "what multiplies" in text and "1: x is in full precision" in text and "fp8" in text
     assert "A GPU, compute capability 9.0" in text and "GPU 0" in text
-    assert text.count("cuda") == 9 and "covered by the Triton kernels" in text
+    assert text.count("cuda") == 10 and "covered by the Triton kernels" in text
 
 
 def test_lines_where_there_is_no_terminal(monkeypatch, capsys):

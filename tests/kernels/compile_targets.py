@@ -4,6 +4,11 @@
 from collections.abc import Sequence
 
 import pytest
+import triton
+
+
+#: Its version, as two numbers.
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 def first_target(*archs: str) -> list:

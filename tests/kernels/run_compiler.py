@@ -30,6 +30,7 @@ VARIANTS = {
     "plain": ("fake_quantize", torch.bfloat16, Scheme("rceil"), FLAT, "i32", True),
     "fallback": ("fake_quantize", torch.bfloat16, Scheme("even", outlier_fallback=0.3), FLAT, "i32", True),
     "default": ("fake_quantize", torch.bfloat16, DEFAULT, FLAT, "i32", True),
+    "macro": ("fake_quantize", torch.bfloat16, Scheme("rceil", 128), FLAT, "i32", True),
     "float32 rows": ("fake_quantize", torch.float32, Scheme("floor", 256, "static", 0.5), ROWS, "i32", True),
     "float16 odd huge": ("fake_quantize", torch.float16, Scheme("even", 64), ROWS, "i64", False),
     "dynamic": ("fake_quantize", torch.bfloat16, Scheme("rceil", 128, "dynamic", 0.5), FLAT, "i32", True),

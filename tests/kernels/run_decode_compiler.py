@@ -32,11 +32,20 @@ _INPUTS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*i16
 _OUTPUTS = _INPUTS | {torch.bfloat16: "*bf16"}
 
 
-def compile_variant(backend: str, arch: str, n_tokens: int, n_cols: int, scheme: Scheme, dtype: torch.dtype) -> dict:
+def compile_variant(
+    backend: str,
+    arch: str,
+    n_tokens: int,
+    n_cols: int,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    config: dict | None = None,
+) -> dict:
+    """Code of a product of a config; by default of the one that is launched."""
     options = {name: getattr(scheme, name) for name in ("macro_block", "macro_search", "outlier_fallback")}
     name = str(dtype).removeprefix("torch.")
-    config = plan_linear_w4a16(n_tokens, 4096, n_cols, arch, **options, dtype=name).configs[0]
-    weight = decode.constants(dtype, scheme, n_cols, config["BK"], n_tokens > 16)
+    config = config or plan_linear_w4a16(n_tokens, 4096, n_cols, arch, **options, dtype=name).configs[0]
+    weight = decode.constants(dtype, scheme, n_cols, config["BK"], n_tokens > 16, eights=arch == "90")
     constants = {"TILE": ProductTile(config["BM"], config["BN"], config["BK"])}
     constants["WEIGHT"] = weight._replace(CUDA=backend == "cuda", INTERPRETED=False)
     has_residual = scheme.outlier_fallback is not None

@@ -17,6 +17,7 @@ from run_interpreted import adversarial_rows
 import mxfp4_kernels
 from hf_mxfp4 import numerics
 from hf_mxfp4.gemm.operands import rotate_padded
+from mxfp4_kernels.e4m3 import fold
 
 
 WHAT = sys.argv[1]
@@ -55,6 +56,10 @@ def cases() -> Iterator[Case]:
     yield "row stride", wide[:20:2, 100:300], plain
     yield "every second column", wide[:9, 0:256:2], plain
     yield "transposed", wide[:, :30].T, plain
+    # Two elements an instruction.
+    yield "words", data((5, 270), torch.bfloat16, 4), plain | {"scale_rule": "floor"}
+    yield "words", data((70, 134), torch.bfloat16, 5), plain | {"macro_block": 128}
+    yield "words", data((3, 130), torch.bfloat16, 6), plain | {"macro_block": 128}
     yield "no rows", wide[:0], plain
     yield "no columns", wide[:, :0], plain
     yield "one row of many tiles", data((1, 2300), torch.bfloat16, 2), plain
@@ -65,7 +70,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     actual = actual.cpu()
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return False
-    integers = {1: torch.uint8, 4: torch.int32}[actual.element_size()]
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.element_size()]
     equal = actual.contiguous().view(integers) == expected.contiguous().view(integers)
     return bool((equal | (actual.float().isnan() & expected.float().isnan())).all())
 
@@ -76,7 +81,15 @@ def wrong_parts(actual, expected: numerics.FoldedOperand) -> list[str]:
 
 
 def compare() -> dict:
-    report = {"cases": 0, "mismatches": [], "inexact": 0, "nan": 0}
+    report = {"cases": 0, "mismatches": [], "inexact": 0, "nan": 0, "pairs": 0}
+    in_pairs = fold._in_pairs
+
+    def counted(*arguments) -> bool:
+        found = in_pairs(*arguments)
+        report["pairs"] += found
+        return found
+
+    fold._in_pairs = counted
     for label, x, options in cases():
         on_device = x.to(DEVICE)
         plain = options["macro_block"] is None
@@ -102,6 +115,9 @@ def compare() -> dict:
         if plain:
             report["mismatches"] += [f"{label} {options}: {what}" for what in reused(x, row) + fp8(x)]
         report["cases"] += 1
+    # Columns of several parts, the last of one row; rows of several tiles.
+    long = data((1025, 20), torch.bfloat16, 2)
+    report["mismatches"] += [f"long {what}" for what in fp8(long) + fp8(data((2, 9000), torch.float32, 1))]
     report["mismatches"] += tiles()
     report["sides"], wrong = rotated_and_stochastic()
     report["mismatches"] += wrong
@@ -132,6 +148,8 @@ def fp8(x: torch.Tensor) -> list[str]:
         padding = parts["padding"].cpu().float()
         ok &= bool(((padding == 0) | nan_rows).all())
         wrong += [] if ok else [f"fp8 axis {axis}"]
+        values = mxfp4_kernels.fake_quantize_e4m3(matrix.to(DEVICE) if axis else x.to(DEVICE).T)
+        wrong += [] if same(values, numerics.fake_quantize_e4m3(matrix)) else [f"values of fp8 axis {axis}"]
     return wrong
 
 

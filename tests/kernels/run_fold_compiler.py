@@ -72,6 +72,25 @@ VARIANTS = {
         PLAIN,
         Side(5, 16),
     ),
+    "groups pairs": (
+        "fold_groups",
+        torch.bfloat16,
+        Scheme("rceil"),
+        fold.groups_plan(True, False),
+        {"PAIRS": True},
+        "i32",
+    ),
+    "groups pairs mbs": ("fold_groups", torch.bfloat16, MBS, fold.groups_plan(True, False), {"PAIRS": True}, "i32"),
+    "columns pairs": (
+        "fold_groups",
+        torch.bfloat16,
+        MBS,
+        fold.groups_plan(False, False),
+        {"PAIRS": True, "COLUMNS": True},
+        "i32",
+    ),
+    "both pairs": ("fold_both", torch.bfloat16, Scheme("rceil"), fold.both_plan(), {"PAIRS": True}, "i32"),
+    "both pairs mbs": ("fold_both", torch.bfloat16, MBS, fold.both_plan(), {"PAIRS": True}, "i32"),
     "both reused": ("fold_both", torch.bfloat16, Scheme(), fold.both_plan(), {"REUSED": True}, "i32"),
 }
 
@@ -82,12 +101,12 @@ def compile_variant(target, name: str, dtype, scheme: Scheme, plan, others: dict
     native = target.backend == "cuda" and target.arch >= 89 or target.arch == "gfx950"
     scheme_constant = scheme_constants(dtype, scheme, native=native)
     both = Sides(*(side.constants for side in sides))
-    constants = {"FP8": False, "REUSED": False, "STEPS": 0, **tile, **others}
+    constants = {"FP8": False, "REUSED": False, "PAIRS": False, "COLUMNS": False, "STEPS": 0, **tile, **others}
     constants |= {"SCHEME": scheme_constant, "SIDE": both.rows, "SIDES": both}
     adjacent = tile.get("ROWS") != 32 or scheme_constant.TILES
     strides = {"x_row_stride": size, "x_col_stride": 1} if adjacent else {"x_row_stride": 1, "x_col_stride": size}
     signs = tuple(None if side.signs is None else "*fp32" for side in sides)
-    out = FoldedPointers("*u8", "*fp32")
+    out = FoldedPointers("*i32" if constants["PAIRS"] else "*u8", "*fp32")
     lengths = FoldBothLengths(*[size] * 6, **strides) if name == "fold_both" else FoldLengths(*[size] * 3, **strides)
     types = dict.fromkeys(("col_tiles", *SEEDS), "i32") | {
         "x_ptr": INPUTS[dtype],
@@ -107,5 +126,7 @@ def compile_variant(target, name: str, dtype, scheme: Scheme, plan, others: dict
 
 if __name__ == "__main__":
     target = gpu_target(*sys.argv[1:3])
-    names = sys.argv[3:] or list(VARIANTS)
+    # Two elements an instruction are NVIDIA's.
+    every = [name for name in VARIANTS if target.backend == "cuda" or "pairs" not in name]
+    names = sys.argv[3:] or every
     print(json.dumps({name: compile_variant(target, *VARIANTS[name]) for name in names}))

@@ -42,6 +42,7 @@ def cases(what: str) -> Iterator[tuple]:
         (40, 7, 288, torch.bfloat16, {"outlier_fallback": 0.3}, False),
         (2, 3, 7, torch.bfloat16, {}, True),
         (1, 129, 96, torch.bfloat16, {"macro_block": 128}, False),
+        (12, 40, 256, torch.bfloat16, {"macro_block": 128, "outlier_fallback": 0.5}, True),
         # Not on the codes: rows that are no words, short macro blocks, many tokens.
         (3, 6, 33, torch.bfloat16, {"macro_block": 128}, True),
         (3, 6, 64, torch.float32, {"macro_block": 32}, False),

@@ -29,31 +29,34 @@ TYPES = {
 ALIGNED = ["bias_ptr", "out_ptr", "n_cols", "length", "n_codes", *PackedPointers._fields, *FoldedPointers._fields]
 
 
-def compile_product(target, arch: str, kernel, operand: tuple, n_rows: int, tiles, constants: dict) -> dict:
-    limit = SHARED_MEMORY[arch] * 1024
-    config = dict(matmul.usual_configs(n_rows, tiles, limit)[0])
+def compile_product(target, arch: str, kernel, operand: tuple, config: dict, constants: dict) -> dict:
+    limit, config = SHARED_MEMORY[arch] * 1024, dict(config)
     options = {name: config.pop(name) for name in ("num_warps", "num_stages")}
     constants = {"INTERPRETED": False, "STEPS": 0, **constants, "TILE": ProductTile(**config)}
     report = compile_kernel(target, kernel, {**TYPES, "a": operand, "b": operand}, constants, options, ALIGNED)
     return report | {"limit": limit, "config": config | options}
 
 
-def compile_all(target, arch: str, heights: list[int]) -> dict:
+def products(arch: str) -> dict[str, tuple]:
+    """By name: the kernel, its operands, what tiles it can have, and constants."""
     found = {}
+    if arch in FP8:
+        for name, per_group in (("row", False), ("group", True)):
+            tiles = matmul.e4m3_tiles(per_group, arch == "100")
+            found[f"e4m3 {name}"] = matmul_kernel.matmul_e4m3_kernel, E4M3, tiles, {"PER_GROUP": per_group}
+    for name, has_macro in (("plain", False), ("macro", True)):
+        operand = BYTES if has_macro else BYTES._replace(macro=None)
+        tiles = matmul.mxf4_tiles(arch in NATIVE, has_macro, arch == "100")
+        found[f"mxf4 {name}"] = matmul_kernel.matmul_mxf4_kernel, operand, tiles, {"NATIVE": arch in NATIVE}
+    return found
+
+
+def compile_all(target, arch: str, heights: list[int]) -> dict:
+    found, limit = {}, SHARED_MEMORY[arch] * 1024
     for n_rows in heights:
-        if arch in FP8:
-            for name, per_group in (("row", False), ("group", True)):
-                constants = {"PER_GROUP": per_group}
-                kernel = matmul_kernel.matmul_e4m3_kernel
-                found[f"e4m3 {name} {n_rows}"] = compile_product(
-                    target, arch, kernel, E4M3, n_rows, matmul.Tiles(), constants
-                )
-        for name, has_macro in (("plain", False), ("macro", True)):
-            constants = {"NATIVE": arch in NATIVE}
-            operand = BYTES if has_macro else BYTES._replace(macro=None)
-            kernel = matmul_kernel.matmul_mxf4_kernel
-            tiles = matmul.mxf4_tiles(arch in NATIVE, has_macro, arch == "100")
-            found[f"mxf4 {name} {n_rows}"] = compile_product(target, arch, kernel, operand, n_rows, tiles, constants)
+        for name, (kernel, operand, tiles, constants) in products(arch).items():
+            config = matmul.usual_configs(n_rows, tiles, limit)[0]
+            found[f"{name} {n_rows}"] = compile_product(target, arch, kernel, operand, config, constants)
     return found
 
 

@@ -3,12 +3,16 @@
 
 import contextlib
 import json
+import types
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from mxfp4_kernels.common import autotune as _autotune
+from mxfp4_kernels.common import counters
 from mxfp4_kernels.common.autotune import autotune, cache_file, choose
+from mxfp4_kernels.gemm.configs import launch_tuned
 
 
 CONFIGS = [{"BLOCK_M": 64, "num_warps": 4}, {"BLOCK_M": 128, "num_warps": 8}, {"BLOCK_M": 256, "num_warps": 8}]
@@ -33,7 +37,8 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device", gpu.device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setenv("HF_MXFP4_CACHE", str(tmp_path))
-    monkeypatch.delenv("HF_MXFP4_AUTOTUNE", raising=False)
+    for name in ("HF_MXFP4_AUTOTUNE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(_autotune, "gpu_name", lambda device: "some_gpu")
     monkeypatch.setattr(_autotune, "_SHIPPED", tmp_path / "shipped")
     _autotune._chosen.clear()
@@ -90,6 +95,41 @@ def test_what_was_chosen_under_capture_or_before_is_measured_once_that_is_asked_
     for key in ((1,), (2,)):
         assert ask(bench(128, ran), key=key) is ask(bench(256, ran), key=key) is CONFIGS[1]
     assert ran == [64, 128, 256] * 2
+
+
+@pytest.mark.parametrize("how", ["launcher", "process group"])
+def test_several_processes_read_what_one_measured(how, monkeypatch):
+    ran = []
+    with autotune():
+        ask(bench(128, ran))
+    if how == "launcher":
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    else:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    _autotune._chosen.clear()
+    _autotune._say_that_one_process_measures.cache_clear()
+    with autotune():
+        assert ask(bench(256, ran)) is CONFIGS[1]
+        with pytest.warns(UserWarning, match="nothing is autotuned in 2 processes.*run one process alone first"):
+            assert ask(bench(256, ran), key=(64, "bfloat16")) is CONFIGS[0]
+        assert ask(bench(256, ran), key=(65, "bfloat16")) is CONFIGS[0]
+    assert ran == [64, 128, 256]
+
+
+def test_counters_are_those_of_a_graph_where_the_device_of_the_launch_is_captured(monkeypatch):
+    current = [torch.device("cuda", 3)]
+
+    @contextlib.contextmanager
+    def on(device):
+        before, current[0] = current[0], device
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == DEVICE)
+    monkeypatch.setattr(counters, "_captured", lambda count, device: (count, device))
+    assert counters.zeros_of_a_launch(7, DEVICE) == (7, DEVICE)
 
 
 def test_measurements_are_of_the_device_that_the_kernel_runs_on(gpu):
@@ -175,3 +215,21 @@ def test_interpreted_kernels_and_single_configs_need_no_choice():
 
 def test_the_version_names_triton_and_the_sources():
     assert _autotune.version().startswith("triton 3.") and "kernels" in _autotune.version()
+
+
+def test_a_config_that_the_gpu_has_too_little_for_gives_way_to_the_first_that_runs():
+    ran, out = [], types.SimpleNamespace(device=DEVICE)
+
+    def run(config, target):
+        ran.append(config["BLOCK_M"])
+        if config["BLOCK_M"] != 256:
+            raise OutOfResources(120000, 101376, "shared memory")
+
+    with pytest.warns(UserWarning, match=r"matmul \(16, 'bfloat16'\): .*64.* does not run here, .*256.* does.*120000"):
+        launch_tuned("matmul", (16, "bfloat16"), CONFIGS, run, out)
+    assert ran == [64, 128, 256]
+    launch_tuned("matmul", (16, "bfloat16"), CONFIGS, run, out)
+    assert ran == [64, 128, 256, 256]
+    with pytest.raises(OutOfResources):
+        launch_tuned("matmul", (32, "bfloat16"), CONFIGS[:2], run, out)
+    assert ran[4:] == [64, 128]

@@ -5,17 +5,20 @@ import re
 
 import pytest
 import torch
-from compile_targets import few_variants
+from compile_targets import TRITON, few_variants
+from sass import instructions, integer_instructions
 
 import mxfp4_kernels
 
 
-@pytest.mark.parametrize(("what", "cases"), [("few", 15), pytest.param("all", 18, marks=pytest.mark.large)])
+@pytest.mark.parametrize(("what", "cases"), [("few", 18), pytest.param("all", 21, marks=pytest.mark.large)])
 def test_interpreted_folding_equals_eager_bit_for_bit(run_script, what, cases):
     report = run_script("run_fold.py", what, interpret=True)
     assert report["mismatches"] == []
     assert report["cases"] == cases and report["inexact"] > 20 and report["nan"] > 100
     assert report["sides"] == 17
+    # Of each case, both orientations alone and together.
+    assert report["pairs"] >= 15
 
 
 @pytest.mark.parametrize(
@@ -71,35 +74,95 @@ def test_rows_stay_in_registers_where_little_is_padding():
 
 #: Kernels whose rows of elements are adjacent and aligned: 16 bytes at a time, in and out.
 WIDE = ("groups", "groups mbs", "rows 4096", "rows 8192", "rows 14336", "fp8", "both", "both mbs", "both reused")
+WIDE += ("groups pairs", "groups pairs mbs", "both pairs", "both pairs mbs")
 
 
 #: On sm_90, registers of a thread and instructions of the kernel, with a little room: more of either cost bandwidth.
-MOST_REGISTERS = {"groups": (48, 420), "rows 4096": (48, 380), "fp8": (40, 180), "both": (104, 1750)}
+MOST_REGISTERS = {
+    "groups": (48, 420),
+    "rows 4096": (48, 380),
+    "fp8": (40, 180),
+    "both": (104, 1750),
+    "groups pairs": (40, 370),
+    "groups pairs mbs": (40, 430),
+    "columns pairs": (40, 545),
+    "both pairs": (88, 1160),
+    "both pairs mbs": (96, 1400),
+}
+#: And those of the integer unit, where two elements are computed at once: without it "groups" has 213, "both" 935.
+MOST_INTEGERS = {
+    "groups pairs": 175,
+    "groups pairs mbs": 205,
+    "columns pairs": 280,
+    "both pairs": 650,
+    "both pairs mbs": 800,
+}
 
 
 #: Those that every run compiles; `make test-all` compiles all, for all targets.
-FEW = ("groups mbs", "rows 4096", "both")
+FEW = ("groups mbs", "rows 4096", "both pairs mbs")
 
 
 @pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "90", "80", "120"))
 def test_cuda(run_script, arch, names):
     report = run_script("run_fold_compiler.py", "cuda", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 16)
+    assert len(report) == (len(names) or 21)
     for name, asm in report.items():
-        ptx = asm["ptx"]
+        # One reciprocal, which is corrected or need not be exact.
+        ptx = asm["ptx"].replace("rcp.approx.ftz.f32", "")
         assert ".ftz" not in ptx and ".approx" not in ptx, name
         # Without the conversion in hardware, integers hold more in registers.
         if arch != "80" or "both" not in name:
-            assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
+            stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", asm["sass"]).groups()
+            assert int(stack) <= (8 if TRITON >= (3, 8) else 0) and local == "0", name
         assert asm["shared"] <= 16384, name
-        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (arch != "80"), name
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (arch != "80" and "pairs" not in name), name
+        assert ("fma.rn.bf16x2" in ptx) == ("pairs" in name), name
         if name in WIDE:
             assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, name
         if arch == "90" and name in MOST_REGISTERS:
             registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
             instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(?!\s+NOP)", asm["sass"], re.MULTILINE))
-            assert registers <= MOST_REGISTERS[name][0] and instructions <= MOST_REGISTERS[name][1], name
+            most, longest = MOST_REGISTERS[name]
+            # Triton 3.6 takes more of both.
+            spare = 1.2 if TRITON < (3, 7) else 1
+            assert registers <= most * spare and instructions <= longest * spare, name
+        if arch == "90" and name in MOST_INTEGERS:
+            assert integer_instructions(asm["sass"]) <= MOST_INTEGERS[name], name
         assert ("div.rn.f32" in ptx) == (name in ("groups mbs", "groups mse dynamic", "columns odd huge", "both mbs"))
+
+
+#: Of those of FP8 with a power of two per row, on sm_90: registers of a thread, and instructions.
+MOST_OF_FP8 = {
+    "rows": (40, 290),
+    "long rows": (40, 390),
+    "maxima": (80, 410),
+    "values of columns": (96, 1120),
+    "columns": (72, 690),
+}
+
+
+@pytest.mark.parametrize(("arch", "names"), few_variants(("rows", "maxima"), "90", "80", "100", "120"))
+def test_fp8_cuda(run_script, arch, names):
+    report = run_script("run_fp8_compiler.py", "cuda", arch, *names, interpret=False)
+    assert len(report) == (len(names) or 5)
+    for name, asm in report.items():
+        assert ".ftz" not in asm["ptx"] and ".approx" not in asm["ptx"] and "div.rn" not in asm["ptx"], name
+        assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
+        assert "ld.global.v4.b32" in asm["ptx"], name
+        assert name == "maxima" or "st.global.v4.b32" in asm["ptx"], name
+        if arch == "90":
+            registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
+            found = registers, instructions(asm["sass"]).total()
+            assert all(one <= most for one, most in zip(found, MOST_OF_FP8[name], strict=True)), (name, found)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_fp8_hip(run_script, arch):
+    for name, asm in run_script("run_fp8_compiler.py", "hip", arch, interpret=False).items():
+        code = asm["amdgcn"]
+        assert re.search(r"\.vgpr_spill_count: +0\b", code) and re.search(r"ScratchSize: 0\b", code), name
 
 
 @pytest.mark.large

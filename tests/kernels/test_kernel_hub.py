@@ -40,6 +40,39 @@ print('ok')
 """.replace("NAMES", repr(sorted(mxfp4_kernels.__all__)))
 
 
+#: Layers of this project on a loaded kernel, in a process that has it under the name that they import.
+LAYERS = """
+sys.modules['mxfp4_kernels'] = kernel
+import torch
+from torch import nn
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
+from hf_mxfp4.gemm import gemm_kernel_counts
+calls = []
+def counted(name):
+    function = getattr(kernel, name)
+    setattr(kernel, name, lambda *given, **options: (calls.append(name), function(*given, **options))[1])
+for name in ('fake_quantize', 'quantize', 'linear_w4a16', 'fold_e4m3', 'matmul_e4m3'):
+    counted(name)
+torch.manual_seed(0)
+linear, x = nn.Linear(160, 24), torch.randn(3, 160)
+plain = dict(preset='w4a4', outlier_fallback=None)
+for layer, options, fast in (
+    (MXFP4Linear, plain, dict(backend='triton')),
+    (MXFP4Linear, plain, dict(backend='triton', engine='fp8')),
+    (MXFP4PackedLinear, dict(preset='w4a16', mode='packed'), dict(backend='triton')),
+):
+    found, expected = (
+        layer.from_linear(linear, MXFP4RLConfig(**options, **how))(x) for how in (fast, dict(backend='eager'))
+    )
+    assert (found - expected).abs().max() <= 2e-6, (layer, fast)
+assert {'fake_quantize', 'quantize', 'linear_w4a16', 'fold_e4m3', 'matmul_e4m3'} == set(calls), calls
+assert gemm_kernel_counts()['fprop']['fp8'] == 1
+names = [name for name in sys.modules if name.partition('.')[0] == 'mxfp4_kernels']
+assert all(sys.modules[name].__file__.startswith(sys.argv[1]) for name in names), names
+print('ok')
+"""
+
+
 def load_by_path(name: str, path: Path):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
@@ -142,16 +175,33 @@ def test_the_builders_file_agrees_with_what_is_assembled():
     assert "genKernelFlakeOutputs" in (FOLDER / "flake.nix").read_text()
 
 
-@pytest.mark.parametrize("place", ["__init__.py", "mxfp4_kernels/__init__.py"])
-def test_a_variant_works_from_any_path_under_any_name(assembled, place):
-    loading = (
+def by_path(path: Path) -> str:
+    """A program that loads a kernel without any library."""
+    return (
         "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('_unique_1', {str(variants(assembled)[0] / place)!r})\n"
+        f"spec = importlib.util.spec_from_file_location('_unique_1', {str(path)!r})\n"
         "kernel = importlib.util.module_from_spec(spec)\n"
         "sys.modules['_unique_1'] = kernel\n"
         "spec.loader.exec_module(kernel)\n"
     )
-    run_check(assembled, loading)
+
+
+@pytest.mark.parametrize("place", ["__init__.py", "mxfp4_kernels/__init__.py"])
+def test_a_variant_works_from_any_path_under_any_name(assembled, place):
+    run_check(assembled, by_path(variants(assembled)[0] / place))
+
+
+def run_layers(assembled: Path, loading: str, *paths: str, **variables: str) -> None:
+    """Run `LAYERS` on a kernel from the assembled repository."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(FOLDER.parent), *paths)), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", loading + LAYERS, str(assembled)]
+    options = {"capture_output": True, "text": True, "cwd": assembled, "timeout": 300}
+    done = subprocess.run(command, env=environment | variables, **options)
+    assert done.returncode == 0 and done.stdout.split() == ["ok"], done.stderr
+
+
+def test_layers_compute_on_a_variant(assembled):
+    run_layers(assembled, by_path(variants(assembled)[0] / "__init__.py"))
 
 
 def has_kernels_library() -> bool:
@@ -175,3 +225,11 @@ def test_the_kernels_library_reads_and_loads_it(assembled):
             "kernel = get_local_kernel(variant)\n"
         )
         run_check(assembled, loading, site)
+
+
+@pytest.mark.skipif(not has_kernels_library(), reason="the kernels library is not installed")
+def test_layers_compute_on_what_the_kernels_library_gets_from_a_repository(assembled):
+    """A folder stands for the repository, as the library lets one say."""
+    site = str(Path(importlib.util.find_spec("kernels").origin).parents[1])
+    loading = "import sys\nfrom kernels import get_kernel\nkernel = get_kernel('some/mxfp4-kernels', version=0)\n"
+    run_layers(assembled, loading, site, LOCAL_KERNELS=f"some/mxfp4-kernels={variants(assembled)[0]}")

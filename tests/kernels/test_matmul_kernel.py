@@ -101,10 +101,8 @@ def test_instructions_and_resources(run_script, backend, arch, rows):
         assert asm["shared"] <= asm["limit"], name
         if name.endswith("4096"):
             assert re.search(found[name[:4]], code), name
-        # On sm_100 MXFP4 is native, and products of groups in E4M3 are not used.
-        if (arch, name) != ("100", "e4m3 group 4096"):
-            spill = r"STACK:0\b.*LOCAL:0\b" if backend == "cuda" else r"\.vgpr_spill_count: +0\b"
-            assert re.search(spill, asm["sass"] if backend == "cuda" else code), name
+        spill = r"STACK:0\b.*LOCAL:0\b" if backend == "cuda" else r"\.vgpr_spill_count: +0\b"
+        assert re.search(spill, asm["sass"] if backend == "cuda" else code), name
         if backend == "cuda":
             assert "cp.async" in code, name
     if arch == "90":

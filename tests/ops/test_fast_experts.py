@@ -4,9 +4,8 @@
 import pytest
 import torch
 
-from hf_mxfp4.gemm import GemmKernel, Groups, select_kernel
+from hf_mxfp4.gemm import Groups, select_kernel
 from hf_mxfp4.gemm.groups import PaddedRows
-from hf_mxfp4.gemm.tensor_cores import choose
 from hf_mxfp4.numerics import REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
 
 
@@ -69,16 +68,6 @@ def test_blocks_of_padded_rows_belong_to_experts():
     assert torch.equal(padded.pad(torch.arange(40.0)[:, None])[padded.places], torch.arange(40.0)[:, None])
 
 
-@pytest.mark.filterwarnings("ignore:engine=.auto.")
-def test_experts_are_checked_apart_from_linear_layers(monkeypatch):
-    monkeypatch.setattr(choose, "_problems", {})
-    fast, device = GemmKernel("fp8", ""), torch.device("cpu")
-    assert choose.checked(fast, device) is not fast  # no kernel runs here
-    assert len(choose._problems) == 1
-    monkeypatch.setitem(choose._problems, ("fp8", device, True), None)
-    assert choose.checked(fast, device, experts=True) is fast
-
-
 def check(found: dict) -> None:
     """Sums in float32 of exact products; in bfloat16 dense operands are rounded once more, and so is the output."""
     for label, layer in found["experts"].items():
@@ -102,4 +91,3 @@ def test_both_engines_train_experts_alike_in_all_layouts_and_dtypes(run_script):
     found = run_script("run_fast_experts.py", "all", interpret=True)
     assert len(found["experts"]) == 4 * len(EXPECTED)
     check(found)
-    assert found["self-check"] is None

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.backends import self_check
 from hf_mxfp4.gemm import GemmKernel, gemm_kernel_counts, reset_gemm_kernel_counts, select_kernel
-from hf_mxfp4.gemm.tensor_cores import choose, fast
+from hf_mxfp4.gemm.tensor_cores import choose
 from hf_mxfp4.numerics import FP8, FULL, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
 
 
@@ -79,25 +80,27 @@ def test_engines_of_gradients(forward, dgrad, wgrad, expected):
         assert engine.name == words or engine.name == "dense" and words in engine.reason
 
 
-def test_a_failed_self_check_means_dense_with_one_warning(monkeypatch):
-    monkeypatch.setattr(choose, "_problems", {})
-    kernel, device, calls = GemmKernel("fp8", ""), torch.device("cpu"), []
-
-    def fails(name, device):
-        calls.append(name)
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(fast, "self_check", fails)
-    with pytest.warns(UserWarning, match="dense products on cpu: fp8 RuntimeError: no such instruction"):
-        assert choose.checked(kernel, device).name == "dense"
-    assert "no such instruction" in choose.checked(kernel, device).reason
-    assert calls == ["fp8"]
-    monkeypatch.setattr(fast, "self_check", lambda *_: "is off by 1")
-    with pytest.warns(UserWarning, match="is off by"):
-        assert choose.checked(GemmKernel("mxfp4", ""), device).name == "dense"
-    monkeypatch.setattr(choose, "_problems", {})
-    monkeypatch.setattr(fast, "self_check", lambda *_: None)
-    assert choose.checked(kernel, device) is kernel
+@pytest.mark.parametrize(
+    ("name", "experts", "broken", "taken"),
+    [
+        ("fp8", False, "fp8 products", "dense"),
+        ("fp8", False, "folds", "dense"),
+        ("fp8", False, "fp8 products of experts", "fp8"),
+        ("fp8", False, "quantize", "fp8"),
+        ("fp8", True, "fp8 products of experts", "dense"),
+        ("fp8", True, "folds", "dense"),
+        ("fp8", True, "fp8 products", "fp8"),
+        ("mxfp4", False, "quantize", "dense"),
+        ("mxfp4", False, "mxfp4 products", "dense"),
+        ("mxfp4", False, "folds", "mxfp4"),
+    ],
+)
+def test_a_kernel_is_taken_where_all_that_it_needs_works(monkeypatch, name, experts, broken, taken):
+    device = torch.device("meta")
+    found = {(family, device): "is off by 1" if family == broken else None for family in self_check.FAMILIES}
+    monkeypatch.setattr(self_check.verdicts, "_found", found)
+    kernel = choose.checked(GemmKernel(name, ""), device, experts)
+    assert kernel.name == taken and ("is off by 1" in kernel.reason) == (taken == "dense")
 
 
 def test_layers_count_their_products():

@@ -38,10 +38,7 @@ def run(bench: Bench) -> None:
 
 def _measure(bench: Bench, shape: tuple[int, int], options: dict[str, Any]) -> Measured:
     machine = bench.machine
-    rows, columns = shape
-    padded = (columns + -columns % _GROUP, rows + -rows % _GROUP)
-    written = sum(lines * (length + 4 * length // _GROUP) for lines, length in zip(shape, padded, strict=True))
-    work = Work(2 * rows * columns + written)
+    work = Work(n_bytes(shape))
     inputs = [random_matrix(shape, machine.device) for _ in range(rotated(machine, work.n_bytes))]
     for name, folded, matrix in zip(
         ("rows", "columns"), mxfp4_kernels.fold_e4m3_both(inputs[0], **options), (inputs[0], inputs[0].T), strict=True
@@ -60,6 +57,14 @@ def _measure(bench: Bench, shape: tuple[int, int], options: dict[str, Any]) -> M
     )
     found.aims = [Aim("of the copy ceiling", 0.85, None if machine.interpreted else found.ceiling_fraction, "%")]
     return found
+
+
+def n_bytes(shape: tuple[int, int]) -> int:
+    """Of the matrix read and of both operands."""
+    rows, columns = shape
+    padded = (columns + -columns % _GROUP, rows + -rows % _GROUP)
+    written = sum(lines * (length + 4 * length // _GROUP) for lines, length in zip(shape, padded, strict=True))
+    return 2 * rows * columns + written
 
 
 def _twice(x: torch.Tensor, options: dict[str, Any]) -> None:

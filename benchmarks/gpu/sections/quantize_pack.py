@@ -48,7 +48,7 @@ def run(bench: Bench) -> None:
 
 def _measure(bench: Bench, shape: tuple[int, int], options: dict[str, Any], beside_peers: bool) -> Measured:
     machine = bench.machine
-    work = Work(_n_bytes(shape, options))
+    work = Work(n_bytes(shape, options))
     inputs = [random_matrix(shape, machine.device) for _ in range(rotated(machine, work.n_bytes))]
     _check(mxfp4_kernels.quantize(inputs[0], **options), inputs[0], options)
     found = bench.contest(
@@ -62,7 +62,7 @@ def _measure(bench: Bench, shape: tuple[int, int], options: dict[str, Any], besi
 
 
 def _measure_both(bench: Bench, shape: tuple[int, int]) -> Measured:
-    written = _n_bytes(shape, {}) + _n_bytes(shape[::-1], {}) - 4 * shape[0] * shape[1]
+    written = n_bytes(shape, {}) + n_bytes(shape[::-1], {}) - 4 * shape[0] * shape[1]
     work = Work(2 * shape[0] * shape[1] + written)
     inputs = [random_matrix(shape, bench.machine.device) for _ in range(rotated(bench.machine, work.n_bytes))]
     for packed, matrix in zip(mxfp4_kernels.quantize_both(inputs[0]), (inputs[0], inputs[0].T), strict=True):
@@ -103,7 +103,7 @@ def random_matrix(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return x.bfloat16()
 
 
-def _n_bytes(shape: tuple[int, int], options: dict[str, Any]) -> int:
+def n_bytes(shape: tuple[int, int], options: dict[str, Any]) -> int:
     """Of the matrix read and of what is written."""
     rows, columns = shape
     passes = 1 if options.get("outlier_fallback") is None else 2

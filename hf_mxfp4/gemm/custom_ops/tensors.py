@@ -11,7 +11,7 @@ import torch
 
 from ...backends import functional
 from ...backends import select as backends
-from ...numerics import MXFP4Tensor, QuantScheme, fake_quantize_e4m3, parse_scheme
+from ...numerics import MXFP4Tensor, QuantScheme, parse_scheme
 from ..storage.packed_weight import PACKED_FIELDS, part_sizes
 
 
@@ -34,7 +34,7 @@ def _fake_quantize(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
 
 @torch.library.custom_op("hf_mxfp4::fake_quantize_e4m3", mutates_args=())
 def _fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
-    return fake_quantize_e4m3(x.detach()).contiguous()
+    return backends.fake_quantize_e4m3(x.detach()).contiguous()
 
 
 @_fake_quantize.register_fake

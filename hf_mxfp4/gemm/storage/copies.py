@@ -62,7 +62,8 @@ def reads_codes(x: torch.Tensor, dtype: torch.dtype, spec: GemmSpec) -> bool:
 def computes_on_codes(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> bool:
     """Whether [`hf_mxfp4.gemm.packed_product`] computes with tensors like ``x`` on a weight's codes, given that they
     are not too many rows. Raises `ValueError` when the backend named cannot do it."""
-    return backends.choose_backend(x, backends.as_read(scheme), backend) != "eager"
+    name = backends.choose_backend(x, backends.as_read(scheme), backend)
+    return name == "cpu" or name == "triton" and (backend != "auto" or backends.works("decode", x.device))
 
 
 def values_of(packed: MXFP4Tensor, dtype: torch.dtype, backend: str) -> torch.Tensor:

@@ -109,7 +109,7 @@ def packed_groups(
         weight: the codes and scales of all experts, ``[E, N, ...]``.
         inputs: as of [`packed_product`].
     """
-    if grouped.uses_kernels(x, backend) and grouped.reads_packed(weight, x):
+    if grouped.uses_kernels(x, backend, "dequantize", "packed experts") and grouped.reads_packed(weight, x):
         return triton_kernels.grouped_matmul_packed(x, weight, groups.offsets(x.device), bias)
     if _backend(x, weight.scheme, backend) == "cpu":
         return _experts_on_cpu(x, weight, bias, groups, inputs)
@@ -128,7 +128,7 @@ def packed_grad_x(
     weight = _tensor(packed, spec, grad.dtype)
     if groups is None:
         return grad @ _values(packed, weight, spec, cache)
-    if grouped.uses_kernels(grad, spec.backend) and grouped.reads_packed(weight, grad):
+    if grouped.uses_kernels(grad, spec.backend, "dequantize") and grouped.reads_packed(weight, grad):
         return grouped.product(grad, grouped.dequantized(weight, grad.dtype).transpose(1, 2), groups)
     grad_x = grad.new_empty(grad.shape[0], spec.in_features)
     for expert, rows in groups:
@@ -236,7 +236,8 @@ def packed_product(
     if name == "cpu":
         return on_cpu.product(x, weight, bias, inputs)
     n_tokens, sizes = x.shape[:-1].numel(), (weight.codes.shape[0], weight.length)
-    if name == "triton" and _is_fused(n_tokens, *sizes, weight.scheme, x.dtype):
+    fused = name == "triton" and _is_fused(n_tokens, *sizes, weight.scheme, x.dtype)
+    if fused and (backend != "auto" or backends.works("decode", x.device)):
         return triton_kernels.linear(x, weight, bias)
     return F.linear(x, dequantize(), bias)
 

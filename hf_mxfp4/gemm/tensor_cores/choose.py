@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GEMM kernels of a pass: those of the spec, where these tensors and this device take them; checked and counted."""
 
-import warnings
-
 import torch
 
+from ...backends import self_check
 from ...backends.select import is_torchs_own
 from ..spec import GemmSpec
-from . import fast, fast_grouped
 from .select import GemmKernel, count_product, dtype_problem, hardware_of, select_kernel
 
 
-#: What a self-check of a kernel found on a device; of products of one matrix, or of experts.
-_problems: dict[tuple[str, torch.device, bool], str | None] = {}
+#: Kernels that must work, by name and whether products are those of experts.
+_FAMILIES = {
+    ("fp8", False): ("folds", "fp8 products"),
+    ("fp8", True): ("folds", "fp8 products of experts"),
+    ("mxfp4", False): ("quantize", "mxfp4 products"),
+}
 
 
 def kernel_of_product(
@@ -36,24 +38,8 @@ def _is_taken(x: torch.Tensor) -> bool:
 
 
 def checked(kernel: GemmKernel, device: torch.device, experts: bool = False) -> GemmKernel:
-    """``kernel``, or the dense one where a self-check found, once per process, that it does not work on this device."""
+    """``kernel``, or the dense one where kernels that it needs do not work on this device."""
     if kernel.name == "dense":
         return kernel
-    key = kernel.name, device, experts
-    if key not in _problems:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return GemmKernel("dense", "a CUDA graph is captured before the kernel was checked")
-        _problems[key] = _problem(*key)
-    if _problems[key] is None:
-        return kernel
-    return GemmKernel("dense", f"the {kernel.name} kernel failed its self-check: {_problems[key]}")
-
-
-def _problem(name: str, device: torch.device, experts: bool) -> str | None:
-    try:
-        problem = (fast_grouped if experts else fast).self_check(name, device)
-    except Exception as error:  # compilers and drivers fail in every way, and the dense kernel does the same
-        problem = f"{type(error).__name__}: {error}"
-    if problem is not None:
-        warnings.warn(f"engine='auto' takes dense products on {device}: {name} {problem}", stacklevel=2)
-    return problem
+    problem = self_check.problem(device, *_FAMILIES[kernel.name, experts])
+    return kernel if problem is None else GemmKernel("dense", f"the {kernel.name} kernel is not used: {problem}")

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...backends.select import fake_quantize
 from ...numerics import FP8, GEMM_OPERANDS, REUSE, GemmScheme, OperandScheme, QuantScheme
 from ..counts import count_weight
 from ..operands import operand_seed, rotation_signs
@@ -64,9 +63,11 @@ def _grad_operands(grad: torch.Tensor, dgrad: str, wgrad: str, state: GemmState)
     import mxfp4_kernels
 
     left, right = state.spec.scheme.dgrad.left, state.spec.scheme.wgrad.left
-    if dgrad == wgrad == "fp8" and FP8 not in (left, right):
+    if dgrad == wgrad != "dense" and FP8 not in (left, right):
         if replace(left, rounding="nearest") == replace(right, rounding="nearest"):
             pairs = both_directions(grad, state)
+            if dgrad == "mxfp4":
+                return mxfp4_kernels.quantize_both(grad, **pairs, **scheme_options(left))
             counter = inexact_counter(grad.device)
             return mxfp4_kernels.fold_e4m3_both(grad, counter=counter, **pairs, **scheme_options(left, tiles=False))
     by_row = None if dgrad == "dense" else quantized(dgrad, grad, "dgrad", "grad", state)
@@ -148,7 +149,7 @@ def operand(
         return mxfp4_kernels.quantize_e4m3(matrix, axis=axis)
     if kernel == "mxfp4":
         rows = matrix if axis == 1 else matrix.t()
-        return mxfp4_kernels.quantize(rows.contiguous(), **direction, **scheme_options(precision))
+        return mxfp4_kernels.quantize(rows, **direction, **scheme_options(precision))
     counter = inexact_counter(matrix.device)
     group = "row" if whole else 128
     return mxfp4_kernels.fold_e4m3(
@@ -166,32 +167,6 @@ def multiply(kernel: str, left: Any, right: Any, dtype: torch.dtype, bias: torch
         return mxfp4_kernels.matmul_mxf4(*parts, **macros, out_dtype=dtype, bias=bias)
     parts = (left.elements, left.scale, right.elements, right.scale)
     return mxfp4_kernels.matmul_e4m3(*parts, out_dtype=dtype, bias=bias)
-
-
-def self_check(kernel: str, device: torch.device) -> str | None:
-    """Return what is wrong with a kernel on a device, by small products of all kinds; `None` when nothing is."""
-    rng = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(rows, 300, generator=rng).to(device, torch.bfloat16) for rows in (33, 48))
-    for scheme in (QuantScheme(), QuantScheme("rceil", 128)):
-        product = GemmScheme(scheme, scheme)
-        left, right = (operand(kernel, side, scheme, whole_rows(product)) for side in (x, w))
-        found = multiply(kernel, left, right, torch.bfloat16)
-        values = (fake_quantize(side.float(), scheme, "eager") for side in (x, w))
-        error = product_error(found, *values)
-        if not error < PRODUCT_BOUND:
-            return f"is off by {error:.1e} of the sum of magnitudes ({scheme})"
-    return None
-
-
-#: Of [`product_error`] of a bfloat16 result.
-PRODUCT_BOUND = 2.0**-8
-
-
-def product_error(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> float:
-    """Largest error of ``left right^T`` relative to the sum of the magnitudes of what is summed."""
-    left, right = left.double(), right.double()
-    magnitude = left.abs() @ right.abs().t()
-    return float(((found.double() - left @ right.t()).abs() / magnitude.clamp(min=1e-30)).max())
 
 
 def scheme_options(scheme: QuantScheme, tiles: bool = True) -> dict[str, Any]:

@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...backends.select import fake_quantize
-from ...numerics import FP8, GemmScheme, LinearScheme, QuantScheme, decode_e8m0, e4m3_scale_byte
+from ...numerics import FP8, decode_e8m0, e4m3_scale_byte
 from ..counts import count_weight
 from ..groups import Groups, PaddedRows
-from ..layer_rng import LayerRng
 from ..operands import rows_first
-from ..spec import GemmSpec
 from ..state import GemmState
-from .fast import PRODUCT_BOUND, both_directions, product_error, quantized, quantized_across, scheme_options
+from .fast import both_directions, quantized, quantized_across, scheme_options
 from .select import inexact_counter
 
 
@@ -177,28 +174,3 @@ def expert_scales(rows: torch.Tensor, groups: Groups) -> torch.Tensor:
     amax = values.new_zeros(groups.n_experts, rows.shape[1])
     amax.scatter_reduce_(0, experts[:, None].expand_as(values), values.abs(), "amax")
     return decode_e8m0(e4m3_scale_byte(amax))
-
-
-def self_check(kernel: str, device: torch.device) -> str | None:
-    """Return what is wrong with the products of experts on a device, by small ones; `None` when nothing is."""
-    rng = torch.Generator().manual_seed(0)
-    counts, inner, outer = (33, 0, 150), 300, 48
-    groups = Groups(counts)
-    x, grad = (torch.randn(groups.n_rows, size, generator=rng).to(device, torch.bfloat16) for size in (inner, outer))
-    weight = torch.randn(len(counts), outer, inner, generator=rng).to(device, torch.bfloat16)
-    padded = PaddedRows(groups, _GROUP, device)
-    for scheme in (QuantScheme(), QuantScheme("rceil", 128)):
-        spec = GemmSpec(LinearScheme(*[GemmScheme(scheme, scheme)] * 3), gemm_kernel=kernel)
-        state = GemmState(spec, [LayerRng(0, "")])
-        out = forward(x, weight, None, torch.bfloat16, groups, state)
-        sides = (along_tokens(name, side, groups, padded, state) for name, side in (("grad", grad), ("x", x)))
-        wgrad = multiply_tokens(*sides, padded.offsets, torch.bfloat16)
-        for expert, rows in groups:
-            values = (fake_quantize(side.float(), scheme, "eager") for side in (x[rows], weight[expert]))
-            along = (fake_quantize(side[rows].float().t(), scheme, "eager") for side in (grad, x))
-            error = max(product_error(out[rows], *values), product_error(wgrad[expert], *along))
-            if not error < PRODUCT_BOUND:
-                return f"is off by {error:.1e} of the sum of magnitudes in products of experts ({scheme})"
-        if wgrad[1].any():
-            return "gives an expert without tokens a gradient"
-    return None

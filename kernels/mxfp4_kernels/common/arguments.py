@@ -81,6 +81,7 @@ class DecodeConstants(NamedTuple):
         PIECES: bfloat16 numbers that add up to an element of the other operand.
         EVEN: tiles divide the weight, along its rows and, where rows are not clamped, along its columns.
         COL_MULTIPLE: a power of two that divides the rows' length.
+        EIGHTS: multiply 16 rows of the other operand eight at a time.
     """
 
     MACRO: int
@@ -91,6 +92,7 @@ class DecodeConstants(NamedTuple):
     PIECES: int = 1
     EVEN: bool = False
     COL_MULTIPLE: int = 1
+    EIGHTS: bool = False
 
 
 class ProductTile(NamedTuple):

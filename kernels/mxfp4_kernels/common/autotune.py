@@ -10,7 +10,9 @@ A kernel's host code lists the configs that may run (dictionaries of compile-tim
 Nothing is measured unless asked for: by ``HF_MXFP4_AUTOTUNE=1`` in the environment, or within [`autotune`]. What was
 measured is used ever after, from ``$HF_MXFP4_CACHE/autotune/<gpu>.json`` (``~/.cache/hf_mxfp4`` by default), for as
 long as Triton and the sources of this package are the same. What first runs under capture in a CUDA graph, where
-nothing can be measured, is measured when it next runs outside of one. Otherwise the table that is shipped for the GPU
+nothing can be measured, is measured when it next runs outside of one. Several processes of one job do not measure
+either: each would choose for itself, and sum in another order than the others. They read what one process measured
+before. Otherwise the table that is shipped for the GPU
 decides (``configs/<gpu>.json`` of this package, of the same form), and then the first config. An entry that is not
 among the configs offered is passed over, so that no file can make a launch fail.
 """
@@ -98,10 +100,17 @@ def choose(
                 found = _fastest(kernel_name, text, configs, bench)
             if found is not None:
                 _remember(gpu, kernel_name, text, found)
+        if found is None and _is_asked() and (processes := _processes()) > 1:
+            _say_that_one_process_measures(processes)
         if found is None:
-            found = _offered(_table(_SHIPPED / f"{gpu}.json").get(kernel_name, {}).get(text), configs) or configs[0]
+            found = _offered(read_table(_SHIPPED / f"{gpu}.json").get(kernel_name, {}).get(text), configs) or configs[0]
         _chosen[place] = found, settled
     return found
+
+
+def settle(kernel_name: str, key: Sequence[object], config: Config, device: torch.device) -> None:
+    """Let [`choose`] return this config in this process."""
+    _chosen[gpu_name(device), kernel_name, " ".join(map(str, key))] = config, True
 
 
 def milliseconds(launch: Callable[[], object]) -> float:
@@ -116,10 +125,14 @@ def gpu_name(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "_", module.get_device_name(device).lower()).strip("_") or device.type
 
 
+def cache_folder() -> Path:
+    """Where what was found out about this machine is kept."""
+    return Path(os.environ.get("HF_MXFP4_CACHE") or Path.home() / ".cache" / "hf_mxfp4")
+
+
 def cache_file(gpu: str) -> Path:
     """Where measured configs of a GPU are kept."""
-    folder = os.environ.get("HF_MXFP4_CACHE") or Path.home() / ".cache" / "hf_mxfp4"
-    return Path(folder) / "autotune" / f"{gpu}.json"
+    return cache_folder() / "autotune" / f"{gpu}.json"
 
 
 @functools.lru_cache(maxsize=1)
@@ -131,12 +144,33 @@ def version() -> str:
     return f"triton {triton.__version__}, kernels {digest.hexdigest()[:16]}"
 
 
+def _is_asked() -> bool:
+    return bool(_asked) or os.environ.get("HF_MXFP4_AUTOTUNE") == "1"
+
+
 def _is_tuning(device: torch.device) -> bool:
-    if not _asked and os.environ.get("HF_MXFP4_AUTOTUNE") != "1":
+    if not _is_asked() or _processes() > 1:
         return False
     # A measurement waits for the GPU, which a graph under capture cannot.
     with _on(device):
         return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _processes() -> int:
+    """Of the job that this one belongs to."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    size = os.environ.get("WORLD_SIZE", "1")
+    return int(size) if size.isdecimal() else 1
+
+
+@functools.cache
+def _say_that_one_process_measures(processes: int) -> None:
+    warnings.warn(
+        f"nothing is autotuned in {processes} processes, which would each choose for itself: run one process alone "
+        f"first, with the same shapes; what it measures is kept in {cache_folder() / 'autotune'}",
+        stacklevel=5,
+    )
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager:
@@ -164,12 +198,12 @@ def _offered(entry: object, configs: Sequence[Config]) -> Config | None:
 
 
 def _measured(gpu: str) -> Mapping[str, Any]:
-    table = _table(cache_file(gpu))
+    table = read_table(cache_file(gpu))
     return table if table.get("version") == version() else {}
 
 
-def _table(path: Path) -> dict[str, Any]:
-    """The file as a mapping of mappings; empty, with a warning, when it cannot be read as that."""
+def read_table(path: Path) -> dict[str, Any]:
+    """A file as a mapping of mappings (but for the version); empty, with a warning, when it cannot be read as that."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(table, dict):
@@ -180,7 +214,7 @@ def _table(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warnings.warn(f"ignoring the autotuning cache {path}, which cannot be read: {error}", stacklevel=4)
+        warnings.warn(f"ignoring {path}, which cannot be read: {error}", stacklevel=4)
         return {}
     return table
 
@@ -190,6 +224,11 @@ def _remember(gpu: str, kernel_name: str, text: str, config: Config) -> None:
     path = cache_file(gpu)
     table = {"version": version(), **_measured(gpu)}
     table[kernel_name] = {**table.get(kernel_name, {}), text: dict(config)}
+    write_table(path, table)
+
+
+def write_table(path: Path, table: Mapping[str, Any]) -> None:
+    """Put a file in the place of another, whole, whoever writes at the same time. Warns where that cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:

@@ -26,7 +26,9 @@ def zeros_of_a_launch(count: int, device: torch.device) -> torch.Tensor:
     """At least ``count`` int32 zeros for a launch on the current stream of ``device``, which must leave them zero."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
+    with torch.cuda.device(device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
         return _captured(count, device)
     stream = torch.cuda.current_stream(device)
     if device not in _for_graphs:

@@ -24,6 +24,9 @@ BLOCK = 32
 # stream, few enough registers to keep the multiprocessor full. Both tiles are multiples of the largest macro block.
 _FLAT_TILE = (1, LONGEST_FLAT_TILE.value)
 _ROW_TILE = (8, 256)
+#: Elements that a program of `quantization/pairs.py` owns, and how it is compiled.
+PAIRS_TILE = 2048
+PAIRS_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # AMD's warps have 64 threads, and blocks 1024 at most.
 _MOST_WARPS = 16
 #: Whether TRITON_INTERPRET=1 was set when the kernels were defined, which is what counts.
@@ -198,6 +201,28 @@ def both_tile(scheme: Scheme) -> tuple[int, int]:
 def unit_of(scheme: Scheme, side: Side) -> int:
     """Elements of a row that belong together."""
     return max(scheme.macro_block or BLOCK, side.rotation or 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def takes_pairs(scheme: Scheme, side: Side, dtype: torch.dtype, length: int) -> bool:
+    """Whether `quantization/pairs.py` has a scheme for rows of ``length``, of whole blocks and macro blocks."""
+    macro = scheme.macro_block
+    if dtype != torch.bfloat16 or side != PLAIN or scheme.block_rows != 1 or scheme.outlier_fallback is not None:
+        return False
+    if length % (macro or BLOCK) or (macro or 0) > PAIRS_TILE // 2:
+        return False
+    if macro is None:
+        return scheme.scale_rule != "mse"
+    # Factors may bring what rounds to 8 scales under "floor".
+    return scheme.macro_search == "static" and scheme.scale_rule in ("rceil", "even")
+
+
+@functools.lru_cache(maxsize=64)
+def has_pairs(device: torch.device) -> bool:
+    """Whether a device has the instructions of `common/pairs.py`, or the kernels are interpreted."""
+    if device.type == "cpu":
+        return INTERPRETED
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def check_device(x: torch.Tensor) -> None:

@@ -104,10 +104,21 @@ def rounding_noise(x, at, random, DRAW: tl.constexpr, SIDE: tl.constexpr):
 @triton.jit
 def fake_tile(x, out_ptr, at, alpha, random, SCHEME: tl.constexpr, SIDE: tl.constexpr):
     """Write the MXFP4 values of a tile (float32 ``x``) to its place in a contiguous matrix."""
+    # Without a residual bfloat16 needs no exact quotient by a macro factor, (256 + m8) / 256. Values are 1 or 3 times a
+    # power of two. The middle of two bfloat16 is an odd number from 33 to 511 times one, as no quotient is less than
+    # 2**-129; times the factor it is never a value, hence off by 2**-18 of that at least. A reciprocal that errs by
+    # 2**-22 and two roundings are off by less than 2**-21.
+    stored: tl.constexpr = out_ptr.dtype.element_ty
+    to_bf16: tl.constexpr = stored == tl.bfloat16 or (SCHEME.INTERPRETED and stored == tl.int16)
+    divides: tl.constexpr = SCHEME.SEARCH == STATIC or SCHEME.SEARCH == DYNAMIC
+    short: tl.constexpr = to_bf16 and divides and not SCHEME.HAS_FALLBACK
     z, amax_bits, factor, _ = apply_macro(x, SCHEME)
     noise = rounding_noise(x, at, random, 0, SIDE)
     q, byte = quantize_pass(z, amax_bits, noise, SIDE.STOCHASTIC, SCHEME)
-    value = q * scale_value(byte)
+    scale = scale_value(byte)
+    if short:
+        scale = scale * (1.0 / factor)
+    value = q * scale
     if SCHEME.HAS_FALLBACK:
         residual = z - value
         residual_bits = max_bits(residual, SCHEME.TILES)
@@ -120,7 +131,7 @@ def fake_tile(x, out_ptr, at, alpha, random, SCHEME: tl.constexpr, SIDE: tl.cons
             value = clamp(value, SCHEME.LARGEST)
     if SCHEME.SEARCH == BLOCKWISE:
         value = value * factor
-    elif SCHEME.SEARCH != NO_MACRO:
+    elif SCHEME.SEARCH != NO_MACRO and not short:
         # A nonzero value is then at least 2**-64, or a sum that is a multiple of alpha * 2**-88: no less than 2**-108.
         fast = all_at_least(amax_bits, FAST_DIVISION_BITS)
         if SCHEME.HAS_FALLBACK:

@@ -9,6 +9,7 @@ from ..common.arguments import Random, Tile
 from ..common.blocks import scale_value
 from ..common.elements import to_float
 from ..quantization.both import transposed
+from .pairs import fold_columns, fold_rows
 from .tile import base_of, blocks_of, count_inexact, elements_of, fold_tile, prepared
 
 
@@ -46,13 +47,15 @@ def fold_both_kernel(
     seed_high_t,
     STRIP: tl.constexpr,
     REUSED: tl.constexpr,
+    PAIRS: tl.constexpr,
     SCHEME: tl.constexpr,
     SIDES: tl.constexpr,
 ):
     """What [`fold_tile`] writes for a matrix with any strides, and for its transpose ``[n_cols, n_rows]``. One program
     per 128 x 128 elements, which goes over them in strips: of rows, then of columns. With ``REUSED`` the transpose
     holds the values that were quantized along the rows, without macro factors, otherwise those of blocks along the
-    columns. Signs are a pair: of rows, then of columns."""
+    columns. Signs are a pair: of rows, then of columns. ``PAIRS`` is the way of `e4m3/pairs.py`, with elements as int32
+    words."""
     # Triton 3.6 passes no part of a constant on, but a constant.
     SIDE: tl.constexpr = SIDES.rows
     SIDE_T: tl.constexpr = SIDES.columns
@@ -63,17 +66,23 @@ def fold_both_kernel(
     col_start = (pid % col_tiles).to(tl.int64) * 128
     random, random_t = Random(0, seed_low, seed_high), Random(0, seed_low_t, seed_high_t)
     n_inexact = tl.cast(0, tl.int32)
+    inexact = tl.zeros([STRIP, 1, 4, 1], tl.int32)
     top = tl.full([STRIP, 1, 4, 1], -1, tl.int32)
     for strip in range(128 // STRIP):
         start = row_start + strip * STRIP
         rows = start + tl.arange(0, STRIP)[:, None, None, None]
-        at = Tile(rows, col_start, n_rows, lengths.length)
-        y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
-        at = Tile(rows, col_start, n_rows, padded_cols)
-        found, counted = fold_tile(y, noise, out, at, SIDE.STOCHASTIC, SCHEME)
-        n_inexact += found
-        if REUSED:
-            top = tl.maximum(top, counted)
+        if PAIRS:
+            inexact += fold_rows(
+                x_ptr, out, start, col_start, n_rows, n_cols, lengths.x_row_stride, padded_cols, STRIP, 128, SCHEME
+            )
+        else:
+            at = Tile(rows, col_start, n_rows, lengths.length)
+            y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
+            at = Tile(rows, col_start, n_rows, padded_cols)
+            found, counted = fold_tile(y, noise, out, at, SIDE.STOCHASTIC, SCHEME)
+            n_inexact += found
+            if REUSED:
+                top = tl.maximum(top, counted)
     if REUSED:
         base = base_of(tl.max(top, axis=0, keep_dims=True))
     for strip in range(128 // STRIP):
@@ -89,6 +98,12 @@ def fold_both_kernel(
             along = start + tl.arange(0, STRIP)[None, :]
             to = out_t.elements + cols * padded_rows + along
             tl.store(to, elements, mask=(cols < n_cols) & (along < padded_rows))
+            n_inexact += found
+        elif PAIRS:
+            start = col_start + strip * STRIP
+            inexact += fold_columns(
+                x_ptr, out_t, row_start, start, n_rows, n_cols, lengths.x_row_stride, padded_rows, STRIP, SCHEME
+            )
         else:
             start = col_start + strip * STRIP
             rows = start + tl.arange(0, STRIP)[:, None, None, None]
@@ -98,7 +113,9 @@ def fold_both_kernel(
             y, noise = prepared(y, at, signs[1], random_t, SIDE_T)
             at = Tile(rows, row_start, n_cols, padded_rows)
             found, _ = fold_tile(y, noise, out_t, at, SIDE_T.STOCHASTIC, SCHEME)
-        n_inexact += found
+            n_inexact += found
+    if PAIRS:
+        n_inexact = tl.sum(tl.reshape(inexact, [inexact.numel], can_reorder=True), axis=0)
     if REUSED:
         cols = col_start + tl.arange(0, 4)[None, None, :, None] * 32 + tl.arange(0, 32)[None, None, None, :]
         scale = tl.broadcast_to(scale_value(base), cols.shape)

@@ -11,7 +11,19 @@ import triton
 
 from ..common.arguments import FoldBothLengths, FoldedPointers, FoldLengths, SchemeConstants, Sides
 from ..common.checks import DTYPES, check_scheme, unsupported_dtype
-from ..common.plan import INTERPRETED, PLAIN, Scheme, Side, bits, check_device, checked_side, launch, scheme_constants
+from ..common.plan import (
+    INTERPRETED,
+    PLAIN,
+    Scheme,
+    Side,
+    bits,
+    check_device,
+    checked_side,
+    has_pairs,
+    launch,
+    scheme_constants,
+    takes_pairs,
+)
 from .both_kernel import fold_both_kernel
 from .rows_kernel import fold_groups_kernel, fold_rows_kernel
 
@@ -80,8 +92,10 @@ def fold_e4m3(
     counter = _counter(counter, x.device)
     if matrix.numel():
         constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
-        fold = _launch_rows if group == "row" else _launch_groups
-        fold(matrix, out, scale, counter, side, constants)
+        if group == "row":
+            _launch_rows(matrix, out, scale, counter, side, constants)
+        else:
+            _launch_groups(matrix, out, scale, counter, side, scheme, constants)
     else:
         scale.fill_(2.0**-125)
     return Folded(out, scale, counter, length)
@@ -135,10 +149,16 @@ def fold_e4m3_both(
         constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
         tile, options = both_plan(*sides)
         col_tiles = triton.cdiv(n_cols, _GROUP)
+        farthest = max(out.shape[1], out_t.shape[1])
+        pairs = columns == "requantized" and sides == [PLAIN, PLAIN] and _in_pairs(matrix, scheme, farthest)
+        stored_as = torch.int32 if pairs else torch.uint8
+        if pairs and INTERPRETED:
+            # Fewer operations on more numbers.
+            tile = {"STRIP": _GROUP}
         arguments = (
             bits(matrix),
-            FoldedPointers(out.view(torch.uint8), scale.t()),
-            FoldedPointers(out_t.view(torch.uint8), scale_t.t()),
+            FoldedPointers(out.view(stored_as), scale.t()),
+            FoldedPointers(out_t.view(stored_as), scale_t.t()),
             counter,
             (sides[0].signs, sides[1].signs),
             FoldBothLengths(n_rows, n_cols, length, length_t, out.shape[1], out_t.shape[1], *matrix.stride()),
@@ -148,30 +168,12 @@ def fold_e4m3_both(
         )
         tile |= {
             "REUSED": columns == "reused",
+            "PAIRS": pairs,
             "SCHEME": constants,
             "SIDES": Sides(sides[0].constants, sides[1].constants),
         }
         _run(fold_both_kernel, triton.cdiv(n_rows, _GROUP) * col_tiles, x.device, arguments, tile, options)
     return Folded(out, scale, counter, length), Folded(out_t, scale_t, counter, length_t)
-
-
-def quantize_e4m3(x: torch.Tensor, *, axis: int = 1) -> Folded:
-    """``x`` rounded to E4M3 with one power-of-two scale per row (column for ``axis=0``): the bits of
-    ``hf_mxfp4.numerics.quantize_e4m3``, its scale as float32, NaN for a row that holds NaN or infinity.
-
-    Arguments and errors as in [`fold_e4m3`].
-    """
-    scheme = Scheme()
-    matrix = _matrix("quantize_e4m3", x, axis, scheme)
-    check_device(x)
-    n_rows, length = matrix.shape
-    out, scale = _outputs(n_rows, length, "row", x.device)
-    if matrix.numel():
-        constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
-        _launch_rows(matrix, out, scale, None, PLAIN, constants, fp8=True)
-    else:
-        scale.fill_(2.0**-126)
-    return Folded(out, scale, None, length)
 
 
 @functools.lru_cache(maxsize=64)
@@ -216,12 +218,15 @@ def _launch_groups(
     scale: torch.Tensor,
     counter: torch.Tensor,
     side: Side,
+    scheme: Scheme,
     constants: SchemeConstants,
 ) -> None:
-    tile, options = groups_plan(matrix.stride(1) == 1 or matrix.shape[1] == 1, constants.TILES)
+    unit_columns = matrix.stride(1) == 1 or matrix.shape[1] == 1
+    tile, options = groups_plan(unit_columns, constants.TILES)
+    pairs = side == PLAIN and _in_pairs(matrix if unit_columns else matrix.t(), scheme, out.shape[1])
     col_tiles = triton.cdiv(out.shape[1], tile["COLS"])
-    arguments = (*_arguments(matrix, out, scale.t(), counter, side), col_tiles, *side.halves)
-    tile |= {"SCHEME": constants, "SIDE": side.constants}
+    arguments = (*_arguments(matrix, out, scale.t(), counter, side, pairs), col_tiles, *side.halves)
+    tile |= {"PAIRS": pairs, "COLUMNS": not unit_columns, "SCHEME": constants, "SIDE": side.constants}
     grid = triton.cdiv(matrix.shape[0], tile["ROWS"]) * col_tiles
     _run(fold_groups_kernel, grid, matrix.device, arguments, tile, options)
 
@@ -242,13 +247,29 @@ def _launch_rows(
     _run(fold_rows_kernel, triton.cdiv(matrix.shape[0], tile["ROWS"]), matrix.device, arguments, tile, options)
 
 
+def _in_pairs(matrix: torch.Tensor, scheme: Scheme, farthest: int) -> bool:
+    """Whether `e4m3/pairs.py` folds a matrix rounded to nearest: rows of whole words, in tiles that offsets of 32 bits
+    reach; ``farthest`` is the largest length of rows of the result."""
+    if not takes_pairs(scheme, PLAIN, matrix.dtype, _GROUP) or not has_pairs(matrix.device):
+        return False
+    row_stride, col_stride = matrix.stride()
+    in_words = col_stride == 1 and row_stride % 2 == 0 and matrix.shape[1] % 2 == 0 and matrix.data_ptr() % 4 == 0
+    return in_words and max(row_stride, farthest) < 2**31 // _GROUP
+
+
 def _arguments(
-    matrix: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, counter: torch.Tensor | None, side: Side
+    matrix: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    counter: torch.Tensor | None,
+    side: Side,
+    pairs: bool = False,
 ) -> tuple:
-    """What the kernels along rows have in common, in their order."""
+    """What the kernels along rows have in common, in their order; with ``pairs`` elements are words."""
     n_rows, n_cols = matrix.shape
     lengths = FoldLengths(n_cols, side.padded(n_cols), out.shape[1], *matrix.stride())
-    return bits(matrix), FoldedPointers(out.view(torch.uint8), scale), counter, side.signs, n_rows, lengths
+    pointers = FoldedPointers(out.view(torch.int32 if pairs else torch.uint8), scale)
+    return bits(matrix), pointers, counter, side.signs, n_rows, lengths
 
 
 def _run(kernel: Any, grid: int, device: torch.device, arguments: tuple, constants: dict, options: dict) -> None:

@@ -8,6 +8,7 @@ from ..common.arguments import Random, Tile
 from ..common.blocks import EXPONENT_FIELD, NAN_BYTE, max_bits, scale_value
 from ..common.elements import to_float
 from ..common.tile import offsets_in_tile
+from .pairs import fold_columns, fold_rows
 from .tile import (
     NAN_BITS,
     base_of,
@@ -43,19 +44,32 @@ def fold_groups_kernel(
     seed_high,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SCHEME: tl.constexpr,
     SIDE: tl.constexpr,
 ):
     """What [`fold_tile`] writes for a matrix with any strides. One program per tile, of which ``col_tiles`` lie side by
-    side."""
+    side. ``PAIRS`` is the way of `e4m3/pairs.py`, with elements as int32 words, where neighbours in memory are those in
+    a row, or in a column (``COLUMNS``, tiles of 128 elements)."""
     pid = tl.program_id(0)
-    rows = (pid // col_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None, None]
+    row_start = (pid // col_tiles).to(tl.int64) * ROWS
     col_start = (pid % col_tiles).to(tl.int64) * COLS
-    x = _load(x_ptr, rows, col_start, n_rows, lengths, COLS, SCHEME.BF16)
-    at = Tile(rows, col_start, n_rows, lengths.length)
-    x, noise = prepared(x, at, signs_ptr, Random(0, seed_low, seed_high), SIDE)
-    at = Tile(rows, col_start, n_rows, lengths.padded_cols)
-    n_inexact, _ = fold_tile(x, noise, out, at, SIDE.STOCHASTIC, SCHEME)
+    n_cols, padded_cols = lengths.n_cols, lengths.padded_cols
+    if PAIRS:
+        if COLUMNS:
+            stride = lengths.x_col_stride
+            found = fold_columns(x_ptr, out, col_start, row_start, n_cols, n_rows, stride, padded_cols, ROWS, SCHEME)
+        else:
+            stride = lengths.x_row_stride
+            found = fold_rows(x_ptr, out, row_start, col_start, n_rows, n_cols, stride, padded_cols, ROWS, COLS, SCHEME)
+        n_inexact = tl.sum(tl.reshape(found, [found.numel], can_reorder=True), axis=0)
+    else:
+        rows = row_start + tl.arange(0, ROWS)[:, None, None, None]
+        x = _load(x_ptr, rows, col_start, n_rows, lengths, COLS, SCHEME.BF16)
+        at = Tile(rows, col_start, n_rows, lengths.length)
+        x, noise = prepared(x, at, signs_ptr, Random(0, seed_low, seed_high), SIDE)
+        n_inexact, _ = fold_tile(x, noise, out, Tile(rows, col_start, n_rows, padded_cols), SIDE.STOCHASTIC, SCHEME)
     count_inexact(counter_ptr, n_inexact)
 
 

@@ -27,8 +27,8 @@ from ..common.tile import offsets_in_tile, rotated, rounding_noise
 
 NAN_BITS = tl.constexpr(0x7FC00000)
 # The largest exponent of a block inside of E4M3, the least that holds 0.5 and 1.5, and the least scale byte.
-_HIGHEST = tl.constexpr(6)
-_LOWEST = tl.constexpr(-8)
+HIGHEST = tl.constexpr(6)
+LOWEST = tl.constexpr(-8)
 _LEAST_SCALE_BYTE = tl.constexpr(2)
 # 2**-6, the smallest normal E4M3 number, as float32 bits; and half of 1.5 * 2**23 over the 2**3 steps of a binade.
 _SMALLEST_NORMAL = tl.constexpr(0x3C800000)
@@ -85,7 +85,7 @@ def blocks_of(x, noise, STOCHASTIC: tl.constexpr, SCHEME: tl.constexpr):
 @triton.jit
 def base_of(top):
     """Scale bytes of groups, from the largest byte that counts."""
-    return tl.maximum(top - _HIGHEST, _LEAST_SCALE_BYTE)
+    return tl.maximum(top - HIGHEST, _LEAST_SCALE_BYTE)
 
 
 @triton.jit
@@ -103,8 +103,8 @@ def elements_of(z, byte, counted, base, STOCHASTIC: tl.constexpr, SCHEME: tl.con
     The multiplication by the scale of a block and that by its power of two inside of the group are one, and values are
     rounded to the grid times that power: all of it is exact.
     """
-    shift = tl.minimum(tl.maximum(byte - base, -40), _HIGHEST)
-    found = ((counted >= 0) & (byte - base < _LOWEST)).to(tl.int32)
+    shift = tl.minimum(tl.maximum(byte - base, -40), HIGHEST)
+    found = ((counted >= 0) & (byte - base < LOWEST)).to(tl.int32)
     if SCHEME.LIMITED and not (SCHEME.CLIPS or STOCHASTIC):
         found = tl.where(byte == 253, _LIMIT_HERE, found)
     found = tl.sum(tl.reshape(tl.broadcast_to(found, counted.shape), [counted.numel], can_reorder=True), axis=0)

@@ -98,6 +98,21 @@ def _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens):
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _wait_for_stores(lanes, WEIGHT: tl.constexpr):
+    """Let each thread wait until its stores are where other programs see them, on AMD: the barrier there waits for
+    shared memory alone, and the release of an atomic for the stores of its own wave. ``lanes`` is any int32 tensor."""
+    if not WEIGHT.CUDA and not WEIGHT.INTERPRETED:
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1",
+            "=v,v,~{memory}",
+            [lanes],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @triton.jit(do_not_specialize=["n_tokens", "n_rows", "split_steps", "n_splits"])
 def linear_kernel(
     x_ptr,
@@ -172,6 +187,7 @@ def linear_kernel(
         _store(sums_ptr + split * size, None, total, row, rows, tokens, n_rows, n_tokens_here)
         arrived_ptr = partial.arrived + (tl.program_id(2) * tl.num_programs(0) + tile)
         # All threads' sums, before one thread says that they are there.
+        _wait_for_stores(tokens, WEIGHT)
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == n_splits - 1:
             total = tl.zeros([BN, BM], tl.float32)

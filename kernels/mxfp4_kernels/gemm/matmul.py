@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import triton
 
 from ..common.arguments import FoldedPointers, PackedPointers, RowBytes
 from ..common.plan import INTERPRETED, as_stored
-from .configs import Config, fitting, launch_config, named, shared_memory, tuned
+from .configs import Config, fitting, launch_config, launch_tuned, named, shared_memory
 from .matmul_kernel import matmul_e4m3_kernel, matmul_mxf4_kernel
 
 
@@ -57,8 +58,9 @@ def matmul_e4m3(
     Products of 128 elements are summed by the tensor cores, and these sums in float32. Of folded MXFP4 on both sides
     the former are exact in nearly all cases, so that the error is that of float32 sums. With other E4M3 (gradients)
     sm_90, whose FP8 tensor cores keep about 14 bits of a sum, may lose about 2**-13 of the largest product at every 32
-    elements: what a model of the hardware says, not measured. Scales of whole rows on both sides go through PyTorch's
-    scaled product where that has one.
+    elements: what a model of the hardware says, not measured. On sm_90 PyTorch's scaled products are taken: with
+    scales of whole rows on both sides, and from CUDA 12.9 on with scales by 128, where rows are multiples of 16 and
+    there is no bias. Should PyTorch refuse the latter, that is said once, and our kernel is taken from then on.
 
     Args:
         a: ``float8_e4m3fn [M, K]``, contiguous, K a multiple of 128 (pad with zeros).
@@ -80,18 +82,23 @@ def matmul_e4m3(
     per_group = a_scale.shape[1] != 1 or b_scale.shape[1] != 1
     if not per_group and m and n and k and _torch_takes(a.device, out_dtype, n, bias):
         row_wise = F.ScalingType.RowWise
-        scales = a_scale.contiguous(), row_wise, b_scale.t().contiguous(), row_wise
+        # Of one column torch looks at the stride too, and wants 1.
+        scales = a_scale.flatten()[:, None], row_wise, b_scale.flatten()[None, :], row_wise
         # Fast accumulation would keep 14 bits of sums over all of K.
         return F.scaled_mm(a, b.t(), *scales, bias=bias, output_dtype=out_dtype, use_fast_accum=False)
+    scales = [_group_scales(scale, k, per_group) for scale in (a_scale, b_scale)]
+    if per_group and m and n and k and bias is None and m % 16 == 0 and _torch_takes(a.device, out_dtype, n, bias):
+        product = _by_groups_of_torch(a, b, *scales)
+        if product is not None:
+            return product
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
-    operands = [
-        FoldedPointers(as_elements(x), _group_scales(scale, k, per_group)) for x, scale in ((a, a_scale), (b, b_scale))
-    ]
+    operands = [FoldedPointers(as_elements(x), scale) for x, scale in zip((a, b), scales, strict=True)]
     constants = {"PER_GROUP": per_group, **_steps(k)}
     key = ("group" if per_group else "row", triton.next_power_of_2(m), n, k)
-    _launch(matmul_e4m3_kernel, "matmul_e4m3", key, (*operands, bias), out, (m, n, k), constants, Tiles())
+    tiles = e4m3_tiles(per_group, has_tensor_memory(out.device))
+    _launch(matmul_e4m3_kernel, "matmul_e4m3", key, (*operands, bias), out, (m, n, k), constants, tiles)
     return out
 
 
@@ -130,8 +137,7 @@ def matmul_mxf4(
     ]
     row_bytes = RowBytes(n_codes, a_scale.shape[1], 0 if a_macro is None else a_macro.shape[1])
     native = has_mxfp4(out.device)
-    on_10 = native and not torch.version.hip and torch.cuda.get_device_capability(out.device)[0] == 10
-    tiles = mxf4_tiles(native, a_macro is not None, on_10)
+    tiles = mxf4_tiles(native, a_macro is not None, has_tensor_memory(out.device))
     constants = {"NATIVE": native, **_steps(2 * n_codes)}
     key = ("macro" if a_macro is not None else "plain", triton.next_power_of_2(m), n, n_codes)
     _launch(matmul_mxf4_kernel, "matmul_mxf4", key, (*operands, bias), out, (m, n, row_bytes), constants, tiles)
@@ -149,22 +155,37 @@ def has_mxfp4(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (10, 12)
 
 
+@functools.lru_cache(maxsize=64)
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether sums are in a memory of the tensor cores' own: compute capability 10.x."""
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    return is_nvidia and torch.cuda.get_device_capability(device)[0] == 10
+
+
 class Tiles(NamedTuple):
     """What tiles a product can have: ``row_bytes`` of shared memory per row of the operands' tiles and stage of the
-    pipeline, ``largest`` elements without spilling registers, and the ``least`` rows for its instruction."""
+    pipeline, ``largest`` elements, and elements of a thread (``sums``), without spilling registers, and the ``least``
+    rows for its instruction."""
 
     row_bytes: int = 128
     largest: int = 128 * 128
+    sums: int = 64
     least: int = 16
 
 
+def e4m3_tiles(per_group: bool, tensor_memory: bool) -> Tiles:
+    """Of [`matmul_e4m3_kernel`]; ``tensor_memory`` as in [`mxf4_tiles`]: from there partial sums of groups come back to
+    registers, beside the totals."""
+    return Tiles(sums=32 if per_group and tensor_memory else 64)
+
+
 def mxf4_tiles(native: bool, macro: bool, tensor_memory: bool) -> Tiles:
-    """Of [`matmul_mxf4_kernel`]; ``tensor_memory`` is that of compute capability 10.x, where totals stay, and whose
+    """Of [`matmul_mxf4_kernel`]; ``tensor_memory`` is that of [`has_tensor_memory`], where totals stay, and whose
     instructions for MXFP4 take 128 rows."""
     if not native:
         # Unpacked operands go through shared memory once more, as bfloat16, and take registers besides.
         return Tiles(row_bytes=320, largest=64 * 64)
-    return Tiles(row_bytes=72, largest=128 * 64 if macro else 128 * 128, least=128 if tensor_memory else 16)
+    return Tiles(row_bytes=72, sums=32 if macro else 64, least=128 if tensor_memory else 16)
 
 
 def usual_configs(n_rows: int, tiles: Tiles, limit: int) -> Sequence[Config]:
@@ -175,7 +196,12 @@ def usual_configs(n_rows: int, tiles: Tiles, limit: int) -> Sequence[Config]:
 @functools.lru_cache(maxsize=256)
 def _configs(height: int, tiles: Tiles, limit: int) -> Sequence[Config]:
     """[`usual_configs`] of products whose tiles are as high as this, at best."""
-    possible = [c for c in CONFIGS if c["BM"] * c["BN"] <= tiles.largest and c["BM"] >= tiles.least]
+    possible = []
+    for config in CONFIGS:
+        elements = config["BM"] * config["BN"]
+        in_registers = elements <= min(tiles.largest, tiles.sums * 32 * config["num_warps"])
+        if in_registers and config["BM"] >= tiles.least:
+            possible.append(config)
     fits = fitting(possible, lambda c: (c["BM"] + c["BN"]) * tiles.row_bytes, limit, besides=0)
     # Tiles higher than the matrix are waste; of equal heights the first has the most stages.
     return sorted(fits, key=lambda c: (c["BM"] != height, abs(c["BM"] - height), c["BN"] > 128))
@@ -200,7 +226,7 @@ def _launch(
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
         launch_config(kernel, grid, out.device, (*operands, as_stored(target), *sizes), constants, config)
 
-    run(tuned(name, key, configs, run, out), out)
+    launch_tuned(name, key, configs, run, out)
 
 
 @functools.lru_cache(maxsize=64)
@@ -212,6 +238,36 @@ def _has_row_scaled(device: torch.device) -> bool:
 def _torch_takes(device: torch.device, out_dtype: torch.dtype, n: int, bias: torch.Tensor | None) -> bool:
     fits = out_dtype == torch.bfloat16 and n % 16 == 0 and (bias is None or bias.dtype == torch.bfloat16)
     return fits and _has_row_scaled(device)
+
+
+#: GPUs on which PyTorch refused scales by 128.
+_refused: set[torch.device] = set()
+
+
+@functools.lru_cache(maxsize=1)
+def _cuda_has_blocks() -> bool:
+    """Whether cuBLASLt is one that knows scales by 128, and PyTorch asks it for these."""
+    version = (torch.version.cuda or "0.0").split(".")
+    return (int(version[0]), int(version[1])) >= (12, 9) and hasattr(F.ScalingType, "BlockWise1x128")
+
+
+def _by_groups_of_torch(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
+) -> torch.Tensor | None:
+    """``a b^T`` in bfloat16 with scales ``[groups, rows]`` by PyTorch's product; `None` where it has none."""
+    if a.device in _refused or not _cuda_has_blocks():
+        return None
+    by_blocks = F.ScalingType.BlockWise1x128
+    scales = a_scale.t(), by_blocks, b_scale.t(), by_blocks
+    try:
+        return F.scaled_mm(a, b.t(), *scales, output_dtype=torch.bfloat16, use_fast_accum=False)
+    except (RuntimeError, ValueError) as error:
+        _refused.add(a.device)
+        reason = str(error).partition("\n")[0]
+        warnings.warn(
+            f"PyTorch has no FP8 product with scales by 128 on {a.device} ({reason}); ours is used", stacklevel=3
+        )
+        return None
 
 
 def _group_scales(scale: torch.Tensor, k: int, per_group: bool) -> torch.Tensor:

@@ -13,6 +13,8 @@ import triton
 from ..common.arguments import BothLengths, Lengths, PackedPointers, RowBytes, Sides
 from ..common.plan import (
     BLOCK,
+    PAIRS_OPTIONS,
+    PAIRS_TILE,
     PLAIN,
     Packed,
     Scheme,
@@ -22,14 +24,17 @@ from ..common.plan import (
     bits,
     both_tile,
     check_device,
+    has_pairs,
     launch,
     options,
     plan,
     scheme_constants,
+    takes_pairs,
     unit_of,
 )
 from .both import quantize_both_kernel
 from .dequantize import dequantize_kernel
+from .pairs import quantize_pairs_kernel
 from .rows import quantize_kernel
 
 
@@ -58,6 +63,9 @@ def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN) -> Packed:
     if columns:
         return quantize_both(x.mT, scheme, None, side)[1]
     packed = _empty_packed(x, shape, scheme)
+    if x.numel() and takes_pairs(scheme, side, x.dtype, x.shape[-1]) and _lies_in_words(x) and has_pairs(x.device):
+        _launch_pairs(x, packed, scheme)
+        return packed
     for first_row, matrix, *parts in _matrices(x, scheme, *packed):
         _launch_rows(matrix, PackedPointers(*parts), scheme, side, first_row, None)
     return packed
@@ -222,6 +230,20 @@ def _launch_rows(
     at = _rows(matrix.shape, matrix.stride(0), matrix.dtype, scheme, rotation, drawn, has_signs, dtype, limit)
     numbers = (at.n_rows, at.lengths, at.col_tiles, first_row, *side.halves)
     launch(quantize_kernel, at.grid, matrix.device, bits(matrix), out, signs, *numbers, *at.constants, **at.options)
+
+
+def _lies_in_words(x: torch.Tensor) -> bool:
+    """Whether elements lie side by side, from the first one's word of 32 bits on."""
+    return x.is_contiguous() and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
+
+
+def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme) -> None:
+    n_blocks, blocks = x.numel() // BLOCK, PAIRS_TILE // (2 * BLOCK)
+    words = x.detach().reshape(-1).view(torch.int32)
+    out = PackedPointers(packed.codes.view(-1).view(torch.int32), packed.scale, packed.macro, None, None)
+    grid = (triton.cdiv(n_blocks, 2 * blocks),)
+    constants = scheme_constants(x.dtype, scheme)
+    launch(quantize_pairs_kernel, grid, x.device, words, out, n_blocks, blocks, constants, **PAIRS_OPTIONS)
 
 
 def _launch_both(

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instructions of compiled kernels: read, put into loops, and counted by the pipe that they take.
+
+A loop is what lies between a branch back and its target. How often each runs is for the caller to say, in the order in
+which loops begin; what runs once counts once. A loop that does not run takes the branch around it along: the largest
+part of the code that some branch skips and that has no loop which runs. Of two ways, one or the other of which a branch
+takes, the one that divides more by the slow way does not run. Code behind the last exit (the slow way itself, waiting
+for barriers that are ready) does not count.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of machine code.
+
+    Attributes:
+        at: its place; only the order counts.
+        name: with its suffixes, ``"LDG.E.128"``.
+        target: of a branch.
+        conditional: it has a predicate, or is a conditional branch.
+    """
+
+    at: int
+    name: str
+    target: int | None = None
+    conditional: bool = False
+
+
+@dataclass(frozen=True)
+class Loop:
+    """From the first to the last instruction, both included."""
+
+    start: int
+    end: int
+
+    def holds(self, at: int) -> bool:
+        return self.start <= at <= self.end
+
+
+#: Instructions that a loop has at least; shorter ones wait.
+LEAST_LOOP = 9
+_SASS = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
+_SASS_TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
+
+
+def read_sass(text: str) -> list[Instruction]:
+    """Of what cuobjdump prints; padding left out."""
+    found = []
+    for at, predicate, name, rest in _SASS.findall(text):
+        target = _SASS_TARGET.search(rest) if name.partition(".")[0] == "BRA" else None
+        conditional = bool(predicate) or bool(re.match(r"\s*!?U?P\d", rest)) and name.startswith("BRA")
+        if name != "NOP":
+            found.append(Instruction(int(at, 16), name, int(target[1], 16) if target else None, conditional))
+    return found
+
+
+def read_amdgcn(text: str) -> list[Instruction]:
+    """Of assembly with labels."""
+    found: list[tuple[str, str]] = []
+    labels = {}
+    for line in text.splitlines():
+        line = line.partition(";")[0].rstrip()
+        if label := re.match(r"(\.?\w+):$", line):
+            labels[label[1]] = len(found)
+        elif found_here := re.match(r"\s+((?:v|s|ds|global|buffer|flat|scratch)_\w+)(.*)", line):
+            found.append((found_here[1], found_here[2].strip()))
+    return [
+        Instruction(at, name, labels.get(rest) if "branch" in name else None, name.startswith("s_cbranch"))
+        for at, (name, rest) in enumerate(found)
+    ]
+
+
+def is_exit(instruction: Instruction) -> bool:
+    return instruction.name in ("EXIT", "s_endpgm")
+
+
+def body(code: Sequence[Instruction]) -> list[Instruction]:
+    """Up to the last exit of all threads."""
+    last = max((i for i, one in enumerate(code) if is_exit(one) and not one.conditional), default=len(code) - 1)
+    return list(code[: last + 1])
+
+
+def loops_of(code: Sequence[Instruction]) -> list[Loop]:
+    """In the order in which they begin, outer ones first."""
+    ends: dict[int, int] = {}
+    for one in code:
+        if one.target is not None and one.target <= one.at:
+            ends[one.target] = max(one.at, ends.get(one.target, 0))
+    loops = [Loop(start, end) for start, end in sorted(ends.items())]
+    return [loop for loop in loops if sum(loop.holds(one.at) for one in code) >= LEAST_LOOP]
+
+
+def weights_of(code: Sequence[Instruction], trips: Sequence[float], finishing: float = 1.0) -> list[float]:
+    """How often a warp executes each instruction.
+
+    Args:
+        code: a kernel's [`body`].
+        trips: of its first loops; the others do not run.
+        finishing: the part of programs that goes on behind the first exit that is not for all.
+
+    Raises:
+        ValueError: fewer loops than trips.
+    """
+    loops = loops_of(code)
+    if len(loops) < len(trips):
+        raise ValueError(f"the code has {len(loops)} loops, and trips are given for {len(trips)}")
+    times = dict(zip(loops, [*trips, *[0.0] * (len(loops) - len(trips))], strict=True))
+    idle = [loop for loop, count in times.items() if not count]
+    running = [loop for loop, count in times.items() if count]
+    skipped = [*(_around(loop, code, running) for loop in idle), *_slower_ways(code)]
+    first_exit = next((one.at for one in code if is_exit(one) and one.conditional), None)
+    weights = []
+    for one in code:
+        weight = 1.0
+        for loop in running:
+            if loop.holds(one.at):
+                weight *= times[loop]
+        if any(part.holds(one.at) for part in skipped):
+            weight = 0.0
+        if first_exit is not None and one.at > first_exit:
+            weight *= finishing
+        weights.append(weight)
+    return weights
+
+
+def _around(loop: Loop, code: Sequence[Instruction], running: Sequence[Loop]) -> Loop:
+    """The largest part that a branch skips with the loop, and with none that runs."""
+    best = loop
+    for one in code:
+        if one.target is None or not one.conditional or not one.at < loop.start <= loop.end < one.target:
+            continue
+        if one.target > code[-1].at:
+            # To where it waits, behind the last exit, and back.
+            continue
+        part = Loop(one.at + 1, one.target - 1)
+        if not any(part.holds(other.start) for other in running) and part.start < best.start:
+            best = part
+    return best
+
+
+def _slower_ways(code: Sequence[Instruction]) -> list[Loop]:
+    """Of each branch with two ways that meet again, the one with more slow divisions."""
+    places = {one.at: i for i, one in enumerate(code)}
+    found = []
+    for i, one in enumerate(code):
+        middle = places.get(one.target) if one.conditional and one.target is not None else None
+        if middle is None or middle <= i + 1:
+            continue
+        jump = code[middle - 1]
+        end = places.get(jump.target) if jump.target is not None and not jump.conditional else None
+        if end is None or end <= middle:
+            continue
+        ways = code[i + 1 : middle], code[middle:end]
+        if not all(pipe_of(x.name) in _ARITHMETIC for way in ways for x in way):
+            continue
+        slow = [sum(_divides_slowly(x) for x in way) for way in ways]
+        if slow[0] != slow[1]:
+            way = ways[slow[1] > slow[0]]
+            found.append(Loop(way[0].at, way[-1].at))
+    return found
+
+
+#: Pipes of what a way has that is an arithmetic detail: no products, no memory.
+_ARITHMETIC = ("special", "float", "multiply", "integer", "scalar", "other")
+
+
+def _divides_slowly(one: Instruction) -> bool:
+    return one.name.startswith(("CALL", "v_div_fixup"))
+
+
+# ---- pipes ----------------------------------------------------------------------------------------------------------
+
+_SASS_PIPES = {
+    "matrix": "HMMA QMMA OMMA IMMA HGMMA QGMMA UTCHMMA UTCQMMA UTCOMMA",
+    "special": "MUFU I2F F2I F2F FRND POPC FLO BREV",
+    "loads": "LD LDG LDS LDSM LDL ST STG STS STSM STL LDGSTS ATOM ATOMG ATOMS RED REDG REDUX SHFL LDTM STTM",
+    "float": "FFMA FADD FMUL HFMA2 HADD2 HMUL2 FFMA2 FADD2 FMUL2",
+    "multiply": "IMAD IMUL IDP XMAD",
+    "integer": "LOP3 PLOP3 LOP SHF SHL SHR PRMT IADD3 IADD VIADD LEA IABS BMSK SGXT ISETP FSETP FSET HSET2 HSETP2 SEL "
+    "FSEL IMNMX VIMNMX VIMNMX3 VIADDMNMX FMNMX FMNMX3 HMNMX2 VHMNMX VABSDIFF VABSDIFF4 I2FP F2FP I2IP FCHK P2R R2P "
+    "VOTE MOV CS2R",
+}
+_PIPE_OF_SASS = {name: pipe for pipe, names in _SASS_PIPES.items() for name in names.split()}
+_AMD_SPECIAL = re.compile(r"v_(?:rcp|rsq|sqrt|exp|log|sin|cos)_")
+_AMD_FLOAT = re.compile(r"v_(?:pk_)?(?:fma|fmac|add|mul|sub|mad|div_\w+|ldexp)(?:_legacy)?_f(?:16|32)|v_cvt")
+_AMD_MULTIPLY = re.compile(r"v_(?:mul|mad)_\w*[ui]\d+")
+
+
+def pipe_of(name: str) -> str:
+    """What takes an instruction: ``"matrix"``, ``"special"``, ``"loads"`` (and stores, and what goes between threads),
+    ``"float"``, ``"multiply"`` (of integers), ``"integer"`` (and logic, comparisons, most conversions), ``"scalar"``
+    (one for a warp), or ``"other"``."""
+    if name[0].islower():
+        return _amd_pipe(name)
+    first = name.partition(".")[0]
+    if first in _PIPE_OF_SASS:
+        return _PIPE_OF_SASS[first]
+    return "scalar" if first.startswith("U") or first in ("LDC", "R2UR", "S2UR", "LDCU") else "other"
+
+
+def _amd_pipe(name: str) -> str:
+    if "mfma" in name:
+        return "matrix"
+    if not name.startswith("v_"):
+        return "scalar" if name.startswith("s_") else "loads"
+    for pipe, pattern in (("special", _AMD_SPECIAL), ("float", _AMD_FLOAT), ("multiply", _AMD_MULTIPLY)):
+        if pattern.match(name):
+            return pipe
+    return "integer"
+
+
+_WIDTH = re.compile(r"[._](?:(128|M88\.4|b128|dwordx4)|(64|M88\.2|b64|dwordx2))\b")
+
+
+def lines_of(name: str) -> float:
+    """4 bytes for each thread that a load or store moves; 0 of other instructions."""
+    if pipe_of(name) != "loads":
+        return 0.0
+    width = _WIDTH.search(name)
+    return 1.0 if width is None else 4.0 if width[1] else 2.0
+
+
+def counted(code: Sequence[Instruction], weights: Sequence[float]) -> dict[str, float]:
+    """Instructions that a warp executes, by pipe; and ``"lines"``, what its loads and stores move."""
+    found: dict[str, float] = {"lines": 0.0}
+    for one, weight in zip(code, weights, strict=True):
+        pipe = pipe_of(one.name)
+        found[pipe] = found.get(pipe, 0.0) + weight
+        found["lines"] += weight * lines_of(one.name)
+    return found

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the kernels that quantize, read back and fold: their bits against the definition on the CPU."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from ... import numerics
+from ...numerics import MXFP4Tensor, QuantScheme
+from .. import triton as kernels
+from .comparison import few, first_difference, normal, of_all_sizes
+
+
+Pair = tuple[str, torch.Tensor | None, torch.Tensor | None]
+
+_PLAIN, _MACRO = QuantScheme(), QuantScheme("rceil", 128)
+_FALLBACK = QuantScheme("rceil", 128, "static", 0.5)
+_SEARCH = QuantScheme("even", 128, "dynamic")
+#: Tensors of a packed one.
+PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
+
+
+def check_quantize(device: torch.device) -> str | None:
+    """Quantized values, codes and scale bytes; along rows and columns, rotated and rounded at random."""
+    return first_difference(_quantized(device))
+
+
+def check_dequantize(device: torch.device) -> str | None:
+    """Values of codes."""
+    return first_difference(_dequantized(device))
+
+
+def check_folds(device: torch.device) -> str | None:
+    """Operands of FP8 products."""
+    return first_difference(_folded(device))
+
+
+def _quantized(device: torch.device) -> Iterator[Pair]:
+    # Whole blocks, which are cut into long tiles, and rows with a rest.
+    for number, (scheme, dtype, n_cols) in enumerate(
+        ((_PLAIN, torch.bfloat16, 1056), (_FALLBACK, torch.bfloat16, 650), (_SEARCH, torch.float32, 256))
+    ):
+        x = of_all_sizes(number, few(33, 5, device), n_cols, dtype)
+        yield f"values ({scheme})", kernels.fake_quantize(x.to(device), scheme), numerics.apply_scheme(x, scheme)
+        found, expected = kernels.quantize(x.to(device), scheme, 1), numerics.quantize(x, **vars(scheme), axis=1)
+        for part in PARTS:
+            yield f"{part} ({scheme})", getattr(found, part), getattr(expected, part)
+    x, rounded = of_all_sizes(3, few(130, 40, device), 200), QuantScheme("rceil", 128, rounding="stochastic")
+    none = (None, None)
+    rows, columns = kernels.fake_quantize_both(x.to(device), (_MACRO, rounded), (None, 7), none, none, x.dtype)
+    yield "values along rows", rows, numerics.apply_scheme(x, _MACRO)
+    yield "values along columns", columns, numerics.apply_scheme(x.t().contiguous(), rounded, seed=7)
+    x = normal(4, 9, 192)
+    turned = numerics.rotate(x.float(), 32)
+    values = kernels.fake_quantize_rotated(x.to(device), _PLAIN, None, 32, None, torch.float32)
+    yield "rotated values", values, numerics.apply_scheme(turned, _PLAIN)
+
+
+def _dequantized(device: torch.device) -> Iterator[Pair]:
+    for scheme, made, dtype, n_cols in (
+        (_PLAIN, torch.bfloat16, torch.bfloat16, 1056),
+        (_FALLBACK, torch.float32, torch.float32, 650),
+        (_MACRO, torch.bfloat16, torch.float16, 1024),
+    ):
+        tensor = numerics.quantize(of_all_sizes(5, few(33, 5, device), n_cols, made), **vars(scheme), axis=1)
+        yield f"values ({scheme})", kernels.dequantize(on_device(device, tensor), dtype), tensor.dequantize(dtype)
+
+
+def _folded(device: torch.device) -> Iterator[Pair]:
+    import mxfp4_kernels
+
+    x = of_all_sizes(6, few(140, 9, device), few(300, 150, device))
+    there = x.to(device)
+    of_rows, of_columns = numerics.quantize(x, axis=1), numerics.quantize(x, axis=0)
+    for group, axis, tensor in (("row", 1, of_rows), (128, 1, of_rows), (128, 0, of_columns)):
+        folded = mxfp4_kernels.fold_e4m3(there, group=group, axis=axis)
+        yield from _parts(f"by {group} along axis {axis}", folded, numerics.fold(tensor, group))
+    macro = {"scale_rule": "rceil", "macro_block": 128}
+    both = mxfp4_kernels.fold_e4m3_both(there, **macro)
+    for axis, folded in zip((1, 0), both, strict=True):
+        yield from _parts(f"of both, axis {axis}", folded, numerics.fold(numerics.quantize(x, **macro, axis=axis), 128))
+    reused = mxfp4_kernels.fold_e4m3_both(there, columns="reused")[1]
+    yield from _parts("across rows", reused, numerics.fold_across(of_rows))
+    x = normal(7, few(40, 9, device), 300)
+    elements, byte = numerics.quantize_e4m3(x)
+    folded = mxfp4_kernels.quantize_e4m3(x.to(device))
+    yield "E4M3 elements", folded.elements.view(torch.uint8), F.pad(elements.view(torch.uint8), (0, 84))
+    yield "their scales", folded.scale, numerics.decode_e8m0(byte)
+
+
+def _parts(name: str, found, expected: numerics.FoldedOperand) -> Iterator[Pair]:
+    yield f"elements {name}", found.elements, expected.elements
+    yield f"scales {name}", found.scale, expected.scale
+
+
+def on_device(device: torch.device, tensor: MXFP4Tensor) -> MXFP4Tensor:
+    """The same codes and scales on a device."""
+    parts = {part: getattr(tensor, part) for part in PARTS}
+    moved = {part: None if value is None else value.to(device) for part, value in parts.items()}
+    return MXFP4Tensor(**moved, length=tensor.length, axis=tensor.axis, scheme=tensor.scheme, dtype=tensor.dtype)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two 16-bit numbers in an int32 word, and what is computed on both at once: instructions of NVIDIA GPUs from sm_80 on.
+
+The first element of a pair is in the low half. The interpreter, which has no assembler, computes each half in float64,
+where what is asked of it here is exact or far from a tie, and rounds to nearest, ties to even.
+"""
+
+import triton
+import triton.language as tl
+
+
+LOW = tl.constexpr(0x0000FFFF)
+HIGH = tl.constexpr(-0x10000)
+# Magnitudes of both halves.
+_MAGNITUDES = tl.constexpr(0x7FFF7FFF)
+
+
+@triton.jit
+def _low(words, F16: tl.constexpr):
+    """Float64 values of the low halves."""
+    if F16:
+        return (words & LOW).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float64)
+    else:
+        return (words << 16).to(tl.float32, bitcast=True).to(tl.float64)
+
+
+@triton.jit
+def _bits(value, F16: tl.constexpr):
+    """16 bits (int32) of float64 values that are no NaN. bfloat16 is rounded from float32, whose further digits no
+    value has that is near a tie."""
+    if F16:
+        return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & LOW
+    else:
+        bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & LOW
+
+
+@triton.jit
+def magnitudes(words, INTERPRETED: tl.constexpr):
+    """The magnitudes of two bfloat16."""
+    if INTERPRETED:
+        return words & _MAGNITUDES
+    else:
+        return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [words], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def larger(a, b, INTERPRETED: tl.constexpr):
+    """Of both halves the larger of two magnitudes, NaN above infinity. As bfloat16, whose order is that of integers."""
+    if INTERPRETED:
+        return tl.maximum(a & LOW, b & LOW) | tl.maximum(a & HIGH, b & HIGH)
+    else:
+        return _larger(a, b)
+
+
+@triton.jit
+def largest(a, AXIS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """[`larger`] along an axis, which stays with a length of 1."""
+    if INTERPRETED:
+        return tl.max(a & LOW, axis=AXIS, keep_dims=True) | tl.max(a & HIGH, axis=AXIS, keep_dims=True)
+    else:
+        return tl.reduce(a, AXIS, _larger, keep_dims=True)
+
+
+@triton.jit
+def smaller(a, b, INTERPRETED: tl.constexpr):
+    """Of both halves the smaller of two magnitudes; the other one where one is NaN."""
+    if INTERPRETED:
+        return tl.minimum(a & LOW, b & LOW) | tl.minimum(a & HIGH, b & HIGH)
+    else:
+        return tl.inline_asm_elementwise("min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def multiply_add(a, b, c, INTERPRETED: tl.constexpr, F16: tl.constexpr = False):
+    """``a * b + c`` of finite bfloat16, or of float16, rounded once; subnormals are kept."""
+    if INTERPRETED:
+        low = _low(a, F16) * _low(b, F16) + _low(c, F16)
+        high = _low(a >> 16, F16) * _low(b >> 16, F16) + _low(c >> 16, F16)
+        return _bits(low, F16) | (_bits(high, F16) << 16)
+    else:
+        assembly: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if F16 else "fma.rn.bf16x2 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(assembly, "=r,r,r,r", [a, b, c], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def multiply(a, b, INTERPRETED: tl.constexpr, F16: tl.constexpr = False):
+    """``a * b`` as in [`multiply_add`]."""
+    # -0, which added to a product changes no bit of it.
+    return multiply_add(a, b, tl.full(a.shape, -0x7FFF8000, tl.int32), INTERPRETED, F16)
+
+
+@triton.jit
+def permute(a, b, SELECT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Four bytes of eight, those of ``a`` and then of ``b``: the lowest is the one that the last hexadecimal digit of
+    ``SELECT`` names."""
+    if INTERPRETED:
+        out = tl.zeros_like(a)
+        for place in tl.static_range(4):
+            source = b if (SELECT >> (4 * place)) & 4 else a
+            out = out | (((source >> (8 * ((SELECT >> (4 * place)) & 3))) & 0xFF) << (8 * place))
+        return out
+    else:
+        select = tl.full(a.shape, SELECT, tl.int32)
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, select], tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def reciprocal(x, INTERPRETED: tl.constexpr):
+    """``1 / x`` of float32 in [1, 2), to ``2**-23``."""
+    if INTERPRETED:
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the kernels of FP8 with a power of two per row ahead of time for one target; prints the code as JSON.
+
+python run_fp8_compiler.py cuda 90 [variant ...]
+"""
+
+import json
+import sys
+
+import torch
+from ahead_of_time import compile_kernel, gpu_target
+
+from mxfp4_kernels.common.arguments import FoldedPointers
+from mxfp4_kernels.common.plan import Scheme, scheme_constants
+from mxfp4_kernels.e4m3 import fp8, fp8_kernel
+from mxfp4_kernels.e4m3.fold import rows_plan
+
+
+ONE_TILE, LOOP = rows_plan(1, 4096, True, False), rows_plan(1, 14336, True, False)
+COLUMNS = ({"PARTS": 16}, fp8._OPTIONS)
+#: Name: kernel, compile-time arguments and options, elements of a thread.
+VARIANTS = {
+    "rows": ("fake_rows", *ONE_TILE),
+    "long rows": ("fake_rows", *LOOP),
+    "maxima": ("column_maxima", {}, fp8._OPTIONS),
+    "values of columns": ("fake_columns", *COLUMNS),
+    "columns": ("columns", *COLUMNS),
+}
+
+
+def compile_variant(backend: str, arch: str, name: str, constants: dict, options: dict) -> dict:
+    native = backend == "cuda" and int(arch) >= 89 or arch == "gfx950"
+    types = {
+        "x_ptr": "*i16",
+        "out_ptr": "*bf16",
+        "out": FoldedPointers("*u8", "*fp32"),
+        "maxima_ptr": "*i32",
+        **dict.fromkeys(("n_rows", "n_cols", "padded_rows", "row_stride", "part_steps", "n_parts", "col_tiles"), "i32"),
+    }
+    scheme = scheme_constants(torch.bfloat16, Scheme(), native=native)._replace(INTERPRETED=False)
+    constants = {**constants, "STEPS": 0, "SCHEME": scheme}
+    aligned = ("x_ptr", "out_ptr", "maxima_ptr", "n_cols", "row_stride", "padded_rows", *FoldedPointers._fields)
+    kernel = getattr(fp8_kernel, f"{name}_kernel")
+    options = {**options, "enable_fp_fusion": False}
+    return compile_kernel(gpu_target(backend, arch), kernel, types, constants, options, aligned)
+
+
+if __name__ == "__main__":
+    backend, arch, *names = sys.argv[1:]
+    print(json.dumps({name: compile_variant(backend, arch, *VARIANTS[name]) for name in names or VARIANTS}))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the kernel of two elements an instruction with the eager definition, bit for bit; prints a JSON report.
+
+TRITON_INTERPRET=1 python run_pairs.py few
+TRITON_INTERPRET=1 python run_pairs.py all      every magnitude as the largest of its block, beside fractions of it
+python run_pairs.py all cuda                    compiled, on a GPU
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from run_interpreted import adversarial_rows
+from run_quantize import PARTS, same
+
+import mxfp4_kernels
+from hf_mxfp4 import numerics
+from mxfp4_kernels.common import plan
+from mxfp4_kernels.quantization import launch
+
+
+WHAT, DEVICE = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "cpu"
+#: Scale rule and macro block.
+SCHEMES = [(rule, macro) for rule in ("rceil", "even") for macro in (None, 32, 128, 256)] + [("floor", None)]
+
+
+def magnitudes() -> torch.Tensor:
+    """All finite magnitudes of bfloat16, in their order."""
+    return torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def near_the_largest(largest: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
+    """Blocks with these maxima: random fractions of them, and those that lie next to a tie or on it."""
+    shares = torch.rand(len(largest), 16, generator=rng) * 2 - 1
+    shares = shares * 2.0 ** -torch.randint(0, 5, shares.shape, generator=rng).float()
+    steps = torch.arange(1, 17).float() / 16
+    signs = torch.randint(0, 2, (len(largest), 16), generator=rng) * 2 - 1
+    blocks = torch.cat((shares, steps * signs), dim=1) * largest[:, None].float()
+    return blocks.bfloat16()
+
+
+def cases() -> Iterator[tuple[str, torch.Tensor, tuple]]:
+    rng = torch.Generator().manual_seed(17)
+    maxima = magnitudes()
+    for number, scheme in enumerate(SCHEMES):
+        # Whole macro blocks, and no whole tile.
+        some = maxima if WHAT == "all" else maxima[torch.randperm(len(maxima), generator=rng)[:200]].sort().values
+        blocks = near_the_largest(some[: len(some) // 8 * 8], rng)
+        yield "maxima", blocks.view(-1, 256), scheme
+        yield "kinds", adversarial_rows((10, 512), torch.bfloat16, number, rng), scheme
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    yield "every number", every.view(-1, 1024)[:: 1 if WHAT == "all" else 8].contiguous(), SCHEMES[0]
+    yield "zeros, and one", -torch.eye(3, 64).bfloat16(), SCHEMES[1]
+    # Those below are left to the other kernel.
+    wide = adversarial_rows((6, 512), torch.bfloat16, 3, rng)
+    yield "a row stride", wide[:, :256], SCHEMES[0]
+    yield "parts of blocks", wide[:3, :250].contiguous(), SCHEMES[0]
+    yield "parts of macro blocks", wide[:3, :192].contiguous(), SCHEMES[2]
+    yield "from the middle of a word", wide.view(-1)[1:65], SCHEMES[0]
+
+
+def compare() -> dict:
+    report = Counter(cases=0, elements=0, nan_blocks=0, launches=0)
+    mismatches, run = [], launch._launch_pairs
+
+    def counted(*arguments):
+        report["launches"] += 1
+        run(*arguments)
+
+    launch._launch_pairs = counted
+    if DEVICE == "cpu":
+        # Fewer, larger programs are faster to interpret.
+        launch.PAIRS_TILE = plan.PAIRS_TILE * 16
+    for label, x, (rule, macro) in cases():
+        expected = numerics.quantize(x, scale_rule=rule, macro_block=macro)
+        found = mxfp4_kernels.quantize(x.to(DEVICE), scale_rule=rule, macro_block=macro)
+        wrong = [part for part in PARTS if not same(getattr(found, part), getattr(expected, part))]
+        mismatches += [f"{label}, {rule}, {macro}: {part}" for part in wrong]
+        report.update(cases=1, elements=x.numel(), nan_blocks=int((expected.scale == 255).sum()))
+    return {"mismatches": mismatches, **report}
+
+
+if __name__ == "__main__":
+    print(json.dumps(compare()))

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the kernel of two elements an instruction ahead of time for one target; prints the code as JSON.
+
+python run_pairs_compiler.py 90 [variant ...]
+"""
+
+import json
+import sys
+
+import torch
+from ahead_of_time import compile_kernel, gpu_target
+
+from mxfp4_kernels.common.arguments import PackedPointers
+from mxfp4_kernels.common.plan import BLOCK, PAIRS_OPTIONS, PAIRS_TILE, Scheme, scheme_constants
+from mxfp4_kernels.quantization.pairs import quantize_pairs_kernel
+
+
+VARIANTS = {
+    "plain": Scheme(),
+    "floor": Scheme("floor"),
+    "macro": Scheme("rceil", 128),
+    "macro 32": Scheme("even", 32),
+}
+
+
+def compile_variant(arch: str, scheme: Scheme) -> dict:
+    macro = None if scheme.macro_block is None else "*u8"
+    types = {"x_ptr": "*i32", "out": PackedPointers("*i32", "*u8", macro, None, None), "n_blocks": "i32"}
+    constants = {"BLOCKS": PAIRS_TILE // (2 * BLOCK), "SCHEME": scheme_constants(torch.bfloat16, scheme)}
+    aligned = ("x_ptr", *PackedPointers._fields)
+    return compile_kernel(gpu_target("cuda", arch), quantize_pairs_kernel, types, constants, PAIRS_OPTIONS, aligned)
+
+
+if __name__ == "__main__":
+    arch, *names = sys.argv[1:]
+    print(json.dumps({name: compile_variant(arch, VARIANTS[name]) for name in names or VARIANTS}))

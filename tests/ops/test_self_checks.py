@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-checks of kernels find what is broken, once, and what they find bad is not used."""
+
+import json
+
+import pytest
+import torch
+
+from hf_mxfp4.backends import select, self_check
+from hf_mxfp4.backends import triton as triton_kernels
+from hf_mxfp4.backends.self_check import FAMILIES, record, verdicts
+from hf_mxfp4.backends.self_check.verdicts import Family
+from hf_mxfp4.gemm import grouped
+from hf_mxfp4.numerics import QuantScheme
+from mxfp4_kernels.common import autotune
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("what", "faults"), [("few", 9), pytest.param("all", 16, marks=pytest.mark.large)])
+def test_checks_pass_and_find_each_broken_kernel(run_script, what, faults):
+    report = run_script("run_self_checks.py", what, interpret=True)
+    assert report["as they are"] == dict.fromkeys(FAMILIES)
+    assert len(report["broken"]) == faults
+    for name, found in report["broken"].items():
+        assert found is not None and ("off by" in found or "not the definition's" in found), name
+
+
+def test_layers_do_without_kernels_that_failed(run_script):
+    report = run_script("run_without_kernels.py", interpret=True)
+    used = {name: kernels for name, (kernels, _) in report.items()}
+    assert used == {
+        "fp8, passed": ["fake_quantize", "fold_e4m3"],
+        "dense, passed": ["fake_quantize"],
+        "packed, passed": ["dequantize", "linear_w4a16", "quantize"],
+        "fp8, failed": [],
+        "dense, failed": [],
+        "packed, failed": [],
+    }
+    for name, (_, distance) in report.items():
+        assert distance == 0 if "failed" in name else distance < 2e-6, name
+
+
+@pytest.fixture
+def one_gpu(monkeypatch, tmp_path):
+    """A GPU that does not exist, nothing known about it, and a folder of its own for what will be."""
+    capturing = []
+    monkeypatch.setattr(verdicts, "_is_captured", lambda device: bool(capturing))
+    monkeypatch.setattr(autotune, "gpu_name", lambda device: "some_gpu")
+    monkeypatch.setattr(verdicts, "_found", {})
+    monkeypatch.setenv("HF_MXFP4_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_MXFP4_SELF_CHECK", raising=False)
+    return capturing
+
+
+def family(found: object, name: str = "sums") -> tuple[Family, list]:
+    """A family whose check finds this, or raises it, and the devices that it was asked about."""
+    asked = []
+
+    def check(device: torch.device) -> str | None:
+        asked.append(device)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return Family(name, check, "ordinary sums"), asked
+
+
+def another_process(monkeypatch) -> None:
+    monkeypatch.setattr(verdicts, "_found", {})
+
+
+def test_what_passes_is_checked_once_on_a_machine(one_gpu, monkeypatch, tmp_path):
+    sums, asked = family(None)
+    assert verdicts.state(sums, GPU) == "not checked yet"
+    assert verdicts.problem(sums, GPU) is verdicts.problem(sums, GPU) is None
+    another_process(monkeypatch)
+    assert verdicts.state(sums, GPU) == "checked"
+    assert verdicts.problem(sums, GPU) is None and asked == [GPU]
+    table = json.loads((tmp_path / "self_check" / "some_gpu.json").read_text())
+    assert table["families"]["sums"]["problem"] is None
+    assert f"torch {torch.__version__}" in table["version"] and "driver" in table["version"]
+    monkeypatch.setattr(record, "version", lambda: "another driver")
+    another_process(monkeypatch)
+    assert verdicts.problem(sums, GPU) is None and len(asked) == 2
+    assert list(json.loads((tmp_path / "self_check" / "some_gpu.json").read_text())["families"]) == ["sums"]
+
+
+def test_what_fails_is_said_once_in_each_process_and_remembered(one_gpu, monkeypatch, caplog):
+    sums, asked = family("is off by 1")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="the sums kernels do not work on cuda:0: is off by 1.*ordinary sums"):
+            assert verdicts.problem(sums, GPU) == "is off by 1"
+        assert verdicts.problem(sums, GPU) == "is off by 1"  # and no second warning, which would be an error
+        another_process(monkeypatch)
+    assert asked == [GPU]
+    assert [entry.levelname for entry in caplog.records] == ["ERROR", "ERROR"]
+    assert verdicts.state(sums, GPU) == "failed: is off by 1; ordinary sums in their place"
+
+
+def test_a_check_that_raises_is_a_problem_of_this_process_alone(one_gpu, monkeypatch):
+    sums, asked = family(RuntimeError("out of memory"))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="RuntimeError: out of memory"):
+            assert verdicts.problem(sums, GPU) == "RuntimeError: out of memory"
+        assert verdicts.problem(sums, GPU) == "RuntimeError: out of memory"
+        another_process(monkeypatch)
+    assert asked == [GPU, GPU]
+
+
+def test_nothing_is_checked_under_capture_or_while_code_is_traced(one_gpu, monkeypatch):
+    sums, asked = family(None)
+    one_gpu.append(True)
+    with pytest.warns(UserWarning, match="sums kernels: a CUDA graph is captured.*run the model once before"):
+        assert "is captured" in verdicts.problem(sums, GPU)
+    one_gpu.clear()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert "is traced" in verdicts.problem(sums, GPU)
+    assert asked == []
+    monkeypatch.undo()
+    monkeypatch.setattr(verdicts, "_found", {})
+    monkeypatch.setattr(record, "find", lambda *_: None)
+    monkeypatch.setattr(record, "keep", lambda *_: None)
+    monkeypatch.setattr(verdicts, "_is_captured", lambda device: False)
+    assert verdicts.problem(sums, GPU) is None and asked == [GPU]
+
+
+def test_the_environment_switches_checks_off_or_asks_for_another(one_gpu, monkeypatch):
+    sums, asked = family("is off by 1")
+    monkeypatch.setenv("HF_MXFP4_SELF_CHECK", "0")
+    assert verdicts.problem(sums, GPU) is None and asked == []
+    assert verdicts.state(sums, GPU) == "not checked (HF_MXFP4_SELF_CHECK=0)"
+    monkeypatch.setenv("HF_MXFP4_SELF_CHECK", "force")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="do not work"):
+            verdicts.problem(sums, GPU)
+        another_process(monkeypatch)
+    assert len(asked) == 2
+    monkeypatch.setenv("HF_MXFP4_SELF_CHECK", "yes")
+    with pytest.raises(ValueError, match="HF_MXFP4_SELF_CHECK='yes' must be 1 .*, 0 .* or force"):
+        verdicts.problem(sums, GPU)
+
+
+def test_checks_begin_without_the_modes_of_who_asks(one_gpu):
+    def check(device: torch.device) -> str | None:
+        made = torch.ones(1, device="cpu") @ torch.ones(1, device="cpu")
+        return f"{made.dtype} {made.is_inference()} {torch.ones(1).device} {torch.is_grad_enabled()}"
+
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        with pytest.warns(UserWarning, match="torch.float32 False cpu False"):
+            verdicts.problem(Family("modes", check, "nothing"), GPU)
+
+
+def test_hardware_without_the_instructions_needs_no_check(one_gpu, monkeypatch):
+    asked = []
+    for name in ("has_fp8", "has_mxfp4"):
+        monkeypatch.setattr(f"mxfp4_kernels.{name}", lambda device, name=name: name == "has_fp8")
+    for name, known in FAMILIES.items():
+        changed = Family(name, lambda device, name=name: asked.append(name), known.instead, known.needs, known.exists)
+        monkeypatch.setitem(FAMILIES, name, changed)
+    found = self_check.check_all(GPU)
+    assert asked == [name for name in FAMILIES if name != "mxfp4 products"]
+    assert found.pop("mxfp4 products") == "not checked (no MXFP4 tensor cores here)"
+    assert set(found.values()) == {"checked"} and list(found) == asked
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("broken", [None, "quantize", "experts", "packed experts"])
+def test_kernels_asked_for_by_name_are_taken_as_they_are(monkeypatch, backend, broken):
+    device = torch.device("meta")
+    found = {(name, device): "broken" if name == broken else None for name in FAMILIES}
+    monkeypatch.setattr(verdicts, "_found", found)
+    monkeypatch.setattr(select, "backend_for", lambda *_: ("triton", None))
+    monkeypatch.setattr(triton_kernels, "unavailable", lambda device_type: None)
+    x = torch.empty(4, 32, device=device)
+    asked = backend == "triton"
+    assert (select.choose_backend(x, QuantScheme(), backend) == "triton") == (asked or broken != "quantize")
+    assert grouped.uses_kernels(x, backend) == (asked or broken != "experts")
+    packed = grouped.uses_kernels(x, backend, "packed experts")
+    assert packed == (asked or broken not in ("experts", "packed experts"))
