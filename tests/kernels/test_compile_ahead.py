@@ -33,6 +33,15 @@ NO_DIVISION = (
     "both",
     "both odd huge",
 )
+#: And those that divide for static factors of bfloat16 alone, which takes no exact division; AMD's are all exact.
+NO_EXACT_DIVISION = (
+    *NO_DIVISION,
+    "macro",
+    "quantize",
+    "quantize stochastic",
+    "quantize both",
+    "quantize whole rows",
+)
 #: Those whose sizes promise nothing about alignment.
 ODD = ("float16 odd huge", "quantize odd huge", "dequantize odd huge", "both odd huge")
 #: Bytes of shared memory that a program may have without keeping others from its multiprocessor: per warp, 4 KiB.
@@ -71,7 +80,7 @@ def test_cuda(run_script, arch, names):
         assert ".ftz" not in ptx, name
         assert ".approx" not in ptx, name
         assert ".local" not in ptx, name
-        assert ("div.rn.f32" in ptx) == (name not in NO_DIVISION), name
+        assert ("div.rn.f32" in ptx) == (name not in NO_EXACT_DIVISION), name
         stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", asm["sass"]).groups()
         assert int(stack) <= STACK.get(name, 0) and local == "0", name
         assert asm["shared"] <= (SHARED_MEMORY_OF_BOTH if of_both(name) else SHARED_MEMORY), name
@@ -89,7 +98,7 @@ def test_cuda(run_script, arch, names):
     if arch == "90":
         # Of 16 elements of a thread, with a little room; 799 where each is divided.
         assert instructions(report["plain"]["sass"]).total() <= 290
-        assert instructions(report["macro"]["sass"]).total() <= 480
+        assert instructions(report["macro"]["sass"]).total() <= 370
         assert_no_contraction_on_the_way_to_machine_code(report)
 
 

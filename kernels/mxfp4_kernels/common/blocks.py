@@ -89,11 +89,21 @@ def max_bits(z, TILES: tl.constexpr, NATIVE: tl.constexpr = False):
 
 
 @triton.jit
+def lowered(bits):
+    """Bits of magnitudes less one; the largest for zero, which any division leaves alone."""
+    return (bits - 1) & MAGNITUDE_FIELD
+
+
+@triton.jit
 def all_at_least(bits, LEAST: tl.constexpr):
     """Whether every magnitude, given as float32 bits, is zero or at least the one with the bits ``LEAST``: a scalar."""
-    # Zero, which any division leaves alone, becomes the largest.
-    lowered = (bits - 1) & MAGNITUDE_FIELD
-    return tl.min(tl.min(tl.min(tl.min(lowered, axis=3), axis=2), axis=1), axis=0) >= LEAST - 1
+    return none_below(lowered(bits), LEAST)
+
+
+@triton.jit
+def none_below(less, LEAST: tl.constexpr):
+    """[`all_at_least`] of what [`lowered`] gives."""
+    return tl.min(tl.min(tl.min(tl.min(less, axis=3), axis=2), axis=1), axis=0) >= LEAST - 1
 
 
 @triton.jit
@@ -217,14 +227,15 @@ def divide_by_factor(value, factor, fast, INTERPRETED: tl.constexpr):
     two parts replaces the division, many times its cost, by a multiply and an fma. With ``v / f`` scaled into [1, 2),
     whose float32 numbers are ``2**-23`` apart:
 
-    * before the final rounding the error is below ``2**-39``: high + low misses ``1 / f`` by at most ``2**-48``, and
-      rounding ``v * low`` costs ``2**-49`` of v, or unscaled ``2**-150`` where that product is subnormal;
+    * before the final rounding the error is below ``2**-39``: high is off by ``2**-22`` at most (a fast division, of
+      two units), high + low by ``2**-43``, and rounding ``v * low`` costs ``2**-46`` of v, or unscaled ``2**-150``
+      where that product is subnormal;
     * the middle M between two neighbours is never nearer than ``2**-33``: M is an odd multiple of ``2**-24`` and f one
       of ``2**-8``, so ``v - M * f`` is a multiple of ``2**-32``, and not zero because ``M * f`` has more significant
       bits than v.
     """
     if fast:
-        high = tl.div_rn(1.0, factor)
+        high = 1.0 / factor
         low = _fma(-high, factor, tl.full(factor.shape, 1.0, tl.float32), INTERPRETED) * high
         quotient = _fma(value, tl.broadcast_to(high, value.shape), value * low, INTERPRETED)
     else:

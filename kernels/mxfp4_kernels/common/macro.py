@@ -30,6 +30,9 @@ from .blocks import (
 
 _DYNAMIC_CANDIDATES = tl.constexpr(16)
 _BLOCK_MANTISSAS = tl.constexpr(4)
+_LESS_THAN_A_STEP = tl.constexpr(2.0**-18)
+# 1.5 * 2**-126, as float32 bits.
+_INFINITE_RATIO = tl.constexpr(0x00C00000)
 
 
 @triton.jit
@@ -89,9 +92,29 @@ def _search_mantissas(x, amax_bits, fast, SCHEME: tl.constexpr):
 
 
 @triton.jit
-def apply_macro(x, SCHEME: tl.constexpr):
+def _static_bytes(macro_bits, BF16: tl.constexpr):
+    """Static macro bytes of macro maxima: the 8 digits after the leading one of ``6 / maximum``, correctly rounded; of
+    maxima from 2**127 on, anything. ``BF16`` promises that maxima are bfloat16, ``m * 2**E`` with m in [1, 2).
+
+    Then they are those of ``1.5 / m``, without a correctly rounded division. As m is a multiple of 2**-7, 256 times the
+    mantissa of that is an integer, or below the next one by at least 2**-8: so is ``1.5 / m``, in steps of 2**-9, by
+    2**-17. Adding 2**-18, which no error of the division outweighs, the digits are right. Of maxima below 1.5 * 2**-126
+    (subnormal ones among them), 6 over the maximum is infinite, which has none.
+    """
+    if BF16:
+        m = ((macro_bits & 0x007F0000) | 0x3F800000).to(tl.float32, bitcast=True)
+        ratio = 1.5 / m + _LESS_THAN_A_STEP
+        return tl.where(macro_bits < _INFINITE_RATIO, 0, (ratio.to(tl.int32, bitcast=True) >> 15) & 0xFF)
+    else:
+        ratio = tl.div_rn(6.0, macro_bits.to(tl.float32, bitcast=True))
+        return (ratio.to(tl.int32, bitcast=True) >> 15) & 0xFF
+
+
+@triton.jit
+def apply_macro(x, SCHEME: tl.constexpr, BF16: tl.constexpr = False):
     """The values to quantize, the bits of their block maxima, the factor in them (of macro blocks; of blocks when
-    ``BLOCKWISE``) and the macro bytes. Without macro blocks the last two mean nothing."""
+    ``BLOCKWISE``) and the macro bytes. Without macro blocks the last two mean nothing. ``BF16`` promises that ``x`` is
+    bfloat16, not rotated."""
     amax_bits = max_bits(x, SCHEME.TILES, SCHEME.NATIVE)
     macro_bits = tl.max(amax_bits, axis=2, keep_dims=True)
     m8 = tl.zeros_like(macro_bits)
@@ -108,8 +131,7 @@ def apply_macro(x, SCHEME: tl.constexpr):
         z = divide_by_factor(x, factor, fast, SCHEME.INTERPRETED)
     elif SCHEME.SEARCH != NO_MACRO:
         if SCHEME.SEARCH == STATIC:
-            ratio = tl.div_rn(6.0, macro_bits.to(tl.float32, bitcast=True))
-            m8 = (ratio.to(tl.int32, bitcast=True) >> 15) & 0xFF
+            m8 = _static_bytes(macro_bits, BF16)
         else:
             m8 = _search_macro(x, amax_bits, macro_bits, SCHEME)
         m8 = tl.where(macro_bits < TOO_LARGE_TO_SCALE_BITS, m8, 0)

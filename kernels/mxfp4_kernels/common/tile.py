@@ -17,11 +17,12 @@ from .blocks import (
     NO_MACRO,
     STATIC,
     TOO_LARGE_TO_SCALE_BITS,
-    all_at_least,
     all_below,
     clamp,
     divide_by_factor,
+    lowered,
     max_bits,
+    none_below,
     quantize_pass,
     scale_value,
 )
@@ -112,7 +113,7 @@ def fake_tile(x, out_ptr, at, alpha, random, SCHEME: tl.constexpr, SIDE: tl.cons
     to_bf16: tl.constexpr = stored == tl.bfloat16 or (SCHEME.INTERPRETED and stored == tl.int16)
     divides: tl.constexpr = SCHEME.SEARCH == STATIC or SCHEME.SEARCH == DYNAMIC
     short: tl.constexpr = to_bf16 and divides and not SCHEME.HAS_FALLBACK
-    z, amax_bits, factor, _ = apply_macro(x, SCHEME)
+    z, amax_bits, factor, _ = apply_macro(x, SCHEME, SCHEME.BF16 and SIDE.ROTATION == 0)
     noise = rounding_noise(x, at, random, 0, SIDE)
     q, byte = quantize_pass(z, amax_bits, noise, SIDE.STOCHASTIC, SCHEME)
     scale = scale_value(byte)
@@ -133,9 +134,12 @@ def fake_tile(x, out_ptr, at, alpha, random, SCHEME: tl.constexpr, SIDE: tl.cons
         value = value * factor
     elif SCHEME.SEARCH != NO_MACRO and not short:
         # A nonzero value is then at least 2**-64, or a sum that is a multiple of alpha * 2**-88: no less than 2**-108.
-        fast = all_at_least(amax_bits, FAST_DIVISION_BITS)
+        least = lowered(amax_bits)
         if SCHEME.HAS_FALLBACK:
-            fast = fast & all_at_least(residual_bits, FAST_DIVISION_BITS) & (alpha >= _FAST_DIVISION_ALPHA)
+            least = tl.minimum(least, lowered(residual_bits))
+        fast = none_below(least, FAST_DIVISION_BITS)
+        if SCHEME.HAS_FALLBACK:
+            fast = fast & (alpha >= _FAST_DIVISION_ALPHA)
         if SCHEME.SEARCH == DYNAMIC:
             fast = fast & all_below(amax_bits, TOO_LARGE_TO_SCALE_BITS)
         value = divide_by_factor(value, factor, fast, SCHEME.INTERPRETED)
@@ -164,7 +168,7 @@ def pack_tile(x, out, at, row_bytes, random, SCHEME: tl.constexpr, SIDE: tl.cons
     contiguous, of a tile (float32 ``x``). Where rows share blocks, the bytes are written for each of them."""
     rows, col_start, n_rows = at.rows, at.col_start, at.n_rows
     n_codes, n_blocks = row_bytes.n_codes, row_bytes.n_blocks
-    z, amax_bits, _, m8 = apply_macro(x, SCHEME)
+    z, amax_bits, _, m8 = apply_macro(x, SCHEME, SCHEME.BF16 and SIDE.ROTATION == 0)
     if SCHEME.SEARCH != NO_MACRO:
         at_macros = offsets_of(x, SCHEME.MACRO, 1)
         store(out.macro, rows, col_start // SCHEME.MACRO, at_macros, n_rows, row_bytes.n_macros, m8, False)
