@@ -1,6 +1,7 @@
 # make demo       a whole run on a small model on the CPU
 # make test       the test suite                        make test-all   with the long comparisons against other libraries
 # make test-vllm  tests that run vLLM on the CPU, in an environment of their own, .venv-vllm
+# make test-versions  kernels and layers on the oldest and the newest torch and Triton, in .venv-oldest and .venv-newest
 # make test-llamacpp  tests that run llama.cpp on exported files; builds it once, into ~/.cache, or takes LLAMACPP=FOLDER
 # make bench-gpu  kernels, layers and whole runs on this machine's GPU; records in outputs/gpu
 # Each creates .venv by itself.
@@ -17,7 +18,13 @@ ARGS ?=
 # Workers of the test run; each computes on one thread.
 JOBS ?= 2
 
-.PHONY: demo test test-all test-vllm test-llamacpp bench-gpu lint format clean
+# The ends of what pyproject.toml allows; Triton 3.6 does not interpret loops with numpy 2.4. The kernels library is in one
+# of them alone, because transformers looks for it.
+VERSIONS_oldest := torch==2.11.0 triton==3.6.0 numpy==2.3.5
+VERSIONS_newest := torch==2.14.1 triton==3.8.0 kernels==0.17.2
+VERSIONS ?= oldest newest
+
+.PHONY: demo test test-all test-vllm test-versions test-llamacpp bench-gpu lint format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -31,6 +38,10 @@ test-all: $(VENV)/dev
 
 test-vllm: $(VLLM_VENV)/ready
 	OMP_NUM_THREADS=2 PYTHONPATH=.:kernels $(VLLM_VENV)/bin/python -m pytest -m vllm $(VLLM_LANE) $(ARGS)
+
+test-versions: $(VERSIONS:%=.venv-%/dev)
+	for end in $(VERSIONS); do OMP_NUM_THREADS=1 PYTHONPATH=.:kernels .venv-$$end/bin/python -m pytest -n $(JOBS) \
+		--dist loadfile -m 'not large' tests/kernels tests/ops tests/layers $(ARGS) || exit 1; done
 
 test-llamacpp: $(VENV)/dev
 	LLAMACPP=$$(PYTHON=$(BIN)/python tests/llamacpp_lane/build.sh) && export LLAMACPP && \
@@ -48,7 +59,7 @@ format: $(VENV)/dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) outputs
+	rm -rf $(VENV) $(VLLM_VENV) .venv-oldest .venv-newest outputs
 
 $(VENV)/runtime: $(INPUTS)
 	$(PYTHON) -m venv $(VENV)
@@ -61,6 +72,13 @@ $(VENV)/bench: $(VENV)/runtime
 
 $(VENV)/dev: $(VENV)/runtime
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv-%/dev: $(INPUTS)
+	$(PYTHON) -m venv .venv-$*
+	grep -vE '^(torch|triton|numpy)==' constraints.txt > .venv-$*/constraints.txt
+	DS_BUILD_OPS=0 .venv-$*/bin/pip --disable-pip-version-check install --quiet \
+		--constraint .venv-$*/constraints.txt $(VERSIONS_$*) --editable '.[dev]'
 	@touch $@
 
 # torchvision and its kin do not fit the CPU build of torch, and transformers imports them where they are.

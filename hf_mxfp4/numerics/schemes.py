@@ -19,6 +19,8 @@ from .formats.e8m0 import ScaleRule
 MACRO_BLOCKS = (32, 64, 128, 256, "row")
 MACRO_SEARCHES = ("static", "dynamic", "blockwise")
 ROUNDINGS = ("nearest", "stochastic")
+# Dynamo of torch 2.11 does not go through the members of a class.
+_SCALE_RULES = tuple(rule.value for rule in ScaleRule)
 #: Rows of elements that share a block scale: a row of 32, or a tile of 32 x 32.
 BLOCK_ROWS = (1, 32)
 
@@ -45,7 +47,7 @@ class QuantScheme:
     fallback_rate: float | None = None
 
     def __post_init__(self):
-        one_of("scale_rule", self.scale_rule, tuple(rule.value for rule in ScaleRule))
+        one_of("scale_rule", self.scale_rule, _SCALE_RULES)
         object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule))
         one_of("macro_block", self.macro_block, (None, *MACRO_BLOCKS))
         if self.macro_search == "hybrid":

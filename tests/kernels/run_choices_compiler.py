@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles products with every config that can be chosen on a GPU; prints their resources as JSON.
 
-python run_choices_compiler.py cuda 90 KERNEL [number ...]
+python run_choices_compiler.py cuda 90 KERNEL [choice ...]
 
-KERNEL is one of `CHOICES`, numbers are those of its configs; all without.
+KERNEL is one of `CHOICES`; without names of choices all of its configs.
 """
 
 import itertools
@@ -62,7 +62,7 @@ def decode_choices() -> Iterator[tuple]:
 
 def packed_choices() -> Iterator[tuple]:
     for rows, fallback in itertools.product((16, 32, 64), (False, True)):
-        for config in grouped_packed.configs_within(LIMIT, rows, fallback):
+        for config in grouped_packed.configs_within(LIMIT, rows, fallback, ARCH):
             variant = packed(config, fallback=fallback, **(STATIC if fallback else {}))
             yield f"packed{' fallback' * fallback}", tuple(config.items()), compile_grouped, (TARGET, *variant)
 
@@ -93,13 +93,12 @@ CHOICES = {
 }
 
 
-def compiled(kernel: str, numbers: list[int]) -> dict[str, dict]:
+def compiled(kernel: str, names: list[str]) -> dict[str, dict]:
     found = {}
-    choices = {(name, config): (compile, arguments) for name, config, compile, arguments in CHOICES[kernel]()}
-    for number, ((name, config), (compile, arguments)) in enumerate(sorted(choices.items(), key=lambda c: c[0])):
-        if not numbers or number in numbers:
+    for name, config, compile, arguments in CHOICES[kernel]():
+        label = f"{name} {'x'.join(str(value) for _, value in config)}"
+        if label not in found and (not names or label in names):
             report = compile(*arguments)
-            label = f"{name} {'x'.join(str(value) for _, value in config)}"
             spilled = sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", report["sass"])))
             registers = max(map(int, re.findall(r"\bREG:(\d+)", report["sass"])))
             found[label] = {"shared": report["shared"], "limit": LIMIT, "spilled": spilled, "registers": registers}
@@ -107,4 +106,4 @@ def compiled(kernel: str, numbers: list[int]) -> dict[str, dict]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled(sys.argv[3], [int(number) for number in sys.argv[4:]])))
+    print(json.dumps(compiled(sys.argv[3], sys.argv[4:])))

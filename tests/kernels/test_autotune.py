@@ -3,13 +3,16 @@
 
 import contextlib
 import json
+import types
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from mxfp4_kernels.common import autotune as _autotune
 from mxfp4_kernels.common import counters
 from mxfp4_kernels.common.autotune import autotune, cache_file, choose
+from mxfp4_kernels.gemm.configs import launch_tuned
 
 
 CONFIGS = [{"BLOCK_M": 64, "num_warps": 4}, {"BLOCK_M": 128, "num_warps": 8}, {"BLOCK_M": 256, "num_warps": 8}]
@@ -212,3 +215,21 @@ def test_interpreted_kernels_and_single_configs_need_no_choice():
 
 def test_the_version_names_triton_and_the_sources():
     assert _autotune.version().startswith("triton 3.") and "kernels" in _autotune.version()
+
+
+def test_a_config_that_the_gpu_has_too_little_for_gives_way_to_the_first_that_runs():
+    ran, out = [], types.SimpleNamespace(device=DEVICE)
+
+    def run(config, target):
+        ran.append(config["BLOCK_M"])
+        if config["BLOCK_M"] != 256:
+            raise OutOfResources(120000, 101376, "shared memory")
+
+    with pytest.warns(UserWarning, match=r"matmul \(16, 'bfloat16'\): .*64.* does not run here, .*256.* does.*120000"):
+        launch_tuned("matmul", (16, "bfloat16"), CONFIGS, run, out)
+    assert ran == [64, 128, 256]
+    launch_tuned("matmul", (16, "bfloat16"), CONFIGS, run, out)
+    assert ran == [64, 128, 256, 256]
+    with pytest.raises(OutOfResources):
+        launch_tuned("matmul", (32, "bfloat16"), CONFIGS[:2], run, out)
+    assert ran[4:] == [64, 128]

@@ -90,7 +90,8 @@ def test_cuda(run_script, arch, names):
         assert ".ftz" not in ptx and ".approx" not in ptx, name
         # Without the conversion in hardware, integers hold more in registers.
         if arch != "80" or "both" not in name:
-            assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
+            stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", asm["sass"]).groups()
+            assert int(stack) <= (8 if TRITON >= (3, 8) else 0) and local == "0", name
         assert asm["shared"] <= 16384, name
         assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (arch != "80"), name
         if name in WIDE:
@@ -99,8 +100,9 @@ def test_cuda(run_script, arch, names):
             registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
             instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(?!\s+NOP)", asm["sass"], re.MULTILINE))
             most, longest = MOST_REGISTERS[name]
-            # Triton 3.6 places fewer values in the same registers.
-            assert registers <= most + (24 if TRITON < (3, 7) else 0) and instructions <= longest, name
+            # Triton 3.6 takes more of both.
+            spare = 1.2 if TRITON < (3, 7) else 1
+            assert registers <= most * spare and instructions <= longest * spare, name
         assert ("div.rn.f32" in ptx) == (name in ("groups mbs", "groups mse dynamic", "columns odd huge", "both mbs"))
 
 

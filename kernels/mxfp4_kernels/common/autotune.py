@@ -108,6 +108,11 @@ def choose(
     return found
 
 
+def settle(kernel_name: str, key: Sequence[object], config: Config, device: torch.device) -> None:
+    """Let [`choose`] return this config in this process."""
+    _chosen[gpu_name(device), kernel_name, " ".join(map(str, key))] = config, True
+
+
 def milliseconds(launch: Callable[[], object]) -> float:
     """Median time of a launch on the current GPU, with the second-level cache cleared before each."""
     return triton.testing.do_bench(launch, warmup=5, rep=30, return_mode="median")

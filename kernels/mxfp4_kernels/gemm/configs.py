@@ -8,13 +8,15 @@ a list of them, the likeliest first; one rule says which of these the GPU has th
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from ..common.arguments import ProductTile
-from ..common.autotune import choose, milliseconds
+from ..common.autotune import choose, milliseconds, settle
 from ..common.plan import launch
 
 
@@ -30,6 +32,15 @@ def shared_memory(device: torch.device) -> int:
     if torch.version.hip:
         return 160 * 1024 if "gfx95" in properties.gcnArchName else 64 * 1024
     return properties.shared_memory_per_block_optin
+
+
+@functools.lru_cache(maxsize=64)
+def arch_of(device: torch.device) -> str:
+    """``"90"`` and the like for NVIDIA's compute capability 9.0, ``"gfx942"`` and the like for AMD."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"{properties.major}{properties.minor}"
 
 
 def named(names: Sequence[str], tiles: Iterable[Sequence[int]]) -> list[Config]:
@@ -66,21 +77,44 @@ def fitting_packed(
     return fitting(configs, stage_bytes, limit, in_registers=1)
 
 
-def tuned(
+def launch_tuned(
     name: str,
     key: Sequence[object],
     configs: Sequence[Config],
     run: Callable[[Config, torch.Tensor], None],
     out: torch.Tensor,
-) -> Config:
-    """The config to launch with; see [`mxfp4_kernels.common.autotune.choose`]. ``run`` launches a config, into a
-    tensor like ``out``."""
+) -> None:
+    """Launch with the config that [`mxfp4_kernels.common.autotune.choose`] says. Where the GPU turns out to have too
+    little for it, the first of the others that runs takes its place.
+
+    Args:
+        name, key, configs: as there.
+        run: launches a config, into a tensor like ``out``.
+
+    Raises Triton's `OutOfResources` when none runs.
+    """
 
     def bench(config: Config) -> float:
         scratch = torch.empty_like(out)
         return milliseconds(lambda: run(config, scratch))
 
-    return choose(name, key, configs, bench, out.device)
+    chosen = choose(name, key, configs, bench, out.device)
+    try:
+        return run(chosen, out)
+    except OutOfResources as error:
+        failure = error
+    for config in configs:
+        if config == chosen:
+            continue
+        try:
+            run(config, out)
+        except OutOfResources as error:
+            failure = error
+            continue
+        text = f"{name} {tuple(key)}: {dict(chosen)} does not run here, {config} does ({failure})"
+        warnings.warn(text, stacklevel=3)
+        return settle(name, key, config, out.device)
+    raise failure
 
 
 def launch_config(

@@ -14,17 +14,15 @@ from ..common.checks import check_packed
 from ..common.counters import zeros_of_a_launch
 from ..common.plan import INTERPRETED, Packed, Scheme, alpha, bits
 from ..quantization.launch import dequantize
-from .configs import Config, fitting_packed, launch_config, shared_memory, tuned
+from .configs import Config, arch_of, fitting_packed, launch_config, launch_tuned, shared_memory
 from .decode_kernel import linear_kernel
-from .decode_plan import LinearPlan, plan_linear_w4a16, steps_of, token_class
+from .decode_plan import PIECES, LinearPlan, plan_linear_w4a16, steps_of, token_class
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SEARCH = {name: getattr(blocks, name.upper()).value for name in ("no_macro", "static", "dynamic", "blockwise")}
 #: Elements between rows from which on offsets inside of a tile could leave 32 bits.
 _FARTHEST_ROWS = 1 << 24
-#: bfloat16 numbers that add up to one of these exactly.
-_PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 def linear_w4a16(
@@ -119,7 +117,7 @@ def _launch_fused(
 
     weight = (n_rows, n_cols, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback is not None)
     key = (token_class(n_tokens), *weight, str(x.dtype), bias is not None)
-    run(tuned("linear_w4a16", key, plan.configs, run, target), target)
+    launch_tuned("linear_w4a16", key, plan.configs, run, target)
     if target is not out:
         out.copy_(target)
 
@@ -132,7 +130,7 @@ def constants(dtype: torch.dtype, scheme: Scheme, n_cols: int, step: int, natura
         CUDA=torch.version.hip is None and not INTERPRETED,
         INTERPRETED=INTERPRETED,
         NATURAL=natural,
-        PIECES=_PIECES[dtype],
+        PIECES=PIECES[str(dtype).removeprefix("torch.")],
         EVEN=n_cols % step == 0,
         COL_MULTIPLE=min(n_cols & -n_cols, 512),
     )
@@ -177,10 +175,9 @@ def _plan_cached(
 def _gpu(device: torch.device) -> tuple[str, int, int | None]:
     """Architecture, multiprocessors, and bytes of shared memory where configs may need too many."""
     properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        # The pipeline is in registers alone there.
-        return properties.gcnArchName.split(":")[0], properties.multi_processor_count, None
-    return f"{properties.major}{properties.minor}", properties.multi_processor_count, shared_memory(device)
+    # AMD's pipeline is in registers alone.
+    limit = None if torch.version.hip else shared_memory(device)
+    return arch_of(device), properties.multi_processor_count, limit
 
 
 def _in_words(codes: torch.Tensor) -> bool:

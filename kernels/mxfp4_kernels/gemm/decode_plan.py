@@ -21,6 +21,14 @@ _MOST_SPLITS = 16
 _TILES = ((0, 3, 1.0), (0, 4, 1.0), (64, 3, 1.0), (64, 3, 0.5), (32, 3, 1.0), (128, 3, 0.5))
 
 
+#: bfloat16 numbers that add up to one of these exactly.
+PIECES = {"bfloat16": 1, "float16": 2, "float32": 3}
+#: Architectures whose tensor cores work for four warps at once (AMD's warps have twice the threads).
+_FOUR_WARPS = ("90", "100", "103", "gfx942", "gfx950")
+#: Values of a product with a packed weight that a thread holds without spilling registers, of which it has 255.
+_MOST_VALUES = 160
+
+
 class LinearPlan(NamedTuple):
     """How [`mxfp4_kernels.linear_w4a16`] computes a product.
 
@@ -66,11 +74,17 @@ def plan_linear_w4a16(
         return LinearPlan("dense", f"{M} rows: decoding the weight once costs less than once for every tile of rows")
     has_factor = macro_block is not None and macro_search != "blockwise"
     simple = outlier_fallback is None and dtype == "bfloat16" and M <= 16
-    rows = _token_tile(M, arch)
-    halved = _halved(rows, arch)
+    halved = simple and _halved(_token_tile(M, arch), arch)
     step = 256 if simple and not has_factor and not halved else 128
     # Many tokens, a second operand, or x in pieces take registers of their own.
     tall = 128 if simple and has_factor and not halved else 64
+
+    def fits(config: dict[str, int]) -> bool:
+        return in_registers(config, step, arch, pieces=PIECES[dtype], has_fallback=outlier_fallback is not None)
+
+    rows = _token_tile(M, arch)
+    while rows > 8 and not fits({"BM": rows, "BN": tall, "num_warps": 2 if halved else 4}):
+        rows //= 2
     held = _PROGRAMS_PER_MULTIPROCESSOR[2 if halved else int(rows > 8)]
     count = multiprocessors or _MULTIPROCESSORS.get(arch, 132)
     seen: list[dict[str, int]] = []
@@ -88,11 +102,27 @@ def plan_linear_w4a16(
             "num_warps": 4 if tile_rows >= (128 if halved else 64) else 2,
             "num_stages": stages,
         }
-        if config not in seen:
+        if config not in seen and fits(config):
             seen.append(config)
     splits = -(-steps_of(K, seen[0]) // seen[0]["split_steps"])
     what = f"{M} rows: reading codes costs a quarter of reading 16-bit weights; {splits} splits along K"
     return LinearPlan("fused", what, tuple(seen))
+
+
+def in_registers(
+    config: dict[str, int], step: int, arch: str = "90", *, pieces: int = 1, has_fallback: bool = False
+) -> bool:
+    """Whether the threads of a program hold the tiles of a product with a packed weight in registers: sums of a step
+    and of all, decoded weights in pairs, and the other operand in so many pieces. Of what passes, compilers spill a few
+    bytes at most on sm_90, sm_100 and sm_120."""
+    warps, copies = config["num_warps"], 1
+    # Instructions of a warp take both operands from registers, those of four read one from shared memory.
+    if warps < 4 or arch not in _FOUR_WARPS:
+        # Both passes over the other operand keep it, and so do its pieces.
+        copies = 4 if has_fallback else 2 if warps < 4 or pieces > 1 else 1
+    others = config["BM"] * step * pieces * copies
+    values = 2 * config["BM"] * config["BN"] + config["BN"] * step // 2 + others
+    return values <= _MOST_VALUES * 32 * warps
 
 
 def steps_of(n_cols: int, config: dict[str, Any]) -> int:

@@ -13,7 +13,7 @@ import triton
 
 from ..common.arguments import FoldedPointers, PackedPointers, RowBytes
 from ..common.plan import INTERPRETED, as_stored
-from .configs import Config, fitting, launch_config, named, shared_memory, tuned
+from .configs import Config, fitting, launch_config, launch_tuned, named, shared_memory
 from .matmul_kernel import matmul_e4m3_kernel, matmul_mxf4_kernel
 
 
@@ -158,17 +158,19 @@ def has_tensor_memory(device: torch.device) -> bool:
 
 class Tiles(NamedTuple):
     """What tiles a product can have: ``row_bytes`` of shared memory per row of the operands' tiles and stage of the
-    pipeline, ``largest`` elements without spilling registers, and the ``least`` rows for its instruction."""
+    pipeline, ``largest`` elements, and elements of a thread (``sums``), without spilling registers, and the ``least``
+    rows for its instruction."""
 
     row_bytes: int = 128
     largest: int = 128 * 128
+    sums: int = 64
     least: int = 16
 
 
 def e4m3_tiles(per_group: bool, tensor_memory: bool) -> Tiles:
     """Of [`matmul_e4m3_kernel`]; ``tensor_memory`` as in [`mxf4_tiles`]: from there partial sums of groups come back to
     registers, beside the totals."""
-    return Tiles(largest=128 * 64 if per_group and tensor_memory else Tiles().largest)
+    return Tiles(sums=32 if per_group and tensor_memory else 64)
 
 
 def mxf4_tiles(native: bool, macro: bool, tensor_memory: bool) -> Tiles:
@@ -177,7 +179,7 @@ def mxf4_tiles(native: bool, macro: bool, tensor_memory: bool) -> Tiles:
     if not native:
         # Unpacked operands go through shared memory once more, as bfloat16, and take registers besides.
         return Tiles(row_bytes=320, largest=64 * 64)
-    return Tiles(row_bytes=72, largest=128 * 64 if macro else 128 * 128, least=128 if tensor_memory else 16)
+    return Tiles(row_bytes=72, sums=32 if macro else 64, least=128 if tensor_memory else 16)
 
 
 def usual_configs(n_rows: int, tiles: Tiles, limit: int) -> Sequence[Config]:
@@ -188,7 +190,12 @@ def usual_configs(n_rows: int, tiles: Tiles, limit: int) -> Sequence[Config]:
 @functools.lru_cache(maxsize=256)
 def _configs(height: int, tiles: Tiles, limit: int) -> Sequence[Config]:
     """[`usual_configs`] of products whose tiles are as high as this, at best."""
-    possible = [c for c in CONFIGS if c["BM"] * c["BN"] <= tiles.largest and c["BM"] >= tiles.least]
+    possible = []
+    for config in CONFIGS:
+        elements = config["BM"] * config["BN"]
+        in_registers = elements <= min(tiles.largest, tiles.sums * 32 * config["num_warps"])
+        if in_registers and config["BM"] >= tiles.least:
+            possible.append(config)
     fits = fitting(possible, lambda c: (c["BM"] + c["BN"]) * tiles.row_bytes, limit, besides=0)
     # Tiles higher than the matrix are waste; of equal heights the first has the most stages.
     return sorted(fits, key=lambda c: (c["BM"] != height, abs(c["BM"] - height), c["BN"] > 128))
@@ -213,7 +220,7 @@ def _launch(
         grid = (triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"]),)
         launch_config(kernel, grid, out.device, (*operands, as_stored(target), *sizes), constants, config)
 
-    run(tuned(name, key, configs, run, out), out)
+    launch_tuned(name, key, configs, run, out)
 
 
 @functools.lru_cache(maxsize=64)

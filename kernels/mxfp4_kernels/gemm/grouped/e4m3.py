@@ -11,7 +11,7 @@ import triton
 
 from ...common.arguments import ExpertsShape, FoldedPointers, Strides
 from ...common.plan import INTERPRETED, as_stored
-from ..configs import Config, fitting, launch_config, named, shared_memory, tuned
+from ..configs import Config, fitting, launch_config, launch_tuned, named, shared_memory
 from ..matmul import as_elements
 from .e4m3_kernel import grouped_matmul_e4m3_kernel, grouped_wgrad_e4m3_kernel
 from .matmul import check_offsets, check_result, check_shape, rows_class
@@ -107,7 +107,7 @@ def grouped_matmul_e4m3(
 
     many = rows_class(n_rows, n_experts)
     configs = _configs_of(_MATMUL, many, ("BM", "BN"), x.device)
-    run(tuned("grouped_matmul_e4m3", (many, n, k, out_dtype), configs, run, out), out)
+    launch_tuned("grouped_matmul_e4m3", (many, n, k, out_dtype), configs, run, out)
     return out
 
 
@@ -159,7 +159,7 @@ def grouped_wgrad_e4m3(
 
     rows = rows_class(tokens, n_experts)
     configs = _configs_of(_WGRAD, rows, ("BN", "BK"), left.device)
-    run(tuned("grouped_wgrad_e4m3", (rows, n, k, out_dtype), configs, run, out), out)
+    launch_tuned("grouped_wgrad_e4m3", (rows, n, k, out_dtype), configs, run, out)
     return out
 
 

@@ -11,7 +11,7 @@ import triton
 
 from ...common.arguments import ExpertsShape, ProductTile, Strides
 from ...common.plan import INTERPRETED, as_stored, launch
-from ..configs import Config, fitting, launch_config, named, shared_memory, tuned
+from ..configs import Config, fitting, launch_config, launch_tuned, named, shared_memory
 from .matmul_kernel import grouped_matmul_kernel, grouped_sum_kernel, grouped_wgrad_kernel
 from .tiles import tile_slots
 
@@ -94,7 +94,7 @@ def grouped_matmul(
 
     rows = rows_class(x.shape[0], n_experts)
     configs = configs_of(_MATMUL, rows, x.element_size(), x.device, "BK")
-    run(tuned("grouped_matmul", (x.dtype, rows, n, k), configs, run, out), out)
+    launch_tuned("grouped_matmul", (x.dtype, rows, n, k), configs, run, out)
     return out
 
 
@@ -135,7 +135,7 @@ def grouped_wgrad(
 
     rows = rows_class(left.shape[0], n_experts)
     configs = configs_of(_WGRAD, rows, left.element_size(), left.device, "BM")
-    run(tuned("grouped_wgrad", (left.dtype, dtype, rows, n, k), configs, run, out), out)
+    launch_tuned("grouped_wgrad", (left.dtype, dtype, rows, n, k), configs, run, out)
     return out
 
 
@@ -253,6 +253,9 @@ def configs_within(limit: int, table: tuple, rows: int, element_size: int, contr
         # Tables are for 16-bit elements; longer or shorter ones keep the bytes of a tile.
         config[contracted] = max(16, config[contracted] * 2 // element_size)
         config["num_stages"] = 2 if is_hip else config["num_stages"]
+    # More float32 sums than 64 in a thread are spilled where operands are float32 too.
+    most = 64 if element_size == 4 else 128
+    found = [c for c in found if c["BM"] * c["BN"] * c["BK"] // c[contracted] <= most * 32 * c["num_warps"]]
 
     def stage_bytes(config: Config) -> int:
         sides = config["BM"] + config["BN"] + config["BK"] - config[contracted]

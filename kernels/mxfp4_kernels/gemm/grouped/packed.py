@@ -13,7 +13,8 @@ from ...common.arguments import DecodeConstants, ExpertsShape, PackedPointers
 from ...common.checks import check_packed
 from ...common.plan import INTERPRETED, Packed, Scheme, alpha, as_stored, scheme_constants
 from ...quantization.launch import dequantize
-from ..configs import Config, fitting_packed, launch_config, named, shared_memory, tuned
+from ..configs import Config, arch_of, fitting_packed, launch_config, launch_tuned, named, shared_memory
+from ..decode_plan import in_registers
 from .matmul import check_offsets, check_operands, check_shape, grouped_matmul, rows_class
 from .packed_kernel import grouped_packed_kernel
 from .tiles import tile_slots
@@ -25,8 +26,8 @@ DEQUANTIZED_FROM = 128
 #: Tiles (BM, BN), warps and stages, for at most so many rows per expert.
 _TILES = (
     (16, ((16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 4, 3), (16, 32, 4, 4), (16, 128, 8, 3))),
-    (32, ((32, 64, 4, 3), (32, 128, 4, 3), (16, 64, 4, 3))),
-    (512, ((64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 4, 2))),
+    (32, ((32, 64, 4, 3), (32, 128, 4, 3), (32, 64, 8, 3), (16, 64, 4, 3))),
+    (512, ((64, 64, 4, 3), (64, 128, 8, 3), (32, 64, 8, 3), (16, 64, 4, 3))),
 )
 #: Columns that are contracted at a time, at most.
 _STEP = 128
@@ -137,19 +138,21 @@ def _multiply(
     rows = rows_class(x.shape[0], n_experts)
     has_fallback = scheme.outlier_fallback is not None
     key = (rows, n, k, scheme.macro_block, has_fallback)
-    configs = _INTERPRETED_CONFIGS if INTERPRETED else configs_within(shared_memory(x.device), rows, has_fallback)
-    run(tuned("grouped_matmul_packed", key, configs, run, out), out)
+    configs = _INTERPRETED_CONFIGS
+    if not INTERPRETED:
+        configs = configs_within(shared_memory(x.device), rows, has_fallback, arch_of(x.device))
+    launch_tuned("grouped_matmul_packed", key, configs, run, out)
 
 
 @functools.lru_cache(maxsize=256)
-def configs_within(limit: int, rows: int, has_fallback: bool) -> Sequence[Config]:
-    """Tiles for so many rows per expert, on a GPU with so many bytes of shared memory for a program, the likeliest
-    first."""
+def configs_within(limit: int, rows: int, has_fallback: bool, arch: str = "90") -> Sequence[Config]:
+    """Tiles for so many rows per expert, on a GPU of an architecture with so many bytes of shared memory for a program,
+    the likeliest first."""
     is_hip = torch.version.hip is not None
     found = named(("BM", "BN"), next(tiles for most, tiles in _TILES if rows <= most))
     for config in found:
         config["num_stages"] = 2 if is_hip else config["num_stages"]
-
+    found = [config for config in found if in_registers(config, _STEP, arch, has_fallback=has_fallback)]
     return fitting_packed(found, limit, _STEP, 2, has_fallback)
 
 
