@@ -14,6 +14,8 @@ _MOST_TOKENS = 256
 #: Programs that a multiprocessor holds at once, with the registers that the kernel takes, for tiles of up to 8 rows of
 #: x, for larger ones, and for [`_halved`] ones.
 _PROGRAMS_PER_MULTIPROCESSOR = (4, 2, 6)
+#: Columns of a step.
+_STEP = 128
 #: Steps of a split that pay for its start.
 _LEAST_STEPS = 2
 _MOST_SPLITS = 16
@@ -72,15 +74,14 @@ def plan_linear_w4a16(
         return LinearPlan("dense", obstacle)
     if M > _MOST_TOKENS:
         return LinearPlan("dense", f"{M} rows: decoding the weight once costs less than once for every tile of rows")
-    has_factor = macro_block is not None and macro_search != "blockwise"
     simple = outlier_fallback is None and dtype == "bfloat16" and M <= 16
     halved = simple and _halved(_token_tile(M, arch), arch)
-    step = 256 if simple and not has_factor and not halved else 128
-    # Many tokens, a second operand, or x in pieces take registers of their own.
-    tall = 128 if simple and has_factor and not halved else 64
+    # Many tokens, a second operand, or x in pieces take registers of their own. Each warp puts all of x in order, so
+    # that tall tiles take fewer instructions for a weight than long ones.
+    tall = 128 if simple and not halved else 64
 
     def fits(config: dict[str, int]) -> bool:
-        return in_registers(config, step, arch, pieces=PIECES[dtype], has_fallback=outlier_fallback is not None)
+        return in_registers(config, _STEP, arch, pieces=PIECES[dtype], has_fallback=outlier_fallback is not None)
 
     rows = _token_tile(M, arch)
     while rows > 8 and not fits({"BM": rows, "BN": tall, "num_warps": 2 if halved else 4}):
@@ -92,13 +93,12 @@ def plan_linear_w4a16(
         tile_rows = tile_rows or tall
         programs = int(fill * count * held)
         tiles = -(-N // tile_rows) * -(-M // rows)
-        steps = -(-K // step)
-        wanted = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+        steps = -(-K // _STEP)
         config = {
             "BM": rows,
             "BN": tile_rows,
-            "BK": step,
-            "split_steps": -(-steps // wanted),
+            "BK": _STEP,
+            "split_steps": split_steps(steps, tiles, programs),
             "num_warps": 4 if tile_rows >= (128 if halved else 64) else 2,
             "num_stages": stages,
         }
@@ -123,6 +123,12 @@ def in_registers(
     others = config["BM"] * step * pieces * copies
     values = 2 * config["BM"] * config["BN"] + config["BN"] * step // 2 + others
     return values <= _MOST_VALUES * 32 * warps
+
+
+def split_steps(steps: int, tiles: int, programs: int) -> int:
+    """Steps along K that a program takes, of so many for each tile, for a GPU that holds so many programs."""
+    wanted = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+    return -(-steps // wanted)
 
 
 def steps_of(n_cols: int, config: dict[str, Any]) -> int:
