@@ -15,6 +15,7 @@ from mxfp4_kernels.common.arguments import (
     ExpertsShape,
     FoldedPointers,
     PackedPointers,
+    Partial,
     ProductTile,
     Strides,
 )
@@ -57,15 +58,19 @@ def e4m3(name: str, tile: tuple, sides: tuple[str, str]) -> tuple:
     return e4m3_kernel, f"grouped_{name}_e4m3_kernel", config, "e4m3", {}
 
 
+#: The usual one on AMD.
+EVERYWHERE = {"BM": 16, "BN": 64, "num_warps": 4, "num_stages": 3}
 STATIC = {"macro": 128, "search": blocks.STATIC.value}
 VARIANTS = {
     **{f"matmul {name}": dense("grouped_matmul", config) for name, config in MATMUL.items()},
     **{f"wgrad {name}": dense("grouped_wgrad", config) for name, config in WGRAD.items()},
     **{f"packed {'x'.join(map(str, config.values()))}": packed(config) for config in PACKED},
-    "packed static": packed(PACKED[0], **STATIC),
-    "packed blockwise": packed(PACKED[0], macro=128, search=blocks.BLOCKWISE.value),
-    "packed fallback": packed(PACKED[0], fallback=True, **STATIC),
-    "packed odd": packed(PACKED[0], N=1531, K=2040, **STATIC),
+    "packed static": packed(EVERYWHERE, **STATIC),
+    "packed blockwise": packed(EVERYWHERE, macro=128, search=blocks.BLOCKWISE.value),
+    "packed fallback": packed(EVERYWHERE, fallback=True, **STATIC),
+    "packed few fallback": packed(PACKED[0], fallback=True, **STATIC),
+    "packed whole": packed(EVERYWHERE, partial=None),
+    "packed odd": packed(EVERYWHERE, N=1531, K=2040, **STATIC),
     **{f"e4m3 {'x'.join(map(str, t))}": e4m3("matmul", t, ("BM", "BN")) for _, t in grouped_e4m3._MATMUL},
     **{f"e4m3 wgrad {'x'.join(map(str, t))}": e4m3("wgrad", t, ("BN", "BK")) for _, t in grouped_e4m3._WGRAD},
     "dgrad": dense("grouped_matmul", MATMUL["128x128x64x8x3"], transposed=True),
@@ -87,7 +92,7 @@ def compile_variant(target, module, kernel_name: str, config: dict, element: str
         sizes = {"N": sizes["K"], "K": sizes["N"]}
     step = {"BK": changes["BK"]} if "BK" in changes else {}
     tile = ProductTile(**config, **step)
-    is_even = "packed" in changes and sizes["N"] % tile.BN == 0 and sizes["K"] % tile.BK == 0
+    is_even = "packed" in changes and sizes["K"] % tile.BK == 0
     is_cuda = target.backend == "cuda"
     constants = {
         "N": sizes["N"],
@@ -106,6 +111,7 @@ def compile_variant(target, module, kernel_name: str, config: dict, element: str
         "rows_ptr": "*i64",
         "alpha": "fp32",
         "packed": changes.get("packed"),
+        "partial": changes.get("partial", Partial("*fp32", "*i32")),
         "weight_strides": Strides("i32", 1, "i32") if transposed else Strides("i32", "i32", 1),
         **dict.fromkeys(("left_strides", "right_strides"), Strides(None, "i32", 1)),
     }
@@ -121,7 +127,7 @@ def compile_variant(target, module, kernel_name: str, config: dict, element: str
             "row_strides": ("i32", "i32"),
         }
     aligned = [name for name in kernel.arg_names if name.endswith("_ptr")]
-    aligned += [*PackedPointers._fields, *FoldedPointers._fields]
+    aligned += [*PackedPointers._fields, *FoldedPointers._fields, *Partial._fields]
     if not any(size % 8 for size in sizes.values()):
         aligned += ["x_row_stride", "row_strides", *Strides._fields]
     return compile_kernel(target, kernel, types, constants, options, aligned)

@@ -5,12 +5,12 @@ import re
 from collections import Counter
 
 import pytest
-from compile_targets import few_variants
+from compile_targets import assert_sums_are_there_before_the_arrival, few_variants
 
 
 #: Instructions of the main loop for each weight, all of them counted, on sm_90. A GPU of 132 multiprocessors at 1.8 GHz
 #: can issue 3.4 in the time in which 4.8 TB/s bring a weight of 4.25 bits.
-INSTRUCTIONS = {"plain": 3.6, "macro": 3.6, "mantissas": 3.8, "fallback": 3.8, "16 tokens": 3.9}
+INSTRUCTIONS = {"plain": 3.3, "macro": 3.6, "mantissas": 3.5, "fallback": 3.8, "16 tokens": 4.0}
 #: Largest shared memory of a program: sm_120 has 99 KiB.
 SHARED_MEMORY = 99 * 1024
 
@@ -31,7 +31,7 @@ def main_loop(sass: str) -> Counter:
 
 
 #: Those that every run compiles; `make test-all` compiles all, on all targets.
-FEW = ("fallback", "odd")
+FEW = ("fallback", "16 tokens", "odd")
 FEW_HIP = ("macro",)
 
 
@@ -57,8 +57,9 @@ def test_cuda(run_script, arch, names):
             # decoded weight goes through shared memory.
             assert loop["HGMMA" if "wgmma" in asm["ptx"] else "HMMA"] > 0, name
             assert loop.total() / asm["weights_per_thread"] <= INSTRUCTIONS[name], (name, loop)
-            # Nor does the weight in two products of 8 tokens, as it did in one of 16.
-            assert "wgmma" in asm["ptx"] or loop["STS"] <= 2, (name, loop)
+            # The weight goes from where it is decoded to where it is multiplied in registers.
+            assert loop["STS"] <= 2 or "wgmma" in asm["ptx"], name
+            assert name != "16 tokens" or "wgmma" not in asm["ptx"]
             most = 176 if "wgmma" in asm["ptx"] else 168
             assert int(re.search(r"REG:(\d+)", asm["sass"])[1]) <= most, name
 
@@ -74,14 +75,3 @@ def test_hip(run_script, arch, names):
         assert re.search(r"v_mfma_f32_\w+_?bf16", code), name
         assert asm["shared"] <= 64 * 1024, name
         assert_sums_are_there_before_the_arrival(code)
-
-
-def assert_sums_are_there_before_the_arrival(code: str):
-    """Every wave waits for its own stores before the barrier after which one of them counts the program as arrived;
-    without that, another program may read sums that are still on their way."""
-    arrival = code.index("global_atomic_add")
-    stores, barrier = code.rindex("global_store", 0, arrival), code.rindex("s_barrier", 0, arrival)
-    assert stores < barrier
-    wait = code.rindex("s_waitcnt vmcnt(0)", 0, barrier)
-    # On every way to the barrier: nothing is stored, and no way joins or leaves, in between.
-    assert stores < wait and not re.search(r"^\.LBB\w+:|s_c?branch|global_store", code[wait:barrier], re.MULTILINE)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from compile_targets import assert_sums_are_there_before_the_arrival
 
 import mxfp4_kernels
 
@@ -13,7 +14,7 @@ import mxfp4_kernels
 SHARED = {"80": 166912, "90": 232448, "100": 232448, "120": 101376, "gfx942": 65536, "gfx950": 163840}
 
 
-@pytest.mark.parametrize(("what", "cases"), [("dense", 53), ("packed", 16), ("e4m3", 19)])
+@pytest.mark.parametrize(("what", "cases"), [("dense", 53), ("packed", 18), ("e4m3", 19)])
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", *(pytest.param(other, marks=pytest.mark.large) for other in ("float16", "float32"))]
 )
@@ -54,10 +55,10 @@ def test_experts_on_the_kernels_are_experts_one_after_the_other(run_script):
 
 #: Variants that every GPU must take, and those that every GPU with E4M3 must; `make test-all` compiles them for all
 #: targets, and all variants for sm_90.
-COMMON = ("matmul 16x64x64x4x3", "wgrad 32x64x64x4x2", "packed 16x64x4x3", "packed fallback")
+COMMON = ("matmul 16x64x64x4x3", "wgrad 32x64x64x4x2", "packed 16x64x4x3", "packed fallback", "packed whole")
 E4M3 = ("e4m3 64x128x4x3", "e4m3 wgrad 64x64x4x2")
 #: Those that every run compiles.
-FEW = ("wgrad 32x64x64x4x2", "packed 16x64x4x3", "e4m3 64x128x4x3")
+FEW = ("wgrad 32x64x64x4x2", "packed few fallback", "e4m3 64x128x4x3")
 FEW_HIP = ("packed fallback",)
 
 
@@ -72,7 +73,7 @@ FEW_HIP = ("packed fallback",)
 )
 def test_cuda_code(run_script, arch, names):
     report = run_script("run_grouped_compiler.py", "cuda", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 44)
+    assert len(report) == (len(names) or 51)
     for name, asm in report.items():
         assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
         assert asm["shared"] <= SHARED[arch], name
@@ -84,6 +85,8 @@ def test_cuda_code(run_script, arch, names):
         if arch == "90" and sides:
             # Of packed weights the tile's second side is the tall one.
             tall = "wgrad" in name or int(sides[1 + name.startswith("packed")]) >= 64
+            if name.startswith("packed"):
+                tall = tall and int(sides[1]) >= 16 and int(name.split("x")[2]) >= 4
             assert ("wgmma.mma_async" in asm["ptx"]) == tall, name
             assert not (tall and name.startswith("e4m3")) or "f32.e4m3.e4m3" in asm["ptx"], name
         if name not in ("odd", "packed odd"):
@@ -102,19 +105,24 @@ def test_hip_code(run_script, arch, names):
         assert re.search(r"\.vgpr_spill_count: +0\b", asm["amdgcn"]), name
         assert re.search(r"v_mfma_f32_\w+bf16", asm["amdgcn"]), name
         assert asm["shared"] <= SHARED[arch], name
+        if name in ("packed 16x64x4x3", "packed fallback"):
+            assert_sums_are_there_before_the_arrival(asm["amdgcn"])
 
 
-def test_decoding_costs_few_instructions(run_script):
-    """Of a loop that decodes 64 x 128 weights with 128 threads, 64 each."""
-    asm = run_script("run_grouped_compiler.py", "cuda", "90", "packed 16x64x4x3", interpret=False)["packed 16x64x4x3"]
+@pytest.mark.parametrize(("name", "tile", "most"), [("packed 8x128x4x3", 128, 3.4), ("packed 16x64x2x3", 128, 3.8)])
+def test_decoding_costs_few_instructions(run_script, name, tile, most):
+    """Of a loop in which a thread decodes so many weights, and multiplies them from its registers."""
+    asm = run_script("run_grouped_compiler.py", "cuda", "90", name, interpret=False)[name]
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]*);", asm["sass"])]
     loops = []
     for at, text in code:
         jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
         if jump and int(jump[1], 16) < at:
             loops.append([line for place, line in code if int(jump[1], 16) <= place <= at])
-    main = min((loop for loop in loops if any("HGMMA" in line for line in loop)), key=len)
-    assert len(main) / 64 < 5
+    main = min((loop for loop in loops if any("MMA" in line for line in loop)), key=len)
+    assert len(main) / tile < most
+    # Two of scale bytes; the weight would take 16.
+    assert "wgmma" in asm["ptx"] or sum("STS" in line for line in main) <= 2
 
 
 X, W = torch.zeros(6, 8), torch.zeros(2, 4, 8)

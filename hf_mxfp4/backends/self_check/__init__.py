@@ -6,6 +6,7 @@
 
 import torch
 
+from .. import scaled_mm
 from . import engines, products, quantizing, verdicts
 from .verdicts import Family
 
@@ -24,6 +25,7 @@ def _has_mxfp4(device: torch.device) -> bool:
 
 _EAGER, _EACH, _DENSE = "the eager reference", "one product for each expert", "dense products"
 _FP8, _MXFP4 = ("FP8 tensor cores", _has_fp8), ("MXFP4 tensor cores", _has_mxfp4)
+_SCALED_MM = ("product of FP8 with scales of 128 elements in torch: sm_90, CUDA 12.9", scaled_mm.exists)
 #: Kernels that stand or fall together, by name.
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -35,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         Family("packed experts", products.check_packed_experts, _EACH),
         Family("folds", quantizing.check_folds, _DENSE, *_FP8),
         Family("fp8 products", engines.check_fp8, _DENSE, *_FP8),
+        Family("fp8 products of torch", engines.check_fp8_of_torch, "the Triton kernel", *_SCALED_MM),
         Family("fp8 products of experts", engines.check_fp8_experts, _DENSE, *_FP8),
         Family("mxfp4 products", engines.check_mxfp4, _DENSE, *_MXFP4),
     )

@@ -10,6 +10,7 @@ import torch
 
 from ... import numerics
 from ...numerics import QuantScheme
+from .. import scaled_mm
 from .comparison import few, normal, product_problem
 from .products import ends_of, rows_of
 
@@ -32,6 +33,23 @@ def check_fp8(device: torch.device) -> str | None:
             a, b = (mxfp4_kernels.fold_e4m3(side, **options) for side in sides)
             found = mxfp4_kernels.matmul_e4m3(a.elements, a.scale, b.elements, b.scale)
             wrong = product_problem(f"{sizes}, {scheme}, scales by {group}", found, *values)
+            if wrong is not None:
+                return wrong
+    return None
+
+
+def check_fp8_of_torch(device: torch.device) -> str | None:
+    """PyTorch's products with a scale for each group of 128, of few rows and of many, in one group and in several."""
+    import mxfp4_kernels
+
+    for m, n, k in ((4, 16, 128), (300, 304, 600)) if device.type != "cpu" else ((8, 16, 150),):
+        for scheme, dtype in zip(_SCHEMES, (torch.bfloat16, torch.float32), strict=True):
+            sides = normal(0, m, k), normal(1, n, k)
+            options = {"group": _GROUP, "scale_rule": "rceil", "macro_block": scheme.macro_block}
+            a, b = (mxfp4_kernels.fold_e4m3(side.to(device), **options) for side in sides)
+            found = scaled_mm.multiply(a.elements, a.scale, b.elements, b.scale, dtype)
+            values = (numerics.apply_scheme(side.float(), scheme) for side in sides)
+            wrong = product_problem(f"{m} x {n} x {k}, {scheme}, torch", found, *values)
             if wrong is not None:
                 return wrong
     return None

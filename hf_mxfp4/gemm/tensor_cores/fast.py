@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...backends import scaled_mm, self_check
 from ...numerics import FP8, GEMM_OPERANDS, REUSE, GemmScheme, OperandScheme, QuantScheme
 from ..counts import count_weight
 from ..operands import operand_seed, rotation_signs
@@ -158,7 +159,11 @@ def operand(
 
 
 def multiply(kernel: str, left: Any, right: Any, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``left right^T + bias`` of what [`operand`] made."""
+    """``left right^T + bias`` of what [`operand`] made.
+
+    Of FP8 with a scale for every 128 elements the product is PyTorch's where that has one which works on this device
+    and nothing is added; the Triton kernel is bound by its sums there.
+    """
     import mxfp4_kernels
 
     if kernel == "mxfp4":
@@ -166,6 +171,11 @@ def multiply(kernel: str, left: Any, right: Any, dtype: torch.dtype, bias: torch
         parts = (left.codes, left.scale, right.codes, right.scale)
         return mxfp4_kernels.matmul_mxf4(*parts, **macros, out_dtype=dtype, bias=bias)
     parts = (left.elements, left.scale, right.elements, right.scale)
+    if bias is None and scaled_mm.takes(*parts, dtype):
+        if self_check.problem(left.elements.device, "fp8 products of torch") is None:
+            found = scaled_mm.try_multiply(*parts, dtype)
+            if found is not None:
+                return found
     return mxfp4_kernels.matmul_e4m3(*parts, out_dtype=dtype, bias=bias)
 
 

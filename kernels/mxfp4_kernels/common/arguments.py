@@ -79,7 +79,7 @@ class DecodeConstants(NamedTuple):
         INTERPRETED: for Triton's interpreter.
         NATURAL: in the order of the weight's columns.
         PIECES: bfloat16 numbers that add up to an element of the other operand.
-        EVEN: tiles divide the weight, along its rows and, where rows are not clamped, along its columns.
+        EVEN: steps divide the weight along its rows.
         COL_MULTIPLE: a power of two that divides the rows' length.
         EIGHTS: multiply 16 rows of the other operand eight at a time.
     """

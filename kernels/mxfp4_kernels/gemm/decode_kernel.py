@@ -16,6 +16,7 @@ import triton.language as tl
 from ..common.arguments import PackedPointers, RowBytes
 from ..common.blocks import BLOCKWISE, NO_MACRO, macro_factor
 from .decode_tile import NARROW_BYTE, decoded_product, load_inside
+from .splits import arrives_last, sum_of_splits
 
 
 @triton.jit
@@ -98,21 +99,6 @@ def _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens):
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _wait_for_stores(lanes, WEIGHT: tl.constexpr):
-    """Let each thread wait until its stores are where other programs see them, on AMD: the barrier there waits for
-    shared memory alone, and the release of an atomic for the stores of its own wave. ``lanes`` is any int32 tensor."""
-    if not WEIGHT.CUDA and not WEIGHT.INTERPRETED:
-        tl.inline_asm_elementwise(
-            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1",
-            "=v,v,~{memory}",
-            [lanes],
-            tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 @triton.jit(do_not_specialize=["n_tokens", "n_rows", "split_steps", "n_splits"])
 def linear_kernel(
     x_ptr,
@@ -186,15 +172,9 @@ def linear_kernel(
         size = n_tokens.to(tl.int64) * n_rows
         _store(sums_ptr + split * size, None, total, row, rows, tokens, n_rows, n_tokens_here)
         arrived_ptr = partial.arrived + (tl.program_id(2) * tl.num_programs(0) + tile)
-        # All threads' sums, before one thread says that they are there.
-        _wait_for_stores(tokens, WEIGHT)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == n_splits - 1:
-            total = tl.zeros([BN, BM], tl.float32)
+        if arrives_last(arrived_ptr, n_splits, tokens, WEIGHT):
             at = tokens.to(tl.int64)[None, :] * n_rows + row + rows[:, None]
             inside = (rows < n_rows - row)[:, None] & (tokens < n_tokens_here)[None, :]
-            for other in range(n_splits):
-                # Past the first-level cache, which other multiprocessors do not write to.
-                total += tl.load(sums_ptr + other * size + at, mask=inside, other=0.0, cache_modifier=".cg")
+            total = sum_of_splits(sums_ptr + at, inside, size, n_splits)
             _store(out_ptr, bias_ptr, total, row, rows, tokens, n_rows, n_tokens_here)
             tl.store(arrived_ptr, 0)

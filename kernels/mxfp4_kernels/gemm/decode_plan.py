@@ -12,8 +12,10 @@ _MULTIPROCESSORS = {"80": 108, "86": 84, "89": 128, "90": 132, "100": 148, "120"
 #: weight, once, where every tile of rows decodes the weight again.
 _MOST_TOKENS = 256
 #: Programs that a multiprocessor holds at once, with the registers that the kernel takes, for tiles of up to 8 rows of
-#: x and for larger ones.
-_PROGRAMS_PER_MULTIPROCESSOR = (4, 2)
+#: x, for larger ones, and for [`_halved`] ones.
+_PROGRAMS_PER_MULTIPROCESSOR = (4, 2, 6)
+#: Columns of a step.
+_STEP = 128
 #: Steps of a split that pay for its start.
 _LEAST_STEPS = 2
 _MOST_SPLITS = 16
@@ -72,32 +74,32 @@ def plan_linear_w4a16(
         return LinearPlan("dense", obstacle)
     if M > _MOST_TOKENS:
         return LinearPlan("dense", f"{M} rows: decoding the weight once costs less than once for every tile of rows")
-    has_factor = macro_block is not None and macro_search != "blockwise"
     simple = outlier_fallback is None and dtype == "bfloat16" and M <= 16
-    step = 256 if simple and not has_factor else 128
-    # Many tokens, a second operand, or x in pieces take registers of their own.
-    tall = 128 if simple and has_factor else 64
+    halved = simple and _halved(_token_tile(M, arch), arch)
+    # Many tokens, a second operand, or x in pieces take registers of their own. Each warp puts all of x in order, so
+    # that tall tiles take fewer instructions for a weight than long ones.
+    tall = 128 if simple and not halved else 64
 
     def fits(config: dict[str, int]) -> bool:
-        return in_registers(config, step, arch, pieces=PIECES[dtype], has_fallback=outlier_fallback is not None)
+        return in_registers(config, _STEP, arch, pieces=PIECES[dtype], has_fallback=outlier_fallback is not None)
 
     rows = _token_tile(M, arch)
-    while rows > 8 and not fits({"BM": rows, "BN": tall, "num_warps": 4}):
+    while rows > 8 and not fits({"BM": rows, "BN": tall, "num_warps": 2 if halved else 4}):
         rows //= 2
+    held = _PROGRAMS_PER_MULTIPROCESSOR[2 if halved else int(rows > 8)]
     count = multiprocessors or _MULTIPROCESSORS.get(arch, 132)
     seen: list[dict[str, int]] = []
     for tile_rows, stages, fill in _TILES:
         tile_rows = tile_rows or tall
-        programs = int(fill * count * _PROGRAMS_PER_MULTIPROCESSOR[rows > 8])
+        programs = int(fill * count * held)
         tiles = -(-N // tile_rows) * -(-M // rows)
-        steps = -(-K // step)
-        wanted = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+        steps = -(-K // _STEP)
         config = {
             "BM": rows,
             "BN": tile_rows,
-            "BK": step,
-            "split_steps": -(-steps // wanted),
-            "num_warps": 4 if tile_rows >= 64 else 2,
+            "BK": _STEP,
+            "split_steps": split_steps(steps, tiles, programs),
+            "num_warps": 4 if tile_rows >= (128 if halved else 64) else 2,
             "num_stages": stages,
         }
         if config not in seen and fits(config):
@@ -121,6 +123,12 @@ def in_registers(
     others = config["BM"] * step * pieces * copies
     values = 2 * config["BM"] * config["BN"] + config["BN"] * step // 2 + others
     return values <= _MOST_VALUES * 32 * warps
+
+
+def split_steps(steps: int, tiles: int, programs: int) -> int:
+    """Steps along K that a program takes, of so many for each tile, for a GPU that holds so many programs."""
+    wanted = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+    return -(-steps // wanted)
 
 
 def steps_of(n_cols: int, config: dict[str, Any]) -> int:
@@ -148,6 +156,13 @@ def _token_tile(n_tokens: int, arch: str) -> int:
     # NVIDIA's smallest tile of the right operand has 8 columns, AMD's 16.
     smallest = 16 if arch.startswith("gfx") else 8
     return min(64, max(smallest, token_class(n_tokens)))
+
+
+def _halved(rows: int, arch: str) -> bool:
+    """Whether a tile of 64 rows of the weight has two warps. From 16 rows of x on, four warps of compute capability 9.0
+    multiply as a group, which Triton hands the decoded weight through shared memory; it comes to be read and written
+    there for as long as decoding takes. Two warps multiply each from its registers, 8 rows of x at a time."""
+    return arch == "90" and rows == 16
 
 
 def _current_arch() -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,9 +57,8 @@ def matmul_e4m3(
     Products of 128 elements are summed by the tensor cores, and these sums in float32. Of folded MXFP4 on both sides
     the former are exact in nearly all cases, so that the error is that of float32 sums. With other E4M3 (gradients)
     sm_90, whose FP8 tensor cores keep about 14 bits of a sum, may lose about 2**-13 of the largest product at every 32
-    elements: what a model of the hardware says, not measured. On sm_90 PyTorch's scaled products are taken: with
-    scales of whole rows on both sides, and from CUDA 12.9 on with scales by 128, where rows are multiples of 16 and
-    there is no bias. Should PyTorch refuse the latter, that is said once, and our kernel is taken from then on.
+    elements: what a model of the hardware says, not measured. Scales of whole rows on both sides go through PyTorch's
+    scaled product where that has one.
 
     Args:
         a: ``float8_e4m3fn [M, K]``, contiguous, K a multiple of 128 (pad with zeros).
@@ -87,10 +85,6 @@ def matmul_e4m3(
         # Fast accumulation would keep 14 bits of sums over all of K.
         return F.scaled_mm(a, b.t(), *scales, bias=bias, output_dtype=out_dtype, use_fast_accum=False)
     scales = [_group_scales(scale, k, per_group) for scale in (a_scale, b_scale)]
-    if per_group and m and n and k and bias is None and m % 16 == 0 and _torch_takes(a.device, out_dtype, n, bias):
-        product = _by_groups_of_torch(a, b, *scales)
-        if product is not None:
-            return product
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
@@ -238,36 +232,6 @@ def _has_row_scaled(device: torch.device) -> bool:
 def _torch_takes(device: torch.device, out_dtype: torch.dtype, n: int, bias: torch.Tensor | None) -> bool:
     fits = out_dtype == torch.bfloat16 and n % 16 == 0 and (bias is None or bias.dtype == torch.bfloat16)
     return fits and _has_row_scaled(device)
-
-
-#: GPUs on which PyTorch refused scales by 128.
-_refused: set[torch.device] = set()
-
-
-@functools.lru_cache(maxsize=1)
-def _cuda_has_blocks() -> bool:
-    """Whether cuBLASLt is one that knows scales by 128, and PyTorch asks it for these."""
-    version = (torch.version.cuda or "0.0").split(".")
-    return (int(version[0]), int(version[1])) >= (12, 9) and hasattr(F.ScalingType, "BlockWise1x128")
-
-
-def _by_groups_of_torch(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
-) -> torch.Tensor | None:
-    """``a b^T`` in bfloat16 with scales ``[groups, rows]`` by PyTorch's product; `None` where it has none."""
-    if a.device in _refused or not _cuda_has_blocks():
-        return None
-    by_blocks = F.ScalingType.BlockWise1x128
-    scales = a_scale.t(), by_blocks, b_scale.t(), by_blocks
-    try:
-        return F.scaled_mm(a, b.t(), *scales, output_dtype=torch.bfloat16, use_fast_accum=False)
-    except (RuntimeError, ValueError) as error:
-        _refused.add(a.device)
-        reason = str(error).partition("\n")[0]
-        warnings.warn(
-            f"PyTorch has no FP8 product with scales by 128 on {a.device} ({reason}); ours is used", stacklevel=3
-        )
-        return None
 
 
 def _group_scales(scale: torch.Tensor, k: int, per_group: bool) -> torch.Tensor:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from ...common.arguments import DecodeConstants, ExpertsShape, PackedPointers
+from ...common.arguments import DecodeConstants, ExpertsShape, PackedPointers, Partial
 from ...common.checks import check_packed
+from ...common.counters import zeros_of_a_launch
 from ...common.plan import INTERPRETED, Packed, Scheme, alpha, as_stored, scheme_constants
 from ...quantization.launch import dequantize
 from ..configs import Config, arch_of, fitting_packed, launch_config, launch_tuned, named, shared_memory
-from ..decode_plan import in_registers
+from ..decode_plan import in_registers, split_steps
 from .matmul import check_offsets, check_operands, check_shape, grouped_matmul, rows_class
 from .packed_kernel import grouped_packed_kernel
 from .tiles import tile_slots
@@ -23,14 +24,22 @@ from .tiles import tile_slots
 #: Mean rows per expert from which on weights are dequantized first, for all tiles of rows at once: a tile of 64 rows
 #: takes longer to decode than to multiply.
 DEQUANTIZED_FROM = 128
-#: Tiles (BM, BN), warps and stages, for at most so many rows per expert.
+#: Mean rows per expert up to which most experts have 8 at most.
+_FEW = 4
+#: Tiles (BM, BN), warps and stages, for at most so many rows per expert. Of the first two, tensor cores that work for
+#: one warp read the decoded weight from registers.
 _TILES = (
-    (16, ((16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 4, 3), (16, 32, 4, 4), (16, 128, 8, 3))),
+    (4, ((8, 128, 4, 3), (8, 64, 2, 3), (8, 128, 4, 4), (8, 64, 4, 4), (16, 64, 2, 3), (16, 64, 4, 3))),
+    (16, ((16, 64, 2, 3), (16, 64, 4, 3), (16, 64, 4, 4), (16, 128, 4, 3), (16, 32, 4, 4), (16, 128, 8, 3))),
     (32, ((32, 64, 4, 3), (32, 128, 4, 3), (32, 64, 8, 3), (16, 64, 4, 3))),
     (512, ((64, 64, 4, 3), (64, 128, 8, 3), (32, 64, 8, 3), (16, 64, 4, 3))),
 )
 #: Columns that are contracted at a time, at most.
 _STEP = 128
+#: Architectures without tensor cores that have to work for four warps at once.
+_ONE_WARP = ("80", "86", "89", "90", "120", "121")
+#: Warps that a multiprocessor holds at once, with the registers that the kernel takes.
+_WARPS_PER_MULTIPROCESSOR = 12
 _INTERPRETED_CONFIGS = named(("BM", "BN"), [(16, 32, 4, 1)])
 
 
@@ -53,7 +62,8 @@ def grouped_matmul_packed(
 
     With few rows per expert codes are decoded on the way into the product (bfloat16, K a multiple of 8, macro blocks
     shorter than a row), and the values of macro blocks are not rounded to bfloat16 before it; otherwise all weights are
-    dequantized first, which takes memory for ``[E, N, K]`` in the dtype of ``x``.
+    dequantized first, which takes memory for ``[E, N, K]`` in the dtype of ``x``. Where tiles are fewer than what the
+    GPU holds, several programs share each along K; sums are the same at every call.
 
     Args:
         x: ``[S, K]`` bfloat16, float16 or float32, rows sorted by expert.
@@ -128,14 +138,22 @@ def _multiply(
             SEARCH=of_scheme.SEARCH,
             CUDA=x.device.type == "cuda" and torch.version.hip is None,
             INTERPRETED=INTERPRETED,
-            EVEN=n % config["BN"] == 0 and k % step == 0,
+            EVEN=k % step == 0,
         )
-        pointers = (as_stored(x), parts, as_stored(bias), as_stored(target), offsets)
-        arguments = (*pointers, n_experts, x.stride(0), alpha(scheme))
+        steps = triton.cdiv(k, step)
+        of_split = split_steps(steps, tiles, _warps(x.device) // config["num_warps"])
+        splits, partial = triton.cdiv(steps, of_split), None
+        if splits > 1:
+            sums = torch.empty((splits, x.shape[0], n), dtype=torch.float32, device=x.device)
+            partial = Partial(sums, zeros_of_a_launch(tiles, x.device))
+        pointers = (as_stored(x), parts, as_stored(bias), as_stored(target), partial, offsets)
+        arguments = (*pointers, x.shape[0], n_experts, of_split, splits, x.stride(0), alpha(scheme))
         constants = {"SHAPE": shape, "WEIGHT": weight}
-        launch_config(grouped_packed_kernel, (tiles,), x.device, arguments, constants, {**config, "BK": step})
+        launch_config(grouped_packed_kernel, (tiles, splits), x.device, arguments, constants, {**config, "BK": step})
 
     rows = rows_class(x.shape[0], n_experts)
+    if x.shape[0] <= _FEW * min(x.shape[0], n_experts):
+        rows = _FEW
     has_fallback = scheme.outlier_fallback is not None
     key = (rows, n, k, scheme.macro_block, has_fallback)
     configs = _INTERPRETED_CONFIGS
@@ -144,12 +162,23 @@ def _multiply(
     launch_tuned("grouped_matmul_packed", key, configs, run, out)
 
 
+@functools.lru_cache(maxsize=64)
+def _warps(device: torch.device) -> int:
+    """Warps that a device holds at once; interpreted, so many as an H100."""
+    count = 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+    return _WARPS_PER_MULTIPROCESSOR * count
+
+
 @functools.lru_cache(maxsize=256)
 def configs_within(limit: int, rows: int, has_fallback: bool, arch: str = "90") -> Sequence[Config]:
     """Tiles for so many rows per expert, on a GPU of an architecture with so many bytes of shared memory for a program,
     the likeliest first."""
     is_hip = torch.version.hip is not None
     found = named(("BM", "BN"), next(tiles for most, tiles in _TILES if rows <= most))
+    found = [c for c in found if c["num_warps"] >= 4 or arch in _ONE_WARP]
+    if arch.startswith("gfx"):
+        # AMD's smallest tile of the right operand has 16 columns.
+        found = [c for c in found if c["BM"] >= 16]
     for config in found:
         config["num_stages"] = 2 if is_hip else config["num_stages"]
     found = [config for config in found if in_registers(config, _STEP, arch, has_fallback=has_fallback)]
