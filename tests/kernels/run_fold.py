@@ -58,7 +58,7 @@ def cases() -> Iterator[Case]:
     yield "transposed", wide[:, :30].T, plain
     # Two elements an instruction.
     yield "words", data((5, 270), torch.bfloat16, 4), plain | {"scale_rule": "floor"}
-    yield "words", data((70, 134), torch.bfloat16, 5), plain | {"macro_block": 128}
+    yield "words", data((20, 134), torch.bfloat16, 5), plain | {"macro_block": 128}
     yield "words", data((3, 130), torch.bfloat16, 6), plain | {"macro_block": 128}
     yield "no rows", wide[:0], plain
     yield "no columns", wide[:, :0], plain

@@ -178,7 +178,7 @@ def compare(cases: Iterator[tuple[str, torch.Tensor, QuantScheme]]) -> dict:
 def package() -> dict:
     """Results of layers and functions by name: whether they are those of backend="eager", and kernel launches."""
     launches = Counter()
-    for name in ("fake_quantize", "quantize", "dequantize"):
+    for name in ("fake_quantize", "fake_quantize_e4m3", "quantize", "dequantize"):
         setattr(mxfp4_kernels, name, counted(getattr(mxfp4_kernels, name), name, launches))
 
     def both(compute: Callable[[str], list[torch.Tensor]]) -> dict:
@@ -204,6 +204,15 @@ def package() -> dict:
         out.square().sum().backward()
         return [out.detach(), layer.weight.grad]
 
+    def gradients(backend: str) -> list[torch.Tensor]:
+        config = MXFP4RLConfig(preset="w4a4g8", macro_block=128, backend=backend)
+        layer = MXFP4Linear(70, 12, bias=False, config=config)
+        with torch.no_grad():
+            layer.weight.copy_(w)
+        leaf = x.clone().requires_grad_()
+        layer(leaf).square().sum().backward()
+        return [leaf.grad, layer.weight.grad]
+
     def packed(backend: str) -> list[torch.Tensor]:
         linear = torch.nn.Linear(70, 12, bias=False)
         with torch.no_grad():
@@ -213,7 +222,7 @@ def package() -> dict:
         with torch.no_grad():
             return [layer.weight, layer.weight_macro, layer(x)]
 
-    return {compute.__name__: both(compute) for compute in (functions, trained, packed)}
+    return {compute.__name__: both(compute) for compute in (functions, trained, gradients, packed)}
 
 
 def counted(function: Callable, name: str, launches: Counter) -> Callable:

@@ -24,11 +24,13 @@ def test_any_shape_scheme_and_range(run_script):
 def test_the_package_runs_on_the_kernels_where_triton_is_named(run_script):
     report = run_script("run_quantize.py", "package", interpret=True)
     assert {name: found["equal"] for name, found in report.items()} == dict.fromkeys(
-        ("functions", "trained", "packed"), True
+        ("functions", "trained", "gradients", "packed"), True
     )
     launches = {name: found["launches"] for name, found in report.items()}
     assert launches["functions"] == {"quantize": 1, "fake_quantize": 1, "dequantize": 1}
     assert launches["trained"]["quantize"] == 1 and launches["trained"]["fake_quantize"] > 0
+    # Of the output gradient, along its rows and along the tokens.
+    assert launches["gradients"]["fake_quantize_e4m3"] == 2
     # Rows of 70 elements are no whole words of codes, so that the product needs the values.
     assert launches["packed"] == {"quantize": 1, "dequantize": 1}
 

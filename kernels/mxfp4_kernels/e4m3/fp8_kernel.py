@@ -81,12 +81,13 @@ def fake_rows_kernel(
     else:
         top = tl.zeros([ROWS, 1], tl.int32)
         for step in range(STEPS if SCHEME.INTERPRETED else tl.cdiv(n_cols, COLS)):
-            x = _read(x_ptr, rows, step * COLS + cols, n_rows, n_cols, row_stride, SCHEME.BF16)
+            at = tl.cast(step, tl.int64) * COLS + cols
+            x = _read(x_ptr, rows, at, n_rows, n_cols, row_stride, SCHEME.BF16)
             found = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD, axis=1, keep_dims=True)
             top = tl.maximum(top, found)
         base = base_of_row(top)
         for step in range(STEPS if SCHEME.INTERPRETED else tl.cdiv(n_cols, COLS)):
-            at = step * COLS + cols
+            at = tl.cast(step, tl.int64) * COLS + cols
             x = _read(x_ptr, rows, at, n_rows, n_cols, row_stride, SCHEME.BF16)
             values = as_stored(_values(x, base, SCHEME.LARGEST), out_ptr, SCHEME.INTERPRETED)
             tl.store(out_ptr + rows * n_cols + at, values, mask=inside & (at < n_cols))
