@@ -6,7 +6,7 @@ import os
 
 import processes
 import pytest
-from compile_targets import first_target
+from compile_targets import TRITON, first_target
 
 from benchmarks.gpu.model.compile import Compiled, amd_resources, nvidia_resources
 from benchmarks.gpu.model.estimate import estimate, estimate_operator, executed, in_turn, resident
@@ -236,7 +236,7 @@ def test_the_table_of_gpus():
 COUNTS = {
     "quantize_pack / rceil": (11.0, 6.6),
     "quantize_pack / rceil, macro 128 static": (16.0, 9.8),
-    "quantize_dual_e4m3 / rceil": (43.5, 25.5),
+    "quantize_dual_e4m3 / rceil": (28.0, 16.2),
     "decode_w4a16 / plain, M = 1": (5.1, 2.3),
     "decode_w4a16 / plain, M = 16": (5.0, 2.4),
 }
@@ -245,16 +245,22 @@ MORE = {
     "quantize_pack / rceil, macro 128 static, fallback": (64.5, 42.0),
     "quantize_pack / mse": (77.6, 37.5),
     "quantize_pack / rceil, along rows and columns": (69.6, 46.5),
-    "quantize_dual_e4m3 / rceil, macro 128 static": (68.0, 33.6),
+    "quantize_dual_e4m3 / rceil, macro 128 static": (35.2, 20.5),
     "decode_w4a16 / macro 128, M = 1": (5.4, 2.4),
     "grouped_experts / packed w4a16, both products": (5.0, 2.2),
 }
 
 
+#: Other compilers make other code.
+counted_for = pytest.mark.skipif(TRITON[:2] != (3, 7), reason="counts are those of Triton 3.7")
+
+
+@counted_for
 def test_counts_of_hot_kernels(run_script):
     assert_counts(run_script("run_model.py", "sm_90", *COUNTS, interpret=False), COUNTS)
 
 
+@counted_for
 @pytest.mark.large
 def test_counts_of_all_kernels(run_script):
     assert_counts(run_script("run_model.py", "sm_90", interpret=False), COUNTS | MORE)
