@@ -8,6 +8,7 @@ import torch
 from compile_targets import assert_sums_are_there_before_the_arrival
 
 import mxfp4_kernels
+from mxfp4_kernels.gemm.grouped import matmul, packed
 
 
 #: Bytes of shared memory that one program may have.
@@ -123,6 +124,32 @@ def test_decoding_costs_few_instructions(run_script, name, tile, most):
     assert len(main) / tile < most
     # Two of scale bytes; the weight would take 16.
     assert "wgmma" in asm["ptx"] or sum("STS" in line for line in main) <= 2
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(1, 8), (8, 6), (64, 1)])
+def test_tiles_of_few_rows_are_split_along_k(monkeypatch, rows, splits):
+    """Of 16 steps, on a GPU of 132 multiprocessors."""
+    calls = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: calls.append((grid, arguments))
+
+    monkeypatch.setattr(packed, "grouped_packed_kernel", Kernel())
+    for module in (packed, matmul):
+        monkeypatch.setattr(module, "INTERPRETED", True)
+    x = torch.empty(rows, 2048, dtype=torch.bfloat16)
+    codes, scale = (torch.empty(128, 256, 2048 // n, dtype=torch.uint8) for n in (2, 32))
+    offsets = torch.empty(128, dtype=torch.int32)
+    assert mxfp4_kernels.grouped_matmul_packed(x, codes, scale, offsets, length=2048).shape == (rows, 256)
+    (((tiles, n_splits), arguments),) = calls
+    assert n_splits == splits and tiles == 8 * min(rows + rows // 16, 128)
+    if splits > 1:
+        sums, arrived = arguments[4]
+        assert sums.shape == (splits, rows, 256) and sums.dtype == torch.float32
+        assert arrived.dtype == torch.int32 and arrived.numel() >= tiles
+    else:
+        assert arguments[4] is None
 
 
 X, W = torch.zeros(6, 8), torch.zeros(2, 4, 8)
