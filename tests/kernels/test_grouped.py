@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from compile_targets import assert_sums_are_there_before_the_arrival
+from compile_targets import TRITON, assert_sums_are_there_before_the_arrival
 
 import mxfp4_kernels
 from mxfp4_kernels.gemm.grouped import matmul, packed
@@ -87,7 +87,7 @@ def test_cuda_code(run_script, arch, names):
             # Of packed weights the tile's second side is the tall one.
             tall = "wgrad" in name or int(sides[1 + name.startswith("packed")]) >= 64
             if name.startswith("packed"):
-                tall = tall and int(sides[1]) >= 16 and int(name.split("x")[2]) >= 4
+                tall = tall and (int(sides[1]) >= 16 or TRITON >= (3, 8)) and int(name.split("x")[2]) >= 4
             assert ("wgmma.mma_async" in asm["ptx"]) == tall, name
             assert not (tall and name.startswith("e4m3")) or "f32.e4m3.e4m3" in asm["ptx"], name
         if name not in ("odd", "packed odd"):
@@ -110,7 +110,11 @@ def test_hip_code(run_script, arch, names):
             assert_sums_are_there_before_the_arrival(asm["amdgcn"])
 
 
-@pytest.mark.parametrize(("name", "tile", "most"), [("packed 8x128x4x3", 128, 3.4), ("packed 16x64x2x3", 128, 3.8)])
+#: Weights of a thread, and instructions for each. Triton 3.8 launches no packed product with two warps.
+MAIN_LOOPS = [("packed 8x128x4x3", 128, 3.4), *([("packed 16x64x2x3", 128, 3.8)] if TRITON < (3, 8) else [])]
+
+
+@pytest.mark.parametrize(("name", "tile", "most"), MAIN_LOOPS)
 def test_decoding_costs_few_instructions(run_script, name, tile, most):
     """Of a loop in which a thread decodes so many weights, and multiplies them from its registers."""
     asm = run_script("run_grouped_compiler.py", "cuda", "90", name, interpret=False)[name]
