@@ -21,7 +21,7 @@ ALL = [(arch, kernel, ()) for arch in ("90", "100", "120") for kernel in KERNELS
 )
 def test_what_can_be_chosen_compiles_to_what_the_gpu_has(run_script, arch, kernel, names):
     report = run_script("run_choices_compiler.py", "cuda", arch, kernel, *names, interpret=False)
-    assert len(report) == len(names) if names else len(report) > 8
+    assert len(report) == len(names) if names else len(report) > 5
     for name, found in report.items():
         assert found["shared"] <= found["limit"], (name, found)
         # Of the largest tiles of packed weights a dozen values, most of them for float32 inputs.
