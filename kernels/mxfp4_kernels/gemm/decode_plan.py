@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton
+
 
 #: Multiprocessors of the largest GPU of an architecture, for plans made without one at hand.
 _MULTIPROCESSORS = {"80": 108, "86": 84, "89": 128, "90": 132, "100": 148, "120": 170, "gfx942": 304, "gfx950": 256}
@@ -14,6 +16,9 @@ _MOST_TOKENS = 256
 #: Programs that a multiprocessor holds at once, with the registers that the kernel takes, for tiles of up to 8 rows of
 #: x, for larger ones, and for [`_halved`] ones.
 _PROGRAMS_PER_MULTIPROCESSOR = (4, 2, 6)
+#: Whether this Triton leaves the decoded weight in registers where tensor cores read it from there. From 3.8 on it goes
+#: through shared memory everywhere, and two warps take more instructions for a weight than four.
+IN_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 #: Columns of a step.
 _STEP = 128
 #: Steps of a split that pay for its start.
@@ -162,7 +167,7 @@ def _halved(rows: int, arch: str) -> bool:
     """Whether a tile of 64 rows of the weight has two warps. From 16 rows of x on, four warps of compute capability 9.0
     multiply as a group, which Triton hands the decoded weight through shared memory; it comes to be read and written
     there for as long as decoding takes. Two warps multiply each from its registers, 8 rows of x at a time."""
-    return arch == "90" and rows == 16
+    return IN_REGISTERS and arch == "90" and rows == 16
 
 
 def _current_arch() -> str:

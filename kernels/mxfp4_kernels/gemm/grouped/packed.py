@@ -15,7 +15,7 @@ from ...common.counters import zeros_of_a_launch
 from ...common.plan import INTERPRETED, Packed, Scheme, alpha, as_stored, scheme_constants
 from ...quantization.launch import dequantize
 from ..configs import Config, arch_of, fitting_packed, launch_config, launch_tuned, named, shared_memory
-from ..decode_plan import in_registers, split_steps
+from ..decode_plan import IN_REGISTERS, in_registers, split_steps
 from .matmul import check_offsets, check_operands, check_shape, grouped_matmul, rows_class
 from .packed_kernel import grouped_packed_kernel
 from .tiles import tile_slots
@@ -175,7 +175,7 @@ def configs_within(limit: int, rows: int, has_fallback: bool, arch: str = "90") 
     the likeliest first."""
     is_hip = torch.version.hip is not None
     found = named(("BM", "BN"), next(tiles for most, tiles in _TILES if rows <= most))
-    found = [c for c in found if c["num_warps"] >= 4 or arch in _ONE_WARP]
+    found = [c for c in found if c["num_warps"] >= 4 or IN_REGISTERS and arch in _ONE_WARP]
     if arch.startswith("gfx"):
         # AMD's smallest tile of the right operand has 16 columns.
         found = [c for c in found if c["BM"] >= 16]
