@@ -45,7 +45,7 @@ def compile_variant(
     options = {name: getattr(scheme, name) for name in ("macro_block", "macro_search", "outlier_fallback")}
     name = str(dtype).removeprefix("torch.")
     config = config or plan_linear_w4a16(n_tokens, 4096, n_cols, arch, **options, dtype=name).configs[0]
-    weight = decode.constants(dtype, scheme, n_cols, config["BK"], n_tokens > 16, eights=arch == "90")
+    weight = decode.constants(dtype, scheme, n_cols, config["BK"], n_tokens > 16)
     constants = {"TILE": ProductTile(config["BM"], config["BN"], config["BK"])}
     constants["WEIGHT"] = weight._replace(CUDA=backend == "cuda", INTERPRETED=False)
     has_residual = scheme.outlier_fallback is not None

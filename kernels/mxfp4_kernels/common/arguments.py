@@ -81,7 +81,6 @@ class DecodeConstants(NamedTuple):
         PIECES: bfloat16 numbers that add up to an element of the other operand.
         EVEN: steps divide the weight along its rows.
         COL_MULTIPLE: a power of two that divides the rows' length.
-        EIGHTS: multiply 16 rows of the other operand eight at a time.
     """
 
     MACRO: int
@@ -92,7 +91,6 @@ class DecodeConstants(NamedTuple):
     PIECES: int = 1
     EVEN: bool = False
     COL_MULTIPLE: int = 1
-    EIGHTS: bool = False
 
 
 class ProductTile(NamedTuple):

@@ -112,7 +112,7 @@ def _launch_fused(
         sizes = (n_tokens, n_rows, n_cols, x.stride(0), config["split_steps"], splits, alpha(scheme))
         # As bits, which the interpreter needs.
         arguments = (bits(x), parts, bias, target, partial, *sizes)
-        weight = constants(x.dtype, scheme, n_cols, config["BK"], natural, by_eights(x.device))
+        weight = constants(x.dtype, scheme, n_cols, config["BK"], natural)
         launch_config(linear_kernel, (tiles[0], splits, tiles[1]), x.device, arguments, {"WEIGHT": weight}, config)
 
     weight = (n_rows, n_cols, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback is not None)
@@ -122,18 +122,7 @@ def _launch_fused(
         out.copy_(target)
 
 
-@functools.lru_cache(maxsize=64)
-def by_eights(device: torch.device) -> bool:
-    """Whether 16 rows are multiplied in two products: where the compiler takes the weight of one through shared memory,
-    which on compute capability 9.0 is then what everything waits for. Interpreted, too."""
-    if device.type != "cuda":
-        return INTERPRETED
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def constants(
-    dtype: torch.dtype, scheme: Scheme, n_cols: int, step: int, natural: bool, eights: bool = False
-) -> DecodeConstants:
+def constants(dtype: torch.dtype, scheme: Scheme, n_cols: int, step: int, natural: bool) -> DecodeConstants:
     """Compile-time arguments of the kernel for steps of so many columns."""
     return DecodeConstants(
         MACRO=scheme.macro_block or step,
@@ -144,7 +133,6 @@ def constants(
         PIECES=PIECES[str(dtype).removeprefix("torch.")],
         EVEN=n_cols % step == 0,
         COL_MULTIPLE=min(n_cols & -n_cols, 512),
-        EIGHTS=eights,
     )
 
 

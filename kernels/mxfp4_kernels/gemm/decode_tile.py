@@ -151,15 +151,6 @@ def load_inside(pointers, inside, ALL: tl.constexpr):
 
 
 @triton.jit
-def _dot_by_eights(weight, x):
-    """``weight[BN, BK] x[16, BK]^T`` in two products of 8 rows of ``x``. In one the compiler lets two warps share a
-    part of the weight, and takes that through shared memory, which is then what everything waits for."""
-    low, high = tl.split(tl.permute(tl.reshape(x, [2, 8, x.shape[1]]), [1, 2, 0]))
-    both = tl.join(tl.dot(weight, tl.trans(low)), tl.dot(weight, tl.trans(high)))
-    return tl.reshape(tl.permute(both, [0, 2, 1]), [weight.shape[0], 16])
-
-
-@triton.jit
 def _dot(weight, x, WEIGHT: tl.constexpr):
     """``weight[BN, BK] x[BM, BK]^T`` of a bfloat16 tile and bfloat16, its bits (``PIECES`` is 1), or float32."""
     PIECES: tl.constexpr = WEIGHT.PIECES
@@ -167,8 +158,6 @@ def _dot(weight, x, WEIGHT: tl.constexpr):
         x = bfloat16_of(x, WEIGHT.INTERPRETED)
         if not WEIGHT.NATURAL:
             x = interleave(x)
-        if WEIGHT.EIGHTS and x.shape[0] == 16:
-            return _dot_by_eights(weight, x)
         return tl.dot(weight, tl.trans(x))
     else:
         total = tl.zeros([weight.shape[0], x.shape[0]], tl.float32)
