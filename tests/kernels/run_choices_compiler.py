@@ -61,7 +61,7 @@ def decode_choices() -> Iterator[tuple]:
 
 
 def packed_choices() -> Iterator[tuple]:
-    for rows, fallback in itertools.product((16, 32, 64), (False, True)):
+    for rows, fallback in itertools.product((4, 16, 32, 64), (False, True)):
         for config in grouped_packed.configs_within(LIMIT, rows, fallback, ARCH):
             variant = packed(config, fallback=fallback, **(STATIC if fallback else {}))
             yield f"packed{' fallback' * fallback}", tuple(config.items()), compile_grouped, (TARGET, *variant)

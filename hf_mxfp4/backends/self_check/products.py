@@ -48,20 +48,24 @@ def check_decode(device: torch.device) -> str | None:
 
 
 def check_packed_experts(device: torch.device) -> str | None:
-    """Products of experts with packed weights: of few rows each, and of more."""
+    """Products of experts with packed weights: of few rows each, whose columns several programs share, and of more."""
     n, length = few(96, 40, device), 416
     for counts, scheme in (((3, 0, 5), _MACRO), ((40, 0, few(60, 3, device)), _FALLBACK)):
         x, bias = normal(0, sum(counts), length), normal(1, len(counts), n)
         weight = _weight(2, len(counts) * n, length, scheme)
         stack = _stacked(weight, len(counts))
         offsets = ends_of(counts, device)
-        found = kernels.grouped_matmul_packed(x.to(device), on_device(device, stack), offsets, bias.to(device))
+        inputs = x.to(device), on_device(device, stack), offsets, bias.to(device)
+        found = kernels.grouped_matmul_packed(*inputs)
         values = weight.dequantize(torch.float32).unflatten(0, (len(counts), n))
         for expert, rows in rows_of(counts):
             name = f"{counts[expert]} rows of an expert, {scheme}"
             wrong = product_problem(name, found[rows], x[rows], values[expert], bias[expert])
             if wrong is not None:
                 return wrong
+        for _ in range(few(_REPEATS, 0, device)):
+            if not torch.equal(kernels.grouped_matmul_packed(*inputs), found):
+                return f"{counts} rows, {scheme}: another result at every call"
     return None
 
 
