@@ -238,7 +238,7 @@ COUNTS = {
     "quantize_pack / rceil, macro 128 static": (16.0, 9.8),
     "quantize_dual_e4m3 / rceil": (28.0, 16.2),
     "decode_w4a16 / plain, M = 1": (5.1, 2.3),
-    "decode_w4a16 / plain, M = 16": (5.0, 2.4),
+    "decode_w4a16 / plain, M = 16": (5.2, 2.4),
 }
 #: All others, in the long run.
 MORE = {
