@@ -29,6 +29,7 @@ DOCUMENTS = (
     "docs/moe.md",
     "docs/performance.md",
     "docs/robustness.md",
+    "docs/smoothing.md",
     "docs/ties.md",
     "docs/vllm.md",
 )
@@ -42,7 +43,7 @@ TABLES: dict[str, Callable[[], str]] = {
         (
             run_tables,
             "quantize_cpu demo lora moe merge_cost packed_loading load_checks memory planned saved_error pretrain soak "
-            "export_perplexity gguf_perplexity gguf_agreement scheme_perplexity scheme_perplexity_time "
+            "export_perplexity gguf_perplexity gguf_agreement scheme_perplexity scheme_perplexity_time smoothing "
             "layer_host_cost vllm_bytes vllm_agreement",
         ),
         (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),

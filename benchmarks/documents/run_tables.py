@@ -128,6 +128,23 @@ def gguf_agreement() -> str:
     return table(["file; in transformers", "llama.cpp", "transformers", "difference, nats per token"], rows)
 
 
+def smoothing() -> str:
+    """A row for each scheme, and what it loses by strength."""
+    found: dict[str, dict[object, dict]] = {}
+    for r in records("smoothing"):
+        found.setdefault(r["name"], {})[r["strength"]] = r
+    strengths = list(dict.fromkeys(strength for row in found.values() for strength in row))
+    rows = [
+        [name, f"{next(iter(row.values()))['bits']:.4g}"]
+        + [f"{r['kl']:.3f} ± {r['kl_standard_error']:.3f} ({r['value']:.2f})" for r in (row[s] for s in strengths)]
+        for name, row in found.items()
+    ]
+    columns = [f"strength {s}" if isinstance(s, float) else "as it is" for s in strengths]
+    one = records("smoothing")[0]
+    what = f"KL in nats per token ± standard error (perplexity; {one['baseline']:.2f} in bfloat16), {one['model']}."
+    return f"{table(['scheme', 'bits of an operand', *columns], rows)}\n{what}\n"
+
+
 def packed_loading() -> str:
     found = {tuple(r["name"].split(" / ")): r for r in records("packed_loading")}
     rows = []
