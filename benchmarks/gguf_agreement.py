@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_mxfp4.checkpoint import export, import_checkpoint
 
 from . import perplexity
-from .gguf_perplexity import CONTEXT, PACKAGES, run
-from .records import made, option_parser, write
+from .gguf_perplexity import CONTEXT, PACKAGES, gguf_parser, run
+from .records import made, write
 
 
 RULE = "even"
@@ -56,14 +56,7 @@ def in_transformers(model: torch.nn.Module, windows: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = option_parser(__doc__, "gguf_agreement")
-    parser.add_argument("--model", type=Path, required=True, help="folder of a full-precision checkpoint")
-    parser.add_argument("--f16", type=Path, required=True, help="the same as a GGUF file, by llama.cpp's converter")
-    parser.add_argument("--text", type=Path, required=True, help=".jsonl with questions and answers, or plain text")
-    parser.add_argument("--problems", type=int, default=120, help="how many texts of the file")
-    parser.add_argument("--llamacpp", type=Path, required=True, help="folder with build/bin")
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
+    options = gguf_parser(__doc__, "gguf_agreement", "--f16").parse_args()
     tools = options.llamacpp / "build" / "bin"
     source = f"{options.text.parent.name}/{options.text.name}"
     command = f"python -m benchmarks.gguf_agreement --model {options.model.name} --text {source} --f16 FILE "

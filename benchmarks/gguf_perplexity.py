@@ -14,6 +14,7 @@ prediction with that of the bfloat16 file.
 import re
 import subprocess
 import tempfile
+from argparse import ArgumentParser
 from pathlib import Path
 
 from hf_mxfp4.checkpoint import export
@@ -81,15 +82,21 @@ def run(command: list[str | Path]) -> str:
     return done.stdout + done.stderr
 
 
-def main() -> None:
-    parser = option_parser(__doc__, "gguf_perplexity")
+def gguf_parser(docstring: str, name: str, converted: str) -> ArgumentParser:
+    """Options of benchmarks that run `llama-perplexity`; ``converted`` is that of the model as a GGUF file."""
+    parser = option_parser(docstring, name)
     parser.add_argument("--model", type=Path, required=True, help="folder of a full-precision checkpoint")
-    parser.add_argument("--bf16", type=Path, required=True, help="the same as a GGUF file, by llama.cpp's converter")
+    parser.add_argument(converted, type=Path, required=True, help="the same as a GGUF file, by llama.cpp's converter")
     parser.add_argument("--text", type=Path, required=True, help=".jsonl with questions and answers, or plain text")
     parser.add_argument("--problems", type=int, default=120, help="how many texts of the file")
     parser.add_argument("--llamacpp", type=Path, required=True, help="folder with build/bin")
-    parser.add_argument("--calibrate", type=Path, required=True, help="texts to calibrate with, none of --text")
     parser.add_argument("--threads", type=int, default=2)
+    return parser
+
+
+def main() -> None:
+    parser = gguf_parser(__doc__, "gguf_perplexity", "--bf16")
+    parser.add_argument("--calibrate", type=Path, required=True, help="texts to calibrate with, none of --text")
     options = parser.parse_args()
     tools = options.llamacpp / "build" / "bin"
     text = f"{options.text.parent.name}/{options.text.name}"

@@ -109,13 +109,12 @@ def memory_records(model: str, ids: list[int]) -> list[dict]:
     ]
 
 
-def as_record(row: Row, evaluation: Evaluation) -> dict:
-    """What is kept of a row."""
-    base = evaluation.base
+def compared(row: Row, base: Row, shape: list[int]) -> dict:
+    """What is kept of a row beside the one in full precision; ``shape`` is texts and tokens."""
     own = row is base
     return {
         "name": row.name,
-        "shape": [evaluation.texts, evaluation.tokens],
+        "shape": shape,
         "value": row.perplexity,
         "unit": "perplexity",
         "baseline": base.perplexity,
@@ -126,7 +125,14 @@ def as_record(row: Row, evaluation: Evaluation) -> dict:
         "standard_error": None if own else row.difference(base).error,
         "kl": None if own else row.kl.value,
         "kl_standard_error": None if own else row.kl.error,
-        "same_top": None if own else row.same_top,
+    }
+
+
+def as_record(row: Row, evaluation: Evaluation) -> dict:
+    """[`compared`] of a row of an evaluation, and what only that knows."""
+    return {
+        **compared(row, evaluation.base, [evaluation.texts, evaluation.tokens]),
+        "same_top": None if row is evaluation.base else row.same_top,
         "weight_sqnr_db": row.weight_sqnr_db,
         "on_front": row in evaluation.front,
     }

@@ -17,6 +17,7 @@ from hf_mxfp4.analysis.texts import TextOptions
 from hf_mxfp4.smoothing import smooth_model
 
 from .records import made, option_parser, write
+from .scheme_perplexity import compared
 
 
 PACKAGES = ("torch", "transformers")
@@ -52,22 +53,10 @@ def main() -> None:
         batches = texts_to_predict(predicted, loaded.tokenizer, predicted.read())
         base, *rows = evaluate(loaded.model, batches, read_schemes(options.schemes))
         for row in rows:
-            difference = row.difference(base)
             records.append(
                 {
-                    "name": row.name,
+                    **compared(row, base, [len(batches), sum(ids.shape[1] - 1 for ids in batches)]),
                     "strength": AS_IT_IS if strength is None else strength,
-                    "shape": [len(batches), sum(ids.shape[1] - 1 for ids in batches)],
-                    "value": row.perplexity,
-                    "unit": "perplexity",
-                    "baseline": base.perplexity,
-                    "ratio": row.perplexity / base.perplexity,
-                    "ceiling_fraction": None,
-                    "bits": row.scheme.bits,
-                    "nats_to_bf16": difference.value,
-                    "standard_error": difference.error,
-                    "kl": row.kl.value,
-                    "kl_standard_error": row.kl.error,
                     "model": options.model.name,
                     "text": text,
                     **made(command, PACKAGES),

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import zlib
 from collections.abc import Callable
 
@@ -73,6 +74,17 @@ def checkpoint(tmp_path):
         return str(folder)
 
     return save
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A factory of copies to damage: `copy(name)` gives one of a folder that the file's own fixture `saved` has."""
+
+    def make(name):
+        shutil.copytree(saved[name], tmp_path / name)
+        return tmp_path / name
+
+    return make
 
 
 @pytest.fixture

@@ -74,10 +74,9 @@ def smooth_model(model: nn.Module, batches: Sequence[torch.Tensor], strength: fl
     done, left, exponents = [], [], []
     for place in places:
         scale = _scale(place, squares[place.name], strength)
-        if not _is_exact(place, scale):
+        if not _apply(place, scale):
             left.append(place.name)
             continue
-        _apply(place, scale)
         done.append((place, scale))
         exponents.append(scale.log2().round().int())
     if not torch.equal(_logits(model, batches[0]), before):
@@ -146,23 +145,23 @@ def _scale(place: Place, mean_squares: torch.Tensor, strength: float) -> torch.T
     return torch.exp2(exponents)
 
 
+def _apply(place: Place, scale: torch.Tensor) -> bool:
+    """Scale a place, if its dtypes hold all scaled tensors without rounding; whether they do."""
+    scaled = []
+    for tensor, factor in _factors(place, scale):
+        exact = tensor.double() * factor
+        new = exact.to(tensor.dtype)
+        if not torch.equal(new.double(), exact):
+            return False
+        scaled.append((tensor, new))
+    for tensor, new in scaled:
+        tensor.copy_(new)
+    return True
+
+
 def _factors(place: Place, scale: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """Each tensor of a place, and what it is multiplied by."""
     for tensor in place.writers:
         yield tensor, (1 / scale).view(-1, *[1] * (tensor.dim() - 1)).to(tensor.device)
     for layer in place.readers:
         yield layer.weight, place.read(scale).to(layer.weight.device)
-
-
-def _is_exact(place: Place, scale: torch.Tensor) -> bool:
-    """Whether the dtypes of a place hold all scaled tensors without rounding."""
-    for tensor, factor in _factors(place, scale):
-        scaled = tensor.double() * factor
-        if not torch.equal(scaled.to(tensor.dtype).double(), scaled):
-            return False
-    return True
-
-
-def _apply(place: Place, scale: torch.Tensor) -> None:
-    for tensor, factor in _factors(place, scale):
-        tensor.copy_(tensor.double() * factor)

@@ -4,7 +4,6 @@ reads tensors with safetensors and hashes them with xxhash."""
 
 import json
 import logging
-import shutil
 import threading
 from pathlib import Path
 
@@ -38,15 +37,6 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     assert len(files_in(base / "master")) > 1
     hf_mxfp4.pack(model).save_pretrained(base / "packed")
     return {name: base / name for name in ("plain", "master", "packed")}
-
-
-@pytest.fixture
-def copy(saved, tmp_path):
-    def make(name: str) -> Path:
-        shutil.copytree(saved[name], tmp_path / name)
-        return tmp_path / name
-
-    return make
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -32,15 +32,6 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     return {name: base / name for name in ("plain", "master", "packed")}
 
 
-@pytest.fixture
-def copy(saved, tmp_path):
-    def make(name: str) -> Path:
-        shutil.copytree(saved[name], tmp_path / name)
-        return tmp_path / name
-
-    return make
-
-
 def run(*arguments):
     return CliRunner().invoke(app, ["verify", *map(str, arguments)])
 

@@ -18,6 +18,7 @@ import torch
 WORTH_A_THREAD = 1 << 19
 
 _PARALLEL_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_PARALLEL = ctypes.CFUNCTYPE(None, _PARALLEL_BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 _pools: dict[int, ThreadPoolExecutor] = {}  # by process: a forked child has none of its parent's threads
 
 
@@ -64,8 +65,7 @@ def in_threads(work: Callable[[int, int], None], count: int, cost: int) -> None:
             except BaseException as error:
                 errors.append(error)
 
-    function = ctypes.CFUNCTYPE(None, _PARALLEL_BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(parallel)
-    function(_PARALLEL_BODY(body), None, threads, 0)
+    _PARALLEL(parallel)(_PARALLEL_BODY(body), None, threads, 0)
     if errors:
         raise errors[0]
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from .reader import ShardError, StoredTensor, read_header
+from .reader import ShardError, StoredTensor, read_file_header, tensors_by_name
 from .writer import INDEX
 
 
@@ -149,12 +149,7 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
         weight_map, files = {}, ["model.safetensors"]
         if not (folder / files[0]).is_file():
             raise CheckpointError(f"{folder} has neither {INDEX} nor {files[0]}; only safetensors checkpoints are read")
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        for tensor in read_header(folder / file):
-            if tensor.name in tensors:
-                raise ShardError(f"{tensor.name} is both in {tensors[tensor.name].file.name} and in {file}")
-            tensors[tensor.name] = tensor
+    tensors = tensors_by_name(read_file_header(folder / file) for file in files)
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.name != file:
             raise ShardError(f"{file} lacks {name}, though {INDEX} says otherwise")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...gemm.storage.packed_weight import PACKED_SUFFIXES
-from .reader import AnyFile, ShardError, StoredTensor, is_safetensors, name_of, read_headers
+from .reader import AnyFile, ShardError, StoredTensor, is_safetensors, name_of, read_headers, tensors_by_name
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,13 +56,7 @@ def _tensors(files: Sequence[AnyFile]) -> dict[str, StoredTensor]:
     for file in files:
         if not is_safetensors(file):
             raise ShardError(f"{name_of(file)} is not a safetensors file; packed weights are read from no other format")
-    found: dict[str, StoredTensor] = {}
-    for header in read_headers(files):
-        for tensor in header.tensors:
-            if tensor.name in found:
-                raise ShardError(f"{tensor.name} is both in {found[tensor.name].file.name} and in {header.file.name}")
-            found[tensor.name] = tensor
-    return found
+    return tensors_by_name(read_headers(files))
 
 
 def _weights(shapes: Shapes) -> list[str]:

@@ -8,7 +8,7 @@ header is checked strictly before anything is read, so that a truncated or damag
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +94,17 @@ def read_headers(files: Sequence[AnyFile]) -> list[AnyFile]:
     has been read already, and files of other formats, stay as they are. Raises as [`read_header`]."""
     unread = [not isinstance(file, FileHeader) and is_safetensors(file) for file in files]
     return [read_file_header(Path(file)) if new else file for file, new in zip(files, unread, strict=True)]
+
+
+def tensors_by_name(headers: Iterable[FileHeader]) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint. Raises [`ShardError`] for one that two files have."""
+    found: dict[str, StoredTensor] = {}
+    for header in headers:
+        for tensor in header.tensors:
+            if tensor.name in found:
+                raise ShardError(f"{tensor.name} is both in {found[tensor.name].file.name} and in {header.file.name}")
+            found[tensor.name] = tensor
+    return found
 
 
 def is_safetensors(file: AnyFile) -> bool:

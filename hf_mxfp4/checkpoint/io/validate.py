@@ -16,7 +16,16 @@ import torch
 from torch import nn
 
 from ...config import FORMAT_VERSION, MXFP4RLConfig
-from .reader import AnyFile, FileHeader, ShardError, StoredTensor, is_safetensors, name_of, read_headers
+from .reader import (
+    AnyFile,
+    FileHeader,
+    ShardError,
+    StoredTensor,
+    is_safetensors,
+    name_of,
+    read_headers,
+    tensors_by_name,
+)
 
 
 #: Where the record stands in the metadata of a safetensors file.
@@ -57,24 +66,14 @@ def check_checkpoint(files: Sequence[AnyFile], model: nn.Module, config: MXFP4RL
                 "read from no other format"
             )
     headers = read_headers(files)
-    stored = _all_tensors(headers)
+    stored = tensors_by_name(headers)
+    if not stored:
+        raise ShardError(f"{headers[0].file.name} holds no tensors")
     _check_index(headers, stored)
     _check_tensors(stored, model)
     _check_names(stored, model)
     _check_experts(stored, model)
     return _check_record(headers, config)
-
-
-def _all_tensors(headers: Sequence[FileHeader]) -> dict[str, StoredTensor]:
-    stored: dict[str, StoredTensor] = {}
-    for header in headers:
-        for tensor in header.tensors:
-            if tensor.name in stored:
-                raise ShardError(f"{tensor.name} is both in {stored[tensor.name].file.name} and in {tensor.file.name}")
-            stored[tensor.name] = tensor
-    if not stored:
-        raise ShardError(f"{headers[0].file.name} holds no tensors")
-    return stored
 
 
 def _check_index(headers: Sequence[FileHeader], stored: Stored) -> None:
