@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, compare, convert, costs, env, evaluate, plan, report, simulate, smooth, verify
+from . import analyze, compare, convert, costs, env, evaluate, gptq, plan, report, simulate, smooth, verify
 
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("costs")(costs.costs)
 app.command("simulate")(simulate.simulate)
 app.command("smooth")(smooth.smooth)
+app.command("gptq")(gptq.gptq)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("pack")(convert.pack)

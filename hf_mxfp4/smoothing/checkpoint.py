@@ -3,13 +3,12 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from ..analysis.errors.source import SourceError
-from ..analysis.perplexity.load import load
+import torch
+from torch import nn
+
+from ..analysis.rewrite import rewrite_checkpoint
 from ..analysis.texts import TextOptions
-from ..checkpoint.io.atomic import atomic_folder
-from ..checkpoint.io.saved_files import checksums_in
 from .smooth import Smoothing, smooth_model
 
 
@@ -23,27 +22,9 @@ def smooth_checkpoint(
     device: str = "auto",
     overwrite: bool = False,
 ) -> Smoothing:
-    """[`smooth_model`] of a checkpoint, in its own dtype, saved with its tokenizer into a folder that appears whole.
+    """[`smooth_model`] of a checkpoint; the rest is as of [`hf_mxfp4.analysis.rewrite.rewrite_checkpoint`]."""
 
-    Args:
-        model: a folder, or a model on the Hub; all of it is loaded.
-        out: the new folder.
-        options: which texts activations are measured on.
-        texts: those texts, where they have been read already.
-        overwrite: replace a checkpoint that is there.
+    def change(loaded: nn.Module, batches: Sequence[torch.Tensor]) -> Smoothing:
+        return smooth_model(loaded, batches, strength)
 
-    Raises:
-        SourceError: the model or texts cannot be read, or it is quantized.
-        ValueError: as [`smooth_model`] does.
-        FolderError: ``out`` cannot be written.
-    """
-    texts = options.read() if texts is None else texts
-    with atomic_folder(Path(out).expanduser().resolve(), overwrite=overwrite) as folder:
-        loaded = load(str(model), "auto", device)
-        if loaded.stored or loaded.own is not None:
-            raise SourceError(f"{model} is quantized; smooth the original, and quantize what comes out")
-        found = smooth_model(loaded.model, options.tokens(loaded.tokenizer, texts), strength)
-        with checksums_in(folder):
-            loaded.model.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
-    return found
+    return rewrite_checkpoint(model, out, options, change, texts=texts, device=device, overwrite=overwrite)

@@ -192,4 +192,4 @@ def test_the_command_refuses_quantized_checkpoints(folder):
     model.save_pretrained(folder / "policy")
     build_char_tokenizer(ALPHABET).save_pretrained(folder / "policy")
     done = run(folder / "policy", folder / "out", "--text", folder / "sums.jsonl")
-    assert done.exit_code == 2 and "smooth the original" in done.stderr and not (folder / "out").exists()
+    assert done.exit_code == 2 and "take the original" in done.stderr and not (folder / "out").exists()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint in full precision to another: of the same numbers but for what is changed on the way."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ..checkpoint.io.atomic import atomic_folder
+from ..checkpoint.io.saved_files import checksums_in
+from .errors.source import SourceError
+from .perplexity.load import load
+from .texts import TextOptions
+
+
+Found = TypeVar("Found")
+
+
+def rewrite_checkpoint(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    options: TextOptions,
+    change: Callable[[nn.Module, Sequence[torch.Tensor]], Found],
+    *,
+    texts: Sequence[str] | None = None,
+    device: str = "auto",
+    overwrite: bool = False,
+) -> Found:
+    """Load a model, change it, and save it with its tokenizer, in its own dtype, into a folder that appears whole.
+
+    Args:
+        model: a folder, or a model on the Hub; all of it is loaded.
+        out: the new folder.
+        options: which texts activations are measured on.
+        change: what is done with the model, in place, on the token ids of the texts.
+        texts: those texts, where they have been read already.
+        overwrite: replace a checkpoint that is there.
+
+    Returns:
+        What ``change`` does.
+
+    Raises:
+        SourceError: the model or texts cannot be read, or it is quantized.
+        ValueError: as ``change`` does.
+        FolderError: ``out`` cannot be written.
+    """
+    texts = options.read() if texts is None else texts
+    with atomic_folder(Path(out).expanduser().resolve(), overwrite=overwrite) as folder:
+        loaded = load(str(model), "auto", device)
+        if loaded.stored or loaded.own is not None:
+            raise SourceError(f"{model} is quantized; take the original, and quantize what comes out")
+        found = change(loaded.model, options.tokens(loaded.tokenizer, texts))
+        with checksums_in(folder):
+            loaded.model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+    return found

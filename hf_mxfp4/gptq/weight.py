@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One weight, rounded column by column; what a column loses is made up for by those that follow (GPTQ, arXiv
+2210.17323, algorithm 1, with the block scales of MXFP4)."""
+
+import dataclasses
+
+import torch
+
+from ..numerics import BLOCK_SIZE, QuantScheme, Rotation, apply_scheme, dequantize, quantize, rotate, unrotate
+from ..numerics.formats.e2m1 import round_nearest
+
+
+#: Two E2M1 codes of 1.0.
+_ONES = 0x22
+#: Columns after which all that follow are corrected, where the scheme has no macro blocks.
+_GROUP = 128
+#: Share of the mean second moment that is added to all of them, and how often ten times more is tried.
+DAMPING = 0.01
+_TRIES = 4
+#: Share of values that may be others when rotated weights, which are not on the grid themselves, are quantized again.
+_LARGEST_SHARE = 1e-3
+
+
+def unsupported_reason(scheme: QuantScheme, rotation: Rotation | None = None) -> str | None:
+    """Why weights under ``scheme`` cannot be rounded here so that quantizing them again gives the same values."""
+    if rotation is not None and rotation.random:
+        return "the signs of a random rotation are others in every run; use a deterministic one"
+    if scheme.outlier_fallback is not None:
+        return "outlier fallback stores a second code for an element, which is not chosen here"
+    if scheme.rounding != "nearest":
+        return f"{scheme.rounding} rounding does not give the same values twice"
+    if scheme.macro_block is not None and scheme.macro_search != "blockwise":
+        return (
+            f"the factors of {scheme.macro_search} macro blocks are others once weights are rounded; use "
+            "macro_search='blockwise' or no macro blocks"
+        )
+    return None
+
+
+def round_weight(
+    weight: torch.Tensor, moments: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None = None
+) -> torch.Tensor:
+    """The values under ``scheme`` that change the layer's outputs little, where [`hf_mxfp4.numerics.apply_scheme`]
+    takes those nearest to each weight.
+
+    Args:
+        weight: ``[N, K]``; blocks run along ``K``.
+        moments: ``x.T @ x`` of the layer's inputs ``[K, K]``, summed over tokens.
+        scheme: one without [`unsupported_reason`].
+        rotation: of both operands along ``K`` before they are quantized; its size must divide ``K``.
+
+    Returns:
+        ``[N, K]`` in the weight's dtype. Quantized again they stay as they are; where they are rotated first, they are
+        rotated back here, and their dtype rounds them once.
+
+    Raises:
+        ValueError: an unsupported scheme; moments that are not finite, or that no damping makes invertible; a dtype
+            that cannot hold the values.
+    """
+    if reason := unsupported_reason(scheme, rotation):
+        raise ValueError(f"{scheme}: {reason}")
+    rest = weight.detach().float().clone()
+    if rotation is not None:
+        if rest.shape[1] % rotation.size:
+            raise ValueError(f"a rotation of size {rotation.size} does not divide the {rest.shape[1]} inputs")
+        rest = rotate(rest, rotation.size)
+        moments = rotate(rotate(moments, rotation.size), rotation.size, axis=0)
+    rounded = _rounded(rest, _inverse_factor(moments), scheme)
+    if rotation is None:
+        found = rounded.to(weight.dtype)
+        changed = (found != rounded).any() or (apply_scheme(found, scheme) != found).any()
+    else:
+        found = unrotate(rounded, rotation.size).to(weight.dtype)
+        again = apply_scheme(rotate(found.float(), rotation.size), scheme)
+        changed = (again != rounded).float().mean() > _LARGEST_SHARE
+    if changed:
+        raise ValueError(
+            f"{weight.dtype} cannot hold weights rounded under {scheme} so that they stay when they are quantized "
+            "again; use bfloat16 or float32, and with a rotation the scale rule 'even'"
+        )
+    return found
+
+
+def output_error(change: torch.Tensor, moments: torch.Tensor) -> float:
+    """Sum of squares of what a change of the weights ``[N, K]`` does to the layer's outputs."""
+    change = change.to(moments.dtype)
+    return float((change @ moments).mul_(change).sum())
+
+
+def _rounded(rest: torch.Tensor, inverse: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """Values of the grid ``[N, K]``, float32. ``rest`` is consumed."""
+    rounded = torch.empty_like(rest)
+    size = scheme.macro_block or _GROUP
+    for begin in range(0, rest.shape[1], size):
+        end = min(begin + size, rest.shape[1])
+        group, factor = rest[:, begin:end], inverse[begin:end, begin:end]
+        rounded[:, begin:end], lost = _round_group(group, factor, scheme)
+        rest[:, end:].sub_(lost @ inverse[begin:end, end:])
+    return rounded
+
+
+def _round_group(group: torch.Tensor, factor: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounded columns ``[N, size]`` of one macro block, and the errors that later columns are corrected by. ``group``
+    is consumed."""
+    rounded, lost = torch.empty_like(group), torch.empty_like(group)
+    for j in range(group.shape[1]):
+        if j % BLOCK_SIZE == 0:
+            # From what the columns are by now; those of earlier blocks are rounded already and are not looked at.
+            scales = _scales(group, scheme)
+        column, scale = group[:, j], scales[:, j]
+        rounded[:, j] = round_nearest(column / scale) * scale
+        lost[:, j] = (column - rounded[:, j]) / factor[j, j]
+        group[:, j + 1 :].sub_(torch.outer(lost[:, j], factor[j, j + 1 :]))
+    return rounded, lost
+
+
+def _scales(group: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """What a code of 1.0 stands for, of each element ``[N, size]``; 1 in blocks of zeros."""
+    found = quantize(group, **dataclasses.asdict(scheme))
+    ones = dequantize(
+        torch.full_like(found.codes, _ONES),
+        found.scale,
+        length=found.length,
+        macro=found.macro,
+        macro_block=scheme.macro_block,
+        macro_search=scheme.macro_search,
+    )
+    return torch.where(ones > 0, ones, 1.0)
+
+
+def _inverse_factor(moments: torch.Tensor) -> torch.Tensor:
+    """The upper Cholesky factor of the inverse of the damped second moments, float32 ``[K, K]``."""
+    if not moments.isfinite().all():
+        raise ValueError("the inputs of the layer are not finite on these texts")
+    moments = moments.double()
+    mean = moments.diagonal().mean()
+    for attempt in range(_TRIES):
+        # An input that is always zero says nothing; any positive number leaves its weights to themselves.
+        added = DAMPING * 10**attempt * (mean if mean > 0 else 1.0)
+        lower, failed = torch.linalg.cholesky_ex(moments + added * torch.eye(len(moments)).to(moments))
+        if not failed:
+            return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
+    raise ValueError("the second moments of the layer's inputs cannot be inverted; give more texts")
