@@ -13,7 +13,16 @@ import sys
 from collections.abc import Callable
 
 from . import tie_tables
-from .documents import ablation_tables, cost_tables, cpu_tables, error_tables, gpu_tables, model_tables, run_tables
+from .documents import (
+    ablation_tables,
+    cost_tables,
+    cpu_tables,
+    error_tables,
+    evidence_tables,
+    gpu_tables,
+    model_tables,
+    run_tables,
+)
 from .records import PLOTS, ROOT
 
 
@@ -24,6 +33,7 @@ DOCUMENTS = (
     "docs/error-analysis.md",
     "docs/evidence.md",
     "docs/gguf.md",
+    "docs/gptq.md",
     "docs/checkpoints.md",
     "docs/lora.md",
     "docs/moe.md",
@@ -51,6 +61,10 @@ TABLES: dict[str, Callable[[], str]] = {
         (model_tables, "modelled"),
         (cost_tables, "layer_costs layer_cost_weights layer_cost_activations"),
         (tie_tables, "tie_movement tie_checks tie_densities tie_start tie_steps"),
+        (
+            evidence_tables,
+            "readme_evidence evidence_schemes evidence_front evidence_claims encoder_evidence gptq",
+        ),
         (ablation_tables, "ablation ablation_claims ablation_diagnostics readme_ablation"),
     )
     for name in names.split()

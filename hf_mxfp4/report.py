@@ -17,6 +17,8 @@ from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLi
 
 #: Rows of a large weight that the load-time SQNR looks at.
 _SQNR_ROWS = 256
+#: Above any scheme's own ratio, and below that of 16-bit numbers next to the grid.
+_ON_GRID_DB = 50.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,12 @@ class QuantizationReport:
     @property
     def n_skipped(self) -> int:
         return len(self.skipped)
+
+    @property
+    def masters_on_grid(self) -> bool:
+        """Whether trainable master weights lie on the grid of their scheme, but for the rounding of 16 bits, as those
+        that [`hf_mxfp4.gptq.round_model`] made do: an optimizer's small steps then change no quantized weight."""
+        return self.packed_bytes is None and self.sqnr_db is not None and self.sqnr_db > _ON_GRID_DB
 
     @property
     def bits_per_weight(self) -> float | None:

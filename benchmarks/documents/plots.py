@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from recipes.pretraining.plots import draw_curves, draw_overheads
 
 from ..records import DATA, records, scheme_error
-from . import ablation_tables, gpu_tables
+from . import ablation_tables, evidence_tables, gpu_tables
 
 
 SHOWN = (
@@ -28,6 +28,7 @@ def draw_all(folder: Path) -> None:
     with matplotlib.rc_context({"svg.hashsalt": "hf-mxfp4", "font.size": 9}):
         for draw in (schemes, pathways, quantize_cpu, pretrain_curves, pretrain_overheads):
             draw().savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None})
+        evidence_tables.evidence_plot().savefig(folder / "evidence_front.svg", metadata={"Date": None})
         for name, figure in gpu_tables.figures().items():
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         for name, figure in ablation_tables.figures().items():

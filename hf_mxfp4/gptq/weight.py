@@ -54,11 +54,13 @@ def round_weight(
         rotated back here, and their dtype rounds them once.
 
     Raises:
-        ValueError: an unsupported scheme; moments that are not finite, or that no damping makes invertible; a dtype
-            that cannot hold the values.
+        ValueError: an unsupported scheme; a weight or moments that are not finite; moments that no damping makes
+            invertible; a dtype that cannot hold the values.
     """
     if reason := unsupported_reason(scheme, rotation):
         raise ValueError(f"{scheme}: {reason}")
+    if not weight.isfinite().all():
+        raise ValueError("the weight is not finite")
     rest = weight.detach().float().clone()
     if rotation is not None:
         if rest.shape[1] % rotation.size:
@@ -105,18 +107,18 @@ def _round_group(group: torch.Tensor, factor: torch.Tensor, scheme: QuantScheme)
     rounded, lost = torch.empty_like(group), torch.empty_like(group)
     for j in range(group.shape[1]):
         if j % BLOCK_SIZE == 0:
-            # From what the columns are by now; those of earlier blocks are rounded already and are not looked at.
-            scales = _scales(group, scheme)
-        column, scale = group[:, j], scales[:, j]
+            # From what the columns are by now.
+            scale = _scales(group[:, j : j + BLOCK_SIZE], scheme)
+        column = group[:, j]
         rounded[:, j] = round_nearest(column / scale) * scale
         lost[:, j] = (column - rounded[:, j]) / factor[j, j]
         group[:, j + 1 :].sub_(torch.outer(lost[:, j], factor[j, j + 1 :]))
     return rounded, lost
 
 
-def _scales(group: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """What a code of 1.0 stands for, of each element ``[N, size]``; 1 in blocks of zeros."""
-    found = quantize(group, **dataclasses.asdict(scheme))
+def _scales(block: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """What a code of 1.0 stands for in each row of a block, ``[N]``; 1 in rows of zeros."""
+    found = quantize(block, **dataclasses.asdict(scheme))
     ones = dequantize(
         torch.full_like(found.codes, _ONES),
         found.scale,
@@ -125,7 +127,7 @@ def _scales(group: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
         macro_block=scheme.macro_block,
         macro_search=scheme.macro_search,
     )
-    return torch.where(ones > 0, ones, 1.0)
+    return torch.where(ones[:, 0] > 0, ones[:, 0], 1.0)
 
 
 def _inverse_factor(moments: torch.Tensor) -> torch.Tensor:

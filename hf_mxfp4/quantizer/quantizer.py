@@ -161,6 +161,13 @@ class MXFP4RLQuantizer(HfQuantizer):
             dither=dither,
         )
         get_logger().info("%s: %s", type(model).__name__, model.quantization_report)
+        if self._loads and model.quantization_report.masters_on_grid:
+            get_logger().warning(
+                "The master weights of %s lie on the grid of their scheme (hf-mxfp4 gptq makes such checkpoints): "
+                "steps below half a grid step change no quantized weight, so training them does nothing at usual "
+                "learning rates. Train LoRA adapters on it, or train the checkpoint that was rounded.",
+                type(model).__name__,
+            )
         if any(isinstance(module, MXFP4PackedExperts) for module in model.modules()):
             # transformers would split the experts' weights by name as it saves, and not their scales; so the files have
             # the names that the model has.

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from export_files import decode, save_packed, save_plain
+from export_files import save_packed, save_plain
 from same_bits import tensors_in
 from tiny_tokenizers import TEXT, make_tokenizer
 from transformers import AutoModelForCausalLM
@@ -13,77 +13,12 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import QuantScheme
 from hf_mxfp4.checkpoint import export
 from hf_mxfp4.checkpoint.convert.calibration import Calibration
-from hf_mxfp4.checkpoint.convert.error_feedback import quantize_with_feedback
 from hf_mxfp4.checkpoint.io.folder import ArgumentError, CheckpointError, open_checkpoint
 from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
+from hf_mxfp4.gptq.weight import round_weight
 
 
 TEXTS = TEXT * 12
-
-
-def values(packed: dict) -> torch.Tensor:
-    return decode(packed["weight"], packed["weight_scale"])
-
-
-def correlated(rows: int, columns: int) -> torch.Tensor:
-    """Inputs that lie near a space of a quarter of their dimensions."""
-    return torch.randn(rows, columns // 4) @ torch.randn(columns // 4, columns) + 0.1 * torch.randn(rows, columns)
-
-
-@pytest.mark.parametrize("rule", ["rceil", "floor", "even", "mse"])
-def test_inputs_without_correlation_give_plain_rounding(rule):
-    torch.manual_seed(0)
-    weight = torch.randn(40, 96)
-    scheme = QuantScheme(rule)
-    found = quantize_with_feedback(weight, torch.eye(96) * 3, scheme)
-    expected = quantize_weight(weight, scheme)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_outputs_change_less_though_weights_change_more():
-    torch.manual_seed(0)
-    weight, x = torch.randn(64, 128), correlated(2048, 128)
-    scheme = QuantScheme("even")
-    found, plain = (
-        values(packed).float() - weight
-        for packed in (quantize_with_feedback(weight, x.t() @ x, scheme), quantize_weight(weight, scheme))
-    )
-    fresh = x[torch.randperm(2048)[:256]]
-    assert (fresh @ found.t()).square().sum() < 0.5 * (fresh @ plain.t()).square().sum()
-    assert found.square().sum() > plain.square().sum()
-
-
-def test_one_block_by_another_way():
-    """Of two columns the second makes up for the first: the least squares of what is left."""
-    torch.manual_seed(1)
-    weight = torch.zeros(16, 32)
-    weight[:, :2] = torch.randn(16, 2)
-    weight[:, 31] = 6.0  # keeps the block scale at 1
-    x = torch.zeros(100, 32)
-    x[:, 0] = torch.randn(100)
-    x[:, 1] = 0.9 * x[:, 0] + 0.1 * torch.randn(100)
-    gram = x.t() @ x
-    found = values(quantize_with_feedback(weight, gram, QuantScheme("rceil")))
-    assert torch.equal(found[:, 0], values(quantize_weight(weight, QuantScheme("rceil")))[:, 0])
-    damped = gram + torch.eye(32) * 0.01 * gram.diagonal().mean()
-    wanted = weight[:, 1] + (weight[:, 0] - found[:, 0].float()) * damped[0, 1] / damped[1, 1]
-    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    grid = torch.cat([grid, -grid])
-    assert torch.equal(found[:, 1].float().abs(), grid[(wanted[:, None] - grid).abs().argmin(1)].abs())
-
-
-def test_schemes_that_have_no_such_rounding():
-    for scheme in (QuantScheme("even", block_rows=32), QuantScheme("even", macro_block=128)):
-        with pytest.raises(ValueError, match="error feedback is for plain MXFP4"):
-            quantize_with_feedback(torch.randn(32, 64), torch.eye(64), scheme)
-
-
-def test_weights_that_are_not_finite():
-    weight = torch.randn(4, 32)
-    weight[1, 5] = float("nan")
-    with pytest.raises(ValueError, match="hold NaN or infinity"):
-        quantize_with_feedback(weight, torch.eye(32), QuantScheme("even"))
 
 
 @pytest.fixture
@@ -122,7 +57,8 @@ def test_an_export_with_texts(format, plain, tmp_path):
         found, before = tensors_in(tmp_path / "out"), tensors_in(plain)
         name = "model.layers.1.mlp.down_proj"
         calibration = Calibration(open_checkpoint(plain), {name: 96}, TEXTS)
-        expected = quantize_with_feedback(before[f"{name}.weight"], calibration.gram(name), QuantScheme("even"))
+        rounded = round_weight(before[f"{name}.weight"], calibration.gram(name), QuantScheme("even"))
+        expected = quantize_weight(rounded, QuantScheme("even"))
         assert torch.equal(found[f"{name}.weight_packed"], expected["weight"])
         assert torch.equal(found[f"{name}.weight_scale"], expected["weight_scale"])
 

@@ -164,6 +164,17 @@ def test_packing_what_the_command_writes_loses_nothing(folder):
     assert run("verify", folder / "out").exit_code == 0
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_masters_on_the_grid_are_told_of_when_they_are_loaded_to_train(folder, caplog, dtype):
+    config = MXFP4RLConfig(preset="w4a4", fprop={"weight": "even+mbs128-blockwise"})
+    assert run("gptq", folder / "base", folder / "out", "--text", folder / "sums.jsonl").exit_code == 0
+    for name, warned in (("base", False), ("out", True)):
+        caplog.clear()
+        model = AutoModelForCausalLM.from_pretrained(folder / name, quantization_config=config, dtype=dtype)
+        assert model.quantization_report.masters_on_grid == warned
+        assert ("lie on the grid" in caplog.text) == warned
+
+
 def test_the_command_says_what_it_cannot_do(folder):
     texts = ("--text", folder / "sums.jsonl")
     done = run("gptq", folder / "base", folder / "out", *texts, "--scheme", "rceil+mbs128-static+of0.5")

@@ -53,6 +53,25 @@ def test_it_is_the_elimination_of_one_column_after_the_other(seed):
     assert output_error(found - weight, moments) < 0.5 * output_error(nearest - weight, moments)
 
 
+def test_one_block_by_another_way():
+    """Of two columns the second makes up for the first: the least squares of what is left."""
+    torch.manual_seed(1)
+    weight = torch.zeros(16, 32)
+    weight[:, :2] = torch.randn(16, 2)
+    weight[:, 31] = 6.0  # keeps the block scale at 1
+    x = torch.zeros(100, 32)
+    x[:, 0] = torch.randn(100)
+    x[:, 1] = 0.9 * x[:, 0] + 0.1 * torch.randn(100)
+    gram = x.t() @ x
+    found = round_weight(weight, gram, QuantScheme("rceil"))
+    assert torch.equal(found[:, 0], apply_scheme(weight, QuantScheme("rceil"))[:, 0])
+    damped = gram + torch.eye(32) * 0.01 * gram.diagonal().mean()
+    wanted = weight[:, 1] + (weight[:, 0] - found[:, 0].float()) * damped[0, 1] / damped[1, 1]
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid = torch.cat([grid, -grid])
+    assert torch.equal(found[:, 1].float().abs(), grid[(wanted[:, None] - grid).abs().argmin(1)].abs())
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_inputs_that_are_not_alike_leave_the_nearest_values(scheme):
     weight, _ = case(columns=160)
@@ -125,6 +144,8 @@ def test_what_cannot_be_computed_says_so():
     weight, moments = case()
     with pytest.raises(ValueError, match="not finite on these texts"):
         round_weight(weight, moments * float("nan"), QuantScheme("even"))
+    with pytest.raises(ValueError, match="the weight is not finite"):
+        round_weight(weight / 0, moments, QuantScheme("even"))
     with pytest.raises(ValueError, match="does not divide the 96 inputs"):
         round_weight(weight, moments, QuantScheme("even"), Rotation(64))
     with pytest.raises(ValueError, match="float16 cannot hold"):

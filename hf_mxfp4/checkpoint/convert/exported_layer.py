@@ -8,6 +8,7 @@ import torch
 
 from ...backends.select import dequantize
 from ...gemm.storage.packed_weight import packed_tensor, quantize_weight
+from ...gptq.weight import round_weight
 from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
 from ..formats import Format, LayerShape, PackedFormat
 from ..io.folder import CheckpointError
@@ -15,7 +16,6 @@ from ..io.writer import TensorStream
 from .calibration import Calibration
 from .conversion import LayerWriter
 from .costs import LayerCost
-from .error_feedback import quantize_with_feedback
 from .sources import LayerSource, MasterSource
 
 
@@ -50,7 +50,7 @@ def decide(format: Format, source: LayerSource, written: QuantScheme, shape: Lay
 class ExportedLayer(LayerWriter):
     """A layer on its way into a format: as it is, quantized from full precision or again, dequantized, or left alone.
 
-    ``written`` is the scheme of what is quantized here, with error feedback where there is a ``calibration``.
+    ``written`` is the scheme of what is quantized here, rounded by GPTQ where there is a ``calibration``.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class ExportedLayer(LayerWriter):
         return packed
 
     def _quantized(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self._calibration is None or self._shape.experts is not None:
-            return quantize_weight(master, self._written, self._source.config.backend)
-        try:
-            return quantize_with_feedback(master, self._calibration.gram(self._layer), self._written)
-        except ValueError as error:
-            raise CheckpointError(f"{self._layer} cannot be calibrated: {error}") from None
+        if self._calibration is not None and self._shape.experts is None:
+            try:
+                master = round_weight(master.float(), self._calibration.gram(self._layer), self._written)
+            except ValueError as error:
+                raise CheckpointError(f"{self._layer} cannot be calibrated: {error}") from None
+        return quantize_weight(master, self._written, self._source.config.backend)
 
     def _requantized(self, packed: dict[str, torch.Tensor], cost: LayerCost) -> dict[str, torch.Tensor]:
         parts = []
