@@ -65,7 +65,7 @@ TABLES: dict[str, Callable[[], str]] = {
             evidence_tables,
             "readme_evidence evidence_schemes evidence_front evidence_claims encoder_evidence gptq",
         ),
-        (ablation_tables, "ablation ablation_claims ablation_diagnostics readme_ablation"),
+        (ablation_tables, "ablation ablation_claims ablation_diagnostics"),
     )
     for name in names.split()
 }

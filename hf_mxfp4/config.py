@@ -93,7 +93,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             "weight and activation (usual in mode 'qat'); the backward pass uses the same quantized operands, and "
             "output gradients stay in full precision. 'w4a4g8': these in FP8 besides. 'w4a4g4': all six operands of "
             "the three products. 'paper_a', 'paper_b': 'w4a4' and 'w4a4g4' with the options of arXiv 2605.20402 and "
-            "2605.09825. 'w4a4g4_tuned': 'w4a4g4' with those that cost least in our measurements."
+            "2605.09825. 'w4a4_tuned' and 'w4a4g4_tuned': 'w4a4' and 'w4a4g4' with those that cost least in our "
+            "measurements."
         },
     )
     scale_rule: str = field(
@@ -124,7 +125,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         metadata={"help": "Operands that get outlier fallback: 'both', 'weights' or 'activations'."},
     )
     outlier_fallback_rate: float | None = field(
-        default=None,
+        default=_Default.BY_PRESET,
         metadata={
             "help": "Share of blocks in (0, 1) that get outlier fallback, those with the largest errors: exactly this "
             "share of every weight, and about this share of activations, by a threshold per layer that follows it "

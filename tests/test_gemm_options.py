@@ -26,12 +26,14 @@ INPUT = QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)
 FLOOR = QuantScheme(ScaleRule.FLOOR)
 TILES = QuantScheme(ScaleRule.FLOOR, block_rows=32)
 EVEN = QuantScheme(ScaleRule.EVEN, 128, "blockwise")
+SELECTIVE = QuantScheme(ScaleRule.EVEN, 128, "blockwise", 1.0, fallback_rate=0.05)
 EVEN_TILES = QuantScheme(ScaleRule.EVEN, 128, "blockwise", block_rows=32)
 
 #: Preset -> fprop, dgrad, wgrad.
 EXPECTED = {
     "w4a16": (GemmScheme(FULL, WEIGHT), PLAIN, PLAIN),
     "w4a4": (GemmScheme(INPUT, WEIGHT), PLAIN, PLAIN),
+    "w4a4_tuned": (GemmScheme(SELECTIVE, SELECTIVE), PLAIN, PLAIN),
     "w4a4g8": (GemmScheme(INPUT, WEIGHT), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
     "w4a4g4": (GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, INPUT)),
     "paper_a": (GemmScheme(INPUT, INPUT), PLAIN, PLAIN),

@@ -14,7 +14,7 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from recipes.ablations.plots import draw_all
-from recipes.ablations.results import markdown, models, statistics
+from recipes.ablations.results import markdown, models
 
 from ..records import RESULTS, table
 from .ablation_claims import claims_table
@@ -35,8 +35,6 @@ _DIAGNOSTICS = (
     ("groups of equal reward", "frac_reward_zero_std", 3),
     ("length", "completions/mean_length", 1),
 )
-
-_README_CELLS = ("bf16", "mxfp4", "mbs", "of", "mbs_of", "aqn_mbs_of", "best")
 
 
 def ablation(folder: Path = RESULTS) -> str:
@@ -89,23 +87,6 @@ def ablation_claims(folder: Path = RESULTS) -> str:
         for model in models(found):
             parts += [f"**{model}**\n", claims_table(found, model)]
     return "\n".join(parts) if parts else "No ablation has been recorded yet.\n"
-
-
-def readme_ablation(folder: Path = RESULTS) -> str:
-    """The paper's own cells and the best scheme, of the first model that there are records of."""
-    for _, found in _recorded(folder):
-        rows = []
-        for cell in statistics(found, models(found)[0]):
-            if cell["cell"] not in _README_CELLS:
-                continue
-            error = max(cell["over_seeds"] or 0, cell["of_problems"])
-            back = "" if cell["recovered"] is None else f"{100 * cell['recovered']:.0f} %"
-            paper = cell["paper"].get("dense")
-            before = "" if cell["before"] is None else f"{100 * cell['before']:.1f}"
-            after = f"{100 * cell['after']:.1f} ± {100 * error:.1f}"
-            rows.append([cell["label"], before, after, back, "" if paper is None else f"{paper:.1f}"])
-        return table(["", "before RL", "after RL", "recovered", "paper, Qwen2.5-3B"], rows)
-    return NONE_YET
 
 
 def _numbers(values: Iterable[int]) -> str:

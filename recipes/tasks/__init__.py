@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerFast
 
-from . import arithmetic, file, gsm8k, math500, word_problems
+from . import arithmetic, few_shot, file, gsm8k, math500, word_problems
 from .base import Task
 from .tiny_model import build_byte_tokenizer, build_char_tokenizer
 from .word_tokenizer import build_word_tokenizer
@@ -17,7 +17,7 @@ from .word_tokenizer import build_word_tokenizer
 
 __all__ = ["TASKS", "Task", "build_tokenizer", "load_task"]
 
-TASKS = ("arithmetic", "gsm8k", "math500", "file", "word_problems")
+TASKS = ("arithmetic", "gsm8k", "math500", "file", "word_problems", "few_shot")
 
 
 def load_task(
@@ -78,9 +78,9 @@ def load_task(
         return file.load(**sources, **common, **columns, test_only=test_only)
     if name in ("gsm8k", "math500"):
         return {"gsm8k": gsm8k, "math500": math500}[name].load(**sources, **common, test_only=test_only)
-    if name == "arithmetic":
+    if name in ("arithmetic", "few_shot"):
         _refuse(name, "generates its problems", sources | generated)
-        return arithmetic.load(**common)
+        return {"arithmetic": arithmetic, "few_shot": few_shot}[name].load(**common)
     if name == "word_problems":
         _refuse(name, "generates its problems", sources)
         sizes = {} if problem_count is None else {"size": problem_count}

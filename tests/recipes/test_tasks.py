@@ -60,9 +60,11 @@ def test_unknown_names_get_a_suggestion_and_the_list(name, guess):
 
 
 def test_unknown_names_without_a_near_one_get_the_list():
-    with pytest.raises(ValueError, match="the tasks are 'arithmetic', 'gsm8k', 'math500', 'file', 'word_problems'"):
+    with pytest.raises(
+        ValueError, match="the tasks are 'arithmetic', 'gsm8k', 'math500', 'file', 'word_problems', 'few_shot'"
+    ):
         load_task("zzz")
-    assert TASKS == ("arithmetic", "gsm8k", "math500", "file", "word_problems")
+    assert TASKS == ("arithmetic", "gsm8k", "math500", "file", "word_problems", "few_shot")
 
 
 def test_a_task_without_rows_columns_or_scores_is_refused():
