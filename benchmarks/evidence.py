@@ -87,6 +87,7 @@ SMOOTHED = (
 )
 ACTIVATIONS = (OURS, f"{OURS}+of1@0.05", f"{OURS}+of1@0.1", f"{OURS}+of1@0.25", f"{OURS}+of1")
 ROUNDED = (f"w4a16:{OURS}", *(OURS if each == OURS else f"w4a4:{OURS}/{each}" for each in ACTIVATIONS))
+WITH_RESIDUALS = tuple(f"w4a4:{OURS}+of1@0.25/{OURS}+of1{rate}" for rate in ("@0.25", "@0.5", "@0.75", ""))
 
 Prepare = Callable[[nn.Module, Callable[[int], list[torch.Tensor]]], None]
 
@@ -125,6 +126,8 @@ def variants() -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
     yield "smoothed", smoothed, [*read_schemes(list(SMOOTHED)), *rotated((OURS, f"{OURS}+of1@0.05"))]
     yield "smoothed, GPTQ", rounded_for(weights.config), read_schemes(list(ROUNDED))
     yield "smoothed, GPTQ for H64", rounded_for(with_rotation(weights).config), rotated(ROUNDED)
+    residuals = with_rotation(read_schemes([f"w4a16:{OURS}+of1@0.25"])[0])
+    yield "smoothed, GPTQ with residuals for H64", rounded_for(residuals.config), rotated(WITH_RESIDUALS)
 
 
 def products(config: MXFP4RLConfig) -> float | None:

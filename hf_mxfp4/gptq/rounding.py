@@ -10,9 +10,9 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..module_names import find_layers, full_names
-from ..numerics import QuantScheme, Rotation, apply_scheme, rotate, unrotate
+from ..numerics import QuantScheme, Rotation
 from .decoder import DecoderRun
-from .weight import output_error, round_weight, unsupported_reason
+from .weight import output_error, quantized_again, round_weight, unsupported_reason
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,11 @@ def _hooked(linears: Sequence[nn.Linear], hook: Callable, outputs: Iterator[torc
 def _replace(linear: nn.Linear, moments: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None) -> float:
     """Round a layer's weight; by how many decibels its output error is below that of the nearest values."""
     weight = linear.weight
-    nearest, rounded = _nearest(weight, scheme, rotation), round_weight(weight, moments, scheme, rotation)
-    before, after = (output_error(new.float() - weight.float(), moments) for new in (nearest, rounded))
+    nearest = quantized_again(weight, scheme, rotation)
+    rounded = round_weight(weight, moments, scheme, rotation)
+    values = quantized_again(rounded, scheme, rotation)
+    before, after = (output_error(new - weight.float(), moments) for new in (nearest, values))
     if after > before:
         rounded, after = nearest, before
     weight.copy_(rounded)
     return 10 * math.log10(before / after) if after > 0 else 0.0
-
-
-def _nearest(weight: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None) -> torch.Tensor:
-    if rotation is None:
-        return apply_scheme(weight, scheme)
-    return unrotate(apply_scheme(rotate(weight.float(), rotation.size), scheme), rotation.size)

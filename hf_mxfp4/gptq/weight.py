@@ -17,16 +17,21 @@ _GROUP = 128
 #: Share of the mean second moment that is added to all of them, and how often ten times more is tried.
 DAMPING = 0.01
 _TRIES = 4
-#: Share of values that may be others when rotated weights, which are not on the grid themselves, are quantized again.
-_LARGEST_SHARE = 1e-3
+#: How much of the nearest values' error may come back when weights are quantized again that are not on the grid
+#: themselves: rotated ones, and those with residuals, which have more bits than bfloat16.
+_LARGEST_RETURN = 0.25
+#: A scale under which every residual is rounded to zero.
+_NO_RESIDUAL = 2.0**100
 
 
 def unsupported_reason(scheme: QuantScheme, rotation: Rotation | None = None) -> str | None:
     """Why weights under ``scheme`` cannot be rounded here so that quantizing them again gives the same values."""
     if rotation is not None and rotation.random:
         return "the signs of a random rotation are others in every run; use a deterministic one"
-    if scheme.outlier_fallback is not None:
-        return "outlier fallback stores a second code for an element, which is not chosen here"
+    if scheme.outlier_fallback not in (None, 1):
+        return (
+            f"of a residual times {scheme.outlier_fallback:g} another one is left the next time; use outlier fallback 1"
+        )
     if scheme.rounding != "nearest":
         return f"{scheme.rounding} rounding does not give the same values twice"
     if scheme.macro_block is not None and scheme.macro_search != "blockwise":
@@ -50,8 +55,8 @@ def round_weight(
         rotation: of both operands along ``K`` before they are quantized; its size must divide ``K``.
 
     Returns:
-        ``[N, K]`` in the weight's dtype. Quantized again they stay as they are; where they are rotated first, they are
-        rotated back here, and their dtype rounds them once.
+        ``[N, K]`` in the weight's dtype. Quantized again they stay as they are, bit for bit; with residuals, or rotated
+        first, nearly so, since their dtype rounds them once.
 
     Raises:
         ValueError: an unsupported scheme; a weight or moments that are not finite; moments that no damping makes
@@ -67,20 +72,28 @@ def round_weight(
             raise ValueError(f"a rotation of size {rotation.size} does not divide the {rest.shape[1]} inputs")
         rest = rotate(rest, rotation.size)
         moments = rotate(rotate(moments, rotation.size), rotation.size, axis=0)
+    exact = rotation is None and scheme.outlier_fallback is None
+    allowed = 0.0 if exact else _LARGEST_RETURN * float((apply_scheme(rest, scheme) - rest).square().sum())
     rounded = _rounded(rest, _inverse_factor(moments), scheme)
-    if rotation is None:
-        found = rounded.to(weight.dtype)
-        changed = (found != rounded).any() or (apply_scheme(found, scheme) != found).any()
-    else:
-        found = unrotate(rounded, rotation.size).to(weight.dtype)
-        again = apply_scheme(rotate(found.float(), rotation.size), scheme)
-        changed = (again != rounded).float().mean() > _LARGEST_SHARE
-    if changed:
+    found = (rounded if rotation is None else unrotate(rounded, rotation.size)).to(weight.dtype)
+    again = quantized_again(found, scheme, rotation, rotated=True)
+    stays = float((again - rounded).square().sum()) <= allowed
+    if not stays or exact and not torch.equal(found.float(), rounded):
         raise ValueError(
             f"{weight.dtype} cannot hold weights rounded under {scheme} so that they stay when they are quantized "
             "again; use bfloat16 or float32, and with a rotation the scale rule 'even'"
         )
     return found
+
+
+def quantized_again(
+    weight: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None, *, rotated: bool = False
+) -> torch.Tensor:
+    """What a layer makes of its weight ``[N, K]``, float32: where it is, or ``rotated`` as it stands in products."""
+    if rotation is None:
+        return apply_scheme(weight.float(), scheme)
+    values = apply_scheme(rotate(weight.float(), rotation.size), scheme)
+    return values if rotated else unrotate(values, rotation.size)
 
 
 def output_error(change: torch.Tensor, moments: torch.Tensor) -> float:
@@ -108,26 +121,34 @@ def _round_group(group: torch.Tensor, factor: torch.Tensor, scheme: QuantScheme)
     for j in range(group.shape[1]):
         if j % BLOCK_SIZE == 0:
             # From what the columns are by now.
-            scale = _scales(group[:, j : j + BLOCK_SIZE], scheme)
+            scale, residual_scale = _scales(group[:, j : j + BLOCK_SIZE], scheme)
         column = group[:, j]
         rounded[:, j] = round_nearest(column / scale) * scale
+        if residual_scale is not None:
+            rounded[:, j] += round_nearest((column - rounded[:, j]) / residual_scale) * residual_scale
         lost[:, j] = (column - rounded[:, j]) / factor[j, j]
         group[:, j + 1 :].sub_(torch.outer(lost[:, j], factor[j, j + 1 :]))
     return rounded, lost
 
 
-def _scales(block: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """What a code of 1.0 stands for in each row of a block, ``[N]``; 1 in rows of zeros."""
+def _scales(block: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a code of 1.0 stands for in each row of a block, ``[N]``, 1 in rows of zeros; and for a residual's code, so
+    large in rows without one that all residuals are rounded to zero."""
     found = quantize(block, **dataclasses.asdict(scheme))
-    ones = dequantize(
-        torch.full_like(found.codes, _ONES),
-        found.scale,
-        length=found.length,
-        macro=found.macro,
-        macro_block=scheme.macro_block,
-        macro_search=scheme.macro_search,
-    )
-    return torch.where(ones[:, 0] > 0, ones[:, 0], 1.0)
+    options = {
+        "length": found.length,
+        "macro": found.macro,
+        "macro_block": scheme.macro_block,
+        "macro_search": scheme.macro_search,
+    }
+    ones = torch.full_like(found.codes, _ONES)
+    scale = dequantize(ones, found.scale, **options)[:, 0]
+    scale = torch.where(scale > 0, scale, 1.0)
+    if found.residual_codes is None:
+        return scale, None
+    options |= {"residual_codes": ones, "residual_scale": found.residual_scale, "outlier_fallback": 1.0}
+    residual = dequantize(torch.zeros_like(ones), found.scale, **options)[:, 0]
+    return scale, torch.where((found.residual_codes != 0).any(1) & (residual > 0), residual, _NO_RESIDUAL)
 
 
 def _inverse_factor(moments: torch.Tensor) -> torch.Tensor:

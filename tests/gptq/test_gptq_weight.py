@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from hf_mxfp4.gptq.weight import DAMPING, output_error, round_weight, unsupported_reason
+from hf_mxfp4.gptq.weight import DAMPING, output_error, quantized_again, round_weight, unsupported_reason
 from hf_mxfp4.numerics import QuantScheme, Rotation, apply_scheme, parse_scheme, quantize, rotate
 
 
@@ -91,6 +91,29 @@ def test_quantized_again_the_values_stay(scheme, dtype):
     assert output_error((found - weight).float(), moments) < 0.6 * output_error((nearest - weight).float(), moments)
 
 
+@pytest.mark.parametrize("rotation", [None, Rotation(32)], ids=str)
+@pytest.mark.parametrize("scheme", ["even+mbs128-blockwise+of1@0.25", "even+of1@0.25", "rceil+of1"])
+def test_residuals_are_rounded_too(scheme, rotation):
+    weight, moments = case(rows=64, columns=128)
+    scheme = parse_scheme(scheme)
+    found = round_weight(weight.bfloat16(), moments, scheme, rotation)
+    values, nearest = (quantized_again(each, scheme, rotation) for each in (found, weight))
+    assert output_error(values - weight, moments) < 0.6 * output_error(nearest - weight, moments)
+    plain = round_weight(
+        weight.bfloat16(), moments, dataclasses.replace(scheme, outlier_fallback=None, fallback_rate=None), rotation
+    )
+    assert output_error(values - weight, moments) < 0.9 * output_error(plain.float() - weight, moments)
+
+
+def test_residuals_by_hand():
+    """Inputs that are not alike leave the nearest values and their residuals, where these are kept."""
+    weight = torch.zeros(4, 32)
+    weight[:, 0], weight[:, 1] = 6.0, torch.tensor([2.2, 2.4, 2.0, 2.1])
+    found = round_weight(weight, torch.eye(32), parse_scheme("rceil+of1@0.25"))
+    # Of four blocks one has a residual: the one whose error, of 2.4, is largest: .4 is .375 in steps of 2**-5.
+    assert found[:, 1].tolist() == [2.0, 2.375, 2.0, 2.0] and (found[:, 0] == 6).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotated_values_stay(dtype):
     weight, moments = case(columns=192)
@@ -126,7 +149,7 @@ def test_inputs_of_zeros_and_weights_of_zeros_are_no_harm():
 @pytest.mark.parametrize(
     ("scheme", "rotation", "match"),
     [
-        ("rceil+of0.5", None, "outlier fallback"),
+        ("rceil+of0.5", None, "a residual times 0.5"),
         ("even+stochastic", None, "stochastic"),
         ("rceil+mbs128-static", None, "blockwise"),
         ("rceil+mbs32-dynamic", None, "blockwise"),
