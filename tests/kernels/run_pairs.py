@@ -22,8 +22,10 @@ from mxfp4_kernels.quantization import launch
 
 
 WHAT, DEVICE = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "cpu"
-#: Scale rule and macro block.
-SCHEMES = [(rule, macro) for rule in ("rceil", "even") for macro in (None, 32, 128, 256)] + [("floor", None)]
+#: Scale rule, macro block, and whether the residual is quantized too.
+SCHEMES = [(rule, macro, False) for rule in ("rceil", "even") for macro in (None, 32, 128, 256)]
+SCHEMES += [("floor", None, False), ("floor", None, True), ("rceil", None, True), ("rceil", 32, True)]
+SCHEMES += [("rceil", 128, True), ("even", None, True), ("even", 256, True)]
 
 
 def magnitudes() -> torch.Tensor:
@@ -73,11 +75,12 @@ def compare() -> dict:
     if DEVICE == "cpu":
         # Fewer, larger programs are faster to interpret.
         launch.PAIRS_TILE = plan.PAIRS_TILE * 16
-    for label, x, (rule, macro) in cases():
-        expected = numerics.quantize(x, scale_rule=rule, macro_block=macro)
-        found = mxfp4_kernels.quantize(x.to(DEVICE), scale_rule=rule, macro_block=macro)
+    for label, x, (rule, macro, residual) in cases():
+        options = {"scale_rule": rule, "macro_block": macro, "outlier_fallback": 0.5 if residual else None}
+        expected = numerics.quantize(x, **options)
+        found = mxfp4_kernels.quantize(x.to(DEVICE), **options)
         wrong = [part for part in PARTS if not same(getattr(found, part), getattr(expected, part))]
-        mismatches += [f"{label}, {rule}, {macro}: {part}" for part in wrong]
+        mismatches += [f"{label}, {options}: {part}" for part in wrong]
         report.update(cases=1, elements=x.numel(), nan_blocks=int((expected.scale == 255).sum()))
     return {"mismatches": mismatches, **report}
 

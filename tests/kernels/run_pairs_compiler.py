@@ -20,12 +20,15 @@ VARIANTS = {
     "floor": Scheme("floor"),
     "macro": Scheme("rceil", 128),
     "macro 32": Scheme("even", 32),
+    "fallback": Scheme(outlier_fallback=0.5),
+    "macro fallback": Scheme("rceil", 128, outlier_fallback=0.5),
 }
 
 
 def compile_variant(arch: str, scheme: Scheme) -> dict:
     macro = None if scheme.macro_block is None else "*u8"
-    types = {"x_ptr": "*i32", "out": PackedPointers("*i32", "*u8", macro, None, None), "n_blocks": "i32"}
+    residual = (None, None) if scheme.outlier_fallback is None else ("*i32", "*u8")
+    types = {"x_ptr": "*i32", "out": PackedPointers("*i32", "*u8", macro, *residual), "n_blocks": "i32"}
     constants = {"BLOCKS": PAIRS_TILE // (2 * BLOCK), "SCHEME": scheme_constants(torch.bfloat16, scheme)}
     aligned = ("x_ptr", *PackedPointers._fields)
     return compile_kernel(gpu_target("cuda", arch), quantize_pairs_kernel, types, constants, PAIRS_OPTIONS, aligned)

@@ -39,7 +39,13 @@ def check_folds(device: torch.device) -> str | None:
 def _quantized(device: torch.device) -> Iterator[Pair]:
     # Whole blocks, which are cut into long tiles, and rows with a rest.
     for number, (scheme, dtype, n_cols) in enumerate(
-        ((_PLAIN, torch.bfloat16, 1056), (_FALLBACK, torch.bfloat16, 650), (_SEARCH, torch.float32, 256))
+        (
+            (_PLAIN, torch.bfloat16, 1056),
+            (_FALLBACK, torch.bfloat16, 650),
+            (_SEARCH, torch.float32, 256),
+            (_FALLBACK, torch.bfloat16, 1152),
+            (QuantScheme(outlier_fallback=0.5), torch.bfloat16, 1056),
+        )
     ):
         x = of_all_sizes(number, few(33, 5, device), n_cols, dtype)
         yield f"values ({scheme})", kernels.fake_quantize(x.to(device), scheme), numerics.apply_scheme(x, scheme)

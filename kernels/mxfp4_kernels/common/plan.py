@@ -207,7 +207,7 @@ def unit_of(scheme: Scheme, side: Side) -> int:
 def takes_pairs(scheme: Scheme, side: Side, dtype: torch.dtype, length: int) -> bool:
     """Whether `quantization/pairs.py` has a scheme for rows of ``length``, of whole blocks and macro blocks."""
     macro = scheme.macro_block
-    if dtype != torch.bfloat16 or side != PLAIN or scheme.block_rows != 1 or scheme.outlier_fallback is not None:
+    if dtype != torch.bfloat16 or side != PLAIN or scheme.block_rows != 1:
         return False
     if length % (macro or BLOCK) or (macro or 0) > PAIRS_TILE // 2:
         return False

@@ -240,7 +240,10 @@ def _lies_in_words(x: torch.Tensor) -> bool:
 def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme) -> None:
     n_blocks, blocks = x.numel() // BLOCK, PAIRS_TILE // (2 * BLOCK)
     words = x.detach().reshape(-1).view(torch.int32)
-    out = PackedPointers(packed.codes.view(-1).view(torch.int32), packed.scale, packed.macro, None, None)
+    codes, residual_codes = (
+        p if p is None else p.view(-1).view(torch.int32) for p in (packed.codes, packed.residual_codes)
+    )
+    out = PackedPointers(codes, packed.scale, packed.macro, residual_codes, packed.residual_scale)
     grid = (triton.cdiv(n_blocks, 2 * blocks),)
     constants = scheme_constants(x.dtype, scheme)
     launch(quantize_pairs_kernel, grid, x.device, words, out, n_blocks, blocks, constants, **PAIRS_OPTIONS)
