@@ -27,6 +27,7 @@ class SchemeConstants(NamedTuple):
         TILES: blocks are 32 x 32.
         INTERPRETED: for Triton's interpreter.
         NATIVE: for GPUs that convert to E4M3, and whose maximum takes magnitudes and keeps NaN, by one instruction.
+        CONVERTS: by the instruction that makes E2M1 codes.
     """
 
     MACRO: int
@@ -41,6 +42,7 @@ class SchemeConstants(NamedTuple):
     TILES: bool
     INTERPRETED: bool
     NATIVE: bool = False
+    CONVERTS: bool = False
 
 
 class SideConstants(NamedTuple):

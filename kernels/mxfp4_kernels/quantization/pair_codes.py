@@ -10,7 +10,7 @@ code. Signs are put in at the end, where the code is not zero.
 import triton
 import triton.language as tl
 
-from ..common.blocks import EXPONENT_FIELD, NAN_BYTE, NO_MACRO
+from ..common.blocks import BYTE_ZERO_BITS, EXPONENT_FIELD, NAN_BYTE, NO_MACRO
 from ..common.pairs import larger, multiply, multiply_add, permute, reciprocal, smaller
 
 
@@ -185,3 +185,18 @@ def signed(codes, even, odd):
 def factor_words(m8):
     """Words of two float16, the factors of macro bytes."""
     return m8 * 0x00040004 + 0x3C003C00
+
+
+@triton.jit
+def minus_scales(byte):
+    """Minus the scales of bytes as float32; minus infinity for byte 255, of whose blocks nothing is left."""
+    return tl.maximum(byte << 23, BYTE_ZERO_BITS).to(tl.float32, bitcast=True) * -1.0
+
+
+@triton.jit
+def residual_scales(largest, finite, SCHEME: tl.constexpr):
+    """Scale bytes of residuals, given the largest magnitudes (float32), and one over the scales; byte 0 where
+    ``finite`` has no bits, rather than all."""
+    byte = tl.maximum(((largest.to(tl.int32, bitcast=True) + SCHEME.CARRY) >> 23) - 2, 0) & finite
+    # What is left of finite blocks is a scale at most (two under "floor"), so that this is a normal number.
+    return byte, ((254 - byte) << 23).to(tl.float32, bitcast=True)

@@ -8,9 +8,9 @@ them, where only float32 does.
 import triton
 import triton.language as tl
 
-from ..common.blocks import BYTE_ZERO_BITS, EXPONENT_FIELD, NAN_BYTE, macro_factor
+from ..common.blocks import EXPONENT_FIELD, NAN_BYTE, macro_factor
 from ..common.pairs import floats, larger, magnitudes, multiply, multiply_add, permute
-from .pair_codes import MAGNITUDE_CODES, grid_values, signed
+from .pair_codes import MAGNITUDE_CODES, grid_values, minus_scales, residual_scales, signed
 
 
 # 2**-21: the exponents of steps are 128 then, and the next two.
@@ -77,8 +77,7 @@ def residual_codes(m, steps, binades, signs, byte, m8, SCHEME: tl.constexpr):
     in blocks with NaN. Of the half, magnitudes, what [`rounded`] made of them, and [`sign_bytes`]; of its blocks, scale
     bytes and macro bytes."""
     INTERPRETED: tl.constexpr = SCHEME.INTERPRETED
-    # Infinite for byte 255: what is left of those blocks means nothing.
-    scale = tl.broadcast_to(tl.maximum(byte << 23, BYTE_ZERO_BITS).to(tl.float32, bitcast=True) * -1.0, m[0].shape)
+    scale = tl.broadcast_to(minus_scales(byte), m[0].shape)
     factor = tl.broadcast_to(macro_factor(m8), m[0].shape)
     r0, r1 = _residuals(m[0], steps[0], binades[0], scale, factor, SCHEME)
     r2, r3 = _residuals(m[1], steps[1], binades[1], scale, factor, SCHEME)
@@ -87,12 +86,9 @@ def residual_codes(m, steps, binades, signs, byte, m8, SCHEME: tl.constexpr):
     largest = _larger_of(
         _larger_of(_larger_of(r0, r1), _larger_of(r2, r3)), _larger_of(_larger_of(r4, r5), _larger_of(r6, r7))
     )
-    bits = _bits(tl.max(largest, axis=2, keep_dims=True))
-    # No bits, or all.
     finite = tl.where(byte == NAN_BYTE, 0, -1)
-    byte = tl.maximum(((bits + SCHEME.CARRY) >> 23) - 2, 0) & finite
-    # What is left is at most a scale, so that the inverse of its own is a normal number.
-    inverse = tl.broadcast_to(((254 - byte) << 23).to(tl.float32, bitcast=True) * _UNIT, m[0].shape)
+    byte, inverse = residual_scales(tl.max(largest, axis=2, keep_dims=True), finite, SCHEME)
+    inverse = tl.broadcast_to(inverse * _UNIT, m[0].shape)
     t0, t1, t2, t3 = (
         _step_words(r0, inverse),
         _step_words(r1, inverse),

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..common.blocks import NO_MACRO
 from ..common.pairs import HIGH, larger, largest, magnitudes, permute
+from .e2m1 import codes_of_words, multiplier_of, residual_codes_by_instruction
 from .pair_codes import factor_words, magnitude_codes, rounded, scaled, scales_of_both, sign_bytes, signed
 from .pair_residual import residual_codes, residual_of_words, scale_words
 
@@ -145,6 +146,20 @@ def _with_macro(v, magnitudes_v, maxima, macro_maxima, out, first, left, SCHEME:
         _store(out.residual_codes, out.residual_scale, first, codes, byte, left)
 
 
+@triton.jit
+def _by_instruction(v, maxima, macro_maxima, out, first, left, SCHEME: tl.constexpr):
+    """The same of one half by the instruction that makes codes, with macro factors or without."""
+    byte, inverse, m8, _ = scaled(maxima, macro_maxima, SCHEME)
+    multiplier = tl.broadcast_to(multiplier_of(inverse, m8, SCHEME), v[0].shape)
+    codes = codes_of_words(v[0], v[1], v[2], v[3], multiplier, SCHEME.INTERPRETED)
+    _store(out.codes, out.scale, first, codes, byte, left)
+    if SCHEME.SEARCH != NO_MACRO:
+        _store_macro(out.macro, first, m8, left, SCHEME.MACRO)
+    if SCHEME.HAS_FALLBACK:
+        codes, byte = residual_codes_by_instruction(v, codes, byte, m8, SCHEME)
+        _store(out.residual_codes, out.residual_scale, first, codes, byte, left)
+
+
 @triton.jit(do_not_specialize=["n_blocks"])
 def quantize_pairs_kernel(x_ptr, out, n_blocks, BLOCKS: tl.constexpr, SCHEME: tl.constexpr):
     """Codes (as int32 words of eight), scale bytes and macro bytes of ``n_blocks`` adjacent blocks, whole macro blocks,
@@ -156,7 +171,7 @@ def quantize_pairs_kernel(x_ptr, out, n_blocks, BLOCKS: tl.constexpr, SCHEME: tl
     x_ptr += first * 16
     v = _load(x_ptr, left * 16, BLOCKS // each, each)
     w = _load(x_ptr + BLOCKS * 16, (left - BLOCKS) * 16, BLOCKS // each, each)
-    if SCHEME.SEARCH == NO_MACRO:
+    if SCHEME.SEARCH == NO_MACRO and not SCHEME.CONVERTS:
         v, w = _plain_pass(v, w, out.codes, out.scale, first, left, BLOCKS, False, SCHEME)
         if SCHEME.HAS_FALLBACK:
             _plain_pass(v, w, out.residual_codes, out.residual_scale, first, left, BLOCKS, True, SCHEME)
@@ -164,5 +179,9 @@ def quantize_pairs_kernel(x_ptr, out, n_blocks, BLOCKS: tl.constexpr, SCHEME: tl
         a, b = _four_magnitudes(v, SCHEME.INTERPRETED), _four_magnitudes(w, SCHEME.INTERPRETED)
         maxima = _maxima(a, b, SCHEME.INTERPRETED)
         macro = largest(maxima, 1, SCHEME.INTERPRETED)
-        _with_macro(v, a, maxima << 16, macro << 16, out, first, left, SCHEME)
-        _with_macro(w, b, maxima & HIGH, macro & HIGH, out, first + BLOCKS, left - BLOCKS, SCHEME)
+        if SCHEME.CONVERTS:
+            _by_instruction(v, maxima << 16, macro << 16, out, first, left, SCHEME)
+            _by_instruction(w, maxima & HIGH, macro & HIGH, out, first + BLOCKS, left - BLOCKS, SCHEME)
+        else:
+            _with_macro(v, a, maxima << 16, macro << 16, out, first, left, SCHEME)
+            _with_macro(w, b, maxima & HIGH, macro & HIGH, out, first + BLOCKS, left - BLOCKS, SCHEME)
