@@ -113,11 +113,12 @@ class ProductTile(NamedTuple):
 
 class ExpertsShape(NamedTuple):
     """Compile-time sizes of the weights ``[.., N, K]`` of experts, of which ``EXPERTS``, a power of two, are the most
-    that there can be."""
+    that there can be. ``EACH_ROW``: there are no more rows than slots for tiles, so that each row has its own."""
 
     N: int
     K: int
     EXPERTS: int = 0
+    EACH_ROW: bool = False
 
 
 class Strides(NamedTuple):

@@ -24,6 +24,8 @@ _STEP = 128
 #: Steps of a split that pay for its start.
 _LEAST_STEPS = 2
 _MOST_SPLITS = 16
+#: Warps that a multiprocessor needs to issue in most cycles: fewer wait for their own results half of the time.
+_BUSY_WARPS = 8
 #: Rows of a tile (0: as many as fit), stages of the pipeline, and how much of the GPU to fill; the usual ones first.
 _TILES = ((0, 3, 1.0), (0, 4, 1.0), (64, 3, 1.0), (64, 3, 0.5), (32, 3, 1.0), (128, 3, 0.5))
 
@@ -99,12 +101,13 @@ def plan_linear_w4a16(
         programs = int(fill * count * held)
         tiles = -(-N // tile_rows) * -(-M // rows)
         steps = -(-K // _STEP)
+        num_warps = 4 if tile_rows >= (128 if halved else 64) else 2
         config = {
             "BM": rows,
             "BN": tile_rows,
             "BK": _STEP,
-            "split_steps": split_steps(steps, tiles, programs),
-            "num_warps": 4 if tile_rows >= (128 if halved else 64) else 2,
+            "split_steps": split_steps(steps, tiles, programs, count, num_warps),
+            "num_warps": num_warps,
             "num_stages": stages,
         }
         if config not in seen and fits(config):
@@ -130,10 +133,20 @@ def in_registers(
     return values <= _MOST_VALUES * 32 * warps
 
 
-def split_steps(steps: int, tiles: int, programs: int) -> int:
-    """Steps along K that a program takes, of so many for each tile, for a GPU that holds so many programs."""
-    wanted = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
-    return -(-steps // wanted)
+def split_steps(steps: int, tiles: int, programs: int, multiprocessors: int, warps: int) -> int:
+    """Steps along K that a program takes, of so many for each tile, for a GPU that holds so many programs at once.
+
+    The multiprocessor with the most programs is the last one, and the start and the end of a program take as long as a
+    step. Of equal times the one with the fewest splits.
+    """
+
+    def time(splits: int) -> int:
+        on_busiest = -(-tiles * splits // multiprocessors)
+        alone = on_busiest * warps < _BUSY_WARPS
+        return on_busiest * (-(-steps // splits) + 1) * (2 if alone else 1)
+
+    most = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+    return -(-steps // min(range(1, most + 1), key=time))
 
 
 def steps_of(n_cols: int, config: dict[str, Any]) -> int:

@@ -18,7 +18,8 @@ Constants of the functions here:
 import triton
 import triton.language as tl
 
-from ..common.blocks import BLOCKWISE
+from ..common.blocks import BLOCKWISE, macro_factor
+from ..common.pairs import reciprocal
 
 
 #: Scale bytes up to this one need no second multiply.
@@ -148,6 +149,15 @@ def load_inside(pointers, inside, ALL: tl.constexpr):
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def inverse_of_macro(m8, WEIGHT: tl.constexpr):
+    """One over the factors of macro bytes, to ``2**-23``. They are in [1, 2), where no division needs care."""
+    if WEIGHT.CUDA:
+        return reciprocal(macro_factor(m8), WEIGHT.INTERPRETED)
+    else:
+        return 1.0 / macro_factor(m8)
 
 
 @triton.jit

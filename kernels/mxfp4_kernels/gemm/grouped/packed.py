@@ -129,7 +129,8 @@ def _multiply(
     parts = PackedPointers(words(codes), scale, macro, words(residual_codes), residual_scale)
     of_scheme = scheme_constants(x.dtype, scheme)
     step = min(_STEP, of_scheme.MACRO) if of_scheme.SEARCH else _STEP
-    shape = ExpertsShape(n, k, triton.next_power_of_2(n_experts))
+    # For so few rows there is a slot for each.
+    shape = ExpertsShape(n, k, triton.next_power_of_2(n_experts), EACH_ROW=x.shape[0] <= n_experts)
 
     def run(config: Config, target: torch.Tensor) -> None:
         tiles = tile_slots(x.shape[0], n_experts, config["BM"]) * triton.cdiv(n, config["BN"])
@@ -141,7 +142,8 @@ def _multiply(
             EVEN=k % step == 0,
         )
         steps = triton.cdiv(k, step)
-        of_split = split_steps(steps, tiles, _warps(x.device) // config["num_warps"])
+        count, warps = _multiprocessors(x.device), config["num_warps"]
+        of_split = split_steps(steps, tiles, _WARPS_PER_MULTIPROCESSOR * count // warps, count, warps)
         splits, partial = triton.cdiv(steps, of_split), None
         if splits > 1:
             sums = torch.empty((splits, x.shape[0], n), dtype=torch.float32, device=x.device)
@@ -163,10 +165,9 @@ def _multiply(
 
 
 @functools.lru_cache(maxsize=64)
-def _warps(device: torch.device) -> int:
-    """Warps that a device holds at once; interpreted, so many as an H100."""
-    count = 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
-    return _WARPS_PER_MULTIPROCESSOR * count
+def _multiprocessors(device: torch.device) -> int:
+    """Of a device; interpreted, so many as an H100 has."""
+    return 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.lru_cache(maxsize=256)
