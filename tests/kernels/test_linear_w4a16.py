@@ -33,7 +33,7 @@ def test_special_values_sizes_and_repeated_calls(run_script):
 
 def test_every_code_at_every_scale_byte(run_script):
     report = run_script("run_decode_tile.py", interpret=True)
-    assert report == {"cases": 8, "wrong": []}
+    assert report == {"cases": 16, "wrong": []}
 
 
 def test_layers_compute_on_the_codes(run_script):

@@ -80,6 +80,7 @@ class DecodeConstants(NamedTuple):
         CUDA: multiply by instructions written in PTX.
         INTERPRETED: for Triton's interpreter.
         NATURAL: in the order of the weight's columns.
+        ORDER: otherwise, how columns of a block are ordered, as of `gemm/decode_tile.py`.
         PIECES: bfloat16 numbers that add up to an element of the other operand.
         EVEN: steps divide the weight along its rows.
         COL_MULTIPLE: a power of two that divides the rows' length.
@@ -93,6 +94,7 @@ class DecodeConstants(NamedTuple):
     PIECES: int = 1
     EVEN: bool = False
     COL_MULTIPLE: int = 1
+    ORDER: int = 0
 
 
 class ProductTile(NamedTuple):

@@ -16,8 +16,9 @@ _MOST_TOKENS = 256
 #: Programs that a multiprocessor holds at once, with the registers that the kernel takes, for tiles of up to 8 rows of
 #: x, for larger ones, and for [`_halved`] ones.
 _PROGRAMS_PER_MULTIPROCESSOR = (4, 2, 6)
-#: Whether this Triton leaves the decoded weight in registers where tensor cores read it from there. From 3.8 on it goes
-#: through shared memory everywhere, and two warps take more instructions for a weight than four.
+#: Whether this Triton hands tensor cores eight neighbours from a thread where they read the decoded weight from
+#: registers. From 3.8 on it is four or two, for which columns have other orders ([`order_of`]), and two warps take more
+#: instructions for a weight than four.
 IN_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 #: Columns of a step.
 _STEP = 128
@@ -34,6 +35,8 @@ _TILES = ((0, 3, 1.0), (0, 4, 1.0), (64, 3, 1.0), (64, 3, 0.5), (32, 3, 1.0), (1
 PIECES = {"bfloat16": 1, "float16": 2, "float32": 3}
 #: Architectures whose tensor cores work for four warps at once (AMD's warps have twice the threads).
 _FOUR_WARPS = ("90", "100", "103", "gfx942", "gfx950")
+#: Architectures whose tensor cores read the left operand from registers.
+_FROM_REGISTERS = ("80", "86", "89", "90", "120", "121")
 #: Values of a product with a packed weight that a thread holds without spilling registers, of which it has 255.
 _MOST_VALUES = 160
 
@@ -131,6 +134,14 @@ def in_registers(
     others = config["BM"] * step * pieces * copies
     values = 2 * config["BM"] * config["BN"] + config["BN"] * step // 2 + others
     return values <= _MOST_VALUES * 32 * warps
+
+
+def order_of(arch: str, num_warps: int) -> int:
+    """Of columns, as `gemm/decode_tile.py` has them, so that the threads that decode words of the weight are those from
+    which tensor cores read them; otherwise it goes through shared memory."""
+    if IN_REGISTERS or arch not in _FROM_REGISTERS:
+        return 0
+    return 1 if arch == "90" and num_warps >= 4 else 2
 
 
 def split_steps(steps: int, tiles: int, programs: int, multiprocessors: int, warps: int) -> int:

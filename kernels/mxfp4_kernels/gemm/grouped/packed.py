@@ -15,7 +15,7 @@ from ...common.counters import zeros_of_a_launch
 from ...common.plan import INTERPRETED, Packed, Scheme, alpha, as_stored, scheme_constants
 from ...quantization.launch import dequantize
 from ..configs import Config, arch_of, fitting_packed, launch_config, launch_tuned, named, shared_memory
-from ..decode_plan import IN_REGISTERS, in_registers, split_steps
+from ..decode_plan import IN_REGISTERS, in_registers, order_of, split_steps
 from .matmul import check_offsets, check_operands, check_shape, grouped_matmul, rows_class
 from .packed_kernel import grouped_packed_kernel
 from .tiles import tile_slots
@@ -140,6 +140,7 @@ def _multiply(
             CUDA=x.device.type == "cuda" and torch.version.hip is None,
             INTERPRETED=INTERPRETED,
             EVEN=k % step == 0,
+            ORDER=0 if INTERPRETED else order_of(arch_of(x.device), config["num_warps"]),
         )
         steps = triton.cdiv(k, step)
         count, warps = _multiprocessors(x.device), config["num_warps"]
