@@ -96,11 +96,17 @@ def fake_quantize_both(
     return tuple(values.to(dtype) for values in mxfp4_kernels.fake_quantize_both(x, dtype=written, **options))
 
 
-def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None = None) -> MXFP4Tensor:
-    """[`hf_mxfp4.numerics.quantize`] of a tensor that the kernels take; ``axis`` is not negative."""
+def quantize(
+    x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None = None, converts: bool | None = None
+) -> MXFP4Tensor:
+    """[`hf_mxfp4.numerics.quantize`] of a tensor that the kernels take; ``axis`` is not negative. ``converts``: by the
+    GPU's instruction for codes; `None`: where it has one that was found right."""
     import mxfp4_kernels
 
-    packed = mxfp4_kernels.quantize(x.movedim(axis, -1), **_options(scheme), rounding=scheme.rounding, seed=seed)
+    if converts is None:
+        converts = mxfp4_kernels.has_e2m1(x.device) and _instruction_is_right(x.device)
+    options = {**_options(scheme), "rounding": scheme.rounding, "seed": seed, "converts": converts}
+    packed = mxfp4_kernels.quantize(x.movedim(axis, -1), **options)
     return MXFP4Tensor(*packed, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
 
 
@@ -144,6 +150,12 @@ def plan_linear(n_tokens: int, out_features: int, in_features: int, scheme: Quan
 
     name = str(dtype).removeprefix("torch.")
     return mxfp4_kernels.plan_linear_w4a16(n_tokens, out_features, in_features, **_stored(scheme), dtype=name)
+
+
+def _instruction_is_right(device: torch.device) -> bool:
+    from . import self_check
+
+    return self_check.problem(device, "codes by instruction") is None
 
 
 @functools.lru_cache(maxsize=64)

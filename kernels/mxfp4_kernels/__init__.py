@@ -43,6 +43,7 @@ _LAZY = {
     "grouped_sum": "gemm.grouped.matmul",
     "grouped_wgrad": "gemm.grouped.matmul",
     "grouped_wgrad_e4m3": "gemm.grouped.e4m3",
+    "has_e2m1": "common.plan",
     "has_fp8": "e4m3.fold",
     "has_mxfp4": "gemm.matmul",
     "linear_w4a16": "gemm.decode",
@@ -170,10 +171,12 @@ def quantize(
     seed: int | None = None,
     rotation: int | None = None,
     signs: torch.Tensor | None = None,
+    converts: bool = True,
 ) -> Packed:
     """Codes and scales of ``x``, of which [`dequantize`] makes the bits of [`fake_quantize`]. Reads ``x`` once.
 
-    Arguments and errors as in [`fake_quantize`].
+    Arguments and errors as in [`fake_quantize`]; ``converts``: codes of bfloat16 by the instruction that makes E2M1,
+    where the GPU has one ([`has_e2m1`]) and the kernel of `quantization/pairs.py` serves. The bits are the same.
 
     Returns:
         Named tuple of contiguous uint8 tensors: ``codes`` ``[..., ceil(K/2)]``, two E2M1 codes per byte, even index in
@@ -187,7 +190,7 @@ def quantize(
     from .quantization import launch
 
     side = checked_side(x, x.shape[-1], rounding, seed, rotation, signs)
-    return launch.quantize(x, scheme, side)
+    return launch.quantize(x, scheme, side, converts)
 
 
 def quantize_both(

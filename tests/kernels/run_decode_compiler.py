@@ -14,6 +14,7 @@ from mxfp4_kernels import plan_linear_w4a16
 from mxfp4_kernels.common.arguments import PackedPointers, Partial, ProductTile
 from mxfp4_kernels.gemm import decode
 from mxfp4_kernels.gemm.decode_kernel import linear_kernel
+from mxfp4_kernels.gemm.decode_plan import order_of
 from mxfp4_kernels.quantization.launch import Scheme
 
 
@@ -45,7 +46,8 @@ def compile_variant(
     options = {name: getattr(scheme, name) for name in ("macro_block", "macro_search", "outlier_fallback")}
     name = str(dtype).removeprefix("torch.")
     config = config or plan_linear_w4a16(n_tokens, 4096, n_cols, arch, **options, dtype=name).configs[0]
-    weight = decode.constants(dtype, scheme, n_cols, config["BK"], n_tokens > 16)
+    order = order_of(arch, config["num_warps"])
+    weight = decode.constants(dtype, scheme, n_cols, config["BK"], n_tokens > 16, order)
     constants = {"TILE": ProductTile(config["BM"], config["BN"], config["BK"])}
     constants["WEIGHT"] = weight._replace(CUDA=backend == "cuda", INTERPRETED=False)
     has_residual = scheme.outlier_fallback is not None

@@ -38,19 +38,19 @@ def decode_kernel(
     values = decode_tile(words, byte, mantissa, WIDE, WEIGHT)
     order = tl.broadcast_to(columns, values.shape)
     if not WEIGHT.NATURAL:
-        order = interleave(order)
+        order = interleave(order, WEIGHT.ORDER)
     tl.store(out_ptr + rows * WORDS * 8 + columns, values)
     tl.store(order_ptr + rows * WORDS * 8 + columns, order)
 
 
-def decode(codes, scale, mantissa, natural: bool, blockwise: bool, wide: bool) -> torch.Tensor:
+def decode(codes, scale, mantissa, order: int | None, blockwise: bool, wide: bool) -> torch.Tensor:
     n_rows, n_blocks = scale.shape
-    out, order = torch.empty(n_rows, n_blocks * 32), torch.empty(n_rows, n_blocks * 32, dtype=torch.int32)
+    out, places = torch.empty(n_rows, n_blocks * 32), torch.empty(n_rows, n_blocks * 32, dtype=torch.int32)
     search = (BLOCKWISE if blockwise else NO_MACRO).value
-    weight = DecodeConstants(MACRO=128, SEARCH=search, CUDA=False, INTERPRETED=True, NATURAL=natural)
+    weight = DecodeConstants(128, search, CUDA=False, INTERPRETED=True, NATURAL=order is None, ORDER=order or 0)
     words = codes.view(torch.int32)
-    decode_kernel[(n_rows // 8,)](words, scale, mantissa, out, order, wide, weight, ROWS=8, WORDS=4 * n_blocks)
-    return torch.empty_like(out).scatter_(1, order.long(), out)
+    decode_kernel[(n_rows // 8,)](words, scale, mantissa, out, places, wide, weight, ROWS=8, WORDS=4 * n_blocks)
+    return torch.empty_like(out).scatter_(1, places.long(), out)
 
 
 def main() -> dict:
@@ -62,20 +62,20 @@ def main() -> dict:
     scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 4)
     mantissa = torch.randint(4, (256, 4), generator=rng, dtype=torch.uint8)
     plain = numerics.dequantize(codes, scale, length=128, dtype=torch.float64)
-    for natural in (True, False):
+    for order in (None, 0, 1, 2):
         for blockwise in (True, False):
             for wide in (True, False):
                 expected = plain
                 if blockwise:
                     expected = plain * (1 + mantissa / 4).repeat_interleave(32, dim=1)
-                values = decode(codes, scale, mantissa, natural, blockwise, wide).double()
+                values = decode(codes, scale, mantissa, order, blockwise, wide).double()
                 expected = expected.where(expected.abs() < 2.0**128, expected.sign() * torch.inf)
                 rows = 256 if wide else NARROW_BYTE.value + 1
                 same = (values == expected) | (values.isnan() & expected.isnan())
                 report["cases"] += 1
                 if not same[:rows].all():
                     row = int((~same).nonzero()[0, 0])
-                    report["wrong"].append(f"{natural=} {blockwise=} {wide=} byte {row}: {values[row]} {expected[row]}")
+                    report["wrong"].append(f"{order=} {blockwise=} {wide=} byte {row}: {values[row]} {expected[row]}")
     return report
 
 

@@ -28,6 +28,8 @@ SCHEMES = (
     {"macro_block": 32, "outlier_fallback": 0.3},
     {"macro_block": 256},
 )
+#: No more rows than experts, within a tile and beyond it.
+FEW_ROWS = (0, 3, 0, 0, 1, 0, 2, 0), (0, 0, 18, 1, *[0] * 16)
 _ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
 _LEAST = {torch.bfloat16: 1e-38, torch.float16: 2.0**-25, torch.float32: 1e-38}
 _GENERATOR = torch.Generator().manual_seed(5)
@@ -109,8 +111,9 @@ def dense(dtype: torch.dtype, device: str) -> dict[str, float]:
 
 def packed(dtype: torch.dtype, device: str) -> dict[str, float]:
     report = {}
-    # The last one's columns are split between programs, also where kernels are interpreted.
-    for counts, n, k in (*cases(device), (COUNTS[0], 37, 904)):
+    # The last one's columns are split between programs, also where kernels are interpreted; those before have a slot
+    # for each row, of which tiles take several.
+    for counts, n, k in (*cases(device), *((counts, 7, 40) for counts in FEW_ROWS), (COUNTS[0], 37, 904)):
         rows, experts = sum(counts), len(counts)
         if device == "cpu" and counts in (COUNTS[1], COUNTS[3]):
             continue

@@ -19,6 +19,7 @@ from mxfp4_kernels.common.arguments import (
     ProductTile,
     Strides,
 )
+from mxfp4_kernels.gemm.decode_plan import order_of
 from mxfp4_kernels.gemm.grouped import e4m3 as grouped_e4m3
 from mxfp4_kernels.gemm.grouped import e4m3_kernel, matmul, matmul_kernel, packed_kernel
 from mxfp4_kernels.gemm.grouped import packed as grouped_packed
@@ -101,7 +102,14 @@ def compile_variant(target, module, kernel_name: str, config: dict, element: str
         "BF16": element == "bf16",
         "OUT_BF16": element != "fp32",
         "INTERPRETED": False,
-        "WEIGHT": DecodeConstants(changes.get("MACRO"), changes.get("SEARCH"), is_cuda, False, EVEN=is_even),
+        "WEIGHT": DecodeConstants(
+            changes.get("MACRO"),
+            changes.get("SEARCH"),
+            is_cuda,
+            False,
+            EVEN=is_even,
+            ORDER=order_of(str(target.arch), options.get("num_warps", 4)),
+        ),
     }
     if transposed or element == "e4m3":
         constants["bias_ptr"] = None

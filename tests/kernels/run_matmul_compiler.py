@@ -46,7 +46,7 @@ def products(arch: str) -> dict[str, tuple]:
             found[f"e4m3 {name}"] = matmul_kernel.matmul_e4m3_kernel, E4M3, tiles, {"PER_GROUP": per_group}
     for name, has_macro in (("plain", False), ("macro", True)):
         operand = BYTES if has_macro else BYTES._replace(macro=None)
-        tiles = matmul.mxf4_tiles(arch in NATIVE, has_macro, arch == "100")
+        tiles = matmul.mxf4_tiles(arch in NATIVE, has_macro, arch == "100", arch in ("80", "89", "120"))
         found[f"mxf4 {name}"] = matmul_kernel.matmul_mxf4_kernel, operand, tiles, {"NATIVE": arch in NATIVE}
     return found
 

@@ -2,6 +2,7 @@
 """Compares the kernel of two elements an instruction with the eager definition, bit for bit; prints a JSON report.
 
 TRITON_INTERPRET=1 python run_pairs.py few
+TRITON_INTERPRET=1 python run_pairs.py few converts     as GPUs do that have an instruction for codes
 TRITON_INTERPRET=1 python run_pairs.py all      every magnitude as the largest of its block, beside fractions of it
 python run_pairs.py all cuda                    compiled, on a GPU
 """
@@ -21,9 +22,12 @@ from mxfp4_kernels.common import plan
 from mxfp4_kernels.quantization import launch
 
 
-WHAT, DEVICE = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "cpu"
-#: Scale rule and macro block.
-SCHEMES = [(rule, macro) for rule in ("rceil", "even") for macro in (None, 32, 128, 256)] + [("floor", None)]
+WHAT, DEVICE = sys.argv[1], "cuda" if "cuda" in sys.argv else "cpu"
+CONVERTS = "converts" in sys.argv
+#: Scale rule, macro block, and whether the residual is quantized too.
+SCHEMES = [(rule, macro, False) for rule in ("rceil", "even") for macro in (None, 32, 128, 256)]
+SCHEMES += [("floor", None, False), ("floor", None, True), ("rceil", None, True), ("rceil", 32, True)]
+SCHEMES += [("rceil", 128, True), ("even", None, True), ("even", 256, True)]
 
 
 def magnitudes() -> torch.Tensor:
@@ -62,22 +66,25 @@ def cases() -> Iterator[tuple[str, torch.Tensor, tuple]]:
 
 
 def compare() -> dict:
-    report = Counter(cases=0, elements=0, nan_blocks=0, launches=0)
+    report = Counter(cases=0, elements=0, nan_blocks=0, launches=0, converted=0)
     mismatches, run = [], launch._launch_pairs
 
     def counted(*arguments):
-        report["launches"] += 1
+        report.update(launches=1, converted=arguments[-1])
         run(*arguments)
 
     launch._launch_pairs = counted
+    if CONVERTS and DEVICE == "cpu":
+        launch.has_e2m1 = lambda device: True
     if DEVICE == "cpu":
         # Fewer, larger programs are faster to interpret.
         launch.PAIRS_TILE = plan.PAIRS_TILE * 16
-    for label, x, (rule, macro) in cases():
-        expected = numerics.quantize(x, scale_rule=rule, macro_block=macro)
-        found = mxfp4_kernels.quantize(x.to(DEVICE), scale_rule=rule, macro_block=macro)
+    for label, x, (rule, macro, residual) in cases():
+        options = {"scale_rule": rule, "macro_block": macro, "outlier_fallback": 0.5 if residual else None}
+        expected = numerics.quantize(x, **options)
+        found = mxfp4_kernels.quantize(x.to(DEVICE), **options, converts=CONVERTS)
         wrong = [part for part in PARTS if not same(getattr(found, part), getattr(expected, part))]
-        mismatches += [f"{label}, {rule}, {macro}: {part}" for part in wrong]
+        mismatches += [f"{label}, {options}: {part}" for part in wrong]
         report.update(cases=1, elements=x.numel(), nan_blocks=int((expected.scale == 255).sum()))
     return {"mismatches": mismatches, **report}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the kernel of two elements an instruction ahead of time for one target; prints the code as JSON.
 
-python run_pairs_compiler.py 90 [variant ...]
+python run_pairs_compiler.py 90 [--converts] [variant ...]       --converts: by the instruction that makes codes
 """
 
 import json
@@ -20,17 +20,25 @@ VARIANTS = {
     "floor": Scheme("floor"),
     "macro": Scheme("rceil", 128),
     "macro 32": Scheme("even", 32),
+    "fallback": Scheme(outlier_fallback=0.5),
+    "macro fallback": Scheme("rceil", 128, outlier_fallback=0.5),
 }
 
 
-def compile_variant(arch: str, scheme: Scheme) -> dict:
+def compile_variant(arch: str, scheme: Scheme, converts: bool = False) -> dict:
     macro = None if scheme.macro_block is None else "*u8"
-    types = {"x_ptr": "*i32", "out": PackedPointers("*i32", "*u8", macro, None, None), "n_blocks": "i32"}
-    constants = {"BLOCKS": PAIRS_TILE // (2 * BLOCK), "SCHEME": scheme_constants(torch.bfloat16, scheme)}
+    residual = (None, None) if scheme.outlier_fallback is None else ("*i32", "*u8")
+    types = {"x_ptr": "*i32", "out": PackedPointers("*i32", "*u8", macro, *residual), "n_blocks": "i32"}
+    constants = {
+        "BLOCKS": PAIRS_TILE // (2 * BLOCK),
+        "SCHEME": scheme_constants(torch.bfloat16, scheme, converts=converts),
+    }
     aligned = ("x_ptr", *PackedPointers._fields)
     return compile_kernel(gpu_target("cuda", arch), quantize_pairs_kernel, types, constants, PAIRS_OPTIONS, aligned)
 
 
 if __name__ == "__main__":
     arch, *names = sys.argv[1:]
-    print(json.dumps({name: compile_variant(arch, VARIANTS[name]) for name in names or VARIANTS}))
+    converts = "--converts" in names
+    names = [name for name in names if name != "--converts"] or VARIANTS
+    print(json.dumps({name: compile_variant(arch, VARIANTS[name], converts) for name in names}))

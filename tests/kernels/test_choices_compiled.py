@@ -7,13 +7,14 @@ from mxfp4_kernels import plan_linear_w4a16
 from mxfp4_kernels.gemm.decode_plan import in_registers
 from mxfp4_kernels.gemm.grouped import matmul as grouped
 from mxfp4_kernels.gemm.grouped import packed
-from mxfp4_kernels.gemm.matmul import e4m3_tiles, usual_configs
+from mxfp4_kernels.gemm.matmul import e4m3_tiles, mxf4_tiles, usual_configs
 
 
 KERNELS = ("products", "decode", "packed", "grouped", "grouped e4m3")
 #: What every run compiles: sums of groups, which leave tensor memory.
 FEW = [("100", "products", ("e4m3 group 128x64x8x8x4",))]
 ALL = [(arch, kernel, ()) for arch in ("90", "100", "120") for kernel in KERNELS]
+ALL += [("80", kernel, ()) for kernel in KERNELS if kernel != "grouped e4m3"]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,18 @@ def test_experts_have_configs_that_fit_the_registers():
     largest = grouped.configs_within(232448, grouped._MATMUL, 512, 4, "BK")[0]
     assert (largest["BM"], largest["BN"], largest["num_warps"]) == (128, 128, 8)
     assert grouped.configs_within(232448, grouped._MATMUL, 512, 2, "BK")[0]["BN"] == 256
+
+
+def test_two_stages_are_too_few_where_warps_hold_operands_and_totals_of_macro_blocks():
+    """Those of 64 x 64 spill 232 bytes of a thread on sm_80, and are what shared memory would leave on sm_86."""
+    limits = {"80": 166912, "86": 101376}
+    for limit in limits.values():
+        for height in (16, 64):
+            found = usual_configs(height, mxf4_tiles(False, True, False, True), limit)
+            assert found and all(config["num_stages"] >= 3 for config in found)
+    usual = [usual_configs(64, mxf4_tiles(False, True, False, by_warps), 101376)[0] for by_warps in (False, True)]
+    assert [(config["BM"], config["num_stages"]) for config in usual] == [(64, 2), (32, 3)]
+    assert mxf4_tiles(False, False, False, True) == mxf4_tiles(False, True, False, False)
 
 
 def test_sums_of_groups_leave_tensor_memory_for_half_of_a_tile():

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
+from mxfp4_kernels.gemm.decode_plan import split_steps
 
 
 def test_products_with_packed_weights(run_script):
@@ -32,7 +33,7 @@ def test_special_values_sizes_and_repeated_calls(run_script):
 
 def test_every_code_at_every_scale_byte(run_script):
     report = run_script("run_decode_tile.py", interpret=True)
-    assert report == {"cases": 8, "wrong": []}
+    assert report == {"cases": 16, "wrong": []}
 
 
 def test_layers_compute_on_the_codes(run_script):
@@ -53,7 +54,7 @@ def test_layers_compute_on_the_codes(run_script):
 @pytest.mark.parametrize(
     ("shape", "options", "route", "why"),
     [
-        ((1, 4096, 4096), {}, "fused", " 16 splits"),
+        ((1, 4096, 4096), {}, "fused", " 8 splits"),
         ((16, 4096, 14336), {"macro_block": 128}, "fused", "splits"),
         ((256, 4096, 4096), {}, "fused", "1 splits"),
         ((257, 4096, 4096), {}, "dense", "257 rows"),
@@ -79,6 +80,21 @@ def test_plans_cover_every_column_and_do_not_oversubscribe(arch, n_tokens):
             assert splits * config["split_steps"] * config["BK"] >= n_cols
             assert (splits - 1) * config["split_steps"] * config["BK"] < n_cols
             assert splits == 1 or splits * tiles <= 100 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "tiles", "programs", "warps", "found"),
+    [
+        (32, 32, 528, 4, 4),  # 256 programs of 4 steps: two on a multiprocessor; 12 splits would make it three of 3
+        (16, 96, 396, 4, 4),
+        (6, 128, 396, 4, 3),
+        (32, 512, 528, 4, 32),
+        (112, 32, 528, 4, 14),
+        (4, 1, 528, 2, 2),  # no shorter ones
+    ],
+)
+def test_columns_are_split_so_that_the_busiest_multiprocessor_is_done_early(steps, tiles, programs, warps, found):
+    assert split_steps(steps, tiles, programs, 132, warps) == found
 
 
 PACKED = numerics.quantize(torch.ones(4, 64), macro_block=128)

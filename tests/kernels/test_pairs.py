@@ -14,7 +14,7 @@ from mxfp4_kernels.common.plan import PLAIN, Scheme, Side, takes_pairs
 def test_interpreted_pairs_equal_eager_bit_for_bit(run_script):
     report = run_script("run_pairs.py", "few", interpret=True)
     assert report["mismatches"] == []
-    assert report["cases"] == 24 and report["launches"] == 20
+    assert report["cases"] == 36 and report["launches"] == 32
     assert report["elements"] > 60_000 and report["nan_blocks"] > 50
 
 
@@ -35,7 +35,9 @@ def test_every_magnitude_as_that_of_its_block(run_script):
         ({"scale_rule": "floor", "macro_block": 128}, False),
         ({"macro_block": 128, "macro_search": "dynamic"}, False),
         ({"macro_block": 128, "macro_search": "blockwise"}, False),
-        ({"outlier_fallback": 0.5}, False),
+        ({"outlier_fallback": 0.5}, True),
+        ({"macro_block": 128, "outlier_fallback": 0.5}, True),
+        ({"scale_rule": "floor", "macro_block": 128, "outlier_fallback": 0.5}, False),
         ({"block_rows": 32}, False),
     ],
     ids=str,
@@ -50,15 +52,23 @@ def test_schemes_that_are_taken(change, taken):
 
 
 #: On sm_90, for 16 elements of a thread: instructions in all, of the integer unit, and registers, with a little room.
-#: By the same count the kernel of `quantization/rows.py` takes 487, 322 and 32; with macro blocks 703, 423 and 55.
-MOST = {"plain": (185, 112, 32), "floor": (192, 118, 32), "macro": (270, 165, 32), "macro 32": (260, 160, 32)}
-FEW = ("plain", "macro")
+#: By the same count the kernel of `quantization/rows.py` takes 487, 322 and 32; with macro blocks 703, 423 and 55; with
+#: those and the residual 1026, 676 and 40.
+MOST = {
+    "plain": (185, 112, 32),
+    "floor": (192, 118, 32),
+    "macro": (262, 148, 32),
+    "macro 32": (256, 142, 32),
+    "fallback": (345, 215, 48),
+    "macro fallback": (520, 285, 48),
+}
+FEW = ("plain", "macro", "macro fallback")
 
 
 @pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "90", "80", "100", "120"))
 def test_cuda(run_script, arch, names):
     report = run_script("run_pairs_compiler.py", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 4)
+    assert len(report) == (len(names) or 6)
     for name, asm in report.items():
         ptx = asm["ptx"]
         assert "fma.rn.bf16x2" in ptx and "ftz" not in ptx.replace("rcp.approx.ftz.f32", ""), name

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+import mxfp4_kernels
 from hf_mxfp4.backends import select, self_check
 from hf_mxfp4.backends import triton as triton_kernels
 from hf_mxfp4.backends.self_check import FAMILIES, record, verdicts
@@ -13,6 +14,7 @@ from hf_mxfp4.backends.self_check.verdicts import Family
 from hf_mxfp4.gemm import grouped
 from hf_mxfp4.numerics import QuantScheme
 from mxfp4_kernels.common import autotune
+from mxfp4_kernels.common.plan import Packed
 
 
 GPU = torch.device("cuda", 0)
@@ -154,16 +156,34 @@ def test_checks_begin_without_the_modes_of_who_asks(one_gpu):
 
 def test_hardware_without_the_instructions_needs_no_check(one_gpu, monkeypatch):
     asked = []
-    for name in ("has_fp8", "has_mxfp4"):
+    for name in ("has_fp8", "has_mxfp4", "has_e2m1"):
         monkeypatch.setattr(f"mxfp4_kernels.{name}", lambda device, name=name: name == "has_fp8")
     for name, known in FAMILIES.items():
         changed = Family(name, lambda device, name=name: asked.append(name), known.instead, known.needs, known.exists)
         monkeypatch.setitem(FAMILIES, name, changed)
     found = self_check.check_all(GPU)
-    assert asked == [name for name in FAMILIES if name not in ("mxfp4 products", "fp8 products of torch")]
+    absent = "mxfp4 products", "fp8 products of torch", "codes by instruction"
+    assert asked == [name for name in FAMILIES if name not in absent]
+    assert found.pop("codes by instruction") == "not checked (no instruction for E2M1 here)"
     assert found.pop("mxfp4 products") == "not checked (no MXFP4 tensor cores here)"
     assert found.pop("fp8 products of torch").startswith("not checked (no product of FP8 with scales of 128")
     assert set(found.values()) == {"checked"} and list(found) == asked
+
+
+@pytest.mark.parametrize("problem", [None, "broken"])
+def test_codes_are_made_by_arithmetic_where_the_instruction_is_wrong(monkeypatch, problem):
+    device, asked = torch.device("meta"), []
+
+    def quantize(x, *, converts, **options):
+        asked.append(converts)
+        return Packed(*[None] * 5)
+
+    monkeypatch.setattr(verdicts, "_found", {("codes by instruction", device): problem})
+    monkeypatch.setattr(mxfp4_kernels, "quantize", quantize)
+    monkeypatch.setattr(mxfp4_kernels, "has_e2m1", lambda device: True)
+    for converts in (None, True, False):
+        triton_kernels.quantize(torch.empty(4, 32, device=device), QuantScheme(), 1, converts=converts)
+    assert asked == [problem is None, True, False]
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

@@ -161,11 +161,13 @@ def _decode(launch: Launch, at: Arguments, _: float) -> Work:
 def _grouped_packed(launch: Launch, at: Arguments, reached: float) -> Work:
     shape, tile, x = at["SHAPE"], at["TILE"], at["x_ptr"]
     experts = max(1.0, reached * at["n_experts"])
-    programs = math.ceil(experts * math.ceil(shape.N / tile.BN))
+    # Each of as many splits as share a tile takes its steps; the sums of splits are not counted.
+    programs = math.ceil(experts * math.ceil(shape.N / tile.BN)) * at["n_splits"]
+    trips = min(at["split_steps"], math.ceil(shape.K / tile.BK))
     weights = experts * shape.N * shape.K
     n_bytes = bytes_of(at["packed"]) * experts / at["n_experts"] + bytes_of((x, at["out_ptr"]))
     flops = {"bf16": 2.0 * tile.BM * weights}
-    return Work(n_bytes, weights, "weight", programs, _once(math.ceil(shape.K / tile.BK)), 1.0, flops, True)
+    return Work(n_bytes, weights, "weight", programs, _once(trips), 1.0, flops, True)
 
 
 class _Product(NamedTuple):

@@ -23,6 +23,12 @@ def _has_mxfp4(device: torch.device) -> bool:
     return mxfp4_kernels.has_mxfp4(device)
 
 
+def _has_e2m1(device: torch.device) -> bool:
+    import mxfp4_kernels
+
+    return mxfp4_kernels.has_e2m1(device)
+
+
 _EAGER, _EACH, _DENSE = "the eager reference", "one product for each expert", "dense products"
 _FP8, _MXFP4 = ("FP8 tensor cores", _has_fp8), ("MXFP4 tensor cores", _has_mxfp4)
 _SCALED_MM = ("product of FP8 with scales of 128 elements in torch: sm_90, CUDA 12.9", scaled_mm.exists)
@@ -31,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family("quantize", quantizing.check_quantize, _EAGER),
+        Family("codes by instruction", quantizing.check_codes, "arithmetic", "instruction for E2M1", _has_e2m1),
         Family("dequantize", quantizing.check_dequantize, _EAGER),
         Family("decode", products.check_decode, "products with dequantized weights"),
         Family("experts", products.check_experts, _EACH),

@@ -16,6 +16,7 @@ Pair = tuple[str, torch.Tensor | None, torch.Tensor | None]
 
 _PLAIN, _MACRO = QuantScheme(), QuantScheme("rceil", 128)
 _FALLBACK = QuantScheme("rceil", 128, "static", 0.5)
+_PLAIN_FALLBACK = QuantScheme(outlier_fallback=0.5)
 _SEARCH = QuantScheme("even", 128, "dynamic")
 #: Tensors of a packed one.
 PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
@@ -24,6 +25,11 @@ PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
 def check_quantize(device: torch.device) -> str | None:
     """Quantized values, codes and scale bytes; along rows and columns, rotated and rounded at random."""
     return first_difference(_quantized(device))
+
+
+def check_codes(device: torch.device) -> str | None:
+    """Codes and scale bytes by the instruction that makes E2M1: every bfloat16 number, and blocks of all sizes."""
+    return first_difference(_converted(device))
 
 
 def check_dequantize(device: torch.device) -> str | None:
@@ -39,13 +45,17 @@ def check_folds(device: torch.device) -> str | None:
 def _quantized(device: torch.device) -> Iterator[Pair]:
     # Whole blocks, which are cut into long tiles, and rows with a rest.
     for number, (scheme, dtype, n_cols) in enumerate(
-        ((_PLAIN, torch.bfloat16, 1056), (_FALLBACK, torch.bfloat16, 650), (_SEARCH, torch.float32, 256))
+        (
+            (_PLAIN, torch.bfloat16, 1056),
+            (_FALLBACK, torch.bfloat16, 650),
+            (_SEARCH, torch.float32, 256),
+            (_FALLBACK, torch.bfloat16, 1152),
+            (_PLAIN_FALLBACK, torch.bfloat16, 1056),
+        )
     ):
         x = of_all_sizes(number, few(33, 5, device), n_cols, dtype)
         yield f"values ({scheme})", kernels.fake_quantize(x.to(device), scheme), numerics.apply_scheme(x, scheme)
-        found, expected = kernels.quantize(x.to(device), scheme, 1), numerics.quantize(x, **vars(scheme), axis=1)
-        for part in PARTS:
-            yield f"{part} ({scheme})", getattr(found, part), getattr(expected, part)
+        yield from _packed_parts(x, device, scheme, False)
     x, rounded = of_all_sizes(3, few(130, 40, device), 200), QuantScheme("rceil", 128, rounding="stochastic")
     none = (None, None)
     rows, columns = kernels.fake_quantize_both(x.to(device), (_MACRO, rounded), (None, 7), none, none, x.dtype)
@@ -55,6 +65,23 @@ def _quantized(device: torch.device) -> Iterator[Pair]:
     turned = numerics.rotate(x.float(), 32)
     values = kernels.fake_quantize_rotated(x.to(device), _PLAIN, None, 32, None, torch.float32)
     yield "rotated values", values, numerics.apply_scheme(turned, _PLAIN)
+
+
+def _packed_parts(x: torch.Tensor, device: torch.device, scheme: QuantScheme, converts: bool) -> Iterator[Pair]:
+    found = kernels.quantize(x.to(device), scheme, 1, converts=converts)
+    expected = numerics.quantize(x, **vars(scheme), axis=1)
+    for part in PARTS:
+        yield f"{part} ({scheme})", getattr(found, part), getattr(expected, part)
+
+
+def _converted(device: torch.device) -> Iterator[Pair]:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+    every = every[every.abs() <= 6][: 124 * 256].view(-1, 31)
+    # Blocks whose scale is 1: each number that can stand there, ties among them.
+    at_scale_one = torch.cat((torch.full_like(every[:, :1], 6.0), every), dim=1).view(-1, 128)
+    for number, scheme in enumerate((_PLAIN, _MACRO, _FALLBACK, _PLAIN_FALLBACK, QuantScheme("floor"))):
+        yield from _packed_parts(at_scale_one, device, scheme, True)
+        yield from _packed_parts(of_all_sizes(8 + number, few(260, 5, device), 1152), device, scheme, True)
 
 
 def _dequantized(device: torch.device) -> Iterator[Pair]:

@@ -27,6 +27,7 @@ class SchemeConstants(NamedTuple):
         TILES: blocks are 32 x 32.
         INTERPRETED: for Triton's interpreter.
         NATIVE: for GPUs that convert to E4M3, and whose maximum takes magnitudes and keeps NaN, by one instruction.
+        CONVERTS: by the instruction that makes E2M1 codes.
     """
 
     MACRO: int
@@ -41,6 +42,7 @@ class SchemeConstants(NamedTuple):
     TILES: bool
     INTERPRETED: bool
     NATIVE: bool = False
+    CONVERTS: bool = False
 
 
 class SideConstants(NamedTuple):
@@ -78,6 +80,7 @@ class DecodeConstants(NamedTuple):
         CUDA: multiply by instructions written in PTX.
         INTERPRETED: for Triton's interpreter.
         NATURAL: in the order of the weight's columns.
+        ORDER: otherwise, how columns of a block are ordered, as of `gemm/decode_tile.py`.
         PIECES: bfloat16 numbers that add up to an element of the other operand.
         EVEN: steps divide the weight along its rows.
         COL_MULTIPLE: a power of two that divides the rows' length.
@@ -91,6 +94,7 @@ class DecodeConstants(NamedTuple):
     PIECES: int = 1
     EVEN: bool = False
     COL_MULTIPLE: int = 1
+    ORDER: int = 0
 
 
 class ProductTile(NamedTuple):
@@ -111,11 +115,12 @@ class ProductTile(NamedTuple):
 
 class ExpertsShape(NamedTuple):
     """Compile-time sizes of the weights ``[.., N, K]`` of experts, of which ``EXPERTS``, a power of two, are the most
-    that there can be."""
+    that there can be. ``EACH_ROW``: there are no more rows than slots for tiles, so that each row has its own."""
 
     N: int
     K: int
     EXPERTS: int = 0
+    EACH_ROW: bool = False
 
 
 class Strides(NamedTuple):

@@ -37,7 +37,7 @@ BLOCKWISE = tl.constexpr(3)
 
 _NAN_BITS = tl.constexpr(0x7FC00000)
 # 2**-127, the value of scale byte 0: a float32 subnormal.
-_BYTE_ZERO_BITS = tl.constexpr(0x00400000)
+BYTE_ZERO_BITS = tl.constexpr(0x00400000)
 # 2**127: from here on, a macro factor could carry its product out of float32.
 TOO_LARGE_TO_SCALE_BITS = tl.constexpr(0x7F000000)
 # Half of 1.5 * 2**23. Times the start of a value's binade it pushes the last digit on the E2M1 grid into the last
@@ -126,7 +126,7 @@ def round_to_grid(y, one_bits):
 @triton.jit
 def scale_value(byte):
     """Float32 ``2**(byte - 127)`` of scale bytes (int32); NaN for byte 255."""
-    bits = tl.where(byte == 0, _BYTE_ZERO_BITS, byte << 23)
+    bits = tl.where(byte == 0, BYTE_ZERO_BITS, byte << 23)
     return tl.where(byte == NAN_BYTE, _NAN_BITS, bits).to(tl.float32, bitcast=True)
 
 

@@ -96,6 +96,24 @@ def multiply(a, b, INTERPRETED: tl.constexpr, F16: tl.constexpr = False):
 
 
 @triton.jit
+def floats(words, F16: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Float32 of the low halves, bfloat16 or float16, and of the high ones."""
+    if not F16:
+        return (words << 16).to(tl.float32, bitcast=True), (words & HIGH).to(tl.float32, bitcast=True)
+    elif INTERPRETED:
+        return _low(words, F16).to(tl.float32), _low(words >> 16, F16).to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            "=f,=f,r",
+            [words],
+            (tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def permute(a, b, SELECT: tl.constexpr, INTERPRETED: tl.constexpr):
     """Four bytes of eight, those of ``a`` and then of ``b``: the lowest is the one that the last hexadecimal digit of
     ``SELECT`` names."""

@@ -137,9 +137,11 @@ def scheme_constants(
     out: torch.dtype | None = None,
     native: bool = False,
     limit: torch.dtype | None = None,
+    converts: bool = False,
 ) -> SchemeConstants:
     """Compile-time arguments of a scheme, for a dtype and that of the output. ``native``: the GPU knows E4M3.
-    ``limit``: the dtype whose largest number values saturate at; by default that of the output."""
+    ``limit``: the dtype whose largest number values saturate at; by default that of the output. ``converts``: by the
+    instruction that makes E2M1 codes."""
     least_squares = scheme.scale_rule == "mse"
     carry = _CARRY[scheme.scale_rule]
     return SchemeConstants(
@@ -156,6 +158,7 @@ def scheme_constants(
         TILES=scheme.block_rows != 1,
         INTERPRETED=INTERPRETED,
         NATIVE=native,
+        CONVERTS=converts,
     )
 
 
@@ -207,7 +210,7 @@ def unit_of(scheme: Scheme, side: Side) -> int:
 def takes_pairs(scheme: Scheme, side: Side, dtype: torch.dtype, length: int) -> bool:
     """Whether `quantization/pairs.py` has a scheme for rows of ``length``, of whole blocks and macro blocks."""
     macro = scheme.macro_block
-    if dtype != torch.bfloat16 or side != PLAIN or scheme.block_rows != 1 or scheme.outlier_fallback is not None:
+    if dtype != torch.bfloat16 or side != PLAIN or scheme.block_rows != 1:
         return False
     if length % (macro or BLOCK) or (macro or 0) > PAIRS_TILE // 2:
         return False
@@ -223,6 +226,15 @@ def has_pairs(device: torch.device) -> bool:
     if device.type == "cpu":
         return INTERPRETED
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.lru_cache(maxsize=64)
+def has_e2m1(device: torch.device) -> bool:
+    """Whether a device makes E2M1 codes by an instruction, and Triton compiles for that: compute capability 10.x and
+    12.x."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (10, 12)
 
 
 def check_device(x: torch.Tensor) -> None:

@@ -13,7 +13,15 @@ import triton.language as tl
 
 from ..common.blocks import NAN_BYTE, NO_MACRO, scale_value
 from ..common.pairs import larger, largest, magnitudes, multiply, multiply_add, permute, smaller
-from ..quantization.pairs import EXPONENTS, EXPONENTS_16, LIMIT, as_float16, inverse_of_factor, scaled
+from ..quantization.pair_codes import (
+    EXPONENTS,
+    EXPONENTS_16,
+    LIMIT,
+    as_float16,
+    factor_words,
+    inverse_of_factor,
+    scaled,
+)
 from .tile import HIGHEST, LOWEST, base_of
 
 
@@ -77,7 +85,7 @@ def _words_of_columns(x_ptr, row_stride, n_rows, n_cols, COLS: tl.constexpr):
 @triton.jit
 def _on_grid(m, inverse, factor, SCHEME: tl.constexpr):
     """Magnitudes over their scale, times the factor, on the grid; in float16 where there is one."""
-    # As in quantization/pairs.py: the values of byte 253, and NaN that is to become zero.
+    # As in quantization/pair_codes.py: the values of byte 253, and NaN that is to become zero.
     y = smaller(m, tl.full(m.shape, LIMIT, tl.int32), SCHEME.INTERPRETED)
     y = multiply(y, inverse, SCHEME.INTERPRETED)
     if SCHEME.SEARCH == NO_MACRO:
@@ -153,7 +161,7 @@ def _fold(words, elements_ptr, scale_ptr, row_bytes, scale_stride, n_rows, n_col
         power = (shift + 127) * 0x00800080
         rounder = tl.where(is_small, 0x3E803E80, 0)
         less = tl.where(is_nan, 0x07F007F0, tl.where(is_small, -0x7D7F7D80, 0))
-    factor = tl.broadcast_to(m8 * 0x00040004 + 0x3C003C00, w0.shape)
+    factor = tl.broadcast_to(factor_words(m8), w0.shape)
     inverse, power = tl.broadcast_to(inverse, w0.shape), tl.broadcast_to(power, w0.shape)
     rounder, less = tl.broadcast_to(rounder, w0.shape), tl.broadcast_to(less, w0.shape)
     e0 = _four(w0, w1, m0, m1, inverse, factor, power, rounder, less, SCHEME)

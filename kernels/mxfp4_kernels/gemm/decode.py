@@ -16,7 +16,7 @@ from ..common.plan import INTERPRETED, Packed, Scheme, alpha, bits
 from ..quantization.launch import dequantize
 from .configs import Config, arch_of, fitting_packed, launch_config, launch_tuned, shared_memory
 from .decode_kernel import linear_kernel
-from .decode_plan import PIECES, LinearPlan, plan_linear_w4a16, steps_of, token_class
+from .decode_plan import PIECES, LinearPlan, order_of, plan_linear_w4a16, steps_of, token_class
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -112,7 +112,8 @@ def _launch_fused(
         sizes = (n_tokens, n_rows, n_cols, x.stride(0), config["split_steps"], splits, alpha(scheme))
         # As bits, which the interpreter needs.
         arguments = (bits(x), parts, bias, target, partial, *sizes)
-        weight = constants(x.dtype, scheme, n_cols, config["BK"], natural)
+        order = 0 if INTERPRETED else order_of(arch_of(x.device), config["num_warps"])
+        weight = constants(x.dtype, scheme, n_cols, config["BK"], natural, order)
         launch_config(linear_kernel, (tiles[0], splits, tiles[1]), x.device, arguments, {"WEIGHT": weight}, config)
 
     weight = (n_rows, n_cols, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback is not None)
@@ -122,7 +123,9 @@ def _launch_fused(
         out.copy_(target)
 
 
-def constants(dtype: torch.dtype, scheme: Scheme, n_cols: int, step: int, natural: bool) -> DecodeConstants:
+def constants(
+    dtype: torch.dtype, scheme: Scheme, n_cols: int, step: int, natural: bool, order: int = 0
+) -> DecodeConstants:
     """Compile-time arguments of the kernel for steps of so many columns."""
     return DecodeConstants(
         MACRO=scheme.macro_block or step,
@@ -133,6 +136,7 @@ def constants(dtype: torch.dtype, scheme: Scheme, n_cols: int, step: int, natura
         PIECES=PIECES[str(dtype).removeprefix("torch.")],
         EVEN=n_cols % step == 0,
         COL_MULTIPLE=min(n_cols & -n_cols, 512),
+        ORDER=order,
     )
 
 

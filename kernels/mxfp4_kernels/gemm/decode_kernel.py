@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from ..common.arguments import PackedPointers, RowBytes
-from ..common.blocks import BLOCKWISE, NO_MACRO, macro_factor
-from .decode_tile import NARROW_BYTE, decoded_product, load_inside
+from ..common.blocks import BLOCKWISE, NO_MACRO
+from .decode_tile import NARROW_BYTE, decoded_product, inverse_of_macro, load_inside
 from .splits import arrives_last, sum_of_splits
 
 
@@ -81,7 +81,7 @@ def _accumulate(
             x, code, byte, mantissa, at_residual, at_residual_scale, has_words, has_blocks, largest, alpha, WIDE, WEIGHT
         )
         if HAS_FACTOR:
-            part *= (1.0 / macro_factor(byte_of_factor))[:, None]
+            part *= inverse_of_macro(byte_of_factor, WEIGHT)[:, None]
             # Ahead of its use, so that nothing waits for it.
             following = tl.minimum(col + BK, n_cols - 1) // WEIGHT.MACRO
             byte_of_factor = tl.load(packed.macro + rows * row_bytes.n_macros + following).to(tl.int32)

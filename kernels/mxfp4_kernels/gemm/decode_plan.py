@@ -16,14 +16,17 @@ _MOST_TOKENS = 256
 #: Programs that a multiprocessor holds at once, with the registers that the kernel takes, for tiles of up to 8 rows of
 #: x, for larger ones, and for [`_halved`] ones.
 _PROGRAMS_PER_MULTIPROCESSOR = (4, 2, 6)
-#: Whether this Triton leaves the decoded weight in registers where tensor cores read it from there. From 3.8 on it goes
-#: through shared memory everywhere, and two warps take more instructions for a weight than four.
+#: Whether this Triton hands tensor cores eight neighbours from a thread where they read the decoded weight from
+#: registers. From 3.8 on it is four or two, for which columns have other orders ([`order_of`]), and two warps take more
+#: instructions for a weight than four.
 IN_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 #: Columns of a step.
 _STEP = 128
 #: Steps of a split that pay for its start.
 _LEAST_STEPS = 2
 _MOST_SPLITS = 16
+#: Warps that a multiprocessor needs to issue in most cycles: fewer wait for their own results half of the time.
+_BUSY_WARPS = 8
 #: Rows of a tile (0: as many as fit), stages of the pipeline, and how much of the GPU to fill; the usual ones first.
 _TILES = ((0, 3, 1.0), (0, 4, 1.0), (64, 3, 1.0), (64, 3, 0.5), (32, 3, 1.0), (128, 3, 0.5))
 
@@ -32,6 +35,8 @@ _TILES = ((0, 3, 1.0), (0, 4, 1.0), (64, 3, 1.0), (64, 3, 0.5), (32, 3, 1.0), (1
 PIECES = {"bfloat16": 1, "float16": 2, "float32": 3}
 #: Architectures whose tensor cores work for four warps at once (AMD's warps have twice the threads).
 _FOUR_WARPS = ("90", "100", "103", "gfx942", "gfx950")
+#: Architectures whose tensor cores read the left operand from registers.
+_FROM_REGISTERS = ("80", "86", "89", "90", "120", "121")
 #: Values of a product with a packed weight that a thread holds without spilling registers, of which it has 255.
 _MOST_VALUES = 160
 
@@ -99,12 +104,13 @@ def plan_linear_w4a16(
         programs = int(fill * count * held)
         tiles = -(-N // tile_rows) * -(-M // rows)
         steps = -(-K // _STEP)
+        num_warps = 4 if tile_rows >= (128 if halved else 64) else 2
         config = {
             "BM": rows,
             "BN": tile_rows,
             "BK": _STEP,
-            "split_steps": split_steps(steps, tiles, programs),
-            "num_warps": 4 if tile_rows >= (128 if halved else 64) else 2,
+            "split_steps": split_steps(steps, tiles, programs, count, num_warps),
+            "num_warps": num_warps,
             "num_stages": stages,
         }
         if config not in seen and fits(config):
@@ -130,10 +136,28 @@ def in_registers(
     return values <= _MOST_VALUES * 32 * warps
 
 
-def split_steps(steps: int, tiles: int, programs: int) -> int:
-    """Steps along K that a program takes, of so many for each tile, for a GPU that holds so many programs."""
-    wanted = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
-    return -(-steps // wanted)
+def order_of(arch: str, num_warps: int) -> int:
+    """Of columns, as `gemm/decode_tile.py` has them, so that the threads that decode words of the weight are those from
+    which tensor cores read them; otherwise it goes through shared memory."""
+    if IN_REGISTERS or arch not in _FROM_REGISTERS:
+        return 0
+    return 1 if arch == "90" and num_warps >= 4 else 2
+
+
+def split_steps(steps: int, tiles: int, programs: int, multiprocessors: int, warps: int) -> int:
+    """Steps along K that a program takes, of so many for each tile, for a GPU that holds so many programs at once.
+
+    The multiprocessor with the most programs is the last one, and the start and the end of a program take as long as a
+    step. Of equal times the one with the fewest splits.
+    """
+
+    def time(splits: int) -> int:
+        on_busiest = -(-tiles * splits // multiprocessors)
+        alone = on_busiest * warps < _BUSY_WARPS
+        return on_busiest * (-(-steps // splits) + 1) * (2 if alone else 1)
+
+    most = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+    return -(-steps // min(range(1, most + 1), key=time))
 
 
 def steps_of(n_cols: int, config: dict[str, Any]) -> int:

@@ -18,11 +18,18 @@ Constants of the functions here:
 import triton
 import triton.language as tl
 
-from ..common.blocks import BLOCKWISE
+from ..common.blocks import BLOCKWISE, macro_factor
+from ..common.pairs import reciprocal
 
 
 #: Scale bytes up to this one need no second multiply.
 NARROW_BYTE = tl.constexpr(128)
+#: Orders of the columns of a block that leave each word to one thread, which differ by what tensor cores take from a
+#: thread: eight neighbours of a row in the first (in a word: 0 4 1 5 2 6 3 7, as in all); two of every eight in the
+#: second, where pairs of the four words of a block take turns; four of every sixteen in the third.
+WHOLE_WORDS = tl.constexpr(0)
+WORDS_IN_PAIRS = tl.constexpr(1)
+WORDS_IN_FOURS = tl.constexpr(2)
 _HIGH_HALF = tl.constexpr(-0x10000)
 # 0x81C081C0: sign, exponent and mantissa of both halves.
 _ELEMENT_FIELDS = tl.constexpr(-0x7E3F7E40)
@@ -124,6 +131,8 @@ def decode_tile(words, byte, mantissa, WIDE: tl.constexpr, WEIGHT: tl.constexpr)
         p2 = _multiply(p2, second, WEIGHT.CUDA)
         p3 = _multiply(p3, second, WEIGHT.CUDA)
     # Each join adds the innermost axis. Codes 0 to 3 of a word are in low halves, 4 to 7 in high ones.
+    ROWS: tl.constexpr = words.shape[0]
+    BLOCKS: tl.constexpr = words.shape[1] // 4
     if WEIGHT.NATURAL:
         even = tl.join(tl.join(p0, p0 >> 16), tl.join(p2, p2 >> 16))
         odd = tl.join(tl.join(p1, p1 >> 16), tl.join(p3, p3 >> 16))
@@ -131,14 +140,25 @@ def decode_tile(words, byte, mantissa, WIDE: tl.constexpr, WEIGHT: tl.constexpr)
     else:
         pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
         bits = tl.join(pairs, pairs >> 16)
-    return bfloat16_of(tl.reshape(bits, [words.shape[0], words.shape[1] * 8]), WEIGHT.INTERPRETED)
+        if WEIGHT.ORDER == WORDS_IN_PAIRS:
+            bits = tl.permute(tl.reshape(bits, [ROWS, BLOCKS, 4, 2, 2, 2]), [0, 1, 3, 4, 2, 5])
+        elif WEIGHT.ORDER == WORDS_IN_FOURS:
+            bits = tl.permute(tl.reshape(bits, [ROWS, BLOCKS, 4, 2, 2, 2]), [0, 1, 3, 2, 4, 5])
+    return bfloat16_of(tl.reshape(bits, [ROWS, BLOCKS * 32]), WEIGHT.INTERPRETED)
 
 
 @triton.jit
-def interleave(x):
-    """Columns of ``x[ROWS, COLS]`` as [`decode_tile`] orders them without ``NATURAL``: of eight, 0 4 1 5 2 6 3 7."""
-    x = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 2, 4]), [0, 1, 3, 2])
-    return tl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2] * x.shape[3]])
+def interleave(x, ORDER: tl.constexpr):
+    """Columns of ``x[ROWS, COLS]`` as [`decode_tile`] orders them without ``NATURAL``."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLS: tl.constexpr = x.shape[1]
+    if ORDER == WHOLE_WORDS:
+        x = tl.permute(tl.reshape(x, [ROWS, COLS // 8, 2, 4]), [0, 1, 3, 2])
+    elif ORDER == WORDS_IN_PAIRS:
+        x = tl.permute(tl.reshape(x, [ROWS, COLS // 32, 4, 2, 2, 2]), [0, 1, 4, 5, 2, 3])
+    else:
+        x = tl.permute(tl.reshape(x, [ROWS, COLS // 32, 4, 2, 2, 2]), [0, 1, 4, 2, 5, 3])
+    return tl.reshape(x, [ROWS, COLS])
 
 
 @triton.jit
@@ -151,18 +171,27 @@ def load_inside(pointers, inside, ALL: tl.constexpr):
 
 
 @triton.jit
+def inverse_of_macro(m8, WEIGHT: tl.constexpr):
+    """One over the factors of macro bytes, to ``2**-23``. They are in [1, 2), where no division needs care."""
+    if WEIGHT.CUDA:
+        return reciprocal(macro_factor(m8), WEIGHT.INTERPRETED)
+    else:
+        return 1.0 / macro_factor(m8)
+
+
+@triton.jit
 def _dot(weight, x, WEIGHT: tl.constexpr):
     """``weight[BN, BK] x[BM, BK]^T`` of a bfloat16 tile and bfloat16, its bits (``PIECES`` is 1), or float32."""
     PIECES: tl.constexpr = WEIGHT.PIECES
     if PIECES == 1:
         x = bfloat16_of(x, WEIGHT.INTERPRETED)
         if not WEIGHT.NATURAL:
-            x = interleave(x)
+            x = interleave(x, WEIGHT.ORDER)
         return tl.dot(weight, tl.trans(x))
     else:
         total = tl.zeros([weight.shape[0], x.shape[0]], tl.float32)
         if not WEIGHT.NATURAL:
-            x = interleave(x)
+            x = interleave(x, WEIGHT.ORDER)
         for _ in tl.static_range(PIECES):
             bits = x.to(tl.int32, bitcast=True)
             # The bits of a NaN may all be in the half that is cut off.

@@ -131,7 +131,7 @@ def matmul_mxf4(
     ]
     row_bytes = RowBytes(n_codes, a_scale.shape[1], 0 if a_macro is None else a_macro.shape[1])
     native = has_mxfp4(out.device)
-    tiles = mxf4_tiles(native, a_macro is not None, has_tensor_memory(out.device))
+    tiles = mxf4_tiles(native, a_macro is not None, has_tensor_memory(out.device), multiplies_by_warps(out.device))
     constants = {"NATIVE": native, **_steps(2 * n_codes)}
     key = ("macro" if a_macro is not None else "plain", triton.next_power_of_2(m), n, n_codes)
     _launch(matmul_mxf4_kernel, "matmul_mxf4", key, (*operands, bias), out, (m, n, row_bytes), constants, tiles)
@@ -156,15 +156,24 @@ def has_tensor_memory(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device)[0] == 10
 
 
+@functools.lru_cache(maxsize=64)
+def multiplies_by_warps(device: torch.device) -> bool:
+    """Whether tensor cores work for one warp at a time, on operands in its registers: compute capability 8.x (and 12.x,
+    which multiplies MXFP4 by itself)."""
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    return is_nvidia and torch.cuda.get_device_capability(device)[0] in (8, 12)
+
+
 class Tiles(NamedTuple):
     """What tiles a product can have: ``row_bytes`` of shared memory per row of the operands' tiles and stage of the
-    pipeline, ``largest`` elements, and elements of a thread (``sums``), without spilling registers, and the ``least``
-    rows for its instruction."""
+    pipeline, ``largest`` elements, and elements of a thread (``sums``), without spilling registers, the ``least`` rows
+    for its instruction, and the ``least_stages`` of the pipeline."""
 
     row_bytes: int = 128
     largest: int = 128 * 128
     sums: int = 64
     least: int = 16
+    least_stages: int = 2
 
 
 def e4m3_tiles(per_group: bool, tensor_memory: bool) -> Tiles:
@@ -173,12 +182,13 @@ def e4m3_tiles(per_group: bool, tensor_memory: bool) -> Tiles:
     return Tiles(sums=32 if per_group and tensor_memory else 64)
 
 
-def mxf4_tiles(native: bool, macro: bool, tensor_memory: bool) -> Tiles:
+def mxf4_tiles(native: bool, macro: bool, tensor_memory: bool, by_warps: bool = False) -> Tiles:
     """Of [`matmul_mxf4_kernel`]; ``tensor_memory`` is that of [`has_tensor_memory`], where totals stay, and whose
-    instructions for MXFP4 take 128 rows."""
+    instructions for MXFP4 take 128 rows; ``by_warps`` that of [`multiplies_by_warps`]."""
     if not native:
-        # Unpacked operands go through shared memory once more, as bfloat16, and take registers besides.
-        return Tiles(row_bytes=320, largest=64 * 64)
+        # Unpacked operands go through shared memory once more, as bfloat16, and take registers besides: with two stages
+        # as many as there are, where tensor cores read them from registers and totals of macro blocks stand beside.
+        return Tiles(row_bytes=320, largest=64 * 64, least_stages=3 if macro and by_warps else 2)
     return Tiles(row_bytes=72, sums=32 if macro else 64, least=128 if tensor_memory else 16)
 
 
@@ -194,7 +204,7 @@ def _configs(height: int, tiles: Tiles, limit: int) -> Sequence[Config]:
     for config in CONFIGS:
         elements = config["BM"] * config["BN"]
         in_registers = elements <= min(tiles.largest, tiles.sums * 32 * config["num_warps"])
-        if in_registers and config["BM"] >= tiles.least:
+        if in_registers and config["BM"] >= tiles.least and config["num_stages"] >= tiles.least_stages:
             possible.append(config)
     fits = fitting(possible, lambda c: (c["BM"] + c["BN"]) * tiles.row_bytes, limit, besides=0)
     # Tiles higher than the matrix are waste; of equal heights the first has the most stages.

@@ -24,6 +24,7 @@ from ..common.plan import (
     bits,
     both_tile,
     check_device,
+    has_e2m1,
     has_pairs,
     launch,
     options,
@@ -56,7 +57,7 @@ def fake_quantize(
     return out
 
 
-def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN) -> Packed:
+def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN, converts: bool = True) -> Packed:
     """See [`mxfp4_kernels.quantize`]."""
     check_device(x)
     columns, scheme, shape = _read_as(x.shape, x.stride(), scheme, side.rotation)
@@ -64,7 +65,7 @@ def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN) -> Packed:
         return quantize_both(x.mT, scheme, None, side)[1]
     packed = _empty_packed(x, shape, scheme)
     if x.numel() and takes_pairs(scheme, side, x.dtype, x.shape[-1]) and _lies_in_words(x) and has_pairs(x.device):
-        _launch_pairs(x, packed, scheme)
+        _launch_pairs(x, packed, scheme, converts and has_e2m1(x.device))
         return packed
     for first_row, matrix, *parts in _matrices(x, scheme, *packed):
         _launch_rows(matrix, PackedPointers(*parts), scheme, side, first_row, None)
@@ -237,12 +238,15 @@ def _lies_in_words(x: torch.Tensor) -> bool:
     return x.is_contiguous() and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
 
 
-def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme) -> None:
+def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme, converts: bool) -> None:
     n_blocks, blocks = x.numel() // BLOCK, PAIRS_TILE // (2 * BLOCK)
     words = x.detach().reshape(-1).view(torch.int32)
-    out = PackedPointers(packed.codes.view(-1).view(torch.int32), packed.scale, packed.macro, None, None)
+    codes, residual_codes = (
+        p if p is None else p.view(-1).view(torch.int32) for p in (packed.codes, packed.residual_codes)
+    )
+    out = PackedPointers(codes, packed.scale, packed.macro, residual_codes, packed.residual_scale)
     grid = (triton.cdiv(n_blocks, 2 * blocks),)
-    constants = scheme_constants(x.dtype, scheme)
+    constants = scheme_constants(x.dtype, scheme, converts=converts)
     launch(quantize_pairs_kernel, grid, x.device, words, out, n_blocks, blocks, constants, **PAIRS_OPTIONS)
 
 

@@ -15,7 +15,7 @@ from ...common.counters import zeros_of_a_launch
 from ...common.plan import INTERPRETED, Packed, Scheme, alpha, as_stored, scheme_constants
 from ...quantization.launch import dequantize
 from ..configs import Config, arch_of, fitting_packed, launch_config, launch_tuned, named, shared_memory
-from ..decode_plan import IN_REGISTERS, in_registers, split_steps
+from ..decode_plan import IN_REGISTERS, in_registers, order_of, split_steps
 from .matmul import check_offsets, check_operands, check_shape, grouped_matmul, rows_class
 from .packed_kernel import grouped_packed_kernel
 from .tiles import tile_slots
@@ -129,7 +129,8 @@ def _multiply(
     parts = PackedPointers(words(codes), scale, macro, words(residual_codes), residual_scale)
     of_scheme = scheme_constants(x.dtype, scheme)
     step = min(_STEP, of_scheme.MACRO) if of_scheme.SEARCH else _STEP
-    shape = ExpertsShape(n, k, triton.next_power_of_2(n_experts))
+    # For so few rows there is a slot for each.
+    shape = ExpertsShape(n, k, triton.next_power_of_2(n_experts), EACH_ROW=x.shape[0] <= n_experts)
 
     def run(config: Config, target: torch.Tensor) -> None:
         tiles = tile_slots(x.shape[0], n_experts, config["BM"]) * triton.cdiv(n, config["BN"])
@@ -139,9 +140,11 @@ def _multiply(
             CUDA=x.device.type == "cuda" and torch.version.hip is None,
             INTERPRETED=INTERPRETED,
             EVEN=k % step == 0,
+            ORDER=0 if INTERPRETED else order_of(arch_of(x.device), config["num_warps"]),
         )
         steps = triton.cdiv(k, step)
-        of_split = split_steps(steps, tiles, _warps(x.device) // config["num_warps"])
+        count, warps = _multiprocessors(x.device), config["num_warps"]
+        of_split = split_steps(steps, tiles, _WARPS_PER_MULTIPROCESSOR * count // warps, count, warps)
         splits, partial = triton.cdiv(steps, of_split), None
         if splits > 1:
             sums = torch.empty((splits, x.shape[0], n), dtype=torch.float32, device=x.device)
@@ -163,10 +166,9 @@ def _multiply(
 
 
 @functools.lru_cache(maxsize=64)
-def _warps(device: torch.device) -> int:
-    """Warps that a device holds at once; interpreted, so many as an H100."""
-    count = 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
-    return _WARPS_PER_MULTIPROCESSOR * count
+def _multiprocessors(device: torch.device) -> int:
+    """Of a device; interpreted, so many as an H100 has."""
+    return 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.lru_cache(maxsize=256)

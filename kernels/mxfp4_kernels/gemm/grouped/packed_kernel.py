@@ -8,9 +8,9 @@ Macro factors divide the partial sums of a macro block, so that a weight is neve
 import triton
 import triton.language as tl
 
-from ...common.blocks import BLOCKWISE, NO_MACRO, macro_factor
+from ...common.blocks import BLOCKWISE, NO_MACRO
 from ...common.elements import to_float
-from ..decode_tile import NARROW_BYTE, decoded_product, load_inside
+from ..decode_tile import NARROW_BYTE, decoded_product, inverse_of_macro, load_inside
 from ..splits import arrives_last, sum_of_splits
 from .tiles import find_tile, store_tile
 
@@ -78,7 +78,7 @@ def _accumulate(
             WEIGHT,
         )
         if WEIGHT.SEARCH != NO_MACRO and WEIGHT.SEARCH != BLOCKWISE:
-            part *= (1.0 / macro_factor(m8))[:, None]
+            part *= inverse_of_macro(m8, WEIGHT)[:, None]
         total += part
         if WEIGHT.SEARCH != NO_MACRO:
             # Ahead of its use, so that nothing waits for it.

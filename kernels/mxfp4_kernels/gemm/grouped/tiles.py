@@ -14,8 +14,8 @@ from ...common.elements import as_stored, to_float
 
 def tile_slots(n_rows: int, n_experts: int, tile_rows: int) -> int:
     """Tiles of ``tile_rows`` rows that ``n_rows`` rows of ``n_experts`` experts need at most, whatever the counts: at
-    most one of each expert that has rows is not full."""
-    return n_rows // tile_rows + min(n_rows, n_experts)
+    most one of each expert that has rows is not full, and each has a row."""
+    return min(n_rows // tile_rows + min(n_rows, n_experts), n_rows)
 
 
 @triton.jit
@@ -26,15 +26,23 @@ def find_tile(offsets_ptr, slot, n_experts, SHAPE: tl.constexpr, TILE: tl.conste
     ids = tl.arange(0, SHAPE.EXPERTS)
     # Past the last expert the counts are zero.
     ends = tl.load(offsets_ptr + tl.minimum(ids, n_experts - 1))
-    starts = tl.load(offsets_ptr + tl.minimum(ids, n_experts) - 1, mask=ids > 0, other=0)
-    tiles = (ends - starts + BM - 1) // BM
-    after = tl.cumsum(tiles, 0)
-    done = after <= slot
-    expert = tl.sum(done.to(tl.int32), 0)
-    before = tl.sum(tl.where(done, tiles, 0), 0)
-    expert = tl.minimum(expert, n_experts)
-    start, end = rows_of(offsets_ptr, tl.minimum(expert, n_experts - 1))
-    return expert, start + (slot - before) * BM, end
+    if SHAPE.EACH_ROW:
+        # The tile that begins with row ``slot``, if one does.
+        expert = tl.minimum(tl.sum((ends <= slot).to(tl.int32), 0), n_experts)
+        first, end = rows_of(offsets_ptr, tl.minimum(expert, n_experts - 1))
+        expert = tl.where((slot - first) % BM == 0, expert, n_experts)
+        first = slot
+    else:
+        starts = tl.load(offsets_ptr + tl.minimum(ids, n_experts) - 1, mask=ids > 0, other=0)
+        tiles = (ends - starts + BM - 1) // BM
+        after = tl.cumsum(tiles, 0)
+        done = after <= slot
+        expert = tl.sum(done.to(tl.int32), 0)
+        before = tl.sum(tl.where(done, tiles, 0), 0)
+        expert = tl.minimum(expert, n_experts)
+        start, end = rows_of(offsets_ptr, tl.minimum(expert, n_experts - 1))
+        first = start + (slot - before) * BM
+    return expert, first, end
 
 
 @triton.jit
