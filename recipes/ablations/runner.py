@@ -179,8 +179,9 @@ def run_grid(
     rerun: bool = False,
     tell: Tell,
     starter: Starter = start_process,
+    threads: int | None = None,
 ) -> list[str]:
-    """Run what is missing, `jobs` at a time with an equal share of the processor cores each.
+    """Run what is missing, `jobs` at a time with an equal share of the processor cores each, or as many ``threads``.
 
     A run that was killed goes on from its newest checkpoint, or starts again where it has none. One that fails is
     recorded, and the others go on.
@@ -196,6 +197,7 @@ def run_grid(
     """
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // jobs)
     fingerprints = {key: record["fingerprint"] for key, record in bases.items()}
     runs = list(grid.runs)
     waiting = [run for run in runs if not finished(run, fingerprints[run.model.key, run.seed], rerun=rerun)]
@@ -209,7 +211,7 @@ def run_grid(
             while waiting and len(active) < jobs:
                 run = waiting.pop(0)
                 settings = run.settings(fingerprints[run.model.key, run.seed])
-                active.append(_start(run, settings, jobs, lock, starter))
+                active.append(_start(run, settings, threads, lock, starter))
             time.sleep(_POLL_SECONDS)
             for process in [process for process in active if process.popen.poll() is not None]:
                 active.remove(process)
@@ -241,7 +243,7 @@ def _outcome(run: Run) -> str:
     return f"{score} accuracy {share_text(after, found['n_test'])}"
 
 
-def _start(run: Run, settings: dict[str, Any], jobs: int, lock: TextIO, starter: Starter) -> _Process:
+def _start(run: Run, settings: dict[str, Any], threads: int, lock: TextIO, starter: Starter) -> _Process:
     folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)
     stored = stored_state(folder)
@@ -253,7 +255,6 @@ def _start(run: Run, settings: dict[str, Any], jobs: int, lock: TextIO, starter:
     (folder / _SUMMARY).unlink(missing_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(run.config, sort_keys=False))
     earlier = stored.get("seconds", 0.0) if resumed else 0.0
-    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     # With the run and not with the report, which may be made on another machine.
     made = {
         "hardware": hardware(threads),

@@ -18,6 +18,8 @@ STEPS = 2
 #: Problems to train on, and as many others to evaluate.
 _PROBLEMS = 4
 _PROBLEM_STEPS = [1, 2]
+#: Of pretraining, where few steps must do.
+_LEARNING_RATE = 3e-3
 #: Options of `grpo.py`: the most that a rehearsal takes of those that are given.
 _AT_MOST = {
     "per_device_train_batch_size": 8,
@@ -218,7 +220,10 @@ def _made_base(model: Model, where: str) -> tuple[dict[str, Any], list[Change]]:
     ]
     pretraining, more = shortened(base["pretraining"], f"{where}, pretraining", _PRETRAINING_AT_MOST)
     pretraining, _ = on_the_cpu(pretraining, f"{where}, pretraining")
-    base["pretraining"] = {**pretraining, "use_cpu": True}
+    base["pretraining"] = {**pretraining, "use_cpu": True, "learning_rate": _LEARNING_RATE}
+    more.append(
+        Change(f"{where}, pretraining", "learning_rate", pretraining.get("learning_rate"), _LEARNING_RATE),
+    )
     if base.get("attn_implementation") not in (None, "eager", "sdpa"):
         base["attn_implementation"] = "sdpa"
     return base, [*changes, *more]
