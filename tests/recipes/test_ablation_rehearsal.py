@@ -118,6 +118,15 @@ def test_the_report_names_launchers_checkpoints_and_data(tmp_path):
         assert text in left_out
 
 
+def test_pretraining_is_shortened_too(tmp_path):
+    short = shorten(read_grid(REAL[0]), tmp_path, [0])
+    assert "tf32=True (moe, pretraining)" in short.left_out
+    base = short.grid.models[1].base
+    assert base["sizes"]["max_positions"] == 512 and base["sizes"]["num_experts"] == 4
+    assert base["pretraining"]["bf16"] and base["pretraining"]["use_cpu"] and "tf32" not in base["pretraining"]
+    assert base["pretraining"]["max_steps"] == 120 and base["pretraining"]["weight_decay"] == 0.01
+
+
 def test_the_architecture_of_a_checkpoint(grid, tmp_path):
     folder = tmp_path / "local"
     folder.mkdir()
@@ -178,7 +187,7 @@ def test_records_of_a_rehearsal_are_no_evidence(grid, tmp_path):
 
 class StandIn:
     """A starter that finishes at once, with a summary and a log in the place of `grpo.py`'s; `changes` go into the
-    summary, `logged` into each step, for the runs of a cell."""
+    summary, `logged` into each step, for the runs of a cell or of all."""
 
     def __init__(self, cell="", changes=None, logged=None, code=0):
         self.cell, self.changes, self.logged, self.code = cell, changes or {}, logged or {}, code
@@ -189,7 +198,7 @@ class StandIn:
         config = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
         folder = Path(config["output_dir"])
         resumed = "--resume_from_checkpoint" in command
-        ours = folder.parent.name == self.cell
+        ours = self.cell in ("all", folder.parent.name)
         quantized = 0 if config.get("full_precision") else 14
         summary = {
             "accuracy_before": {"strict": 0.5} if config["evaluate_before"] else None,
@@ -261,6 +270,7 @@ def test_every_cell_runs_the_baselines_twice_and_one_is_resumed(rehearsed, tmp_p
         (StandIn("best", {"steps": 1}), "best/seed0: 1 steps, not 2"),
         (StandIn("best", logged={"aqn/sigma": 0.0}), "best/seed0: no noise"),
         (StandIn("best", logged={"grad_norm": float("nan")}), "best/seed0: grad_norm is not finite: [nan, nan]"),
+        (StandIn("all", logged={"grad_norm": 0.0}), "a large model (rehearsal): rewards never differed"),
         (StandIn("mxfp4", {"resumed_loss": 0.25}), "mxfp4/seed0: came out otherwise when it was resumed: "),
     ],
     ids=lambda value: value.split(": ", 1)[1][:20] if isinstance(value, str) else "",
@@ -336,5 +346,5 @@ def test_the_real_grids_rehearsed(path, tmp_path):
         assert replayed == ({*ours} - {"mxfp4_free", "mbs_of_free"} if model.key == "moe" else set())
         assert {cell for cell, r in ours.items() if r["metrics"].get("aqn/sigma")} == {c for c in ours if "aqn" in c}
         # Rewards differed, so there was something to learn.
-        assert all(record["metrics"]["grad_norm"] > 0 for record in ours.values())
+        assert sum(record["metrics"]["grad_norm"] > 0 for record in ours.values()) > len(ours) / 2
     assert len(list((tmp_path / "out" / "plots").iterdir())) == 10

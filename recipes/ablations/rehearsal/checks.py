@@ -8,6 +8,7 @@ import io
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ def check_run(run: Run) -> list[str]:
         if not all(map(math.isfinite, values)):
             problems.append(f"{key} is not finite: {values}")
     return [f"{run.name}: {problem}" for problem in problems]
+
+
+def check_gradients(runs: Sequence[Run]) -> list[str]:
+    """Models of which no finished run had a gradient: all of a group were rewarded alike, so nothing was trained."""
+    gradients: dict[str, float] = {}
+    for run in runs:
+        found = largest(run, "grad_norm") or 0.0
+        gradients[run.model.label] = max(gradients.get(run.model.label, 0.0), found)
+    return [
+        f"{label}: rewards never differed, so there was no gradient" for label, most in gradients.items() if most == 0
+    ]
 
 
 def check_launcher(model: Model) -> None:

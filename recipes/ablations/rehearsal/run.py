@@ -19,7 +19,7 @@ from recipes.ablations.report import report
 from recipes.ablations.runner import Starter, locked, prepare_bases, run_grid, summary
 from recipes.common.terminal import tell
 
-from .checks import check_launcher, check_run, log_of
+from .checks import check_gradients, check_launcher, check_run, log_of
 from .forks import start_fork
 from .shorten import STEPS, Rehearsal, shorten
 from .show import show
@@ -77,7 +77,8 @@ def rehearse(
         for model in short.grid.models:
             problems += _resume(short.grid, model, lambda part: run_grid(part, bases, lock, **options))
         runs = list({run.name: run for part in parts for run in part.runs}.values())
-        problems += [problem for run in runs if summary(run) is not None for problem in check_run(run)]
+        finished = [run for run in runs if summary(run) is not None]
+        problems += [problem for run in finished for problem in check_run(run)] + check_gradients(finished)
         with contextlib.suppress(RuntimeError):  # no run has finished: said already, run by run
             report(short.grid, command)
     for checkpoint in folder.rglob("checkpoint-*"):

@@ -19,7 +19,7 @@ STEPS = 2
 _PROBLEMS = 4
 _PROBLEM_STEPS = [1, 2]
 #: Of pretraining, where few steps must do.
-_LEARNING_RATE = 3e-3
+_LEARNING_RATE = 2.3e-3
 #: Options of `grpo.py`: the most that a rehearsal takes of those that are given.
 _AT_MOST = {
     "per_device_train_batch_size": 8,
@@ -117,8 +117,9 @@ def _model(model: Model, output: Path) -> tuple[Model, list[Change], list[str]]:
         base = {"model_name_or_path": str(stand_in_folder(output, model.key))}
         changes.append(Change(where, "model_name_or_path", name, "made on the spot"))
     else:
-        base, more = _made_base(model, where)
+        base, more, gone = _made_base(model, where)
         changes += more
+        left_out += gone
     if shared.get("task") not in GENERATED and None in (shared.get("train_file"), shared.get("test_file")):
         source = shared.get("dataset_name") or shared["task"]
         left_out.append(f"reading {source}: a few problems in its form are in its place")
@@ -208,7 +209,7 @@ def on_the_cpu(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
     return result, left_out
 
 
-def _made_base(model: Model, where: str) -> tuple[dict[str, Any], list[Change]]:
+def _made_base(model: Model, where: str) -> tuple[dict[str, Any], list[Change], list[str]]:
     """The starting point that the grid pretrains itself, with the sizes and steps of a rehearsal."""
     base = dict(model.base)
     written = base.get("sizes") or {}
@@ -219,14 +220,14 @@ def _made_base(model: Model, where: str) -> tuple[dict[str, Any], list[Change]]:
         if written.get(name) != value
     ]
     pretraining, more = shortened(base["pretraining"], f"{where}, pretraining", _PRETRAINING_AT_MOST)
-    pretraining, _ = on_the_cpu(pretraining, f"{where}, pretraining")
+    pretraining, left_out = on_the_cpu(pretraining, f"{where}, pretraining")
     base["pretraining"] = {**pretraining, "use_cpu": True, "learning_rate": _LEARNING_RATE}
     more.append(
         Change(f"{where}, pretraining", "learning_rate", pretraining.get("learning_rate"), _LEARNING_RATE),
     )
     if base.get("attn_implementation") not in (None, "eager", "sdpa"):
         base["attn_implementation"] = "sdpa"
-    return base, [*changes, *more]
+    return base, [*changes, *more], left_out
 
 
 def _merged(changes: Sequence[Change]) -> tuple[Change, ...]:
