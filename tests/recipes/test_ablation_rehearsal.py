@@ -17,7 +17,8 @@ from recipes.ablations.grid import read_grid
 from recipes.ablations.rehearsal.checks import check_launcher, check_run
 from recipes.ablations.rehearsal.run import rehearse
 from recipes.ablations.rehearsal.shorten import on_the_cpu, shorten
-from recipes.ablations.rehearsal.stand_ins import architecture_of
+from recipes.ablations.rehearsal.stand_ins import architecture_of, make_problems, problem_files
+from recipes.tasks import load_task
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +126,19 @@ def test_pretraining_is_shortened_too(tmp_path):
     assert base["sizes"]["max_positions"] == 512 and base["sizes"]["num_experts"] == 4
     assert base["pretraining"]["bf16"] and base["pretraining"]["use_cpu"] and "tf32" not in base["pretraining"]
     assert base["pretraining"]["max_steps"] == 120 and base["pretraining"]["weight_decay"] == 0.01
+
+
+@pytest.mark.parametrize(("task", "answers"), [("gsm8k", "#### {}"), ("math500", "$\\boxed{{{}}}$")])
+def test_problems_that_stand_in_for_a_dataset_are_read_by_its_task(tmp_path, task, answers):
+    files = problem_files(tmp_path, "dense")
+    make_problems(task, files)
+    found = load_task(task, **{name: str(path) for name, path in files.items()})
+    assert found.train["answer"] == ["3", "4"] * 2 == found.test["answer"]
+    assert found.train["completion"][0] == answers.format(3) and "Ann has 3 apples." in found.train["prompt"][0]
+    assert not set(found.train["prompt"]) & set(found.test["prompt"])
+    assert found.reward_funcs[0]([answers.format(3), answers.format(4)], answer=["3", "3"]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="no problems for the task 'file'; give it a train_file"):
+        make_problems("file", files)
 
 
 def test_the_architecture_of_a_checkpoint(grid, tmp_path):
