@@ -45,7 +45,7 @@ def rehearse(
         grid: the real one.
         output: a folder that is not there or empty; by default a temporary one, which is kept for its logs and plots.
         command: what the records say that they were made by.
-        seeds: those for every cell, instead of the grid's first one.
+        seeds: every cell runs with these, instead of what is said above.
         jobs: runs at a time.
 
     Returns:
@@ -97,7 +97,10 @@ def _offline() -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _stand_in(model: Model, short: Model, folder: Path) -> None:
