@@ -8,6 +8,9 @@ process and a folder of its own, and writes `ablation.json` (one record per run)
 was stopped goes on where it was: finished runs are kept, a killed one is started again. A run that fails is reported,
 and the others go on; the exit code is then 1. A grid may be spread over machines of one kind: `--only` and `--seeds`
 run parts of it, and `--records` adds the results of the others.
+
+`--rehearse` tries a grid before it is started: every cell, with a tiny model of the same architecture, two steps and a
+handful of problems, on the CPU. It says what was shortened for that and what it could not try.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -24,6 +27,7 @@ import yaml
 from recipes.ablations.arguments import parser
 from recipes.ablations.grid import check_cells, read_grid
 from recipes.ablations.merging import read_records
+from recipes.ablations.rehearsal.run import rehearse
 from recipes.ablations.report import describe, report
 from recipes.ablations.results import stored_seeds
 from recipes.ablations.runner import leaving_on_sigterm, locked, prepare_bases, run_grid
@@ -50,10 +54,17 @@ def main(argv: list[str]) -> int:
             models=arguments.models,
         )
         check_cells(grid)
+        if arguments.rehearse and (arguments.report_only or arguments.records):
+            raise ValueError("a rehearsal runs everything and has no evidence to report beside: give --rehearse alone")
         elsewhere = read_records(arguments.records) if arguments.records else []
         if arguments.dry_run:
             describe(grid)
             return 0
+        if arguments.rehearse:
+            command = f"python recipes/ablation.py {shlex.join(['--config', arguments.config])} --rehearse"
+            with leaving_on_sigterm():
+                problems = rehearse(grid, arguments.out, command, seeds=arguments.seeds, jobs=arguments.jobs)
+            return 1 if problems else 0
         with leaving_on_sigterm(), locked(grid.output) as lock:
             failed = []
             if not arguments.report_only:

@@ -14,7 +14,7 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from recipes.ablations.plots import draw_all
-from recipes.ablations.results import markdown, models
+from recipes.ablations.results import markdown, models, refuse_rehearsals
 
 from ..records import RESULTS, table
 from .ablation_claims import claims_table
@@ -103,7 +103,11 @@ def figures(folder: Path = RESULTS) -> dict[str, Figure]:
 
 
 def _recorded(folder: Path) -> list[tuple[Path, list[dict]]]:
-    return [(path, json.loads(path.read_text())) for path in sorted(folder.glob("ablation_*.json"))]
+    """The records of every ablation; raises `ValueError` for those of a rehearsal."""
+    files = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("ablation_*.json"))]
+    for path, found in files:
+        refuse_rehearsals(found, str(path))
+    return files
 
 
 def _file(path: Path, found: list[dict], model: str, name: str) -> str:

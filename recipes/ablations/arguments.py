@@ -22,6 +22,11 @@ def parser(description: str) -> argparse.ArgumentParser:
     result.add_argument("--seeds", type=numbers, help="seeds instead of the grid's, separated by commas")
     result.add_argument("--rerun", action="store_true", help="run again what was run with other settings")
     result.add_argument("--dry-run", action="store_true", help="print the cells and what differs, and stop")
+    result.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="try every cell on the CPU with a tiny model and a few steps, in minutes; its figures mean nothing",
+    )
     result.add_argument("--records", help="an ablation.json with other runs of this grid, to report beside")
     result.add_argument("--report-only", action="store_true", help="write the results of what is finished, run nothing")
     return result

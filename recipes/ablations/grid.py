@@ -34,6 +34,8 @@ _GRID_KEYS = (
 ).split()
 _MODEL_KEYS = ("label", "base", "task", "train", "evaluation", "launcher")
 _CELL_KEYS = ("label", "options", "paper", "naive", "models")
+#: A checkpoint has an architecture for `--rehearse` alone, which does not read it.
+_CHECKPOINT_KEYS = ("model_name_or_path", "architecture", "sizes")
 _BASE_KEYS = ("architecture", "sizes", "pretraining", "seed", "per_seed", "attn_implementation")
 
 
@@ -70,13 +72,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Grid:
-    """A parsed grid. `reference` is the cell that all are compared with."""
+    """A parsed grid. `reference` is the cell that all are compared with; records of a `rehearsal` are no evidence."""
 
     name: str
     output: Path
     seeds: tuple[int, ...]
     reference: str
     models: tuple[Model, ...]
+    rehearsal: bool = False
 
     @property
     def runs(self) -> Iterator[Run]:
@@ -266,15 +269,18 @@ def _model(
 
 
 def _base(base: Any, where: str) -> dict[str, Any]:
-    if isinstance(base, dict) and "model_name_or_path" in base:
-        return _mapping(base, where, ("model_name_or_path",))
-    _mapping(base, where, _BASE_KEYS)
+    checkpoint = isinstance(base, dict) and "model_name_or_path" in base
+    _mapping(base, where, _CHECKPOINT_KEYS if checkpoint else _BASE_KEYS)
+    if checkpoint and "architecture" not in base and "sizes" not in base:
+        return base
     builder = TINY_MODELS.get(base.get("architecture"))
     if builder is None:
         raise ValueError(f"{where}.architecture={base.get('architecture')!r} must be one of {', '.join(TINY_MODELS)}")
     parameters = inspect.signature(builder).parameters.values()
     sizes = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "seed"]
     _mapping(base.get("sizes") or {}, f"{where}.sizes", sizes)
+    if checkpoint:
+        return base
     known = [option.name for option in fields(TrainingArguments) if option.name not in ("output_dir", "seed")]
     _mapping(base.get("pretraining"), f"{where}.pretraining", known)
     return base

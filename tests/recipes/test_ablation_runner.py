@@ -374,12 +374,6 @@ def test_a_tokenizer_that_reads_otherwise_once_saved_is_noticed(tmp_path, monkey
 # ---- the real thing --------------------------------------------------------------------------------------------------
 
 
-def run_script(*options):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
-
-
 #: With processes that are forked where new ones would be spawned.
 FORKED = """
 import multiprocessing, sys
@@ -408,29 +402,3 @@ def test_a_whole_grid(tmp_path):
     *_, run = read_grid(tmp_path / "tiny.yaml").runs
     assert not list(run.folder.rglob("*.safetensors"))
     assert json.loads((run.folder / "summary.json").read_text())["model"] == str(run.base_folder)
-
-
-@pytest.mark.large
-def test_the_grid_for_one_gpu_in_the_small(tmp_path):
-    """`ablation_h200.yaml`, dense and mixture of experts, with the sizes and steps of a test."""
-    content = yaml.safe_load((ROOT / "recipes" / "configs" / "ablation_h200.yaml").read_text())
-    content |= {"output_dir": str(tmp_path / "out"), "seeds": [0]}
-    content |= {name: TINY[name] for name in ("task", "evaluation")}
-    content["cells"] = str(ROOT / "recipes" / "configs" / content["cells"])
-    for model in content["models"].values():
-        model["base"]["sizes"] |= TINY["base"]["sizes"] | {"num_heads": 4, "num_kv_heads": 2}
-        model["base"]["pretraining"] = TINY["base"]["pretraining"]
-    content["train"] |= {"per_device_train_batch_size": 8, "save_steps": 1, "use_cpu": True, "bf16": False}
-    content["train"] |= {name: TINY["train"][name] for name in ("max_steps", "dataloader_pin_memory")}
-    path = tmp_path / "grid.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    process = run_script("--config", path, "--only", "best_aqn,mbs_of_free")
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
-    records = records_in(tmp_path / "out")
-    assert [record["name"].split("/", 1)[1] for record in records] == [
-        "dense/best_aqn/seed0", "moe/best_aqn/seed0", "moe/mbs_of_free/seed0",
-    ]  # fmt: skip
-    replayed = [any(key.startswith("router_replay/") for key in record["metrics"]) for record in records]
-    assert replayed == [False, True, False]
-    assert records[0]["metrics"]["aqn/sigma"] > 0
-    assert len(list((tmp_path / "out" / "plots").iterdir())) == 10

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quickstart notebook runs from top to bottom, and says what it promises."""
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import processes
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
+#: What is looked at when all cells have run.
+RESULTS = {
+    "loaded": "config.describe()",
+    "parameters": "base.num_parameters()",
+    "errors": "squared_errors",
+    "kl": "{row.name: row.kl.value for row in measured if row.scheme}",
+    "perplexity": "[row.perplexity for row in measured]",
+    "history": "[[entry[key] for key in ('reward', 'entropy', 'grad_norm')] for entry in history]",
+    "noise": "max(entry['aqn/sigma'] for entry in history)",
+    "right": "right_answers",
+    "quantized": "trainer.n_quantized",
+    "difference": "difference",
+    "same": "complete(reloaded) == complete(packed) == trained",
+    "bits": "stored.bits_per_weight",
+    "packed": "stored.n_quantized",
+    "sizes": "sizes",
+    "refusal": "refusal",
+    "exported": "sorted(path.name for path in (FOLDER / 'exported').iterdir())",
+    "report": "(FOLDER / 'run' / 'run_report.html').stat().st_size",
+}
+
+
+def cells():
+    return json.loads(NOTEBOOK.read_text())["cells"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    environment = {**os.environ, "TMPDIR": str(tmp_path_factory.mktemp("quickstart")), "HF_HUB_OFFLINE": "1"}
+    job = processes.script(ROOT / "tests" / "run_notebook.py", NOTEBOOK, *RESULTS.values())
+    done = processes.run(job, environment=environment)
+    assert done.returncode == 0, done.output[-4000:]
+    values = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"cells": values["cells"], **{name: values[text] for name, text in RESULTS.items()}}
+
+
+def test_every_cell_ran(found):
+    assert found["cells"] == sum(cell["cell_type"] == "code" for cell in cells()) >= 9
+
+
+def test_it_was_in_mxfp4_and_measured(found):
+    # Seven layers in each of two blocks; two 4-bit tensors of 4.28 bits for each weight.
+    assert found["quantized"] == found["packed"] == 14 and found["bits"] == 8.5625
+    assert "of0.5" in found["loaded"] and found["parameters"] < 350_000
+    errors = found["errors"]
+    assert errors["outlier fallback"] < errors["block mantissas"] < errors["macro blocks"] < errors["plain MXFP4"] < 2
+    assert 0 < found["kl"]["default"] < found["kl"]["rceil"] < 0.1
+    # Of 14 characters: where a model that had learnt nothing would be.
+    assert all(1 < value < 4 for value in found["perplexity"])
+
+
+def test_it_trained(found):
+    assert len(found["history"]) == 20 and all(math.isfinite(value) for entry in found["history"] for value in entry)
+    assert found["noise"] == pytest.approx(0.01) and min(gradient for *_, gradient in found["history"]) > 0
+    assert all(50 <= right <= 100 for right in found["right"]) and found["right"][0] != found["right"][1]
+    assert found["report"] > 10_000
+
+
+def test_what_it_saved(found):
+    sizes = found["sizes"]
+    assert found["same"] and found["difference"] < 1e-4
+    # Float32 is 32 bits a weight, packed 8.56 and exported 4.25, beside embeddings, head and norms in float32.
+    assert sizes["exported"] < sizes["packed"] < sizes["base"] / 3 and sizes["base"] == pytest.approx(
+        sizes["policy"], rel=0.01
+    )
+    assert "cannot hold 14 of 14 layers" in found["refusal"]
+    assert {"config.json", "model.safetensors", "export_report.json"} <= set(found["exported"])
+
+
+def test_it_keeps_no_outputs_and_its_links_lead_somewhere():
+    for cell in cells():
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+    links = re.findall(r"\]\((?!http)([^)#]+)", "".join("".join(cell["source"]) for cell in cells()))
+    assert len(links) > 5 and all((NOTEBOOK.parent / link).is_file() for link in links)
+    assert "docs/quickstart.ipynb" in (ROOT / "README.md").read_text()
