@@ -57,6 +57,13 @@ def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
     return mxfp4_kernels.fake_quantize_e4m3(x)
 
 
+def fake_quantize_e4m3_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`fake_quantize_e4m3`] of a matrix and of its transpose."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.fake_quantize_e4m3_both(x)
+
+
 def fake_quantize_rotated(
     x: torch.Tensor,
     scheme: QuantScheme,

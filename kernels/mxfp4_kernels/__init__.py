@@ -4,10 +4,11 @@
 [`fake_quantize`] gives the MXFP4 values of a tensor, [`quantize`] their codes and scale bytes, each with a ``_both``
 for a matrix and its transpose from one read; [`dequantize`] gives the values of codes; [`supports`] says beforehand
 whether a dtype and scheme are covered. [`fold_e4m3`] and [`fold_e4m3_both`] give the operands of FP8 products,
-[`quantize_e4m3`] those of output gradients, [`fake_quantize_e4m3`] their values, and [`matmul_e4m3`] and
-[`matmul_mxf4`] the products. For the experts of a mixture, [`grouped_matmul`], [`grouped_matmul_packed`],
-[`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and [`grouped_sum`] compute those of all experts in
-one launch. [`linear_w4a16`] multiplies with a packed weight, and [`plan_linear_w4a16`] says how.
+[`quantize_e4m3`] those of output gradients, [`fake_quantize_e4m3`] their values, both with a ``_both`` too, and
+[`matmul_e4m3`] and [`matmul_mxf4`] the products. For the experts of a mixture, [`grouped_matmul`],
+[`grouped_matmul_packed`], [`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and [`grouped_sum`]
+compute those of all experts in one launch. [`linear_w4a16`] multiplies with a packed weight, and
+[`plan_linear_w4a16`] says how.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ if typing.TYPE_CHECKING:
 _LAZY = {
     "autotune": "common.autotune",
     "fake_quantize_e4m3": "e4m3.fp8",
+    "fake_quantize_e4m3_both": "e4m3.fp8_both",
     "fold_e4m3": "e4m3.fold",
     "fold_e4m3_both": "e4m3.fold",
     "grouped_matmul": "gemm.grouped.matmul",
@@ -50,6 +52,7 @@ _LAZY = {
     "matmul_mxf4": "gemm.matmul",
     "plan_linear_w4a16": "gemm.decode_plan",
     "quantize_e4m3": "e4m3.fp8",
+    "quantize_e4m3_both": "e4m3.fp8_both",
 }
 
 __all__ = ["dequantize", "fake_quantize", "fake_quantize_both", "quantize", "quantize_both", "supports", *_LAZY]

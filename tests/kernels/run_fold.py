@@ -150,6 +150,23 @@ def fp8(x: torch.Tensor) -> list[str]:
         wrong += [] if ok else [f"fp8 axis {axis}"]
         values = mxfp4_kernels.fake_quantize_e4m3(matrix.to(DEVICE) if axis else x.to(DEVICE).T)
         wrong += [] if same(values, numerics.fake_quantize_e4m3(matrix)) else [f"values of fp8 axis {axis}"]
+    return wrong + (fp8_of_both(x) if x.numel() else [])
+
+
+def fp8_of_both(x: torch.Tensor) -> list[str]:
+    """Rows and columns from one matrix, with a scale for every 128 elements."""
+    wrong = []
+    folded, values = (
+        function(x.to(DEVICE)) for function in (mxfp4_kernels.quantize_e4m3_both, mxfp4_kernels.fake_quantize_e4m3_both)
+    )
+    for name, matrix, found, value in zip(("rows", "columns"), (x, x.T), folded, values, strict=True):
+        elements, byte = numerics.quantize_e4m3(matrix)
+        scale = numerics.decode_e8m0(byte).expand(-1, -(-matrix.shape[1] // 128))
+        padding = found.elements[:, matrix.shape[1] :].cpu().float()
+        ok = same(found.elements[:, : matrix.shape[1]], elements) and same(found.scale, scale)
+        ok &= found.scale.t().is_contiguous() and bool(((padding == 0) | (byte == 255)).all())
+        wrong += [] if ok else [f"fp8 of both, {name}"]
+        wrong += [] if same(value, numerics.fake_quantize_e4m3(matrix)) else [f"values of fp8 of both, {name}"]
     return wrong
 
 

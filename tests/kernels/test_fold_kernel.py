@@ -139,18 +139,21 @@ MOST_OF_FP8 = {
     "maxima": (80, 410),
     "values of columns": (96, 1120),
     "columns": (72, 690),
+    "bytes": (80, 510),
+    "both": (112, 740),
+    "values of both": (112, 1230),
 }
 
 
-@pytest.mark.parametrize(("arch", "names"), few_variants(("rows", "maxima"), "90", "80", "100", "120"))
+@pytest.mark.parametrize(("arch", "names"), few_variants(("rows", "bytes", "both"), "90", "80", "100", "120"))
 def test_fp8_cuda(run_script, arch, names):
     report = run_script("run_fp8_compiler.py", "cuda", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 5)
+    assert len(report) == (len(names) or 8)
     for name, asm in report.items():
         assert ".ftz" not in asm["ptx"] and ".approx" not in asm["ptx"] and "div.rn" not in asm["ptx"], name
         assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
         assert "ld.global.v4.b32" in asm["ptx"], name
-        assert name == "maxima" or "st.global.v4.b32" in asm["ptx"], name
+        assert name in ("maxima", "bytes") or "st.global.v4.b32" in asm["ptx"], name
         if arch == "90":
             registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
             found = registers, instructions(asm["sass"]).total()

@@ -9,9 +9,9 @@ from compile_targets import first_target
 TRAINED = {
     "w4a4": 7,
     "w4a4, default": 6,
-    "w4a4g8": 13,
-    "w4a4g8, macro 128": 10,
-    "w4a4g8, default": 9,
+    "w4a4g8": 10,
+    "w4a4g8, macro 128": 9,
+    "w4a4g8, default": 8,
     "w4a4g4": 8,
     "w4a4g4, macro 128": 8,
     "w4a4g4, default": 8,

@@ -204,6 +204,7 @@ _RULES: dict[str, Callable[[Launch, Arguments, float], Work]] = {
     "fold_both_kernel": _fold_both,
     "fake_rows_kernel": _fp8_rows,
     "column_maxima_kernel": _column_maxima,
+    "scale_bytes_kernel": _column_maxima,
     "linear_kernel": _decode,
     "grouped_packed_kernel": _grouped_packed,
     "matmul_e4m3_kernel": _matmul_e4m3,

@@ -55,6 +55,12 @@ def _quantized(device: torch.device) -> Iterator[Pair]:
     turned = numerics.rotate(x.float(), 32)
     values = kernels.fake_quantize_rotated(x.to(device), _PLAIN, None, 32, None, torch.float32)
     yield "rotated values", values, numerics.apply_scheme(turned, _PLAIN)
+    x = of_all_sizes(8, few(140, 9, device), few(300, 40, device))
+    there = x.to(device)
+    yield "E4M3 values", kernels.fake_quantize_e4m3(there), numerics.fake_quantize_e4m3(x)
+    rows, columns = kernels.fake_quantize_e4m3_both(there)
+    yield "E4M3 values along rows", rows, numerics.fake_quantize_e4m3(x)
+    yield "E4M3 values along columns", columns, numerics.fake_quantize_e4m3(x.t())
 
 
 def _dequantized(device: torch.device) -> Iterator[Pair]:
@@ -87,6 +93,12 @@ def _folded(device: torch.device) -> Iterator[Pair]:
     folded = mxfp4_kernels.quantize_e4m3(x.to(device))
     yield "E4M3 elements", folded.elements.view(torch.uint8), F.pad(elements.view(torch.uint8), (0, 84))
     yield "their scales", folded.scale, numerics.decode_e8m0(byte)
+    both = mxfp4_kernels.quantize_e4m3_both(x.to(device))
+    for name, matrix, folded in zip(("rows", "columns"), (x, x.t()), both, strict=True):
+        elements, byte = numerics.quantize_e4m3(matrix)
+        padded = F.pad(elements.view(torch.uint8), (0, -matrix.shape[1] % 128))
+        yield f"E4M3 elements of both, {name}", folded.elements.view(torch.uint8), padded
+        yield f"their scales, {name}", folded.scale, numerics.decode_e8m0(byte).expand_as(folded.scale)
 
 
 def _parts(name: str, found, expected: numerics.FoldedOperand) -> Iterator[Pair]:

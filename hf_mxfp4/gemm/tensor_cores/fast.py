@@ -64,6 +64,8 @@ def _grad_operands(grad: torch.Tensor, dgrad: str, wgrad: str, state: GemmState)
     import mxfp4_kernels
 
     left, right = state.spec.scheme.dgrad.left, state.spec.scheme.wgrad.left
+    if dgrad == wgrad == "fp8" and left is right is FP8:
+        return mxfp4_kernels.quantize_e4m3_both(grad)
     if dgrad == wgrad != "dense" and FP8 not in (left, right):
         if replace(left, rounding="nearest") == replace(right, rounding="nearest"):
             pairs = both_directions(grad, state)

@@ -31,7 +31,7 @@ from .rows_kernel import fold_groups_kernel, fold_rows_kernel
 GROUPS = ("row", 128)
 #: How the second orientation of [`fold_e4m3_both`] is quantized.
 COLUMNS = ("requantized", "reused")
-_GROUP = 128
+GROUP = 128
 #: Longest row that a program holds in registers: 16 warps of 16 elements a thread.
 _LONGEST_TILE = 8192
 
@@ -84,11 +84,11 @@ def fold_e4m3(
     """
     _check_group(group, macro_block, macro_search)
     scheme = Scheme(scale_rule, macro_block, macro_search, None, block_rows)
-    matrix = _matrix("fold_e4m3", x, axis, scheme)
+    matrix = matrix_of("fold_e4m3", x, axis, scheme)
     side = checked_side(matrix, matrix.shape[1], rounding, seed, rotation, signs)
     check_device(x)
     n_rows, length = matrix.shape[0], side.padded(matrix.shape[1])
-    out, scale = _outputs(n_rows, length, group, x.device)
+    out, scale = outputs(n_rows, length, group, x.device)
     counter = _counter(counter, x.device)
     if matrix.numel():
         constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
@@ -128,13 +128,13 @@ def fold_e4m3_both(
     """
     if columns not in COLUMNS:
         raise ValueError(f"columns={columns!r} is not supported; choose one of {', '.join(map(repr, COLUMNS))}")
-    _check_group(_GROUP, macro_block, macro_search)
+    _check_group(GROUP, macro_block, macro_search)
     if columns == "reused" and macro_block is not None:
         raise ValueError("columns='reused' needs macro_block=None: macro factors vary along the columns' contraction")
     if columns == "reused" and (any(rotation) or rounding[1] != "nearest"):
         raise ValueError("columns='reused' needs rotation=(None, None), and takes the rounding of the rows")
     scheme = Scheme(scale_rule, macro_block, macro_search)
-    matrix = _matrix("fold_e4m3_both", x, 1, scheme)
+    matrix = matrix_of("fold_e4m3_both", x, 1, scheme)
     sides = [
         checked_side(matrix, length, *of_side)
         for length, *of_side in zip(reversed(matrix.shape), rounding, seed, rotation, signs, strict=True)
@@ -142,19 +142,19 @@ def fold_e4m3_both(
     check_device(x)
     n_rows, n_cols = matrix.shape
     length, length_t = sides[0].padded(n_cols), sides[1].padded(n_rows)
-    out, scale = _outputs(n_rows, n_cols, _GROUP, x.device)
-    out_t, scale_t = _outputs(n_cols, n_rows, _GROUP, x.device)
+    out, scale = outputs(n_rows, n_cols, GROUP, x.device)
+    out_t, scale_t = outputs(n_cols, n_rows, GROUP, x.device)
     counter = _counter(counter, x.device)
     if matrix.numel():
         constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
         tile, options = both_plan(*sides)
-        col_tiles = triton.cdiv(n_cols, _GROUP)
+        col_tiles = triton.cdiv(n_cols, GROUP)
         farthest = max(out.shape[1], out_t.shape[1])
         pairs = columns == "requantized" and sides == [PLAIN, PLAIN] and _in_pairs(matrix, scheme, farthest)
         stored_as = torch.int32 if pairs else torch.uint8
         if pairs and INTERPRETED:
             # Fewer operations on more numbers.
-            tile = {"STRIP": _GROUP}
+            tile = {"STRIP": GROUP}
         arguments = (
             bits(matrix),
             FoldedPointers(out.view(stored_as), scale.t()),
@@ -172,7 +172,7 @@ def fold_e4m3_both(
             "SCHEME": constants,
             "SIDES": Sides(sides[0].constants, sides[1].constants),
         }
-        _run(fold_both_kernel, triton.cdiv(n_rows, _GROUP) * col_tiles, x.device, arguments, tile, options)
+        _run(fold_both_kernel, triton.cdiv(n_rows, GROUP) * col_tiles, x.device, arguments, tile, options)
     return Folded(out, scale, counter, length), Folded(out_t, scale_t, counter, length_t)
 
 
@@ -250,11 +250,11 @@ def _launch_rows(
 def _in_pairs(matrix: torch.Tensor, scheme: Scheme, farthest: int) -> bool:
     """Whether `e4m3/pairs.py` folds a matrix rounded to nearest: rows of whole words, in tiles that offsets of 32 bits
     reach; ``farthest`` is the largest length of rows of the result."""
-    if not takes_pairs(scheme, PLAIN, matrix.dtype, _GROUP) or not has_pairs(matrix.device):
+    if not takes_pairs(scheme, PLAIN, matrix.dtype, GROUP) or not has_pairs(matrix.device):
         return False
     row_stride, col_stride = matrix.stride()
     in_words = col_stride == 1 and row_stride % 2 == 0 and matrix.shape[1] % 2 == 0 and matrix.data_ptr() % 4 == 0
-    return in_words and max(row_stride, farthest) < 2**31 // _GROUP
+    return in_words and max(row_stride, farthest) < 2**31 // GROUP
 
 
 def _arguments(
@@ -277,9 +277,9 @@ def _run(kernel: Any, grid: int, device: torch.device, arguments: tuple, constan
     launch(kernel, (grid,), device, *arguments, **constants, **options, enable_fp_fusion=False)
 
 
-def _outputs(n_rows: int, length: int, group: int | str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    n_groups = triton.cdiv(length, _GROUP)
-    elements = torch.empty(n_rows, n_groups * _GROUP, dtype=torch.float8_e4m3fn, device=device)
+def outputs(n_rows: int, length: int, group: int | str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    n_groups = triton.cdiv(length, GROUP)
+    elements = torch.empty(n_rows, n_groups * GROUP, dtype=torch.float8_e4m3fn, device=device)
     shape = (1 if group == "row" else n_groups, n_rows)
     return elements, torch.empty(shape, dtype=torch.float32, device=device).t()
 
@@ -300,14 +300,14 @@ def _check_group(group: object, macro_block: object, macro_search: object) -> No
         raise ValueError(f"group={group!r} is not supported; choose one of {', '.join(map(repr, GROUPS))}")
     if macro_block is None:
         return
-    if group == "row" or macro_block != _GROUP or macro_search == "blockwise":
+    if group == "row" or macro_block != GROUP or macro_search == "blockwise":
         raise ValueError(
             f"{macro_block=}, {macro_search=} does not fold by group={group!r}: a factor per 128 elements joins a "
             "scale per 128 elements, and no other"
         )
 
 
-def _matrix(name: str, x: object, axis: int, scheme: Scheme) -> torch.Tensor:
+def matrix_of(name: str, x: object, axis: int, scheme: Scheme) -> torch.Tensor:
     """``x`` as the matrix whose rows are to be folded. Raises as [`fold_e4m3`] says."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} needs a tensor, got {type(x).__name__}")
