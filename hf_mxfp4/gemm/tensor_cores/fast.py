@@ -4,24 +4,40 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...backends import scaled_mm, self_check
-from ...numerics import FP8, GEMM_OPERANDS, REUSE, GemmScheme, OperandScheme, QuantScheme
+from ...numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, LinearScheme, OperandScheme, QuantScheme
 from ..counts import count_weight
 from ..operands import operand_seed, rotation_signs
+from ..saved import SavedInput, SavedRecord, SavedTensors
 from ..state import GemmState
 from .select import inexact_counter
 
 
+class Operand(NamedTuple):
+    """``elements [..., C]`` in E4M3 and their float32 ``scale``, ``[..., 1]`` or ``[..., C/128]``."""
+
+    elements: torch.Tensor
+    scale: torch.Tensor
+
+
 def forward(
-    kernel: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, state: GemmState
+    kernel: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    state: GemmState,
+    left: Any = None,
 ) -> torch.Tensor:
-    """``Q(x) Q(W)^T + b``, ``[..., N]``, of ``x [..., K]`` and the master weight ``[N, K]``."""
-    whole = whole_rows(state.spec.scheme.fprop)
-    left = quantized(kernel, x.reshape(-1, x.shape[-1]), "fprop", "x", state, whole)
+    """``Q(x) Q(W)^T + b``, ``[..., N]``, of ``x [..., K]`` and the master weight ``[N, K]``; ``left`` is the operand
+    that [`fold_input`] has made of ``x``, if it has."""
+    whole = whole_rows(state.spec.scheme, bias is not None)
+    if left is None:
+        left = quantized(kernel, x.reshape(-1, x.shape[-1]), "fprop", "x", state, whole)
 
     def fold() -> Any:
         count_weight(weight)
@@ -31,6 +47,14 @@ def forward(
     return multiply(kernel, left, right, dtype, bias).view(*x.shape[:-1], weight.shape[0])
 
 
+def fold_input(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> tuple[Any, SavedInput]:
+    """The operands of an input ``[..., K]`` in the forward product and in Wgrad, which takes the same values along the
+    tokens, from one read of it: the first, and the second as it is saved until then."""
+    rows, columns = _reused(x.reshape(-1, x.shape[-1]), "x", state)
+    record = SavedRecord("folded", dtype, rows=columns.length)
+    return rows, SavedInput(None, (columns.elements, columns.scale), record)
+
+
 def gradients(
     grad: torch.Tensor,
     weight: torch.Tensor,
@@ -38,6 +62,7 @@ def gradients(
     state: GemmState,
     dgrad: str,
     wgrad: str,
+    folded: SavedTensors | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``dx [M, K]`` and ``dW [N, K]``, `None` for one whose kernel is ``"dense"``.
 
@@ -46,6 +71,7 @@ def gradients(
         weight: the master weight ``[N, K]`` as it is now.
         saved: gives what was saved of the input, ``[M, K]``.
         dgrad, wgrad: the kernels of both.
+        folded: what [`fold_input`] saved, if it has.
     """
     by_row, by_column = _grad_operands(grad, dgrad, wgrad, state)
     grad_x = grad_weight = None
@@ -54,7 +80,7 @@ def gradients(
         right = quantized_across(dgrad, weight.detach(), "dgrad", "weight", state)
         grad_x = multiply(dgrad, by_row, right, grad.dtype)
     if by_column is not None:
-        right = quantized_across(wgrad, saved(), "wgrad", "x", state)
+        right = Operand(*folded) if folded else quantized_across(wgrad, saved(), "wgrad", "x", state)
         grad_weight = multiply(wgrad, by_column, right, grad.dtype)
     return grad_x, grad_weight
 
@@ -89,12 +115,16 @@ def quantized(
 def quantized_across(kernel: str, matrix: torch.Tensor, gemm: str, name: str, state: GemmState) -> Any:
     """The second operand of a gradient: ``matrix`` along its columns, quantized there or, of an operand that is reused,
     along the rows as in the forward product. (Quantizing its values again changes none.)"""
+    if _precision(getattr(state.spec.scheme, gemm), gemm, name) is not REUSE:
+        return quantized(kernel, matrix, gemm, name, state, axis=0)
+    return _reused(matrix, name, state)[1]
+
+
+def _reused(matrix: torch.Tensor, name: str, state: GemmState) -> tuple[Any, Any]:
+    """``matrix`` quantized as in the forward product, folded along its rows, and along its columns."""
     import mxfp4_kernels
 
-    scheme = state.spec.scheme
-    if _precision(getattr(scheme, gemm), gemm, name) is not REUSE:
-        return quantized(kernel, matrix, gemm, name, state, axis=0)
-    precision = _precision(scheme.fprop, "fprop", name)
+    precision = _precision(state.spec.scheme.fprop, "fprop", name)
     seed = operand_seed(precision, "fprop", name, state.rngs[0])
     return mxfp4_kernels.fold_e4m3_both(
         matrix,
@@ -103,7 +133,7 @@ def quantized_across(kernel: str, matrix: torch.Tensor, gemm: str, name: str, st
         seed=(seed, None),
         counter=inexact_counter(matrix.device),
         **scheme_options(precision, tiles=False),
-    )[1]
+    )
 
 
 def both_directions(grad: torch.Tensor, state: GemmState) -> dict[str, tuple[Any, Any]]:
@@ -127,9 +157,18 @@ def _direction(gemm: str, name: str, matrix: torch.Tensor, state: GemmState, axi
     }
 
 
-def whole_rows(product: GemmScheme) -> bool:
-    """Whether a scale per row will do, so that sums of whole rows need no scale but one at their end."""
-    return all(isinstance(side, QuantScheme) and side.macro_block is None for side in (product.left, product.right))
+def whole_rows(scheme: LinearScheme, has_bias: bool = False) -> bool:
+    """Whether a scale per row will do in the forward product, so that sums of whole rows need no scale but one at their
+    end. Not where an input is folded along the tokens at the same time, in tiles; see [`folds_input`]."""
+    sides = scheme.fprop.left, scheme.fprop.right
+    plain = all(isinstance(side, QuantScheme) and side.macro_block is None for side in sides)
+    return plain and not folds_input(scheme, has_bias)
+
+
+def folds_input(scheme: LinearScheme, has_bias: bool) -> bool:
+    """Whether an input is folded for the forward product and for Wgrad at once ([`fold_input`]) where both are FP8
+    products. Not with a bias, which PyTorch's product adds to sums of whole rows alone."""
+    return scheme.wgrad.right is REUSE and scheme.wgrad.left is not FULL and not has_bias
 
 
 def _precision(product: GemmScheme, gemm: str, name: str) -> OperandScheme:
