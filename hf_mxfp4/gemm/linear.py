@@ -165,8 +165,8 @@ def linear_forward(
     if right is None and spec.gemm_kernel != "dense":
         kernel = kernel_of_product("fprop", spec, x, weight, dtype=dtype, experts=groups is not None)
     left = found = None
-    if saves_operand and weight_needs_grad and kernel != "dense" and groups is None:
-        left, found = _saved_operand(kernel, x, dtype, bias is not None, state)
+    if weight_needs_grad and kernel != "dense" and groups is None:
+        left, found = _saved_operand(kernel, x, dtype, bias is not None, state, saves_operand)
     if found is None:
         found = save_input(
             x,
@@ -193,21 +193,25 @@ def linear_forward(
 
 
 def _saved_operand(
-    kernel: str, x: torch.Tensor, dtype: torch.dtype, has_bias: bool, state: GemmState
+    kernel: str, x: torch.Tensor, dtype: torch.dtype, has_bias: bool, state: GemmState, in_any_form: bool
 ) -> tuple[Any, SavedInput | None]:
-    """For an input whose values an FP8 product takes in Wgrad as well: the operand of the forward product, where it is
-    made together with that of Wgrad, and what is saved. `None` twice for another input, and where a form was asked for.
+    """For an input whose quantized values Wgrad takes as well, and a forward product on tensor cores: the operand of
+    that, where it is made together with what is saved, and what is saved. `None` twice for another input, and where a
+    form was asked for. ``in_any_form``: as [`linear_forward`] has ``saves_operand``.
     """
-    spec = state.spec
-    precision = spec.scheme.fprop.left
-    if spec.saved != "full" or spec.saves_raw_input or precision.block_rows != 1 or not x.numel():
+    spec, fprop = state.spec, state.spec.scheme.fprop
+    if spec.saved != "full" or spec.saves_raw_input or fprop.left.block_rows != 1 or not x.numel():
         return None, None
-    if expected_kernel("wgrad", spec, x, dtype=dtype) != "fp8":
-        return None, None
-    if kernel == "fp8" and fast.folds_input(spec.scheme, has_bias):
+    folds = expected_kernel("wgrad", spec, x, dtype=dtype) == "fp8"
+    if in_any_form and folds and kernel == "fp8" and fast.folds_input(spec.scheme, has_bias):
         return fast.fold_input(x, dtype, state)
-    if precision.rounding == "nearest" and x.element_size() <= dtype.itemsize:
+    if fprop.left.rounding != "nearest" or fprop.rotation is not None:
+        return None, None
+    if in_any_form and folds and x.element_size() <= dtype.itemsize:
         return None, SavedInput(None, (x,), SavedRecord("input", dtype))
+    if kernel == "fp8" and x.dtype == dtype:
+        left, values = fast.input_with_values(x, has_bias, state)
+        return left, SavedInput(None, (values,), SavedRecord("full", dtype))
     return None, None
 
 

@@ -115,6 +115,7 @@ def compare() -> dict:
         if plain:
             report["mismatches"] += [f"{label} {options}: {what}" for what in reused(x, row) + fp8(x)]
         report["cases"] += 1
+    report["mismatches"] += values()
     # Columns of several parts, the last of one row; rows of several tiles.
     long = data((1025, 20), torch.bfloat16, 2)
     report["mismatches"] += [f"long {what}" for what in fp8(long) + fp8(data((2, 9000), torch.float32, 1))]
@@ -167,6 +168,27 @@ def fp8_of_both(x: torch.Tensor) -> list[str]:
         ok &= found.scale.t().is_contiguous() and bool(((padding == 0) | (byte == 255)).all())
         wrong += [] if ok else [f"fp8 of both, {name}"]
         wrong += [] if same(value, numerics.fake_quantize_e4m3(matrix)) else [f"values of fp8 of both, {name}"]
+    return wrong
+
+
+def values() -> list[str]:
+    """MXFP4 values beside what is folded, of rows in one tile and in several."""
+    wrong = []
+    for number, (shape, dtype, group, scheme) in enumerate(
+        (
+            ((5, 270), torch.bfloat16, "row", {}),
+            ((2, 2300), torch.bfloat16, "row", {"scale_rule": "floor"}),
+            ((3, 100), torch.float16, "row", {"scale_rule": "even"}),
+            ((5, 270), torch.bfloat16, 128, {"macro_block": 128}),
+            ((9, 300), torch.float32, 128, {"macro_block": 128, "macro_search": "dynamic"}),
+        )
+    ):
+        x = data(shape, dtype, 2 * number + 1)
+        folded = mxfp4_kernels.fold_e4m3(x.to(DEVICE), group=group, values=True, **scheme)
+        tensor = numerics.quantize(x, **scheme)
+        found = wrong_parts(folded, numerics.fold(tensor, group))
+        found += ["values"] * (not same(folded.values, numerics.fake_quantize(x, **scheme)))
+        wrong += [f"with values, {shape} {dtype} {scheme}: {part}" for part in found]
     return wrong
 
 

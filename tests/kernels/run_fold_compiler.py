@@ -91,6 +91,15 @@ VARIANTS = {
     ),
     "both pairs": ("fold_both", torch.bfloat16, Scheme("rceil"), fold.both_plan(), {"PAIRS": True}, "i32"),
     "both pairs mbs": ("fold_both", torch.bfloat16, MBS, fold.both_plan(), {"PAIRS": True}, "i32"),
+    "rows values": (
+        "fold_rows",
+        torch.bfloat16,
+        Scheme("rceil"),
+        fold.rows_plan(1, 4096, True, False),
+        {"values": True},
+        "i32",
+    ),
+    "groups mbs values": ("fold_groups", torch.bfloat16, MBS, fold.groups_plan(True, False), {"values": True}, "i32"),
     "both reused": ("fold_both", torch.bfloat16, Scheme(), fold.both_plan(), {"REUSED": True}, "i32"),
 }
 
@@ -112,13 +121,14 @@ def compile_variant(target, name: str, dtype, scheme: Scheme, plan, others: dict
         "x_ptr": INPUTS[dtype],
         "out": out,
         "out_t": out,
+        "values_ptr": "*bf16" if constants.pop("values", False) else None,
         "counter_ptr": None if constants["FP8"] else "*i32",
         "signs_ptr": signs[0],
         "signs": signs,
         "n_rows": size,
         "lengths": lengths,
     }
-    aligned = ["x_ptr", "counter_ptr", "signs_ptr", "signs", *FoldedPointers._fields]
+    aligned = ["x_ptr", "values_ptr", "counter_ptr", "signs_ptr", "signs", *FoldedPointers._fields]
     if size == "i32":
         aligned += ["n_rows", *FoldBothLengths._fields]
     return compile_kernel(target, KERNELS[name], types, constants, {**options, "enable_fp_fusion": False}, aligned)

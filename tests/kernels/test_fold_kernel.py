@@ -81,6 +81,7 @@ WIDE += ("groups pairs", "groups pairs mbs", "both pairs", "both pairs mbs")
 MOST_REGISTERS = {
     "groups": (48, 420),
     "rows 4096": (48, 380),
+    "rows values": (64, 560),
     "fp8": (40, 180),
     "both": (104, 1750),
     "groups pairs": (40, 370),
@@ -99,14 +100,17 @@ MOST_INTEGERS = {
 }
 
 
+#: Those with correctly rounded divisions, of scales by macro factors.
+DIVIDING = ("groups mbs", "groups mbs values", "groups mse dynamic", "columns odd huge", "both mbs")
+
 #: Those that every run compiles; `make test-all` compiles all, for all targets.
-FEW = ("groups mbs", "rows 4096", "both pairs mbs")
+FEW = ("groups mbs", "rows 4096", "rows values", "both pairs mbs")
 
 
 @pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "90", "80", "120"))
 def test_cuda(run_script, arch, names):
     report = run_script("run_fold_compiler.py", "cuda", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 21)
+    assert len(report) == (len(names) or 23)
     for name, asm in report.items():
         # One reciprocal, which is corrected or need not be exact.
         ptx = asm["ptx"].replace("rcp.approx.ftz.f32", "")
@@ -129,7 +133,7 @@ def test_cuda(run_script, arch, names):
             assert registers <= most * spare and instructions <= longest * spare, name
         if arch == "90" and name in MOST_INTEGERS:
             assert integer_instructions(asm["sass"]) <= MOST_INTEGERS[name], name
-        assert ("div.rn.f32" in ptx) == (name in ("groups mbs", "groups mse dynamic", "columns odd huge", "both mbs"))
+        assert ("div.rn.f32" in ptx) == (name in DIVIDING), name
 
 
 #: Of those of FP8 with a power of two per row, on sm_90: registers of a thread, and instructions.

@@ -17,6 +17,10 @@ from ..state import GemmState
 from .select import inexact_counter
 
 
+#: Elements that share a scale.
+_GROUP = 128
+
+
 class Operand(NamedTuple):
     """``elements [..., C]`` in E4M3 and their float32 ``scale``, ``[..., 1]`` or ``[..., C/128]``."""
 
@@ -53,6 +57,22 @@ def fold_input(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> tuple[A
     rows, columns = _reused(x.reshape(-1, x.shape[-1]), "x", state)
     record = SavedRecord("folded", dtype, rows=columns.length)
     return rows, SavedInput(None, (columns.elements, columns.scale), record)
+
+
+def input_with_values(x: torch.Tensor, has_bias: bool, state: GemmState) -> tuple[Any, torch.Tensor]:
+    """The operand of an input ``[..., K]`` in a forward product on FP8 tensor cores, and its quantized values, from one
+    read of it."""
+    import mxfp4_kernels
+
+    precision = state.spec.scheme.fprop.left
+    folded = mxfp4_kernels.fold_e4m3(
+        x,
+        group="row" if whole_rows(state.spec.scheme, has_bias) else _GROUP,
+        counter=inexact_counter(x.device),
+        values=True,
+        **scheme_options(precision),
+    )
+    return folded, folded.values
 
 
 def gradients(
@@ -193,7 +213,7 @@ def operand(
         rows = matrix if axis == 1 else matrix.t()
         return mxfp4_kernels.quantize(rows, **direction, **scheme_options(precision))
     counter = inexact_counter(matrix.device)
-    group = "row" if whole else 128
+    group = "row" if whole else _GROUP
     return mxfp4_kernels.fold_e4m3(
         matrix, group=group, axis=axis, counter=counter, **direction, **scheme_options(precision)
     )

@@ -16,6 +16,7 @@ from ..common.plan import (
     PLAIN,
     Scheme,
     Side,
+    as_stored,
     bits,
     check_device,
     checked_side,
@@ -40,12 +41,13 @@ class Folded(NamedTuple):
     """A matrix ready for FP8 tensor cores: ``elements`` ``float8_e4m3fn [rows, 128 * ceil(length/128)]``, contiguous,
     zero from column ``length`` on (NaN in a NaN block); ``scale`` float32 ``[rows, 1]`` or ``[rows, ceil(length/128)]``
     (that one is the transpose of a contiguous tensor, as products read it); ``n_inexact`` int32 scalar, the blocks that
-    were rounded (`None` where there are none by definition)."""
+    were rounded (`None` where there are none by definition); ``values`` those of MXFP4, where they were asked for."""
 
     elements: torch.Tensor
     scale: torch.Tensor
     n_inexact: torch.Tensor | None
     length: int
+    values: torch.Tensor | None = None
 
 
 def fold_e4m3(
@@ -62,6 +64,7 @@ def fold_e4m3(
     rotation: int | None = None,
     signs: torch.Tensor | None = None,
     counter: torch.Tensor | None = None,
+    values: bool = False,
 ) -> Folded:
     """``x`` quantized to MXFP4 along ``axis`` and folded into E4M3, contraction last: the bits of
     ``hf_mxfp4.numerics.fold`` on the definition's codes. No gradient flows, and nothing waits for the GPU.
@@ -76,11 +79,13 @@ def fold_e4m3(
         rounding, seed, rotation, signs: as there; ``length`` is then that of the padded axis. Random numbers are those
             of the rows of the result.
         counter: int32 scalar on the same device, to which the number of rounded blocks is added; by default a new one.
+        values: whether to write the values of [`mxfp4_kernels.fake_quantize`] besides. With ``axis=1``, rounded to
+            nearest, without a rotation and ``block_rows=1``.
 
     Raises:
         TypeError: not a tensor, or another dtype; no integer as the seed of stochastic rounding.
         ValueError: options that do not fold, a tensor that is no matrix or not on a GPU, a seed or signs that have no
-            effect, or signs of another length or device.
+            effect, or signs of another length or device; values of what has none.
     """
     _check_group(group, macro_block, macro_search)
     scheme = Scheme(scale_rule, macro_block, macro_search, None, block_rows)
@@ -89,16 +94,20 @@ def fold_e4m3(
     check_device(x)
     n_rows, length = matrix.shape[0], side.padded(matrix.shape[1])
     out, scale = outputs(n_rows, length, group, x.device)
-    counter = _counter(counter, x.device)
+    counter, found = _counter(counter, x.device), None
+    if values:
+        if axis != 1 or side != PLAIN or block_rows != 1:
+            raise ValueError("values=True needs axis=1, rounding='nearest', rotation=None and block_rows=1")
+        found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if matrix.numel():
         constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
         if group == "row":
-            _launch_rows(matrix, out, scale, counter, side, constants)
+            _launch_rows(matrix, out, scale, counter, side, constants, values=found)
         else:
-            _launch_groups(matrix, out, scale, counter, side, scheme, constants)
+            _launch_groups(matrix, out, scale, counter, side, scheme, constants, found)
     else:
         scale.fill_(2.0**-125)
-    return Folded(out, scale, counter, length)
+    return Folded(out, scale, counter, length, found)
 
 
 def fold_e4m3_both(
@@ -220,12 +229,13 @@ def _launch_groups(
     side: Side,
     scheme: Scheme,
     constants: SchemeConstants,
+    values: torch.Tensor | None = None,
 ) -> None:
     unit_columns = matrix.stride(1) == 1 or matrix.shape[1] == 1
     tile, options = groups_plan(unit_columns, constants.TILES)
-    pairs = side == PLAIN and _in_pairs(matrix if unit_columns else matrix.t(), scheme, out.shape[1])
+    pairs = side == PLAIN and values is None and _in_pairs(matrix if unit_columns else matrix.t(), scheme, out.shape[1])
     col_tiles = triton.cdiv(out.shape[1], tile["COLS"])
-    arguments = (*_arguments(matrix, out, scale.t(), counter, side, pairs), col_tiles, *side.halves)
+    arguments = (*_arguments(matrix, out, scale.t(), counter, side, values, pairs), col_tiles, *side.halves)
     tile |= {"PAIRS": pairs, "COLUMNS": not unit_columns, "SCHEME": constants, "SIDE": side.constants}
     grid = triton.cdiv(matrix.shape[0], tile["ROWS"]) * col_tiles
     _run(fold_groups_kernel, grid, matrix.device, arguments, tile, options)
@@ -239,9 +249,10 @@ def _launch_rows(
     side: Side,
     constants: SchemeConstants,
     fp8: bool = False,
+    values: torch.Tensor | None = None,
 ) -> None:
     tile, options = rows_plan(*matrix.shape, matrix.stride(1) == 1 or matrix.shape[1] == 1, constants.TILES)
-    arguments = (*_arguments(matrix, out, scale, counter, side), *side.halves)
+    arguments = (*_arguments(matrix, out, scale, counter, side, values), *side.halves)
     steps = triton.cdiv(out.shape[1], tile["COLS"]) if INTERPRETED else 0
     tile |= {"STEPS": steps, "FP8": fp8, "SCHEME": constants, "SIDE": side.constants}
     _run(fold_rows_kernel, triton.cdiv(matrix.shape[0], tile["ROWS"]), matrix.device, arguments, tile, options)
@@ -263,13 +274,14 @@ def _arguments(
     scale: torch.Tensor,
     counter: torch.Tensor | None,
     side: Side,
+    values: torch.Tensor | None,
     pairs: bool = False,
 ) -> tuple:
     """What the kernels along rows have in common, in their order; with ``pairs`` elements are words."""
     n_rows, n_cols = matrix.shape
     lengths = FoldLengths(n_cols, side.padded(n_cols), out.shape[1], *matrix.stride())
     pointers = FoldedPointers(out.view(torch.int32 if pairs else torch.uint8), scale)
-    return bits(matrix), pointers, counter, side.signs, n_rows, lengths
+    return bits(matrix), pointers, as_stored(values), counter, side.signs, n_rows, lengths
 
 
 def _run(kernel: Any, grid: int, device: torch.device, arguments: tuple, constants: dict, options: dict) -> None:
