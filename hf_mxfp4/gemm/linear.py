@@ -12,7 +12,7 @@ of the input ([`saved`]), multiply ([`fast`] and [`fast_grouped`], or dense valu
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from torch.autograd.function import once_differentiable
 from . import dense, grouped
 from .groups import Groups
 from .layer_rng import LayerRng
-from .operands import input_operand, kept_weight_operand
+from .operands import input_operand, kept_weight_operand, weight_by_macro, weight_with_macro
 from .saved import SavedInput, SavedRecord, SavedTensors, restore_input, save_input
-from .spec import FULL_PRECISION
+from .spec import FULL_PRECISION, GemmSpec
 from .state import GemmState
 from .tensor_cores import fast, fast_grouped
 from .tensor_cores.choose import expected_kernel, kernel_of_product
@@ -129,12 +129,14 @@ class LinearRecord:
         saved: how the input was saved.
         step: the quantization step, of layers whose gradients are not plain; otherwise `None`.
         input_dtype, bias_dtype: of the gradients; `None` for a bias that is not there.
+        macro: macro bytes of the weight that a search found and Dgrad needs again; see [`weight_by_macro`].
     """
 
     saved: SavedRecord
     step: int | None
     input_dtype: torch.dtype
     bias_dtype: torch.dtype | None
+    macro: torch.Tensor | None = None
 
 
 def linear_forward(
@@ -183,13 +185,21 @@ def linear_forward(
     bias = as_dtype(bias, dtype)
     if kernel != "dense":
         if groups is None:
-            return fast.forward(kernel, x, weight, bias, dtype, state, left), tensors, record, None
+            out, macro = fast.forward(kernel, x, weight, bias, dtype, state, left)
+            return out, tensors, _with_macro(record, macro, spec, saves_operand), None
         return fast_grouped.forward(x, weight, bias, dtype, groups, state), tensors, record, None
+    if right is None and groups is None and saves_operand and not kept_for_backward(weight):
+        right, macro = weight_with_macro(weight, dtype, state)
+        record = _with_macro(record, macro, spec, saves_operand)
     if right is None:
         right = kept_weight_operand(weight, dtype, state)
     if groups is None:
         return F.linear(operand, right, bias), tensors, record, right
     return grouped.forward(operand, right, bias, groups, spec.backend), tensors, record, right
+
+
+def _with_macro(record: LinearRecord, macro: torch.Tensor | None, spec: GemmSpec, keeps: bool) -> LinearRecord:
+    return replace(record, macro=macro) if keeps and macro is not None and spec.reuses_weight else record
 
 
 def _saved_operand(
@@ -258,7 +268,7 @@ def linear_backward(
             if not spec.reuses_weight:
                 reused = None
             elif reused is None or reused.dtype != grad.dtype:
-                reused = kept_weight_operand(weight, grad.dtype, state)
+                reused = weight_by_macro(weight, record.macro, grad.dtype, state)
             if groups is None:
                 grad_x = dense.grad_x(grad, weight, reused, spec, rng, left)
             else:

@@ -20,7 +20,7 @@ from hf_mxfp4.gemm.operands import rotate_padded
 from mxfp4_kernels.e4m3 import fold
 
 
-WHAT = sys.argv[1]
+WHAT = sys.argv[1] if len(sys.argv) > 1 else "few"
 DEVICE = "cuda" if WHAT == "cuda" else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MACROS = ((None, "static"), (128, "static"), (128, "dynamic"))

@@ -46,6 +46,13 @@ def _quantized(device: torch.device) -> Iterator[Pair]:
         found, expected = kernels.quantize(x.to(device), scheme, 1), numerics.quantize(x, **vars(scheme), axis=1)
         for part in PARTS:
             yield f"{part} ({scheme})", getattr(found, part), getattr(expected, part)
+        if scheme.macro_search == "dynamic":
+            there, values = x.to(device), numerics.apply_scheme(x, scheme)
+            found, macro = kernels.fake_quantize_with_macro(there, scheme, dtype)
+            yield "values beside macro bytes", found, values
+            yield "macro bytes beside values", macro, expected.macro
+            found = kernels.fake_quantize_by_macro(there, expected.macro.to(device), scheme, dtype)
+            yield "values by macro bytes", found, values
     x, rounded = of_all_sizes(3, few(130, 40, device), 200), QuantScheme("rceil", 128, rounding="stochastic")
     none = (None, None)
     rows, columns = kernels.fake_quantize_both(x.to(device), (_MACRO, rounded), (None, 7), none, none, x.dtype)

@@ -36,9 +36,9 @@ def forward(
     dtype: torch.dtype,
     state: GemmState,
     left: Any = None,
-) -> torch.Tensor:
-    """``Q(x) Q(W)^T + b``, ``[..., N]``, of ``x [..., K]`` and the master weight ``[N, K]``; ``left`` is the operand
-    that [`fold_input`] has made of ``x``, if it has."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``Q(x) Q(W)^T + b``, ``[..., N]``, of ``x [..., K]`` and the master weight ``[N, K]``, and the weight's macro
+    bytes where a dynamic search found some; ``left`` is the operand that has been made of ``x``, if it has."""
     whole = whole_rows(state.spec.scheme, bias is not None)
     if left is None:
         left = quantized(kernel, x.reshape(-1, x.shape[-1]), "fprop", "x", state, whole)
@@ -48,7 +48,8 @@ def forward(
         return quantized(kernel, weight.detach(), "fprop", "weight", state, whole)
 
     right = state.folded.get(weight, weight.dtype, fold)
-    return multiply(kernel, left, right, dtype, bias).view(*x.shape[:-1], weight.shape[0])
+    out = multiply(kernel, left, right, dtype, bias).view(*x.shape[:-1], weight.shape[0])
+    return out, right.macro if state.spec.scheme.fprop.right.macro_search == "dynamic" else None
 
 
 def fold_input(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> tuple[Any, SavedInput]:

@@ -18,7 +18,7 @@ from .tile import LONGEST_FLAT_TILE
 
 #: Added to the float32 bits of a block maximum so that its exponent rounds up where the scale rule says.
 _CARRY = {"rceil": 0x3FFFFF, "floor": 0, "even": 0x200000, "mse": 0}
-_SEARCH = {name: getattr(blocks, name.upper()).value for name in ("static", "dynamic", "blockwise")}
+_SEARCH = {name: getattr(blocks, name.upper()).value for name in ("static", "dynamic", "blockwise", "given")}
 BLOCK = 32
 # Two (16-bit) or four (32-bit) vectors of 16 bytes per thread of a program with 4 warps: enough loads in flight to
 # stream, few enough registers to keep the multiprocessor full. Both tiles are multiples of the largest macro block.

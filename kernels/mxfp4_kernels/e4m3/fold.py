@@ -41,13 +41,15 @@ class Folded(NamedTuple):
     """A matrix ready for FP8 tensor cores: ``elements`` ``float8_e4m3fn [rows, 128 * ceil(length/128)]``, contiguous,
     zero from column ``length`` on (NaN in a NaN block); ``scale`` float32 ``[rows, 1]`` or ``[rows, ceil(length/128)]``
     (that one is the transpose of a contiguous tensor, as products read it); ``n_inexact`` int32 scalar, the blocks that
-    were rounded (`None` where there are none by definition); ``values`` those of MXFP4, where they were asked for."""
+    were rounded (`None` where there are none by definition); ``values`` those of MXFP4, where they were asked for;
+    ``macro`` the macro bytes of a dynamic search, uint8 ``[rows, ceil(length/128)]``, with ``axis=1``."""
 
     elements: torch.Tensor
     scale: torch.Tensor
     n_inexact: torch.Tensor | None
     length: int
     values: torch.Tensor | None = None
+    macro: torch.Tensor | None = None
 
 
 def fold_e4m3(
@@ -99,15 +101,18 @@ def fold_e4m3(
         if axis != 1 or side != PLAIN or block_rows != 1:
             raise ValueError("values=True needs axis=1, rounding='nearest', rotation=None and block_rows=1")
         found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    macro = None
+    if axis == 1 and macro_block is not None and macro_search == "dynamic":
+        macro = torch.empty(n_rows, out.shape[1] // GROUP, dtype=torch.uint8, device=x.device)
     if matrix.numel():
         constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
         if group == "row":
             _launch_rows(matrix, out, scale, counter, side, constants, values=found)
         else:
-            _launch_groups(matrix, out, scale, counter, side, scheme, constants, found)
+            _launch_groups(matrix, out, scale, counter, side, scheme, constants, found, macro)
     else:
         scale.fill_(2.0**-125)
-    return Folded(out, scale, counter, length, found)
+    return Folded(out, scale, counter, length, found, macro)
 
 
 def fold_e4m3_both(
@@ -230,12 +235,14 @@ def _launch_groups(
     scheme: Scheme,
     constants: SchemeConstants,
     values: torch.Tensor | None = None,
+    macro: torch.Tensor | None = None,
 ) -> None:
     unit_columns = matrix.stride(1) == 1 or matrix.shape[1] == 1
     tile, options = groups_plan(unit_columns, constants.TILES)
     pairs = side == PLAIN and values is None and _in_pairs(matrix if unit_columns else matrix.t(), scheme, out.shape[1])
     col_tiles = triton.cdiv(out.shape[1], tile["COLS"])
-    arguments = (*_arguments(matrix, out, scale.t(), counter, side, values, pairs), col_tiles, *side.halves)
+    first, pointers, values, *rest = _arguments(matrix, out, scale.t(), counter, side, values, pairs)
+    arguments = (first, pointers, values, macro, *rest, col_tiles, *side.halves)
     tile |= {"PAIRS": pairs, "COLUMNS": not unit_columns, "SCHEME": constants, "SIDE": side.constants}
     grid = triton.cdiv(matrix.shape[0], tile["ROWS"]) * col_tiles
     _run(fold_groups_kernel, grid, matrix.device, arguments, tile, options)

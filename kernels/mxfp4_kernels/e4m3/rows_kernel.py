@@ -36,6 +36,7 @@ def fold_groups_kernel(
     x_ptr,
     out,
     values_ptr,
+    macro_ptr,
     counter_ptr,
     signs_ptr,
     n_rows,
@@ -53,7 +54,8 @@ def fold_groups_kernel(
     """What [`fold_tile`] writes for a matrix with any strides. One program per tile, of which ``col_tiles`` lie side by
     side. ``PAIRS`` is the way of `e4m3/pairs.py`, with elements as int32 words, where neighbours in memory are those in
     a row, or in a column (``COLUMNS``, tiles of 128 elements). MXFP4 values go to ``values_ptr``, if it is not `None`,
-    as [`fake_tile`] writes them: of rows that are rounded to nearest, not rotated, and not in pairs."""
+    as [`fake_tile`] writes them: of rows that are rounded to nearest, not rotated, and not in pairs. Macro bytes
+    ``[n_rows, n_cols / 128]`` go to ``macro_ptr``, if it is not `None`, except in pairs."""
     pid = tl.program_id(0)
     row_start = (pid // col_tiles).to(tl.int64) * ROWS
     col_start = (pid % col_tiles).to(tl.int64) * COLS
@@ -71,9 +73,10 @@ def fold_groups_kernel(
         x = _load(x_ptr, rows, col_start, n_rows, lengths, COLS, SCHEME.BF16)
         at = Tile(rows, col_start, n_rows, lengths.length)
         x, noise = prepared(x, at, signs_ptr, Random(0, seed_low, seed_high), SIDE)
-        n_inexact, _ = fold_tile(x, noise, out, Tile(rows, col_start, n_rows, padded_cols), SIDE.STOCHASTIC, SCHEME)
+        at = Tile(rows, col_start, n_rows, padded_cols)
+        n_inexact, _ = fold_tile(x, noise, out, at, SIDE.STOCHASTIC, SCHEME, macro_ptr)
         if values_ptr is not None:
-            fake_tile(x, values_ptr, Tile(rows, col_start, n_rows, n_cols), 1.0, Random(0, 0, 0), SCHEME, SIDE)
+            fake_tile(x, values_ptr, Tile(rows, col_start, n_rows, n_cols), 1.0, Random(0, 0, 0), None, SCHEME, SIDE)
     count_inexact(counter_ptr, n_inexact)
 
 
@@ -165,7 +168,7 @@ def fold_rows_kernel(
         store_elements(out.elements, elements, Tile(rows, 0, n_rows, padded_cols))
         if values_ptr is not None:
             at = Tile(rows, rows * 0, n_rows, lengths.n_cols)
-            fake_tile(z, values_ptr, at, 1.0, Random(0, 0, 0), SCHEME, SIDE)
+            fake_tile(z, values_ptr, at, 1.0, Random(0, 0, 0), None, SCHEME, SIDE)
     else:
         n_inexact = tl.cast(0, tl.int32)
         for step in range(STEPS if SCHEME.INTERPRETED else tl.cdiv(padded_cols, COLS)):
@@ -177,7 +180,7 @@ def fold_rows_kernel(
             store_elements(out.elements, elements, Tile(rows, start, n_rows, padded_cols))
             if values_ptr is not None:
                 at = Tile(rows, start, n_rows, lengths.n_cols)
-                fake_tile(z, values_ptr, at, 1.0, Random(0, 0, 0), SCHEME, SIDE)
+                fake_tile(z, values_ptr, at, 1.0, Random(0, 0, 0), None, SCHEME, SIDE)
             n_inexact += found
     tl.store(out.scale + rows, scale_value(base), mask=rows < n_rows)
     if not FP8:

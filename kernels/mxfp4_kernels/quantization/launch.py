@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..common.arguments import BothLengths, Lengths, PackedPointers, RowBytes, Sides
+from ..common.arguments import BothLengths, Lengths, MacroBytes, PackedPointers, RowBytes, Sides
 from ..common.plan import (
     BLOCK,
     PAIRS_OPTIONS,
@@ -44,16 +44,29 @@ def fake_quantize(
     side: Side = PLAIN,
     dtype: torch.dtype | None = None,
     limit: torch.dtype | None = None,
+    macro: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See [`mxfp4_kernels.fake_quantize`]."""
+    """See [`mxfp4_kernels.fake_quantize`]; into ``macro``, if it is given, macro bytes are written, or read from it
+    where the search is ``"given"``."""
     check_device(x)
+    # Macro bytes lie in the order of rows.
+    x = x if macro is None else x.contiguous()
     columns, scheme, shape = _read_as(x.shape, x.stride(), scheme, side.rotation)
     if columns:
         return fake_quantize_both(x.mT, scheme, None, side, dtype, limit)[1]
     out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
-    for first_row, matrix, target in _matrices(x, scheme, out):
-        _launch_rows(matrix, as_stored(target), scheme, side, first_row, out.dtype, limit)
+    for first_row, matrix, target, of_macros in _matrices(x, scheme, out, macro):
+        _launch_rows(matrix, as_stored(target), scheme, side, first_row, out.dtype, limit, of_macros)
     return out
+
+
+def fake_quantize_with_macro(
+    x: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, limit: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See [`mxfp4_kernels.fake_quantize_with_macro`]."""
+    shape = *x.shape[:-1], triton.cdiv(x.shape[-1], scheme.macro_block)
+    macro = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    return fake_quantize(x, scheme, PLAIN, dtype, limit, macro), macro
 
 
 def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN) -> Packed:
@@ -223,13 +236,17 @@ def _launch_rows(
     first_row: int,
     dtype: torch.dtype | None,
     limit: torch.dtype | None = None,
+    macro: torch.Tensor | None = None,
 ) -> None:
-    """``dtype``: of values, or `None` for codes."""
+    """``dtype``: of values, or `None` for codes; ``macro``: as of [`fake_quantize`]."""
     seed, rotation, signs = side
     drawn, has_signs = seed is not None, signs is not None
     at = _rows(matrix.shape, matrix.stride(0), matrix.dtype, scheme, rotation, drawn, has_signs, dtype, limit)
     numbers = (at.n_rows, at.lengths, at.col_tiles, first_row, *side.halves)
-    launch(quantize_kernel, at.grid, matrix.device, bits(matrix), out, signs, *numbers, *at.constants, **at.options)
+    if macro is not None:
+        macro = MacroBytes(macro, triton.cdiv(at.lengths.n_cols, scheme.macro_block))
+    arguments = (bits(matrix), out, macro, signs, *numbers, *at.constants)
+    launch(quantize_kernel, at.grid, matrix.device, *arguments, **at.options)
 
 
 def _lies_in_words(x: torch.Tensor) -> bool:
