@@ -122,13 +122,14 @@ def compile_variant(target, name: str, dtype, scheme: Scheme, plan, others: dict
         "out": out,
         "out_t": out,
         "values_ptr": "*bf16" if constants.pop("values", False) else None,
+        "macro_ptr": "*u8" if scheme.macro_search == "dynamic" else None,
         "counter_ptr": None if constants["FP8"] else "*i32",
         "signs_ptr": signs[0],
         "signs": signs,
         "n_rows": size,
         "lengths": lengths,
     }
-    aligned = ["x_ptr", "values_ptr", "counter_ptr", "signs_ptr", "signs", *FoldedPointers._fields]
+    aligned = ["x_ptr", "values_ptr", "macro_ptr", "counter_ptr", "signs_ptr", "signs", *FoldedPointers._fields]
     if size == "i32":
         aligned += ["n_rows", *FoldBothLengths._fields]
     return compile_kernel(target, KERNELS[name], types, constants, {**options, "enable_fp_fusion": False}, aligned)

@@ -25,6 +25,7 @@ BROKEN = {
     "fake_quantize": "quantize",
     "quantize": "quantize",
     "fake_quantize_both": "quantize",
+    "quantize_both": "quantize",
     "fake_quantize_with_macro": "quantize",
     "fake_quantize_by_macro": "quantize",
     "fake_quantize_e4m3": "quantize",

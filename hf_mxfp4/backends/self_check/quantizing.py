@@ -37,6 +37,8 @@ def check_folds(device: torch.device) -> str | None:
 
 
 def _quantized(device: torch.device) -> Iterator[Pair]:
+    import mxfp4_kernels
+
     # Whole blocks, which are cut into long tiles, and rows with a rest.
     for number, (scheme, dtype, n_cols) in enumerate(
         ((_PLAIN, torch.bfloat16, 1056), (_FALLBACK, torch.bfloat16, 650), (_SEARCH, torch.float32, 256))
@@ -58,6 +60,12 @@ def _quantized(device: torch.device) -> Iterator[Pair]:
     rows, columns = kernels.fake_quantize_both(x.to(device), (_MACRO, rounded), (None, 7), none, none, x.dtype)
     yield "values along rows", rows, numerics.apply_scheme(x, _MACRO)
     yield "values along columns", columns, numerics.apply_scheme(x.t().contiguous(), rounded, seed=7)
+    x = of_all_sizes(9, few(160, 64, device), few(288, 32, device))
+    parts = mxfp4_kernels.quantize_both(x.to(device))
+    for name, found, matrix in zip(("rows", "columns"), parts, (x, x.t().contiguous()), strict=True):
+        expected = numerics.quantize(matrix, axis=1)
+        yield f"codes along {name}", found.codes, expected.codes
+        yield f"scales along {name}", found.scale, expected.scale
     x = normal(4, 9, 192)
     turned = numerics.rotate(x.float(), 32)
     values = kernels.fake_quantize_rotated(x.to(device), _PLAIN, None, 32, None, torch.float32)

@@ -27,6 +27,8 @@ _ROW_TILE = (8, 256)
 #: Elements that a program of `quantization/pairs.py` owns, and how it is compiled.
 PAIRS_TILE = 2048
 PAIRS_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+#: Of `quantization/pairs_both.py`: rows and columns of a program, and those that it goes over at a time.
+PAIRS_BOTH_TILE, PAIRS_BOTH_STRIP = 128, 32
 # AMD's warps have 64 threads, and blocks 1024 at most.
 _MOST_WARPS = 16
 #: Whether TRITON_INTERPRET=1 was set when the kernels were defined, which is what counts.

@@ -13,6 +13,9 @@ import triton
 from ..common.arguments import BothLengths, Lengths, MacroBytes, PackedPointers, RowBytes, Sides
 from ..common.plan import (
     BLOCK,
+    INTERPRETED,
+    PAIRS_BOTH_STRIP,
+    PAIRS_BOTH_TILE,
     PAIRS_OPTIONS,
     PAIRS_TILE,
     PLAIN,
@@ -35,6 +38,7 @@ from ..common.plan import (
 from .both import quantize_both_kernel
 from .dequantize import dequantize_kernel
 from .pairs import quantize_pairs_kernel
+from .pairs_both import quantize_pairs_both_kernel
 from .rows import quantize_kernel
 
 
@@ -114,7 +118,9 @@ def quantize_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Si
     *stack, rows, cols = x.shape
     packed_t = _empty_packed(x, (*stack, cols, side_t.padded(rows)), scheme)
     packed = None if side is None else _empty_packed(x, (*stack, rows, side.padded(cols)), scheme)
-    if x.numel():
+    if x.dim() == 2 and x.numel() and _in_pairs_both(x, scheme, side, side_t):
+        _launch_pairs_both(x, packed, packed_t, scheme)
+    elif x.numel():
         pointers = None if packed is None else PackedPointers(*packed)
         _launch_both(x, pointers, PackedPointers(*packed_t), scheme, side, side_t, x.dtype)
     return packed, packed_t
@@ -261,6 +267,32 @@ def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme) -> None:
     grid = (triton.cdiv(n_blocks, 2 * blocks),)
     constants = scheme_constants(x.dtype, scheme)
     launch(quantize_pairs_kernel, grid, x.device, words, out, n_blocks, blocks, constants, **PAIRS_OPTIONS)
+
+
+def _in_pairs_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side) -> bool:
+    """Whether `quantization/pairs_both.py` takes a matrix: both axes of whole blocks, in tiles that offsets of 32 bits
+    reach."""
+    plain = side_t == PLAIN and side in (None, PLAIN) and scheme.macro_block in (None, PAIRS_BOTH_TILE)
+    if not plain or not all(takes_pairs(scheme, PLAIN, x.dtype, length) for length in x.shape):
+        return False
+    row_stride, col_stride = x.stride()
+    in_words = col_stride == 1 and row_stride % 2 == 0 and x.data_ptr() % 4 == 0
+    return in_words and has_pairs(x.device) and max(row_stride, *x.shape) < 2**31 // PAIRS_BOTH_TILE
+
+
+def _launch_pairs_both(x: torch.Tensor, packed: Packed | None, packed_t: Packed, scheme: Scheme) -> None:
+    rows, cols = x.shape
+    tile = PAIRS_BOTH_TILE
+    # Interpreted, fewer operations on more numbers.
+    strip = tile if INTERPRETED else PAIRS_BOTH_STRIP
+    out = [
+        None if p is None else PackedPointers(p.codes.view(torch.int32), p.scale, p.macro, None, None)
+        for p in (packed, packed_t)
+    ]
+    col_tiles = triton.cdiv(cols, strip if packed is None else tile)
+    grid = (triton.cdiv(rows, tile) * col_tiles,)
+    arguments = (bits(x.detach()), *out, rows, cols, x.stride(0), col_tiles, strip, packed is not None)
+    launch(quantize_pairs_both_kernel, grid, x.device, *arguments, scheme_constants(x.dtype, scheme), **PAIRS_OPTIONS)
 
 
 def _launch_both(

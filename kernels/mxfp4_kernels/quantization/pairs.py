@@ -21,7 +21,7 @@ from ..common.pairs import HIGH, larger, largest, magnitudes, multiply, multiply
 
 # Both halves of a word, of bfloat16: 1.7 * 2**127, 2**-5, 6 * 2**-5, 64 and 2**-15; and the field of the exponent.
 LIMIT = tl.constexpr(0x7F597F59)
-_UNIT = tl.constexpr(0x3D003D00)
+UNIT = tl.constexpr(0x3D003D00)
 _SIX = tl.constexpr(0x3E403E40)
 _ANCHOR = tl.constexpr(0x42804280)
 _LEAST = tl.constexpr(0x38003800)
@@ -78,7 +78,7 @@ def _scales(maxima, SCHEME: tl.constexpr):
     nan = (((maxima + 0x00800080) >> 15) & 0x00010001) * 0xFFFF
     # At most 253 for finite maxima, so that each half is a normal number.
     inverse = (0x7F007F00 - byte * 128) & ~nan
-    inverse = multiply(inverse, tl.full(maxima.shape, _UNIT, tl.int32), SCHEME.INTERPRETED)
+    inverse = multiply(inverse, tl.full(maxima.shape, UNIT, tl.int32), SCHEME.INTERPRETED)
     return byte | (nan & 0x00FF00FF), inverse
 
 
@@ -140,7 +140,7 @@ def _steps(y, inverse, SCHEME: tl.constexpr):
     if SCHEME.CARRY == 0:
         # The other rules let nothing reach 7 scales.
         y = smaller(y, tl.full(y.shape, _SIX, tl.int32), SCHEME.INTERPRETED)
-    binade = larger(y & EXPONENTS, tl.full(y.shape, _UNIT, tl.int32), SCHEME.INTERPRETED)
+    binade = larger(y & EXPONENTS, tl.full(y.shape, UNIT, tl.int32), SCHEME.INTERPRETED)
     steps = multiply_add(binade, tl.full(y.shape, _ANCHOR, tl.int32), y, SCHEME.INTERPRETED)
     # Exponents are 128 and the next two: twice that is 256 and one digit of the code.
     return steps + (steps >> 6)
@@ -179,7 +179,7 @@ def _interleaved(a, b, c, d, SELECT: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _codes(w0, w1, w2, w3, m0, m1, m2, m3, inverse, factor, SCHEME: tl.constexpr):
+def codes_of(w0, w1, w2, w3, m0, m1, m2, m3, inverse, factor, SCHEME: tl.constexpr):
     """Words ``[BLOCKS, 4]`` of eight codes of the parts of one half, given their magnitudes too."""
     if SCHEME.SEARCH == NO_MACRO:
         even, odd = _interleaved(
@@ -223,7 +223,7 @@ def _store(out, first, codes, byte, m8, n_blocks, SCHEME: tl.constexpr):
 
 
 @triton.jit
-def _factors(m8, like):
+def factor_words(m8, like):
     """Words of two float16, the factors of macro bytes."""
     return tl.broadcast_to(m8 * 0x00040004 + 0x3C003C00, like.shape)
 
@@ -255,7 +255,7 @@ def quantize_pairs_kernel(x_ptr, out, n_blocks, BLOCKS: tl.constexpr, SCHEME: tl
         byte, inverse, m8, _ = scaled(maxima << 16, macro << 16, SCHEME)
         byte_w, inverse_w, m8_w, _ = scaled(maxima & HIGH, macro & HIGH, SCHEME)
     inverse, inverse_w = tl.broadcast_to(inverse, v0.shape), tl.broadcast_to(inverse_w, v0.shape)
-    codes = _codes(v0, v1, v2, v3, a0, a1, a2, a3, inverse, _factors(m8, v0), SCHEME)
+    codes = codes_of(v0, v1, v2, v3, a0, a1, a2, a3, inverse, factor_words(m8, v0), SCHEME)
     _store(out, first, codes, byte, m8, left, SCHEME)
-    codes = _codes(w0, w1, w2, w3, b0, b1, b2, b3, inverse_w, _factors(m8_w, v0), SCHEME)
+    codes = codes_of(w0, w1, w2, w3, b0, b1, b2, b3, inverse_w, factor_words(m8_w, v0), SCHEME)
     _store(out, first + BLOCKS, codes, byte_w, m8_w, left - BLOCKS, SCHEME)
