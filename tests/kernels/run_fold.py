@@ -133,6 +133,11 @@ def reused(x: torch.Tensor, tensor: numerics.MXFP4Tensor) -> list[str]:
     expected = numerics.fold_across(tensor)
     n_inexact = int(numerics.fold(tensor, 128).n_inexact + expected.n_inexact)
     wrong = wrong_parts(columns, expected) + wrong_parts(rows, numerics.fold(tensor, 128))
+    none, alone = mxfp4_kernels.fold_e4m3_both(
+        x.to(DEVICE), columns="reused", rows=False, scale_rule=tensor.scheme.scale_rule.value
+    )
+    wrong += [f"{part} alone" for part in wrong_parts(alone, expected)] + ["rows"] * (none is not None)
+    wrong += ["counter alone"] * (int(alone.n_inexact) != int(expected.n_inexact))
     return [f"reused {part}" for part in wrong] + ["reused counter"] * (int(rows.n_inexact) != n_inexact)
 
 

@@ -43,6 +43,7 @@ def test_interpreted_folding_equals_eager_bit_for_bit(run_script, what, cases):
         ("fold_e4m3_both", torch.ones(2, 2), {"columns": "rows"}, ValueError, "columns='rows'"),
         ("fold_e4m3_both", torch.ones(2, 2), {"columns": "reused", "macro_block": 128}, ValueError, "macro_block=None"),
         ("fold_e4m3_both", torch.ones(2, 2), {"columns": "reused", "rotation": (16, None)}, ValueError, "rotation="),
+        ("fold_e4m3_both", torch.ones(2, 2), {"rows": False}, ValueError, "needs columns='reused'"),
         ("fold_e4m3_both", torch.ones(2, 2), {"rotation": (None, 8)}, ValueError, "rotation=8"),
         ("fold_e4m3_both", torch.ones(2, 2), {"seed": (None, 1)}, ValueError, "seed has no effect"),
         ("fold_e4m3", torch.ones(2, 2), {"rounding": "stochastic"}, TypeError, "needs an integer"),
@@ -74,7 +75,7 @@ def test_rows_stay_in_registers_where_little_is_padding():
 
 #: Kernels whose rows of elements are adjacent and aligned: 16 bytes at a time, in and out.
 WIDE = ("groups", "groups mbs", "rows 4096", "rows 8192", "rows 14336", "fp8", "both", "both mbs", "both reused")
-WIDE += ("groups pairs", "groups pairs mbs", "both pairs", "both pairs mbs")
+WIDE += ("groups pairs", "groups pairs mbs", "both pairs", "both pairs mbs", "both reused pairs")
 
 
 #: On sm_90, registers of a thread and instructions of the kernel, with a little room: more of either cost bandwidth.
@@ -89,6 +90,8 @@ MOST_REGISTERS = {
     "columns pairs": (40, 545),
     "both pairs": (88, 1160),
     "both pairs mbs": (96, 1400),
+    "both reused pairs": (104, 1165),
+    "across pairs": (104, 860),
 }
 #: And those of the integer unit, where two elements are computed at once: without it "groups" has 213, "both" 935.
 MOST_INTEGERS = {
@@ -97,6 +100,8 @@ MOST_INTEGERS = {
     "columns pairs": 280,
     "both pairs": 650,
     "both pairs mbs": 800,
+    "both reused pairs": 660,
+    "across pairs": 500,
 }
 
 
@@ -104,13 +109,13 @@ MOST_INTEGERS = {
 DIVIDING = ("groups mbs", "groups mbs values", "groups mse dynamic", "columns odd huge", "both mbs")
 
 #: Those that every run compiles; `make test-all` compiles all, for all targets.
-FEW = ("groups mbs", "rows 4096", "rows values", "both pairs mbs")
+FEW = ("groups mbs", "rows values", "both pairs mbs", "across pairs")
 
 
 @pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "90", "80", "120"))
 def test_cuda(run_script, arch, names):
     report = run_script("run_fold_compiler.py", "cuda", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 23)
+    assert len(report) == (len(names) or 25)
     for name, asm in report.items():
         # One reciprocal, which is corrected or need not be exact.
         ptx = asm["ptx"].replace("rcp.approx.ftz.f32", "")

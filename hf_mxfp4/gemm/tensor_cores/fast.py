@@ -138,11 +138,12 @@ def quantized_across(kernel: str, matrix: torch.Tensor, gemm: str, name: str, st
     along the rows as in the forward product. (Quantizing its values again changes none.)"""
     if _precision(getattr(state.spec.scheme, gemm), gemm, name) is not REUSE:
         return quantized(kernel, matrix, gemm, name, state, axis=0)
-    return _reused(matrix, name, state)[1]
+    return _reused(matrix, name, state, rows=False)[1]
 
 
-def _reused(matrix: torch.Tensor, name: str, state: GemmState) -> tuple[Any, Any]:
-    """``matrix`` quantized as in the forward product, folded along its rows, and along its columns."""
+def _reused(matrix: torch.Tensor, name: str, state: GemmState, rows: bool = True) -> tuple[Any, Any]:
+    """``matrix`` quantized as in the forward product, folded along its rows (if these are wanted), and along its
+    columns."""
     import mxfp4_kernels
 
     precision = _precision(state.spec.scheme.fprop, "fprop", name)
@@ -150,6 +151,7 @@ def _reused(matrix: torch.Tensor, name: str, state: GemmState) -> tuple[Any, Any
     return mxfp4_kernels.fold_e4m3_both(
         matrix,
         columns="reused",
+        rows=rows,
         rounding=(precision.rounding, "nearest"),
         seed=(seed, None),
         counter=inexact_counter(matrix.device),

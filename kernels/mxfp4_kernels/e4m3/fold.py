@@ -119,6 +119,7 @@ def fold_e4m3_both(
     x: torch.Tensor,
     *,
     columns: str = "requantized",
+    rows: bool = True,
     scale_rule: str = "rceil",
     macro_block: int | None = None,
     macro_search: str = "static",
@@ -127,7 +128,7 @@ def fold_e4m3_both(
     rotation: tuple[int | None, int | None] = (None, None),
     signs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     counter: torch.Tensor | None = None,
-) -> tuple[Folded, Folded]:
+) -> tuple[Folded | None, Folded]:
     """[`fold_e4m3`] by 128 along rows and along columns, from one read of ``x [M, K]``.
 
     Arguments and errors as there, those given as pairs for ``x`` and for its transpose.
@@ -136,6 +137,7 @@ def fold_e4m3_both(
         columns: ``"requantized"`` (blocks along the columns) or ``"reused"`` (the values that blocks along rows have,
             folded along the columns; without macro factors, which vary along the new contraction, without rotations,
             and rounded as along the rows).
+        rows: whether what is along the rows is wanted; otherwise the first result is `None`. Only with ``"reused"``.
 
     Returns:
         Elements of ``[M, K]`` and of ``[K, M]``, rows padded as in [`fold_e4m3`]. They share one counter.
@@ -147,6 +149,8 @@ def fold_e4m3_both(
         raise ValueError("columns='reused' needs macro_block=None: macro factors vary along the columns' contraction")
     if columns == "reused" and (any(rotation) or rounding[1] != "nearest"):
         raise ValueError("columns='reused' needs rotation=(None, None), and takes the rounding of the rows")
+    if not rows and columns != "reused":
+        raise ValueError("rows=False needs columns='reused'; fold_e4m3 with axis=0 gives columns alone")
     scheme = Scheme(scale_rule, macro_block, macro_search)
     matrix = matrix_of("fold_e4m3_both", x, 1, scheme)
     sides = [
@@ -156,7 +160,8 @@ def fold_e4m3_both(
     check_device(x)
     n_rows, n_cols = matrix.shape
     length, length_t = sides[0].padded(n_cols), sides[1].padded(n_rows)
-    out, scale = outputs(n_rows, n_cols, GROUP, x.device)
+    # Without rows what would take them is not made.
+    out, scale = outputs(n_rows if rows else 0, n_cols, GROUP, x.device)
     out_t, scale_t = outputs(n_cols, n_rows, GROUP, x.device)
     counter = _counter(counter, x.device)
     if matrix.numel():
@@ -164,15 +169,16 @@ def fold_e4m3_both(
         tile, options = both_plan(*sides)
         col_tiles = triton.cdiv(n_cols, GROUP)
         farthest = max(out.shape[1], out_t.shape[1])
-        pairs = columns == "requantized" and sides == [PLAIN, PLAIN] and _in_pairs(matrix, scheme, farthest)
+        pairs = sides == [PLAIN, PLAIN] and _in_pairs(matrix, scheme, farthest)
         stored_as = torch.int32 if pairs else torch.uint8
+        stored_across = torch.uint8 if columns == "reused" else stored_as
         if pairs and INTERPRETED:
             # Fewer operations on more numbers.
             tile = {"STRIP": GROUP}
         arguments = (
             bits(matrix),
-            FoldedPointers(out.view(stored_as), scale.t()),
-            FoldedPointers(out_t.view(stored_as), scale_t.t()),
+            FoldedPointers(out.view(stored_as), scale.t()) if rows else None,
+            FoldedPointers(out_t.view(stored_across), scale_t.t()),
             counter,
             (sides[0].signs, sides[1].signs),
             FoldBothLengths(n_rows, n_cols, length, length_t, out.shape[1], out_t.shape[1], *matrix.stride()),
@@ -187,7 +193,7 @@ def fold_e4m3_both(
             "SIDES": Sides(sides[0].constants, sides[1].constants),
         }
         _run(fold_both_kernel, triton.cdiv(n_rows, GROUP) * col_tiles, x.device, arguments, tile, options)
-    return Folded(out, scale, counter, length), Folded(out_t, scale_t, counter, length_t)
+    return Folded(out, scale, counter, length) if rows else None, Folded(out_t, scale_t, counter, length_t)
 
 
 @functools.lru_cache(maxsize=64)

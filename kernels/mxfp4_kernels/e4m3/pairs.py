@@ -90,19 +90,24 @@ def _four(w0, w1, m0, m1, inverse, factor, power, rounder, less, SCHEME: tl.cons
 
 
 @triton.jit
-def _fold(words, elements_ptr, scale_ptr, row_bytes, scale_stride, n_rows, n_cols, SCHEME: tl.constexpr):
-    """Write what [`fold_tile`] writes of a tile of [`words_of_rows`]: elements as words of four, of rows that are
-    ``row_bytes`` apart, and scales of groups that are ``scale_stride`` apart; ``n_cols`` columns, multiples of 128, and
-    ``n_rows`` are left. Returns, per block, whether it was rounded."""
-    INTERPRETED: tl.constexpr = SCHEME.INTERPRETED
+def _blocks(words, SCHEME: tl.constexpr):
+    """Of a tile of [`words_of_rows`]: magnitudes, scale bytes of blocks, those of the blocks that count (neither zero
+    nor NaN; -1 of the others), one over the scale, and macro bytes."""
+    m = eight_magnitudes(words, SCHEME.INTERPRETED)
+    maxima = maxima_of_blocks(m, SCHEME.INTERPRETED)
+    byte, inverse, m8, bits = scaled(maxima << 16, largest(maxima, 2, SCHEME.INTERPRETED) << 16, SCHEME)
+    counted = tl.where((bits > _ROUNDED_TO_ZERO) & (byte != NAN_BYTE), byte, -1)
+    return m, byte, counted, inverse, m8
+
+
+@triton.jit
+def _elements(words, m, byte, counted, base, inverse, m8, SCHEME: tl.constexpr):
+    """Words of four elements ``[ROWS, columns / 4]`` of what [`_blocks`] gives, in groups with scale bytes ``base``,
+    and, per block, whether it was rounded."""
     F16: tl.constexpr = SCHEME.SEARCH != NO_MACRO
     w0, w1, w2, w3, w4, w5, w6, w7 = words
-    m0, m1, m2, m3, m4, m5, m6, m7 = eight_magnitudes(words, INTERPRETED)
-    maxima = maxima_of_blocks((m0, m1, m2, m3, m4, m5, m6, m7), INTERPRETED)
-    byte, inverse, m8, bits = scaled(maxima << 16, largest(maxima, 2, INTERPRETED) << 16, SCHEME)
+    m0, m1, m2, m3, m4, m5, m6, m7 = m
     is_nan = byte == NAN_BYTE
-    counted = tl.where((bits > _ROUNDED_TO_ZERO) & (byte != NAN_BYTE), byte, -1)
-    base = base_of(tl.max(counted, axis=2, keep_dims=True))
     shift = byte - base
     is_small = shift < LOWEST
     shift = tl.minimum(tl.maximum(shift, _ALL_ZERO), HIGHEST)
@@ -122,18 +127,29 @@ def _fold(words, elements_ptr, scale_ptr, row_bytes, scale_stride, n_rows, n_col
     e2 = _four(w4, w5, m4, m5, inverse, factor, power, rounder, less, SCHEME)
     e3 = _four(w6, w7, m6, m7, inverse, factor, power, rounder, less, SCHEME)
     elements = tl.reshape(tl.join(tl.join(e0, e2), tl.join(e1, e3)), [w0.shape[0], w0.shape[1] * 32])
+    return elements, ((counted >= 0) & is_small).to(tl.int32)
+
+
+@triton.jit
+def _fold(words, elements_ptr, scale_ptr, row_bytes, scale_stride, n_rows, n_cols, SCHEME: tl.constexpr):
+    """Write what [`fold_tile`] writes of a tile of [`words_of_rows`]: elements as words of four, of rows that are
+    ``row_bytes`` apart, and scales of groups that are ``scale_stride`` apart; ``n_cols`` columns, multiples of 128, and
+    ``n_rows`` are left. Returns, per block, whether it was rounded, and the bytes of those that count."""
+    m, byte, counted, inverse, m8 = _blocks(words, SCHEME)
+    base = base_of(tl.max(counted, axis=2, keep_dims=True))
+    elements, found = _elements(words, m, byte, counted, base, inverse, m8, SCHEME)
     rows, at = tl.arange(0, elements.shape[0])[:, None], tl.arange(0, elements.shape[1])[None, :]
     mask = (rows < n_rows) & (at < n_cols >> 2)
     tl.store(elements_ptr + rows * (row_bytes >> 2) + at, elements, mask=mask)
     scale = scale_value(base)
-    if F16:
+    if SCHEME.SEARCH != NO_MACRO:
         m8 = tl.max(m8, axis=2, keep_dims=True)
         # At least 2**-125, so that nothing is lost by the multiplication.
-        scale = scale * inverse_of_factor(m8, INTERPRETED)
-    rows, groups = tl.arange(0, w0.shape[0])[:, None], tl.arange(0, w0.shape[1])[None, :]
-    scale = tl.reshape(scale, [w0.shape[0], w0.shape[1]])
+        scale = scale * inverse_of_factor(m8, SCHEME.INTERPRETED)
+    rows, groups = tl.arange(0, base.shape[0])[:, None], tl.arange(0, base.shape[1])[None, :]
+    scale = tl.reshape(scale, [base.shape[0], base.shape[1]])
     tl.store(scale_ptr + groups * scale_stride + rows, scale, mask=(rows < n_rows) & (groups < n_cols >> 7))
-    return ((counted >= 0) & is_small).to(tl.int32)
+    return found, counted
 
 
 @triton.jit
@@ -159,6 +175,31 @@ def fold_rows(
     scale = out.scale + (col_start >> 7) * n_rows + row_start
     left = (padded_cols - col_start).to(tl.int32)
     return _fold(words, elements, scale, padded_cols, n_rows, rows_left, left, SCHEME)
+
+
+@triton.jit
+def counted_of_rows(x_ptr, row_start, col_start, n_rows, n_cols, row_stride, ROWS: tl.constexpr, SCHEME: tl.constexpr):
+    """The scale bytes of those blocks that count, of ``ROWS`` x 128 elements from a place (int64) on."""
+    rows_left, cols_left = (n_rows - row_start).to(tl.int32), (n_cols - col_start).to(tl.int32)
+    start = x_ptr + row_start * row_stride + col_start
+    _, _, counted, _, _ = _blocks(words_of_rows(start, row_stride, rows_left, cols_left, ROWS, 128), SCHEME)
+    return counted
+
+
+@triton.jit
+def elements_of_rows(
+    x_ptr, base, row_start, col_start, n_rows, n_cols, row_stride, ROWS: tl.constexpr, SCHEME: tl.constexpr
+):
+    """Elements ``[ROWS, 128]`` (bytes) from a place (int64) on, quantized along the rows, whose blocks have the scale
+    bytes ``base``; and, per block, whether it was rounded."""
+    rows_left, cols_left = (n_rows - row_start).to(tl.int32), (n_cols - col_start).to(tl.int32)
+    start = x_ptr + row_start * row_stride + col_start
+    words = words_of_rows(start, row_stride, rows_left, cols_left, ROWS, 128)
+    m, byte, counted, inverse, m8 = _blocks(words, SCHEME)
+    e, found = _elements(words, m, byte, counted, base, inverse, m8, SCHEME)
+    even = tl.join(e.to(tl.uint8), (e >> 16).to(tl.uint8))
+    odd = tl.join((e >> 8).to(tl.uint8), (e >> 24).to(tl.uint8))
+    return tl.reshape(tl.join(even, odd), [ROWS, 128]), found
 
 
 @triton.jit

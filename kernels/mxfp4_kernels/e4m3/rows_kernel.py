@@ -63,10 +63,12 @@ def fold_groups_kernel(
     if PAIRS:
         if COLUMNS:
             stride = lengths.x_col_stride
-            found = fold_columns(x_ptr, out, col_start, row_start, n_cols, n_rows, stride, padded_cols, ROWS, SCHEME)
+            found, _ = fold_columns(x_ptr, out, col_start, row_start, n_cols, n_rows, stride, padded_cols, ROWS, SCHEME)
         else:
             stride = lengths.x_row_stride
-            found = fold_rows(x_ptr, out, row_start, col_start, n_rows, n_cols, stride, padded_cols, ROWS, COLS, SCHEME)
+            found, _ = fold_rows(
+                x_ptr, out, row_start, col_start, n_rows, n_cols, stride, padded_cols, ROWS, COLS, SCHEME
+            )
         n_inexact = tl.sum(tl.reshape(found, [found.numel], can_reorder=True), axis=0)
     else:
         rows = row_start + tl.arange(0, ROWS)[:, None, None, None]
