@@ -62,9 +62,14 @@ def fake_quantize(
 
 def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """[`hf_mxfp4.numerics.fake_quantize_e4m3`], the same bits, by Triton where that quantizes blocks of ``x``."""
-    if x.is_floating_point() and x.dim() and choose_backend(x, _BLOCKS, backend) == "triton":
+    if takes_e4m3(x, backend):
         return triton_kernels.fake_quantize_e4m3(x)
     return eager_fake_quantize_e4m3(x)
+
+
+def takes_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:
+    """Whether the Triton kernels round rows of a tensor to E4M3: where they quantize blocks of it."""
+    return x.is_floating_point() and x.dim() > 0 and choose_backend(x, _BLOCKS, backend) == "triton"
 
 
 def quantizer(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> Callable[[torch.Tensor], torch.Tensor]:

@@ -45,9 +45,35 @@ def fake_quantize(
     of float32 in the kernel, to the bit as after it."""
     import mxfp4_kernels
 
-    written = {"dtype": dtype, "limit": torch.float32} if dtype is not None and x.dtype == torch.float32 else {}
-    values = mxfp4_kernels.fake_quantize(x, **_options(scheme), rounding=scheme.rounding, seed=seed, **written)
+    options = {**_options(scheme), **_written(x, dtype)}
+    values = mxfp4_kernels.fake_quantize(x, **options, rounding=scheme.rounding, seed=seed)
     return values if dtype is None else values.to(dtype)
+
+
+def fake_quantize_with_macro(
+    x: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`fake_quantize`] to nearest of a scheme with macro blocks of a fixed length, and their bytes."""
+    import mxfp4_kernels
+
+    options = {name: value for name, value in _options(scheme).items() if name != "block_rows"}
+    values, macro = mxfp4_kernels.fake_quantize_with_macro(x, **options, **_written(x, dtype))
+    return values.to(dtype), macro
+
+
+def fake_quantize_by_macro(
+    x: torch.Tensor, macro: torch.Tensor, scheme: QuantScheme, dtype: torch.dtype
+) -> torch.Tensor:
+    """What [`fake_quantize_with_macro`] gives, by the bytes that it found."""
+    import mxfp4_kernels
+
+    options = {name: value for name, value in _options(scheme).items() if name not in ("block_rows", "macro_search")}
+    return mxfp4_kernels.fake_quantize_by_macro(x, macro, **options, **_written(x, dtype)).to(dtype)
+
+
+def _written(x: torch.Tensor, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Arguments for values of float32 that the kernel converts, to the bit as after it."""
+    return {"dtype": dtype, "limit": torch.float32} if dtype is not None and x.dtype == torch.float32 else {}
 
 
 def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -55,6 +81,13 @@ def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
     import mxfp4_kernels
 
     return mxfp4_kernels.fake_quantize_e4m3(x)
+
+
+def fake_quantize_e4m3_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`fake_quantize_e4m3`] of a matrix and of its transpose."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.fake_quantize_e4m3_both(x)
 
 
 def fake_quantize_rotated(

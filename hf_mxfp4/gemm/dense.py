@@ -7,7 +7,7 @@ import torch
 
 from ..backends import select as backends
 from ..backends import triton as triton_kernels
-from ..numerics import FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme, Rotation
+from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme, Rotation
 from .counts import count_weight
 from .layer_rng import LayerRng
 from .operands import operand_seed, quantize_operand, rotate_back, rotation_signs
@@ -20,6 +20,8 @@ def quantized_grads(grad: torch.Tensor, spec: GemmSpec, rng: LayerRng) -> tuple[
     gemms = "dgrad", "wgrad"
     schemes = tuple(getattr(spec.scheme, gemm).left for gemm in gemms)
     rotations = [getattr(spec.scheme, gemm).rotation for gemm in gemms]
+    if schemes == (FP8, FP8) and rotations == [None, None] and backends.takes_e4m3(grad, spec.backend):
+        return triton_kernels.fake_quantize_e4m3_both(grad.detach())
     if not all(isinstance(scheme, QuantScheme) for scheme in schemes) or not _alike(schemes, rotations, grad.dtype):
         return None, None
     seeds, signs = [], []

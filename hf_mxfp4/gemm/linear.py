@@ -12,7 +12,8 @@ of the input ([`saved`]), multiply ([`fast`] and [`fast_grouped`], or dense valu
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +23,12 @@ from torch.autograd.function import once_differentiable
 from . import dense, grouped
 from .groups import Groups
 from .layer_rng import LayerRng
-from .operands import kept_weight_operand
+from .operands import input_operand, kept_weight_operand, weight_by_macro, weight_with_macro
 from .saved import SavedInput, SavedRecord, SavedTensors, restore_input, save_input
-from .spec import FULL_PRECISION
+from .spec import FULL_PRECISION, GemmSpec
 from .state import GemmState
 from .tensor_cores import fast, fast_grouped
-from .tensor_cores.choose import kernel_of_product
+from .tensor_cores.choose import expected_kernel, kernel_of_product
 from .weight_cache import backward_pass, kept_for_backward
 
 
@@ -128,12 +129,14 @@ class LinearRecord:
         saved: how the input was saved.
         step: the quantization step, of layers whose gradients are not plain; otherwise `None`.
         input_dtype, bias_dtype: of the gradients; `None` for a bias that is not there.
+        macro: macro bytes of the weight that a search found and Dgrad needs again; see [`weight_by_macro`].
     """
 
     saved: SavedRecord
     step: int | None
     input_dtype: torch.dtype
     bias_dtype: torch.dtype | None
+    macro: torch.Tensor | None = None
 
 
 def linear_forward(
@@ -145,6 +148,7 @@ def linear_forward(
     dtype: torch.dtype,
     weight_needs_grad: bool,
     given: Given = (None, None),
+    saves_operand: bool = False,
 ) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | None]:
     """The forward pass of [`quantized_linear`], without a gradient.
 
@@ -153,6 +157,8 @@ def linear_forward(
         dtype: of the product.
         weight_needs_grad: whether the gradient of the weight will be asked for.
         given: operands that were made already.
+        saves_operand: whether what is saved may be what a kernel for tensor cores will take in the backward pass. Not
+            in compiled code, which must know the shapes beforehand.
 
     Returns:
         The output, what was saved of ``x``, the record, and the operand of the weight, `None` where there was none.
@@ -160,27 +166,63 @@ def linear_forward(
     spec, kernel, right = state.spec, "dense", given[1]
     if right is None and spec.gemm_kernel != "dense":
         kernel = kernel_of_product("fprop", spec, x, weight, dtype=dtype, experts=groups is not None)
-    left, tensors, saved = save_input(
-        x,
-        dtype,
-        state,
-        groups,
-        weight_needs_grad=weight_needs_grad,
-        multiplies=kernel == "dense",
-        given=given[0],
-    )
+    left = found = None
+    if weight_needs_grad and kernel != "dense" and groups is None:
+        left, found = _saved_operand(kernel, x, dtype, bias is not None, state, saves_operand)
+    if found is None:
+        found = save_input(
+            x,
+            dtype,
+            state,
+            groups,
+            weight_needs_grad=weight_needs_grad,
+            multiplies=kernel == "dense",
+            given=given[0],
+        )
+    operand, tensors, saved = found
     step = None if spec.is_plain else state.rngs[0].step
     record = LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype)
     bias = as_dtype(bias, dtype)
     if kernel != "dense":
         if groups is None:
-            return fast.forward(kernel, x, weight, bias, dtype, state), tensors, record, None
+            out, macro = fast.forward(kernel, x, weight, bias, dtype, state, left)
+            return out, tensors, _with_macro(record, macro, spec, saves_operand), None
         return fast_grouped.forward(x, weight, bias, dtype, groups, state), tensors, record, None
+    if right is None and groups is None and saves_operand and not kept_for_backward(weight):
+        right, macro = weight_with_macro(weight, dtype, state)
+        record = _with_macro(record, macro, spec, saves_operand)
     if right is None:
         right = kept_weight_operand(weight, dtype, state)
     if groups is None:
-        return F.linear(left, right, bias), tensors, record, right
-    return grouped.forward(left, right, bias, groups, spec.backend), tensors, record, right
+        return F.linear(operand, right, bias), tensors, record, right
+    return grouped.forward(operand, right, bias, groups, spec.backend), tensors, record, right
+
+
+def _with_macro(record: LinearRecord, macro: torch.Tensor | None, spec: GemmSpec, keeps: bool) -> LinearRecord:
+    return replace(record, macro=macro) if keeps and macro is not None and spec.reuses_weight else record
+
+
+def _saved_operand(
+    kernel: str, x: torch.Tensor, dtype: torch.dtype, has_bias: bool, state: GemmState, in_any_form: bool
+) -> tuple[Any, SavedInput | None]:
+    """For an input whose quantized values Wgrad takes as well, and a forward product on tensor cores: the operand of
+    that, where it is made together with what is saved, and what is saved. `None` twice for another input, and where a
+    form was asked for. ``in_any_form``: as [`linear_forward`] has ``saves_operand``.
+    """
+    spec, fprop = state.spec, state.spec.scheme.fprop
+    if spec.saved != "full" or spec.saves_raw_input or fprop.left.block_rows != 1 or not x.numel():
+        return None, None
+    folds = expected_kernel("wgrad", spec, x, dtype=dtype) == "fp8"
+    if in_any_form and folds and kernel == "fp8" and fast.folds_input(spec.scheme, has_bias):
+        return fast.fold_input(x, dtype, state)
+    if fprop.left.rounding != "nearest" or fprop.rotation is not None:
+        return None, None
+    if in_any_form and folds and x.element_size() <= dtype.itemsize:
+        return None, SavedInput(None, (x,), SavedRecord("input", dtype))
+    if kernel == "fp8" and x.dtype == dtype:
+        left, values = fast.input_with_values(x, has_bias, state)
+        return left, SavedInput(None, (values,), SavedRecord("full", dtype))
+    return None, None
 
 
 def linear_backward(
@@ -215,7 +257,8 @@ def linear_backward(
         return values.reshape(-1, values.shape[-1])
 
     if spec.gemm_kernel != "dense":
-        grad_x, grad_weight = _fast_gradients(rows, weight, saved_rows, state, groups, needs)
+        folded = tensors if record.saved.form == "folded" else None
+        grad_x, grad_weight = _fast_gradients(rows, weight, saved_rows, state, groups, needs, folded)
     if groups is None and not spec.is_plain and needs[0] and needs[1] and grad_x is None and grad_weight is None:
         left, left_t = dense.quantized_grads(rows, spec, rng)
     if needs[0]:
@@ -225,7 +268,7 @@ def linear_backward(
             if not spec.reuses_weight:
                 reused = None
             elif reused is None or reused.dtype != grad.dtype:
-                reused = kept_weight_operand(weight, grad.dtype, state)
+                reused = weight_by_macro(weight, record.macro, grad.dtype, state)
             if groups is None:
                 grad_x = dense.grad_x(grad, weight, reused, spec, rng, left)
             else:
@@ -233,7 +276,10 @@ def linear_backward(
         grad_x = grad_x.to(record.input_dtype)
     if needs[1]:
         if grad_weight is None and groups is None:
-            grad_weight = dense.grad_weight(rows, saved_rows(), weight.shape[-1], spec, rng, left_t)
+            values = saved_rows()
+            if record.saved.form == "input":
+                values = input_operand(values, record.saved.dtype, state)
+            grad_weight = dense.grad_weight(rows, values, weight.shape[-1], spec, rng, left_t)
         elif grad_weight is None:
             grad_weight = grouped.grad_weight(grad, saved_rows(), weight, groups, state)
         grad_weight = grad_weight.to(weight.dtype)
@@ -246,7 +292,9 @@ def linear_backward(
     return grad_x, grad_weight, grad_bias
 
 
-def _fast_gradients(rows, weight, saved_rows, state, groups, needs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _fast_gradients(
+    rows, weight, saved_rows, state, groups, needs, folded
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``dx`` and ``dW`` as far as they are needed and a fast kernel takes them; see [`fast.gradients`]."""
     spec, experts = state.spec, groups is not None
     dgrad = wgrad = "dense"
@@ -255,7 +303,7 @@ def _fast_gradients(rows, weight, saved_rows, state, groups, needs) -> tuple[tor
     if needs[1]:
         wgrad = kernel_of_product("wgrad", spec, rows, dtype=weight.dtype if experts else rows.dtype, experts=experts)
     if groups is None:
-        return fast.gradients(rows, weight, saved_rows, state, dgrad, wgrad)
+        return fast.gradients(rows, weight, saved_rows, state, dgrad, wgrad, folded)
     return fast_grouped.gradients(rows, weight, saved_rows, groups, state, dgrad, wgrad)
 
 
@@ -281,7 +329,7 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, state, groups, dtype, weight_needs_grad, given):
         out, tensors, ctx.record, right = linear_forward(
-            x, weight, bias, state, groups, dtype, weight_needs_grad, given
+            x, weight, bias, state, groups, dtype, weight_needs_grad, given, saves_operand=True
         )
         ctx.save_for_backward(weight, *tensors)
         reused = ctx.needs_input_grad[0] and state.spec.reuses_weight

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..backends import functional
 from ..backends import select as backends
+from ..backends import triton as triton_kernels
 from ..numerics import (
     FP8,
     FallbackThreshold,
@@ -27,7 +28,7 @@ from .layer_rng import LayerRng
 from .state import GemmState
 from .storage.copies import codes_of_operand, quantized_at_once, rows_first, step_keeps_codes, values_of
 from .storage.packed_weight import cat_rows, pack_rows, part_sizes
-from .weight_cache import step_form_in_force
+from .weight_cache import nothing_keeps_weights, step_form_in_force
 
 
 def rotate_padded(x: torch.Tensor, rotation: Rotation, signs: torch.Tensor | None = None) -> torch.Tensor:
@@ -78,8 +79,7 @@ def quantize_operand(
         return x if dtype is None else x.to(dtype)
     seed = None if scheme.rounding == "nearest" else operand_seed(scheme, gemm, operand, rng)
     if rotation is None:
-        values = backends.fake_quantize(x.detach(), scheme, backend, seed=seed)
-        return values if dtype is None else values.to(dtype)
+        return backends.fake_quantize(x.detach(), scheme, backend, seed=seed, dtype=dtype)
     signs = rotation_signs(rotation, gemm, x.shape[-1], rng, x.device)
     options = {"seed": seed, "rotation": rotation.size, "signs": signs, "dtype": dtype}
     return backends.fake_quantize(x.detach(), scheme, backend, **options)
@@ -230,6 +230,41 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
         out = values.new_empty(len(state.rngs), *values.shape, dtype=dtype) if out is None else out
         out[group] = values
     return out
+
+
+def weight_with_macro(
+    weight: torch.Tensor, dtype: torch.dtype, state: GemmState
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[`kept_weight_operand`] of a matrix, and the macro bytes that a search for this use found, by which
+    [`weight_by_macro`] makes the same operand without one. `None` where nothing was searched, and where the operand
+    itself is kept."""
+    if not _gives_macro(weight, state):
+        return kept_weight_operand(weight, dtype, state), None
+    count_weight(weight)
+    return triton_kernels.fake_quantize_with_macro(weight.detach(), state.spec.scheme.fprop.right, dtype)
+
+
+def weight_by_macro(
+    weight: torch.Tensor, macro: torch.Tensor | None, dtype: torch.dtype, state: GemmState
+) -> torch.Tensor:
+    """[`kept_weight_operand`], by the macro bytes of an earlier use if there are any. Who calls it knows that the
+    weight is the same: one that was written since is an error of autograd's, but through ``.data``."""
+    if macro is None or not _gives_macro(weight, state):
+        return kept_weight_operand(weight, dtype, state)
+    count_weight(weight)
+    return triton_kernels.fake_quantize_by_macro(weight.detach(), macro, state.spec.scheme.fprop.right, dtype)
+
+
+def _gives_macro(weight: torch.Tensor, state: GemmState) -> bool:
+    """Whether kernels search the macro factors of this weight anew at each use."""
+    spec, scheme = state.spec, state.spec.scheme.fprop.right
+    if not isinstance(scheme, QuantScheme) or spec.rotation_size != 1 or weight.dim() != 2:
+        return False
+    if not isinstance(scheme.macro_block, int) or scheme.macro_search != "dynamic" or scheme.block_rows != 1:
+        return False
+    if scheme.rounding != "nearest" or not nothing_keeps_weights():
+        return False
+    return backends.choose_backend(weight, scheme, spec.backend) == "triton"
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 
 from ..backends.select import dequantize
 from ..numerics import MXFP4Tensor, dequantize_e4m3, quantize_e4m3
+from ..numerics.fold import FoldedOperand
 from .groups import Groups
 from .operands import input_operand, packed_input
 from .state import GemmState
@@ -28,14 +29,17 @@ class SavedRecord:
     """What the saved tensors are.
 
     Attributes:
-        form: one of [`hf_mxfp4.numerics.SAVED_FORMS`].
+        form: one of [`hf_mxfp4.numerics.SAVED_FORMS`]; ``"folded"`` along the tokens, as an FP8 product takes it; or
+            ``"input"``, the input itself, of which Wgrad takes what the forward product does.
         dtype: that the values come back in.
         layout: of codes, the [`MXFP4Tensor`] without its tensors.
+        rows: of a folded input, without padding.
     """
 
     form: str
     dtype: torch.dtype
     layout: MXFP4Tensor | None = None
+    rows: int = 0
 
 
 class SavedInput(NamedTuple):
@@ -98,7 +102,12 @@ def save_input(
 
 
 def restore_input(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:
-    """The values ``[..., K]`` that [`save_input`] saved; of a rotated operand with the columns of its padding."""
+    """The values ``[..., K]`` that [`save_input`] saved; of a rotated operand with the columns of its padding. Of a
+    folded input ``[M, K]``, but for blocks that were rounded; of one saved as it was, that."""
+    if record.form == "folded":
+        elements, scale = tensors
+        folded = FoldedOperand(elements, scale, scale.new_zeros((), dtype=torch.int32), record.rows, 128)
+        return folded.dequantize(record.dtype).t()
     if record.form == "mxfp4":
         return _unpack(tensors, record)
     if record.form == "fp8":

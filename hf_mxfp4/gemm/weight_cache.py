@@ -231,6 +231,11 @@ def step_form_in_force() -> str | None:
     return None if _step is None or _bypassed else _step.form
 
 
+def nothing_keeps_weights() -> bool:
+    """Whether each use of a weight quantizes it: outside of all contexts that trust weights."""
+    return not _bypassed and _step is None and _in_force() is None
+
+
 def copies_are_shared() -> bool:
     """Whether [`WeightCache.share`] is possible. Not for one call of `generate`: the CUDA graphs of one call would hold
     addresses that the next one has not."""

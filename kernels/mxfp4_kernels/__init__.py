@@ -4,10 +4,11 @@
 [`fake_quantize`] gives the MXFP4 values of a tensor, [`quantize`] their codes and scale bytes, each with a ``_both``
 for a matrix and its transpose from one read; [`dequantize`] gives the values of codes; [`supports`] says beforehand
 whether a dtype and scheme are covered. [`fold_e4m3`] and [`fold_e4m3_both`] give the operands of FP8 products,
-[`quantize_e4m3`] those of output gradients, [`fake_quantize_e4m3`] their values, and [`matmul_e4m3`] and
-[`matmul_mxf4`] the products. For the experts of a mixture, [`grouped_matmul`], [`grouped_matmul_packed`],
-[`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and [`grouped_sum`] compute those of all experts in
-one launch. [`linear_w4a16`] multiplies with a packed weight, and [`plan_linear_w4a16`] says how.
+[`quantize_e4m3`] those of output gradients, [`fake_quantize_e4m3`] their values, both with a ``_both`` too, and
+[`matmul_e4m3`] and [`matmul_mxf4`] the products. For the experts of a mixture, [`grouped_matmul`],
+[`grouped_matmul_packed`], [`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and [`grouped_sum`]
+compute those of all experts in one launch. [`linear_w4a16`] multiplies with a packed weight, and
+[`plan_linear_w4a16`] says how.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ if typing.TYPE_CHECKING:
 _LAZY = {
     "autotune": "common.autotune",
     "fake_quantize_e4m3": "e4m3.fp8",
+    "fake_quantize_e4m3_both": "e4m3.fp8_both",
     "fold_e4m3": "e4m3.fold",
     "fold_e4m3_both": "e4m3.fold",
     "grouped_matmul": "gemm.grouped.matmul",
@@ -51,9 +53,20 @@ _LAZY = {
     "matmul_mxf4": "gemm.matmul",
     "plan_linear_w4a16": "gemm.decode_plan",
     "quantize_e4m3": "e4m3.fp8",
+    "quantize_e4m3_both": "e4m3.fp8_both",
 }
 
-__all__ = ["dequantize", "fake_quantize", "fake_quantize_both", "quantize", "quantize_both", "supports", *_LAZY]
+__all__ = [
+    "dequantize",
+    "fake_quantize",
+    "fake_quantize_both",
+    "fake_quantize_by_macro",
+    "fake_quantize_with_macro",
+    "quantize",
+    "quantize_both",
+    "supports",
+    *_LAZY,
+]
 
 
 def __getattr__(name: str) -> typing.Any:
@@ -123,6 +136,60 @@ def fake_quantize(
 
     side = checked_side(x, x.shape[-1], rounding, seed, rotation, signs)
     return launch.fake_quantize(x, scheme, side, dtype, limit)
+
+
+def fake_quantize_with_macro(
+    x: torch.Tensor,
+    *,
+    scale_rule: str = "rceil",
+    macro_block: int = 128,
+    macro_search: str = "dynamic",
+    outlier_fallback: float | None = None,
+    dtype: torch.dtype | None = None,
+    limit: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`fake_quantize`], and the macro bytes that it found: uint8 ``[..., ceil(K/macro_block)]``, contiguous, those of
+    [`quantize`]. [`fake_quantize_by_macro`] takes them in the place of another search.
+
+    Arguments and errors as there; ``macro_block`` is a number, and the search not ``"blockwise"``.
+    """
+    scheme = _scheme(scale_rule, macro_block, macro_search, outlier_fallback, 1, "nearest")
+    _check_factors(macro_block, macro_search)
+    check_input("fake_quantize_with_macro", x, 1, dtype=dtype)
+    from .quantization import launch
+
+    return launch.fake_quantize_with_macro(x, scheme, dtype, limit)
+
+
+def fake_quantize_by_macro(
+    x: torch.Tensor,
+    macro: torch.Tensor,
+    *,
+    scale_rule: str = "rceil",
+    macro_block: int = 128,
+    outlier_fallback: float | None = None,
+    dtype: torch.dtype | None = None,
+    limit: torch.dtype | None = None,
+) -> torch.Tensor:
+    """[`fake_quantize`] with macro factors that were found before: of the same ``x`` the same bits, without a search.
+
+    Arguments and errors as there.
+
+    Args:
+        macro: bytes of [`fake_quantize_with_macro`], or of [`quantize`] of these rows.
+
+    Raises `ValueError` for bytes of another shape or layout, too.
+    """
+    scheme = _scheme(scale_rule, macro_block, "static", outlier_fallback, 1, "nearest")
+    _check_factors(macro_block, "static")
+    check_input("fake_quantize_by_macro", x, 1, dtype=dtype)
+    expected = [*x.shape[:-1], -(-x.shape[-1] // macro_block)]
+    if str(macro.dtype) != "torch.uint8" or list(macro.shape) != expected or not macro.is_contiguous():
+        raise ValueError(f"macro must be contiguous uint8 {expected}, got {macro.dtype} {list(macro.shape)}")
+    from .common.plan import PLAIN
+    from .quantization import launch
+
+    return launch.fake_quantize(x, scheme._replace(macro_search="given"), PLAIN, dtype, limit, macro)
 
 
 def fake_quantize_both(
@@ -276,6 +343,11 @@ def supports(
         or unsupported_scheme(scale_rule, macro_block, macro_search, outlier_fallback, block_rows, rounding)
         or unsupported_row(scale_rule, macro_block, macro_search, length)
     )
+
+
+def _check_factors(macro_block: object, macro_search: object) -> None:
+    if not isinstance(macro_block, int) or macro_search == "blockwise":
+        raise ValueError(f"{macro_block=}, {macro_search=} has no factors of blocks of a fixed length")
 
 
 def _scheme(*options: object) -> Scheme:

@@ -142,6 +142,7 @@ def _products(inputs: _Inputs) -> dict[str, Callable[[], Any]]:
         "fold/both reused": lambda: mxfp4_kernels.fold_e4m3_both(x, columns="reused"),
         "fold/gradient": lambda: mxfp4_kernels.quantize_e4m3(x),
         "fold/gradient columns": lambda: mxfp4_kernels.quantize_e4m3(x, axis=0),
+        "fold/gradient both": lambda: mxfp4_kernels.quantize_e4m3_both(x),
         "linear_w4a16/float32": lambda: linear({}, 2, F32),
         "linear_w4a16/odd": lambda: linear({}, 3, F16, columns=k - 24),
     }

@@ -13,7 +13,7 @@ import torch
 from ahead_of_time import compile_kernel, gpu_target
 
 from mxfp4_kernels.common import plan
-from mxfp4_kernels.common.arguments import BothLengths, Lengths, PackedPointers, RowBytes, Sides
+from mxfp4_kernels.common.arguments import BothLengths, Lengths, MacroBytes, PackedPointers, RowBytes, Sides
 from mxfp4_kernels.common.plan import PLAIN, Scheme, Side
 from mxfp4_kernels.quantization.both import quantize_both_kernel
 from mxfp4_kernels.quantization.dequantize import dequantize_kernel
@@ -54,13 +54,22 @@ VARIANTS = {
     "both default": ("fake_quantize_both", torch.bfloat16, DEFAULT, BOTH_DEFAULT, "i32", True, PLAIN, PLAIN),
     "quantize both": ("quantize_both", torch.bfloat16, Scheme("rceil", 128), BOTH, "i32", True, PLAIN, PLAIN),
     "quantize whole rows": ("quantize", torch.bfloat16, Scheme("rceil", 4096), (1, 4096), "i32", True),
+    "dynamic with bytes": (
+        "fake_quantize_with_macro",
+        torch.bfloat16,
+        Scheme("rceil", 128, "dynamic"),
+        FLAT,
+        "i32",
+        True,
+    ),
+    "by bytes": ("fake_quantize_by_macro", torch.bfloat16, Scheme("rceil", 128, "given"), FLAT, "i32", True),
     "both odd huge": ("fake_quantize_both", torch.float16, Scheme("even"), BOTH, "i64", False, PLAIN, PLAIN),
 }
 _INPUTS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*i16"}
 _OUTPUTS = _INPUTS | {torch.bfloat16: "*bf16"}
 _SMALL = ("col_tiles", "first_row", "seed_low", "seed_high", "seed_low_t", "seed_high_t")
 #: What says how long rows are, here or in the output: at least multiples of 16 where anything is.
-_LENGTHS = ("n_cols", "n_read", "n_codes", "out_cols", "out_cols_t", "x_row_stride", "x_stack_stride")
+_LENGTHS = ("n_macros", "n_cols", "n_read", "n_codes", "out_cols", "out_cols_t", "x_row_stride", "x_stack_stride")
 
 
 def compile_variant(
@@ -92,6 +101,7 @@ def compile_variant(
     signs = tuple("*fp32" if one is not None and one.signs is not None else None for one in (side, side_t))
     types = dict.fromkeys(_SMALL, "i32") | {
         "x_ptr": _INPUTS[dtype],
+        "macro": MacroBytes("*u8", size) if name.endswith("macro") else None,
         "out_ptr": _OUTPUTS[dtype],
         "out": None if both and side is None else out,
         "out_t": out,
@@ -105,7 +115,7 @@ def compile_variant(
     }
     if name == "dequantize":
         types["lengths"] = Lengths(size, None, None, RowBytes(*[size] * 3))
-    pointers = ("x_ptr", "out_ptr", "out", "out_t", "signs_ptr", "signs", *PackedPointers._fields)
+    pointers = ("pointer", "x_ptr", "out_ptr", "out", "out_t", "signs_ptr", "signs", *PackedPointers._fields)
     multiples = [*pointers, *_LENGTHS * aligned, *["n_rows"] * (aligned and both)]
     return compile_kernel(target, kernel, types, constants, plan.options(*tile, scheme_constants), multiples)
 

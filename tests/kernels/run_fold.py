@@ -20,7 +20,7 @@ from hf_mxfp4.gemm.operands import rotate_padded
 from mxfp4_kernels.e4m3 import fold
 
 
-WHAT = sys.argv[1]
+WHAT = sys.argv[1] if len(sys.argv) > 1 else "few"
 DEVICE = "cuda" if WHAT == "cuda" else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MACROS = ((None, "static"), (128, "static"), (128, "dynamic"))
@@ -115,6 +115,7 @@ def compare() -> dict:
         if plain:
             report["mismatches"] += [f"{label} {options}: {what}" for what in reused(x, row) + fp8(x)]
         report["cases"] += 1
+    report["mismatches"] += values()
     # Columns of several parts, the last of one row; rows of several tiles.
     long = data((1025, 20), torch.bfloat16, 2)
     report["mismatches"] += [f"long {what}" for what in fp8(long) + fp8(data((2, 9000), torch.float32, 1))]
@@ -132,6 +133,11 @@ def reused(x: torch.Tensor, tensor: numerics.MXFP4Tensor) -> list[str]:
     expected = numerics.fold_across(tensor)
     n_inexact = int(numerics.fold(tensor, 128).n_inexact + expected.n_inexact)
     wrong = wrong_parts(columns, expected) + wrong_parts(rows, numerics.fold(tensor, 128))
+    none, alone = mxfp4_kernels.fold_e4m3_both(
+        x.to(DEVICE), columns="reused", rows=False, scale_rule=tensor.scheme.scale_rule.value
+    )
+    wrong += [f"{part} alone" for part in wrong_parts(alone, expected)] + ["rows"] * (none is not None)
+    wrong += ["counter alone"] * (int(alone.n_inexact) != int(expected.n_inexact))
     return [f"reused {part}" for part in wrong] + ["reused counter"] * (int(rows.n_inexact) != n_inexact)
 
 
@@ -150,6 +156,44 @@ def fp8(x: torch.Tensor) -> list[str]:
         wrong += [] if ok else [f"fp8 axis {axis}"]
         values = mxfp4_kernels.fake_quantize_e4m3(matrix.to(DEVICE) if axis else x.to(DEVICE).T)
         wrong += [] if same(values, numerics.fake_quantize_e4m3(matrix)) else [f"values of fp8 axis {axis}"]
+    return wrong + (fp8_of_both(x) if x.numel() else [])
+
+
+def fp8_of_both(x: torch.Tensor) -> list[str]:
+    """Rows and columns from one matrix, with a scale for every 128 elements."""
+    wrong = []
+    folded, values = (
+        function(x.to(DEVICE)) for function in (mxfp4_kernels.quantize_e4m3_both, mxfp4_kernels.fake_quantize_e4m3_both)
+    )
+    for name, matrix, found, value in zip(("rows", "columns"), (x, x.T), folded, values, strict=True):
+        elements, byte = numerics.quantize_e4m3(matrix)
+        scale = numerics.decode_e8m0(byte).expand(-1, -(-matrix.shape[1] // 128))
+        padding = found.elements[:, matrix.shape[1] :].cpu().float()
+        ok = same(found.elements[:, : matrix.shape[1]], elements) and same(found.scale, scale)
+        ok &= found.scale.t().is_contiguous() and bool(((padding == 0) | (byte == 255)).all())
+        wrong += [] if ok else [f"fp8 of both, {name}"]
+        wrong += [] if same(value, numerics.fake_quantize_e4m3(matrix)) else [f"values of fp8 of both, {name}"]
+    return wrong
+
+
+def values() -> list[str]:
+    """MXFP4 values beside what is folded, of rows in one tile and in several."""
+    wrong = []
+    for number, (shape, dtype, group, scheme) in enumerate(
+        (
+            ((5, 270), torch.bfloat16, "row", {}),
+            ((2, 2300), torch.bfloat16, "row", {"scale_rule": "floor"}),
+            ((3, 100), torch.float16, "row", {"scale_rule": "even"}),
+            ((5, 270), torch.bfloat16, 128, {"macro_block": 128}),
+            ((9, 300), torch.float32, 128, {"macro_block": 128, "macro_search": "dynamic"}),
+        )
+    ):
+        x = data(shape, dtype, 2 * number + 1)
+        folded = mxfp4_kernels.fold_e4m3(x.to(DEVICE), group=group, values=True, **scheme)
+        tensor = numerics.quantize(x, **scheme)
+        found = wrong_parts(folded, numerics.fold(tensor, group))
+        found += ["values"] * (not same(folded.values, numerics.fake_quantize(x, **scheme)))
+        wrong += [f"with values, {shape} {dtype} {scheme}: {part}" for part in found]
     return wrong
 
 

@@ -91,6 +91,31 @@ VARIANTS = {
     ),
     "both pairs": ("fold_both", torch.bfloat16, Scheme("rceil"), fold.both_plan(), {"PAIRS": True}, "i32"),
     "both pairs mbs": ("fold_both", torch.bfloat16, MBS, fold.both_plan(), {"PAIRS": True}, "i32"),
+    "rows values": (
+        "fold_rows",
+        torch.bfloat16,
+        Scheme("rceil"),
+        fold.rows_plan(1, 4096, True, False),
+        {"values": True},
+        "i32",
+    ),
+    "groups mbs values": ("fold_groups", torch.bfloat16, MBS, fold.groups_plan(True, False), {"values": True}, "i32"),
+    "both reused pairs": (
+        "fold_both",
+        torch.bfloat16,
+        Scheme(),
+        fold.both_plan(),
+        {"REUSED": True, "PAIRS": True},
+        "i32",
+    ),
+    "across pairs": (
+        "fold_both",
+        torch.bfloat16,
+        Scheme(),
+        fold.both_plan(),
+        {"REUSED": True, "PAIRS": True, "out": None},
+        "i32",
+    ),
     "both reused": ("fold_both", torch.bfloat16, Scheme(), fold.both_plan(), {"REUSED": True}, "i32"),
 }
 
@@ -107,18 +132,22 @@ def compile_variant(target, name: str, dtype, scheme: Scheme, plan, others: dict
     strides = {"x_row_stride": size, "x_col_stride": 1} if adjacent else {"x_row_stride": 1, "x_col_stride": size}
     signs = tuple(None if side.signs is None else "*fp32" for side in sides)
     out = FoldedPointers("*i32" if constants["PAIRS"] else "*u8", "*fp32")
+    across = FoldedPointers("*u8", "*fp32") if constants["REUSED"] else out
+    out = constants.pop("out", out)
     lengths = FoldBothLengths(*[size] * 6, **strides) if name == "fold_both" else FoldLengths(*[size] * 3, **strides)
     types = dict.fromkeys(("col_tiles", *SEEDS), "i32") | {
         "x_ptr": INPUTS[dtype],
         "out": out,
-        "out_t": out,
+        "out_t": across,
+        "values_ptr": "*bf16" if constants.pop("values", False) else None,
+        "macro_ptr": "*u8" if scheme.macro_search == "dynamic" else None,
         "counter_ptr": None if constants["FP8"] else "*i32",
         "signs_ptr": signs[0],
         "signs": signs,
         "n_rows": size,
         "lengths": lengths,
     }
-    aligned = ["x_ptr", "counter_ptr", "signs_ptr", "signs", *FoldedPointers._fields]
+    aligned = ["x_ptr", "values_ptr", "macro_ptr", "counter_ptr", "signs_ptr", "signs", *FoldedPointers._fields]
     if size == "i32":
         aligned += ["n_rows", *FoldBothLengths._fields]
     return compile_kernel(target, KERNELS[name], types, constants, {**options, "enable_fp_fusion": False}, aligned)

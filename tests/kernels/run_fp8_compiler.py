@@ -12,12 +12,13 @@ from ahead_of_time import compile_kernel, gpu_target
 
 from mxfp4_kernels.common.arguments import FoldedPointers
 from mxfp4_kernels.common.plan import Scheme, scheme_constants
-from mxfp4_kernels.e4m3 import fp8, fp8_kernel
+from mxfp4_kernels.e4m3 import fp8, fp8_both, fp8_both_kernel, fp8_kernel
 from mxfp4_kernels.e4m3.fold import rows_plan
 
 
 ONE_TILE, LOOP = rows_plan(1, 4096, True, False), rows_plan(1, 14336, True, False)
 COLUMNS = ({"PARTS": 16}, fp8._OPTIONS)
+BOTH = ({"COL_PARTS": 16, "ROW_PARTS": 32}, fp8_both.OPTIONS)
 #: Name: kernel, compile-time arguments and options, elements of a thread.
 VARIANTS = {
     "rows": ("fake_rows", *ONE_TILE),
@@ -25,6 +26,9 @@ VARIANTS = {
     "maxima": ("column_maxima", {}, fp8._OPTIONS),
     "values of columns": ("fake_columns", *COLUMNS),
     "columns": ("columns", *COLUMNS),
+    "bytes": ("scale_bytes", {}, fp8_both.MAXIMA_OPTIONS),
+    "both": ("elements_both", *BOTH),
+    "values of both": ("values_both", *BOTH),
 }
 
 
@@ -33,14 +37,19 @@ def compile_variant(backend: str, arch: str, name: str, constants: dict, options
     types = {
         "x_ptr": "*i16",
         "out_ptr": "*bf16",
+        "out_t_ptr": "*bf16",
         "out": FoldedPointers("*u8", "*fp32"),
+        "out_t": FoldedPointers("*u8", "*fp32"),
         "maxima_ptr": "*i32",
-        **dict.fromkeys(("n_rows", "n_cols", "padded_rows", "row_stride", "part_steps", "n_parts", "col_tiles"), "i32"),
+        **dict.fromkeys(("of_rows_ptr", "of_columns_ptr"), "*u8"),
+        **dict.fromkeys(("n_rows", "n_cols", "padded_rows", "padded_cols", "row_stride", "part_steps"), "i32"),
+        **dict.fromkeys(("n_parts", "n_col_parts", "n_row_parts", "col_tiles"), "i32"),
     }
     scheme = scheme_constants(torch.bfloat16, Scheme(), native=native)._replace(INTERPRETED=False)
     constants = {**constants, "STEPS": 0, "SCHEME": scheme}
-    aligned = ("x_ptr", "out_ptr", "maxima_ptr", "n_cols", "row_stride", "padded_rows", *FoldedPointers._fields)
-    kernel = getattr(fp8_kernel, f"{name}_kernel")
+    aligned = ("x_ptr", "out_ptr", "out_t_ptr", "maxima_ptr", "of_rows_ptr", "of_columns_ptr", *FoldedPointers._fields)
+    aligned += ("n_cols", "row_stride", "padded_rows", "padded_cols")
+    kernel = getattr(fp8_both_kernel if hasattr(fp8_both_kernel, f"{name}_kernel") else fp8_kernel, f"{name}_kernel")
     options = {**options, "enable_fp_fusion": False}
     return compile_kernel(gpu_target(backend, arch), kernel, types, constants, options, aligned)
 

@@ -7,12 +7,14 @@ TRITON_INTERPRET=1 python run_pairs.py all      every magnitude as the largest o
 python run_pairs.py all cuda                    compiled, on a GPU
 """
 
+import itertools
 import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
 
 import torch
+from run_fold import data
 from run_interpreted import adversarial_rows
 from run_quantize import PARTS, same
 
@@ -86,7 +88,32 @@ def compare() -> dict:
         wrong = [part for part in PARTS if not same(getattr(found, part), getattr(expected, part))]
         mismatches += [f"{label}, {options}: {part}" for part in wrong]
         report.update(cases=1, elements=x.numel(), nan_blocks=int((expected.scale == 255).sum()))
-    return {"mismatches": mismatches, **report}
+    found = both(launch)
+    return {"mismatches": mismatches + found.pop("mismatches"), **report, **found}
+
+
+def both(launch) -> dict:
+    """Rows and columns of a matrix, and columns alone."""
+    report = {"mismatches": [], "pairs_of_both": 0}
+    run = launch._launch_pairs_both
+
+    def counted(*arguments):
+        report["pairs_of_both"] += 1
+        run(*arguments)
+
+    launch._launch_pairs_both = counted
+    schemes = [("rceil", None), ("floor", None), ("rceil", 128), ("even", 128)]
+    shapes = [(128, 128), (256, 384), (32, 160), (40, 128)]
+    for number, (shape, (rule, macro)) in enumerate(itertools.product(shapes, schemes)):
+        x = data(shape, torch.bfloat16, number)
+        options = {"scale_rule": rule, "macro_block": macro}
+        rows, columns = (numerics.quantize(side.contiguous(), **options) for side in (x, x.t()))
+        pairs = zip(mxfp4_kernels.quantize_both(x.to(DEVICE), **options), (rows, columns), strict=True)
+        alone = mxfp4_kernels.quantize(x.to(DEVICE).t(), **options), columns
+        for name, (found, expected) in zip(("rows", "columns", "columns alone"), (*pairs, alone), strict=True):
+            wrong = [part for part in PARTS if not same(getattr(found, part), getattr(expected, part))]
+            report["mismatches"] += [f"{name} of {shape}, {rule}, {macro}: {part}" for part in wrong]
+    return report
 
 
 if __name__ == "__main__":

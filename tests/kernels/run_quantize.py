@@ -178,7 +178,7 @@ def compare(cases: Iterator[tuple[str, torch.Tensor, QuantScheme]]) -> dict:
 def package() -> dict:
     """Results of layers and functions by name: whether they are those of backend="eager", and kernel launches."""
     launches = Counter()
-    for name in ("fake_quantize", "fake_quantize_e4m3", "quantize", "dequantize"):
+    for name in ("fake_quantize", "fake_quantize_e4m3", "fake_quantize_e4m3_both", "quantize", "dequantize"):
         setattr(mxfp4_kernels, name, counted(getattr(mxfp4_kernels, name), name, launches))
 
     def both(compute: Callable[[str], list[torch.Tensor]]) -> dict:

@@ -16,7 +16,7 @@ FEW_HIP = ("quantize odd huge", "rotated far")
 #: Fused multiply-adds written out in the kernel, per element: two for each rounding to the grid.
 FMA_PER_PASS = 2
 ELEMENTS_PER_THREAD = 16
-VARIANTS = 28
+VARIANTS = 30
 #: Those that divide nothing.
 NO_DIVISION = (
     "plain",

@@ -43,6 +43,7 @@ def test_interpreted_folding_equals_eager_bit_for_bit(run_script, what, cases):
         ("fold_e4m3_both", torch.ones(2, 2), {"columns": "rows"}, ValueError, "columns='rows'"),
         ("fold_e4m3_both", torch.ones(2, 2), {"columns": "reused", "macro_block": 128}, ValueError, "macro_block=None"),
         ("fold_e4m3_both", torch.ones(2, 2), {"columns": "reused", "rotation": (16, None)}, ValueError, "rotation="),
+        ("fold_e4m3_both", torch.ones(2, 2), {"rows": False}, ValueError, "needs columns='reused'"),
         ("fold_e4m3_both", torch.ones(2, 2), {"rotation": (None, 8)}, ValueError, "rotation=8"),
         ("fold_e4m3_both", torch.ones(2, 2), {"seed": (None, 1)}, ValueError, "seed has no effect"),
         ("fold_e4m3", torch.ones(2, 2), {"rounding": "stochastic"}, TypeError, "needs an integer"),
@@ -74,13 +75,14 @@ def test_rows_stay_in_registers_where_little_is_padding():
 
 #: Kernels whose rows of elements are adjacent and aligned: 16 bytes at a time, in and out.
 WIDE = ("groups", "groups mbs", "rows 4096", "rows 8192", "rows 14336", "fp8", "both", "both mbs", "both reused")
-WIDE += ("groups pairs", "groups pairs mbs", "both pairs", "both pairs mbs")
+WIDE += ("groups pairs", "groups pairs mbs", "both pairs", "both pairs mbs", "both reused pairs")
 
 
 #: On sm_90, registers of a thread and instructions of the kernel, with a little room: more of either cost bandwidth.
 MOST_REGISTERS = {
     "groups": (48, 420),
     "rows 4096": (48, 380),
+    "rows values": (64, 560),
     "fp8": (40, 180),
     "both": (104, 1750),
     "groups pairs": (40, 370),
@@ -88,6 +90,8 @@ MOST_REGISTERS = {
     "columns pairs": (40, 545),
     "both pairs": (88, 1160),
     "both pairs mbs": (96, 1400),
+    "both reused pairs": (104, 1165),
+    "across pairs": (104, 860),
 }
 #: And those of the integer unit, where two elements are computed at once: without it "groups" has 213, "both" 935.
 MOST_INTEGERS = {
@@ -96,17 +100,22 @@ MOST_INTEGERS = {
     "columns pairs": 280,
     "both pairs": 650,
     "both pairs mbs": 800,
+    "both reused pairs": 660,
+    "across pairs": 500,
 }
 
 
+#: Those with correctly rounded divisions, of scales by macro factors.
+DIVIDING = ("groups mbs", "groups mbs values", "groups mse dynamic", "columns odd huge", "both mbs")
+
 #: Those that every run compiles; `make test-all` compiles all, for all targets.
-FEW = ("groups mbs", "rows 4096", "both pairs mbs")
+FEW = ("groups mbs", "rows values", "both pairs mbs", "across pairs")
 
 
 @pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "90", "80", "120"))
 def test_cuda(run_script, arch, names):
     report = run_script("run_fold_compiler.py", "cuda", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 21)
+    assert len(report) == (len(names) or 25)
     for name, asm in report.items():
         # One reciprocal, which is corrected or need not be exact.
         ptx = asm["ptx"].replace("rcp.approx.ftz.f32", "")
@@ -129,7 +138,7 @@ def test_cuda(run_script, arch, names):
             assert registers <= most * spare and instructions <= longest * spare, name
         if arch == "90" and name in MOST_INTEGERS:
             assert integer_instructions(asm["sass"]) <= MOST_INTEGERS[name], name
-        assert ("div.rn.f32" in ptx) == (name in ("groups mbs", "groups mse dynamic", "columns odd huge", "both mbs"))
+        assert ("div.rn.f32" in ptx) == (name in DIVIDING), name
 
 
 #: Of those of FP8 with a power of two per row, on sm_90: registers of a thread, and instructions.
@@ -139,18 +148,21 @@ MOST_OF_FP8 = {
     "maxima": (80, 410),
     "values of columns": (96, 1120),
     "columns": (72, 690),
+    "bytes": (80, 510),
+    "both": (112, 740),
+    "values of both": (112, 1230),
 }
 
 
-@pytest.mark.parametrize(("arch", "names"), few_variants(("rows", "maxima"), "90", "80", "100", "120"))
+@pytest.mark.parametrize(("arch", "names"), few_variants(("rows", "bytes", "both"), "90", "80", "100", "120"))
 def test_fp8_cuda(run_script, arch, names):
     report = run_script("run_fp8_compiler.py", "cuda", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 5)
+    assert len(report) == (len(names) or 8)
     for name, asm in report.items():
         assert ".ftz" not in asm["ptx"] and ".approx" not in asm["ptx"] and "div.rn" not in asm["ptx"], name
         assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
         assert "ld.global.v4.b32" in asm["ptx"], name
-        assert name == "maxima" or "st.global.v4.b32" in asm["ptx"], name
+        assert name in ("maxima", "bytes") or "st.global.v4.b32" in asm["ptx"], name
         if arch == "90":
             registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
             found = registers, instructions(asm["sass"]).total()

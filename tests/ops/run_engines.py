@@ -12,7 +12,8 @@ import sys
 import torch
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.gemm import gemm_kernel_counts, reset_gemm_kernel_counts
+from hf_mxfp4.gemm import gemm_kernel_counts, linear, reset_gemm_kernel_counts
+from hf_mxfp4.gemm.tensor_cores import fast
 from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.numerics import FP8
 
@@ -28,6 +29,7 @@ CONFIGS = {
     "w4a4g4": {"preset": "w4a4g4", **NO_FALLBACK},
     "w4a4g4 plain": {"preset": "w4a4g4", "saved_activations": "fp8", "scale_rule": "even", **PLAIN},
     "w4a4g8 plain": {"preset": "w4a4g8", **PLAIN},
+    "w4a4g8 plain, no bias": {"preset": "w4a4g8", **PLAIN},
     "w4a4g8": {"preset": "w4a4g8", **NO_FALLBACK},
     "paper_b": {"preset": "paper_b"},
     "random": {
@@ -51,12 +53,15 @@ IN, OUT, ROWS = (70, 20, 37) if DEVICE == "cpu" else (2048, 1536, 777)
 
 def results(engine: str, dtype: torch.dtype, options: dict) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    layer = MXFP4Linear(IN, OUT, dtype=torch.float32, config=MXFP4RLConfig(engine=engine, **options))
+    bias = options is not CONFIGS["w4a4g8 plain, no bias"]
+    layer = MXFP4Linear(IN, OUT, bias, dtype=torch.float32, config=MXFP4RLConfig(engine=engine, **options))
     x, grad = torch.randn(2, ROWS, IN), torch.randn(2, ROWS, OUT) * 1e-3
     layer, x, grad = layer.to(DEVICE, dtype), x.to(DEVICE, dtype).requires_grad_(), grad.to(DEVICE, dtype)
     out = layer(x)
     out.backward(grad)
-    found = {"out": out, "x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+    found = {"out": out, "x": x.grad, "weight": layer.weight.grad}
+    if bias:
+        found["bias"] = layer.bias.grad
     return {name: value.detach().double() for name, value in found.items()}
 
 
@@ -87,6 +92,34 @@ def compare() -> dict:
                     "inexact": counts["inexact_blocks"],
                     "fp8 operands": has_fp8_operands(options),
                 }
+    return report
+
+
+def saved_for_wgrad() -> dict[str, list[str]]:
+    """The forms in which layers save an input for an FP8 product, and what of their results is not, to the bit, what it
+    is when its quantized values are saved; last, of the gradient of the weight when its product is a dense one after
+    all, in a layer of the dense engine."""
+    report = {}
+    ways = linear._saved_operand, fast.gradients
+    for name in ("w4a4g8 plain", "w4a4g8 plain, no bias", "random reuse"):
+        forms, options = [], CONFIGS[name]
+
+        def noted(*arguments, _forms=forms):
+            found = ways[0](*arguments)
+            _forms.append("values" if found[1] is None else found[1].record.form)
+            return found
+
+        linear._saved_operand = noted
+        found = results("fp8", torch.bfloat16, options)
+        fast.gradients = lambda *_: (None, None)
+        late = results("fp8", torch.bfloat16, options)["weight"]
+        fast.gradients = ways[1]
+        linear._saved_operand = lambda *_: (None, None)
+        plain = results("fp8", torch.bfloat16, options)
+        linear._saved_operand = ways[0]
+        wrong = [part for part in plain if not torch.equal(found[part], plain[part])]
+        wrong += ["dense"] * (not torch.equal(late, results("dense", torch.bfloat16, options)["weight"]))
+        report[name] = [*forms, *wrong]
     return report
 
 
@@ -131,4 +164,6 @@ def outliers() -> list[int | bool]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"layers": compare(), "folds": weights_are_folded_once(), "outliers": outliers()}))
+    saved = saved_for_wgrad() if DEVICE == "cpu" else None
+    found = {"layers": compare(), "folds": weights_are_folded_once(), "outliers": outliers(), "saved": saved}
+    print(json.dumps(found))

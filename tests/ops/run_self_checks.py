@@ -25,6 +25,11 @@ BROKEN = {
     "fake_quantize": "quantize",
     "quantize": "quantize",
     "fake_quantize_both": "quantize",
+    "quantize_both": "quantize",
+    "fake_quantize_with_macro": "quantize",
+    "fake_quantize_by_macro": "quantize",
+    "fake_quantize_e4m3": "quantize",
+    "fake_quantize_e4m3_both": "quantize",
     "dequantize": "dequantize",
     "linear_w4a16": "decode",
     "grouped_matmul": "experts",
@@ -34,6 +39,7 @@ BROKEN = {
     "fold_e4m3": "folds",
     "fold_e4m3_both": "folds",
     "quantize_e4m3": "folds",
+    "quantize_e4m3_both": "folds",
     "matmul_e4m3": "fp8 products",
     "multiply": "fp8 products of torch",
     "grouped_matmul_e4m3": "fp8 products of experts",
@@ -49,6 +55,7 @@ def broken(function: Callable) -> Callable:
         found = function(*arguments, **options)
         last = found[-1] if isinstance(found, tuple) and not hasattr(found, "_fields") else found
         values = last if isinstance(last, torch.Tensor) else last[0]
+        values = values if values.is_contiguous() else values.t()
         if values.element_size() == 1:
             values.view(torch.uint8).view(-1)[-1] ^= 1
         else:

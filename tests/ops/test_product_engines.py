@@ -132,6 +132,7 @@ EXPECTED = {
     ("w4a4g4", "fp8"): ["fp8", "fp8", "fp8"],
     ("w4a4g4 plain", "fp8"): ["fp8", "fp8", "fp8"],
     ("w4a4g8 plain", "fp8"): ["fp8", "fp8", "fp8"],
+    ("w4a4g8 plain, no bias", "fp8"): ["fp8", "fp8", "fp8"],
     ("w4a4g8", "fp8"): ["fp8", "dense", "dense"],
     ("paper_b", "fp8"): ["fp8", "fp8", "fp8"],
     ("random", "fp8"): ["fp8", "fp8", "fp8"],
@@ -143,6 +144,7 @@ EXPECTED = {
     ("w4a4g4", "mxfp4"): ["mxfp4", "mxfp4", "mxfp4"],
     ("w4a4g4 plain", "mxfp4"): ["mxfp4", "mxfp4", "mxfp4"],
     ("w4a4g8 plain", "mxfp4"): ["mxfp4", "dense", "dense"],
+    ("w4a4g8 plain, no bias", "mxfp4"): ["mxfp4", "dense", "dense"],
     ("w4a4g8", "mxfp4"): ["mxfp4", "dense", "dense"],
     ("paper_b", "mxfp4"): ["mxfp4", "mxfp4", "mxfp4"],
     ("random", "mxfp4"): ["mxfp4", "mxfp4", "dense"],
@@ -158,7 +160,7 @@ def test_all_engines_train_alike(run_script, what):
     assert len(report["layers"]) == len(EXPECTED) * (1 if what == "few" else 2)
     found = {}
     for label, layer in report["layers"].items():
-        name, engine, dtype = label.split(", ")
+        name, engine, dtype = label.rsplit(", ", 2)
         found[name, engine] = layer["engines"]
         # Sums in float32 of exact products; in bfloat16 dense operands are rounded once more, and so is the output.
         bound = 2e-6 if dtype == "float32" else 2.0**-7
@@ -170,3 +172,9 @@ def test_all_engines_train_alike(run_script, what):
     # The weight once in the context (and again when it changed), the input each time.
     assert report["folds"] == [2, 5]
     assert report["outliers"] == [3, True]
+    # Each layer is run twice.
+    assert report["saved"] == {
+        "w4a4g8 plain": ["input"] * 2,
+        "w4a4g8 plain, no bias": ["folded"] * 2,
+        "random reuse": ["values"] * 2,
+    }

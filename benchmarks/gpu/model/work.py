@@ -131,6 +131,11 @@ def _pairs(launch: Launch, at: Arguments, _: float) -> Work:
     return _plain(launch, at, 32 * at["n_blocks"], ())
 
 
+def _pairs_both(launch: Launch, at: Arguments, _: float) -> Work:
+    strips = 128 // at["STRIP"]
+    return _plain(launch, at, at["x_ptr"].numel(), (strips, strips) if at["BY_ROWS"] else ())
+
+
 def _fp8_rows(launch: Launch, at: Arguments, _: float) -> Work:
     steps = math.ceil(at["n_cols"] / at["COLS"])
     return _plain(launch, at, at["x_ptr"].numel(), () if at["ONE_TILE"] else _once(steps, steps))
@@ -200,12 +205,14 @@ _RULES: dict[str, Callable[[Launch, Arguments, float], Work]] = {
     "quantize_kernel": _rows,
     "quantize_both_kernel": _both,
     "quantize_pairs_kernel": _pairs,
+    "quantize_pairs_both_kernel": _pairs_both,
     "dequantize_kernel": _dequantize,
     "fold_groups_kernel": _fold_groups,
     "fold_rows_kernel": _fold_rows,
     "fold_both_kernel": _fold_both,
     "fake_rows_kernel": _fp8_rows,
     "column_maxima_kernel": _column_maxima,
+    "scale_bytes_kernel": _column_maxima,
     "linear_kernel": _decode,
     "grouped_packed_kernel": _grouped_packed,
     "matmul_e4m3_kernel": _matmul_e4m3,

@@ -43,6 +43,8 @@ def check_folds(device: torch.device) -> str | None:
 
 
 def _quantized(device: torch.device) -> Iterator[Pair]:
+    import mxfp4_kernels
+
     # Whole blocks, which are cut into long tiles, and rows with a rest.
     for number, (scheme, dtype, n_cols) in enumerate(
         (
@@ -56,15 +58,35 @@ def _quantized(device: torch.device) -> Iterator[Pair]:
         x = of_all_sizes(number, few(33, 5, device), n_cols, dtype)
         yield f"values ({scheme})", kernels.fake_quantize(x.to(device), scheme), numerics.apply_scheme(x, scheme)
         yield from _packed_parts(x, device, scheme, False)
+        if scheme.macro_search == "dynamic":
+            there, values = x.to(device), numerics.apply_scheme(x, scheme)
+            expected = numerics.quantize(x, **vars(scheme), axis=1).macro
+            found, macro = kernels.fake_quantize_with_macro(there, scheme, dtype)
+            yield "values beside macro bytes", found, values
+            yield "macro bytes beside values", macro, expected
+            found = kernels.fake_quantize_by_macro(there, expected.to(device), scheme, dtype)
+            yield "values by macro bytes", found, values
     x, rounded = of_all_sizes(3, few(130, 40, device), 200), QuantScheme("rceil", 128, rounding="stochastic")
     none = (None, None)
     rows, columns = kernels.fake_quantize_both(x.to(device), (_MACRO, rounded), (None, 7), none, none, x.dtype)
     yield "values along rows", rows, numerics.apply_scheme(x, _MACRO)
     yield "values along columns", columns, numerics.apply_scheme(x.t().contiguous(), rounded, seed=7)
+    x = of_all_sizes(9, few(160, 64, device), few(288, 32, device))
+    parts = mxfp4_kernels.quantize_both(x.to(device))
+    for name, found, matrix in zip(("rows", "columns"), parts, (x, x.t().contiguous()), strict=True):
+        expected = numerics.quantize(matrix, axis=1)
+        yield f"codes along {name}", found.codes, expected.codes
+        yield f"scales along {name}", found.scale, expected.scale
     x = normal(4, 9, 192)
     turned = numerics.rotate(x.float(), 32)
     values = kernels.fake_quantize_rotated(x.to(device), _PLAIN, None, 32, None, torch.float32)
     yield "rotated values", values, numerics.apply_scheme(turned, _PLAIN)
+    x = of_all_sizes(8, few(140, 9, device), few(300, 40, device))
+    there = x.to(device)
+    yield "E4M3 values", kernels.fake_quantize_e4m3(there), numerics.fake_quantize_e4m3(x)
+    rows, columns = kernels.fake_quantize_e4m3_both(there)
+    yield "E4M3 values along rows", rows, numerics.fake_quantize_e4m3(x)
+    yield "E4M3 values along columns", columns, numerics.fake_quantize_e4m3(x.t())
 
 
 def _packed_parts(x: torch.Tensor, device: torch.device, scheme: QuantScheme, converts: bool) -> Iterator[Pair]:
@@ -114,6 +136,12 @@ def _folded(device: torch.device) -> Iterator[Pair]:
     folded = mxfp4_kernels.quantize_e4m3(x.to(device))
     yield "E4M3 elements", folded.elements.view(torch.uint8), F.pad(elements.view(torch.uint8), (0, 84))
     yield "their scales", folded.scale, numerics.decode_e8m0(byte)
+    both = mxfp4_kernels.quantize_e4m3_both(x.to(device))
+    for name, matrix, folded in zip(("rows", "columns"), (x, x.t()), both, strict=True):
+        elements, byte = numerics.quantize_e4m3(matrix)
+        padded = F.pad(elements.view(torch.uint8), (0, -matrix.shape[1] % 128))
+        yield f"E4M3 elements of both, {name}", folded.elements.view(torch.uint8), padded
+        yield f"their scales, {name}", folded.scale, numerics.decode_e8m0(byte).expand_as(folded.scale)
 
 
 def _parts(name: str, found, expected: numerics.FoldedOperand) -> Iterator[Pair]:

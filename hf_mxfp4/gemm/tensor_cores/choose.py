@@ -21,6 +21,15 @@ def kernel_of_product(
     gemm: str, spec: GemmSpec, *operands: torch.Tensor, dtype: torch.dtype, experts: bool = False
 ) -> str:
     """The name of the kernel for these operands of a product, with an output of ``dtype``. It is counted."""
+    name = expected_kernel(gemm, spec, *operands, dtype=dtype, experts=experts)
+    count_product(gemm, name)
+    return name
+
+
+def expected_kernel(
+    gemm: str, spec: GemmSpec, *operands: torch.Tensor, dtype: torch.dtype, experts: bool = False
+) -> str:
+    """What [`kernel_of_product`] will name, of a product that is still to come."""
     device = operands[0].device
     kernel = select_kernel(gemm, spec.scheme, hardware_of(device), dtype, spec.gemm_kernel, experts)
     name = kernel.name
@@ -28,7 +37,6 @@ def kernel_of_product(
         name = "dense"
     if name != "dense" and spec.gemm_kernel == "auto":
         name = checked(kernel, device, experts).name
-    count_product(gemm, name)
     return name
 
 

@@ -4,31 +4,76 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...backends import scaled_mm, self_check
-from ...numerics import FP8, GEMM_OPERANDS, REUSE, GemmScheme, OperandScheme, QuantScheme
+from ...numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, LinearScheme, OperandScheme, QuantScheme
 from ..counts import count_weight
 from ..operands import operand_seed, rotation_signs
+from ..saved import SavedInput, SavedRecord, SavedTensors
 from ..state import GemmState
 from .select import inexact_counter
 
 
+#: Elements that share a scale.
+_GROUP = 128
+
+
+class Operand(NamedTuple):
+    """``elements [..., C]`` in E4M3 and their float32 ``scale``, ``[..., 1]`` or ``[..., C/128]``."""
+
+    elements: torch.Tensor
+    scale: torch.Tensor
+
+
 def forward(
-    kernel: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, state: GemmState
-) -> torch.Tensor:
-    """``Q(x) Q(W)^T + b``, ``[..., N]``, of ``x [..., K]`` and the master weight ``[N, K]``."""
-    whole = whole_rows(state.spec.scheme.fprop)
-    left = quantized(kernel, x.reshape(-1, x.shape[-1]), "fprop", "x", state, whole)
+    kernel: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    state: GemmState,
+    left: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``Q(x) Q(W)^T + b``, ``[..., N]``, of ``x [..., K]`` and the master weight ``[N, K]``, and the weight's macro
+    bytes where a dynamic search found some; ``left`` is the operand that has been made of ``x``, if it has."""
+    whole = whole_rows(state.spec.scheme, bias is not None)
+    if left is None:
+        left = quantized(kernel, x.reshape(-1, x.shape[-1]), "fprop", "x", state, whole)
 
     def fold() -> Any:
         count_weight(weight)
         return quantized(kernel, weight.detach(), "fprop", "weight", state, whole)
 
     right = state.folded.get(weight, weight.dtype, fold)
-    return multiply(kernel, left, right, dtype, bias).view(*x.shape[:-1], weight.shape[0])
+    out = multiply(kernel, left, right, dtype, bias).view(*x.shape[:-1], weight.shape[0])
+    return out, right.macro if state.spec.scheme.fprop.right.macro_search == "dynamic" else None
+
+
+def fold_input(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> tuple[Any, SavedInput]:
+    """The operands of an input ``[..., K]`` in the forward product and in Wgrad, which takes the same values along the
+    tokens, from one read of it: the first, and the second as it is saved until then."""
+    rows, columns = _reused(x.reshape(-1, x.shape[-1]), "x", state)
+    record = SavedRecord("folded", dtype, rows=columns.length)
+    return rows, SavedInput(None, (columns.elements, columns.scale), record)
+
+
+def input_with_values(x: torch.Tensor, has_bias: bool, state: GemmState) -> tuple[Any, torch.Tensor]:
+    """The operand of an input ``[..., K]`` in a forward product on FP8 tensor cores, and its quantized values, from one
+    read of it."""
+    import mxfp4_kernels
+
+    precision = state.spec.scheme.fprop.left
+    folded = mxfp4_kernels.fold_e4m3(
+        x,
+        group="row" if whole_rows(state.spec.scheme, has_bias) else _GROUP,
+        counter=inexact_counter(x.device),
+        values=True,
+        **scheme_options(precision),
+    )
+    return folded, folded.values
 
 
 def gradients(
@@ -38,6 +83,7 @@ def gradients(
     state: GemmState,
     dgrad: str,
     wgrad: str,
+    folded: SavedTensors | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``dx [M, K]`` and ``dW [N, K]``, `None` for one whose kernel is ``"dense"``.
 
@@ -46,6 +92,7 @@ def gradients(
         weight: the master weight ``[N, K]`` as it is now.
         saved: gives what was saved of the input, ``[M, K]``.
         dgrad, wgrad: the kernels of both.
+        folded: what [`fold_input`] saved, if it has.
     """
     by_row, by_column = _grad_operands(grad, dgrad, wgrad, state)
     grad_x = grad_weight = None
@@ -54,7 +101,7 @@ def gradients(
         right = quantized_across(dgrad, weight.detach(), "dgrad", "weight", state)
         grad_x = multiply(dgrad, by_row, right, grad.dtype)
     if by_column is not None:
-        right = quantized_across(wgrad, saved(), "wgrad", "x", state)
+        right = Operand(*folded) if folded else quantized_across(wgrad, saved(), "wgrad", "x", state)
         grad_weight = multiply(wgrad, by_column, right, grad.dtype)
     return grad_x, grad_weight
 
@@ -64,6 +111,8 @@ def _grad_operands(grad: torch.Tensor, dgrad: str, wgrad: str, state: GemmState)
     import mxfp4_kernels
 
     left, right = state.spec.scheme.dgrad.left, state.spec.scheme.wgrad.left
+    if dgrad == wgrad == "fp8" and left is right is FP8:
+        return mxfp4_kernels.quantize_e4m3_both(grad)
     if dgrad == wgrad != "dense" and FP8 not in (left, right):
         if replace(left, rounding="nearest") == replace(right, rounding="nearest"):
             pairs = both_directions(grad, state)
@@ -87,21 +136,27 @@ def quantized(
 def quantized_across(kernel: str, matrix: torch.Tensor, gemm: str, name: str, state: GemmState) -> Any:
     """The second operand of a gradient: ``matrix`` along its columns, quantized there or, of an operand that is reused,
     along the rows as in the forward product. (Quantizing its values again changes none.)"""
+    if _precision(getattr(state.spec.scheme, gemm), gemm, name) is not REUSE:
+        return quantized(kernel, matrix, gemm, name, state, axis=0)
+    return _reused(matrix, name, state, rows=False)[1]
+
+
+def _reused(matrix: torch.Tensor, name: str, state: GemmState, rows: bool = True) -> tuple[Any, Any]:
+    """``matrix`` quantized as in the forward product, folded along its rows (if these are wanted), and along its
+    columns."""
     import mxfp4_kernels
 
-    scheme = state.spec.scheme
-    if _precision(getattr(scheme, gemm), gemm, name) is not REUSE:
-        return quantized(kernel, matrix, gemm, name, state, axis=0)
-    precision = _precision(scheme.fprop, "fprop", name)
+    precision = _precision(state.spec.scheme.fprop, "fprop", name)
     seed = operand_seed(precision, "fprop", name, state.rngs[0])
     return mxfp4_kernels.fold_e4m3_both(
         matrix,
         columns="reused",
+        rows=rows,
         rounding=(precision.rounding, "nearest"),
         seed=(seed, None),
         counter=inexact_counter(matrix.device),
         **scheme_options(precision, tiles=False),
-    )[1]
+    )
 
 
 def both_directions(grad: torch.Tensor, state: GemmState) -> dict[str, tuple[Any, Any]]:
@@ -125,9 +180,18 @@ def _direction(gemm: str, name: str, matrix: torch.Tensor, state: GemmState, axi
     }
 
 
-def whole_rows(product: GemmScheme) -> bool:
-    """Whether a scale per row will do, so that sums of whole rows need no scale but one at their end."""
-    return all(isinstance(side, QuantScheme) and side.macro_block is None for side in (product.left, product.right))
+def whole_rows(scheme: LinearScheme, has_bias: bool = False) -> bool:
+    """Whether a scale per row will do in the forward product, so that sums of whole rows need no scale but one at their
+    end. Not where an input is folded along the tokens at the same time, in tiles; see [`folds_input`]."""
+    sides = scheme.fprop.left, scheme.fprop.right
+    plain = all(isinstance(side, QuantScheme) and side.macro_block is None for side in sides)
+    return plain and not folds_input(scheme, has_bias)
+
+
+def folds_input(scheme: LinearScheme, has_bias: bool) -> bool:
+    """Whether an input is folded for the forward product and for Wgrad at once ([`fold_input`]) where both are FP8
+    products. Not with a bias, which PyTorch's product adds to sums of whole rows alone."""
+    return scheme.wgrad.right is REUSE and scheme.wgrad.left is not FULL and not has_bias
 
 
 def _precision(product: GemmScheme, gemm: str, name: str) -> OperandScheme:
@@ -152,7 +216,7 @@ def operand(
         rows = matrix if axis == 1 else matrix.t()
         return mxfp4_kernels.quantize(rows, **direction, **scheme_options(precision))
     counter = inexact_counter(matrix.device)
-    group = "row" if whole else 128
+    group = "row" if whole else _GROUP
     return mxfp4_kernels.fold_e4m3(
         matrix, group=group, axis=axis, counter=counter, **direction, **scheme_options(precision)
     )

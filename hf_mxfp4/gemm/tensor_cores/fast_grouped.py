@@ -6,7 +6,7 @@ other, each expert's padded to whole groups, so that no group belongs to two.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +16,13 @@ from ..counts import count_weight
 from ..groups import Groups, PaddedRows
 from ..operands import rows_first
 from ..state import GemmState
-from .fast import both_directions, quantized, quantized_across, scheme_options
+from .fast import Operand, both_directions, quantized, quantized_across, scheme_options
 from .select import inexact_counter
 
 
 #: Elements that share a scale.
 _GROUP = 128
 _BLOCK = 32
-
-
-class Operand(NamedTuple):
-    """``elements [..., C]`` in E4M3 and their float32 ``scale``, ``[..., 1]`` or ``[..., C/128]``."""
-
-    elements: torch.Tensor
-    scale: torch.Tensor
 
 
 def forward(

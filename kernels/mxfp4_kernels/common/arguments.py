@@ -147,6 +147,13 @@ class Partial(NamedTuple):
     arrived: Any
 
 
+class MacroBytes(NamedTuple):
+    """Where the macro bytes of a matrix are, or go, and how many a row has."""
+
+    pointer: Any
+    n_macros: Any
+
+
 class RowBytes(NamedTuple):
     """Bytes of codes, scales and macro factors in a row."""
 

@@ -34,6 +34,8 @@ NO_MACRO = tl.constexpr(0)
 STATIC = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
 BLOCKWISE = tl.constexpr(3)
+#: It was found before, and is read.
+GIVEN = tl.constexpr(4)
 
 _NAN_BITS = tl.constexpr(0x7FC00000)
 # 2**-127, the value of scale byte 0: a float32 subnormal.

@@ -8,6 +8,7 @@ from .blocks import (
     BLOCKWISE,
     EXPONENT_FIELD,
     FAST_DIVISION_BITS,
+    GIVEN,
     LARGEST_FLOAT,
     MAGNITUDE_FIELD,
     NO_MACRO,
@@ -111,10 +112,10 @@ def _static_bytes(macro_bits, BF16: tl.constexpr):
 
 
 @triton.jit
-def apply_macro(x, SCHEME: tl.constexpr, BF16: tl.constexpr = False):
+def apply_macro(x, SCHEME: tl.constexpr, BF16: tl.constexpr = False, given=0):
     """The values to quantize, the bits of their block maxima, the factor in them (of macro blocks; of blocks when
     ``BLOCKWISE``) and the macro bytes. Without macro blocks the last two mean nothing. ``BF16`` promises that ``x`` is
-    bfloat16, not rotated."""
+    bfloat16, not rotated; ``given`` are the macro bytes of the search `GIVEN`."""
     amax_bits = max_bits(x, SCHEME.TILES, SCHEME.NATIVE)
     macro_bits = tl.max(amax_bits, axis=2, keep_dims=True)
     m8 = tl.zeros_like(macro_bits)
@@ -132,6 +133,8 @@ def apply_macro(x, SCHEME: tl.constexpr, BF16: tl.constexpr = False):
     elif SCHEME.SEARCH != NO_MACRO:
         if SCHEME.SEARCH == STATIC:
             m8 = _static_bytes(macro_bits, BF16)
+        elif SCHEME.SEARCH == GIVEN:
+            m8 = given
         else:
             m8 = _search_macro(x, amax_bits, macro_bits, SCHEME)
         m8 = tl.where(macro_bits < TOO_LARGE_TO_SCALE_BITS, m8, 0)

@@ -137,3 +137,65 @@ def reciprocal(x, INTERPRETED: tl.constexpr):
         return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
     else:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _half_of_words(x_ptr, row_stride, n_rows, n_cols, shape: tl.constexpr, HALF: tl.constexpr):
+    """Words 0 to 3 of every eight (``HALF`` 0), or 4 to 7 (1), of a tile of rows that start with a word."""
+    eighths = tl.arange(0, shape[1] * 8)[None, :, None]
+    offsets = eighths * 8 + 4 * HALF + tl.arange(0, 4)[None, None, :]
+    rows = tl.arange(0, shape[0])[:, None, None]
+    pointers = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + rows * (row_stride >> 1).to(tl.int32) + offsets
+    words = tl.load(pointers, mask=(rows < n_rows) & (offsets < n_cols >> 1), other=0)
+    even, odd = tl.split(tl.reshape(words, [shape[0], shape[1], 4, 2, 2, 2]))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def words_of_rows(x_ptr, row_stride, n_rows, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The eight words of every sixteen neighbours in a tile of rows that start with a word, zero from ``n_rows`` and
+    ``n_cols`` (even) on."""
+    w0, w1, w2, w3 = _half_of_words(x_ptr, row_stride, n_rows, n_cols, [ROWS, COLS // 128], 0)
+    w4, w5, w6, w7 = _half_of_words(x_ptr, row_stride, n_rows, n_cols, [ROWS, COLS // 128], 1)
+    return w0, w1, w2, w3, w4, w5, w6, w7
+
+
+@triton.jit
+def words_of_columns(x_ptr, row_stride, n_rows, n_cols, COLS: tl.constexpr):
+    """The same of a tile of 128 rows, in its columns."""
+    rows, cols = tl.arange(0, 128)[:, None], tl.arange(0, COLS)[None, :]
+    x = tl.load(x_ptr + rows * row_stride + cols, mask=(rows < n_rows) & (cols < n_cols), other=0)
+    # Taking them apart makes the compiler move neighbours in a column into one thread, in their narrow type.
+    low, high = tl.split(tl.reshape(tl.trans(x), [COLS, 1, 4, 2, 2, 2, 2, 2]))
+    even, odd = tl.split((low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16))
+    w04, w26 = tl.split(even)
+    w15, w37 = tl.split(odd)
+    w0, w4 = tl.split(w04)
+    w1, w5 = tl.split(w15)
+    w2, w6 = tl.split(w26)
+    w3, w7 = tl.split(w37)
+    return w0, w1, w2, w3, w4, w5, w6, w7
+
+
+@triton.jit
+def eight_magnitudes(words, INTERPRETED: tl.constexpr):
+    """The magnitudes of the eight words of [`words_of_rows`]."""
+    w0, w1, w2, w3, w4, w5, w6, w7 = words
+    m0, m1 = magnitudes(w0, INTERPRETED), magnitudes(w1, INTERPRETED)
+    m2, m3 = magnitudes(w2, INTERPRETED), magnitudes(w3, INTERPRETED)
+    m4, m5 = magnitudes(w4, INTERPRETED), magnitudes(w5, INTERPRETED)
+    m6, m7 = magnitudes(w6, INTERPRETED), magnitudes(w7, INTERPRETED)
+    return m0, m1, m2, m3, m4, m5, m6, m7
+
+
+@triton.jit
+def maxima_of_blocks(m, INTERPRETED: tl.constexpr):
+    """The largest of the magnitudes of [`eight_magnitudes`] in each block, ``[.., 1]``, in both halves of a word."""
+    m0, m1, m2, m3, m4, m5, m6, m7 = m
+    low = larger(larger(m0, m1, INTERPRETED), larger(m2, m3, INTERPRETED), INTERPRETED)
+    high = larger(larger(m4, m5, INTERPRETED), larger(m6, m7, INTERPRETED), INTERPRETED)
+    maxima = larger(low, high, INTERPRETED)
+    maxima = larger(maxima, permute(maxima, maxima, 0x1032, INTERPRETED), INTERPRETED)
+    return largest(maxima, 3, INTERPRETED)

@@ -18,7 +18,7 @@ from .tile import LONGEST_FLAT_TILE
 
 #: Added to the float32 bits of a block maximum so that its exponent rounds up where the scale rule says.
 _CARRY = {"rceil": 0x3FFFFF, "floor": 0, "even": 0x200000, "mse": 0}
-_SEARCH = {name: getattr(blocks, name.upper()).value for name in ("static", "dynamic", "blockwise")}
+_SEARCH = {name: getattr(blocks, name.upper()).value for name in ("static", "dynamic", "blockwise", "given")}
 BLOCK = 32
 # Two (16-bit) or four (32-bit) vectors of 16 bytes per thread of a program with 4 warps: enough loads in flight to
 # stream, few enough registers to keep the multiprocessor full. Both tiles are multiples of the largest macro block.
@@ -27,6 +27,8 @@ _ROW_TILE = (8, 256)
 #: Elements that a program of `quantization/pairs.py` owns, and how it is compiled.
 PAIRS_TILE = 2048
 PAIRS_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+#: Of `quantization/pairs_both.py`: rows and columns of a program, and those that it goes over at a time.
+PAIRS_BOTH_TILE, PAIRS_BOTH_STRIP = 128, 32
 # AMD's warps have 64 threads, and blocks 1024 at most.
 _MOST_WARPS = 16
 #: Whether TRITON_INTERPRET=1 was set when the kernels were defined, which is what counts.

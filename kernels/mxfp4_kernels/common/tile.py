@@ -13,6 +13,7 @@ from .blocks import (
     BLOCKWISE,
     DYNAMIC,
     FAST_DIVISION_BITS,
+    GIVEN,
     NAN_BYTE,
     NO_MACRO,
     STATIC,
@@ -103,17 +104,28 @@ def rounding_noise(x, at, random, DRAW: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def fake_tile(x, out_ptr, at, alpha, random, SCHEME: tl.constexpr, SIDE: tl.constexpr):
-    """Write the MXFP4 values of a tile (float32 ``x``) to its place in a contiguous matrix."""
+def fake_tile(x, out_ptr, at, alpha, random, macro, SCHEME: tl.constexpr, SIDE: tl.constexpr):
+    """Write the MXFP4 values of a tile (float32 ``x``) to its place in a contiguous matrix. ``macro`` are the macro
+    bytes that are read, or else written; `None` for neither."""
     # Without a residual bfloat16 needs no exact quotient by a macro factor, (256 + m8) / 256. Values are 1 or 3 times a
     # power of two. The middle of two bfloat16 is an odd number from 33 to 511 times one, as no quotient is less than
     # 2**-129; times the factor it is never a value, hence off by 2**-18 of that at least. A reciprocal that errs by
     # 2**-22 and two roundings are off by less than 2**-21.
     stored: tl.constexpr = out_ptr.dtype.element_ty
     to_bf16: tl.constexpr = stored == tl.bfloat16 or (SCHEME.INTERPRETED and stored == tl.int16)
-    divides: tl.constexpr = SCHEME.SEARCH == STATIC or SCHEME.SEARCH == DYNAMIC
+    divides: tl.constexpr = SCHEME.SEARCH == STATIC or SCHEME.SEARCH == DYNAMIC or SCHEME.SEARCH == GIVEN
     short: tl.constexpr = to_bf16 and divides and not SCHEME.HAS_FALLBACK
-    z, amax_bits, factor, _ = apply_macro(x, SCHEME, SCHEME.BF16 and SIDE.ROTATION == 0)
+    given = tl.zeros([1, 1, 1, 1], tl.int32)
+    if SCHEME.SEARCH == GIVEN:
+        offsets = offsets_of(x, SCHEME.MACRO, 1)
+        start = at.col_start // SCHEME.MACRO
+        mask = (at.rows < at.n_rows) & (offsets < macro.n_macros - start)
+        given = tl.load(macro.pointer + start + at.rows * macro.n_macros + offsets, mask=mask, other=0).to(tl.int32)
+    z, amax_bits, factor, m8 = apply_macro(x, SCHEME, SCHEME.BF16 and SIDE.ROTATION == 0, given)
+    if macro is not None and SCHEME.SEARCH != GIVEN:
+        start = at.col_start // SCHEME.MACRO
+        offsets = offsets_of(x, SCHEME.MACRO, 1)
+        store(macro.pointer, at.rows, start, offsets, at.n_rows, macro.n_macros, m8, False)
     noise = rounding_noise(x, at, random, 0, SIDE)
     q, byte = quantize_pass(z, amax_bits, noise, SIDE.STOCHASTIC, SCHEME)
     scale = scale_value(byte)
@@ -140,7 +152,7 @@ def fake_tile(x, out_ptr, at, alpha, random, SCHEME: tl.constexpr, SIDE: tl.cons
         fast = none_below(least, FAST_DIVISION_BITS)
         if SCHEME.HAS_FALLBACK:
             fast = fast & (alpha >= _FAST_DIVISION_ALPHA)
-        if SCHEME.SEARCH == DYNAMIC:
+        if SCHEME.SEARCH != STATIC:
             fast = fast & all_below(amax_bits, TOO_LARGE_TO_SCALE_BITS)
         value = divide_by_factor(value, factor, fast, SCHEME.INTERPRETED)
     if SCHEME.LARGEST <= 65504.0 or SCHEME.SEARCH == BLOCKWISE or (SCHEME.HAS_FALLBACK and SCHEME.SEARCH != STATIC):

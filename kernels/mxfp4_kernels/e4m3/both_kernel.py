@@ -9,7 +9,7 @@ from ..common.arguments import Random, Tile
 from ..common.blocks import scale_value
 from ..common.elements import to_float
 from ..quantization.both import transposed
-from .pairs import fold_columns, fold_rows
+from .pairs import counted_of_rows, elements_of_rows, fold_columns, fold_rows
 from .tile import base_of, blocks_of, count_inexact, elements_of, fold_tile, prepared
 
 
@@ -54,8 +54,8 @@ def fold_both_kernel(
     """What [`fold_tile`] writes for a matrix with any strides, and for its transpose ``[n_cols, n_rows]``. One program
     per 128 x 128 elements, which goes over them in strips: of rows, then of columns. With ``REUSED`` the transpose
     holds the values that were quantized along the rows, without macro factors, otherwise those of blocks along the
-    columns. Signs are a pair: of rows, then of columns. ``PAIRS`` is the way of `e4m3/pairs.py`, with elements as int32
-    words."""
+    columns; then ``out`` may be `None`. Signs are a pair: of rows, then of columns. ``PAIRS`` is the way of
+    `e4m3/pairs.py`, with elements as int32 words where they are written along blocks."""
     # Triton 3.6 passes no part of a constant on, but a constant.
     SIDE: tl.constexpr = SIDES.rows
     SIDE_T: tl.constexpr = SIDES.columns
@@ -71,10 +71,21 @@ def fold_both_kernel(
     for strip in range(128 // STRIP):
         start = row_start + strip * STRIP
         rows = start + tl.arange(0, STRIP)[:, None, None, None]
-        if PAIRS:
-            inexact += fold_rows(
+        if PAIRS and out is None:
+            counted = counted_of_rows(x_ptr, start, col_start, n_rows, n_cols, lengths.x_row_stride, STRIP, SCHEME)
+            top = tl.maximum(top, counted)
+        elif PAIRS:
+            found, counted = fold_rows(
                 x_ptr, out, start, col_start, n_rows, n_cols, lengths.x_row_stride, padded_cols, STRIP, 128, SCHEME
             )
+            inexact += found
+            if REUSED:
+                top = tl.maximum(top, counted)
+        elif out is None:
+            at = Tile(rows, col_start, n_rows, lengths.length)
+            y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
+            _, _, counted, _ = blocks_of(y, noise, SIDE.STOCHASTIC, SCHEME)
+            top = tl.maximum(top, counted)
         else:
             at = Tile(rows, col_start, n_rows, lengths.length)
             y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
@@ -88,22 +99,30 @@ def fold_both_kernel(
     for strip in range(128 // STRIP):
         if REUSED:
             start = row_start + strip * STRIP
-            rows = start + tl.arange(0, STRIP)[:, None, None, None]
-            at = Tile(rows, col_start, n_rows, lengths.length)
-            y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
-            y, byte, counted, _ = blocks_of(y, noise, SIDE.STOCHASTIC, SCHEME)
-            elements, found = elements_of(y, byte, counted, base, SIDE.STOCHASTIC, SCHEME)
-            elements = transposed(tl.reshape(elements, [STRIP, 128]))
+            if PAIRS:
+                elements, found = elements_of_rows(
+                    x_ptr, base, start, col_start, n_rows, n_cols, lengths.x_row_stride, STRIP, SCHEME
+                )
+                inexact += found
+            else:
+                rows = start + tl.arange(0, STRIP)[:, None, None, None]
+                at = Tile(rows, col_start, n_rows, lengths.length)
+                y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
+                y, byte, counted, _ = blocks_of(y, noise, SIDE.STOCHASTIC, SCHEME)
+                elements, found = elements_of(y, byte, counted, base, SIDE.STOCHASTIC, SCHEME)
+                elements = tl.reshape(elements, [STRIP, 128])
+                n_inexact += found
+            elements = transposed(elements)
             cols = col_start + tl.arange(0, 128)[:, None]
             along = start + tl.arange(0, STRIP)[None, :]
             to = out_t.elements + cols * padded_rows + along
             tl.store(to, elements, mask=(cols < n_cols) & (along < padded_rows))
-            n_inexact += found
         elif PAIRS:
             start = col_start + strip * STRIP
-            inexact += fold_columns(
+            found, _ = fold_columns(
                 x_ptr, out_t, row_start, start, n_rows, n_cols, lengths.x_row_stride, padded_rows, STRIP, SCHEME
             )
+            inexact += found
         else:
             start = col_start + strip * STRIP
             rows = start + tl.arange(0, STRIP)[:, None, None, None]

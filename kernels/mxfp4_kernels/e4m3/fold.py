@@ -16,6 +16,7 @@ from ..common.plan import (
     PLAIN,
     Scheme,
     Side,
+    as_stored,
     bits,
     check_device,
     checked_side,
@@ -31,7 +32,7 @@ from .rows_kernel import fold_groups_kernel, fold_rows_kernel
 GROUPS = ("row", 128)
 #: How the second orientation of [`fold_e4m3_both`] is quantized.
 COLUMNS = ("requantized", "reused")
-_GROUP = 128
+GROUP = 128
 #: Longest row that a program holds in registers: 16 warps of 16 elements a thread.
 _LONGEST_TILE = 8192
 
@@ -40,12 +41,15 @@ class Folded(NamedTuple):
     """A matrix ready for FP8 tensor cores: ``elements`` ``float8_e4m3fn [rows, 128 * ceil(length/128)]``, contiguous,
     zero from column ``length`` on (NaN in a NaN block); ``scale`` float32 ``[rows, 1]`` or ``[rows, ceil(length/128)]``
     (that one is the transpose of a contiguous tensor, as products read it); ``n_inexact`` int32 scalar, the blocks that
-    were rounded (`None` where there are none by definition)."""
+    were rounded (`None` where there are none by definition); ``values`` those of MXFP4, where they were asked for;
+    ``macro`` the macro bytes of a dynamic search, uint8 ``[rows, ceil(length/128)]``, with ``axis=1``."""
 
     elements: torch.Tensor
     scale: torch.Tensor
     n_inexact: torch.Tensor | None
     length: int
+    values: torch.Tensor | None = None
+    macro: torch.Tensor | None = None
 
 
 def fold_e4m3(
@@ -62,6 +66,7 @@ def fold_e4m3(
     rotation: int | None = None,
     signs: torch.Tensor | None = None,
     counter: torch.Tensor | None = None,
+    values: bool = False,
 ) -> Folded:
     """``x`` quantized to MXFP4 along ``axis`` and folded into E4M3, contraction last: the bits of
     ``hf_mxfp4.numerics.fold`` on the definition's codes. No gradient flows, and nothing waits for the GPU.
@@ -76,35 +81,45 @@ def fold_e4m3(
         rounding, seed, rotation, signs: as there; ``length`` is then that of the padded axis. Random numbers are those
             of the rows of the result.
         counter: int32 scalar on the same device, to which the number of rounded blocks is added; by default a new one.
+        values: whether to write the values of [`mxfp4_kernels.fake_quantize`] besides. With ``axis=1``, rounded to
+            nearest, without a rotation and ``block_rows=1``.
 
     Raises:
         TypeError: not a tensor, or another dtype; no integer as the seed of stochastic rounding.
         ValueError: options that do not fold, a tensor that is no matrix or not on a GPU, a seed or signs that have no
-            effect, or signs of another length or device.
+            effect, or signs of another length or device; values of what has none.
     """
     _check_group(group, macro_block, macro_search)
     scheme = Scheme(scale_rule, macro_block, macro_search, None, block_rows)
-    matrix = _matrix("fold_e4m3", x, axis, scheme)
+    matrix = matrix_of("fold_e4m3", x, axis, scheme)
     side = checked_side(matrix, matrix.shape[1], rounding, seed, rotation, signs)
     check_device(x)
     n_rows, length = matrix.shape[0], side.padded(matrix.shape[1])
-    out, scale = _outputs(n_rows, length, group, x.device)
-    counter = _counter(counter, x.device)
+    out, scale = outputs(n_rows, length, group, x.device)
+    counter, found = _counter(counter, x.device), None
+    if values:
+        if axis != 1 or side != PLAIN or block_rows != 1:
+            raise ValueError("values=True needs axis=1, rounding='nearest', rotation=None and block_rows=1")
+        found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    macro = None
+    if axis == 1 and macro_block is not None and macro_search == "dynamic":
+        macro = torch.empty(n_rows, out.shape[1] // GROUP, dtype=torch.uint8, device=x.device)
     if matrix.numel():
         constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
         if group == "row":
-            _launch_rows(matrix, out, scale, counter, side, constants)
+            _launch_rows(matrix, out, scale, counter, side, constants, values=found)
         else:
-            _launch_groups(matrix, out, scale, counter, side, scheme, constants)
+            _launch_groups(matrix, out, scale, counter, side, scheme, constants, found, macro)
     else:
         scale.fill_(2.0**-125)
-    return Folded(out, scale, counter, length)
+    return Folded(out, scale, counter, length, found, macro)
 
 
 def fold_e4m3_both(
     x: torch.Tensor,
     *,
     columns: str = "requantized",
+    rows: bool = True,
     scale_rule: str = "rceil",
     macro_block: int | None = None,
     macro_search: str = "static",
@@ -113,7 +128,7 @@ def fold_e4m3_both(
     rotation: tuple[int | None, int | None] = (None, None),
     signs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     counter: torch.Tensor | None = None,
-) -> tuple[Folded, Folded]:
+) -> tuple[Folded | None, Folded]:
     """[`fold_e4m3`] by 128 along rows and along columns, from one read of ``x [M, K]``.
 
     Arguments and errors as there, those given as pairs for ``x`` and for its transpose.
@@ -122,19 +137,22 @@ def fold_e4m3_both(
         columns: ``"requantized"`` (blocks along the columns) or ``"reused"`` (the values that blocks along rows have,
             folded along the columns; without macro factors, which vary along the new contraction, without rotations,
             and rounded as along the rows).
+        rows: whether what is along the rows is wanted; otherwise the first result is `None`. Only with ``"reused"``.
 
     Returns:
         Elements of ``[M, K]`` and of ``[K, M]``, rows padded as in [`fold_e4m3`]. They share one counter.
     """
     if columns not in COLUMNS:
         raise ValueError(f"columns={columns!r} is not supported; choose one of {', '.join(map(repr, COLUMNS))}")
-    _check_group(_GROUP, macro_block, macro_search)
+    _check_group(GROUP, macro_block, macro_search)
     if columns == "reused" and macro_block is not None:
         raise ValueError("columns='reused' needs macro_block=None: macro factors vary along the columns' contraction")
     if columns == "reused" and (any(rotation) or rounding[1] != "nearest"):
         raise ValueError("columns='reused' needs rotation=(None, None), and takes the rounding of the rows")
+    if not rows and columns != "reused":
+        raise ValueError("rows=False needs columns='reused'; fold_e4m3 with axis=0 gives columns alone")
     scheme = Scheme(scale_rule, macro_block, macro_search)
-    matrix = _matrix("fold_e4m3_both", x, 1, scheme)
+    matrix = matrix_of("fold_e4m3_both", x, 1, scheme)
     sides = [
         checked_side(matrix, length, *of_side)
         for length, *of_side in zip(reversed(matrix.shape), rounding, seed, rotation, signs, strict=True)
@@ -142,23 +160,25 @@ def fold_e4m3_both(
     check_device(x)
     n_rows, n_cols = matrix.shape
     length, length_t = sides[0].padded(n_cols), sides[1].padded(n_rows)
-    out, scale = _outputs(n_rows, n_cols, _GROUP, x.device)
-    out_t, scale_t = _outputs(n_cols, n_rows, _GROUP, x.device)
+    # Without rows what would take them is not made.
+    out, scale = outputs(n_rows if rows else 0, n_cols, GROUP, x.device)
+    out_t, scale_t = outputs(n_cols, n_rows, GROUP, x.device)
     counter = _counter(counter, x.device)
     if matrix.numel():
         constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
         tile, options = both_plan(*sides)
-        col_tiles = triton.cdiv(n_cols, _GROUP)
+        col_tiles = triton.cdiv(n_cols, GROUP)
         farthest = max(out.shape[1], out_t.shape[1])
-        pairs = columns == "requantized" and sides == [PLAIN, PLAIN] and _in_pairs(matrix, scheme, farthest)
+        pairs = sides == [PLAIN, PLAIN] and _in_pairs(matrix, scheme, farthest)
         stored_as = torch.int32 if pairs else torch.uint8
+        stored_across = torch.uint8 if columns == "reused" else stored_as
         if pairs and INTERPRETED:
             # Fewer operations on more numbers.
-            tile = {"STRIP": _GROUP}
+            tile = {"STRIP": GROUP}
         arguments = (
             bits(matrix),
-            FoldedPointers(out.view(stored_as), scale.t()),
-            FoldedPointers(out_t.view(stored_as), scale_t.t()),
+            FoldedPointers(out.view(stored_as), scale.t()) if rows else None,
+            FoldedPointers(out_t.view(stored_across), scale_t.t()),
             counter,
             (sides[0].signs, sides[1].signs),
             FoldBothLengths(n_rows, n_cols, length, length_t, out.shape[1], out_t.shape[1], *matrix.stride()),
@@ -172,8 +192,8 @@ def fold_e4m3_both(
             "SCHEME": constants,
             "SIDES": Sides(sides[0].constants, sides[1].constants),
         }
-        _run(fold_both_kernel, triton.cdiv(n_rows, _GROUP) * col_tiles, x.device, arguments, tile, options)
-    return Folded(out, scale, counter, length), Folded(out_t, scale_t, counter, length_t)
+        _run(fold_both_kernel, triton.cdiv(n_rows, GROUP) * col_tiles, x.device, arguments, tile, options)
+    return Folded(out, scale, counter, length) if rows else None, Folded(out_t, scale_t, counter, length_t)
 
 
 @functools.lru_cache(maxsize=64)
@@ -220,12 +240,15 @@ def _launch_groups(
     side: Side,
     scheme: Scheme,
     constants: SchemeConstants,
+    values: torch.Tensor | None = None,
+    macro: torch.Tensor | None = None,
 ) -> None:
     unit_columns = matrix.stride(1) == 1 or matrix.shape[1] == 1
     tile, options = groups_plan(unit_columns, constants.TILES)
-    pairs = side == PLAIN and _in_pairs(matrix if unit_columns else matrix.t(), scheme, out.shape[1])
+    pairs = side == PLAIN and values is None and _in_pairs(matrix if unit_columns else matrix.t(), scheme, out.shape[1])
     col_tiles = triton.cdiv(out.shape[1], tile["COLS"])
-    arguments = (*_arguments(matrix, out, scale.t(), counter, side, pairs), col_tiles, *side.halves)
+    first, pointers, values, *rest = _arguments(matrix, out, scale.t(), counter, side, values, pairs)
+    arguments = (first, pointers, values, macro, *rest, col_tiles, *side.halves)
     tile |= {"PAIRS": pairs, "COLUMNS": not unit_columns, "SCHEME": constants, "SIDE": side.constants}
     grid = triton.cdiv(matrix.shape[0], tile["ROWS"]) * col_tiles
     _run(fold_groups_kernel, grid, matrix.device, arguments, tile, options)
@@ -239,9 +262,10 @@ def _launch_rows(
     side: Side,
     constants: SchemeConstants,
     fp8: bool = False,
+    values: torch.Tensor | None = None,
 ) -> None:
     tile, options = rows_plan(*matrix.shape, matrix.stride(1) == 1 or matrix.shape[1] == 1, constants.TILES)
-    arguments = (*_arguments(matrix, out, scale, counter, side), *side.halves)
+    arguments = (*_arguments(matrix, out, scale, counter, side, values), *side.halves)
     steps = triton.cdiv(out.shape[1], tile["COLS"]) if INTERPRETED else 0
     tile |= {"STEPS": steps, "FP8": fp8, "SCHEME": constants, "SIDE": side.constants}
     _run(fold_rows_kernel, triton.cdiv(matrix.shape[0], tile["ROWS"]), matrix.device, arguments, tile, options)
@@ -250,11 +274,11 @@ def _launch_rows(
 def _in_pairs(matrix: torch.Tensor, scheme: Scheme, farthest: int) -> bool:
     """Whether `e4m3/pairs.py` folds a matrix rounded to nearest: rows of whole words, in tiles that offsets of 32 bits
     reach; ``farthest`` is the largest length of rows of the result."""
-    if not takes_pairs(scheme, PLAIN, matrix.dtype, _GROUP) or not has_pairs(matrix.device):
+    if not takes_pairs(scheme, PLAIN, matrix.dtype, GROUP) or not has_pairs(matrix.device):
         return False
     row_stride, col_stride = matrix.stride()
     in_words = col_stride == 1 and row_stride % 2 == 0 and matrix.shape[1] % 2 == 0 and matrix.data_ptr() % 4 == 0
-    return in_words and max(row_stride, farthest) < 2**31 // _GROUP
+    return in_words and max(row_stride, farthest) < 2**31 // GROUP
 
 
 def _arguments(
@@ -263,13 +287,14 @@ def _arguments(
     scale: torch.Tensor,
     counter: torch.Tensor | None,
     side: Side,
+    values: torch.Tensor | None,
     pairs: bool = False,
 ) -> tuple:
     """What the kernels along rows have in common, in their order; with ``pairs`` elements are words."""
     n_rows, n_cols = matrix.shape
     lengths = FoldLengths(n_cols, side.padded(n_cols), out.shape[1], *matrix.stride())
     pointers = FoldedPointers(out.view(torch.int32 if pairs else torch.uint8), scale)
-    return bits(matrix), pointers, counter, side.signs, n_rows, lengths
+    return bits(matrix), pointers, as_stored(values), counter, side.signs, n_rows, lengths
 
 
 def _run(kernel: Any, grid: int, device: torch.device, arguments: tuple, constants: dict, options: dict) -> None:
@@ -277,9 +302,9 @@ def _run(kernel: Any, grid: int, device: torch.device, arguments: tuple, constan
     launch(kernel, (grid,), device, *arguments, **constants, **options, enable_fp_fusion=False)
 
 
-def _outputs(n_rows: int, length: int, group: int | str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    n_groups = triton.cdiv(length, _GROUP)
-    elements = torch.empty(n_rows, n_groups * _GROUP, dtype=torch.float8_e4m3fn, device=device)
+def outputs(n_rows: int, length: int, group: int | str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    n_groups = triton.cdiv(length, GROUP)
+    elements = torch.empty(n_rows, n_groups * GROUP, dtype=torch.float8_e4m3fn, device=device)
     shape = (1 if group == "row" else n_groups, n_rows)
     return elements, torch.empty(shape, dtype=torch.float32, device=device).t()
 
@@ -300,14 +325,14 @@ def _check_group(group: object, macro_block: object, macro_search: object) -> No
         raise ValueError(f"group={group!r} is not supported; choose one of {', '.join(map(repr, GROUPS))}")
     if macro_block is None:
         return
-    if group == "row" or macro_block != _GROUP or macro_search == "blockwise":
+    if group == "row" or macro_block != GROUP or macro_search == "blockwise":
         raise ValueError(
             f"{macro_block=}, {macro_search=} does not fold by group={group!r}: a factor per 128 elements joins a "
             "scale per 128 elements, and no other"
         )
 
 
-def _matrix(name: str, x: object, axis: int, scheme: Scheme) -> torch.Tensor:
+def matrix_of(name: str, x: object, axis: int, scheme: Scheme) -> torch.Tensor:
     """``x`` as the matrix whose rows are to be folded. Raises as [`fold_e4m3`] says."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} needs a tensor, got {type(x).__name__}")

@@ -9,7 +9,7 @@ import triton
 from ..common.arguments import FoldedPointers, SchemeConstants
 from ..common.checks import check_input
 from ..common.plan import INTERPRETED, PLAIN, Scheme, as_stored, bits, check_device, launch, scheme_constants
-from .fold import Folded, _launch_rows, _matrix, _outputs, has_fp8, rows_plan
+from .fold import Folded, _launch_rows, has_fp8, matrix_of, outputs, rows_plan
 from .fp8_kernel import column_maxima_kernel, columns_kernel, fake_columns_kernel, fake_rows_kernel
 
 
@@ -27,10 +27,10 @@ def quantize_e4m3(x: torch.Tensor, *, axis: int = 1) -> Folded:
     Arguments and errors as in [`mxfp4_kernels.fold_e4m3`].
     """
     scheme = Scheme()
-    matrix = _matrix("quantize_e4m3", x, axis, scheme)
+    matrix = matrix_of("quantize_e4m3", x, axis, scheme)
     check_device(x)
     n_rows, length = matrix.shape
-    out, scale = _outputs(n_rows, length, "row", x.device)
+    out, scale = outputs(n_rows, length, "row", x.device)
     if not matrix.numel():
         scale.fill_(2.0**-126)
         return Folded(out, scale, None, length)

@@ -36,7 +36,7 @@ def inverse_of_row(base):
 
 
 @triton.jit
-def _values(x, base, LARGEST: tl.constexpr):
+def values_of_rows(x, base, LARGEST: tl.constexpr):
     """Float32 values that elements of ``x`` at scale bytes ``base`` have."""
     y = x * inverse_of_row(base)
     bits = y.to(tl.int32, bitcast=True)
@@ -49,7 +49,8 @@ def _values(x, base, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _read(x_ptr, rows, cols, n_rows, n_cols, row_stride, BF16: tl.constexpr):
+def read_matrix(x_ptr, rows, cols, n_rows, n_cols, row_stride, BF16: tl.constexpr):
+    """Elements of ``x[n_rows, n_cols]`` (unit stride along columns) as float32, zero outside of it."""
     x = tl.load(x_ptr + rows * row_stride + cols, mask=(rows < n_rows) & (cols < n_cols), other=0)
     return to_float(x, BF16)
 
@@ -74,22 +75,22 @@ def fake_rows_kernel(
     cols = tl.arange(0, COLS)[None, :]
     inside = rows < n_rows
     if ONE_TILE:
-        x = _read(x_ptr, rows, cols, n_rows, n_cols, row_stride, SCHEME.BF16)
+        x = read_matrix(x_ptr, rows, cols, n_rows, n_cols, row_stride, SCHEME.BF16)
         base = base_of_row(tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD, axis=1, keep_dims=True))
-        values = as_stored(_values(x, base, SCHEME.LARGEST), out_ptr, SCHEME.INTERPRETED)
+        values = as_stored(values_of_rows(x, base, SCHEME.LARGEST), out_ptr, SCHEME.INTERPRETED)
         tl.store(out_ptr + rows * n_cols + cols, values, mask=inside & (cols < n_cols))
     else:
         top = tl.zeros([ROWS, 1], tl.int32)
         for step in range(STEPS if SCHEME.INTERPRETED else tl.cdiv(n_cols, COLS)):
             at = tl.cast(step, tl.int64) * COLS + cols
-            x = _read(x_ptr, rows, at, n_rows, n_cols, row_stride, SCHEME.BF16)
+            x = read_matrix(x_ptr, rows, at, n_rows, n_cols, row_stride, SCHEME.BF16)
             found = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD, axis=1, keep_dims=True)
             top = tl.maximum(top, found)
         base = base_of_row(top)
         for step in range(STEPS if SCHEME.INTERPRETED else tl.cdiv(n_cols, COLS)):
             at = tl.cast(step, tl.int64) * COLS + cols
-            x = _read(x_ptr, rows, at, n_rows, n_cols, row_stride, SCHEME.BF16)
-            values = as_stored(_values(x, base, SCHEME.LARGEST), out_ptr, SCHEME.INTERPRETED)
+            x = read_matrix(x_ptr, rows, at, n_rows, n_cols, row_stride, SCHEME.BF16)
+            values = as_stored(values_of_rows(x, base, SCHEME.LARGEST), out_ptr, SCHEME.INTERPRETED)
             tl.store(out_ptr + rows * n_cols + at, values, mask=inside & (at < n_cols))
 
 
@@ -105,7 +106,7 @@ def column_maxima_kernel(
     top = tl.zeros([32, 128], tl.int32)
     for step in range(STEPS if SCHEME.INTERPRETED else part_steps):
         rows = (part * part_steps + step) * 32 + tl.arange(0, 32)[:, None]
-        x = _read(x_ptr, rows, cols, n_rows, n_cols, row_stride, SCHEME.BF16)
+        x = read_matrix(x_ptr, rows, cols, n_rows, n_cols, row_stride, SCHEME.BF16)
         top = tl.maximum(top, x.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD)
     top = tl.max(top, axis=0, keep_dims=True)
     tl.store(maxima_ptr + part * n_cols + cols, top, mask=cols < n_cols)
@@ -140,8 +141,8 @@ def fake_columns_kernel(
     cols = (pid % col_tiles).to(tl.int64) * 128 + tl.arange(0, 128)
     base = _bases(maxima_ptr, cols, n_cols, n_parts, PARTS)[None, :]
     cols = cols[None, :]
-    x = _read(x_ptr, rows, cols, n_rows, n_cols, row_stride, SCHEME.BF16)
-    values = as_stored(_values(x, base, SCHEME.LARGEST), out_ptr, SCHEME.INTERPRETED)
+    x = read_matrix(x_ptr, rows, cols, n_rows, n_cols, row_stride, SCHEME.BF16)
+    values = as_stored(values_of_rows(x, base, SCHEME.LARGEST), out_ptr, SCHEME.INTERPRETED)
     tl.store(out_ptr + rows * n_cols + cols, values, mask=(rows < n_rows) & (cols < n_cols))
 
 

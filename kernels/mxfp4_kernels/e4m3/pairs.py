@@ -12,7 +12,18 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import NAN_BYTE, NO_MACRO, scale_value
-from ..common.pairs import larger, largest, magnitudes, multiply, multiply_add, permute, smaller
+from ..common.pairs import (
+    eight_magnitudes,
+    larger,
+    largest,
+    maxima_of_blocks,
+    multiply,
+    multiply_add,
+    permute,
+    smaller,
+    words_of_columns,
+    words_of_rows,
+)
 from ..quantization.pair_codes import (
     EXPONENTS,
     EXPONENTS_16,
@@ -40,46 +51,6 @@ _ALL_ZERO = tl.constexpr(-14)
 # 2**-129 as float32 bits: up to there maxima are rounded to zero at scale byte 0.
 _ROUNDED_TO_ZERO = tl.constexpr(0x00100000)
 _SIGNS = tl.constexpr(-0x7F7F7F80)
-
-
-@triton.jit
-def _half_of_words(x_ptr, row_stride, n_rows, n_cols, shape: tl.constexpr, HALF: tl.constexpr):
-    """Words 0 to 3 of every eight (``HALF`` 0), or 4 to 7 (1), of a tile of rows that start with a word."""
-    eighths = tl.arange(0, shape[1] * 8)[None, :, None]
-    offsets = eighths * 8 + 4 * HALF + tl.arange(0, 4)[None, None, :]
-    rows = tl.arange(0, shape[0])[:, None, None]
-    pointers = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + rows * (row_stride >> 1).to(tl.int32) + offsets
-    words = tl.load(pointers, mask=(rows < n_rows) & (offsets < n_cols >> 1), other=0)
-    even, odd = tl.split(tl.reshape(words, [shape[0], shape[1], 4, 2, 2, 2]))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    return w0, w1, w2, w3
-
-
-@triton.jit
-def _words_of_rows(x_ptr, row_stride, n_rows, n_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The eight words of every sixteen neighbours in a tile of rows that start with a word, zero from ``n_rows`` and
-    ``n_cols`` (even) on."""
-    w0, w1, w2, w3 = _half_of_words(x_ptr, row_stride, n_rows, n_cols, [ROWS, COLS // 128], 0)
-    w4, w5, w6, w7 = _half_of_words(x_ptr, row_stride, n_rows, n_cols, [ROWS, COLS // 128], 1)
-    return w0, w1, w2, w3, w4, w5, w6, w7
-
-
-@triton.jit
-def _words_of_columns(x_ptr, row_stride, n_rows, n_cols, COLS: tl.constexpr):
-    """The same of a tile of 128 rows, in its columns."""
-    rows, cols = tl.arange(0, 128)[:, None], tl.arange(0, COLS)[None, :]
-    x = tl.load(x_ptr + rows * row_stride + cols, mask=(rows < n_rows) & (cols < n_cols), other=0)
-    # Taking them apart makes the compiler move neighbours in a column into one thread, in their narrow type.
-    low, high = tl.split(tl.reshape(tl.trans(x), [COLS, 1, 4, 2, 2, 2, 2, 2]))
-    even, odd = tl.split((low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16))
-    w04, w26 = tl.split(even)
-    w15, w37 = tl.split(odd)
-    w0, w4 = tl.split(w04)
-    w1, w5 = tl.split(w15)
-    w2, w6 = tl.split(w26)
-    w3, w7 = tl.split(w37)
-    return w0, w1, w2, w3, w4, w5, w6, w7
 
 
 @triton.jit
@@ -127,29 +98,24 @@ def _four(w0, w1, m0, m1, inverse, factor, power, rounder, less, SCHEME: tl.cons
 
 
 @triton.jit
-def _largest_of(w0, w1, w2, w3, INTERPRETED: tl.constexpr):
-    return larger(larger(w0, w1, INTERPRETED), larger(w2, w3, INTERPRETED), INTERPRETED)
+def _blocks(words, SCHEME: tl.constexpr):
+    """Of a tile of [`words_of_rows`]: magnitudes, scale bytes of blocks, those of the blocks that count (neither zero
+    nor NaN; -1 of the others), one over the scale, and macro bytes."""
+    m = eight_magnitudes(words, SCHEME.INTERPRETED)
+    maxima = maxima_of_blocks(m, SCHEME.INTERPRETED)
+    byte, inverse, m8, bits = scaled(maxima << 16, largest(maxima, 2, SCHEME.INTERPRETED) << 16, SCHEME)
+    counted = tl.where((bits > _ROUNDED_TO_ZERO) & (byte != NAN_BYTE), byte, -1)
+    return m, byte, counted, inverse, m8
 
 
 @triton.jit
-def _fold(words, elements_ptr, scale_ptr, row_bytes, scale_stride, n_rows, n_cols, SCHEME: tl.constexpr):
-    """Write what [`fold_tile`] writes of a tile of [`_words_of_rows`]: elements as words of four, of rows that are
-    ``row_bytes`` apart, and scales of groups that are ``scale_stride`` apart; ``n_cols`` columns, multiples of 128, and
-    ``n_rows`` are left. Returns, per block, whether it was rounded."""
-    INTERPRETED: tl.constexpr = SCHEME.INTERPRETED
+def _elements(words, m, byte, counted, base, inverse, m8, SCHEME: tl.constexpr):
+    """Words of four elements ``[ROWS, columns / 4]`` of what [`_blocks`] gives, in groups with scale bytes ``base``,
+    and, per block, whether it was rounded."""
     F16: tl.constexpr = SCHEME.SEARCH != NO_MACRO
     w0, w1, w2, w3, w4, w5, w6, w7 = words
-    m0, m1 = magnitudes(w0, INTERPRETED), magnitudes(w1, INTERPRETED)
-    m2, m3 = magnitudes(w2, INTERPRETED), magnitudes(w3, INTERPRETED)
-    m4, m5 = magnitudes(w4, INTERPRETED), magnitudes(w5, INTERPRETED)
-    m6, m7 = magnitudes(w6, INTERPRETED), magnitudes(w7, INTERPRETED)
-    maxima = larger(_largest_of(m0, m1, m2, m3, INTERPRETED), _largest_of(m4, m5, m6, m7, INTERPRETED), INTERPRETED)
-    maxima = larger(maxima, permute(maxima, maxima, 0x1032, INTERPRETED), INTERPRETED)
-    maxima = largest(maxima, 3, INTERPRETED)
-    byte, inverse, m8, bits = scaled(maxima << 16, largest(maxima, 2, INTERPRETED) << 16, SCHEME)
+    m0, m1, m2, m3, m4, m5, m6, m7 = m
     is_nan = byte == NAN_BYTE
-    counted = tl.where((bits > _ROUNDED_TO_ZERO) & (byte != NAN_BYTE), byte, -1)
-    base = base_of(tl.max(counted, axis=2, keep_dims=True))
     shift = byte - base
     is_small = shift < LOWEST
     shift = tl.minimum(tl.maximum(shift, _ALL_ZERO), HIGHEST)
@@ -169,18 +135,29 @@ def _fold(words, elements_ptr, scale_ptr, row_bytes, scale_stride, n_rows, n_col
     e2 = _four(w4, w5, m4, m5, inverse, factor, power, rounder, less, SCHEME)
     e3 = _four(w6, w7, m6, m7, inverse, factor, power, rounder, less, SCHEME)
     elements = tl.reshape(tl.join(tl.join(e0, e2), tl.join(e1, e3)), [w0.shape[0], w0.shape[1] * 32])
+    return elements, ((counted >= 0) & is_small).to(tl.int32)
+
+
+@triton.jit
+def _fold(words, elements_ptr, scale_ptr, row_bytes, scale_stride, n_rows, n_cols, SCHEME: tl.constexpr):
+    """Write what [`fold_tile`] writes of a tile of [`words_of_rows`]: elements as words of four, of rows that are
+    ``row_bytes`` apart, and scales of groups that are ``scale_stride`` apart; ``n_cols`` columns, multiples of 128, and
+    ``n_rows`` are left. Returns, per block, whether it was rounded, and the bytes of those that count."""
+    m, byte, counted, inverse, m8 = _blocks(words, SCHEME)
+    base = base_of(tl.max(counted, axis=2, keep_dims=True))
+    elements, found = _elements(words, m, byte, counted, base, inverse, m8, SCHEME)
     rows, at = tl.arange(0, elements.shape[0])[:, None], tl.arange(0, elements.shape[1])[None, :]
     mask = (rows < n_rows) & (at < n_cols >> 2)
     tl.store(elements_ptr + rows * (row_bytes >> 2) + at, elements, mask=mask)
     scale = scale_value(base)
-    if F16:
+    if SCHEME.SEARCH != NO_MACRO:
         m8 = tl.max(m8, axis=2, keep_dims=True)
         # At least 2**-125, so that nothing is lost by the multiplication.
-        scale = scale * inverse_of_factor(m8, INTERPRETED)
-    rows, groups = tl.arange(0, w0.shape[0])[:, None], tl.arange(0, w0.shape[1])[None, :]
-    scale = tl.reshape(scale, [w0.shape[0], w0.shape[1]])
+        scale = scale * inverse_of_factor(m8, SCHEME.INTERPRETED)
+    rows, groups = tl.arange(0, base.shape[0])[:, None], tl.arange(0, base.shape[1])[None, :]
+    scale = tl.reshape(scale, [base.shape[0], base.shape[1]])
     tl.store(scale_ptr + groups * scale_stride + rows, scale, mask=(rows < n_rows) & (groups < n_cols >> 7))
-    return ((counted >= 0) & is_small).to(tl.int32)
+    return found, counted
 
 
 @triton.jit
@@ -201,11 +178,36 @@ def fold_rows(
     ``padded_cols``."""
     rows_left, cols_left = (n_rows - row_start).to(tl.int32), (n_cols - col_start).to(tl.int32)
     start = x_ptr + row_start * row_stride + col_start
-    words = _words_of_rows(start, row_stride, rows_left, cols_left, ROWS, COLS)
+    words = words_of_rows(start, row_stride, rows_left, cols_left, ROWS, COLS)
     elements = out.elements + row_start * (padded_cols >> 2) + (col_start >> 2)
     scale = out.scale + (col_start >> 7) * n_rows + row_start
     left = (padded_cols - col_start).to(tl.int32)
     return _fold(words, elements, scale, padded_cols, n_rows, rows_left, left, SCHEME)
+
+
+@triton.jit
+def counted_of_rows(x_ptr, row_start, col_start, n_rows, n_cols, row_stride, ROWS: tl.constexpr, SCHEME: tl.constexpr):
+    """The scale bytes of those blocks that count, of ``ROWS`` x 128 elements from a place (int64) on."""
+    rows_left, cols_left = (n_rows - row_start).to(tl.int32), (n_cols - col_start).to(tl.int32)
+    start = x_ptr + row_start * row_stride + col_start
+    _, _, counted, _, _ = _blocks(words_of_rows(start, row_stride, rows_left, cols_left, ROWS, 128), SCHEME)
+    return counted
+
+
+@triton.jit
+def elements_of_rows(
+    x_ptr, base, row_start, col_start, n_rows, n_cols, row_stride, ROWS: tl.constexpr, SCHEME: tl.constexpr
+):
+    """Elements ``[ROWS, 128]`` (bytes) from a place (int64) on, quantized along the rows, whose blocks have the scale
+    bytes ``base``; and, per block, whether it was rounded."""
+    rows_left, cols_left = (n_rows - row_start).to(tl.int32), (n_cols - col_start).to(tl.int32)
+    start = x_ptr + row_start * row_stride + col_start
+    words = words_of_rows(start, row_stride, rows_left, cols_left, ROWS, 128)
+    m, byte, counted, inverse, m8 = _blocks(words, SCHEME)
+    e, found = _elements(words, m, byte, counted, base, inverse, m8, SCHEME)
+    even = tl.join(e.to(tl.uint8), (e >> 16).to(tl.uint8))
+    odd = tl.join((e >> 8).to(tl.uint8), (e >> 24).to(tl.uint8))
+    return tl.reshape(tl.join(even, odd), [ROWS, 128]), found
 
 
 @triton.jit
@@ -224,7 +226,7 @@ def fold_columns(
     """The same of 128 x ``COLS`` elements along the columns, into rows of ``padded_rows``."""
     rows_left, cols_left = (n_rows - row_start).to(tl.int32), (n_cols - col_start).to(tl.int32)
     start = x_ptr + row_start * row_stride + col_start
-    words = _words_of_columns(start, row_stride, rows_left, cols_left, COLS)
+    words = words_of_columns(start, row_stride, rows_left, cols_left, COLS)
     elements = out.elements + col_start * (padded_rows >> 2) + (row_start >> 2)
     scale = out.scale + (row_start >> 7) * n_cols + col_start
     left = (padded_rows - row_start).to(tl.int32)

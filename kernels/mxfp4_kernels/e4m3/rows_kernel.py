@@ -7,7 +7,7 @@ import triton.language as tl
 from ..common.arguments import Random, Tile
 from ..common.blocks import EXPONENT_FIELD, NAN_BYTE, max_bits, scale_value
 from ..common.elements import to_float
-from ..common.tile import offsets_in_tile
+from ..common.tile import fake_tile, offsets_in_tile
 from .pairs import fold_columns, fold_rows
 from .tile import (
     NAN_BITS,
@@ -35,6 +35,8 @@ def _load(x_ptr, rows, col_start, n_rows, lengths, COLS: tl.constexpr, BF16: tl.
 def fold_groups_kernel(
     x_ptr,
     out,
+    values_ptr,
+    macro_ptr,
     counter_ptr,
     signs_ptr,
     n_rows,
@@ -51,7 +53,9 @@ def fold_groups_kernel(
 ):
     """What [`fold_tile`] writes for a matrix with any strides. One program per tile, of which ``col_tiles`` lie side by
     side. ``PAIRS`` is the way of `e4m3/pairs.py`, with elements as int32 words, where neighbours in memory are those in
-    a row, or in a column (``COLUMNS``, tiles of 128 elements)."""
+    a row, or in a column (``COLUMNS``, tiles of 128 elements). MXFP4 values go to ``values_ptr``, if it is not `None`,
+    as [`fake_tile`] writes them: of rows that are rounded to nearest, not rotated, and not in pairs. Macro bytes
+    ``[n_rows, n_cols / 128]`` go to ``macro_ptr``, if it is not `None`, except in pairs."""
     pid = tl.program_id(0)
     row_start = (pid // col_tiles).to(tl.int64) * ROWS
     col_start = (pid % col_tiles).to(tl.int64) * COLS
@@ -59,17 +63,22 @@ def fold_groups_kernel(
     if PAIRS:
         if COLUMNS:
             stride = lengths.x_col_stride
-            found = fold_columns(x_ptr, out, col_start, row_start, n_cols, n_rows, stride, padded_cols, ROWS, SCHEME)
+            found, _ = fold_columns(x_ptr, out, col_start, row_start, n_cols, n_rows, stride, padded_cols, ROWS, SCHEME)
         else:
             stride = lengths.x_row_stride
-            found = fold_rows(x_ptr, out, row_start, col_start, n_rows, n_cols, stride, padded_cols, ROWS, COLS, SCHEME)
+            found, _ = fold_rows(
+                x_ptr, out, row_start, col_start, n_rows, n_cols, stride, padded_cols, ROWS, COLS, SCHEME
+            )
         n_inexact = tl.sum(tl.reshape(found, [found.numel], can_reorder=True), axis=0)
     else:
         rows = row_start + tl.arange(0, ROWS)[:, None, None, None]
         x = _load(x_ptr, rows, col_start, n_rows, lengths, COLS, SCHEME.BF16)
         at = Tile(rows, col_start, n_rows, lengths.length)
         x, noise = prepared(x, at, signs_ptr, Random(0, seed_low, seed_high), SIDE)
-        n_inexact, _ = fold_tile(x, noise, out, Tile(rows, col_start, n_rows, padded_cols), SIDE.STOCHASTIC, SCHEME)
+        at = Tile(rows, col_start, n_rows, padded_cols)
+        n_inexact, _ = fold_tile(x, noise, out, at, SIDE.STOCHASTIC, SCHEME, macro_ptr)
+        if values_ptr is not None:
+            fake_tile(x, values_ptr, Tile(rows, col_start, n_rows, n_cols), 1.0, Random(0, 0, 0), None, SCHEME, SIDE)
     count_inexact(counter_ptr, n_inexact)
 
 
@@ -112,6 +121,7 @@ def _row_elements(z, byte, counted, base, FP8: tl.constexpr, STOCHASTIC: tl.cons
 def fold_rows_kernel(
     x_ptr,
     out,
+    values_ptr,
     counter_ptr,
     signs_ptr,
     n_rows,
@@ -131,7 +141,8 @@ def fold_rows_kernel(
 
     ``FP8`` rounds the values themselves to E4M3, by the smallest power of two that lets nothing clip, as in
     `hf_mxfp4.numerics.formats.e4m3`; a row with NaN or infinity is NaN as a whole. ``STEPS`` is the number of tiles of
-    a row for the interpreter, which in Triton 3.6 cannot loop up to an argument.
+    a row for the interpreter, which in Triton 3.6 cannot loop up to an argument. ``values_ptr`` is as of
+    [`fold_groups_kernel`], without macro factors.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None, None]
     top = tl.zeros([ROWS, 1, 1, 1], tl.int32)
@@ -157,6 +168,9 @@ def fold_rows_kernel(
     if ONE_TILE:
         elements, n_inexact = _row_elements(z, byte, counted, base, FP8, SIDE.STOCHASTIC, SCHEME)
         store_elements(out.elements, elements, Tile(rows, 0, n_rows, padded_cols))
+        if values_ptr is not None:
+            at = Tile(rows, rows * 0, n_rows, lengths.n_cols)
+            fake_tile(z, values_ptr, at, 1.0, Random(0, 0, 0), None, SCHEME, SIDE)
     else:
         n_inexact = tl.cast(0, tl.int32)
         for step in range(STEPS if SCHEME.INTERPRETED else tl.cdiv(padded_cols, COLS)):
@@ -166,6 +180,9 @@ def fold_rows_kernel(
             )
             elements, found = _row_elements(z, byte, counted, base, FP8, SIDE.STOCHASTIC, SCHEME)
             store_elements(out.elements, elements, Tile(rows, start, n_rows, padded_cols))
+            if values_ptr is not None:
+                at = Tile(rows, start, n_rows, lengths.n_cols)
+                fake_tile(z, values_ptr, at, 1.0, Random(0, 0, 0), None, SCHEME, SIDE)
             n_inexact += found
     tl.store(out.scale + rows, scale_value(base), mask=rows < n_rows)
     if not FP8:

@@ -134,9 +134,10 @@ def store_elements(elements_ptr, elements, at):
 
 
 @triton.jit
-def fold_tile(x, noise, out, at, STOCHASTIC: tl.constexpr, SCHEME: tl.constexpr):
+def fold_tile(x, noise, out, at, STOCHASTIC: tl.constexpr, SCHEME: tl.constexpr, macro_ptr=None):
     """Write elements ``[n_rows, n_cols]`` and scales ``[n_cols / 128, n_rows]``, each contiguous, of a tile (float32
-    ``x``). Returns the number of blocks that were rounded, and the bytes of those that count."""
+    ``x``), and macro bytes ``[n_rows, n_cols / 128]`` to ``macro_ptr``, unless it is `None`. Returns the number of
+    blocks that were rounded, and the bytes of those that count."""
     z, byte, counted, factor = blocks_of(x, noise, STOCHASTIC, SCHEME)
     base = base_of(tl.max(counted, axis=2, keep_dims=True))
     elements, n_inexact = elements_of(z, byte, counted, base, STOCHASTIC, SCHEME)
@@ -147,6 +148,10 @@ def fold_tile(x, noise, out, at, STOCHASTIC: tl.constexpr, SCHEME: tl.constexpr)
     groups = at.col_start // 128 + tl.arange(0, x.shape[1])[None, :, None, None]
     mask = (at.rows < at.n_rows) & (groups < at.n_cols // 128)
     tl.store(out.scale + groups * at.n_rows + at.rows, tl.broadcast_to(scale, mask.shape), mask=mask)
+    if macro_ptr is not None:
+        m8 = ((factor.to(tl.int32, bitcast=True) >> 15) & 0xFF).to(tl.uint8)
+        to = macro_ptr + at.rows * (at.n_cols // 128) + groups
+        tl.store(to, tl.broadcast_to(m8, mask.shape), mask=mask)
     return n_inexact, counted
 
 

@@ -69,7 +69,7 @@ def _quantize_strip(
     rows = at.rows + tl.arange(0, y.shape[0])[:, None, None, None]
     at = Tile(rows, at.col_start, at.n_rows, at.n_cols)
     if row_bytes is None:
-        fake_tile(y, out, at, alpha, random, SCHEME, SIDE)
+        fake_tile(y, out, at, alpha, random, None, SCHEME, SIDE)
     else:
         pack_tile(y, out, at, row_bytes, random, SCHEME, SIDE)
 

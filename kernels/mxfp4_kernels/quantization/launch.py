@@ -10,9 +10,12 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..common.arguments import BothLengths, Lengths, PackedPointers, RowBytes, Sides
+from ..common.arguments import BothLengths, Lengths, MacroBytes, PackedPointers, RowBytes, Sides
 from ..common.plan import (
     BLOCK,
+    INTERPRETED,
+    PAIRS_BOTH_STRIP,
+    PAIRS_BOTH_TILE,
     PAIRS_OPTIONS,
     PAIRS_TILE,
     PLAIN,
@@ -36,6 +39,7 @@ from ..common.plan import (
 from .both import quantize_both_kernel
 from .dequantize import dequantize_kernel
 from .pairs import quantize_pairs_kernel
+from .pairs_both import quantize_pairs_both_kernel
 from .rows import quantize_kernel
 
 
@@ -45,16 +49,29 @@ def fake_quantize(
     side: Side = PLAIN,
     dtype: torch.dtype | None = None,
     limit: torch.dtype | None = None,
+    macro: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See [`mxfp4_kernels.fake_quantize`]."""
+    """See [`mxfp4_kernels.fake_quantize`]; into ``macro``, if it is given, macro bytes are written, or read from it
+    where the search is ``"given"``."""
     check_device(x)
+    # Macro bytes lie in the order of rows.
+    x = x if macro is None else x.contiguous()
     columns, scheme, shape = _read_as(x.shape, x.stride(), scheme, side.rotation)
     if columns:
         return fake_quantize_both(x.mT, scheme, None, side, dtype, limit)[1]
     out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
-    for first_row, matrix, target in _matrices(x, scheme, out):
-        _launch_rows(matrix, as_stored(target), scheme, side, first_row, out.dtype, limit)
+    for first_row, matrix, target, of_macros in _matrices(x, scheme, out, macro):
+        _launch_rows(matrix, as_stored(target), scheme, side, first_row, out.dtype, limit, of_macros)
     return out
+
+
+def fake_quantize_with_macro(
+    x: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, limit: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See [`mxfp4_kernels.fake_quantize_with_macro`]."""
+    shape = *x.shape[:-1], triton.cdiv(x.shape[-1], scheme.macro_block)
+    macro = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    return fake_quantize(x, scheme, PLAIN, dtype, limit, macro), macro
 
 
 def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN, converts: bool = True) -> Packed:
@@ -102,7 +119,9 @@ def quantize_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Si
     *stack, rows, cols = x.shape
     packed_t = _empty_packed(x, (*stack, cols, side_t.padded(rows)), scheme)
     packed = None if side is None else _empty_packed(x, (*stack, rows, side.padded(cols)), scheme)
-    if x.numel():
+    if x.dim() == 2 and x.numel() and _in_pairs_both(x, scheme, side, side_t):
+        _launch_pairs_both(x, packed, packed_t, scheme)
+    elif x.numel():
         pointers = None if packed is None else PackedPointers(*packed)
         _launch_both(x, pointers, PackedPointers(*packed_t), scheme, side, side_t, x.dtype)
     return packed, packed_t
@@ -224,13 +243,17 @@ def _launch_rows(
     first_row: int,
     dtype: torch.dtype | None,
     limit: torch.dtype | None = None,
+    macro: torch.Tensor | None = None,
 ) -> None:
-    """``dtype``: of values, or `None` for codes."""
+    """``dtype``: of values, or `None` for codes; ``macro``: as of [`fake_quantize`]."""
     seed, rotation, signs = side
     drawn, has_signs = seed is not None, signs is not None
     at = _rows(matrix.shape, matrix.stride(0), matrix.dtype, scheme, rotation, drawn, has_signs, dtype, limit)
     numbers = (at.n_rows, at.lengths, at.col_tiles, first_row, *side.halves)
-    launch(quantize_kernel, at.grid, matrix.device, bits(matrix), out, signs, *numbers, *at.constants, **at.options)
+    if macro is not None:
+        macro = MacroBytes(macro, triton.cdiv(at.lengths.n_cols, scheme.macro_block))
+    arguments = (bits(matrix), out, macro, signs, *numbers, *at.constants)
+    launch(quantize_kernel, at.grid, matrix.device, *arguments, **at.options)
 
 
 def _lies_in_words(x: torch.Tensor) -> bool:
@@ -248,6 +271,34 @@ def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme, converts: boo
     grid = (triton.cdiv(n_blocks, 2 * blocks),)
     constants = scheme_constants(x.dtype, scheme, converts=converts)
     launch(quantize_pairs_kernel, grid, x.device, words, out, n_blocks, blocks, constants, **PAIRS_OPTIONS)
+
+
+def _in_pairs_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side) -> bool:
+    """Whether `quantization/pairs_both.py` takes a matrix: both axes of whole blocks, in tiles that offsets of 32 bits
+    reach."""
+    plain = side_t == PLAIN and side in (None, PLAIN) and scheme.outlier_fallback is None
+    if not plain or scheme.macro_block not in (None, PAIRS_BOTH_TILE):
+        return False
+    if not all(takes_pairs(scheme, PLAIN, x.dtype, length) for length in x.shape):
+        return False
+    row_stride, col_stride = x.stride()
+    in_words = col_stride == 1 and row_stride % 2 == 0 and x.data_ptr() % 4 == 0
+    return in_words and has_pairs(x.device) and max(row_stride, *x.shape) < 2**31 // PAIRS_BOTH_TILE
+
+
+def _launch_pairs_both(x: torch.Tensor, packed: Packed | None, packed_t: Packed, scheme: Scheme) -> None:
+    rows, cols = x.shape
+    tile = PAIRS_BOTH_TILE
+    # Interpreted, fewer operations on more numbers.
+    strip = tile if INTERPRETED else PAIRS_BOTH_STRIP
+    out = [
+        None if p is None else PackedPointers(p.codes.view(torch.int32), p.scale, p.macro, None, None)
+        for p in (packed, packed_t)
+    ]
+    col_tiles = triton.cdiv(cols, strip if packed is None else tile)
+    grid = (triton.cdiv(rows, tile) * col_tiles,)
+    arguments = (bits(x.detach()), *out, rows, cols, x.stride(0), col_tiles, strip, packed is not None)
+    launch(quantize_pairs_both_kernel, grid, x.device, *arguments, scheme_constants(x.dtype, scheme), **PAIRS_OPTIONS)
 
 
 def _launch_both(

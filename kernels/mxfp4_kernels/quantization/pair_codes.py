@@ -16,7 +16,7 @@ from ..common.pairs import larger, multiply, multiply_add, permute, reciprocal, 
 
 # Both halves of a word, of bfloat16: 1.7 * 2**127, 2**-5, 6 * 2**-5, 64, -64, 2**-112, and the field of the exponent.
 LIMIT = tl.constexpr(0x7F597F59)
-_UNIT = tl.constexpr(0x3D003D00)
+UNIT = tl.constexpr(0x3D003D00)
 _SIX = tl.constexpr(0x3E403E40)
 _ANCHOR = tl.constexpr(0x42804280)
 _MINUS_ANCHOR = tl.constexpr(-0x3D7F3D80)
@@ -45,7 +45,7 @@ def scales_of_both(maxima, SCHEME: tl.constexpr):
     nan = (((maxima + 0x00800080) >> 15) & 0x00010001) * 0xFFFF
     # At most 253 for finite maxima, so that each half is a normal number.
     inverse = (0x7F007F00 - byte * 128) & ~nan
-    inverse = multiply(inverse, tl.full(maxima.shape, _UNIT, tl.int32), SCHEME.INTERPRETED)
+    inverse = multiply(inverse, tl.full(maxima.shape, UNIT, tl.int32), SCHEME.INTERPRETED)
     return byte, inverse, nan
 
 
@@ -121,7 +121,7 @@ def rounded(m, inverse, factor, SCHEME: tl.constexpr):
         if SCHEME.CARRY == 0:
             # The other rules let nothing reach 7 scales.
             y = smaller(y, tl.full(y.shape, _SIX, tl.int32), SCHEME.INTERPRETED)
-        binade = larger(y & EXPONENTS, tl.full(y.shape, _UNIT, tl.int32), SCHEME.INTERPRETED)
+        binade = larger(y & EXPONENTS, tl.full(y.shape, UNIT, tl.int32), SCHEME.INTERPRETED)
         steps = multiply_add(binade, tl.full(y.shape, _ANCHOR, tl.int32), y, SCHEME.INTERPRETED)
     else:
         y = as_float16(y, SCHEME.INTERPRETED)

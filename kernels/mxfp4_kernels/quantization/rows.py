@@ -12,6 +12,7 @@ from ..common.tile import fake_tile, load, offsets_in_tile, pack_tile, rotated, 
 def quantize_kernel(
     x_ptr,
     out,
+    macro,
     signs_ptr,
     n_rows,
     lengths,
@@ -28,7 +29,7 @@ def quantize_kernel(
     """Values of ``x[n_rows, n_read]`` (unit stride along columns) to ``out[n_rows, n_cols]`` (contiguous), or what
     [`pack_tile`] writes: then ``out`` is `PackedPointers`, lengths have ``row_bytes``, and ``alpha`` is `None`. One
     program per tile, of which ``col_tiles`` lie side by side; columns from ``n_read`` on are zero before a rotation.
-    ``first_row`` is the first one's number for random numbers."""
+    ``first_row`` is the first one's number for random numbers; ``macro`` is as of [`fake_tile`]."""
     row_start, col_start = tile_start(col_tiles, ROWS, COLS)
     at = Tile(row_start + tl.arange(0, ROWS)[:, None, None, None], col_start, n_rows, lengths.n_cols)
     offsets = offsets_in_tile(COLS, SCHEME.MACRO, 32, 32)
@@ -36,6 +37,6 @@ def quantize_kernel(
     x = rotated(x, col_start, lengths.n_cols, signs_ptr, SIDE)
     random = Random(first_row, seed_low, seed_high)
     if lengths.row_bytes is None:
-        fake_tile(x, out, at, alpha, random, SCHEME, SIDE)
+        fake_tile(x, out, at, alpha, random, macro, SCHEME, SIDE)
     else:
         pack_tile(x, out, at, lengths.row_bytes, random, SCHEME, SIDE)
