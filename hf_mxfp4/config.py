@@ -231,6 +231,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             object.__setattr__(self, "preset", MODE_DEFAULTS[self.mode]["preset"])
         one_of("preset", self.preset, PRESETS if self.mode == "qat" else FORWARD_PRESETS)
         usual = {**MODE_DEFAULTS[self.mode], **OPTION_DEFAULTS, **PRESET_DEFAULTS.get(self.preset, {})}
+        if self.outlier_fallback is None:
+            usual["outlier_fallback_rate"] = None  # a preset's rate goes with its fallback
         for name, value in usual.items():
             if isinstance(getattr(self, name), _Default):
                 object.__setattr__(self, name, value)

@@ -58,6 +58,8 @@ def test_options_of_a_preset_can_be_given():
         QuantScheme(ScaleRule.EVEN, 64, "static"), QuantScheme(ScaleRule.EVEN, 64, "dynamic")
     )
     assert MXFP4RLConfig(preset="paper_a", outlier_fallback=None).outlier_fallback is None
+    assert MXFP4RLConfig(preset="w4a4_tuned", outlier_fallback=None).gemms().fprop == GemmScheme(EVEN, EVEN)
+    assert MXFP4RLConfig(preset="w4a4_tuned", outlier_fallback_rate=None).outlier_fallback_rate is None
 
 
 def test_operands_that_are_not_named_keep_the_presets():

@@ -152,7 +152,7 @@ def test_environment():
     assert [fast["experts"][gemm]["engine"] for gemm in ("fprop", "dgrad", "wgrad")] == ["fp8"] * 3
     assert {row["fprop"]["engine"] for row in data["products"] if row["hardware"] == "sm_80"} == {"dense"}
     assert data["self_checks"]["no GPU"]["fp8 products of experts"] == "not checked (no GPU)"
-    assert len(data["self_checks"]["no GPU"]) == 10
+    assert len(data["self_checks"]["no GPU"]) == 11
 
 
 def test_environment_on_screen(monkeypatch):
