@@ -160,7 +160,8 @@ def evidence_claims() -> str:
         for _, found in (*columns, ("", encoder)):
             better, worse = (found.get((AS_IT_IS, name)) for name in (claim.better, claim.worse))
             cells.append(_verdict(better, worse))
-        rows.append([claim.text, *cells])
+        if any(cells):
+            rows.append([claim.text, *cells])
     model = records("evidence")[0]["model"]
     names = [f"{model}, {text}: KL" for text, _ in columns] + [f"{records('encoder_evidence')[0]['model']}: 1 - cos"]
     return table(["claim", *names], rows)
