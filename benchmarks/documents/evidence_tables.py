@@ -29,10 +29,10 @@ FIRST_PAGE = (
     ("the paper's MBS", AS_IT_IS, "rceil+mbs128-static"),
     ("the paper's MBS + OF", AS_IT_IS, "rceil+mbs128-hybrid+of0.5"),
     ("ours: `even`, block mantissas", AS_IT_IS, OURS),
-    ("+ residuals of 5 % of blocks", AS_IT_IS, f"{OURS}+of1@0.05"),
-    ("+ smoothing", SMOOTHED, f"{OURS}+of1@0.05"),
-    ("+ GPTQ (residuals of activations alone)", ROUNDED, f"w4a4:{OURS}/{OURS}+of1@0.05"),
-    ("+ rotation by H64", ROTATED, f"w4a4:{OURS}/{OURS}+of1@0.05, H64"),
+    ("+ smoothing", SMOOTHED, OURS),
+    ("+ GPTQ", ROUNDED, OURS),
+    ("+ rotation by H64", ROTATED, f"{OURS}, H64"),
+    ("+ residuals of 5 % of the blocks of activations", ROTATED, f"w4a4:{OURS}/{OURS}+of1@0.05, H64"),
     ("+ residuals of all activations", ROTATED, f"w4a4:{OURS}/{OURS}+of1, H64"),
 )
 
