@@ -4,7 +4,7 @@
 import re
 
 import pytest
-from compile_targets import few_variants
+from compile_targets import TRITON, few_variants
 from sass import instructions
 
 
@@ -92,8 +92,9 @@ def test_cuda(run_script, arch, names):
             assert not re.search(r"\b(ld|st)\.global\.b(16|32)\b", ptx), name
     for name in ("plain", "fallback", "default"):
         assert "cvt.rn.bf16x2.f32" in report[name]["ptx"]
-    # Only the final reduction over scalars goes through shared memory; tiles never do.
-    for name in ("plain", "macro", "fallback"):
+    # Only the final reduction over scalars goes through shared memory, in Triton 3.6 that of macro blocks too; tiles
+    # never do.
+    for name in ("plain", "fallback") if TRITON < (3, 7) else ("plain", "macro", "fallback"):
         assert "bar.sync" not in report[name]["ptx"]
     if arch == "90":
         # Of 16 elements of a thread, with a little room; 799 where each is divided.

@@ -149,7 +149,7 @@ MOST_OF_FP8 = {
     "values of columns": (96, 1120),
     "columns": (72, 690),
     "bytes": (80, 510),
-    "both": (112, 740),
+    "both": (112, 750),
     "values of both": (112, 1230),
 }
 

@@ -158,6 +158,7 @@ def test_hardware_without_the_instructions_needs_no_check(one_gpu, monkeypatch):
     asked = []
     for name in ("has_fp8", "has_mxfp4", "has_e2m1"):
         monkeypatch.setattr(f"mxfp4_kernels.{name}", lambda device, name=name: name == "has_fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     for name, known in FAMILIES.items():
         changed = Family(name, lambda device, name=name: asked.append(name), known.instead, known.needs, known.exists)
         monkeypatch.setitem(FAMILIES, name, changed)
