@@ -3,39 +3,43 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options import JsonOption, fail, told_errors
+from .options import (
+    DeviceOption,
+    JsonOption,
+    LikelyTextOption,
+    MaxLengthOption,
+    ModelArgument,
+    OutArgument,
+    OverwriteOption,
+    SamplesOption,
+    TextFieldOption,
+    fail,
+    told_errors,
+)
 
 
 def gptq(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a model on the Hub, in full precision.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the new checkpoint.")],
-    text: Annotated[
-        str,
-        typer.Option("--text", metavar="TEXT", help="Texts like those that the model is for; as for hf-mxfp4 eval."),
-    ],
+    model: ModelArgument,
+    out: OutArgument,
+    text: LikelyTextOption,
     scheme: Annotated[
         str,
         typer.Option(
             "--scheme",
             metavar="SCHEME",
-            help="What weights will be quantized to, as for hf-mxfp4 eval; without fallback. 'even' for exports to "
-            "plain MXFP4.",
+            help="What weights will be quantized to, as for hf-mxfp4 eval; of fallback with whole residuals (of1) "
+            "alone. 'even' for exports to plain MXFP4.",
         ),
     ] = "even+mbs128-blockwise",
-    text_field: Annotated[
-        str | None, typer.Option("--text-field", help="Field of the texts, as for hf-mxfp4 eval.")
-    ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Texts, or windows of a running text.")] = 128,
-    max_length: Annotated[int, typer.Option("--max-length", min=2, help="Tokens per text or window.")] = 512,
-    device: Annotated[str, typer.Option("--device", help="'cpu', 'cuda', ...", show_default="a GPU if any")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")] = False,
+    text_field: TextFieldOption = None,
+    samples: SamplesOption = 128,
+    max_length: MaxLengthOption = 512,
+    device: DeviceOption = "auto",
+    overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Round the weights of a model onto the 4-bit grid of a scheme, column by column, so that what each rounding loses

@@ -3,6 +3,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -33,6 +34,19 @@ IncludeOption = Annotated[
 ExcludeOption = Annotated[
     list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Tensors to leave out; as --include.")
 ]
+#: Of commands that make a checkpoint in full precision from another, on texts.
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a model on the Hub, in full precision.")
+]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the new checkpoint.")]
+LikelyTextOption = Annotated[
+    str, typer.Option("--text", metavar="TEXT", help="Texts like those that the model is for; as for hf-mxfp4 eval.")
+]
+TextFieldOption = Annotated[str | None, typer.Option("--text-field", help="Field of the texts, as for hf-mxfp4 eval.")]
+SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Texts, or windows of a running text.")]
+MaxLengthOption = Annotated[int, typer.Option("--max-length", min=2, help="Tokens per text or window.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="'cpu', 'cuda', ...", show_default="a GPU if any")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
 
 

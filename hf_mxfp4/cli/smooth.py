@@ -3,33 +3,37 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options import JsonOption, fail, told_errors
+from .options import (
+    DeviceOption,
+    JsonOption,
+    LikelyTextOption,
+    MaxLengthOption,
+    ModelArgument,
+    OutArgument,
+    OverwriteOption,
+    SamplesOption,
+    TextFieldOption,
+    fail,
+    told_errors,
+)
 
 
 def smooth(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a model on the Hub, in full precision.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the new checkpoint.")],
-    text: Annotated[
-        str,
-        typer.Option("--text", metavar="TEXT", help="Texts like those that the model is for; as for hf-mxfp4 eval."),
-    ],
-    text_field: Annotated[
-        str | None, typer.Option("--text-field", help="Field of the texts, as for hf-mxfp4 eval.")
-    ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Texts, or windows of a running text.")] = 32,
-    max_length: Annotated[int, typer.Option("--max-length", min=2, help="Tokens per text or window.")] = 512,
+    model: ModelArgument,
+    out: OutArgument,
+    text: LikelyTextOption,
+    text_field: TextFieldOption = None,
+    samples: SamplesOption = 32,
+    max_length: MaxLengthOption = 512,
     strength: Annotated[
         float, typer.Option("--strength", min=0, max=1, help="0 makes weights alike, 1 activations.")
     ] = 0.5,
-    device: Annotated[str, typer.Option("--device", help="'cpu', 'cuda', ...", show_default="a GPU if any")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")] = False,
+    device: DeviceOption = "auto",
+    overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Scale the channels of activations by powers of two, and the weights that read them by the inverse: the model

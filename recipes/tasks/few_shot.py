@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
-from hf_mxfp4.rl.rewards.numbers import is_exact_match
+from hf_mxfp4.rl.rewards.numbers import is_exact_match, rewards_of
 
 from .base import Task, as_prompt, choose_rows, make_dataset
 
@@ -20,10 +22,9 @@ def is_first_line_correct(completion: str, answer: str) -> bool:
     return is_exact_match(completion.split("\n", 1)[0], answer)
 
 
-def first_line_reward(completions, answer, **kwargs) -> list[float]:
-    """1 for a right first line, else 0. Completions are strings, or conversations whose last message counts."""
-    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
-    return [float(is_first_line_correct(text, gold)) for text, gold in zip(texts, answer, strict=True)]
+def first_line_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+    """1.0 where [`is_first_line_correct`], else 0.0. Arguments and errors as [`rewards_of`] has them."""
+    return rewards_of(is_first_line_correct, completions, answer)
 
 
 def load(*, seed: int = 0, n_train: int | None = None, n_test: int | None = None, conversational: bool = False) -> Task:

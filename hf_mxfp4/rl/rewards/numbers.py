@@ -33,6 +33,7 @@ __all__ = [
     "is_strict_correct",
     "math_reward",
     "normalize_number",
+    "rewards_of",
 ]
 
 ANSWER_MARKER = "####"
@@ -180,7 +181,13 @@ def _text(completion: Any) -> str:
     return ""
 
 
-def _rewards(check: Callable[[str, str], bool], completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
+def rewards_of(check: Callable[[str, str], bool], completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
+    """1.0 for each completion, a text or a conversation, that ``check`` finds right beside its gold answer, else 0.0.
+
+    Raises:
+        TypeError: `completions` or `answer` is a str, or a completion is neither.
+        ValueError: there is not one answer per completion.
+    """
     if isinstance(completions, str) or isinstance(answer, str):
         raise TypeError("completions and answer must be lists with one entry per completion, not a str")
     if len(completions) != len(answer):
@@ -203,17 +210,17 @@ def gsm8k_strict_reward(completions: Sequence[Any], answer: Sequence[str], **kwa
         TypeError: an entry is of the wrong type.
         ValueError: the lengths differ, or a gold answer is not a number.
     """
-    return _rewards(is_strict_correct, completions, answer)
+    return rewards_of(is_strict_correct, completions, answer)
 
 
 def gsm8k_flexible_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
     """1.0 where the last number of the completion is the gold answer, else 0.0. As `gsm8k_strict_reward` otherwise."""
-    return _rewards(is_flexible_correct, completions, answer)
+    return rewards_of(is_flexible_correct, completions, answer)
 
 
 def exact_match_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
     """1.0 where the stripped completion is the gold string, else 0.0. As `gsm8k_strict_reward` otherwise."""
-    return _rewards(is_exact_match, completions, answer)
+    return rewards_of(is_exact_match, completions, answer)
 
 
 def math_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
@@ -225,4 +232,4 @@ def math_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any
     """
     from .math import is_math_correct  # needs more than the standard library
 
-    return _rewards(is_math_correct, completions, answer)
+    return rewards_of(is_math_correct, completions, answer)
