@@ -2,13 +2,14 @@
 """All linear layers of a decoder, rounded in the order in which they are run."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
+from ..hooks import hooked_inputs
 from ..module_names import find_layers, full_names
 from ..numerics import QuantScheme, Rotation
 from .decoder import DecoderRun
@@ -102,8 +103,8 @@ def _groups(run: DecoderRun, index: int, linears: Sequence[nn.Linear]) -> list[l
                 return
         groups.append((arguments[0], [module]))
 
-    for _ in _hooked(linears, note, run.through(index)):
-        break
+    with hooked_inputs((linear, note) for linear in linears):
+        next(run.through(index))
     return [members for _, members in groups]
 
 
@@ -116,18 +117,10 @@ def _moments(run: DecoderRun, index: int, linear: nn.Linear) -> torch.Tensor:
         states = arguments[0].flatten(0, -2).float()
         total.addmm_(states.T, states)
 
-    for _ in _hooked([linear], add, run.through(index)):
-        pass
+    with hooked_inputs([(linear, add)]):
+        for _ in run.through(index):
+            pass  # the hook has what is wanted
     return total
-
-
-def _hooked(linears: Sequence[nn.Linear], hook: Callable, outputs: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    handles = [linear.register_forward_pre_hook(hook) for linear in linears]
-    try:
-        yield from outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _replace(linear: nn.Linear, moments: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None) -> float:

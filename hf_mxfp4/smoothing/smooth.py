@@ -7,13 +7,13 @@ the deadzone, in every token. Divided by a power of two, and the weights that re
 keep their bits, in any floating-point format: the model is the same, and its blocks are of channels of like magnitudes.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ..hooks import hooked_inputs
 from .places import Place, find_places
 
 
@@ -116,7 +116,7 @@ def _mean_squares(
 
         return add
 
-    with _hooked({place.name: place.readers[0] for place in places}, hook):
+    with hooked_inputs((place.readers[0], hook(place.name)) for place in places):
         for ids in batches:
             model(ids.to(model.device), use_cache=False, logits_to_keep=1)
     for name, total in sums.items():
@@ -124,16 +124,6 @@ def _mean_squares(
             raise ValueError(f"the inputs of {name} are not finite on these texts")
     n_tokens = sum(ids.numel() for ids in batches)
     return {name: total / n_tokens for name, total in sums.items()}
-
-
-@contextlib.contextmanager
-def _hooked(layers: dict[str, nn.Linear], hook) -> Iterator[None]:
-    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _scale(place: Place, mean_squares: torch.Tensor, strength: float) -> torch.Tensor:

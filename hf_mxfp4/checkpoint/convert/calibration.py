@@ -4,8 +4,8 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
 
+from ...hooks import hooked_inputs
 from ..io.folder import CheckpointError, CheckpointFolder
 
 
@@ -73,11 +73,6 @@ class Calibration:
         def hook(name: str):
             return lambda module, arguments: add(name, arguments[0])
 
-        modules: dict[str, nn.Module] = {name: self._model.get_submodule(name) for name in names}
-        handles = [module.register_forward_pre_hook(hook(name)) for name, module in modules.items()]
-        try:
+        with hooked_inputs((self._model.get_submodule(name), hook(name)) for name in names):
             for window in self._windows:
                 self._model(window[None], use_cache=False, logits_to_keep=1)
-        finally:
-            for handle in handles:
-                handle.remove()
