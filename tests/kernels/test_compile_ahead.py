@@ -33,7 +33,8 @@ NO_DIVISION = (
     "both",
     "both odd huge",
 )
-#: And those that divide for static factors of bfloat16 alone, which takes no exact division; AMD's are all exact.
+#: And those that divide for static factors of bfloat16, or for the bytes of them, which takes no exact division; AMD's
+#: are all exact.
 NO_EXACT_DIVISION = (
     *NO_DIVISION,
     "macro",
@@ -41,6 +42,7 @@ NO_EXACT_DIVISION = (
     "quantize stochastic",
     "quantize both",
     "quantize whole rows",
+    "by bytes",
 )
 #: Those whose sizes promise nothing about alignment.
 ODD = ("float16 odd huge", "quantize odd huge", "dequantize odd huge", "both odd huge")
