@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and differences after three solved ones: what a small language model half knows."""
+"""Sums and differences after two solved ones: what a small language model half knows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hf_mxfp4.rl.rewards.numbers import is_exact_match, rewards_of
 from .base import Task, as_prompt, choose_rows, make_dataset
 
 
-SHOTS = "3+4=7\n12-5=7\n8+9=17\n"
+SHOTS = "12-5=7\n8+9=17\n"
 #: Numbers are from 1 to this.
-LARGEST = 30
+LARGEST = 20
 
 
 def is_first_line_correct(completion: str, answer: str) -> bool:
@@ -28,8 +28,8 @@ def first_line_reward(completions: Sequence[Any], answer: Sequence[str], **kwarg
 
 
 def load(*, seed: int = 0, n_train: int | None = None, n_test: int | None = None, conversational: bool = False) -> Task:
-    """Prompts ``"3+4=7\\n12-5=7\\n8+9=17\\n14+9="``, sums and differences of numbers from 1 to 30, none negative,
-    shuffled by `seed`; a third is held out as the test. `n_train` and `n_test` draw subsets of these.
+    """Prompts ``"12-5=7\\n8+9=17\\n14+9="``, sums and differences of numbers from 1 to 20, none negative, shuffled by
+    `seed`; a third is held out as the test. `n_train` and `n_test` draw subsets of these.
 
     Raises:
         ValueError: a subset is empty or larger than its split.
@@ -55,5 +55,5 @@ def load(*, seed: int = 0, n_train: int | None = None, n_test: int | None = None
         test=splits["test"],
         reward_funcs=[first_line_reward],
         scores={"first_line": is_first_line_correct},
-        max_completion_length=4,
+        max_completion_length=3,  # two digits and the end of the line
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and differences after three solved ones: the problems, and what counts as right."""
+"""Sums and differences after two solved ones: the problems, and what counts as right."""
 
 import pytest
 
@@ -9,11 +9,11 @@ from recipes.tasks.few_shot import SHOTS, first_line_reward, is_first_line_corre
 
 def test_problems_are_right_and_splits_have_none_in_common():
     task = load_task("few_shot")
-    assert (len(task.test), len(task.train)) == (455, 910)
+    assert (len(task.test), len(task.train)) == (203, 407)
     prompts = {split: {row["prompt"] for row in rows} for split, rows in (("test", task.test), ("train", task.train))}
-    assert len(prompts["test"]) == 455 and len(prompts["train"]) == 910 and not prompts["test"] & prompts["train"]
+    assert len(prompts["test"]) == 203 and len(prompts["train"]) == 407 and not prompts["test"] & prompts["train"]
     for row in task.test:
-        assert row["prompt"].startswith("3+4=7\n12-5=7\n8+9=17\n") and row["prompt"].endswith("=")
+        assert row["prompt"].startswith("12-5=7\n8+9=17\n") and row["prompt"].endswith("=")
         assert str(eval(row["prompt"].removeprefix(SHOTS)[:-1])) == row["answer"] == row["completion"].strip()
         assert int(row["answer"]) >= 0
 
