@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from .macro_factors import FACTORS, FACTORS_OF
+
 
 class Counter:
     """Calls of Python functions defined below some folders, while it is entered.
@@ -78,12 +80,12 @@ def counted(flow: Callable[[], Any], warm: bool = True) -> Counter:
 
 
 def linear(backend: str, engine: str = "dense") -> Any:
-    """A layer of the default preset and a batch for it."""
+    """A layer and a batch for it."""
     from hf_mxfp4 import MXFP4RLConfig
     from hf_mxfp4.layers import MXFP4Linear
 
     torch.manual_seed(0)
-    config = MXFP4RLConfig(backend=backend, engine=engine)
+    config = MXFP4RLConfig(backend=backend, engine=engine, **FACTORS_OF)
     layer = MXFP4Linear.from_linear(torch.nn.Linear(256, 128), config, "layer")
     return layer, torch.randn(8, 256)
 
@@ -133,7 +135,7 @@ def experts() -> Counter:
     plain = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=64, num_experts=4))
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter)
-    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(backend="cpu"), "experts")
+    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(backend="cpu", **FACTORS_OF), "experts")
     x, ids = torch.randn(8, 64), torch.randint(4, (8, 2))
     return counted(lambda: layer(x, ids, torch.ones(8, 2)))
 
@@ -168,7 +170,7 @@ def weight() -> Counter:
         source = tiny_model(Path(folder))
 
         def flow() -> None:
-            config = MXFP4RLConfig(mode="packed")
+            config = MXFP4RLConfig(mode="packed", **FACTORS)
             model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
             model.save_pretrained(Path(folder) / "packed")
 
@@ -194,7 +196,7 @@ def trainer() -> Counter:
 
     with tempfile.TemporaryDirectory() as folder:
         source = tiny_model(Path(folder))
-        model = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig())
+        model = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig(**FACTORS_OF))
         args = MXFP4GRPOConfig(
             output_dir=folder,
             per_device_train_batch_size=2,

@@ -103,7 +103,7 @@ def measure(model: Path, texts: list[str], folder: Path) -> dict[str, tuple[Loss
         convert("export", model, out, "--format", "compressed-tensors", "--scale-rule", rule)
         found[f"{rule}, exported"] = (without_the_package(out, texts), sqnr_db(model, out), name)
         _say(found)
-    convert("pack", model, folder / "packed")
+    convert("pack", model, folder / "packed", "--scale-rule", "rceil", "--macro-search", "hybrid")
     twice = ["--format", "compressed-tensors", "--on-mismatch", "requantize"]
     convert("export", folder / "packed", folder / "twice", *twice)
     name = "packed with macro factors, then exported with `--on-mismatch requantize`"

@@ -37,6 +37,7 @@ from hf_mxfp4 import MXFP4RLConfig, cached_weights
 from recipes.common.hardware import hardware
 
 from . import llama_cpp
+from .macro_factors import FACTORS, FACTORS_OF
 from .records import made, median_ratio, option_parser, write
 
 
@@ -166,7 +167,7 @@ def contenders(folder: Path, compiled: bool = True) -> dict[str, Contender]:
         options = {} if config is None else {"quantization_config": config}
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
 
-    qat, packed = load(MXFP4RLConfig()), load(MXFP4RLConfig(mode="packed"))
+    qat, packed = load(MXFP4RLConfig(**FACTORS_OF)), load(MXFP4RLConfig(mode="packed", **FACTORS))
     found = {
         BASELINE: Contender(load(None)),
         PLAIN: Contender(qat),

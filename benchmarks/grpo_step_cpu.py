@@ -38,6 +38,7 @@ from recipes.tasks import arithmetic, word_problems
 from recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2
 
 from .generate_cpu import records_of_others
+from .macro_factors import FACTORS, FACTORS_OF
 from .phases import PHASES, REST, watch
 from .records import made, median_ratio, option_parser, write
 
@@ -67,10 +68,10 @@ class Arm:
 #: By name, each after what it is compared with.
 ARMS = {
     BASELINE: Arm(None, False, BASELINE),
-    "QAT w4a4 (default)": Arm(MXFP4RLConfig(), False, BASELINE),
-    "QAT w4a16": Arm(MXFP4RLConfig(preset="w4a16"), False, BASELINE),
+    "QAT w4a4": Arm(MXFP4RLConfig(**FACTORS_OF), False, BASELINE),
+    "QAT w4a16": Arm(MXFP4RLConfig(preset="w4a16", **FACTORS_OF), False, BASELINE),
     LORA: Arm(None, True, LORA),
-    "LoRA on packed w4a16": Arm(MXFP4RLConfig(mode="packed"), True, LORA),
+    "LoRA on packed w4a16": Arm(MXFP4RLConfig(mode="packed", **FACTORS), True, LORA),
 }
 
 

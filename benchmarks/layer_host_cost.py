@@ -28,6 +28,7 @@ import hf_mxfp4.adapters
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights
 
 from .call_counts import Counter
+from .macro_factors import FACTORS, FACTORS_OF
 from .records import made, option_parser, write
 
 
@@ -43,11 +44,11 @@ def plain() -> nn.Linear:
 
 
 def trainable(preset: str) -> nn.Linear:
-    return MXFP4Linear.from_linear(plain(), MXFP4RLConfig(preset=preset), "block.layer")
+    return MXFP4Linear.from_linear(plain(), MXFP4RLConfig(preset=preset, **FACTORS_OF), "block.layer")
 
 
 def packed(preset: str) -> nn.Linear:
-    return MXFP4PackedLinear.from_linear(plain(), MXFP4RLConfig(mode="packed", preset=preset), "block.layer")
+    return MXFP4PackedLinear.from_linear(plain(), MXFP4RLConfig(mode="packed", preset=preset, **FACTORS), "block.layer")
 
 
 def with_lora(layer: nn.Linear) -> nn.Module:

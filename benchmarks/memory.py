@@ -23,6 +23,7 @@ from hf_mxfp4.planning import LiveTensors, Planner, SavedTensors, Setup, state_b
 from hf_mxfp4.planning.strategies import STRATEGIES
 from hf_mxfp4.quantizer.swap import quantize_linears
 
+from .macro_factors import FACTORS, FACTORS_OF
 from .records import made, option_parser, write
 
 
@@ -31,13 +32,13 @@ SEQUENCES, TOKENS, RANK = 4, 512, 16
 #: Name of a mode to the options of its config; `None` is full precision.
 MODES = {
     "full precision": None,
-    "w4a4": {},
-    "w4a4, saved mxfp4": {"saved_activations": "mxfp4"},
-    "w4a4, saved fp8": {"saved_activations": "fp8"},
-    "w4a4 without fallback, saved mxfp4": {"saved_activations": "mxfp4", "outlier_fallback": None},
-    "w4a4g4": {"preset": "w4a4g4"},
-    "w4a4g4, saved fp8": {"preset": "w4a4g4", "saved_activations": "fp8"},
-    "packed + LoRA": {"mode": "packed"},
+    "w4a4": FACTORS_OF,
+    "w4a4, saved mxfp4": {**FACTORS_OF, "saved_activations": "mxfp4"},
+    "w4a4, saved fp8": {**FACTORS_OF, "saved_activations": "fp8"},
+    "w4a4 without fallback, saved mxfp4": {**FACTORS, "saved_activations": "mxfp4", "outlier_fallback": None},
+    "w4a4g4": {**FACTORS_OF, "preset": "w4a4g4"},
+    "w4a4g4, saved fp8": {**FACTORS_OF, "preset": "w4a4g4", "saved_activations": "fp8"},
+    "packed + LoRA": {**FACTORS, "mode": "packed"},
 }
 #: Of which the gradients are compared with those of the same mode, saved in full.
 SAVED = ("w4a4, saved mxfp4", "w4a4, saved fp8", "w4a4g4, saved fp8")

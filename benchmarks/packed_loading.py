@@ -21,10 +21,11 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from .macro_factors import FACTORS
 from .records import made, option_parser, write
 
 
-SCHEMES = {"4.25 bits": {"macro_block": None}, "4.3125 bits": {}}
+SCHEMES = {"4.25 bits": {"scale_rule": "rceil", "macro_block": None}, "4.3125 bits": FACTORS}
 COMMAND = "python -m benchmarks.packed_loading"
 
 

@@ -43,10 +43,10 @@ VARIABLE = "HF_MXFP4_CPU"
 NATIVE = "native"
 BASELINE = "torch bfloat16"
 SCHEMES = {
-    "rceil": {"macro_block": None},
-    "rceil, macro static": {"macro_search": "static"},
+    "rceil": {"scale_rule": "rceil", "macro_block": None},
+    "rceil, macro static": {"scale_rule": "rceil", "macro_search": "static"},
     "even, macro blockwise": {"scale_rule": "even", "macro_search": "blockwise"},
-    "rceil, fallback": {"macro_block": None, "outlier_fallback": 0.5},
+    "rceil, fallback": {"scale_rule": "rceil", "macro_block": None, "outlier_fallback": 0.5},
 }
 #: Kind of weight and whether it is repacked, by the name of the contender.
 LLAMA_CPP = {

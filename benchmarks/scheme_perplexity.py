@@ -45,7 +45,7 @@ SCHEMES = (
     "rceil",
     "floor",
     "paper_b",
-    "default",
+    "rceil+mbs128-hybrid+of0.5",
     "rceil+of0.5",
     "even+mbs128-blockwise+of1",
     "even+mbs128-blockwise+of1@0.1",

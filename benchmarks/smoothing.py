@@ -26,7 +26,7 @@ SCHEMES = (
     "even+mbs128-blockwise",
     "even+mbs128-blockwise+of1@0.04",
     "even+mbs128-blockwise+of1@0.1",
-    "default",
+    "rceil+mbs128-hybrid+of0.5",
 )
 AS_IT_IS = "none"
 

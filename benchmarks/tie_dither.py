@@ -38,6 +38,7 @@ from recipes.common.hardware import hardware
 
 from . import perplexity
 from .export_perplexity import Losses, difference, tensors_in
+from .macro_factors import FACTORS_OF, PLAIN
 from .tie_steps import measure_floor, measure_steps
 
 
@@ -45,21 +46,20 @@ RESULT = Path(__file__).with_name("results") / "tie_dither.json"
 PACKAGES = ("torch", "transformers", "trl")
 PARTS = ("movement", "start", "steps", "floor")
 
-PLAIN = {"macro_block": None, "outlier_fallback": None}
 #: Schemes by the name in the tables.
 SCHEMES: dict[str, dict[str, Any]] = {
     "rceil": PLAIN,
     "floor": {**PLAIN, "scale_rule": "floor"},
     "even": {**PLAIN, "scale_rule": "even"},
     "mse": {**PLAIN, "scale_rule": "mse"},
-    "rceil, MBS static": {"macro_search": "static", "outlier_fallback": None},
-    "default: rceil, MBS hybrid, fallback 0.5": {},
+    "rceil, MBS static": {"scale_rule": "rceil", "macro_search": "static", "outlier_fallback": None},
+    "rceil, MBS hybrid, fallback 0.5": FACTORS_OF,
     "even, blockwise": {"scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": None},
     "`paper_a`": {"preset": "paper_a"},
-    "rceil, fallback 1.0": {"macro_block": None, "outlier_fallback": 1.0},
+    "rceil, fallback 1.0": {"scale_rule": "rceil", "macro_block": None, "outlier_fallback": 1.0},
     "`paper_b`: floor, 32x32": {"preset": "paper_b"},
     "rceil, rotated by H16": {**PLAIN, "fprop": {"rotation": "deterministic-16"}},
-    "default, rotated by H16": {"fprop": {"rotation": "deterministic-16"}},
+    "rceil, MBS hybrid, fallback 0.5, rotated by H16": {**FACTORS_OF, "fprop": {"rotation": "deterministic-16"}},
 }
 #: Standard deviations of the steps.
 STEPS = (1e-6, 1e-5)
@@ -72,7 +72,7 @@ MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 #: Problems whose perplexity is taken: after the first 40, which the other tables have.
 FIRST_PROBLEM, N_PROBLEMS = 40, 16
-START_SCHEMES = {"w4a16, rceil": {"preset": "w4a16", **PLAIN}, "w4a4, default": {}}
+START_SCHEMES = {"w4a16, rceil": {"preset": "w4a16", **PLAIN}, "w4a4, rceil, MBS hybrid, fallback 0.5": FACTORS_OF}
 
 
 # ---- movement --------------------------------------------------------------------------------------------------------

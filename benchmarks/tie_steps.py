@@ -17,8 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.layers import full_precision
 
+from .macro_factors import FACTORS_OF
 
-SCHEMES = {"w4a16, rceil, MBS hybrid, fallback 0.5": {"preset": "w4a16"}, "w4a4, default": {}}
+
+SCHEMES = {
+    "w4a16, rceil, MBS hybrid, fallback 0.5": {"preset": "w4a16", **FACTORS_OF},
+    "w4a4, rceil, MBS hybrid, fallback 0.5": FACTORS_OF,
+}
 #: How many changes of the last bits are tried.
 NUDGES = 4
 PROMPT = "Question: {question}\nReason step by step.\nAnswer:"

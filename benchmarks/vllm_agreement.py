@@ -22,14 +22,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_mxfp4 import MXFP4RLConfig
 
+from .macro_factors import FACTORS, FACTORS_OF
 from .records import made, option_parser, write
 
 
 #: By preset and outlier fallback of weights.
 SCHEMES = {
-    "w4a16": {"preset": "w4a16"},
-    "w4a16, outlier fallback": {"preset": "w4a16", "outlier_fallback": 0.5},
-    "w4a4": {"preset": "w4a4"},
+    "w4a16": {"preset": "w4a16", **FACTORS},
+    "w4a16, outlier fallback": {"preset": "w4a16", **FACTORS_OF},
+    "w4a4": {"preset": "w4a4", **FACTORS},
 }
 #: Standard deviation of what is added to a number, as a part of it.
 LAST_BIT = 2.0**-24

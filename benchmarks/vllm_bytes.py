@@ -25,6 +25,7 @@ from hf_mxfp4.rl.rollout.vllm import VLLMPolicy
 from hf_mxfp4.rl.rollout.vllm_held import bytes_in_16_bits
 from hf_mxfp4.vllm_plugin.settings import EngineSettings
 
+from .macro_factors import FACTORS, FACTORS_OF
 from .records import made, option_parser, write
 
 
@@ -55,8 +56,8 @@ MODELS = {
 }
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 SCHEMES = {
-    "macro blocks of 128": MXFP4RLConfig(preset="w4a16", outlier_fallback=None),
-    "with outlier fallback": MXFP4RLConfig(),
+    "macro blocks of 128": MXFP4RLConfig(preset="w4a16", outlier_fallback=None, **FACTORS),
+    "with outlier fallback": MXFP4RLConfig(**FACTORS_OF),
 }
 
 

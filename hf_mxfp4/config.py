@@ -22,7 +22,14 @@ from .gemm_options import (
 from .module_names import read_names
 from .numerics import GEMM_OPERANDS, SAVED_FORMS, LinearScheme, QuantScheme, ScaleRule
 from .numerics.schemes import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
-from .presets import FORWARD_PRESETS, OPTION_DEFAULTS, PRESET_DEFAULTS, PRESETS, preset_gemms
+from .presets import (
+    FORWARD_PRESETS,
+    OPTION_DEFAULTS,
+    PRESET_DEFAULTS,
+    PRESETS,
+    preset_gemms,
+    usual_macro_search,
+)
 from .registration import QUANT_METHOD
 from .suggestions import unknown_key_message
 
@@ -52,7 +59,7 @@ class _Default(enum.Enum):
 
 #: Values of the options that depend on the mode.
 MODE_DEFAULTS = {
-    "qat": {"preset": "w4a4", "outlier_fallback": 0.5},
+    "qat": {"preset": "w4a4", "outlier_fallback": 1.0},
     "packed": {"preset": "w4a16", "outlier_fallback": None},
 }
 
@@ -61,10 +68,11 @@ MODE_DEFAULTS = {
 class MXFP4RLConfig(QuantizationConfigMixin):
     """How a model is quantized: pass it to `from_pretrained(quantization_config=...)`; it is saved in `config.json`.
 
-    The default is the dense recipe of arXiv 2605.20402: both operands of every linear layer of the decoder in MXFP4
-    with the ceiling scale rule, macro-block scaling at 128 (searched for weights, static for activations) and outlier
-    fallback at 0.5 on both operands. With ``mode="packed"`` it is frozen weights of 4.3125 bits as the base of
-    adapters: weights alone in MXFP4, macro-block scaling at 128, no outlier fallback.
+    By default both operands of every linear layer of the decoder are in MXFP4, with what lost least on real models at
+    the cost of the dense recipe of arXiv 2605.20402: the even scale rule, two mantissa bits for each block scale and
+    the whole quantized residual added back (docs/evidence.md). ``preset="paper_a"`` is that recipe. With
+    ``mode="packed"`` it is frozen weights of 4.3125 bits as the base of adapters: weights alone in MXFP4, even, with
+    block mantissas, without residuals.
 
     A checkpoint that already is quantized keeps its own scheme, and transformers warns that the config passed is not
     used. To pack what was trained with ``mode="qat"``, use [`hf_mxfp4.pack`].
@@ -108,16 +116,16 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     macro_search: str = field(
         default=_Default.BY_PRESET,
         metadata={
-            "help": "How macro factors are found: 'static' (from the largest magnitude), 'dynamic' (best of 16 by "
-            "squared error), 'hybrid' (dynamic for weights, static for activations) or 'blockwise' (two mantissa "
-            "bits for each of the four block scales, by squared error)."
+            "help": "How macro factors are found: 'blockwise' (two mantissa bits for each of the four block scales, by "
+            "squared error; usual with macro_block=128), 'static' (from the largest magnitude), 'dynamic' (best of 16 "
+            "by squared error) or 'hybrid' (dynamic for weights, static for activations; usual with other sizes)."
         },
     )
     outlier_fallback: float | None = field(
         default=_Default.BY_MODE,
         metadata={
             "help": "Weight in (0, 1] of the quantized residual that is added back; none switches it off. Usual are "
-            "0.5 in mode 'qat' and none in mode 'packed', where it doubles the memory of the weights."
+            "1 in mode 'qat' (the paper has 0.5) and none in mode 'packed', where it doubles the memory of the weights."
         },
     )
     outlier_fallback_operands: str = field(
@@ -241,6 +249,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if isinstance(self.macro_block, str) and self.macro_block.isascii() and self.macro_block.isdigit():
             object.__setattr__(self, "macro_block", int(self.macro_block))
         one_of("macro_block", self.macro_block, (None, *MACRO_BLOCKS))
+        if isinstance(self.macro_search, _Default):
+            object.__setattr__(self, "macro_search", usual_macro_search(self.macro_block))
         one_of("macro_search", self.macro_search, MACRO_SEARCHES)
         one_of("outlier_fallback_operands", self.outlier_fallback_operands, OPERANDS)
         one_of("backend", self.backend, BACKENDS)

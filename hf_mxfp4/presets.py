@@ -11,33 +11,26 @@ PRESETS = (*FORWARD_PRESETS, "w4a4_tuned", "w4a4g8", "w4a4g4", "paper_a", "paper
 #: Presets that quantize all six operands, and how they rotate those of Wgrad.
 ALL_OPERANDS = {"w4a4g4": None, "paper_b": Rotation(16), "w4a4g4_tuned": Rotation(16)}
 
-#: Defaults of the options of a scheme, and where a preset has others. Paper A is arXiv 2605.20402. Paper B is arXiv
-#: 2605.09825: tiles for weights and a rotation by H16; its scale rule is not stated, so it is that of OCP here. The
-#: tuned presets are what lost least for their size: w4a4_tuned in docs/evidence.md, w4a4g4_tuned in the study of
-#: docs/backward.md.
+#: Defaults of the options of a scheme, which lost least for their size on real models (docs/evidence.md), and where a
+#: preset has others. Paper A is arXiv 2605.20402. Paper B is arXiv 2605.09825: tiles for weights and a rotation by H16;
+#: its scale rule is not stated, so it is that of OCP here. w4a4g4_tuned is what the study of docs/backward.md led to.
 OPTION_DEFAULTS = {
-    "scale_rule": "rceil",
+    "scale_rule": "even",
     "macro_block": 128,
-    "macro_search": "hybrid",
     "outlier_fallback_rate": None,
     "weight_block": "1x32",
 }
 PRESET_DEFAULTS = {
-    "w4a4_tuned": {
-        "scale_rule": "even",
-        "macro_search": "blockwise",
-        "outlier_fallback": 1.0,
-        "outlier_fallback_rate": 0.05,
-    },
-    "paper_a": {"macro_search": "static", "outlier_fallback": 0.5},
+    "w4a4_tuned": {"outlier_fallback_rate": 0.05},
+    "paper_a": {"scale_rule": "rceil", "macro_search": "static", "outlier_fallback": 0.5},
     "paper_b": {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None, "weight_block": "32x32"},
-    "w4a4g4_tuned": {
-        "scale_rule": "even",
-        "macro_search": "blockwise",
-        "outlier_fallback": None,
-        "weight_block": "32x32",
-    },
+    "w4a4g4_tuned": {"outlier_fallback": None, "weight_block": "32x32"},
 }
+
+
+def usual_macro_search(macro_block: int | str | None) -> str:
+    """Block mantissas where there are four blocks to share a byte; macro blocks of other sizes have one factor."""
+    return "blockwise" if macro_block == 128 else "hybrid"
 
 
 def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) -> LinearScheme:

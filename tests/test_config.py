@@ -19,10 +19,10 @@ DEFAULTS = {
     "format_version": 1,
     "mode": "qat",
     "preset": "w4a4",
-    "scale_rule": "rceil",
+    "scale_rule": "even",
     "macro_block": 128,
-    "macro_search": "hybrid",
-    "outlier_fallback": 0.5,
+    "macro_search": "blockwise",
+    "outlier_fallback": 1.0,
     "outlier_fallback_operands": "both",
     "outlier_fallback_rate": None,
     "weight_block": "1x32",
@@ -61,7 +61,17 @@ def test_defaults():
 def test_defaults_of_packed_mode():
     expected = {**DEFAULTS, "mode": "packed", "preset": "w4a16", "outlier_fallback": None}
     assert MXFP4RLConfig(mode="packed").to_dict() == expected
-    assert MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5).to_dict() == {**DEFAULTS, "mode": "packed"}
+    assert MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=1.0).to_dict() == {**DEFAULTS, "mode": "packed"}
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+@pytest.mark.parametrize(
+    ("size", "search"), [("128", "blockwise"), (32, "hybrid"), (64, "hybrid"), ("row", "hybrid"), (None, "hybrid")]
+)
+def test_block_mantissas_are_the_default_where_four_blocks_share_a_byte(mode, size, search):
+    assert MXFP4RLConfig(mode=mode, macro_block=size).macro_search == search
+    static = MXFP4RLConfig(macro_block=size, macro_search="static")
+    assert static.macro_search == "static"
 
 
 @pytest.mark.parametrize("mode", ["qat", "packed"])
@@ -83,11 +93,28 @@ def test_a_config_file_of_the_first_version_keeps_its_meaning():
         "outlier_fallback": 0.5,
         "modules_to_not_convert": None,
     }
-    assert MXFP4RLConfig.from_dict(old) == MXFP4RLConfig()
+    scheme = {"scale_rule": "rceil", "macro_search": "hybrid"}
+    config = MXFP4RLConfig.from_dict(old)
+    assert config == MXFP4RLConfig(**scheme, outlier_fallback=0.5)
+    assert config.describe() == (
+        "w4a4 [weights mxfp4+rceil+mbs128-dynamic+of0.5, activations mxfp4+rceil+mbs128-static+of0.5]"
+    )
     assert MXFP4RLConfig.from_dict({"quant_method": "mxfp4_rl"}) == MXFP4RLConfig()
     assert MXFP4RLConfig.from_dict({**old, "preset": "w4a16", "outlier_fallback": None}) == MXFP4RLConfig(
-        preset="w4a16", outlier_fallback=None
+        preset="w4a16", outlier_fallback=None, **scheme
     )
+
+
+def test_a_config_file_from_before_block_mantissas_were_the_default_keeps_its_meaning():
+    """Every option of the scheme stands in a file, so no default fills it in."""
+    old = {**DEFAULTS, "scale_rule": "rceil", "macro_search": "hybrid", "outlier_fallback": 0.5}
+    config = MXFP4RLConfig.from_dict(old)
+    assert config.to_dict() == old and config != MXFP4RLConfig()
+    assert config.weight_scheme == QuantScheme("rceil", 128, "dynamic", 0.5)
+    assert config.activation_scheme == QuantScheme("rceil", 128, "static", 0.5)
+    packed = {**old, "mode": "packed", "preset": "w4a16", "outlier_fallback": None}
+    assert MXFP4RLConfig.from_dict(packed).to_dict() == packed
+    assert MXFP4RLConfig.from_dict(packed).weight_scheme == QuantScheme("rceil", 128, "dynamic")
 
 
 IDLE = [
@@ -106,7 +133,7 @@ def test_options_without_effect_in_packed_mode_are_refused(options, named):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, {"preset": "w4a4", "outlier_fallback": 0.5}),
+        ({}, {"preset": "w4a4", "outlier_fallback": 1.0}),
         ({"preset": "w4a16", "outlier_fallback": None}, {}),
         ({"outlier_fallback": None, "outlier_fallback_operands": "weights"}, {"preset": "w4a4"}),
         (
@@ -117,7 +144,7 @@ def test_options_without_effect_in_packed_mode_are_refused(options, named):
             {"outlier_fallback_operands": "weights", "modules_to_not_convert": ["layers.0"]},
             {
                 "preset": "w4a4",
-                "outlier_fallback": 0.5,
+                "outlier_fallback": 1.0,
                 "outlier_fallback_operands": "weights",
                 "modules_to_not_convert": ["layers.0"],
             },
@@ -325,9 +352,14 @@ def test_dictionary_form_is_accepted_by_from_pretrained(checkpoint):
 
 
 # macro_search -> what it means for weights and for activations.
-SEARCHES = {"static": ("static", "static"), "dynamic": ("dynamic", "dynamic"), "hybrid": ("dynamic", "static")}
+SEARCHES = {
+    "static": ("static", "static"),
+    "dynamic": ("dynamic", "dynamic"),
+    "hybrid": ("dynamic", "static"),
+    "blockwise": ("blockwise", "blockwise"),
+}
 # outlier_fallback_operands -> alpha of weights and of activations.
-FALLBACKS = {"both": (0.5, 0.5), "weights": (0.5, None), "activations": (None, 0.5)}
+FALLBACKS = {"both": (1.0, 1.0), "weights": (1.0, None), "activations": (None, 1.0)}
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -337,7 +369,7 @@ FALLBACKS = {"both": (0.5, 0.5), "weights": (0.5, None), "activations": (None, 0
 )
 def test_schemes_of_the_operands(preset, operands, search):
     config = MXFP4RLConfig(preset=preset, macro_search=search, outlier_fallback_operands=operands)
-    rule = ScaleRule.RCEIL
+    rule = ScaleRule.EVEN
     assert config.weight_scheme == QuantScheme(rule, 128, SEARCHES[search][0], FALLBACKS[operands][0], "nearest")
     expected = QuantScheme(rule, 128, SEARCHES[search][1], FALLBACKS[operands][1], "nearest")
     assert config.activation_scheme == (expected if preset == "w4a4" else None)
@@ -370,20 +402,20 @@ def test_the_search_means_nothing_without_macro_blocks(search):
     [
         (
             {},
-            "w4a4 [weights mxfp4+rceil+mbs128-dynamic+of0.5, activations mxfp4+rceil+mbs128-static+of0.5]",
+            "w4a4 [weights mxfp4+even+mbs128-blockwise+of1, activations mxfp4+even+mbs128-blockwise+of1]",
         ),
-        ({"preset": "w4a16"}, "w4a16 [weights mxfp4+rceil+mbs128-dynamic+of0.5, activations full precision]"),
+        ({"preset": "w4a16"}, "w4a16 [weights mxfp4+even+mbs128-blockwise+of1, activations full precision]"),
         (
             {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None},
             "w4a4 [weights mxfp4+floor, activations mxfp4+floor]",
         ),
         (
             {"macro_block": "row", "macro_search": "static", "outlier_fallback_operands": "activations"},
-            "w4a4 [weights mxfp4+rceil+mbsrow-static, activations mxfp4+rceil+mbsrow-static+of0.5]",
+            "w4a4 [weights mxfp4+even+mbsrow-static, activations mxfp4+even+mbsrow-static+of1]",
         ),
         (
             {"weight_block": "32x32", "outlier_fallback_rate": 0.1, "macro_block": None, "scale_rule": "even"},
-            "w4a4 [weights mxfp4+even+of0.5@0.1+32x32, activations mxfp4+even+of0.5@0.1]",
+            "w4a4 [weights mxfp4+even+of1@0.1+32x32, activations mxfp4+even+of1@0.1]",
         ),
     ],
     ids=["default", "weight-only", "plain", "row", "tiles-selective"],
@@ -394,5 +426,5 @@ def test_describe(options, expected):
 
 def test_repr_shows_every_option():
     text = repr(MXFP4RLConfig(preset="w4a16"))
-    assert text.startswith("MXFP4RLConfig(format_version=1, mode='qat', preset='w4a16', scale_rule='rceil', ")
+    assert text.startswith("MXFP4RLConfig(format_version=1, mode='qat', preset='w4a16', scale_rule='even', ")
     assert all(f"{option}=" in text for option in DEFAULTS if option != "quant_method")

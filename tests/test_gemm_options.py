@@ -21,8 +21,8 @@ from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 
 
-WEIGHT = QuantScheme(ScaleRule.RCEIL, 128, "dynamic", 0.5)
-INPUT = QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)
+WEIGHT = INPUT = QuantScheme(ScaleRule.EVEN, 128, "blockwise", 1.0)
+PAPER_A = QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)
 FLOOR = QuantScheme(ScaleRule.FLOOR)
 TILES = QuantScheme(ScaleRule.FLOOR, block_rows=32)
 EVEN = QuantScheme(ScaleRule.EVEN, 128, "blockwise")
@@ -36,7 +36,7 @@ EXPECTED = {
     "w4a4_tuned": (GemmScheme(SELECTIVE, SELECTIVE), PLAIN, PLAIN),
     "w4a4g8": (GemmScheme(INPUT, WEIGHT), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
     "w4a4g4": (GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, INPUT)),
-    "paper_a": (GemmScheme(INPUT, INPUT), PLAIN, PLAIN),
+    "paper_a": (GemmScheme(PAPER_A, PAPER_A), PLAIN, PLAIN),
     "paper_b": (GemmScheme(FLOOR, TILES), GemmScheme(FLOOR, TILES), GemmScheme(FLOOR, FLOOR, Rotation(16))),
     "w4a4g4_tuned": (GemmScheme(EVEN, EVEN_TILES), GemmScheme(EVEN, EVEN_TILES), GemmScheme(EVEN, EVEN, Rotation(16))),
 }
@@ -140,7 +140,7 @@ def test_the_packed_twin_keeps_the_forward_product_alone():
         twin = config.packed()
         assert twin.preset == "w4a4" and twin.gemms().fprop == config.gemms().fprop and twin.gemms().wgrad == PLAIN
     layers = MXFP4RLConfig(preset="w4a4g4", layer_overrides=OVERRIDES)
-    assert layers.packed() == MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5)
+    assert layers.packed() == MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=1.0)
     with pytest.raises(ValueError, match="cannot be packed: its fprop rotates both operands"):
         MXFP4RLConfig(fprop={"x": "floor+stochastic", "rotation": "deterministic-128"}).packed()
 
@@ -155,12 +155,12 @@ def test_the_packed_twin_keeps_the_forward_product_alone():
         ),
         (
             {**GEMMS, "preset": "w4a16", "macro_block": None, "outlier_fallback": None},
-            "w4a16 [weights mxfp4+rceil, activations full precision], dgrad [grad mxfp4+rceil+stochastic, weight as in "
+            "w4a16 [weights mxfp4+even, activations full precision], dgrad [grad mxfp4+rceil+stochastic, weight as in "
             "fprop], wgrad [grad fp8, x full precision, rotation random-32]",
         ),
         (
             {"macro_block": None, "outlier_fallback": None, "layer_overrides": OVERRIDES[:1]},
-            "w4a4 [weights mxfp4+rceil, activations mxfp4+rceil], layers.0: dgrad {'grad': 'full'} wgrad "
+            "w4a4 [weights mxfp4+even, activations mxfp4+even], layers.0: dgrad {'grad': 'full'} wgrad "
             "{'grad': 'full', 'x': 'reuse'}",
         ),
     ],

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from factors import factors_config
 from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
@@ -15,7 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHead
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import validate_quantization_for_training
 
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, MXFP4RLQuantizer, fake_quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLQuantizer, fake_quantize
 from hf_mxfp4._logging import get_logger
 from hf_mxfp4.quantizer.swap import quantize_linears
 
@@ -26,7 +27,7 @@ IDS = torch.arange(2, 14).view(2, 6)
 
 
 def load(folder, *, auto=AutoModelForCausalLM, device_map=None, **options):
-    return auto.from_pretrained(folder, quantization_config=MXFP4RLConfig(**options), device_map=device_map)
+    return auto.from_pretrained(folder, quantization_config=factors_config(**options), device_map=device_map)
 
 
 def mxfp4_layers(model) -> dict[str, MXFP4Linear]:
@@ -51,10 +52,10 @@ def test_the_linear_layers_of_the_decoder_are_quantized(family, tie, checkpoint)
     assert report.n_quantized == len(report.quantized) == 7 * 3
     assert list(report.quantized) == list(mxfp4_layers(model))
     assert report.skipped == ("lm_head",) and report.n_skipped == 1
-    assert report.scheme == MXFP4RLConfig().describe()
+    assert report.scheme == factors_config().describe()
     assert type(model.lm_head) is nn.Linear
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tie
-    assert all(layer.name == name and layer.config == MXFP4RLConfig() for name, layer in mxfp4_layers(model).items())
+    assert all(layer.name == name and layer.config == factors_config() for name, layer in mxfp4_layers(model).items())
 
     masters = load_file(f"{folder}/model.safetensors")
     assert report.sqnr_db == pytest.approx(
@@ -152,7 +153,7 @@ def test_masters_are_the_checkpoints_bit_for_bit(dtype, checkpoint):
 
 def test_a_bfloat16_checkpoint_loads_as_float32_masters(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint("qwen2", dtype=torch.bfloat16), quantization_config=MXFP4RLConfig(), dtype=torch.float32
+        checkpoint("qwen2", dtype=torch.bfloat16), quantization_config=factors_config(), dtype=torch.float32
     )
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model(IDS).logits.dtype == torch.float32
@@ -208,7 +209,7 @@ def test_conv1d_beside_linear_layers_is_told(caplog, monkeypatch):
     model = make_model("qwen2")
     model.model.layers[1].mlp.extra = Conv1D(8, 64)
     monkeypatch.setattr(get_logger(), "propagate", True)
-    quantize_linears(model, MXFP4RLConfig())
+    quantize_linears(model, factors_config())
     assert "1 layers of Qwen2ForCausalLM stay in full precision. This architecture keeps" in caplog.text
 
 
@@ -221,7 +222,7 @@ def test_experts_of_another_layout_are_refused_with_the_way_out():
     model = make_model("qwen3_moe")
     del model.model.layers[1].mlp.experts.is_transposed
     with pytest.raises(ValueError) as error:
-        quantize_linears(model, MXFP4RLConfig())
+        quantize_linears(model, factors_config())
     assert "Qwen3MoeForCausalLM keeps experts in fused 3-D weights that cannot be quantized" in str(error.value)
     assert "(model.layers.1.mlp.experts: Qwen3MoeExperts is not made by" in str(error.value)
     assert "add 'experts' to modules_to_not_convert" in str(error.value)
@@ -273,12 +274,12 @@ def test_it_may_be_trained_and_saved(checkpoint):
 def test_exactly_the_weights_of_packed_layers_are_packed_as_they_are_read(checkpoint):
     model = load(checkpoint("qwen2"), mode="packed", modules_to_not_convert=["layers.1"])
     names = [name for name, _ in model.named_parameters()]
-    on_the_fly = MXFP4RLQuantizer(MXFP4RLConfig(mode="packed"), pre_quantized=False)
+    on_the_fly = MXFP4RLQuantizer(factors_config(mode="packed"), pre_quantized=False)
     expected = [f"{name}.weight" for name in model.quantization_report.quantized]
     assert [name for name in names if on_the_fly.param_needs_quantization(model, name)] == expected
     for quantizer in (
-        MXFP4RLQuantizer(MXFP4RLConfig(mode="packed"), pre_quantized=True),
-        MXFP4RLQuantizer(MXFP4RLConfig(), pre_quantized=False),
+        MXFP4RLQuantizer(factors_config(mode="packed"), pre_quantized=True),
+        MXFP4RLQuantizer(factors_config(), pre_quantized=False),
     ):
         assert not any(quantizer.param_needs_quantization(model, name) for name in names)
     parameters, sizes = dict(model.named_parameters()), {}
@@ -292,7 +293,7 @@ def test_exactly_the_weights_of_packed_layers_are_packed_as_they_are_read(checkp
 def test_quantize_linears_packs_under_a_packed_config():
     model = make_model("llama")
     weight = model.model.layers[0].mlp.up_proj.weight.detach().clone()
-    quantized, skipped = quantize_linears(model, MXFP4RLConfig(mode="packed"))
+    quantized, skipped = quantize_linears(model, factors_config(mode="packed"))
     assert len(quantized) == 14 and skipped == ["lm_head"] and not mxfp4_layers(model)
     layer = model.model.layers[0].mlp.up_proj
     assert isinstance(layer, MXFP4PackedLinear) and layer.name == "model.layers.0.mlp.up_proj"
@@ -300,7 +301,7 @@ def test_quantize_linears_packs_under_a_packed_config():
 
 
 def test_the_scheme_given_is_the_scheme_applied(checkpoint):
-    config = MXFP4RLConfig(preset="w4a16", scale_rule="even", macro_block=None, outlier_fallback=None)
+    config = factors_config(preset="w4a16", scale_rule="even", macro_block=None, outlier_fallback=None)
     model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=config)
     assert model.config.quantization_config == config
     layer, x = model.model.layers[0].mlp.up_proj, torch.randn(3, 64)
@@ -375,7 +376,7 @@ def test_a_dequantized_model_can_be_quantized_again(checkpoint, tmp_path):
 def test_quantize_linears_works_on_any_model():
     model = make_model("llama")
     before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
-    quantized, skipped = quantize_linears(model, MXFP4RLConfig())
+    quantized, skipped = quantize_linears(model, factors_config())
     assert len(quantized) == 14 and skipped == ["lm_head"]
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()

@@ -56,7 +56,7 @@ def test_every_cell_ran(found):
 def test_it_was_in_mxfp4_and_measured(found):
     # Seven layers in each of two blocks; two 4-bit tensors of 4.28 bits for each weight.
     assert found["quantized"] == found["packed"] == 14 and found["bits"] == 8.5625
-    assert "of0.5" in found["loaded"] and found["parameters"] < 350_000
+    assert "even+mbs128-blockwise+of1" in found["loaded"] and found["parameters"] < 350_000
     errors = found["errors"]
     assert errors["outlier fallback"] < errors["block mantissas"] < errors["macro blocks"] < errors["plain MXFP4"] < 2
     assert 0 < found["kl"]["default"] < found["kl"]["rceil"] < 0.1

@@ -56,12 +56,12 @@ def pack(
     ],
     out: OutArgument,
     preset: Annotated[str | None, typer.Option("--preset", help="'w4a16' (default) or 'w4a4'.")] = None,
-    scale_rule: Annotated[str | None, typer.Option("--scale-rule", help="rceil (default), floor, even or mse.")] = None,
+    scale_rule: Annotated[str | None, typer.Option("--scale-rule", help="even (default), rceil, floor or mse.")] = None,
     macro_block: Annotated[
         str | None, typer.Option("--macro-block", help="32, 64, 128 (default), 256, row or none.")
     ] = None,
     macro_search: Annotated[
-        str | None, typer.Option("--macro-search", help="static, dynamic, hybrid (default) or blockwise.")
+        str | None, typer.Option("--macro-search", help="blockwise (default), static, dynamic or hybrid.")
     ] = None,
     outlier_fallback: Annotated[
         float | None, typer.Option("--outlier-fallback", help="Weight of the residual, such as 0.5 (default: none).")

@@ -27,11 +27,11 @@ FULL = "full precision"
         ("even/full", "mxfp4+even", FULL, (4.25, None, 4.25)),
         (
             "default",
-            "mxfp4+rceil+mbs128-dynamic+of0.5",
-            "mxfp4+rceil+mbs128-static+of0.5",
+            "mxfp4+even+mbs128-blockwise+of1",
+            "mxfp4+even+mbs128-blockwise+of1",
             (8.5625, 8.5625, 8.5625),
         ),
-        ("w4a16", "mxfp4+rceil+mbs128-dynamic+of0.5", FULL, (8.5625, None, 8.5625)),
+        ("w4a16", "mxfp4+even+mbs128-blockwise+of1", FULL, (8.5625, None, 8.5625)),
         ("paper_b", "mxfp4+floor+32x32", "mxfp4+floor", (4.25, 4.25, 4.25)),
     ],
 )

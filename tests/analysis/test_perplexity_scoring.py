@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from factors import factors_config
 from tiny_models import make_model
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +22,6 @@ from transformers import (
 )
 from transformers import MistralForCausalLM as PlainMistral
 
-from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.perplexity import scoring
 from hf_mxfp4.analysis.perplexity.replay import Replay
 from hf_mxfp4.analysis.perplexity.scoring import Score, reference_of, score
@@ -103,7 +103,7 @@ def test_a_token_that_the_reference_excludes_adds_nothing():
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("options", [{}, {"preset": "w4a16"}, SELECTIVE, {"preset": "paper_b"}], ids=str)
 def test_a_swapped_model_has_the_bits_of_one_that_was_loaded_so(checkpoint, options, family):
-    folder, config = checkpoint(family, dtype=torch.bfloat16), MXFP4RLConfig(**options)
+    folder, config = checkpoint(family, dtype=torch.bfloat16), factors_config(**options)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=config)
     reference = reference_of(plain, TEXTS)
@@ -124,14 +124,14 @@ def test_a_swapped_model_has_the_bits_of_one_that_was_loaded_so(checkpoint, opti
 def test_a_model_is_left_as_it_was():
     model = make_model("qwen3_moe").train()
     modules, attributes = dict(model.named_modules()), set(model.__dict__)
-    with pytest.raises(KeyError), swapped(model, MXFP4RLConfig()):
+    with pytest.raises(KeyError), swapped(model, factors_config()):
         assert dict(model.named_modules()) != modules
         raise KeyError
     assert dict(model.named_modules()) == modules and set(model.__dict__) == attributes
     reference_of(model, TEXTS)
     assert all(module.training for module in model.modules()) and "forward" not in model.model.__dict__
-    with swapped(model, MXFP4RLConfig()), pytest.raises(ValueError, match="is quantized; schemes are put on"):
-        with swapped(model, MXFP4RLConfig()):
+    with swapped(model, factors_config()), pytest.raises(ValueError, match="is quantized; schemes are put on"):
+        with swapped(model, factors_config()):
             pass
 
 
@@ -144,7 +144,7 @@ def test_texts_that_are_left_have_the_scores_of_all(monkeypatch, tmp_path, repla
     left = reference_of(model, TEXTS, folder=tmp_path / "states", only=[1, 2])
     assert left.scores == {index: everything.scores[index] for index in (1, 2)}
     assert len(list(tmp_path.rglob("*.safetensors"))) == (2 if replays else 0)
-    with swapped(model, MXFP4RLConfig(**SELECTIVE)):
+    with swapped(model, factors_config(**SELECTIVE)):
         whole = score(model, everything, TEXTS)
         assert score(model, left, TEXTS, only=[1, 2]) == whole[1:]
         # Nothing is left in the thresholds that training would move.
@@ -189,7 +189,7 @@ def test_logits_that_hidden_states_do_not_determine_are_those_of_whole_passes():
     with torch.no_grad():
         expected = [torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).item() for ids in TEXTS]
     assert [found.nll / found.tokens for found in reference.scores.values()] == pytest.approx(expected, rel=1e-5)
-    with swapped(model, MXFP4RLConfig()):
+    with swapped(model, factors_config()):
         assert all(found.kl > 0 for found in score(model, reference, TEXTS))
 
 
@@ -199,7 +199,7 @@ def test_what_cannot_be_measured_says_why(checkpoint):
         with pytest.raises(ValueError, match=r"text 0 is \[.*\], not \[1, tokens\] with two tokens or more"):
             reference_of(model, [ids])
     packed = AutoModelForCausalLM.from_pretrained(
-        checkpoint("llama"), quantization_config=MXFP4RLConfig(mode="packed"), dtype=torch.bfloat16
+        checkpoint("llama"), quantization_config=factors_config(mode="packed"), dtype=torch.bfloat16
     )
     with pytest.raises(ValueError, match="exist in 4 bits only"):
         reference_of(packed, TEXTS)
@@ -219,6 +219,6 @@ def test_a_trained_model_on_its_text():
     with torch.no_grad():
         losses = [model(ids, labels=ids).loss.item() * (ids.shape[1] - 1) for ids in texts]
     assert [found.nll for found in reference.scores.values()] == pytest.approx(losses, rel=1e-6)
-    with swapped(model, MXFP4RLConfig(preset="w4a16", macro_block=None, outlier_fallback=None)):
+    with swapped(model, factors_config(preset="w4a16", macro_block=None, outlier_fallback=None)):
         found = score(model, reference, texts)
     assert 0.05 < sum(own.kl for own in found) / sum(own.tokens for own in found) < 2

@@ -49,8 +49,8 @@ def test_shorthands(text, scheme):
 
 def test_schemes_of_a_config():
     config = MXFP4RLConfig()
-    assert parse_scheme("rceil+mbs128-dynamic+of0.5") == config.weight_scheme
-    assert parse_scheme(PAPER_SCHEMES[2]) == config.activation_scheme
+    assert parse_scheme("even+mbs128-blockwise+of1") == config.weight_scheme == config.activation_scheme
+    assert parse_scheme(PAPER_SCHEMES[2]) == MXFP4RLConfig(preset="paper_a").activation_scheme
 
 
 @pytest.mark.parametrize(

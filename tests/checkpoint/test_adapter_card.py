@@ -52,7 +52,7 @@ def card(folder) -> str:
             {
                 "mode of the base": "`packed`",
                 "preset": "`w4a16`",
-                "scheme": "`w4a16 [weights mxfp4+rceil, activations full precision]`",
+                "scheme": "`w4a16 [weights mxfp4+even, activations full precision]`",
                 "bits per quantized weight": "4.25",
                 "quantized linear maps": "14",
                 "rank": "4",

@@ -251,8 +251,8 @@ def test_config_of_the_other_mode(damaged, kind):
     "edit",
     [
         {"macro_block": None, "macro_search": "hybrid"},
-        {"macro_block": 32},
-        {"macro_search": "blockwise"},
+        {"macro_block": 32, "macro_search": "hybrid"},
+        {"macro_search": "static"},
         {"outlier_fallback": None},
         {"outlier_fallback": 0.25},
         {"outlier_fallback_operands": "activations"},

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from factors import factors_config
 from safetensors.torch import load_file, save_file
 from same_bits import tensors_in
 from tiny_models import make_model
 from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
+from hf_mxfp4 import MXFP4Experts
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 
@@ -23,7 +24,7 @@ U8 = torch.uint8
 
 
 def load(folder, auto=AutoModelForCausalLM, **options):
-    return auto.from_pretrained(folder, quantization_config=MXFP4RLConfig(**options))
+    return auto.from_pretrained(folder, quantization_config=factors_config(**options))
 
 
 def logits(model) -> torch.Tensor:
@@ -64,7 +65,7 @@ def test_packed_experts(family, checkpoint, tmp_path):
     source = checkpoint(family)
     trained = load(source)
     expected = logits(trained)
-    packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig().packed())
+    packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=factors_config().packed())
     assert torch.equal(logits(packed), expected)  # quantized while the checkpoint was read
     assert packed.quantization_report.n_quantized == N_QUANTIZED[family]
     assert packed.quantization_report.sqnr_db == pytest.approx(trained.quantization_report.sqnr_db, abs=1e-3)
@@ -159,7 +160,7 @@ def test_tensors_of_a_transposed_layout_have_the_contraction_axis_last(checkpoin
 def test_packed_experts_repeat_the_trainable_ones_under_every_scheme(family, scheme, checkpoint, tmp_path):
     source = checkpoint(family, dtype=torch.bfloat16, layers=1)
     expected = logits(load(source, **scheme))
-    config = MXFP4RLConfig(**scheme).packed()
+    config = factors_config(**scheme).packed()
     packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=torch.bfloat16)
     assert torch.equal(logits(packed), expected)
     packed.save_pretrained(tmp_path / "saved")
@@ -206,7 +207,7 @@ def test_a_base_model_of_a_packed_checkpoint_and_the_other_way_round(checkpoint,
 
 
 def test_a_plain_model_that_was_never_in_a_file(tmp_path):
-    model = hf_mxfp4.pack(make_model("mixtral"), MXFP4RLConfig(mode="packed"))
+    model = hf_mxfp4.pack(make_model("mixtral"), factors_config(mode="packed"))
     model.save_pretrained(tmp_path / "saved")
     assert "model.layers.0.mlp.experts.down_proj_scale" in tensors_in(tmp_path / "saved")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
@@ -216,8 +217,8 @@ def test_packing_refuses_what_is_packed_or_not_here():
     model = make_model("qwen3_moe", layers=1)
     missing = make_model("qwen3_moe", layers=1).to("meta")
     with pytest.raises(ValueError, match=r"weight is not here in full .* on meta"):
-        hf_mxfp4.pack(missing, MXFP4RLConfig(mode="packed"))
-    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["self_attn"])
+        hf_mxfp4.pack(missing, factors_config(mode="packed"))
+    config = factors_config(mode="packed", modules_to_not_convert=["self_attn"])
     with pytest.raises(ValueError, match=r"experts.gate_up_proj is not here in full .* on meta"):
         hf_mxfp4.pack(missing, config)
     hf_mxfp4.pack(model, config)
@@ -291,7 +292,7 @@ def test_a_checkpoint_of_another_size_is_refused_while_it_is_packed(checkpoint, 
 
 @pytest.mark.parametrize("mode", ["qat", "packed"])
 def test_kernels_that_would_pass_the_experts_by_are_refused(mode, checkpoint):
-    config = MXFP4RLConfig(mode=mode)
+    config = factors_config(mode=mode)
     with pytest.raises(ValueError, match="use_kernels=True lets transformers replace whole layers of experts"):
         AutoModelForCausalLM.from_pretrained(checkpoint("gpt_oss"), quantization_config=config, use_kernels=True)
 

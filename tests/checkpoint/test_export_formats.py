@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 from export_files import config_in, decode, save_packed, save_plain
+from factors import factors_config
 from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import export
 from hf_mxfp4.checkpoint.formats import FORMATS
 from hf_mxfp4.checkpoint.io.atomic import FolderError
@@ -19,6 +19,8 @@ from hf_mxfp4.checkpoint.io.folder import CheckpointError
 
 IDS = torch.arange(2, 14).view(2, 6)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
+#: Factors of macro blocks, searched.
+MACRO = {"macro_block": 128, "macro_search": "hybrid"}
 #: As in AMD's published MXFP4 checkpoints.
 QUARK_TENSOR = {
     "ch_axis": -1,
@@ -146,7 +148,7 @@ def test_exactly_what_is_not_quantized_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("config", [{}, {"macro_block": 128}, {"macro_block": 128, "outlier_fallback": 0.5}], ids=str)
+@pytest.mark.parametrize("config", [{}, MACRO, {**MACRO, "outlier_fallback": 0.5}], ids=str)
 def test_bf16_is_the_plain_model_with_the_dequantized_values(family, config, tmp_path):
     source = save_packed(tmp_path / "packed", family, config=config)
     report = export(source, tmp_path / "out", "bf16")
@@ -180,7 +182,7 @@ def test_float32_becomes_bfloat16_and_says_so(tmp_path):
 
 
 MISFITS = {
-    "mbs": ({"macro_block": 128}, "macro-block factors (mbs128-dynamic)"),
+    "mbs": (MACRO, "macro-block factors (mbs128-dynamic)"),
     "blockwise": ({"macro_block": 128, "macro_search": "blockwise"}, "macro-block factors (mbs128-blockwise)"),
     "of": ({"outlier_fallback": 0.5}, "the outlier-fallback residual (of0.5)"),
     "selective": ({"outlier_fallback": 0.5, "outlier_fallback_rate": 0.25}, "the outlier-fallback residual (of0.5)"),
@@ -237,7 +239,7 @@ def test_a_large_layer_is_requantized_in_portions_like_the_whole(tmp_path, monke
 
 
 def test_dequantizing_every_layer_leaves_a_plain_checkpoint(tmp_path):
-    source = save_packed(tmp_path / "packed", config={"macro_block": 128})
+    source = save_packed(tmp_path / "packed", config=MACRO)
     report = export(source, tmp_path / "out", "compressed-tensors", "dequantize")
     export(source, tmp_path / "bf16", "bf16")
     assert report.counts() == {"dequantized": 14} and "plain checkpoint" in report.notes[-1]
@@ -263,7 +265,7 @@ def test_layers_of_odd_length_are_dequantized_and_ignored(choice, tmp_path):
 
 
 def test_a_qat_checkpoint_is_packed_on_the_way(tmp_path):
-    config = MXFP4RLConfig(macro_block=None, outlier_fallback=None, preset="w4a16")
+    config = factors_config(macro_block=None, outlier_fallback=None, preset="w4a16")
     plain = save_plain(tmp_path / "plain", "qwen3")
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config)
     model.save_pretrained(tmp_path / "qat")
@@ -276,7 +278,7 @@ def test_a_qat_checkpoint_is_packed_on_the_way(tmp_path):
 
 
 def test_shards_side_files_and_report(tmp_path):
-    source = save_packed(tmp_path / "packed", config={"macro_block": 128})
+    source = save_packed(tmp_path / "packed", config=MACRO)
     for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
         (source / name).write_text(name, encoding="utf-8")
     for name in ("optimizer.pt", "training_args.bin", "README.md"):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from export_files import config_in, decode, save_packed, save_plain
+from factors import factors_config
 from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
@@ -20,13 +21,13 @@ Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_
 
 
 def plain_scheme(rule="even", **options) -> MXFP4RLConfig:
-    return MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule=rule, macro_block=None, **options)
+    return factors_config(mode="packed", preset="w4a16", scale_rule=rule, macro_block=None, **options)
 
 
 def save_qat(folder, **options):
     """A trained checkpoint in float32 masters."""
     plain = save_plain(folder.with_name(f"{folder.name}-plain"), "llama", layers=1, dtype=torch.float32)
-    config = MXFP4RLConfig(preset="w4a16", **options)
+    config = factors_config(preset="w4a16", **options)
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)
     return folder
 

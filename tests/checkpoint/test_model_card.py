@@ -80,8 +80,8 @@ def test_scheme_and_loading(model):
     text = make_card(model).text
     rows = numbers(text)
     assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a4`: weights and activations in MXFP4"
-    assert rows["weights"] == "`mxfp4+rceil+mbs128-dynamic+of0.5`"
-    assert rows["activations"] == "`mxfp4+rceil+mbs128-static+of0.5`"
+    assert rows["weights"] == "`mxfp4+even+mbs128-blockwise+of1`"
+    assert rows["activations"] == "`mxfp4+even+mbs128-blockwise+of1`"
     assert rows["quantized layers"] == "14" and rows["linear layers left alone"] == "1 (lm_head)"
     assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text
 

@@ -6,19 +6,20 @@ import os
 import pytest
 import torch
 from export_files import config_in, header_and_data
+from factors import factors_config
 from pairwise import pairwise_params
 from processes import code, run
 from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, pack
+from hf_mxfp4 import MXFP4Linear, pack
 
 
 IDS = torch.arange(2, 14).view(2, 6)
 
 
 def load(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig(**options))
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=factors_config(**options))
 
 
 def count(model) -> int:
@@ -45,10 +46,10 @@ def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoi
     model = load(source, **options)
     model.save_pretrained(target, max_shard_size=shard_size)
     assert (len(list(target.glob("*.safetensors"))) > 2) == (shard_size == "20KB")
-    assert config_in(target)["quantization_config"] == MXFP4RLConfig(**options).to_dict()
+    assert config_in(target)["quantization_config"] == factors_config(**options).to_dict()
 
     again = AutoModelForCausalLM.from_pretrained(target)
-    assert again.hf_quantizer.quantization_config == MXFP4RLConfig(**options)
+    assert again.hf_quantizer.quantization_config == factors_config(**options)
     assert again.quantization_report == model.quantization_report
     assert count(again) == count(model) == model.quantization_report.n_quantized
     assert torch.equal(again(IDS).logits, model(IDS).logits)
@@ -76,7 +77,7 @@ def test_only_the_scheme_is_added_to_the_config(mode, checkpoint, tmp_path):
     source, target = checkpoint("qwen2"), tmp_path / "saved"
     load(source, mode=mode).save_pretrained(target)
     before, after = (config_in(folder) for folder in (source, target))
-    assert after.pop("quantization_config") == MXFP4RLConfig(mode=mode).to_dict()
+    assert after.pop("quantization_config") == factors_config(mode=mode).to_dict()
     assert after == before
 
 
@@ -113,7 +114,7 @@ def test_a_trained_model_round_trips(dtype, checkpoint, tmp_path):
 
 def test_device_map_round_trip(checkpoint, tmp_path):
     source = checkpoint("qwen2")
-    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig(), device_map="cpu")
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=factors_config(), device_map="cpu")
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map="cpu")
     assert torch.equal(again(IDS).logits, model(IDS).logits)
@@ -125,7 +126,7 @@ def test_another_scheme_for_a_saved_model_is_not_silently_ignored(checkpoint, tm
     load(checkpoint("qwen2")).save_pretrained(tmp_path / "saved")
     with pytest.warns(UserWarning, match="already has a `quantization_config`"):
         model = load(tmp_path / "saved", preset="w4a16")
-    assert model.quantization_report.scheme == MXFP4RLConfig().describe()
+    assert model.quantization_report.scheme == factors_config().describe()
 
 
 def test_a_new_process_applies_and_prints_the_scheme(checkpoint, tmp_path):

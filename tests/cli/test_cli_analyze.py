@@ -79,7 +79,7 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config.to_dict()}))
     summary = json.loads(run(folder, "--json", "--out", tmp_path / "a").stdout)
-    assert summary["schemes"] == ["mxfp4+even+mbs128-dynamic"]
+    assert summary["schemes"] == ["mxfp4+even+mbs128-blockwise"]
     summary = json.loads(run(folder, "--json", "--out", tmp_path / "b", "--scheme", "rceil").stdout)
     assert summary["schemes"] == ["mxfp4+rceil"]
 

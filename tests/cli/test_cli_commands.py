@@ -138,16 +138,18 @@ def test_environment():
     assert set(environment.PACKAGES) < set(data["versions"])
     assert data["cpu"]["cores"] == os.cpu_count()
     cpu = [row for row in data["quantization"] if row["device"] == "cpu"]
-    assert len(cpu) == 9 and {row["backend"] for row in cpu} <= {"cpu", "eager"}
+    assert len(cpu) == 6 and {row["backend"] for row in cpu} <= {"cpu", "eager"}
     assert set(data["triton_kernels"].values()) == {None} and "rceil+stochastic" in data["triton_kernels"]
     found = {(row["config"], row["hardware"]): row for row in data["products"]}
     default = found["w4a4", "sm_90"]
     assert default["fprop"]["engine"] == "dense" and "outlier fallback" in default["fprop"]["reason"]
-    assert found["w4a4, no outlier_fallback", "sm_90"]["fprop"] == {
+    assert found["w4a4, no outlier_fallback, no macro_block", "sm_90"]["fprop"] == {
         "engine": "fp8",
         "reason": "folded exactly into E4M3",
     }
-    fast = found["w4a4g4, no outlier_fallback", "sm_100"]
+    mantissas = found["w4a4, no outlier_fallback", "sm_90"]["fprop"]
+    assert mantissas["engine"] == "dense" and "block mantissas" in mantissas["reason"]
+    fast = found["w4a4g4, no outlier_fallback, no macro_block", "sm_100"]
     assert [fast[gemm]["engine"] for gemm in ("fprop", "dgrad", "wgrad")] == ["mxfp4"] * 3
     assert [fast["experts"][gemm]["engine"] for gemm in ("fprop", "dgrad", "wgrad")] == ["fp8"] * 3
     assert {row["fprop"]["engine"] for row in data["products"] if row["hardware"] == "sm_80"} == {"dense"}
@@ -168,7 +170,7 @@ def test_environment_on_screen(monkeypatch):
     assert "what self-checks found" in text and "not checked yet" in text
     assert "what multiplies" in text and "1: x is in full precision" in text and "fp8" in text
     assert "A GPU, compute capability 9.0" in text and "GPU 0" in text
-    assert text.count("cuda") == 10 and "covered by the Triton kernels" in text
+    assert text.count("cuda") == 7 and "covered by the Triton kernels" in text
 
 
 def test_lines_where_there_is_no_terminal(monkeypatch, capsys):

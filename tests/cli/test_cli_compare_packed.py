@@ -58,7 +58,7 @@ def test_the_order_does_not_matter_and_the_screen_says_what_is_compared(checkpoi
         "SQNR of 14 weights: ",
         "B holds exactly what packing A now gives",
         "tensors that are not quantized: 13 the same, 0 with other values",
-        "error of the stored weights (mxfp4+rceil+mbs128-dynamic), by layer",
+        "error of the stored weights (mxfp4+even+mbs128-blockwise), by layer",
         "largest relative errors",
     ):
         assert text in done.stdout

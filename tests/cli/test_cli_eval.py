@@ -72,7 +72,8 @@ def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
     assert (report["texts"], report["tokens"], report["text"]) == (3, 9 + 14 + 19, "sums.jsonl")
     plain = AutoModelForCausalLM.from_pretrained(folder)
     quantized = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=MXFP4RLConfig(preset="w4a16", macro_block=None, outlier_fallback=None)
+        folder,
+        quantization_config=MXFP4RLConfig(preset="w4a16", scale_rule="rceil", macro_block=None, outlier_fallback=None),
     )
     expected = [losses(plain), losses(quantized)]
     assert [row["nats"]["value"] for row in report["rows"][:2]] == pytest.approx(expected, rel=1e-6)

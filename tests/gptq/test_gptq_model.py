@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from factors import factors_config
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -119,7 +120,7 @@ def test_wrong_arguments():
     with pytest.raises(
         ValueError, match="model.layers.0.self_attn.q_proj under mxfp4.rceil.* cannot be rounded to stay"
     ):
-        round_model(make_model("llama"), texts(), MXFP4RLConfig(mode="packed", preset="w4a16"))
+        round_model(make_model("llama"), texts(), factors_config(mode="packed", preset="w4a16"))
     with pytest.raises(ValueError, match="no list of decoder layers"):
         round_model(nn.Sequential(nn.Linear(32, 32)), texts(), CONFIG)
 

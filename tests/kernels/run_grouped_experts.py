@@ -12,10 +12,11 @@ from collections import Counter
 from functools import partial
 
 import torch
+from factors import factors_config
 from torch import nn
 
 import mxfp4_kernels
-from hf_mxfp4 import MXFP4RLConfig, cached_weights
+from hf_mxfp4 import cached_weights
 from hf_mxfp4.gemm import GemmSpec, GemmState, LayerRng, group_by_expert, quantized_linear
 from hf_mxfp4.gemm.counts import weight_quantizations
 from hf_mxfp4.gemm.weight_cache import StepWeights
@@ -60,7 +61,7 @@ def linear(scheme: str, transposed: bool, dtype: torch.dtype, backend: str) -> t
     weight = weight.transpose(1, 2).contiguous() if transposed else weight
     leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
     _, groups = group_by_expert(IDS, E)
-    options = MXFP4RLConfig(**{"macro_block": None, "outlier_fallback": None, **(SCHEMES[scheme] or {})})
+    options = factors_config(**{"macro_block": None, "outlier_fallback": None, **(SCHEMES[scheme] or {})})
     gemms = options.gemms() if SCHEMES[scheme] else LinearScheme(options.gemms().fprop)
     spec = GemmSpec(gemms, backend, transposed=transposed)
     state = GemmState(spec, [LayerRng(0, f"experts.{e}") for e in range(E)])
@@ -92,7 +93,7 @@ class Plain(nn.Module):
 
 
 def layer(kind: type, backend: str) -> list[torch.Tensor]:
-    config = MXFP4RLConfig(
+    config = factors_config(
         preset="w4a16", macro_search="static", backend=backend, mode="packed" if kind is MXFP4PackedExperts else "qat"
     )
     experts = kind.from_experts(Plain(64, 48).to(torch.bfloat16), config, "experts")
@@ -108,7 +109,7 @@ def layer(kind: type, backend: str) -> list[torch.Tensor]:
 def rollouts() -> dict[str, object]:
     """Trainable experts without gradients within [`cached_weights`] and [`StepWeights`]: launches, quantizations, and
     differences from products of dense values. Twice each."""
-    config = MXFP4RLConfig(preset="w4a16", macro_search="static", backend="triton")
+    config = factors_config(preset="w4a16", macro_search="static", backend="triton")
     experts, found = MXFP4Experts.from_experts(Plain(64, 48), config, "experts"), {}
     generator = torch.Generator().manual_seed(2)
     x, shares = torch.randn(6, 64, generator=generator), torch.rand(6, 2, generator=generator)

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from factors import factors_config
 from run_fold import data, same
 
 import mxfp4_kernels
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
+from hf_mxfp4 import MXFP4Linear, numerics
 from hf_mxfp4.gemm import linear
 
 
@@ -54,7 +55,7 @@ def differences() -> list[str]:
 
 def trained(engine: str, backend: str, options: dict) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    config = MXFP4RLConfig(preset="w4a4", engine=engine, backend=backend, **options)
+    config = factors_config(preset="w4a4", engine=engine, backend=backend, **options)
     layer = MXFP4Linear(160, 12, dtype=torch.bfloat16, config=config)
     x = torch.randn(5, 160, dtype=torch.bfloat16, requires_grad=True)
     layer(x).backward(torch.randn(5, 12, dtype=torch.bfloat16))

@@ -8,9 +8,10 @@ import contextlib
 import json
 
 import torch
+from factors import factors_config
 from torch import nn
 
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, cached_weights
 from hf_mxfp4.backends import triton as triton_kernels
 from hf_mxfp4.gemm import packed_product_route
 from mxfp4_kernels.gemm import decode
@@ -38,8 +39,8 @@ def copies(linear: nn.Linear) -> dict[str, int]:
 
     triton_kernels.dequantize = counted
     x, found = torch.randn(260, 160), {}
-    trainable = MXFP4Linear.from_linear(linear, MXFP4RLConfig(backend="triton", **OPTIONS[0]))
-    packed = MXFP4PackedLinear.from_linear(linear, MXFP4RLConfig(mode="packed", backend="triton", **OPTIONS[0]))
+    trainable = MXFP4Linear.from_linear(linear, factors_config(backend="triton", **OPTIONS[0]))
+    packed = MXFP4PackedLinear.from_linear(linear, factors_config(mode="packed", backend="triton", **OPTIONS[0]))
     many = torch.randn(4100, 160)
     for name, layer, form, rows in (
         ("packed layer", packed, "auto", x),
@@ -75,7 +76,7 @@ def main() -> dict:
     for options in OPTIONS:
         layers = {}
         for backend in ("triton", "eager"):
-            config = MXFP4RLConfig(mode="packed", backend=backend, **options)
+            config = factors_config(mode="packed", backend=backend, **options)
             layers[backend] = MXFP4PackedLinear.from_linear(linear, config)
         results = {}
         for backend, layer in layers.items():
@@ -88,7 +89,7 @@ def main() -> dict:
         for name, one, other in zip(names, results["triton"], results["eager"], strict=True):
             if not close(one, other):
                 report["wrong"].append(f"packed {options}: {name}")
-        trainable = MXFP4Linear.from_linear(linear, MXFP4RLConfig(backend="triton", **options))
+        trainable = MXFP4Linear.from_linear(linear, factors_config(backend="triton", **options))
         outside = trainable(x).detach()
         before = report["launches"]
         for form, launches in (("auto", 1), ("packed", 1), ("dense", 0)):

@@ -19,13 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
+from factors import factors_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_interpreted import adversarial_rows
 
 import hf_mxfp4
 import mxfp4_kernels
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
+from hf_mxfp4 import MXFP4Linear, numerics
 from hf_mxfp4.backends.select import dequantize
 from hf_mxfp4.layers import MXFP4PackedLinear
 from hf_mxfp4.numerics import QuantScheme
@@ -196,7 +197,7 @@ def package() -> dict:
         return [getattr(packed, name) for name in PARTS] + [values, dequantize(packed, x.dtype, backend)]
 
     def trained(backend: str) -> list[torch.Tensor]:
-        layer = MXFP4Linear(70, 12, config=MXFP4RLConfig(saved_activations="mxfp4", backend=backend))
+        layer = MXFP4Linear(70, 12, config=factors_config(saved_activations="mxfp4", backend=backend))
         with torch.no_grad():
             layer.weight.copy_(w)
             layer.bias.zero_()
@@ -205,7 +206,7 @@ def package() -> dict:
         return [out.detach(), layer.weight.grad]
 
     def gradients(backend: str) -> list[torch.Tensor]:
-        config = MXFP4RLConfig(preset="w4a4g8", macro_block=128, backend=backend)
+        config = factors_config(preset="w4a4g8", macro_block=128, backend=backend)
         layer = MXFP4Linear(70, 12, bias=False, config=config)
         with torch.no_grad():
             layer.weight.copy_(w)
@@ -217,7 +218,7 @@ def package() -> dict:
         linear = torch.nn.Linear(70, 12, bias=False)
         with torch.no_grad():
             linear.weight.copy_(w)
-        config = MXFP4RLConfig(mode="packed", backend=backend)
+        config = factors_config(mode="packed", backend=backend)
         layer = MXFP4PackedLinear.from_linear(linear, config)
         with torch.no_grad():
             return [layer.weight, layer.weight_macro, layer(x)]

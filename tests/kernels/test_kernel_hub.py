@@ -55,7 +55,7 @@ for name in ('fake_quantize', 'quantize', 'linear_w4a16', 'fold_e4m3', 'matmul_e
     counted(name)
 torch.manual_seed(0)
 linear, x = nn.Linear(160, 24), torch.randn(3, 160)
-plain = dict(preset='w4a4', outlier_fallback=None)
+plain = dict(preset='w4a4', macro_search='static', outlier_fallback=None)
 for layer, options, fast in (
     (MXFP4Linear, plain, dict(backend='triton')),
     (MXFP4Linear, plain, dict(backend='triton', engine='fp8')),

@@ -5,10 +5,9 @@ import functools
 
 import pytest
 import torch
+from factors import factors_config
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
-
-from hf_mxfp4 import MXFP4RLConfig
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +29,7 @@ def load(saved_base):
     """`load(family, **scheme)` gives a quantized model of two layers: packed, unless ``mode`` says otherwise."""
 
     def load(family="qwen2", dtype=torch.float32, **scheme):
-        config = MXFP4RLConfig(**{"mode": "packed", **scheme})
+        config = factors_config(**{"mode": "packed", **scheme})
         return AutoModelForCausalLM.from_pretrained(saved_base(family), dtype=dtype, quantization_config=config)
 
     return load

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.hooks import ModelHook, add_hook_to_module
+from factors import factors_config
 from tables import CONFIGS, some
 from tiny_models import make_model
 from torch import nn
@@ -16,7 +17,6 @@ from torch import nn
 from hf_mxfp4 import (
     MXFP4Experts,
     MXFP4Linear,
-    MXFP4RLConfig,
     cached_weights,
     fake_quantize,
     set_quantization_step,
@@ -57,7 +57,7 @@ def routing(tokens=21, experts=4, k=2, dtype=torch.float64, unused=None, seed=0)
 
 
 def quantized(family="qwen3_moe", dtype=torch.float64, **options):
-    return MXFP4Experts.from_experts(plain_experts(family, dtype), MXFP4RLConfig(**options), NAME)
+    return MXFP4Experts.from_experts(plain_experts(family, dtype), factors_config(**options), NAME)
 
 
 def straight_through(x, **scheme):
@@ -149,7 +149,7 @@ class Separate(nn.Module):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_each_expert_is_an_mxfp4_linear_under_every_preset(family, scheme):
-    config = MXFP4RLConfig(**SCHEMES[scheme])
+    config = factors_config(**SCHEMES[scheme])
     layer = MXFP4Experts.from_experts(plain_experts(family, torch.float32), config, NAME)
     separate = Separate(layer, family, config)
     states, index, weights = routing(40, dtype=torch.float32, unused=2)
@@ -183,7 +183,7 @@ def test_without_quantization_they_are_the_models_own_experts(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_the_very_ones_and_the_class_is_still_the_models(family):
     plain = plain_experts(family)
-    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(), NAME)
+    layer = MXFP4Experts.from_experts(plain, factors_config(), NAME)
     assert isinstance(layer, type(plain)) and isinstance(layer, MXFP4Experts)
     assert [(n, id(p)) for n, p in layer.named_parameters()] == [(n, id(p)) for n, p in plain.named_parameters()]
     assert type(layer) is type(quantized(family)) and type(layer).__name__ == f"MXFP4{type(plain).__name__}"
@@ -315,7 +315,7 @@ def test_wrong_inputs_are_refused():
 def test_hooks_of_accelerate_do_not_bring_the_plain_experts_back():
     plain = plain_experts(dtype=torch.float32)
     add_hook_to_module(plain, ModelHook())
-    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(), NAME)
+    layer = MXFP4Experts.from_experts(plain, factors_config(), NAME)
     inputs = routing(dtype=torch.float32)
     assert torch.equal(layer(*inputs), quantized(dtype=torch.float32)(*inputs))
     assert not torch.equal(layer(*inputs), plain(*inputs))
@@ -349,7 +349,7 @@ def test_other_layouts_are_refused(change, message):
         setattr(experts, name, value)
     assert message in unsupported_reason(experts)
     with pytest.raises(ValueError, match=f"layers.0.mlp.experts cannot be quantized: .*{message}"):
-        MXFP4Experts.from_experts(experts, MXFP4RLConfig(), NAME)
+        MXFP4Experts.from_experts(experts, factors_config(), NAME)
 
 
 def test_a_class_of_ones_own_is_refused():
@@ -362,8 +362,8 @@ def test_a_class_of_ones_own_is_refused():
     model = nn.Sequential(nn.Linear(4, 4))
     model.experts = MyExperts()
     with pytest.raises(ValueError, match="cannot be quantized .experts: MyExperts is not made by.*add 'experts' to"):
-        quantize_linears(model, MXFP4RLConfig())
-    assert quantize_linears(model, MXFP4RLConfig(modules_to_not_convert=["experts"])) == (["0"], ["experts"])
+        quantize_linears(model, factors_config())
+    assert quantize_linears(model, factors_config(modules_to_not_convert=["experts"])) == (["0"], ["experts"])
 
 
 def test_experts_without_a_gate_and_with_a_norm_behind_them():
@@ -372,7 +372,7 @@ def test_experts_without_a_gate_and_with_a_norm_behind_them():
     experts.has_gate, experts.has_post_expert_norm, experts.post_expert_norm = False, True, nn.LayerNorm(64).double()
     experts.up_proj = nn.Parameter(experts.gate_up_proj.detach()[:, :32].clone())
     del experts.gate_up_proj
-    layer = MXFP4Experts.from_experts(experts, MXFP4RLConfig(**OFF), NAME)
+    layer = MXFP4Experts.from_experts(experts, factors_config(**OFF), NAME)
     assert layer.projections == ("up_proj", "down_proj")
     states, index, weights = routing()
     expected = torch.zeros_like(states)

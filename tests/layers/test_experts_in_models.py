@@ -3,12 +3,13 @@
 
 import pytest
 import torch
+from factors import factors_config
 from grpo_runs import trainer_factory
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4 import fake_quantize
 from hf_mxfp4.adapters.rollout import policy_parameters
 from hf_mxfp4.analysis.policy.injection import inject_component
 from hf_mxfp4.layers import trainable_matrices
@@ -25,7 +26,7 @@ STOCHASTIC = {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotatio
 
 def quantized(family="qwen3_moe", layers=2, **options):
     model = make_model(family, layers=layers)
-    quantize_linears(model, MXFP4RLConfig(**options))
+    quantize_linears(model, factors_config(**options))
     return model
 
 
@@ -65,7 +66,7 @@ def test_options_of_single_layers():
     with pytest.raises(ValueError, match="layer_overrides has 'experts.3', which matches no quantized layer"):
         quantized(layer_overrides=[{"modules": "experts.3", "dgrad": {"grad": "fp8"}}])
     with pytest.raises(ValueError, match="single layers can differ from the config in dgrad and wgrad alone"):
-        model.model.layers[0].mlp.experts.set_gemms(MXFP4RLConfig(preset="w4a16").gemms(), "down_proj")
+        model.model.layers[0].mlp.experts.set_gemms(factors_config(preset="w4a16").gemms(), "down_proj")
 
 
 def test_adapters_beside_packed_experts_train_and_the_policy_can_be_pushed():
@@ -136,7 +137,7 @@ def test_missing_weights_are_initialised_by_the_models_own_rule():
 def test_grpo_trains_experts(options, metrics, tmp_path):
     config = {"layers": 2, "hidden": 32, "moe_intermediate_size": 32}
     policy = make_model("qwen3_moe", **config)
-    quantize_linears(policy, MXFP4RLConfig(**options))
+    quantize_linears(policy, factors_config(**options))
     before = policy.model.layers[1].mlp.experts.down_proj.detach().clone()
     trainer = trainer_factory(tmp_path)(policy=policy, max_steps=2, error_layers=3, error_every=1)
     assert trainer.n_quantized == 2 * (4 + 8)

@@ -9,9 +9,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from factors import factors_config
 from tables import PLAIN
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
+from hf_mxfp4 import MXFP4Linear, numerics
 from hf_mxfp4.gemm import layer_rng as draws_module
 from hf_mxfp4.gemm.operands import padded_length
 
@@ -42,7 +43,7 @@ def options_for(quantized: set, rotation: str, rounding: str) -> dict:
 
 def make_layer(bias=True, seed=0, in_features=K, out_features=N, **options) -> MXFP4Linear:
     torch.manual_seed(seed)
-    config = MXFP4RLConfig(**{**PLAIN, **options})
+    config = factors_config(**{**PLAIN, **options})
     return MXFP4Linear(in_features, out_features, bias, config=config, name="layers.3.mlp.up_proj")
 
 
@@ -168,7 +169,7 @@ def test_rotations_cancel_without_quantization(rotation):
 
 
 def test_rotated_operands_are_padded_to_whole_rotations():
-    layer = MXFP4Linear(40, 8, config=MXFP4RLConfig(**PLAIN, fprop={"rotation": "deterministic-32"}))
+    layer = MXFP4Linear(40, 8, config=factors_config(**PLAIN, fprop={"rotation": "deterministic-32"}))
     assert [padded_length(length, layer.state) for length in (1, 32, 40, 64)] == [32, 32, 64, 64]
 
 
@@ -194,7 +195,7 @@ def test_reuse_in_so_many_words_is_the_preset(preset):
     results = []
     for options in ({}, {"dgrad": {"grad": "full", "weight": "reuse"}, "wgrad": {"x": "reuse", "rotation": "none"}}):
         torch.manual_seed(0)
-        layer = MXFP4Linear(K, N, config=MXFP4RLConfig(preset=preset, **options))
+        layer = MXFP4Linear(K, N, config=factors_config(preset=preset, **options))
         leaf = x.clone().requires_grad_()
         layer(leaf).backward(grad)
         results.append((leaf.grad, layer.weight.grad))
@@ -272,7 +273,7 @@ def test_draws_are_a_function_of_seed_rank_step_layer_and_operand(monkeypatch):
 
     for change in ({"stochastic_seed": 1}, {"name": "layers.4.mlp.up_proj"}):
         options = {**PLAIN, **RANDOM, **{k: v for k, v in change.items() if k != "name"}}
-        other = MXFP4Linear(K, N, config=MXFP4RLConfig(**options), name=change.get("name", layer.name))
+        other = MXFP4Linear(K, N, config=factors_config(**options), name=change.get("name", layer.name))
         other.load_state_dict(layer.state_dict())
         other.set_step(3)
         assert same(one_pass(other, x, grad), first) == [False, False, False]
@@ -365,7 +366,7 @@ def test_stochastic_products_are_unbiased(options, index):
 @pytest.mark.parametrize("shape", [(0, K), (2, 0, K), (K,), (1, K), (2, 3, K)], ids=str)
 def test_shapes_down_to_no_tokens(preset, shape):
     torch.manual_seed(0)
-    layer = MXFP4Linear(K, N, config=MXFP4RLConfig(preset=preset))
+    layer = MXFP4Linear(K, N, config=factors_config(preset=preset))
     x = torch.randn(shape, requires_grad=True)
     y = layer(x)
     y.backward(torch.ones_like(y))
@@ -380,7 +381,7 @@ def test_shapes_down_to_no_tokens(preset, shape):
 def test_tokens_without_gradient_at_the_end_change_nothing(preset):
     """Padding of a batch: the token axis is padded with zeros anyway."""
     torch.manual_seed(0)
-    layer = MXFP4Linear(K, N, config=MXFP4RLConfig(preset=preset))
+    layer = MXFP4Linear(K, N, config=factors_config(preset=preset))
     x, grad = torch.randn(33, K), torch.randn(33, N)
     results = []
     for extra in (0, 31):
@@ -396,7 +397,7 @@ def test_tokens_without_gradient_at_the_end_change_nothing(preset):
 @pytest.mark.parametrize("setting", ["bfloat16", "autocast"])
 def test_bfloat16_and_autocast_follow_float32(preset, setting):
     torch.manual_seed(0)
-    layer = MXFP4Linear(64, 48, config=MXFP4RLConfig(preset=preset))
+    layer = MXFP4Linear(64, 48, config=factors_config(preset=preset))
     x, grad = torch.randn(40, 64).bfloat16(), torch.randn(40, 48).bfloat16()
     with torch.no_grad():
         layer.weight.copy_(layer.weight.bfloat16())

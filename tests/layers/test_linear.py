@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from factors import factors_config
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
@@ -39,7 +40,7 @@ SHAPES = [(7, 64), (2, 5, 64), (33,), (3, 33), (2, 3, 65), (1, 1), (2, 200)]
 def make_layer(recipe="w4a4", in_features=64, out_features=48, bias=True, seed=0, **options) -> MXFP4Linear:
     torch.manual_seed(seed)
     return MXFP4Linear(
-        in_features, out_features, bias, config=MXFP4RLConfig(**{**RECIPES[recipe][0], **options}), name="mlp.up_proj"
+        in_features, out_features, bias, config=factors_config(**{**RECIPES[recipe][0], **options}), name="mlp.up_proj"
     )
 
 
@@ -227,17 +228,17 @@ def test_not_a_number_in_an_input_stays_in_its_row():
 def test_from_linear_takes_over_the_very_parameters():
     linear = nn.Linear(64, 48).eval()
     linear.bias.requires_grad_(False)
-    layer = MXFP4Linear.from_linear(linear, MXFP4RLConfig(preset="w4a16"), "x.y")
+    layer = MXFP4Linear.from_linear(linear, factors_config(preset="w4a16"), "x.y")
     assert layer.weight is linear.weight and layer.bias is linear.bias
     assert (layer.in_features, layer.out_features, layer.training, layer.name) == (64, 48, False, "x.y")
     assert layer.config.preset == "w4a16"
-    assert MXFP4Linear.from_linear(nn.Linear(4, 4, bias=False), MXFP4RLConfig()).bias is None
+    assert MXFP4Linear.from_linear(nn.Linear(4, 4, bias=False), factors_config()).bias is None
 
 
 def test_from_linear_consumes_no_random_numbers():
     linear = nn.Linear(64, 48)
     state = torch.get_rng_state()
-    MXFP4Linear.from_linear(linear, MXFP4RLConfig())
+    MXFP4Linear.from_linear(linear, factors_config())
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -7,11 +7,12 @@ import pickle
 
 import pytest
 import torch
+from factors import factors_config
 from tiny_models import make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4 import MXFP4Linear
 from hf_mxfp4.layers import cached_weights, fallback_thresholds, update_fallback_thresholds
 from hf_mxfp4.numerics import apply_scheme, fake_quantize
 from hf_mxfp4.quantizer.swap import quantize_linears
@@ -24,7 +25,7 @@ OPTIONS = {"macro_block": 128, "outlier_fallback": 0.5, "fallback_rate": RATE}
 def make_layer(in_features=128, out_features=48, seed=0, **options):
     torch.manual_seed(seed)
     options = {"outlier_fallback_rate": RATE, "macro_search": "static", **options}
-    return MXFP4Linear(in_features, out_features, config=MXFP4RLConfig(**options))
+    return MXFP4Linear(in_features, out_features, config=factors_config(**options))
 
 
 def batch(rows=64, seed=1, scale=1.0):
@@ -209,7 +210,7 @@ def test_inference_and_training_count_alike():
 
 def test_all_layers_of_a_model_have_one():
     model = make_model()
-    names, _ = quantize_linears(model, MXFP4RLConfig(outlier_fallback_rate=0.2))
+    names, _ = quantize_linears(model, factors_config(outlier_fallback_rate=0.2))
     assert len(fallback_thresholds(model)) == len(names)
     model(torch.arange(8).view(1, 8))
     assert all(threshold.value > 0 for threshold in fallback_thresholds(model))

@@ -6,10 +6,11 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from factors import factors_config
 from tables import CONFIGS
 from tiny_models import make_model
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize
+from hf_mxfp4 import MXFP4Linear, cached_weights, fake_quantize
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
@@ -20,7 +21,7 @@ IDS = torch.arange(2, 14).view(2, 6)
 
 def quantized_model(family="qwen2", preset="w4a4", *, layers=2, **options):
     model = make_model(family, layers=layers, **options)
-    quantized, _ = quantize_linears(model, MXFP4RLConfig(preset=preset))
+    quantized, _ = quantize_linears(model, factors_config(preset=preset))
     assert len(quantized) == 7 * layers
     return model
 
@@ -83,7 +84,7 @@ WRITTEN = [
 @pytest.mark.parametrize(("family", "scheme", "places"), WRITTEN, ids=[family for family, *_ in WRITTEN])
 def test_nothing_writes_the_masters(family, scheme, places, cached, dense_products):
     model = make_model(family)
-    quantize_linears(model, MXFP4RLConfig(**scheme))
+    quantize_linears(model, factors_config(**scheme))
     before, versions = bits(model), [(p._version, p.data_ptr()) for p in model.parameters()]
     context = cached_weights if cached else contextlib.nullcontext
     with torch.no_grad(), context():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from factors import factors_config
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +18,7 @@ from hf_mxfp4.adapters import MXFP4LoraConfig
 
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKED = MXFP4RLConfig(mode="packed")
+PACKED = factors_config(mode="packed")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def saved_scheme(folder):
 
 @pytest.mark.parametrize(
     "scheme",
-    [PACKED, MXFP4RLConfig(), MXFP4RLConfig(mode="packed", preset="w4a4", modules_to_not_convert=["layers.0.mlp"])],
+    [PACKED, factors_config(), factors_config(mode="packed", preset="w4a4", modules_to_not_convert=["layers.0.mlp"])],
     ids=["packed", "qat", "packed-w4a4"],
 )
 def test_the_scheme_is_in_the_adapters_config(load, tmp_path, scheme):
@@ -73,8 +74,8 @@ def test_every_adapter_of_a_model_is_saved_with_it(load, tmp_path):
     ("trained", "found"),
     [
         (PACKED, PACKED),
-        (PACKED, MXFP4RLConfig(mode="qat", preset="w4a16", outlier_fallback=None)),
-        (MXFP4RLConfig(), MXFP4RLConfig().packed()),
+        (PACKED, factors_config(mode="qat", preset="w4a16", outlier_fallback=None)),
+        (factors_config(), factors_config().packed()),
     ],
     ids=["same", "packed-on-trainable", "trainable-on-packed"],
 )
@@ -88,10 +89,10 @@ def test_the_same_values_are_silent(load, tmp_path, capsys, trained, found):
 @pytest.mark.parametrize(
     ("found", "named"),
     [
-        (MXFP4RLConfig(mode="packed", macro_block=None), "w4a16 [weights mxfp4+rceil, activations full precision]"),
-        (MXFP4RLConfig(mode="packed", preset="w4a4"), "activations mxfp4+rceil+mbs128-static"),
-        (MXFP4RLConfig(), "w4a4 [weights mxfp4+rceil+mbs128-dynamic+of0.5"),
-        (MXFP4RLConfig(mode="packed", modules_to_not_convert=["mlp"]), "full precision] without mlp"),
+        (factors_config(mode="packed", macro_block=None), "w4a16 [weights mxfp4+rceil, activations full precision]"),
+        (factors_config(mode="packed", preset="w4a4"), "activations mxfp4+rceil+mbs128-static"),
+        (factors_config(), "w4a4 [weights mxfp4+rceil+mbs128-dynamic+of0.5"),
+        (factors_config(mode="packed", modules_to_not_convert=["mlp"]), "full precision] without mlp"),
         (None, "attached to one in full precision"),
     ],
     ids=["weights", "activations", "qat", "skips", "plain"],
@@ -106,7 +107,7 @@ def test_another_scheme_is_a_warning_that_names_both(load, tmp_path, capsys, fou
 
 
 def test_a_second_adapter_is_compared_too(load, tmp_path, capsys):
-    adapter(load(MXFP4RLConfig()), tmp_path)
+    adapter(load(factors_config()), tmp_path)
     model = adapter(load(PACKED))
     capsys.readouterr()
     model.load_adapter(tmp_path, "other")
@@ -115,7 +116,7 @@ def test_a_second_adapter_is_compared_too(load, tmp_path, capsys):
 
 def test_loaded_for_inference_it_keeps_its_scheme_and_trained_further_it_takes_the_new_one(load, tmp_path):
     adapter(load(PACKED), tmp_path / "first")
-    other = MXFP4RLConfig(mode="packed", macro_block=None)
+    other = factors_config(mode="packed", macro_block=None)
     for trainable, expected in ((False, PACKED), (True, other)):
         model = PeftModel.from_pretrained(load(other), tmp_path / "first", is_trainable=trainable)
         model.save_pretrained(tmp_path / str(trainable))

@@ -7,13 +7,14 @@ import lora_models
 import pytest
 import torch
 import torch.nn.functional as F
+from factors import factors_config
 from lora_models import IDS, UP, delta, fill, same_tensors, stored
 from peft import LoraConfig
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4.adapters
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, fake_quantize, merge_adapters
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, fake_quantize, merge_adapters
 from hf_mxfp4.adapters import MXFP4LoraMasterLinear
 from hf_mxfp4.layers import MXFP4Experts
 from hf_mxfp4.quantizer.swap import quantize_linears
@@ -26,7 +27,7 @@ ROTATED = {"fprop": {"x": "full", "weight": "rceil", "rotation": "deterministic-
 def qat(family="qwen2", dtype=torch.float32, layers=1, **scheme):
     assert hf_mxfp4.adapters.MXFP4LoraModel  # registered by its import; loading a model does it too
     model = make_model(family, layers=layers, dtype=dtype)
-    quantize_linears(model, MXFP4RLConfig(**{"preset": "w4a16", **scheme}))
+    quantize_linears(model, factors_config(**{"preset": "w4a16", **scheme}))
     return model
 
 

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from factors import factors_config
 from tables import CONFIGS, some
 from torch import nn
 
@@ -32,7 +33,7 @@ def all_schemes():
 
 
 def packed_config(**options) -> MXFP4RLConfig:
-    return MXFP4RLConfig(mode="packed", **options)
+    return factors_config(mode="packed", **options)
 
 
 def linear(n=40, k=72, bias=True, dtype=torch.float32, seed=0) -> nn.Linear:
@@ -128,7 +129,7 @@ def test_same_bits_as_the_trainable_layer(options, size, dtype):
     n, k = size
     if options.get("outlier_fallback_rate") and n * k < 32:
         n, k = 2, 64
-    config = MXFP4RLConfig(**{"preset": "w4a16", "outlier_fallback": None, **options})
+    config = factors_config(**{"preset": "w4a16", "outlier_fallback": None, **options})
     trainable = MXFP4Linear(k, n, dtype=dtype, config=config)
     layer = MXFP4PackedLinear.from_linear(trainable, config.packed())
     assert layer.config == packed_config(**options)
@@ -242,14 +243,14 @@ def test_to_linear_holds_the_dequantized_values():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_new_layer_holds_zeros(device):
     layer = MXFP4PackedLinear(64, 32, device=device, dtype=torch.bfloat16)
-    assert layer.config == packed_config() and layer.bias.dtype == torch.bfloat16
+    assert layer.config == MXFP4RLConfig(mode="packed") and layer.bias.dtype == torch.bfloat16
     y = layer(torch.ones(2, 64, dtype=torch.bfloat16, device=device))
     assert y.shape == (2, 32) and (device == "meta" or not y.any())
 
 
 def test_a_trainable_config_is_refused():
     with pytest.raises(ValueError, match="needs a config of mode='packed', not 'qat'"):
-        MXFP4PackedLinear(64, 32, config=MXFP4RLConfig())
+        MXFP4PackedLinear(64, 32, config=factors_config())
 
 
 def test_a_packed_layer_cannot_be_packed_again():
@@ -448,7 +449,7 @@ def test_generation_dequantizes_once_and_frees_at_the_end(made):
 
 @pytest.mark.usefixtures("dense_products")
 def test_selective_fallback_continues_with_the_trainable_layers_threshold():
-    config = MXFP4RLConfig(outlier_fallback_rate=0.2)
+    config = factors_config(outlier_fallback_rate=0.2)
     trainable = MXFP4Linear(64, 32, config=config)
     for _ in range(3):
         trainable(torch.randn(16, 64))

@@ -7,9 +7,10 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from factors import factors_config
 from torch import nn
 
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, fake_quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, cached_weights, fake_quantize
 from hf_mxfp4.gemm import linear as linear_module
 from hf_mxfp4.gemm import plan as plan_module
 from hf_mxfp4.gemm.storage import packed as packed_module
@@ -34,7 +35,7 @@ def make_layer(kind: str, dtype=torch.float32, seed=0, name="block.layer"):
     layer_class, options = KINDS[kind]
     torch.manual_seed(seed)
     linear = nn.Linear(64, 48, dtype=dtype)
-    return layer_class.from_linear(linear, MXFP4RLConfig(macro_search="static", outlier_fallback=0.5, **options), name)
+    return layer_class.from_linear(linear, factors_config(macro_search="static", outlier_fallback=0.5, **options), name)
 
 
 def expected(kind: str, dtype=torch.float32, seed=0, x=X) -> torch.Tensor:
@@ -149,7 +150,7 @@ def test_an_exchanged_spec_is_noticed(plans):
 @pytest.mark.parametrize("layer_class", [MXFP4Linear, MXFP4PackedLinear])
 def test_an_exchanged_threshold_is_noticed(layer_class):
     mode = "qat" if layer_class is MXFP4Linear else "packed"
-    config = MXFP4RLConfig(
+    config = factors_config(
         mode=mode, preset="w4a4", macro_search="static", outlier_fallback=0.5, outlier_fallback_rate=0.25
     )
     torch.manual_seed(0)

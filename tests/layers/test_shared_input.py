@@ -8,12 +8,13 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from factors import factors_config
 from tiny_models import make_model
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, fake_quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, fake_quantize
 from hf_mxfp4.gemm import shared_input as module
 from hf_mxfp4.gemm.shared_input import shared_input_counts
 from hf_mxfp4.quantizer.swap import quantize_linears
@@ -46,7 +47,7 @@ def make_layers(*names: str, mode="qat", **options) -> list[nn.Linear]:
     """Layers of these names, of different weights."""
     layer_class = MXFP4Linear if mode == "qat" else MXFP4PackedLinear
     torch.manual_seed(0)
-    config = MXFP4RLConfig(**{"mode": mode, "preset": "w4a4", **STATIC, **options})
+    config = factors_config(**{"mode": mode, "preset": "w4a4", **STATIC, **options})
     return [layer_class.from_linear(nn.Linear(64, 48, bias=False), config, name) for name in names]
 
 
@@ -99,8 +100,8 @@ def test_what_is_saved_is_saved_once(saved, each):
 def test_a_decoder_layer_quantizes_four_inputs_for_seven_layers(counted, family):
     model = make_model(family, layers=2)
     plain = make_model(family, layers=2)
-    quantize_linears(model, MXFP4RLConfig(preset="w4a4", **STATIC))
-    quantize_linears(plain, MXFP4RLConfig(preset="w4a4", **STATIC))
+    quantize_linears(model, factors_config(preset="w4a4", **STATIC))
+    quantize_linears(plain, factors_config(preset="w4a4", **STATIC))
     for layer in plain.modules():
         if isinstance(layer, MXFP4Linear):
             layer.name = ""

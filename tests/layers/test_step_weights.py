@@ -7,17 +7,18 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from factors import factors_config
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, quantize, uncached_weights
+from hf_mxfp4 import MXFP4Linear, cached_weights, fake_quantize, quantize, uncached_weights
 from hf_mxfp4.gemm.counts import weight_quantizations
 from hf_mxfp4.gemm.weight_cache import StepWeights, cached_for_call
 from hf_mxfp4.numerics import MXFP4Tensor
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
-WEIGHT_ONLY = MXFP4RLConfig(preset="w4a16", macro_search="static")
+WEIGHT_ONLY = factors_config(preset="w4a16", macro_search="static")
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 FORMS = ("dense", "packed", "auto")
 
@@ -66,9 +67,9 @@ def step_of_passes(layer):
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4", "paper_a"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_quantizes_each_weight_once_and_changes_no_bit(form, preset, dtype, count):
-    expected = step_of_passes(make_layer(MXFP4RLConfig(preset=preset)))
+    expected = step_of_passes(make_layer(factors_config(preset=preset)))
     assert count() == 1 + 1 + 1 + 2  # rollout, score, a pass, a checkpointed one
-    layer, weights = make_layer(MXFP4RLConfig(preset=preset)), StepWeights(form)
+    layer, weights = make_layer(factors_config(preset=preset)), StepWeights(form)
     with weights.active():
         found = step_of_passes(layer)
     assert count() == 1 and weights.is_open
@@ -249,7 +250,7 @@ def test_a_call_of_generate_keeps_nothing_of_its_own(count):
 
 
 def test_random_numbers_of_another_step_are_other_weights(count):
-    config = MXFP4RLConfig(preset="w4a4", fprop={"weight": "rceil+stochastic"})
+    config = factors_config(preset="w4a4", fprop={"weight": "rceil+stochastic"})
     layer, weights = make_layer(config), StepWeights("packed")
     with weights.active():
         first = layer(X)
@@ -263,7 +264,7 @@ def test_random_numbers_of_another_step_are_other_weights(count):
 
 
 def test_a_weight_that_dgrad_quantizes_otherwise_is_counted_apart(count):
-    layer, weights, seen = make_layer(MXFP4RLConfig(preset="w4a4g4")), StepWeights(), weight_quantizations()["dgrad"]
+    layer, weights, seen = make_layer(factors_config(preset="w4a4g4")), StepWeights(), weight_quantizations()["dgrad"]
     with weights.active():
         for _ in range(2):
             layer(X.clone().requires_grad_()).sum().backward()

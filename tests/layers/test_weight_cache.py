@@ -9,16 +9,17 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from factors import factors_config
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, uncached_weights
+from hf_mxfp4 import MXFP4Linear, cached_weights, fake_quantize, uncached_weights
 from hf_mxfp4.gemm import operands
 from hf_mxfp4.gemm.storage import copies
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
-WEIGHT_ONLY = MXFP4RLConfig(preset="w4a16", macro_search="static")
+WEIGHT_ONLY = factors_config(preset="w4a16", macro_search="static")
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
 
@@ -247,7 +248,7 @@ def test_where_nothing_is_kept_checkpointing_quantizes_twice(quantizations, two_
 
 @pytest.mark.parametrize(("options", "kept"), [({}, 1), ({"preset": "w4a4g4"}, 0)], ids=["reused", "another-operand"])
 def test_what_a_pass_holds_for_its_gradient_goes_with_it(options, kept, monkeypatch):
-    layer, made = MXFP4Linear(64, 64, config=MXFP4RLConfig(**options)), []
+    layer, made = MXFP4Linear(64, 64, config=factors_config(**options)), []
     compute = operands.weight_operand
     monkeypatch.setattr(operands, "weight_operand", lambda *args: made.append(weakref.ref(v := compute(*args))) or v)
 

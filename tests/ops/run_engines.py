@@ -10,8 +10,9 @@ import json
 import sys
 
 import torch
+from factors import factors_config
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4 import MXFP4Linear
 from hf_mxfp4.gemm import gemm_kernel_counts, linear, reset_gemm_kernel_counts
 from hf_mxfp4.gemm.tensor_cores import fast
 from hf_mxfp4.layers import cached_weights
@@ -54,7 +55,7 @@ IN, OUT, ROWS = (70, 20, 37) if DEVICE == "cpu" else (2048, 1536, 777)
 def results(engine: str, dtype: torch.dtype, options: dict) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     bias = options is not CONFIGS["w4a4g8 plain, no bias"]
-    layer = MXFP4Linear(IN, OUT, bias, dtype=torch.float32, config=MXFP4RLConfig(engine=engine, **options))
+    layer = MXFP4Linear(IN, OUT, bias, dtype=torch.float32, config=factors_config(engine=engine, **options))
     x, grad = torch.randn(2, ROWS, IN), torch.randn(2, ROWS, OUT) * 1e-3
     layer, x, grad = layer.to(DEVICE, dtype), x.to(DEVICE, dtype).requires_grad_(), grad.to(DEVICE, dtype)
     out = layer(x)
@@ -72,7 +73,7 @@ def distance(found: torch.Tensor, dense: torch.Tensor) -> float:
 
 def has_fp8_operands(options: dict) -> bool:
     """Whether gradients are E4M3 of their own, not folded MXFP4, of which FP8 tensor cores lose digits."""
-    scheme = MXFP4RLConfig(**options).gemms()
+    scheme = factors_config(**options).gemms()
     return any(FP8 in (gemm.left, gemm.right) for gemm in (scheme.dgrad, scheme.wgrad))
 
 
@@ -136,7 +137,7 @@ def weights_are_folded_once() -> list[int]:
         return original(x, **options)
 
     mxfp4_kernels.fold_e4m3 = counted
-    layer = MXFP4Linear(IN, OUT, config=MXFP4RLConfig(engine=ENGINES[0], **CONFIGS["w4a4"])).to(DEVICE)
+    layer = MXFP4Linear(IN, OUT, config=factors_config(engine=ENGINES[0], **CONFIGS["w4a4"])).to(DEVICE)
     x = torch.randn(3, IN, device=DEVICE)
     with torch.no_grad(), cached_weights("dense"):
         first, second = layer(x), layer(x)
@@ -153,7 +154,7 @@ def outliers() -> list[int | bool]:
     reset_gemm_kernel_counts()
     outs = []
     for engine in ("fp8", "dense"):
-        layer = MXFP4Linear(128, 16, config=MXFP4RLConfig(engine=engine, **CONFIGS["w4a4 plain"])).to(DEVICE)
+        layer = MXFP4Linear(128, 16, config=factors_config(engine=engine, **CONFIGS["w4a4 plain"])).to(DEVICE)
         torch.nn.init.ones_(layer.weight)
         torch.nn.init.zeros_(layer.bias)
         x = torch.full((4, 128), 2.0**-20, device=DEVICE)

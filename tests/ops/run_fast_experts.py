@@ -9,10 +9,10 @@ import json
 import sys
 
 import torch
+from factors import factors_config
 from torch import nn
 
 import mxfp4_kernels
-from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.gemm import gemm_kernel_counts, group_by_expert, reset_gemm_kernel_counts
 from hf_mxfp4.layers import MXFP4Experts, cached_weights
 from hf_mxfp4.numerics import FP8
@@ -58,7 +58,7 @@ class Plain(nn.Module):
 
 
 def experts(engine: str, options: dict, transposed: bool = False, dtype=torch.float32) -> MXFP4Experts:
-    config = MXFP4RLConfig(engine=engine, backend="eager" if engine == "dense" else "triton", **options)
+    config = factors_config(engine=engine, backend="eager" if engine == "dense" else "triton", **options)
     return MXFP4Experts.from_experts(Plain(transposed).to(DEVICE, dtype), config, "experts")
 
 
@@ -90,7 +90,7 @@ def distance(found: torch.Tensor, dense: torch.Tensor) -> float:
 
 def has_fp8_operands(options: dict) -> bool:
     """Whether gradients are E4M3 of their own, not folded MXFP4, of which FP8 tensor cores lose digits."""
-    scheme = MXFP4RLConfig(**options).gemms()
+    scheme = factors_config(**options).gemms()
     return any(FP8 in (gemm.left, gemm.right) for gemm in (scheme.dgrad, scheme.wgrad))
 
 

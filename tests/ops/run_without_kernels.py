@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from factors import factors_config
 from torch import nn
 
 import mxfp4_kernels
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear
 from hf_mxfp4.backends import select
 from hf_mxfp4.backends.self_check import verdicts
 from hf_mxfp4.gemm.tensor_cores import choose
@@ -45,7 +46,7 @@ def results(options: dict, **others: str) -> list[torch.Tensor]:
     """Output and gradient of the input of a layer, and of a trainable one's weight."""
     torch.manual_seed(0)
     linear, x, grad = nn.Linear(160, 24), torch.randn(3, 160).requires_grad_(), torch.randn(3, 24)
-    config = MXFP4RLConfig(**options, **others)
+    config = factors_config(**options, **others)
     layer = (MXFP4PackedLinear if config.mode == "packed" else MXFP4Linear).from_linear(linear, config)
     out = layer(x)
     out.backward(grad)

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from factors import factors_config
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.backends import self_check
@@ -110,17 +111,17 @@ def test_layers_count_their_products():
     layer(torch.randn(4, 32))
     assert gemm_kernel_counts() == {"fprop": {"dense": 2}, "dgrad": {}, "wgrad": {"dense": 1}, "inexact_blocks": 0}
     reset_gemm_kernel_counts()
-    MXFP4Linear(32, 8, config=MXFP4RLConfig(engine="dense"))(torch.randn(4, 32))
+    MXFP4Linear(32, 8, config=factors_config(engine="dense"))(torch.randn(4, 32))
     assert gemm_kernel_counts()["fprop"] == {}  # nothing to choose
 
 
 def test_the_option_is_checked_and_written_where_it_says_something():
     with pytest.raises(ValueError, match="engine='tf32'"):
-        MXFP4RLConfig(engine="tf32")
+        factors_config(engine="tf32")
     with pytest.raises(ValueError, match="engine='fp8' has no effect in mode='packed'"):
-        MXFP4RLConfig(mode="packed", engine="fp8")
-    assert "engine" not in MXFP4RLConfig().to_dict()
-    config = MXFP4RLConfig(engine="fp8", outlier_fallback=None)
+        factors_config(mode="packed", engine="fp8")
+    assert "engine" not in factors_config().to_dict()
+    config = factors_config(engine="fp8", outlier_fallback=None)
     assert MXFP4RLConfig.from_dict(config.to_dict()) == config
     assert config.packed().engine == "auto"
 

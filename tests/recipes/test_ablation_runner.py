@@ -391,7 +391,7 @@ def test_a_whole_grid(tmp_path):
     assert process.returncode == 0, process.output[-4000:]
     full, plain = records_in(tmp_path / "out")
     assert full["scheme"] == "full precision" and full["n_quantized"] == 0
-    assert plain["scheme"] == "w4a4 [weights mxfp4+rceil, activations mxfp4+rceil]" and plain["n_quantized"] == 14
+    assert plain["scheme"] == "w4a4 [weights mxfp4+even, activations mxfp4+even]" and plain["n_quantized"] == 14
     assert plain["steps"] == 2 and plain["n_test"] == 4 and plain["before"] is not None
     assert plain["metrics"]["error/grid"] > 0 and len(plain["curves"]["entropy"]) == 2
     assert [step for step, _ in plain["curves"]["greedy"]] == [1, 2]

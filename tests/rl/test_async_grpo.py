@@ -6,13 +6,13 @@ import pytest
 import torch
 import trl.experimental.async_grpo.async_grpo_trainer as trl_trainer
 from async_runs import Worker, on_a_cpu, settings
+from factors import factors_config
 from grpo_runs import TOKENIZER, logged
 from peft import LoraConfig
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.rl import MXFP4AsyncGRPOTrainer
 
@@ -60,7 +60,7 @@ def build(tmp_path, monkeypatch):
 @pytest.mark.parametrize("preset", ["w4a16", "paper_a"])
 def test_what_samples_is_what_trains(build, preset):
     """With quantized activations a server of full-precision ones has other log-probabilities, from the same weights."""
-    trainer = build(quantization_config=MXFP4RLConfig(preset=preset))
+    trainer = build(quantization_config=factors_config(preset=preset))
     trainer.train()
     server, ratios = trainer.server, list(logged(trainer, "ratio").values())
     assert len(server.pushes) == 4 and len(ratios) == 3  # before the first step and after each
@@ -79,14 +79,14 @@ def test_what_samples_is_what_trains(build, preset):
 
 def test_masters_would_be_another_policy(build):
     """What TRL's own trainer would push, whose ratios say so."""
-    trainer = build(quantization_config=MXFP4RLConfig(preset="w4a16"))
+    trainer = build(quantization_config=factors_config(preset="w4a16"))
     trainer._streaming_iter = lambda: AsyncGRPOTrainer._streaming_iter(trainer)
     trainer.train()
     assert logged(trainer, "kl")[1] > 1e-5
 
 
 def test_trls_own_trainer_is_refused(build, tmp_path):
-    scheme = MXFP4RLConfig(preset="w4a16")
+    scheme = factors_config(preset="w4a16")
     AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=scheme).save_pretrained(
         tmp_path / "policy"
     )
@@ -101,12 +101,12 @@ def test_trls_own_trainer_is_refused(build, tmp_path):
         ({}, ValueError, "no MXFP4 layer: this run would train in full precision"),
         ({"quantization_config": "w4a4"}, TypeError, "quantization_config must be an MXFP4RLConfig"),
         (
-            {"quantization_config": MXFP4RLConfig(fprop={"rotation": "deterministic-32"})},
+            {"quantization_config": factors_config(fprop={"rotation": "deterministic-32"})},
             ValueError,
             "vLLM cannot sample from",
         ),
         (
-            {"quantization_config": MXFP4RLConfig(), "peft_config": LoraConfig(target_modules="all-linear")},
+            {"quantization_config": factors_config(), "peft_config": LoraConfig(target_modules="all-linear")},
             ValueError,
             "start vLLM on the policy's own folder with --enable-lora",
         ),
@@ -135,7 +135,7 @@ class Client:
 
 
 def saved(tmp_path, **options):
-    scheme = MXFP4RLConfig(**options)
+    scheme = factors_config(**options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=scheme)
     model.save_pretrained(tmp_path / "served")
     return str(tmp_path / "served")
@@ -156,11 +156,11 @@ DENSE = {"weights": "dense"}
     ],
 )
 def test_the_server_is_asked_once_what_it_computes_with(build, tmp_path, policy, served, settings, reason):
-    trainer = build(quantization_config=MXFP4RLConfig(preset=policy))
+    trainer = build(quantization_config=factors_config(preset=policy))
     name = str(tmp_path / "base") if served is None else saved(tmp_path, preset=served)
     said = {"name": name}
     if served is not None:
-        config = {**MXFP4RLConfig(preset=served).to_dict(), "vllm": settings}
+        config = {**factors_config(preset=served).to_dict(), "vllm": settings}
         said |= {"method": "mxfp4_rl", "hf_overrides": {"quantization_config": config}}
     trainer.vllm_client, trainer._is_server_asked = Client(said), True
     if reason is None:
@@ -180,7 +180,7 @@ def test_adapters_are_pushed_alone_over_the_weights_that_they_are_trained_on(bui
     client = Client({"name": name, "method": "mxfp4_rl" if is_own else None}, max_lora_rank=8, max_loras=8)
     monkeypatch.setattr(trl_trainer, "VLLMClient", lambda *_: client)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
-    trainer = build(serves=False, quantization_config=MXFP4RLConfig(**options), peft_config=lora)
+    trainer = build(serves=False, quantization_config=factors_config(**options), peft_config=lora)
     assert trainer.weight_transfer is None
     if is_own:
         trainer._check_server()

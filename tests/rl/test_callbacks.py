@@ -4,12 +4,12 @@ what a report says of the model."""
 
 import pytest
 import torch
+from factors import factors_config
 from grpo_runs import MEASURED, logged
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
-from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.errors.statistics import ErrorStatistics
 from hf_mxfp4.layers import fallback_thresholds, random_layers
 from hf_mxfp4.numerics import ErrorDecomposition, QuantScheme, decompose, decompose_scheme
@@ -81,7 +81,7 @@ def test_logs_without_entropy_are_ignored():
 
 def test_error_components_are_those_of_the_weights():
     model = make_model(layers=3)
-    quantize_linears(model, MXFP4RLConfig(preset="w4a16", macro_block=None, outlier_fallback=None))
+    quantize_linears(model, factors_config(preset="w4a16", macro_block=None, outlier_fallback=None))
     recorded = []
     callback = ErrorCallback(every=2, layers=1, record=lambda name, value: recorded.append((name, value)))
     state = TrainerState(max_steps=3)
@@ -118,7 +118,7 @@ def test_components_by_fused_sums_are_those_of_the_decomposition(scheme, thresho
 
 def test_chosen_layers_span_the_depth():
     model = make_model(layers=4)
-    names, _ = quantize_linears(model, MXFP4RLConfig())
+    names, _ = quantize_linears(model, factors_config())
     assert list(spread_layers(model, 3)) == [names[0], names[14], names[27]]
     assert len(spread_layers(model, 100)) == 28
 
@@ -133,7 +133,7 @@ def test_error_callback_needs_a_quantized_layer():
 
 def test_a_step_moves_thresholds_and_reports():
     model, recorded = make_model(), []
-    quantize_linears(model, MXFP4RLConfig(outlier_fallback_rate=0.2))
+    quantize_linears(model, factors_config(outlier_fallback_rate=0.2))
     callback = FallbackCallback(record=lambda name, value: recorded.append((name, value)))
     callback.on_step_end(None, TrainerState(), TrainerControl(), model=model)
     assert recorded == [], "nothing was computed yet"
@@ -150,14 +150,14 @@ def test_a_step_moves_thresholds_and_reports():
 
 def test_a_model_without_thresholds_is_refused():
     model = make_model()
-    quantize_linears(model, MXFP4RLConfig())
+    quantize_linears(model, factors_config())
     with pytest.raises(ValueError, match="no layer with selective outlier fallback"):
         FallbackCallback(record=print).on_step_end(None, TrainerState(), TrainerControl(), model=model)
 
 
 def test_a_run_logs_rate_and_threshold(build):
     assert callbacks_of(build(), FallbackCallback) == []
-    scheme = MXFP4RLConfig(macro_block=None, outlier_fallback=1.0, outlier_fallback_rate=0.2)
+    scheme = factors_config(macro_block=None, outlier_fallback=1.0, outlier_fallback_rate=0.2)
     trainer = build(scheme=scheme, max_steps=3, gradient_checkpointing=True)
     assert len(callbacks_of(trainer, FallbackCallback)) == 1
     trainer.train()
@@ -169,7 +169,7 @@ def test_a_run_logs_rate_and_threshold(build):
 # ---- the step of layers with random numbers -------------------------------------------------------------------------
 
 
-RANDOM = MXFP4RLConfig(
+RANDOM = factors_config(
     preset="w4a4g4",
     macro_block=None,
     outlier_fallback=None,
@@ -205,12 +205,12 @@ def test_a_run_repeats_itself(build, tmp_path, checkpointing):
 
 
 def test_a_run_without_random_numbers_has_no_callback(build):
-    assert callbacks_of(build(scheme=MXFP4RLConfig(preset="w4a4g4")), QuantizationStepCallback) == []
+    assert callbacks_of(build(scheme=factors_config(preset="w4a4g4")), QuantizationStepCallback) == []
 
 
 def test_error_components_are_not_claimed_for_a_rotated_forward_product(build):
     assert build(scheme=RANDOM, error_every=1).error_callback is not None
-    rotated = MXFP4RLConfig(fprop={"rotation": "deterministic-16"})
+    rotated = factors_config(fprop={"rotation": "deterministic-16"})
     trainer = build(scheme=rotated, error_every=1, max_steps=1)
     assert trainer.error_callback is None
     trainer.train()
@@ -265,7 +265,7 @@ def test_wandb_offline_has_the_series(build, tmp_path, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"mode": "packed"}, {"mode": "packed", "outlier_fallback": 0.5}])
 def test_parameters_are_those_of_the_plain_model(checkpoint, family, options):
     expected = make_model(family).num_parameters()
-    config = MXFP4RLConfig(**options)
+    config = factors_config(**options)
     model = AutoModelForCausalLM.from_pretrained(checkpoint(family), quantization_config=config)
     assert count_parameters(model) == expected
     if options:
@@ -273,7 +273,7 @@ def test_parameters_are_those_of_the_plain_model(checkpoint, family, options):
 
 
 def test_adapters_count_beside_packed_weights(checkpoint):
-    config = MXFP4RLConfig(mode="packed")
+    config = factors_config(mode="packed")
     model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
     plain = make_model("qwen2").num_parameters()
     tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))

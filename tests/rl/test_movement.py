@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DeepSpeedOptimizerWrapper
+from factors import factors_config
 from grpo_runs import ResumableTrainer, logged, train_plainly
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear
 from hf_mxfp4.analysis.run_report.health import health_checks
 from hf_mxfp4.analysis.run_report.log import read_run
 from hf_mxfp4.backends import fake_quantize
@@ -25,13 +26,13 @@ from hf_mxfp4.rl.callbacks.weight_samples import sample_weights
 
 # Plain MXFP4: with a 6 in its block the grid is 0, .5, 1, 1.5, 2, 3, 4, 6. Of two values as near, the one of the even
 # code is taken: 1 for .75 and for 1.25.
-PLAIN = MXFP4RLConfig(macro_block=None, outlier_fallback=None)
+PLAIN = factors_config(macro_block=None, outlier_fallback=None)
 SCHEMES = {
-    "default": MXFP4RLConfig(),
+    "default": factors_config(),
     "rceil": PLAIN,
-    "blockwise": MXFP4RLConfig(scale_rule="even", macro_search="blockwise", outlier_fallback=None),
-    "static": MXFP4RLConfig(macro_search="static", outlier_fallback=None),
-    "tiles": MXFP4RLConfig(macro_block=None, outlier_fallback=None, weight_block="32x32"),
+    "blockwise": factors_config(scale_rule="even", macro_search="blockwise", outlier_fallback=None),
+    "static": factors_config(macro_search="static", outlier_fallback=None),
+    "tiles": factors_config(macro_block=None, outlier_fallback=None, weight_block="32x32"),
 }
 STEP = 2.0**-20
 
@@ -306,7 +307,7 @@ def frozen():
 
 def packed():
     model = make_model()
-    quantize_linears(model, MXFP4RLConfig(mode="packed"))
+    quantize_linears(model, factors_config(mode="packed"))
     return model
 
 
@@ -316,9 +317,9 @@ def packed():
         (lambda: nn.Linear(2, 2), "no quantized layer with master weights"),
         (packed, "no quantized layer with master weights"),
         (frozen, "frozen"),
-        (lambda: layer(MXFP4RLConfig(fprop={"rotation": "deterministic-16"})), "rotates both operands"),
-        (lambda: layer(MXFP4RLConfig(macro_block=None, fprop={"weight": "rceil+stochastic"})), "stochastically"),
-        (lambda: layer(MXFP4RLConfig(fprop={"weight": "full"})), "in full precision"),
+        (lambda: layer(factors_config(fprop={"rotation": "deterministic-16"})), "rotates both operands"),
+        (lambda: layer(factors_config(macro_block=None, fprop={"weight": "rceil+stochastic"})), "stochastically"),
+        (lambda: layer(factors_config(fprop={"weight": "full"})), "in full precision"),
     ],
     ids=["no-layer", "packed", "frozen", "rotated", "random", "full"],
 )
@@ -399,11 +400,12 @@ def test_a_warm_up_from_zero_is_measured_where_it_moves(build):
 def test_switched_off_or_nothing_to_measure(build, capsys):
     assert build(movement_every=0).movement_callback is None
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
-    for scheme in (MXFP4RLConfig(mode="packed"), MXFP4RLConfig()):
+    for scheme in (factors_config(mode="packed"), factors_config()):
         assert build(movement_every=50, scheme=scheme, peft_config=lora).movement_callback is None
     assert "no movement" not in capsys.readouterr().err
     assert (
-        build(movement_every=50, scheme=MXFP4RLConfig(fprop={"rotation": "deterministic-16"})).movement_callback is None
+        build(movement_every=50, scheme=factors_config(fprop={"rotation": "deterministic-16"})).movement_callback
+        is None
     )
     assert "no movement of quantized weights is measured: its fprop rotates" in capsys.readouterr().err
 
@@ -417,7 +419,7 @@ def test_any_trainer_logs_it(tmp_path):
             args.logging_steps = 1
             super().__init__(model, args, callbacks=[callback], **kwargs)
 
-    trainer = train_plainly(Watched, tmp_path / "base", MXFP4RLConfig(), tmp_path / "out")
+    trainer = train_plainly(Watched, tmp_path / "base", factors_config(), tmp_path / "out")
     totals = logged(trainer, "movement/total")
     assert list(totals) == [1, 2, 4]
     assert totals[4] == callback.history[-1]["total"]["ratio"]

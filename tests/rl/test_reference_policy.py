@@ -3,12 +3,12 @@
 
 import pytest
 import torch
+from factors import factors_config
 from grpo_runs import logged
 from peft import LoraConfig
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl.checks import count_quantized
 
@@ -24,7 +24,7 @@ def test_the_reference_shares_the_scheme(build, capsys):
 
 
 def test_trap_b32_a_reference_in_full_precision_warns(build, capsys):
-    trainer = build(beta=0.1, aqn=False, quantize_reference=False, max_steps=1)
+    trainer = build(scheme=factors_config(), beta=0.1, aqn=False, quantize_reference=False, max_steps=1)
     assert count_quantized(trainer.ref_model) == 0 and trainer.n_quantized == 14
     assert "the reference policy is in full precision and the policy quantized" in capsys.readouterr().err
     trainer.train()
@@ -34,7 +34,7 @@ def test_trap_b32_a_reference_in_full_precision_warns(build, capsys):
 def test_a_reference_that_could_not_be_quantized_is_refused(build, tmp_path):
     """A policy quantized in place does not say by which scheme its checkpoint is to be loaded."""
     policy = make_model(layers=2, hidden=32, intermediate=48)
-    quantize_linears(policy, MXFP4RLConfig())
+    quantize_linears(policy, factors_config())
     build()  # leaves its checkpoint, in full precision
     policy.config._name_or_path = str(tmp_path / "base")
     with pytest.raises(ValueError, match="the reference policy has 0 MXFP4 weight matrices and the policy 14"):

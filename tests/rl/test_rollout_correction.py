@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
+from factors import factors_config
 from grpo_runs import MEASURED, TOKENIZER, logged, prompts, trainer_factory
 from moe_models import make_moe
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl.rollout.mismatch import CORRECTION_MODES
 
 
@@ -244,8 +244,8 @@ def test_the_corrected_policy_gradient_is_unbiased_and_the_uncorrected_one_is_no
 
 POLICIES = {
     "qat w4a4": {},
-    "qat w4a16": {"scheme": MXFP4RLConfig(preset="w4a16")},
-    "packed": {"scheme": MXFP4RLConfig(mode="packed", preset="w4a16"), "lora": True, **MEASURED},
+    "qat w4a16": {"scheme": factors_config(preset="w4a16")},
+    "packed": {"scheme": factors_config(mode="packed", preset="w4a16"), "lora": True, **MEASURED},
     "packed copies": {"rollout_weights": "packed"},
     # Of dense copies: on codes one sum that is rounded otherwise moves an activation over an edge of the grid.
     "experts": {"experts": True, "router_replay": True, "rollout_weights": "dense", **MEASURED},
@@ -264,7 +264,7 @@ def test_rollout_and_training_agree_to_rounding_without_noise(build, tmp_path, n
         make_moe("qwen3_moe").save_pretrained(tmp_path / "moe")
         TOKENIZER.save_pretrained(tmp_path / "moe")
         options["policy"] = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "moe", quantization_config=MXFP4RLConfig(), dtype=torch.float32
+            tmp_path / "moe", quantization_config=factors_config(), dtype=torch.float32
         )
     trainer = build(
         aqn=False, max_steps=2, per_device_train_batch_size=32, dataset=prompts(16), learning_rate=1e-2, **options
@@ -277,7 +277,8 @@ def test_rollout_and_training_agree_to_rounding_without_noise(build, tmp_path, n
 
 
 def test_noise_shows_in_every_measure(build):
-    trainer = build(**NOISY, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    scheme = factors_config()
+    trainer = build(**NOISY, scheme=scheme, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     trainer.train()
     for name in ("kl", "kl_k1", "sampling_logp_difference/mean", "sampling_logp_difference/max"):
         values = logged(trainer, f"sampling/{name}").values()

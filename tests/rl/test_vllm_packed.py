@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from factors import factors_config
 from grpo_runs import trainer_factory, trl_walk, vllm_llm, with_simulated_vllm
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
@@ -21,8 +22,8 @@ from hf_mxfp4.rl.rollout.vllm import VLLMPolicy
 from hf_mxfp4.vllm_plugin.settings import EngineSettings
 
 
-W4A16 = MXFP4RLConfig(preset="w4a16")
-PLAIN = MXFP4RLConfig(preset="w4a16", outlier_fallback=None)
+W4A16 = factors_config(preset="w4a16")
+PLAIN = factors_config(preset="w4a16", outlier_fallback=None)
 ROOM = EngineSettings("packed", 4)
 NORM, LAYER = "model.norm.weight", "model.layers.0.self_attn.q_proj"
 
@@ -89,11 +90,11 @@ def packed_tensors(scheme, family):
 
 SCHEMES = [
     PLAIN,
-    MXFP4RLConfig(),
-    MXFP4RLConfig(preset="w4a16", macro_block="row"),
-    MXFP4RLConfig(preset="w4a16", macro_block=None, outlier_fallback=None),
-    MXFP4RLConfig(preset="w4a16", outlier_fallback_rate=0.1),
-    MXFP4RLConfig(preset="w4a16", weight_block="32x32"),
+    factors_config(),
+    factors_config(preset="w4a16", macro_block="row"),
+    factors_config(preset="w4a16", macro_block=None, outlier_fallback=None),
+    factors_config(preset="w4a16", outlier_fallback_rate=0.1),
+    factors_config(preset="w4a16", weight_block="32x32"),
 ]
 
 
@@ -237,7 +238,7 @@ def test_nothing_left_to_push_is_an_error():
 
 def test_bytes_are_those_of_the_format(caplog):
     """In a dtype of 16 bits: 4.3125 bits a quantized weight, 2 bytes of the embedding, float32 norms and biases."""
-    scheme = MXFP4RLConfig(preset="w4a16", outlier_fallback=None, macro_block=32)
+    scheme = factors_config(preset="w4a16", outlier_fallback=None, macro_block=32)
     model = policy(scheme)
     caplog.set_level(logging.INFO, "hf_mxfp4")
     push = Pushes(model, vllm_llm(torch.bfloat16, scheme, EngineSettings()))
@@ -298,7 +299,7 @@ def test_a_vllm_that_would_quantize_twice_is_refused(made, settings, options, me
 def test_other_skipped_modules_are_refused():
     model = policy()
     model.config.quantization_config = PLAIN
-    other = MXFP4RLConfig(preset="w4a16", outlier_fallback=None, modules_to_not_convert=["q_proj"])
+    other = factors_config(preset="w4a16", outlier_fallback=None, modules_to_not_convert=["q_proj"])
     with pytest.raises(ValueError, match="modules_to_not_convert=.'q_proj',. and the policy None"):
         Pushes(model, vllm_llm(scheme=other, settings=EngineSettings()))
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from factors import factors_config
 from grpo_runs import trl_walk, vllm_llm, with_simulated_vllm
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
@@ -23,7 +24,7 @@ IDS = torch.arange(2, 14).view(2, 6)
 
 def quantized_model():
     model = make_model()
-    quantize_linears(model, MXFP4RLConfig())
+    quantize_linears(model, factors_config())
     return model
 
 
@@ -205,7 +206,7 @@ def test_adapters_are_added_to_quantized_weights_and_no_master_is_written():
 def test_vllm_computes_what_the_policy_with_adapters_computes(family):
     """Under W4A16, where inputs are the same on both sides."""
     model = make_model(family)
-    quantize_linears(model, MXFP4RLConfig(preset="w4a16"))
+    quantize_linears(model, factors_config(preset="w4a16"))
     model = with_adapters(model, target_modules="all-linear")
     plain = make_model(family)
     plain.load_state_dict(pushed_by_trl(model))
@@ -217,7 +218,7 @@ def test_vllm_computes_what_the_policy_with_adapters_computes(family):
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_adapters_of_experts_are_added_to_quantized_weights(family):
     model = make_model(family, layers=1)
-    quantize_linears(model, MXFP4RLConfig(preset="w4a16"))
+    quantize_linears(model, factors_config(preset="w4a16"))
     biases = ["experts.down_proj_bias"] if family == "gpt_oss" else []
     model = with_adapters(model, target_modules=["q_proj"], target_parameters=[*EXPERTS, *biases])
     before = stored(model)
@@ -327,8 +328,8 @@ def engine_of(tmp_path, llm=None, **stored):
     return VLLMEngine.of(generation)
 
 
-W4A4, W4A16 = (MXFP4RLConfig(mode="packed", preset=preset) for preset in ("w4a4", "w4a16"))
-FALLBACK = MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5)  # as QAT has by default
+W4A4, W4A16 = (factors_config(mode="packed", preset=preset) for preset in ("w4a4", "w4a16"))
+FALLBACK = factors_config(mode="packed", preset="w4a4", outlier_fallback=0.5)  # as QAT has by default
 
 
 @pytest.mark.parametrize(
@@ -417,7 +418,7 @@ def test_a_colocated_vllm_is_asked(tmp_path):
 )
 def test_words_about_activations_are_true_of_both_sides(caplog, policy, loaded, correction, expected):
     model = make_model()
-    quantize_linears(model, MXFP4RLConfig(preset=policy))
+    quantize_linears(model, factors_config(preset=policy))
     engine = VLLMEngine.of(SimpleNamespace(llm=vllm_llm(scheme=loaded)))
     args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, rollout_correction=correction)
     caplog.clear()
@@ -465,13 +466,13 @@ def test_noise_is_measured_after_the_rounding_of_vllm(build):
         ({}, {"aqn": True, "aqn_num_stages": 1}, False),
         ({}, {"aqn": True, "aqn_num_stages": 4}, True),  # the first stage has no noise
         ({"scheme": W4A4}, {}, False),
-        ({}, {"scheme": MXFP4RLConfig(preset="w4a4")}, False),
-        ({"scheme": FALLBACK}, {"scheme": MXFP4RLConfig(preset="w4a4")}, True),
+        ({}, {"scheme": factors_config(preset="w4a4")}, False),
+        ({"scheme": FALLBACK}, {"scheme": factors_config(preset="w4a4")}, True),
     ],
 )
 def test_where_both_policies_are_one_garbage_is_noticed(build, caplog, engine, options, expected):
     """The stand-in says that every token has a probability of one."""
-    trainer = build(**{"aqn": False, "max_steps": 1, "scheme": MXFP4RLConfig(preset="w4a16"), **options})
+    trainer = build(**{"aqn": False, "max_steps": 1, "scheme": factors_config(preset="w4a16"), **options})
     with_simulated_vllm(trainer, **engine)
     trainer.train()
     found = [record for record in caplog.records if "more than half of the sampled tokens" in record.getMessage()]

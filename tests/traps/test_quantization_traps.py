@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from factors import factors_config
 from peft import LoraConfig, get_peft_model
 from same_bits import assert_same, weights
 from tables import PLAIN
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize, pack, quantize
+from hf_mxfp4 import MXFP4Linear, fake_quantize, pack, quantize
 from hf_mxfp4.layers import QUANTIZED, MXFP4PackedLinear
 from hf_mxfp4.quantizer.swap import quantize_linears
 
@@ -27,14 +28,14 @@ PROJECTIONS = 7  # q, k, v, o, gate, up, down
 
 def quantized_model(scheme=None, **options):
     model = make_model(**options)
-    quantize_linears(model, scheme or MXFP4RLConfig())
+    quantize_linears(model, scheme or factors_config())
     return model
 
 
 def layer_and_input(preset="w4a4", rows=5, size=(24, 64), seed=0, **options):
     """A quantized layer, its input, and the gradient of its output."""
     torch.manual_seed(seed)
-    layer = MXFP4Linear.from_linear(nn.Linear(size[1], size[0]), MXFP4RLConfig(preset=preset, **PLAIN, **options))
+    layer = MXFP4Linear.from_linear(nn.Linear(size[1], size[0]), factors_config(preset=preset, **PLAIN, **options))
     return layer, torch.randn(rows, size[1], requires_grad=True), torch.randn(rows, size[0])
 
 
@@ -43,7 +44,7 @@ def layer_and_input(preset="w4a4", rows=5, size=(24, 64), seed=0, **options):
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
 def test_b16_gradients_pass_the_quantizers_and_reach_layer_0(preset):
-    model = quantized_model(MXFP4RLConfig(preset=preset), layers=4)
+    model = quantized_model(factors_config(preset=preset), layers=4)
     full = make_model(layers=4)
     grads = []
     for policy in (model, full):
@@ -142,7 +143,7 @@ def adapters(model):
 
 @pytest.mark.parametrize("mode", ["qat", "packed"])
 def test_b20_b21_adapters_stay_plain_and_each_projection_counts_once(mode):
-    model = quantized_model(MXFP4RLConfig(mode=mode), layers=3)
+    model = quantized_model(factors_config(mode=mode), layers=3)
     if mode == "packed":
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -158,7 +159,7 @@ def test_b20_b21_adapters_stay_plain_and_each_projection_counts_once(mode):
 def test_b20_adapters_that_were_there_first_stay_plain_too():
     policy = get_peft_model(make_model(layers=2), LoraConfig(**LORA))
     before = adapters(policy)
-    quantized, skipped = quantize_linears(policy, MXFP4RLConfig())
+    quantized, skipped = quantize_linears(policy, factors_config())
     assert len(quantized) == 2 * PROJECTIONS and all(name.endswith("base_layer") for name in quantized)
     assert set(before) < set(skipped)
     assert all(module is before[name] and type(module) is nn.Linear for name, module in adapters(policy).items())
@@ -167,7 +168,7 @@ def test_b20_adapters_that_were_there_first_stay_plain_too():
 def test_b21_layers_are_not_wrapped_a_second_time():
     model = quantized_model(layers=2)
     with pytest.raises(ValueError, match="matches no layer"):
-        quantize_linears(model, MXFP4RLConfig())
+        quantize_linears(model, factors_config())
     assert sum(isinstance(module, MXFP4Linear) for module in model.modules()) == 2 * PROJECTIONS
     pack(model)
     packed = [module for module in model.modules() if isinstance(module, MXFP4PackedLinear)]
@@ -178,7 +179,7 @@ def test_b21_layers_are_not_wrapped_a_second_time():
 def test_b22_heads_and_embeddings_keep_full_precision(tie):
     model = make_model(tie=tie)
     plain = copy.deepcopy(model)
-    _, skipped = quantize_linears(model, MXFP4RLConfig())
+    _, skipped = quantize_linears(model, factors_config())
     assert (
         skipped == ["lm_head"] and type(model.lm_head) is nn.Linear and type(model.model.embed_tokens) is nn.Embedding
     )
@@ -190,7 +191,7 @@ def test_b22_heads_and_embeddings_keep_full_precision(tie):
 
 def test_b23_skips_add_to_the_default_ones_and_match_whole_name_parts():
     model = make_model(layers=21, hidden=32, intermediate=32)
-    quantized, skipped = quantize_linears(model, MXFP4RLConfig(modules_to_not_convert=["layers.2"]))
+    quantized, skipped = quantize_linears(model, factors_config(modules_to_not_convert=["layers.2"]))
     assert len(quantized) == 20 * PROJECTIONS
     assert "lm_head" in skipped and len(skipped) == PROJECTIONS + 1
     assert isinstance(model.model.layers[20].mlp.up_proj, MXFP4Linear)
@@ -204,7 +205,7 @@ def test_b24_a_saved_policy_loads_under_its_scheme_and_says_so(checkpoint, tmp_p
     logger = logging.getLogger("hf_mxfp4")
     level = logger.level
     logger.setLevel(logging.INFO)
-    scheme = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
+    scheme = factors_config(scale_rule="even", outlier_fallback=None)
     model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=scheme)
     model.save_pretrained(tmp_path / "saved")
     capsys.readouterr()
@@ -223,7 +224,7 @@ def test_b24_a_saved_policy_loads_under_its_scheme_and_says_so(checkpoint, tmp_p
 
 def test_b24_merging_adapters_into_4_bits_says_what_it_loses(capsys):
     torch.manual_seed(0)
-    model = quantized_model(MXFP4RLConfig(mode="packed"))
+    model = quantized_model(factors_config(mode="packed"))
     policy = get_peft_model(model, LoraConfig(**LORA))
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:

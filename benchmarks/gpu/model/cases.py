@@ -11,6 +11,7 @@ import torch
 
 from hf_mxfp4 import MXFP4RLConfig
 
+from ...macro_factors import FACTORS
 from ..sections import decode_w4a16, grouped_experts, quantize_dual_e4m3, quantize_pack, train_linear_w4a4
 from ..sections.quantize_pack import TOKENS
 from ..shapes import QWEN3_30B_A3B, QWEN_32B
@@ -136,7 +137,7 @@ def _linear(device: torch.device, rows: int, n: int, k: int, macro: bool) -> Cal
 #: Schemes of the section, and those that the default macro search makes of the others.
 TRAINED = {
     **{name: scheme[0] for name, scheme in train_linear_w4a4.SCHEMES.items()},
-    "w4a4g8, macro 128": MXFP4RLConfig(preset="w4a4g8", outlier_fallback=None),
+    "w4a4g8, macro 128": MXFP4RLConfig(preset="w4a4g8", outlier_fallback=None, **FACTORS),
 }
 
 

@@ -15,6 +15,7 @@ import mxfp4_kernels
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 from hf_mxfp4.numerics import MXFP4Tensor
 
+from ...macro_factors import PLAIN
 from .. import peers
 from ..bench import Aim, Bench, Measured, Work
 from ..checks import expect_close
@@ -28,8 +29,8 @@ NAME, SHARE = "grouped_experts", 60
 BF16 = "BF16 grouped_mm"
 #: Of [`EXPERTS`]; both passes, gradients of outputs quantized as well.
 TRAINED = {
-    "w4a4g4": MXFP4RLConfig(preset="w4a4g4", outlier_fallback=None, macro_block=None),
-    "w4a4": MXFP4RLConfig(preset="w4a4", outlier_fallback=None, macro_block=None),
+    "w4a4g4": MXFP4RLConfig(preset="w4a4g4", **PLAIN),
+    "w4a4": MXFP4RLConfig(preset="w4a4", **PLAIN),
 }
 LEAST_AT_DECODE, LEAST_AT_LARGE = 2.5, 1.2
 

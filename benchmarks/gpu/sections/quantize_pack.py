@@ -23,6 +23,13 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "rceil, macro 128 static": {"macro_block": 128},
     "rceil, macro 128 static, fallback": {"macro_block": 128, "outlier_fallback": 0.5},
     "rceil, macro 128 searched": {"macro_block": 128, "macro_search": "dynamic"},
+    "even, block mantissas": {"scale_rule": "even", "macro_block": 128, "macro_search": "blockwise"},
+    "even, block mantissas, fallback": {
+        "scale_rule": "even",
+        "macro_block": 128,
+        "macro_search": "blockwise",
+        "outlier_fallback": 1.0,
+    },
     "mse": {"scale_rule": "mse"},
     "rceil, stochastic": {"rounding": "stochastic", "seed": 1},
     "rceil, rotated by 16": {"rotation": 16},

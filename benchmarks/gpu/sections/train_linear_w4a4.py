@@ -11,6 +11,7 @@ from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.gemm import gemm_kernel_counts, reset_gemm_kernel_counts
 from hf_mxfp4.numerics import GEMM_OPERANDS
 
+from ...macro_factors import FACTORS, FACTORS_OF, PLAIN
 from .. import peers
 from ..bench import Absent, Aim, Bench, Measured, Work
 from ..checks import expect_close
@@ -25,14 +26,16 @@ NAME, SHARE = "train_linear_w4a4", 100
 BF16, QDQ, UNSCALED = "BF16 nn.Linear", "quantize-dequantize + BF16", "without macro blocks"
 #: Scheme by name, in order of importance, with what is aimed at: the least ratio to BF16, and to QDQ.
 SCHEMES: dict[str, tuple[MXFP4RLConfig, float | None, float | None]] = {
-    "w4a4g4": (MXFP4RLConfig(preset="w4a4g4", outlier_fallback=None, macro_block=None), 1.25, 2.0),
-    "w4a4g8": (MXFP4RLConfig(preset="w4a4g8", outlier_fallback=None, macro_block=None), 1.25, 2.0),
-    "w4a4": (MXFP4RLConfig(preset="w4a4", outlier_fallback=None, macro_block=None), 1.0, None),
-    "w4a4g4, macro 128": (MXFP4RLConfig(preset="w4a4g4", outlier_fallback=None), None, None),
-    "w4a4, macro 128, fallback": (MXFP4RLConfig(preset="w4a4"), None, None),
+    "w4a4g4": (MXFP4RLConfig(preset="w4a4g4", **PLAIN), 1.25, 2.0),
+    "w4a4g8": (MXFP4RLConfig(preset="w4a4g8", **PLAIN), 1.25, 2.0),
+    "w4a4": (MXFP4RLConfig(preset="w4a4", **PLAIN), 1.0, None),
+    "w4a4g4, macro 128": (MXFP4RLConfig(preset="w4a4g4", outlier_fallback=None, **FACTORS), None, None),
+    "w4a4, macro 128, fallback": (MXFP4RLConfig(preset="w4a4", **FACTORS_OF), None, None),
+    "w4a4, block mantissas": (MXFP4RLConfig(outlier_fallback=None), None, None),
+    "w4a4, block mantissas, fallback": (MXFP4RLConfig(), None, None),
 }
 #: Products of a scheme on FP8 units; the others are in BF16.
-FP8_PRODUCTS = {"w4a4g4": 3, "w4a4g8": 3, "w4a4": 1, "w4a4g4, macro 128": 3, "w4a4, macro 128, fallback": 0}
+FP8_PRODUCTS = {"w4a4g4": 3, "w4a4g8": 3, "w4a4": 1, "w4a4g4, macro 128": 3}
 #: What macro blocks may cost: a tenth of the time without.
 LEAST_WITH_MACRO = 1 / 1.1
 
@@ -53,14 +56,16 @@ def _measure(bench: Bench, shape: tuple[int, int, int], name: str) -> Measured:
     config, least_bf16, least_qdq = SCHEMES[name]
     if bench.machine.interpreted:
         # The search for factors takes minutes there.
-        search = "static" if config.macro_block else "hybrid"
-        config = replace(config, backend="triton", macro_search=search, engine="fp8" if FP8_PRODUCTS[name] else "auto")
+        searched = config.macro_block is not None and config.macro_search == "hybrid"
+        search = "static" if searched else config.macro_search
+        engine = "fp8" if name in FP8_PRODUCTS else "auto"
+        config = replace(config, backend="triton", macro_search=search, engine=engine)
     step = Step(bench, shape)
     layer = step.layer(config)
     reset_gemm_kernel_counts()
     error = step.check(layer, config)
     engines = _engines()
-    products = {"fp8": FP8_PRODUCTS[name], "bf16": 3 - FP8_PRODUCTS[name]}
+    products = {"fp8": FP8_PRODUCTS.get(name, 0), "bf16": 3 - FP8_PRODUCTS.get(name, 0)}
     flops = {rate: count * 2 * tokens * n * k for rate, count in products.items() if count}
     work = Work(2 * (2 * tokens * (n + k) + 2 * n * k), flops)
     against: dict[str, peers.Builder] = {

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheme that most tests of layers compute with."""
+
+from typing import Any
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.presets import PRESET_DEFAULTS
+
+
+def factors_config(**options: Any) -> MXFP4RLConfig:
+    """A config of the rule `rceil` with macro factors, searched for weights alone, and in mode ``qat`` half residuals;
+    `options` and presets that have options of their own win."""
+    usual: dict[str, Any] = {}
+    if options.get("preset") not in PRESET_DEFAULTS:
+        usual = {"scale_rule": "rceil", "macro_search": "hybrid"}
+        if options.get("mode", "qat") == "qat":
+            usual["outlier_fallback"] = 0.5
+    return MXFP4RLConfig(**usual | options)
