@@ -136,16 +136,30 @@ def nearest_input(
     scheme: QuantScheme | None,
     threshold: FallbackThreshold | None = None,
     backend: str = "auto",
+    rotation: Rotation | None = None,
 ) -> torch.Tensor:
     """``Q(x)`` along the last axis in ``dtype``, rounded to nearest; ``x`` itself without a scheme. With a threshold,
-    blocks above it get outlier fallback. Of a tensor without memory one of that shape."""
+    blocks above it get outlier fallback. A deterministic ``rotation``, whose size divides the axis, is done before, as
+    [`input_operand`] does it. Of a tensor without memory one of that shape."""
+    if isinstance(x, FakeTensor) and (scheme is not None or rotation is not None):
+        return x.new_empty(x.shape, dtype=dtype)
+    if rotation is not None and scheme is not None and threshold is None:
+        return backends.fake_quantize(x, scheme, backend, rotation=rotation.size, dtype=dtype)
+    if rotation is not None:
+        x = rotate_padded(x, rotation)
     if scheme is None:
         return x.to(dtype)
-    if isinstance(x, FakeTensor):
-        return x.new_empty(x.shape, dtype=dtype)
     if threshold is not None:
         return delayed_input(x, dtype, scheme, threshold, backend)
     return backends.fake_quantize(x, scheme, backend).to(dtype)
+
+
+def unrotated_gradient(grad: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """The gradient of an input from that of its rotated values, in float32 (float64 stays) where there is a rotation:
+    its inverse is its transpose. A deterministic one, whose size divides the axis."""
+    if rotation is None:
+        return grad
+    return unrotate(grad if grad.dtype == torch.float64 else grad.float(), rotation.size)
 
 
 def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> MXFP4Tensor:

@@ -38,6 +38,12 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
                 f"this checkpoint has mode={scheme.mode!r}, full-precision master weights, and vLLM cannot compute "
                 f"with their quantized values: {reason}"
             )
+        if scheme.weight_rotation is not None:
+            raise ValueError(
+                f"this checkpoint has weights that were rotated before they were packed ({scheme.weight_rotation}), "
+                "and this plugin rotates no inputs; serve it with transformers, or export it: "
+                "hf-mxfp4 export --format bf16"
+            )
         if scheme.activation_scheme is not None and scheme.activation_scheme.fallback_rate is not None:
             raise ValueError(
                 f"outlier_fallback_rate={scheme.outlier_fallback_rate} selects blocks of activations by a threshold "
@@ -168,7 +174,7 @@ def _masters_unsupported_reason(scheme: MXFP4RLConfig) -> str | None:
     """Why vLLM cannot load master weights as the quantized values that the policy computes with; `None` if it can."""
     if not _CONVERTS:
         return f"{_NO_MAPPER}; pack them: hf_mxfp4.pack(model), then save_pretrained, and load that folder"
-    return scheme.packing_unsupported_reason
+    return scheme.weights_alone_unsupported_reason
 
 
 def register_method() -> None:
