@@ -475,6 +475,12 @@ def test_activations_with_a_learned_threshold_are_refused(plugin):
         plugin.MXFP4RLVLLMConfig(scheme)
 
 
+def test_rotated_weights_are_refused_with_the_way_out(plugin):
+    scheme = MXFP4RLConfig(mode="packed", fprop={"rotation": "deterministic-64"})
+    with pytest.raises(ValueError, match=r"rotated before they were packed \(deterministic-64\).*--format bf16"):
+        plugin.MXFP4RLVLLMConfig(scheme)
+
+
 def test_it_compiles_as_one_graph(plugin):
     config = MXFP4RLConfig(mode="packed", preset="w4a4")
     source, method = packed_layer(config), plugin.MXFP4RLLinearMethod(config)

@@ -119,9 +119,7 @@ class MXFP4PackedExperts(ExpertsBase):
         config = self.config
         return quantize_weight(weight, config.weight_scheme, config.backend, config.weight_rotation)
 
-    def unpacked(
-        self, projection: str, packed: Mapping[str, torch.Tensor | None], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def unpacked(self, projection: str, packed: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """The values ``[n, K]`` that tensors such as [`pack_matrix`] makes stand for, rotated back; see
         [`hf_mxfp4.gemm.storage.packed_weight.weight_values`]."""
         config = self.config
