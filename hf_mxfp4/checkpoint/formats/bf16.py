@@ -17,8 +17,8 @@ class BF16Format(Format):
         notes = []
         if config.weight_rotation is not None:
             notes.append(
-                f"Weights were quantized as they were rotated ({config.weight_rotation}); the exported ones are rotated "
-                "back and rounded to bfloat16, and no input is rotated."
+                f"Weights were rotated before they were quantized ({config.weight_rotation}); the exported ones are "
+                "rotated back and rounded to bfloat16, and no input is rotated."
             )
         if config.activation_scheme is not None:
             notes.append(

@@ -126,7 +126,7 @@ def packed_grad_x(
     cache: WeightCache | None = None,
 ) -> torch.Tensor:
     """The gradient ``[..., K]`` of the input of [`packed_linear`], in float32 or wider where the spec rotates."""
-    return unrotated_gradient(_grad_operand(grad, packed, spec, groups, cache), spec.rotation)
+    return unrotated_gradient(_grad_operand(grad, packed, spec, groups, cache), spec.rotation, spec.backend)
 
 
 def _grad_operand(

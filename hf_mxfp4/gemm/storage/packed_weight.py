@@ -12,7 +12,7 @@ import torch
 
 from ...backends import select as backends
 from ...backends.functional import quantize
-from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, Rotation, rotate, unrotate
+from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, Rotation
 
 
 #: Names of a packed weight's tensors on its layer and on disk -> the fields of [`MXFP4Tensor`] that they hold.
@@ -89,7 +89,7 @@ def quantize_weight(
     if scheme.fallback_rate is None and (eager or rotation is not None):
         rows = max(1, PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
     portions = [
-        quantize(_rotated(portion, rotation), **vars(scheme), backend=backend)
+        quantize(_rotated(portion, rotation, backend), **vars(scheme), backend=backend)
         for portion in weight.detach().split(rows)
     ]
     packed = {}
@@ -124,13 +124,11 @@ def weight_values(
         return backends.dequantize(packed_tensor(packed, length, scheme, dtype), dtype, backend)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     values = backends.dequantize(packed_tensor(packed, length, scheme, wide), wide, backend)
-    return unrotate(values, rotation.size).to(dtype)
+    return _rotated(values, rotation, backend).to(dtype)  # its own inverse
 
 
-def _rotated(weight: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    if rotation is None:
-        return weight
-    return rotate(weight if weight.dtype == torch.float64 else weight.float(), rotation.size)
+def _rotated(weight: torch.Tensor, rotation: Rotation | None, backend: str) -> torch.Tensor:
+    return weight if rotation is None else backends.rotate_rows(weight, rotation.size, backend)
 
 
 def pack_rows(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> MXFP4Tensor:
