@@ -72,7 +72,7 @@ def pack(
         typer.Option(
             "--rotation",
             help="Pack weights rotated by blocks, and rotate inputs: deterministic-16, -32, -64 or -128 (default: "
-            "none). For transformers alone.",
+            "none). For this package alone.",
         ),
     ] = None,
     skip: Annotated[

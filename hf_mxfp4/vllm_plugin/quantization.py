@@ -38,11 +38,10 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
                 f"this checkpoint has mode={scheme.mode!r}, full-precision master weights, and vLLM cannot compute "
                 f"with their quantized values: {reason}"
             )
-        if scheme.weight_rotation is not None:
+        if scheme.weight_rotation is not None and settings.weights != "packed":
             raise ValueError(
-                f"this checkpoint has weights that were rotated before they were packed ({scheme.weight_rotation}), "
-                "and this plugin rotates no inputs; serve it with transformers, or export it: "
-                "hf-mxfp4 export --format bf16"
+                f"{SETTINGS_KEY}.weights={settings.weights!r}: weights that were rotated before they were packed "
+                f"({scheme.weight_rotation}) are computed with as they are stored alone; use 'packed'"
             )
         if scheme.activation_scheme is not None and scheme.activation_scheme.fallback_rate is not None:
             raise ValueError(
@@ -123,6 +122,8 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         return experts_method(layer, self.scheme, self.expected, prefix)
 
     def _experts_unsupported_reason(self) -> str | None:
+        if self.scheme.weight_rotation is not None:
+            return f"their inputs are not rotated here ({self.scheme.weight_rotation})"
         if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
             return "this version of vLLM does not let a plugin convert weights on their way; 0.32 does"
         return None
