@@ -28,8 +28,8 @@ SCHEME = {"scale_rule": "even", "macro_search": "blockwise", "fprop": {"rotation
 PACKED = MXFP4RLConfig(mode="packed", **SCHEME)
 
 
-def load(folder, config=None):
-    options = {} if config is None else {"quantization_config": config}
+def load(folder, config=None, **options):
+    options |= {} if config is None else {"quantization_config": config}
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
@@ -71,6 +71,8 @@ def test_files_hold_the_codes_of_rotated_weights_and_load_to_the_same_model(chec
     again = load(tmp_path / "saved")
     assert torch.equal(logits(again), expected) and again.hf_quantizer.quantization_config == PACKED
     assert "rotation deterministic-32" in str(again.quantization_report)
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "| rotation of the forward product | `deterministic-32` |" in card
     # Errors are those of the values rotated back: what is lost is what any packing of such weights loses.
     plain = load(source, MXFP4RLConfig(mode="packed", scale_rule="even", macro_search="blockwise"))
     assert report.sqnr_db == pytest.approx(plain.quantization_report.sqnr_db, abs=1.5)
@@ -160,6 +162,14 @@ def test_of_other_formats_bfloat16_alone_takes_the_weights_and_rotates_them_back
     for name, layer in layers_of(packed).items():
         assert torch.equal(stored[f"{name}.weight"], layer.dequantized_weight(torch.float32).bfloat16()), name
     torch.testing.assert_close(logits(load(tmp_path / "plain")), logits(packed), rtol=0.1, atol=0.1)
+
+
+def test_a_dequantized_model_is_plain_and_in_its_own_basis(packed_folder):
+    packed = load(packed_folder[1], dtype=torch.float32)
+    expected = logits(packed)
+    plain = packed.dequantize()
+    assert not layers_of(plain)
+    torch.testing.assert_close(logits(plain), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_vllm_is_refused(packed_folder):

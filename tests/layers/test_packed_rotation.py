@@ -5,7 +5,9 @@ product is that of the dequantized weight in the model's basis, and gradients go
 import pytest
 import torch
 from lora_models import IDS, UP, with_lora
+from test_lora_experts import deltas, summed_twin
 from test_packed_experts import routing, twins
+from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack
@@ -252,6 +254,22 @@ def test_packed_experts_repeat_the_trainable_ones(family):
         torch.testing.assert_close(packed.dequantized_weight(projection), plain, rtol=0, atol=1e-6)
 
 
+def test_lora_on_packed_experts_is_in_the_basis_of_the_model(load):
+    scheme = {"scale_rule": "even", "macro_search": "blockwise", "fprop": {"rotation": "deterministic-32"}}
+    model = with_lora(load("qwen3_moe", **scheme), target_modules=["experts"])
+    layer = model.get_submodule("base_model.model.model.layers.0.mlp.experts")
+    twin = summed_twin(model)
+    found, expected = model(IDS).logits, twin(IDS).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    factors = [p for p in model.parameters() if p.requires_grad]
+    pairs = zip(*(torch.autograd.grad(each.square().sum(), factors) for each in (found, expected)), strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in pairs)
+    base = layer.base_layer
+    total = base.dequantized_weight("down_proj", torch.float32)[1] + deltas(layer, "down_proj")[1].detach()
+    layer.merge()
+    assert torch.equal(base.down_proj[1], base.pack_matrix(total)["weight"])
+
+
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -269,9 +287,7 @@ def test_random_signs_are_refused():
         MXFP4RLConfig(mode="packed", fprop={"rotation": "random-16"})
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_touched():
-    from tiny_models import make_model
-
+def test_a_model_that_does_not_fit_is_refused():
     model = make_model()
     with pytest.raises(ValueError, match="inputs, no multiple of 128"):
         quantize_linears(model, MXFP4RLConfig(mode="packed", fprop={"rotation": "deterministic-128"}))

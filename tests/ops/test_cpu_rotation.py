@@ -75,7 +75,7 @@ def test_gradients_are_those_of_the_reference():
     torch.testing.assert_close(x.grad, numerics.unrotate(grad, 64))
 
 
-def test_a_library_that_computes_otherwise_is_not_taken(monkeypatch, caplog):
+def test_a_library_that_computes_otherwise_is_not_taken(monkeypatch):
     rotation._agrees_with_the_reference.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(numerics, "rotate", lambda x, size: x)
