@@ -73,10 +73,9 @@ def rotate_rows(
     padding = -x.shape[-1] % size
     if padding:
         x = F.pad(x, (0, padding))
-    own = (
-        type(x) in OWN_TYPES and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled())
-    )
-    if own and signs is None and backend in ("auto", "cpu") and cpu.takes_rotation(x):
+    has_memory = type(x) in OWN_TYPES and not torch.compiler.is_compiling()
+    is_fused = has_memory and signs is None and backend in ("auto", "cpu")
+    if is_fused and not (x.requires_grad and torch.is_grad_enabled()) and cpu.takes_rotation(x):
         return cpu.rotate(x, size, dtype or torch.float32)
     values = rotate(x if x.dtype == torch.float64 else x.float(), size, signs=signs)
     return values if dtype is None else values.to(dtype)
