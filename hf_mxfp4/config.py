@@ -18,9 +18,10 @@ from .gemm_options import (
     packing_unsupported_reason,
     read_gemm,
     read_overrides,
+    weights_alone_unsupported_reason,
 )
 from .module_names import read_names
-from .numerics import GEMM_OPERANDS, SAVED_FORMS, LinearScheme, QuantScheme, ScaleRule
+from .numerics import GEMM_OPERANDS, SAVED_FORMS, LinearScheme, QuantScheme, Rotation, ScaleRule
 from .numerics.schemes import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
 from .presets import (
     FORWARD_PRESETS,
@@ -321,6 +322,17 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     def packing_unsupported_reason(self) -> str | None:
         """Why stored 4-bit weights cannot stand for the forward product; `None` where they can."""
         return packing_unsupported_reason(self.gemms().fprop)
+
+    @property
+    def weights_alone_unsupported_reason(self) -> str | None:
+        """Why the forward product is none with quantized weights as they are, in any layer or engine that knows nothing
+        of the scheme: what cannot be packed, and what rotates. `None` where it is one."""
+        return weights_alone_unsupported_reason(self.gemms().fprop)
+
+    @property
+    def weight_rotation(self) -> Rotation | None:
+        """What rotates weights along their input dimension before they are quantized, and inputs alike."""
+        return self.gemms().fprop.rotation
 
     def _check_gemms(self) -> None:
         for gemm in GEMM_OPERANDS:

@@ -205,9 +205,17 @@ def packing_unsupported_reason(fprop: GemmScheme) -> str | None:
     """Why stored 4-bit weights cannot stand for this forward product; `None` where they can."""
     if not isinstance(fprop.right, QuantScheme):
         return "its fprop leaves weights in full precision"
-    if fprop.rotation is not None:
-        return f"its fprop rotates both operands ({fprop.rotation}), and nothing rotates the inputs of packed layers"
+    if fprop.rotation is not None and fprop.rotation.random:
+        return f"its fprop rotates both operands by signs that are drawn anew in every step ({fprop.rotation})"
     return "its fprop rounds stochastically, anew in every step" if fprop.is_random else None
+
+
+def weights_alone_unsupported_reason(fprop: GemmScheme) -> str | None:
+    """Why no plain weights have the values that this forward product computes with, whatever multiplies with them;
+    `None` where some have."""
+    if fprop.rotation is not None and isinstance(fprop.right, QuantScheme):
+        return f"its fprop rotates both operands ({fprop.rotation}), which weights alone cannot express"
+    return packing_unsupported_reason(fprop)
 
 
 def describe(

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from .backends import fake_quantize
-from .backends.select import dequantize
 from .config import MXFP4RLConfig
 from .dither import DitherReport
-from .gemm.storage.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, packed_tensor
+from .gemm.storage.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, weight_values
 from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 
 
@@ -113,7 +112,7 @@ def master_sqnr(model: nn.Module) -> float | None:
         if weight.is_meta:
             return None
         rows = weight[sampled_rows(weight.shape[0], matrix.siblings)]
-        if config.packing_unsupported_reason:  # rotated, random or in full precision: the layer knows
+        if config.weights_alone_unsupported_reason:  # rotated, random or in full precision: the layer knows
             energy.add(rows, matrix.effective_rows(rows))
         else:
             energy.add(rows, fake_quantize(rows, config.weight_scheme, config.backend))
@@ -133,8 +132,8 @@ def add_packed(
         return
     rows = sampled_rows(original.shape[0], siblings)
     some = {name: tensor[rows] for name, tensor in packed.items()}
-    tensor = packed_tensor(some, original.shape[1], config.weight_scheme, original.dtype)
-    energy.add(original[rows], dequantize(tensor, original.dtype, config.backend))
+    options = config.weight_scheme, original.dtype, config.backend, config.weight_rotation
+    energy.add(original[rows], weight_values(some, original.shape[1], *options))
 
 
 def add_packed_experts(

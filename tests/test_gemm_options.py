@@ -122,7 +122,7 @@ REFUSED = [
     ({"mode": "packed", "dgrad": {"grad": "fp8"}}, "dgrad has no effect in mode='packed': weights are frozen"),
     ({"mode": "packed", "wgrad": {"grad": "fp8"}}, "wgrad has no effect in mode='packed'"),
     ({"mode": "packed", "preset": "w4a4g4"}, "preset='w4a4g4' is not supported; choose one of 'w4a16', 'w4a4'$"),
-    ({"mode": "packed", "fprop": {"rotation": "random-16"}}, "nothing rotates the inputs of packed layers"),
+    ({"mode": "packed", "fprop": {"rotation": "random-16"}}, "rotates both operands by signs that are drawn anew"),
     ({"mode": "packed", "fprop": {"weight": "rceil+stochastic"}}, "rounds stochastically"),
     ({"mode": "packed", "fprop": {"weight": "full"}}, "leaves weights in full precision"),
 ]
@@ -141,7 +141,9 @@ def test_the_packed_twin_keeps_the_forward_product_alone():
         assert twin.preset == "w4a4" and twin.gemms().fprop == config.gemms().fprop and twin.gemms().wgrad == PLAIN
     layers = MXFP4RLConfig(preset="w4a4g4", layer_overrides=OVERRIDES)
     assert layers.packed() == MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=1.0)
-    with pytest.raises(ValueError, match="cannot be packed: its fprop rotates both operands"):
+    rotated = MXFP4RLConfig(fprop={"x": "floor", "rotation": "deterministic-128"})
+    assert rotated.packed().gemms().fprop == rotated.gemms().fprop and rotated.packed().weight_rotation == Rotation(128)
+    with pytest.raises(ValueError, match="cannot be packed: its fprop rounds stochastically"):
         MXFP4RLConfig(fprop={"x": "floor+stochastic", "rotation": "deterministic-128"}).packed()
 
 
@@ -217,6 +219,7 @@ def test_a_checkpoint_keeps_its_overrides_also_for_the_base_model(tmp_path, chec
 
 
 ROTATED = {"fprop": {"rotation": "deterministic-16"}, "macro_block": None, "outlier_fallback": None}
+RANDOM = {**ROTATED, "fprop": {"rotation": "random-16"}}
 
 
 def test_a_forward_product_that_weights_cannot_express_is_not_packed_or_pushed(tmp_path, checkpoint):
@@ -224,12 +227,14 @@ def test_a_forward_product_that_weights_cannot_express_is_not_packed_or_pushed(t
     model.save_pretrained(tmp_path / "rotated")
     card = (tmp_path / "rotated" / "README.md").read_text()
     assert "| rotation of the forward product | `deterministic-16` |" in card
-    with pytest.raises(CheckpointError, match="its fprop rotates both operands"):
-        pack_checkpoint(tmp_path / "rotated", tmp_path / "packed")
+    random = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=MXFP4RLConfig(**RANDOM))
+    random.save_pretrained(tmp_path / "random")
+    with pytest.raises(CheckpointError, match="its fprop rotates both operands by signs that are drawn anew"):
+        pack_checkpoint(tmp_path / "random", tmp_path / "packed")
     with pytest.raises(ValueError, match="vLLM cannot sample from .*: its fprop rotates"):
         list(rollout_parameters(model.named_parameters(), model))
     with pytest.raises(ValueError, match="cannot be packed: its fprop rotates"):
-        hf_mxfp4.pack(model)
+        hf_mxfp4.pack(random)
     with pytest.raises(ValueError, match="no error of their own to inject: its fprop rotates"):
         with inject_component(model, "grid", MXFP4RLConfig(**ROTATED)):
             pass

@@ -475,6 +475,34 @@ def test_activations_with_a_learned_threshold_are_refused(plugin):
         plugin.MXFP4RLVLLMConfig(scheme)
 
 
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_rotated_weights_meet_rotated_inputs(plugin, preset):
+    config = MXFP4RLConfig(mode="packed", preset=preset, fprop={"rotation": "deterministic-64"})
+    sources = [packed_layer(config, rows, seed=rows) for rows in (64, 32, 32)]
+    layer = make_layer(method := plugin.MXFP4RLLinearMethod(config), sources, torch.float32)
+    x = torch.randn(5, 256)
+    assert torch.equal(method.apply(layer, x), torch.cat([source(x) for source in sources], dim=-1))
+    compiled = torch.compile(lambda x: method.apply(layer, x), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), method.apply(layer, x))
+    # Values in the basis of the model are those of the layer, so that a wrong rotation would be seen.
+    if preset == "w4a16":
+        whole = torch.cat([source.dequantized_weight() for source in sources])
+        torch.testing.assert_close(method.apply(layer, x), x @ whole.T, rtol=1e-4, atol=1e-3)
+
+
+def test_rotations_are_refused_where_inputs_stay_as_they_are(plugin):
+    config = MXFP4RLConfig(mode="packed", macro_block=None, fprop={"rotation": "deterministic-64"})
+    with pytest.raises(ValueError, match=r"rotated before they were packed \(deterministic-64\).*use 'packed'"):
+        plugin.MXFP4RLVLLMConfig(config, EngineSettings("dense"))
+    with pytest.raises(ValueError, match=r"mlp\.experts: .* their inputs are not rotated here .*bf16"):
+        plugin.MXFP4RLVLLMConfig(config).get_quant_method(RoutedExperts(), "model.layers.0.mlp.experts")
+    with pytest.raises(ValueError, match=r"model\.down_proj: .* cuts blocks of 64; choose a smaller"):
+        method = plugin.MXFP4RLLinearMethod(config, "model.down_proj")
+        make_layer(method, [packed_layer(config)], torch.float32, shares=8)
+    with pytest.raises(ValueError, match=r"model\.down_proj has 288 inputs, no multiple of 64"):
+        Layer(plugin.MXFP4RLLinearMethod(config, "model.down_proj"), 288, [48], torch.float32)
+
+
 def test_it_compiles_as_one_graph(plugin):
     config = MXFP4RLConfig(mode="packed", preset="w4a4")
     source, method = packed_layer(config), plugin.MXFP4RLLinearMethod(config)

@@ -11,10 +11,9 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from ..backends.select import dequantize
 from ..gemm import Groups, quantized_linear
 from ..gemm.custom_ops import compiled_linear
-from ..gemm.storage.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, packed_tensor, quantize_weight
+from ..gemm.storage.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES
 from .merge.merge_report import MergeError
 from .merge.merging import MergesIntoPacked
 
@@ -172,7 +171,7 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
                     raise ValueError(
                         f"{base.name}: merging {', '.join(names)} gives weights of expert {expert} that are not finite"
                     )
-                parts = quantize_weight(total, base.config.weight_scheme, base.config.backend)
+                parts = base.pack_matrix(total)
                 for field, value in parts.items():
                     packed[f"{projection}{field.removeprefix('weight')}"][expert] = value
                 errors.append(MergeError.of(total, update, self._dequantized(parts, projection)))
@@ -236,17 +235,13 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
     def repacked(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what rows of such a sum become when they are packed, in float32."""
         base = self.get_base_layer()
-        return self._dequantized(
-            quantize_weight(rows, base.config.weight_scheme, base.config.backend), base.projections[0]
-        )
+        return self._dequantized(base.pack_matrix(rows), base.projections[0])
 
     def _dequantized(self, packed: dict[str, torch.Tensor], projection: str) -> torch.Tensor:
         base = self.get_base_layer()
-        columns = base.weight_size(projection)[2]
         device = next(base.parameters()).device
         packed = {field: tensor.to(device) for field, tensor in packed.items()}
-        tensor = packed_tensor(packed, columns, base.config.weight_scheme, torch.float32)
-        return dequantize(tensor, torch.float32, base.config.backend)
+        return base.unpacked(projection, packed, torch.float32)
 
     def __repr__(self) -> str:
         return f"lora.{super().__repr__()}"

@@ -6,8 +6,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from ..backends.select import dequantize
-from ..gemm.storage.packed_weight import PACKED_FIELDS, packed_tensor, quantize_weight
+from ..gemm.storage.packed_weight import PACKED_FIELDS
 from .fused_factors import FusesFactors
 from .merge.merge_report import MergeError
 from .merge.merging import MergesIntoPacked
@@ -38,7 +37,7 @@ class MXFP4LoraLinear(FusesFactors, MergesIntoPacked, LoraLinear):
         total, update, bias = self._sum(names)
         if safe_merge and not (total.isfinite().all() and (bias is None or bias.isfinite().all())):
             raise ValueError(f"{base.name or 'a layer'}: merging {', '.join(names)} gives weights that are not finite")
-        packed = quantize_weight(total, base.config.weight_scheme, base.config.backend)
+        packed = base.pack_weight(total)
         if self._unmerged is None:
             self._unmerged = {name: getattr(base, name) for name in (*PACKED_FIELDS, "bias")}
         for name, tensor in packed.items():
@@ -91,8 +90,7 @@ class MXFP4LoraLinear(FusesFactors, MergesIntoPacked, LoraLinear):
                     )
                 bias = (self._bias().float() if bias is None else bias) + self.scaling[name] * b.bias.float()
         packed = {name: self._before(name, getattr(base, name)) for name in PACKED_FIELDS}
-        weight = packed_tensor(packed, base.in_features, base.config.weight_scheme, torch.float32)
-        return dequantize(weight, torch.float32, base.config.backend) + update, update, bias
+        return base.unpacked(packed, torch.float32) + update, update, bias
 
     def first_sum(self, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return in float32 the unmerged weight with these adapters, and the adapters' part alone."""
@@ -102,9 +100,7 @@ class MXFP4LoraLinear(FusesFactors, MergesIntoPacked, LoraLinear):
     def repacked(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what rows of a sum become when they are packed, in float32."""
         base = self.get_base_layer()
-        scheme, backend = base.config.weight_scheme, base.config.backend
-        packed = packed_tensor(quantize_weight(rows, scheme, backend), base.in_features, scheme, torch.float32)
-        return dequantize(packed, torch.float32, backend)
+        return base.unpacked(base.pack_weight(rows), torch.float32)
 
     def _bias(self) -> torch.Tensor | None:
         return self._before("bias", self.get_base_layer().bias)

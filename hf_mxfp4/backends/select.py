@@ -50,13 +50,34 @@ def fake_quantize(
     if rotation is not None:
         if name == "triton":
             return triton_kernels.fake_quantize_rotated(x, scheme, seed, rotation, signs, dtype or torch.float32)
-        x = x if x.dtype == torch.float64 else x.float()
-        x = rotate(F.pad(x, (0, -x.shape[-1] % rotation)), rotation, signs=signs)
+        x = rotate_rows(x, rotation, "cpu" if name == "cpu" else "eager", signs=signs)
         name = choose_backend(x, scheme, backend, seed)
     if name == "cpu":
         values = cpu.fake_quantize(x, scheme)
     else:
         values = triton_kernels.fake_quantize(x, scheme, seed, dtype) if name == "triton" else _eager(x, scheme, seed)
+    return values if dtype is None else values.to(dtype)
+
+
+def rotate_rows(
+    x: torch.Tensor,
+    size: int,
+    backend: str = "auto",
+    *,
+    signs: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``x`` padded with zeros along its last axis to a multiple of ``size`` and rotated in float32 (float64 stays) by
+    [`hf_mxfp4.numerics.rotate`], the same bits, in that dtype or the ``dtype`` given. On a CPU in fused C++ where there
+    are no ``signs``, unless the ``backend`` is the eager one."""
+    padding = -x.shape[-1] % size
+    if padding:
+        x = F.pad(x, (0, padding))
+    has_memory = type(x) in OWN_TYPES and not torch.compiler.is_compiling()
+    is_fused = has_memory and signs is None and backend in ("auto", "cpu")
+    if is_fused and not (x.requires_grad and torch.is_grad_enabled()) and cpu.takes_rotation(x):
+        return cpu.rotate(x, size, dtype or torch.float32)
+    values = rotate(x if x.dtype == torch.float64 else x.float(), size, signs=signs)
     return values if dtype is None else values.to(dtype)
 
 

@@ -67,6 +67,14 @@ def pack(
         float | None, typer.Option("--outlier-fallback", help="Weight of the residual, such as 0.5 (default: none).")
     ] = None,
     weight_block: Annotated[str | None, typer.Option("--weight-block", help="1x32 (default) or 32x32.")] = None,
+    rotation: Annotated[
+        str | None,
+        typer.Option(
+            "--rotation",
+            help="Pack weights rotated by blocks, and rotate inputs: deterministic-16, -32, -64 or -128 (default: "
+            "none). For this package alone.",
+        ),
+    ] = None,
     skip: Annotated[
         list[str] | None,
         typer.Option("--skip", help="Layers to leave alone, as modules_to_not_convert. Repeatable."),
@@ -87,6 +95,7 @@ def pack(
         "macro_search": macro_search,
         "outlier_fallback": outlier_fallback,
         "weight_block": weight_block,
+        "fprop": None if rotation is None else {"rotation": rotation},
         "modules_to_not_convert": skip,
     }
     given = {name: value for name, value in options.items() if value is not None}

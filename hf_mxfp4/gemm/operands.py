@@ -4,7 +4,6 @@
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..backends import functional
@@ -19,7 +18,6 @@ from ..numerics import (
     Rotation,
     apply_scheme_delayed,
     quantize_delayed,
-    rotate,
     unrotate,
 )
 from .counts import count_weight
@@ -31,10 +29,11 @@ from .storage.packed_weight import cat_rows, pack_rows, part_sizes
 from .weight_cache import nothing_keeps_weights, step_form_in_force
 
 
-def rotate_padded(x: torch.Tensor, rotation: Rotation, signs: torch.Tensor | None = None) -> torch.Tensor:
+def rotate_padded(
+    x: torch.Tensor, rotation: Rotation, signs: torch.Tensor | None = None, backend: str = "auto"
+) -> torch.Tensor:
     """``x`` rotated along its last axis, zeros appended up to a multiple of the size; float32 (float64 stays)."""
-    x = x if x.dtype == torch.float64 else x.float()
-    return rotate(F.pad(x, (0, -x.shape[-1] % rotation.size)), rotation.size, signs=signs)
+    return backends.rotate_rows(x, rotation.size, backend, signs=signs)
 
 
 def rotation_signs(
@@ -44,11 +43,13 @@ def rotation_signs(
     return rng.signs(gemm, length + -length % rotation.size, device) if rotation.random else None
 
 
-def rotate_operand(x: torch.Tensor, rotation: Rotation | None, gemm: str, rng: LayerRng) -> torch.Tensor:
+def rotate_operand(
+    x: torch.Tensor, rotation: Rotation | None, gemm: str, rng: LayerRng, backend: str = "auto"
+) -> torch.Tensor:
     """An operand of a product in the domain in which it is quantized; see [`rotate_padded`]."""
     if rotation is None:
         return x
-    return rotate_padded(x, rotation, rotation_signs(rotation, gemm, x.shape[-1], rng, x.device))
+    return rotate_padded(x, rotation, rotation_signs(rotation, gemm, x.shape[-1], rng, x.device), backend)
 
 
 def rotate_back(x: torch.Tensor, rotation: Rotation | None, gemm: str, length: int, rng: LayerRng) -> torch.Tensor:
@@ -74,7 +75,7 @@ def quantize_operand(
     """Quantized values of an operand along its last axis, rotated before ([`rotate_operand`]) where there is a
     rotation; without quantization where the scheme has none. As ``dtype`` if one is given."""
     if not isinstance(scheme, QuantScheme):
-        x = rotate_operand(x, rotation, gemm, rng)
+        x = rotate_operand(x, rotation, gemm, rng, backend)
         x = backends.fake_quantize_e4m3(x, backend) if scheme is FP8 else x
         return x if dtype is None else x.to(dtype)
     seed = None if scheme.rounding == "nearest" else operand_seed(scheme, gemm, operand, rng)
@@ -111,9 +112,9 @@ def input_operand(x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups:
 def _input(x: torch.Tensor, dtype: torch.dtype, state: GemmState, rng: LayerRng) -> torch.Tensor:
     spec, fprop = state.spec, state.spec.scheme.fprop
     if not spec.quantizes_input:
-        return rotate_operand(x, fprop.rotation, "fprop", rng).to(dtype)
+        return rotate_operand(x, fprop.rotation, "fprop", rng, spec.backend).to(dtype)
     if state.threshold is not None:
-        rotated = rotate_operand(x, fprop.rotation, "fprop", rng)
+        rotated = rotate_operand(x, fprop.rotation, "fprop", rng, spec.backend)
         return delayed_input(rotated, dtype, fprop.left, state.threshold, spec.backend)
     return quantize_operand(x, fprop.left, "fprop", "x", rng, spec.backend, rotation=fprop.rotation, dtype=dtype)
 
@@ -136,16 +137,28 @@ def nearest_input(
     scheme: QuantScheme | None,
     threshold: FallbackThreshold | None = None,
     backend: str = "auto",
+    rotation: Rotation | None = None,
 ) -> torch.Tensor:
     """``Q(x)`` along the last axis in ``dtype``, rounded to nearest; ``x`` itself without a scheme. With a threshold,
-    blocks above it get outlier fallback. Of a tensor without memory one of that shape."""
+    blocks above it get outlier fallback. A deterministic ``rotation``, whose size divides the axis, is done before, as
+    [`input_operand`] does it. Of a tensor without memory one of that shape."""
+    if isinstance(x, FakeTensor) and (scheme is not None or rotation is not None):
+        return x.new_empty(x.shape, dtype=dtype)
+    if rotation is not None and scheme is not None and threshold is None:
+        return backends.fake_quantize(x, scheme, backend, rotation=rotation.size, dtype=dtype)
+    if rotation is not None:
+        x = backends.rotate_rows(x, rotation.size, backend, dtype=dtype if scheme is None else None)
     if scheme is None:
         return x.to(dtype)
-    if isinstance(x, FakeTensor):
-        return x.new_empty(x.shape, dtype=dtype)
     if threshold is not None:
         return delayed_input(x, dtype, scheme, threshold, backend)
     return backends.fake_quantize(x, scheme, backend).to(dtype)
+
+
+def unrotated_gradient(grad: torch.Tensor, rotation: Rotation | None, backend: str = "auto") -> torch.Tensor:
+    """The gradient of an input from that of its rotated values, in float32 (float64 stays) where there is a rotation:
+    its inverse is its transpose, and itself. A deterministic one, whose size divides the axis."""
+    return grad if rotation is None else backends.rotate_rows(grad, rotation.size, backend)
 
 
 def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> MXFP4Tensor:
@@ -160,7 +173,7 @@ def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None
 
 def _packed(x: torch.Tensor, state: GemmState, rng: LayerRng) -> MXFP4Tensor:
     fprop, backend = state.spec.scheme.fprop, state.spec.backend
-    x = rotate_operand(x.detach(), fprop.rotation, "fprop", rng)
+    x = rotate_operand(x.detach(), fprop.rotation, "fprop", rng, backend)
     if state.threshold is not None:
         return quantize_delayed(x, fprop.left, state.threshold)
     if fprop.left.rounding == "stochastic":

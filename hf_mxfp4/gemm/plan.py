@@ -71,14 +71,19 @@ class InputPlan:
         on_cpu = kernel == "auto" and hardware_of(x.device) in ("cpu", INTERPRETER)
         self.is_dense = kernel == "dense" or on_cpu
         self._quantize = self._key = self._saved_key = None
-        self._passes = isinstance(spec, PackedSpec) and spec.inputs is None and self.dtype is x.dtype
+        rotation = spec.rotation if isinstance(spec, PackedSpec) else None
+        unquantized = isinstance(spec, PackedSpec) and spec.inputs is None
+        self._passes = unquantized and rotation is None and self.dtype is x.dtype
         scheme = _nearest_scheme(spec) if state.threshold is None else None
         if scheme is not None and isinstance(x, FakeTensor):
             self._quantize = functools.partial(_like, dtype=self.dtype)
+        elif rotation is not None and state.threshold is None and backends.is_torchs_own(x):
+            options = {"scheme": scheme, "backend": spec.backend, "rotation": rotation}
+            self._quantize = functools.partial(_rotated, dtype=self.dtype, **options)
         elif scheme is not None and backends.is_torchs_own(x):
             self._quantize = _to_dtype(backends.quantizer(x, scheme, spec.backend), self.dtype)
         if self._quantize is not None and name:
-            self._key = key_of(name, scheme, spec.backend, self.dtype)
+            self._key = key_of(name, scheme, spec.backend, self.dtype, rotation)
             if isinstance(spec, GemmSpec) and spec.saved != "full":
                 self._saved_key = key_of(name, scheme, spec.backend, self.dtype, spec.saved, spec.saves_raw_input)
 
@@ -104,11 +109,12 @@ class InputPlan:
             return made
         spec = self._spec
         if isinstance(spec, PackedSpec):
-            return nearest_input(x, self.dtype, spec.inputs, state.threshold, spec.backend)
+            return nearest_input(x, self.dtype, spec.inputs, state.threshold, spec.backend, spec.rotation)
         return input_operand(x, self.dtype, state)
 
     def quantized(self, x: torch.Tensor, state: GemmState) -> torch.Tensor | None:
-        """[`operand`] where that is ``x`` quantized to nearest, which other layers may share; `None` elsewhere."""
+        """[`operand`] where that is ``x`` quantized to nearest, or rotated for packed weights, which other layers may
+        share; `None` elsewhere."""
         quantize = self._quantize
         if quantize is None:
             return None
@@ -159,6 +165,11 @@ def _nearest_scheme(spec: GemmSpec | PackedSpec) -> QuantScheme | None:
 
 def _like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=dtype)
+
+
+@torch.no_grad()
+def _rotated(x: torch.Tensor, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    return nearest_input(x.detach(), dtype, **options)
 
 
 def _to_dtype(quantize: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> Any:

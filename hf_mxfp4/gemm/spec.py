@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field
 
-from ..numerics import FULL, PLAIN, REUSE, GemmScheme, LinearScheme, QuantScheme
+from ..numerics import FULL, PLAIN, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class PackedSpec:
         inputs: that of the input; `None` where it is not quantized.
         in_features: K; the codes have padding.
         backend: see [`hf_mxfp4.fake_quantize`].
+        rotation: of inputs, as the weight was rotated before it was quantized; never a random one.
         weight_text, input_text: the schemes as text, ``""`` for none.
     """
 
@@ -87,6 +88,7 @@ class PackedSpec:
     inputs: QuantScheme | None
     in_features: int
     backend: str = "auto"
+    rotation: Rotation | None = None
     weight_text: str = field(init=False)
     input_text: str = field(init=False)
 

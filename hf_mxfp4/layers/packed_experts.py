@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen experts of a mixture: weights kept as packed 4-bit tensors, contraction axis last."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -16,9 +18,11 @@ from ..gemm.storage.packed_weight import (
     PACKED_SUFFIXES,
     PackedWeight,
     check_packed,
+    check_rotation,
     packed_shapes,
     packed_tensor,
     quantize_weight,
+    weight_values,
 )
 from ..numerics import FallbackThreshold, MXFP4Tensor
 from .experts_base import ExpertsBase
@@ -83,9 +87,10 @@ class MXFP4PackedExperts(ExpertsBase):
                 layer.register_parameter(tensor, None)
                 if tensor in shapes:
                     layer._set(tensor, torch.empty(shapes[tensor], dtype=torch.uint8, device="meta"))
-        inputs = config.activation_scheme
+        inputs, rotation = config.activation_scheme, config.weight_rotation
         for projection, (_, _, columns) in layer.sizes.items():
-            spec = PackedSpec(config.weight_scheme, inputs, columns, config.backend)
+            check_rotation(f"{layer._label()}: {projection}", columns, rotation)
+            spec = PackedSpec(config.weight_scheme, inputs, columns, config.backend, rotation)
             selects = inputs is not None and inputs.fallback_rate is not None
             threshold = FallbackThreshold(inputs.fallback_rate) if selects else None
             layer.states[projection] = GemmState(spec, threshold=threshold, cached="nowhere")
@@ -102,13 +107,24 @@ class MXFP4PackedExperts(ExpertsBase):
         after the other; without memory for a meta tensor."""
         packed: dict[str, torch.Tensor] = {}
         for expert, rows in enumerate(weight.transpose(1, 2) if self.is_transposed else weight):
-            parts = quantize_weight(rows, self.config.weight_scheme, self.config.backend)
-            for field, value in parts.items():
+            for field, value in self.pack_matrix(rows).items():
                 name = self._tensor_name(projection, field)
                 if expert == 0:
                     packed[name] = value.new_empty(self.n_experts, *value.shape)
                 packed[name][expert] = value
         return packed
+
+    def pack_matrix(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of [`packed_shapes`] of one expert's weight ``[N, K]``, or of rows of it."""
+        config = self.config
+        return quantize_weight(weight, config.weight_scheme, config.backend, config.weight_rotation)
+
+    def unpacked(self, projection: str, packed: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """The values ``[n, K]`` that tensors such as [`pack_matrix`] makes stand for, rotated back; see
+        [`hf_mxfp4.gemm.storage.packed_weight.weight_values`]."""
+        config = self.config
+        options = config.weight_scheme, dtype, config.backend, config.weight_rotation
+        return weight_values(packed, self.sizes[projection][2], *options)
 
     def to_experts(self, dtype: torch.dtype | None = None) -> nn.Module:
         """Plain experts whose weights hold the dequantized values (in ``dtype``, default `compute_dtype`), laid out as
@@ -126,26 +142,33 @@ class MXFP4PackedExperts(ExpertsBase):
 
     @torch.no_grad()
     def dequantized_weight(self, projection: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """``Q(W)`` of all experts in ``dtype``, default `compute_dtype`, laid out as the model has it."""
+        """``Q(W)`` of all experts in ``dtype``, default `compute_dtype`, laid out as the model has it; of weights that
+        are stored rotated, rotated back and rounded then."""
         dtype = dtype or self.compute_dtype
         experts, rows, columns = self.sizes[projection]
         packed = self.packed_weight(projection)
         shape = (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
         out = torch.empty(shape, dtype=dtype, device=packed[0].device)
         for expert, values in enumerate(out.transpose(1, 2) if self.is_transposed else out):
-            values.copy_(dequantize(self._tensor(projection, packed, expert), dtype, self.config.backend))
+            parts = [None if tensor is None else tensor[expert] for tensor in packed]
+            values.copy_(self.unpacked(projection, dict(zip(PACKED_FIELDS, parts, strict=True)), dtype))
         return out
+
+    @torch.no_grad()
+    def forward_weight(self, projection: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values that the forward product multiplies with [`quantized_input`], exactly: ``Q(W)``, or ``Q(W H)``
+        where the scheme rotates, of all experts ``[E, N, K]`` in ``dtype``, default `compute_dtype`."""
+        tensors = (self.quantized_tensor(projection, expert) for expert in range(self.n_experts))
+        return torch.stack([dequantize(each, dtype or self.compute_dtype, self.config.backend) for each in tensors])
 
     def packed_weight(self, projection: str) -> PackedWeight:
         """The packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
         return tuple(getattr(self, f"{projection}{suffix}") for suffix in PACKED_SUFFIXES)
 
     def quantized_tensor(self, projection: str, expert: int) -> MXFP4Tensor:
-        """The weight ``[N, K]`` of one expert as a [`MXFP4Tensor`] that shares its memory."""
-        return self._tensor(projection, self.packed_weight(projection), expert)
-
-    def _tensor(self, projection: str, packed: PackedWeight, expert: int) -> MXFP4Tensor:
-        parts = [None if tensor is None else tensor[expert] for tensor in packed]
+        """The weight ``[N, K]`` of one expert as it is stored, rotated where the scheme rotates, as a [`MXFP4Tensor`]
+        that shares its memory."""
+        parts = [None if tensor is None else tensor[expert] for tensor in self.packed_weight(projection)]
         named = dict(zip(PACKED_FIELDS, parts, strict=True))
         return packed_tensor(named, self.sizes[projection][2], self.config.weight_scheme, self.compute_dtype)
 
@@ -162,9 +185,10 @@ class MXFP4PackedExperts(ExpertsBase):
         return packed_linear(x, packed, bias, state, groups)
 
     def quantized_input(self, projection: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""
-        threshold = self.fallback_thresholds.get(projection)
-        return nearest_input(x, dtype, self.config.activation_scheme, threshold, self.config.backend)
+        """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
+        preset."""
+        threshold, config = self.fallback_thresholds.get(projection), self.config
+        return nearest_input(x, dtype, config.activation_scheme, threshold, config.backend, config.weight_rotation)
 
     def weight_size(self, projection: str) -> tuple[int, int, int]:
         return self.sizes[projection]

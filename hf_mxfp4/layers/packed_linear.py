@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The frozen linear layer: a weight kept as packed 4-bit tensors, the base that adapters are trained on."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -15,15 +17,18 @@ from ..gemm.storage.packed_weight import (
     PACKED_FIELDS,
     PackedWeight,
     check_packed,
+    check_rotation,
     packed_shapes,
     packed_tensor,
     quantize_weight,
+    weight_values,
 )
 from ..numerics import FallbackThreshold, MXFP4Tensor
 
 
 class MXFP4PackedLinear(nn.Linear):
     """`nn.Linear` that computes ``Q(x) Q(W)^T + b`` from a packed, frozen ``Q(W)``; gradients flow to ``x`` and ``b``.
+    Under a scheme whose forward product rotates, ``Q(x H) Q(W H)^T + b`` from ``Q(W H)``.
 
     Parameters (the first three on every row of the weight, without padding; those that the scheme has not are `None`):
         weight: uint8 ``[out_features, ceil(in_features / 2)]``, two codes per byte.
@@ -39,7 +44,8 @@ class MXFP4PackedLinear(nn.Linear):
         compute_dtype: of the linear layer that it stands for; follows ``.to(dtype)``. PEFT makes adapters in it.
         state, fallback_threshold: as in [`MXFP4Linear`].
 
-    A new layer holds zeros. Raises `ValueError` unless ``config`` is one of mode ``"packed"``.
+    A new layer holds zeros. Raises `ValueError` unless ``config`` is one of mode ``"packed"``, whose rotation, if it
+    has one, divides ``in_features``.
     """
 
     def __init__(
@@ -61,7 +67,10 @@ class MXFP4PackedLinear(nn.Linear):
         self.compute_dtype = dtype or torch.get_default_dtype()
         self._weight_scheme = self.config.weight_scheme
         self._activation_scheme = self.config.activation_scheme
-        spec = PackedSpec(self._weight_scheme, self._activation_scheme, in_features, self.config.backend)
+        self._rotation = self.config.weight_rotation
+        check_rotation(self._label(), in_features, self._rotation)
+        schemes = self._weight_scheme, self._activation_scheme
+        spec = PackedSpec(*schemes, in_features, self.config.backend, self._rotation)
         rate = None if spec.inputs is None else spec.inputs.fallback_rate
         self.state = GemmState(spec, threshold=None if rate is None else FallbackThreshold(rate), cached="nowhere")
         shapes = packed_shapes(out_features, in_features, self._weight_scheme)
@@ -85,7 +94,7 @@ class MXFP4PackedLinear(nn.Linear):
                 f"{type(linear).__name__} {name} has a weight of {linear.weight.dtype}; nothing to quantize"
             )
         layer = cls._around(linear, config, name)
-        for tensor, value in quantize_weight(linear.weight, layer._weight_scheme, config.backend).items():
+        for tensor, value in layer.pack_weight(linear.weight).items():
             layer._set(tensor, value)
         threshold = getattr(linear, "fallback_threshold", None)
         if threshold is not None and layer.fallback_threshold is not None:
@@ -97,7 +106,8 @@ class MXFP4PackedLinear(nn.Linear):
     def from_quantized(
         cls, tensor: MXFP4Tensor, bias: torch.Tensor | None, config: MXFP4RLConfig, name: str = ""
     ) -> "MXFP4PackedLinear":
-        """A layer on an already quantized weight ``[N, K]``, sharing the tensors given.
+        """A layer on an already quantized weight ``[N, K]``, rotated before where ``config`` rotates; it shares the
+        tensors given.
 
         Raises `ValueError` for a tensor that was not quantized as ``config`` says, along its last axis.
         """
@@ -132,8 +142,19 @@ class MXFP4PackedLinear(nn.Linear):
     def _set(self, name: str, value: torch.Tensor | None) -> None:
         setattr(self, name, None if value is None else nn.Parameter(value, requires_grad=False))
 
+    def pack_weight(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The packed tensors of a full-precision weight ``[N, K]``, or of rows of it, by their names here."""
+        return quantize_weight(weight, self._weight_scheme, self.config.backend, self._rotation)
+
+    def unpacked(self, packed: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """The values ``[n, K]`` that tensors such as [`pack_weight`] makes stand for, rotated back; see
+        [`hf_mxfp4.gemm.storage.packed_weight.weight_values`]."""
+        options = self._weight_scheme, dtype, self.config.backend, self._rotation
+        return weight_values(packed, self.in_features, *options)
+
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A plain layer whose weight holds the dequantized values (in ``dtype``, default `compute_dtype`)."""
+        """A plain layer whose weight holds the dequantized values (in ``dtype``, default `compute_dtype`); of a rotated
+        weight those of [`dequantized_weight`]."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         with torch.no_grad():
             linear.weight = nn.Parameter(self.dequantized_weight(dtype))
@@ -143,7 +164,7 @@ class MXFP4PackedLinear(nn.Linear):
         return linear.train(self.training)
 
     def quantized_tensor(self) -> MXFP4Tensor:
-        """The weight as a [`MXFP4Tensor`] that shares its memory."""
+        """The weight as it is stored, rotated where the scheme rotates, as a [`MXFP4Tensor`] that shares its memory."""
         return self._tensor(self.packed_weight())
 
     def packed_weight(self) -> PackedWeight:
@@ -151,7 +172,13 @@ class MXFP4PackedLinear(nn.Linear):
         return tuple(getattr(self, name) for name in PACKED_FIELDS)
 
     def dequantized_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """``Q(W)`` ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`."""
+        """``Q(W)`` ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`; of a weight that is stored
+        rotated, rotated back and rounded then. See [`forward_weight`]."""
+        return self.unpacked(dict(zip(PACKED_FIELDS, self.packed_weight(), strict=True)), dtype or self.compute_dtype)
+
+    def forward_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values that the forward product multiplies with [`quantized_input`], exactly: ``Q(W)``, or ``Q(W H)``
+        where the scheme rotates, ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`."""
         return dequantize(self.quantized_tensor(), dtype or self.compute_dtype, self.config.backend)
 
     def _tensor(self, packed: PackedWeight) -> MXFP4Tensor:
@@ -202,8 +229,10 @@ class MXFP4PackedLinear(nn.Linear):
         self.state.threshold = threshold
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""
-        return nearest_input(x, dtype, self._activation_scheme, self.fallback_threshold, self.config.backend)
+        """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
+        preset."""
+        options = self._activation_scheme, self.fallback_threshold, self.config.backend, self._rotation
+        return nearest_input(x, dtype, *options)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes of the packed tensors under the scheme, by name."""

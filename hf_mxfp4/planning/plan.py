@@ -220,7 +220,7 @@ class Planner:
         if setup.rollout_weights == "dense" or not setup.cache_rollout_weights or not dense:
             return dense
         scheme = setup.quantization
-        if not strategy.packed and scheme.packing_unsupported_reason is not None:
+        if not strategy.packed and scheme.weights_alone_unsupported_reason is not None:
             return dense
         sizes = self.model(strategy.packed).sizes
         kept = 0 if strategy.packed else sizes.cached_elements * _packed_bytes(scheme.weight_scheme)
@@ -231,14 +231,14 @@ class Planner:
         scheme, is_whole = setup.quantization, strategy.engine in ("ddp", "zero2")
         if strategy.packed or scheme is None or not is_whole or not setup.cache_rollout_weights:
             return "none"
-        unpacked = setup.step_weights == "packed" and scheme.packing_unsupported_reason is not None
+        unpacked = setup.step_weights == "packed" and scheme.weights_alone_unsupported_reason is not None
         return "dense" if unpacked else setup.step_weights
 
     def _step_codes(self, setup: Setup, strategy: Strategy) -> float:
         """Bytes of the codes that are kept with [`_step_form`]: as such, or since rollouts compute on them."""
         form, scheme = self._step_form(setup, strategy), setup.quantization
         on_codes = setup.rollouts and setup.rollout_weights == "packed"
-        if form == "none" or scheme.packing_unsupported_reason is not None or form == "dense" and not on_codes:
+        if form == "none" or scheme.weights_alone_unsupported_reason is not None or form == "dense" and not on_codes:
             return 0
         return self.model(strategy.packed).sizes.cached_elements * _packed_bytes(scheme.weight_scheme)
 

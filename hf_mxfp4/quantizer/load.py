@@ -7,7 +7,6 @@ from transformers.core_model_loading import ConversionOps
 
 from ..checkpoint.io.mapped import release_files, release_mapped
 from ..config import MXFP4RLConfig
-from ..gemm.storage.packed_weight import quantize_weight
 from ..layers import PACKED, MXFP4PackedExperts, MXFP4PackedLinear
 from ..report import ErrorEnergy, add_packed, add_packed_experts
 
@@ -40,7 +39,7 @@ class PackOnLoad(ConversionOps):
             add_packed_experts(self._energy, layer, own, weight, packed)
             release_files(self._source_files)  # the weight is a copy of the experts' own
         else:
-            packed = quantize_weight(weight, self._config.weight_scheme, self._config.backend)
+            packed = layer.pack_weight(weight)
             add_packed(self._energy, weight, packed, self._config)
             release_mapped(weight, self._source_files)
         return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}

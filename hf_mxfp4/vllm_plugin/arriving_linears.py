@@ -101,9 +101,8 @@ class ArrivingLinears:
         return [(f"{name}.weight", marked(dequantize(tensor, dtype, self.scheme.backend)))]
 
     def _quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        return quantize_weight(
-            self.expected.here(weight.detach()).contiguous(), self.scheme.weight_scheme, self.scheme.backend
-        )
+        options = self.scheme.weight_scheme, self.scheme.backend, self.scheme.weight_rotation
+        return quantize_weight(self.expected.here(weight.detach()).contiguous(), *options)
 
 
 def marked(tensor: torch.Tensor) -> torch.Tensor:

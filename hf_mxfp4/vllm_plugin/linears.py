@@ -14,7 +14,7 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 
 from ..config import MXFP4RLConfig
 from ..gemm.custom_ops import packed as _operators  # noqa: F401  (registers operators)
-from ..gemm.storage.packed_weight import PACKED_FIELDS, packed_shapes
+from ..gemm.storage.packed_weight import PACKED_FIELDS, check_rotation, packed_shapes
 from ..numerics import BLOCK_SIZE
 from .activations import quantize_input
 from .adapters import PART_INDEX, add_adapters, make_room
@@ -49,6 +49,7 @@ class MXFP4RLLinearMethod(LinearMethodBase):
         self.expected = expected or ExpectedLayers()
         inputs = scheme.activation_scheme
         self._texts = str(scheme.weight_scheme), "" if inputs is None else str(inputs)
+        self._rotation = scheme.weight_rotation
 
     def create_weights(
         self,
@@ -65,6 +66,7 @@ class MXFP4RLLinearMethod(LinearMethodBase):
         Raises `ValueError` when a share would cut what is quantized together.
         """
         weights = self.scheme.weight_scheme
+        check_rotation(self.name, input_size, self._rotation)
         if input_size_per_partition != input_size:
             self._check_share(input_size_per_partition, input_size)
         whole = packed_shapes(1, input_size, weights)
@@ -98,7 +100,10 @@ class MXFP4RLLinearMethod(LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed = [getattr(layer, name) if name in layer.mxfp4_arrived else None for name in PACKED_FIELDS]
-        y = torch.ops.hf_mxfp4.packed_linear(x, *packed, bias, None, x.dtype, *self._texts, self.scheme.backend)
+        operand, backend, (weights, inputs) = x, self.scheme.backend, self._texts
+        if self._rotation is not None:
+            operand, inputs = torch.ops.hf_mxfp4.rotated_input(x, self._rotation.size, inputs, x.dtype, backend), ""
+        y = torch.ops.hf_mxfp4.packed_linear(operand, *packed, bias, None, x.dtype, weights, inputs, backend)
         return add_adapters(y, x, layer, layer.mxfp4_adapter_rows) if self.expected.settings.adapter_rank else y
 
     def weight_bytes(self, layer: torch.nn.Module) -> WeightBytes:
@@ -129,6 +134,8 @@ class MXFP4RLLinearMethod(LinearMethodBase):
 
     def _check_share(self, share: int, columns: int) -> None:
         blocks = [BLOCK_SIZE, self.scheme.weight_scheme.macro_block or BLOCK_SIZE]
+        if self._rotation is not None:
+            blocks.append(self._rotation.size)
         inputs = self.scheme.activation_scheme
         if inputs is not None:
             blocks.append(inputs.macro_block or BLOCK_SIZE)

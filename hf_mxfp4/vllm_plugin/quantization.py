@@ -38,6 +38,11 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
                 f"this checkpoint has mode={scheme.mode!r}, full-precision master weights, and vLLM cannot compute "
                 f"with their quantized values: {reason}"
             )
+        if scheme.weight_rotation is not None and settings.weights != "packed":
+            raise ValueError(
+                f"{SETTINGS_KEY}.weights={settings.weights!r}: weights that were rotated before they were packed "
+                f"({scheme.weight_rotation}) are computed with as they are stored alone; use 'packed'"
+            )
         if scheme.activation_scheme is not None and scheme.activation_scheme.fallback_rate is not None:
             raise ValueError(
                 f"outlier_fallback_rate={scheme.outlier_fallback_rate} selects blocks of activations by a threshold "
@@ -117,6 +122,8 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         return experts_method(layer, self.scheme, self.expected, prefix)
 
     def _experts_unsupported_reason(self) -> str | None:
+        if self.scheme.weight_rotation is not None:
+            return f"their inputs are not rotated here ({self.scheme.weight_rotation})"
         if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
             return "this version of vLLM does not let a plugin convert weights on their way; 0.32 does"
         return None
@@ -168,7 +175,7 @@ def _masters_unsupported_reason(scheme: MXFP4RLConfig) -> str | None:
     """Why vLLM cannot load master weights as the quantized values that the policy computes with; `None` if it can."""
     if not _CONVERTS:
         return f"{_NO_MAPPER}; pack them: hf_mxfp4.pack(model), then save_pretrained, and load that folder"
-    return scheme.packing_unsupported_reason
+    return scheme.weights_alone_unsupported_reason
 
 
 def register_method() -> None:

@@ -71,10 +71,8 @@ def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
     assert [row["name"] for row in report["rows"]] == ["full precision", "w4a16:rceil", "even+mbs128-blockwise"]
     assert (report["texts"], report["tokens"], report["text"]) == (3, 9 + 14 + 19, "sums.jsonl")
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    quantized = AutoModelForCausalLM.from_pretrained(
-        folder,
-        quantization_config=MXFP4RLConfig(preset="w4a16", scale_rule="rceil", macro_block=None, outlier_fallback=None),
-    )
+    config = MXFP4RLConfig(preset="w4a16", scale_rule="rceil", macro_block=None, outlier_fallback=None)
+    quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     expected = [losses(plain), losses(quantized)]
     assert [row["nats"]["value"] for row in report["rows"][:2]] == pytest.approx(expected, rel=1e-6)
     assert report["rows"][1]["difference"]["value"] == pytest.approx(expected[1] - expected[0], abs=1e-6)

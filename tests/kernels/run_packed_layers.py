@@ -61,6 +61,26 @@ def copies(linear: nn.Linear) -> dict[str, int]:
     return found
 
 
+def rotated(linear: nn.Linear, x: torch.Tensor, grad: torch.Tensor) -> list[str]:
+    """What of layers that rotate differs from the eager functions."""
+    wrong = []
+    for options in ({"preset": "w4a16", "macro_search": "blockwise"}, {"preset": "w4a4", "outlier_fallback": 0.5}):
+        found = []
+        for backend in ("triton", "eager"):
+            scheme = {"fprop": {"rotation": "deterministic-32"}, "backend": backend, **options}
+            layer = MXFP4PackedLinear.from_linear(linear, MXFP4RLConfig(mode="packed", **scheme))
+            taken = x.clone().requires_grad_()
+            y = layer(taken)
+            y.backward(grad)
+            codes = [part for part in layer.packed_weight() if part is not None]
+            found.append((*codes, layer.quantized_input(x, torch.float32), y.detach(), taken.grad))
+        for one, other in zip(*found, strict=True):
+            exact = one is not found[0][-1] and one is not found[0][-2]
+            if not (torch.equal(one, other) if exact else close(one, other)):
+                wrong.append(f"rotated {options}: {tuple(one.shape)} {one.dtype}")
+    return wrong
+
+
 def main() -> dict:
     report = {"layers": 0, "launches": 0, "wrong": []}
     launch = decode._launch_fused
@@ -105,6 +125,7 @@ def main() -> dict:
         if route[0] != "fused":
             report["wrong"].append(f"route {route}")
         report["layers"] += 3
+    report["rotated"] = rotated(linear, x, grad)
     report["dequantized"] = copies(linear)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         y = layers["triton"](x)

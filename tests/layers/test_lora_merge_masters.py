@@ -148,8 +148,9 @@ def test_variants_of_lora_are_measured_by_what_they_changed():
 
 
 def test_what_cannot_be_merged_is_refused_before_anything_is_touched():
-    dora, rotated = with_lora(qat(), use_dora=True), with_lora(qat(**ROTATED))
-    for model, into, words in ((dora, "bf16", "a variant of LoRA"), (rotated, "packed", "rotat")):
+    random = {"fprop": {**ROTATED["fprop"], "rotation": "random-32"}}
+    dora, rotated = with_lora(qat(), use_dora=True), with_lora(qat(**random))
+    for model, into, words in ((dora, "bf16", "a variant of LoRA"), (rotated, "packed", "rotates .* drawn anew")):
         before = [(name, type(module)) for name, module in model.named_modules()], stored(model)
         with pytest.raises(ValueError, match=words):
             merge_adapters(model, into=into)

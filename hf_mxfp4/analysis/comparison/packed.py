@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...backends.select import dequantize
 from ...checkpoint.convert.sources import ForeignSource, LayerSource, MasterSource, PackedSource, own_config
 from ...checkpoint.formats import FORMATS, PackedFormat
 from ...checkpoint.io.folder import CheckpointFolder, open_checkpoint
 from ...checkpoint.io.reader import ShardError, StoredTensor, read_rows
 from ...config import QUANT_METHOD
 from ...files import json_clean
-from ...gemm.storage.packed_weight import packed_tensor, quantize_weight
+from ...gemm.storage.packed_weight import quantize_weight, weight_values
 from ..errors.results import Problem, natural_key
 from ..errors.source import Source, SourceError
 from ..errors.weights import SLICE_ELEMENTS, OnBytes, Selection
@@ -211,7 +210,8 @@ def _compare_matrix(
     other = 0
     if repack:
         # As the checkpoint was packed: from the dtype of the original.
-        packed = quantize_weight(master, stored.config.weight_scheme, stored.config.backend)
+        config = stored.config
+        packed = quantize_weight(master, config.weight_scheme, config.backend, config.weight_rotation)
         other = int((_values(stored, packed, master.shape[1]) != values).sum())
     wide = master.double()
     energy, noise = (float(x.square().sum()) for x in (wide, values.double() - wide))
@@ -219,8 +219,8 @@ def _compare_matrix(
 
 
 def _values(stored: LayerSource, packed: dict[str, torch.Tensor], columns: int) -> torch.Tensor:
-    tensor = packed_tensor(packed, columns, stored.config.weight_scheme, torch.float32)
-    return dequantize(tensor, torch.float32, stored.config.backend)
+    config = stored.config
+    return weight_values(packed, columns, config.weight_scheme, torch.float32, config.backend, config.weight_rotation)
 
 
 def _compare_rest(masters: LayerSource, stored: LayerSource, result: PackedComparison) -> None:

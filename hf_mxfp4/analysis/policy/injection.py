@@ -170,8 +170,8 @@ def _schemes(scheme: QuantScheme | MXFP4RLConfig, operands: str) -> tuple[QuantS
     """The schemes of weights and of activations, `None` for an operand left alone."""
     weights = activations = scheme
     if isinstance(scheme, MXFP4RLConfig):
-        if scheme.packing_unsupported_reason:
-            raise ValueError(f"its operands have no error of their own to inject: {scheme.packing_unsupported_reason}")
+        if reason := scheme.weights_alone_unsupported_reason:
+            raise ValueError(f"its operands have no error of their own to inject: {reason}")
         weights, activations = scheme.weight_scheme, scheme.activation_scheme
         if activations is None and operands != "weights":
             raise ValueError(f"operands={operands!r}: preset={scheme.preset!r} quantizes no activations")

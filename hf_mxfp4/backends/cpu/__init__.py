@@ -4,6 +4,7 @@ compiled on first use."""
 
 from .functions import ErrorSums, dequantize, error_sums, fake_quantize, quantize, quantizer, unsupported_reason
 from .packed_product import grouped_product, product
+from .rotation import rotate, takes_rotation
 
 
 __all__ = [
@@ -15,5 +16,7 @@ __all__ = [
     "product",
     "quantize",
     "quantizer",
+    "rotate",
+    "takes_rotation",
     "unsupported_reason",
 ]

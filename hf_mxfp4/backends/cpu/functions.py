@@ -35,11 +35,12 @@ def unsupported_reason(dtype: torch.dtype, scheme: QuantScheme) -> str | None:
         return f"block_rows={scheme.block_rows} has no fused CPU function"
     if scheme.fallback_rate is not None:
         return "selective outlier fallback (fallback_rate) has no fused CPU function"
-    return _library_problem()
+    return library_problem()
 
 
 @functools.cache
-def _library_problem() -> str | None:
+def library_problem() -> str | None:
+    """Why the library cannot be used; `None` when it can."""
     library, reason = load()
     if library is None:
         return reason

@@ -26,6 +26,7 @@ _FILES = (
     "product_float.h",
     "product.cpp",
     "quantize.cpp",
+    "rotate.cpp",
     "statistics.cpp",
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
@@ -94,6 +95,10 @@ _COMMON = (_POINTER, ctypes.c_int, ctypes.c_int64, ctypes.POINTER(SchemeStruct),
 _SIGNATURES = {
     "mxfp4_quantize": (*_COMMON, *[_POINTER] * 6),
     "mxfp4_dequantize": (*_COMMON, *[_POINTER] * 5),
+    "mxfp4_rotate": (
+        *(_POINTER, ctypes.c_int, _POINTER, ctypes.c_int),
+        *(ctypes.c_int64, ctypes.c_float, ctypes.c_int64, ctypes.c_int64),
+    ),
     "mxfp4_statistics": (*_COMMON, _POINTER, _POINTER),
     "mxfp4_product": (ctypes.POINTER(ProductStruct),),
     "mxfp4_product_rows": (ctypes.c_int64,),

@@ -242,8 +242,8 @@ def weight_errors(
         value = (state_dict or {}).get(name, getattr(matrix.layer, matrix.parameter)).detach()
         if type(value) is not torch.Tensor or value.is_meta or value.dim() != (2 if matrix.expert is None else 3):
             return "the weights were spread over several devices when they were saved"
-        if matrix.layer.config.packing_unsupported_reason:
-            return matrix.layer.config.packing_unsupported_reason
+        if matrix.layer.config.weights_alone_unsupported_reason:
+            return matrix.layer.config.weights_alone_unsupported_reason
         scheme = matrix.layer.config.weight_scheme
         rows = _sample(matrix.of(value), scheme.block_rows, matrix.siblings)
         if not rows.isfinite().all():

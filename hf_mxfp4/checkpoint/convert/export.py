@@ -99,6 +99,13 @@ def export(
     if reason := target.architecture_misfit(source.model.config):
         raise CheckpointError(f"format {format!r} cannot hold {source.folder.path}: {reason}")
     target = target.for_checkpoint(folder, source.model)
+    if source.config.weight_rotation is not None and isinstance(target, PackedFormat):
+        raise CheckpointError(
+            f"{source.folder.path} has a scheme whose products rotate both operands "
+            f"({source.config.weight_rotation}), and format {format!r} has no place for rotated weights. Format 'bf16' "
+            "takes them, dequantized and rotated back; for 4 bits elsewhere, export the checkpoint that they were made "
+            "from (hf-mxfp4 gptq --scheme even)"
+        )
     written = _written(source, target, scale_rule, on_mismatch)
     decisions = {layer: decide(target, source, written, shape, on_mismatch) for layer, shape in source.shapes.items()}
     if any(decision.action == "refused" for decision in decisions.values()):

@@ -9,7 +9,7 @@ import torch
 from ...backends.select import dequantize
 from ...gemm.storage.packed_weight import packed_tensor, quantize_weight
 from ...gptq.weight import round_weight
-from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
+from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, unrotate
 from ..formats import Format, LayerShape, PackedFormat
 from ..io.folder import CheckpointError
 from ..io.writer import TensorStream
@@ -119,9 +119,16 @@ class ExportedLayer(LayerWriter):
             master = source.master(self._layer, expert)
         packed = source.read(self._layer, expert) if master is None else source.pack(master)
         for rows, portion in self._portions(packed, scheme):
-            after = dequantize(portion, torch.bfloat16)
-            cost.add(dequantize(portion, torch.float32) if master is None else master[rows], after)
+            after = self._values(portion, torch.bfloat16)
+            cost.add(self._values(portion, torch.float32) if master is None else master[rows], after)
             yield after
+
+    def _values(self, portion: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values of stored weights, rotated back where they are rotated."""
+        rotation = self._source.config.weight_rotation
+        if rotation is None:
+            return dequantize(portion, dtype)
+        return unrotate(dequantize(portion, torch.float32), rotation.size).to(dtype)
 
     def _portions(self, packed: dict[str, torch.Tensor], scheme: QuantScheme) -> Iterator[tuple[slice, MXFP4Tensor]]:
         """Whole tiles of 32 rows, so that the portions quantize as the whole would."""

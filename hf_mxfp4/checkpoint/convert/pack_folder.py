@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from ...backends.select import dequantize
 from ...config import MXFP4RLConfig
-from ...gemm.storage.packed_weight import packed_tensor
+from ...gemm.storage.packed_weight import weight_values
 from ...report import ErrorEnergy, add_packed
 from ..card.folder import write_packed_card
 from ..io.folder import open_checkpoint
@@ -91,6 +90,6 @@ class _PackedLayer(LayerWriter):
             for start in range(0, master.shape[0], _ROWS):
                 rows = master[start : start + _ROWS]
                 some = {field: tensor[start : start + _ROWS] for field, tensor in packed.items()}
-                values = packed_tensor(some, master.shape[1], config.weight_scheme, torch.float32)
-                cost.add(rows, dequantize(values, torch.float32))
+                options = config.weight_scheme, torch.float32, "auto", config.weight_rotation
+                cost.add(rows, weight_values(some, master.shape[1], *options))
         return cost

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...config import QUANT_METHOD, MXFP4RLConfig
 from ...experts_layout import unsupported_reason
-from ...gemm.storage.packed_weight import quantize_weight
+from ...gemm.storage.packed_weight import check_rotation, quantize_weight
 from ...module_names import fused_experts
 from ..formats import PackedFormat
 from ..io.folder import CheckpointError, CheckpointFolder
@@ -49,6 +49,11 @@ class LayerSource(ABC):
         has_experts = any(not isinstance(layer, nn.Linear) for layer in layers.values())
         self.names = (names or FileNames(self.model)) if has_experts else None
         self.shapes = layer_shapes(layers, self.names)
+        for layer, shape in self.shapes.items():
+            try:
+                check_rotation(layer, shape.in_features, config.weight_rotation)
+            except ValueError as error:
+                raise CheckpointError(f"{folder.path}: {error}") from None
 
     @abstractmethod
     def stored(self, layer: str) -> Iterable[StoredTensor]:
@@ -154,7 +159,9 @@ class MasterSource(LayerSource):
         return self.pack(self.master(layer, expert))
 
     def pack(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        return quantize_weight(master, self.config.weight_scheme, self.config.backend)
+        """The packed tensors of a full-precision matrix ``[N, K]``."""
+        config = self.config
+        return quantize_weight(master, config.weight_scheme, config.backend, config.weight_rotation)
 
 
 class ForeignSource(LayerSource):

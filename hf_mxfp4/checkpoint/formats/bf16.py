@@ -14,8 +14,15 @@ class BF16Format(Format):
         return None
 
     def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
-        if config.activation_scheme is None:
-            return []
-        return [
-            f"Activations were quantized ({config.activation_scheme}); the exported model computes in full precision."
-        ]
+        notes = []
+        if config.weight_rotation is not None:
+            notes.append(
+                f"Weights were rotated before they were quantized ({config.weight_rotation}); the exported ones are "
+                "rotated back and rounded to bfloat16, and no input is rotated."
+            )
+        if config.activation_scheme is not None:
+            notes.append(
+                f"Activations were quantized ({config.activation_scheme}); the exported model computes in full "
+                "precision."
+            )
+        return notes

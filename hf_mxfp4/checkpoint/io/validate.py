@@ -190,8 +190,10 @@ def _check_tensors(stored: Stored, model: nn.Module) -> None:
 
 def _meaning(config: MXFP4RLConfig) -> dict[str, Any]:
     """What decides how stored bytes are read; nothing else of the scheme matters once a weight is packed."""
-    scheme = config.weight_scheme
+    scheme, rotation = config.weight_scheme, config.weight_rotation
+    rotated = {} if rotation is None else {"rotation": str(rotation)}  # left out elsewhere, as in older files
     return {
+        **rotated,
         "mode": config.mode,
         "macro_block": scheme.macro_block,
         "blockwise": scheme.macro_block is not None and config.macro_search == "blockwise",

@@ -13,9 +13,10 @@ import torch
 
 from ...backends import select as backends
 from ...backends.cpu import packed_product as on_cpu
+from ...numerics import Rotation
 from ..groups import Groups
 from ..linear import as_dtype, autocast_dtype
-from ..operands import nearest_input
+from ..operands import nearest_input, unrotated_gradient
 from ..spec import PackedSpec
 from ..state import GemmState, state_of
 from ..storage.packed import grad_bias, packed_forward, packed_grad_x
@@ -42,6 +43,12 @@ def compiled_packed_linear(
         read_on_gpus: whether a kernel is certain to read the weights of experts there.
     """
     dtype, inputs = autocast_dtype(x) or x.dtype, spec.input_text
+    if spec.rotation is not None:
+        selects = state.threshold is not None
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # blocks are selected as they are rotated
+        rotated = wide if selects else dtype
+        x = torch.ops.hf_mxfp4.rotated_input(x, spec.rotation.size, "" if selects else inputs, rotated, spec.backend)
+        inputs = inputs if selects else ""
     if state.threshold is not None:
         x, inputs = torch.ops.hf_mxfp4.delayed_input(x, state.layer_id), ""
     ends, operator = None, torch.ops.hf_mxfp4.packed_linear
@@ -158,7 +165,8 @@ _define("packed_experts", (torch.Tag.cudagraph_unsafe,))
 
 @torch.library.custom_op("hf_mxfp4::delayed_input", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _delayed_input(x: torch.Tensor, layer_id: torch.Tensor) -> torch.Tensor:
-    """``Q(x)`` under the fallback threshold of a packed layer, straight through."""
+    """``Q(x)`` under the fallback threshold of a packed layer, straight through; of an input that is rotated already
+    where the layer rotates."""
     state = state_of(layer_id)
     spec = state.spec
     return nearest_input(x.detach(), x.dtype, spec.inputs, state.threshold, spec.backend).contiguous()
@@ -170,3 +178,37 @@ def _(x, layer_id):
 
 
 _delayed_input.register_autograd(lambda ctx, grad: (grad, None))
+
+
+@torch.library.custom_op("hf_mxfp4::rotated_input", mutates_args=())
+def _rotated_input(x: torch.Tensor, size: int, scheme: str, dtype: torch.dtype, backend: str) -> torch.Tensor:
+    """``Q(x)`` of the input rotated in blocks of ``size``, in ``dtype``, straight through; ``scheme`` is ``""`` where
+    it is not quantized."""
+    inputs = read_scheme(scheme) if scheme else None
+    return nearest_input(x.detach(), dtype, inputs, None, backend, Rotation(size)).contiguous()
+
+
+@torch.library.custom_op("hf_mxfp4::rotated_input_backward", mutates_args=())
+def _rotated_input_backward(grad: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return unrotated_gradient(grad, Rotation(size)).to(dtype).contiguous()
+
+
+@_rotated_input.register_fake
+def _(x, size, scheme, dtype, backend):
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+@_rotated_input_backward.register_fake
+def _(grad, size, dtype):
+    return torch.empty(grad.shape, dtype=dtype, device=grad.device)
+
+
+def _rotated_setup(ctx, inputs, output):
+    ctx.size, ctx.dtype = inputs[1], inputs[0].dtype
+
+
+def _rotated_gradient(ctx, grad):
+    return _rotated_input_backward(grad, ctx.size, ctx.dtype), *(None,) * 4
+
+
+_rotated_input.register_autograd(_rotated_gradient, setup_context=_rotated_setup)

@@ -16,7 +16,7 @@ from ...numerics import FallbackThreshold, MXFP4Tensor, QuantScheme
 from .. import grouped
 from ..groups import Groups
 from ..linear import as_dtype, autocast_dtype, needs_gradient
-from ..operands import nearest_input
+from ..operands import nearest_input, unrotated_gradient
 from ..spec import PackedSpec
 from ..state import GemmState
 from ..weight_cache import WeightCache
@@ -32,7 +32,8 @@ def packed_linear(
     state: GemmState,
     groups: Groups | None = None,
 ) -> torch.Tensor:
-    """``Q(x) Q(W)^T + b`` on frozen packed weights, with the straight-through gradient to ``x`` and ``b``.
+    """``Q(x) Q(W)^T + b`` on frozen packed weights, with the straight-through gradient to ``x`` and ``b``. Of a spec
+    that rotates, ``x`` as a weight was that is stored rotated, and the gradient back.
 
     Only the packed tensors are kept for the backward pass, which dequantizes them again; of experts, without kernels
     for it, those of one at a time, and of those alone that have rows.
@@ -88,7 +89,7 @@ def packed_forward(
     if spec.inputs is not None and _quantizes_within(x, dtype, weight, spec, threshold):
         inputs = spec.inputs
     else:
-        x = nearest_input(x, dtype, spec.inputs, threshold, spec.backend)
+        x = nearest_input(x, dtype, spec.inputs, threshold, spec.backend, spec.rotation)
     if groups is None:
         return packed_product(x, weight, bias, lambda: _values(packed, weight, spec, cache), spec.backend, inputs)
     return packed_groups(x, weight, bias, groups, spec.backend, inputs)
@@ -124,7 +125,14 @@ def packed_grad_x(
     groups: Groups | None,
     cache: WeightCache | None = None,
 ) -> torch.Tensor:
-    """The gradient ``[..., K]`` of the input of [`packed_linear`]."""
+    """The gradient ``[..., K]`` of the input of [`packed_linear`], in float32 or wider where the spec rotates."""
+    return unrotated_gradient(_grad_operand(grad, packed, spec, groups, cache), spec.rotation, spec.backend)
+
+
+def _grad_operand(
+    grad: torch.Tensor, packed: PackedWeight, spec: PackedSpec, groups: Groups | None, cache: WeightCache | None
+) -> torch.Tensor:
+    """The gradient of the operand that is multiplied with the weight as it is stored."""
     weight = _tensor(packed, spec, grad.dtype)
     if groups is None:
         return grad @ _values(packed, weight, spec, cache)
@@ -188,7 +196,9 @@ def _quantizes_within(
     x: torch.Tensor, dtype: torch.dtype, weight: MXFP4Tensor, spec: PackedSpec, threshold: FallbackThreshold | None
 ) -> bool:
     """Whether the CPU's product quantizes its input."""
-    if x.dtype != dtype or threshold is not None or _backend(x, weight.scheme, spec.backend) != "cpu":
+    if x.dtype != dtype or threshold is not None or spec.rotation is not None:
+        return False
+    if _backend(x, weight.scheme, spec.backend) != "cpu":
         return False
     return backends.choose_backend(x, spec.inputs, spec.backend) == "cpu"
 

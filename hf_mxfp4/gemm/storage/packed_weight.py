@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed weights and rows: their tensors, and how they are made and read back, in bounded memory.
 
-A weight ``[N, K]`` is kept as codes and scale bytes, in memory as on disk.
+A weight ``[N, K]`` is kept as codes and scale bytes, in memory as on disk. Where the forward product rotates both
+operands these are of the rotated weight, what the product multiplies with.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 
 from ...backends import select as backends
 from ...backends.functional import quantize
-from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme
+from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, Rotation
 
 
 #: Names of a packed weight's tensors on its layer and on disk -> the fields of [`MXFP4Tensor`] that they hold.
@@ -65,17 +66,32 @@ def check_packed(
             raise ValueError(f"{owner}.{name} {what}; expected {expected}")
 
 
+def check_rotation(owner: str, in_features: int, rotation: Rotation | None) -> None:
+    """Raise `ValueError` for a weight that is stored as it was rotated and would need padding for it."""
+    if rotation is not None and in_features % rotation.size:
+        raise ValueError(
+            f"{owner} has {in_features} inputs, no multiple of {rotation.size}, and is not packed with the rotation "
+            f"{rotation} of fprop; choose a smaller one, or name the layer in modules_to_not_convert"
+        )
+
+
 @torch.no_grad()
-def quantize_weight(weight: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> dict[str, torch.Tensor]:
-    """The tensors of [`packed_shapes`] for a weight ``[N, K]``; without memory when it is a meta tensor."""
+def quantize_weight(
+    weight: torch.Tensor, scheme: QuantScheme, backend: str = "auto", rotation: Rotation | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of [`packed_shapes`] for a weight ``[N, K]``, rotated in float32 (float64 stays) before it is
+    quantized where there is a ``rotation``, a deterministic one; without memory when it is a meta tensor."""
     if weight.is_meta:
         shapes = packed_shapes(*weight.shape, scheme)
         return {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
-    rows = weight.shape[0]
+    rows, eager = weight.shape[0], backends.choose_backend(weight, scheme, backend) == "eager"
     # Selective fallback ranks the blocks of the whole weight.
-    if scheme.fallback_rate is None and backends.choose_backend(weight, scheme, backend) == "eager":
+    if scheme.fallback_rate is None and (eager or rotation is not None):
         rows = max(1, PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
-    portions = [quantize(portion, **vars(scheme), backend=backend) for portion in weight.detach().split(rows)]
+    portions = [
+        quantize(_rotated(portion, rotation, backend), **vars(scheme), backend=backend)
+        for portion in weight.detach().split(rows)
+    ]
     packed = {}
     for name, field in PACKED_FIELDS.items():
         parts = [getattr(portion, field) for portion in portions]
@@ -91,6 +107,28 @@ def packed_tensor(
     found = {field: packed.get(name) for name, field in PACKED_FIELDS.items()}
     parts = {field: None if tensor is None else tensor.detach() for field, tensor in found.items()}
     return MXFP4Tensor(**parts, length=length, axis=1, scheme=scheme, dtype=dtype)
+
+
+@torch.no_grad()
+def weight_values(
+    packed: Mapping[str, torch.Tensor | None],
+    length: int,
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    rotation: Rotation | None = None,
+) -> torch.Tensor:
+    """The weight ``[n, length]`` in ``dtype`` that rows of [`quantize_weight`] with the same ``rotation`` stand for,
+    rotated back in float32 and then rounded, by which the values are no longer those that products take."""
+    if rotation is None:
+        return backends.dequantize(packed_tensor(packed, length, scheme, dtype), dtype, backend)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    values = backends.dequantize(packed_tensor(packed, length, scheme, wide), wide, backend)
+    return _rotated(values, rotation, backend).to(dtype)  # its own inverse
+
+
+def _rotated(weight: torch.Tensor, rotation: Rotation | None, backend: str) -> torch.Tensor:
+    return weight if rotation is None else backends.rotate_rows(weight, rotation.size, backend)
 
 
 def pack_rows(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> MXFP4Tensor:

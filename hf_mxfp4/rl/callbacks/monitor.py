@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..._logging import get_logger
-from ...layers import TRAINABLE, fallback_thresholds, random_layers
+from ...layers import QUANTIZED, TRAINABLE, fallback_thresholds, random_layers
 from ..config import MXFP4GRPOConfig
 from .activation_errors import ActivationErrorCallback, spread_modules
 from .base import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
@@ -101,8 +101,8 @@ class PolicyMonitor:
 
     def _watch_errors(self, model: nn.Module, n_quantized: int) -> None:
         every, layers = self._args.error_every, self._args.error_layers
-        trainable = _trainable_layer(model)
-        reason = trainable.config.packing_unsupported_reason if trainable is not None else None
+        trainable, any_layer = _trainable_layer(model), _first(model, QUANTIZED)
+        reason = any_layer.config.weights_alone_unsupported_reason if any_layer is not None else None
         if reason:
             get_logger().warning("no error components are measured: %s", reason)
         # Packed weights are frozen, and the weights that their error would be measured against are gone.
@@ -144,7 +144,7 @@ class PolicyMonitor:
 
     def _watch_movement(self, model: nn.Module) -> None:
         trainable = _trainable_layer(model)
-        reason = trainable.config.packing_unsupported_reason if trainable is not None else None
+        reason = trainable.config.weights_alone_unsupported_reason if trainable is not None else None
         if reason:
             get_logger().warning("no movement of quantized weights is measured: %s", reason)
         elif movement_unsupported_reason(model) is None:  # frozen and packed weights do not move
@@ -156,4 +156,8 @@ class PolicyMonitor:
 
 
 def _trainable_layer(model: nn.Module) -> nn.Module | None:
-    return next((module for module in model.modules() if isinstance(module, TRAINABLE)), None)
+    return _first(model, TRAINABLE)
+
+
+def _first(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> nn.Module | None:
+    return next((module for module in model.modules() if isinstance(module, kinds)), None)

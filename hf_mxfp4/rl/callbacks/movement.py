@@ -254,4 +254,4 @@ def movement_unsupported_reason(model: nn.Module) -> str | None:
         return "it has no quantized layer with master weights"
     if not any(getattr(matrix.layer, matrix.parameter).requires_grad for matrix in matrices):
         return "the master weights of its quantized layers are frozen"
-    return matrices[0].layer.config.packing_unsupported_reason
+    return matrices[0].layer.config.weights_alone_unsupported_reason

@@ -48,12 +48,13 @@ def sample_weights(model: nn.Module, max_weights: int) -> list[WeightSample]:
     such that there are about ``max_weights`` elements, and at least a unit of each type.
 
     Empty where nothing is trained. Layers whose weights have no values of their own between two steps (rotated, rounded
-    at random, or in full precision; see `packing_unsupported_reason` of the config) are left out.
+    at random, or in full precision; see `weights_alone_unsupported_reason` of the config) are left out.
     """
     matrices = [
         matrix
         for matrix in trainable_matrices(model)
-        if getattr(matrix.layer, matrix.parameter).requires_grad and not matrix.layer.config.packing_unsupported_reason
+        if getattr(matrix.layer, matrix.parameter).requires_grad
+        and not matrix.layer.config.weights_alone_unsupported_reason
     ]
     shapes = [_shape(matrix) for matrix in matrices]
     stride = max(1, -(-sum(rows * columns for rows, columns in shapes) // max_weights))

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...backends.devices import widest_float
-from ...backends.select import dequantize
 from ...gemm import Groups, autocast_dtype, grouped, quantized_linear
 from ...gemm.weight_cache import WeightCache, form_in_force
 from ...layers import QUANTIZED, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
@@ -67,12 +66,11 @@ class WeightTarget:
         layer = self.layer
         if self.projection is None:
             if self.is_packed:
-                return layer.dequantized_weight(dtype)[None]
+                return layer.forward_weight(dtype)[None]
             return layer.weight_operand(layer.weight, dtype)[None]
         if not self.is_packed:
             return layer.weight_operand(self.projection, self.weight(), dtype)
-        tensors = [layer.quantized_tensor(self.projection, expert) for expert in range(layer.n_experts)]
-        return torch.stack([dequantize(tensor, dtype, layer.config.backend) for tensor in tensors])
+        return layer.forward_weight(self.projection, dtype)
 
     def rows_first(self, values: torch.Tensor) -> torch.Tensor:
         """Values in the layout of the model as ``[n, N, K]``, the same memory."""

@@ -21,7 +21,7 @@ from ...adapters import adapter_rank
 from ...adapters.base_scheme import base_scheme
 from ...config import MXFP4RLConfig
 from ...gemm.grouped import reads_packed_on_gpus
-from ...layers import QUANTIZED, TRAINABLE
+from ...layers import QUANTIZED
 from ...layers.experts_base import ExpertsBase
 from ...registration import QUANT_METHOD
 from ...vllm_plugin.settings import SETTINGS_KEY, EngineSettings
@@ -111,9 +111,9 @@ def tell_how_to_serve(model: nn.Module, args: MXFP4GRPOConfig) -> None:
 def check_forward(model: nn.Module) -> None:
     """Raise `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands."""
     for name, layer in model.named_modules():
-        if isinstance(layer, TRAINABLE) and layer.config.packing_unsupported_reason:
+        if isinstance(layer, QUANTIZED) and layer.config.weights_alone_unsupported_reason:
             raise ValueError(
-                f"vLLM cannot sample from {name}: {layer.config.packing_unsupported_reason}; set use_vllm=False"
+                f"vLLM cannot sample from {name}: {layer.config.weights_alone_unsupported_reason}; set use_vllm=False"
             )
 
 
