@@ -68,7 +68,7 @@ def rotated(linear: nn.Linear, x: torch.Tensor, grad: torch.Tensor) -> list[str]
         found = []
         for backend in ("triton", "eager"):
             scheme = {"fprop": {"rotation": "deterministic-32"}, "backend": backend, **options}
-            layer = MXFP4PackedLinear.from_linear(linear, MXFP4RLConfig(mode="packed", **scheme))
+            layer = MXFP4PackedLinear.from_linear(linear, factors_config(mode="packed", **scheme))
             taken = x.clone().requires_grad_()
             y = layer(taken)
             y.backward(grad)
