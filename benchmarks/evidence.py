@@ -74,6 +74,7 @@ AS_IT_IS = (
     "paper_b",
     "w4a16:floor",
     "w4a16:mse",
+    "even+mbs128-hybrid",
 )
 SMOOTHED = (
     OURS,

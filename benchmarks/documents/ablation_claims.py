@@ -25,6 +25,12 @@ CLAIMS = (
     ("Macro-block scaling helps where weights alone are in MXFP4", "w4a16_mbs", "w4a16", 1),
     ("Ours: a better number format of the same size beats MBS", "best", "mbs", 1),
     ("Ours: noise helps on top of that format", "best_aqn", "best", 1),
+    ("Ours: block mantissas beat MBS, same size", "blockwise", "mbs", 1),
+    ("Ours: block mantissas and whole residuals beat MBS + OF, same cost", "ours", "mbs_of", 1),
+    ("Ours: noise helps on top of these", "ours_aqn", "ours", 1),
+    ("Plain MXFP4 trains better where ties of masters are dithered", "mxfp4", "mxfp4_ties", 1),
+    ("MBS trains better where ties of masters are dithered", "mbs", "mbs_ties", 1),
+    ("Without that dither, MBS gives some of it back", "mbs_ties", "mxfp4_ties", 1),
 )
 
 

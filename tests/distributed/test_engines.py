@@ -186,7 +186,7 @@ def test_mixtures_replay_and_measure_their_routing(mixture):
     # The first rollout has no noise, and the policy that trains on it is the one that sampled it. On packed weights
     # noise is all that changes between the two in the later steps, too.
     assert changed[0] == 0 and all(0 <= share < 0.5 for share in changed)
-    assert mode == "moe_lora" or all(changed[1:])
+    assert mode == "moe_lora" or any(changed[1:])
     assert ["router/load_entropy" in entry for entry in logs] == [False, True, False, True]
     measured = [json.loads(line) for line in (out / "grpo" / "routers.jsonl").read_text().splitlines()]
     assert [(entry["step"], entry["layer"].rpartition("layers.")[2]) for entry in measured] == [
