@@ -25,10 +25,10 @@ TRAINED = {
     "w4a4": {"preset": "w4a4", "macro_block": None, "outlier_fallback": None},
     "w4a4, default": {"preset": "w4a4"},
     "w4a4g8": {"preset": "w4a4g8", "macro_block": None, "outlier_fallback": None},
-    "w4a4g8, macro 128": {"preset": "w4a4g8", "outlier_fallback": None},
+    "w4a4g8, macro 128": {"preset": "w4a4g8", "macro_search": "hybrid", "outlier_fallback": None},
     "w4a4g8, default": {"preset": "w4a4g8"},
     "w4a4g4": {"preset": "w4a4g4", "macro_block": None, "outlier_fallback": None},
-    "w4a4g4, macro 128": {"preset": "w4a4g4", "outlier_fallback": None},
+    "w4a4g4, macro 128": {"preset": "w4a4g4", "macro_search": "hybrid", "outlier_fallback": None},
     "w4a4g4, default": {"preset": "w4a4g4"},
 }
 TOKENS, SIZE = 1024, 512
