@@ -28,6 +28,7 @@ NONE_YET = (
 )
 #: What the logs say of a run, beside its accuracy: title, metric, digits.
 _DIAGNOSTICS = (
+    ("reward, all steps", "reward", 3),
     ("importance ratio, mean", "sampling/importance_sampling_ratio/mean", 4),
     ("clipped tokens", "sampling/importance_sampling_ratio/clipped", 4),
     ("KL, rollout to training", "sampling/kl", 5),
@@ -103,8 +104,10 @@ def figures(folder: Path = RESULTS) -> dict[str, Figure]:
 
 
 def _recorded(folder: Path) -> list[tuple[Path, list[dict]]]:
-    """The records of every ablation; raises `ValueError` for those of a rehearsal."""
-    files = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("ablation_*.json"))]
+    """The records of every ablation, by name from the last to the first: real models before the small ones of
+    ``ablation_cpu``. Raises `ValueError` for those of a rehearsal."""
+    paths = sorted(folder.glob("ablation_*.json"), reverse=True)
+    files = [(path, json.loads(path.read_text())) for path in paths]
     for path, found in files:
         refuse_rehearsals(found, str(path))
     return files
