@@ -9,6 +9,7 @@ problems each, W4A4: every component on weights and activations, against the sam
 back alone, beside the sqrt(L/12) of arXiv 2605.20402. About six minutes on one core.
 """
 
+import argparse
 import platform
 from statistics import fmean
 
@@ -150,6 +151,7 @@ def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # no options, but --help runs nothing
     task = load_task("arithmetic")
     by_seed = [measure_rollouts(task, train(task, num_layers=4, seed=seed)) for seed in SEEDS]
     gradients = measure_gradients(task, train(task, num_layers=GRADIENT_LAYERS, seed=0))

@@ -10,6 +10,7 @@ distribution, seed 0. Trained weights: the linear layers of the demo's model (0.
 have not seen. The baseline is the macro-block scaling of arXiv 2605.20402: rceil with the static factor. Two minutes.
 """
 
+import argparse
 import platform
 
 import torch
@@ -140,6 +141,7 @@ def least_squares_error(x: torch.Tensor, mantissas: list[float]) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # no options, but --help runs nothing
     data, layers = samples(), trained_layers()
     records: list[dict] = []
 
