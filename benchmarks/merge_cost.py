@@ -19,7 +19,6 @@ import hf_mxfp4
 from recipes.evaluation.generate import evaluate_greedy
 from recipes.tasks import load_task
 
-from .macro_factors import FACTORS
 from .records import RESULTS, made, option_parser, write
 
 
@@ -33,7 +32,7 @@ def measure(run: Path) -> dict[str, tuple[float, float | None]]:
     tokenizer = AutoTokenizer.from_pretrained(run / "base")
     found = {}
     for way in WAYS:
-        config = hf_mxfp4.MXFP4RLConfig(mode="packed", **FACTORS)
+        config = hf_mxfp4.MXFP4RLConfig(mode="packed")
         base = AutoModelForCausalLM.from_pretrained(run / "base", quantization_config=config)
         model, sqnr = PeftModel.from_pretrained(base, run / "policy"), None
         if way != WAYS[0]:
