@@ -15,6 +15,7 @@ from collections.abc import Callable
 from . import tie_tables
 from .documents import (
     ablation_tables,
+    component_tables,
     cost_tables,
     cpu_tables,
     error_tables,
@@ -65,6 +66,7 @@ TABLES: dict[str, Callable[[], str]] = {
             evidence_tables,
             "readme_evidence evidence_schemes evidence_front evidence_claims encoder_evidence gptq",
         ),
+        (component_tables, "evidence_components evidence_predictors"),
         (ablation_tables, "ablation ablation_claims ablation_diagnostics"),
     )
     for name in names.split()
