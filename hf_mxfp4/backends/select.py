@@ -7,7 +7,15 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, rotate
+from ..numerics import (
+    FallbackThreshold,
+    MXFP4Tensor,
+    QuantScheme,
+    apply_scheme,
+    apply_scheme_delayed,
+    quantize_delayed,
+    rotate,
+)
 from ..numerics import fake_quantize_e4m3 as eager_fake_quantize_e4m3
 from ..numerics.rng import noise_source
 from . import cpu, self_check
@@ -57,6 +65,25 @@ def fake_quantize(
     else:
         values = triton_kernels.fake_quantize(x, scheme, seed, dtype) if name == "triton" else _eager(x, scheme, seed)
     return values if dtype is None else values.to(dtype)
+
+
+def fake_quantize_delayed(
+    x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold, backend: str = "auto"
+) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.apply_scheme_delayed`] along the last axis, the same bits, on the backend named or the
+    fastest. Raises `ValueError` when the backend named cannot do it."""
+    if choose_backend(x, scheme, backend) == "cpu":
+        return cpu.fake_quantize(x, scheme, threshold)
+    return apply_scheme_delayed(x, scheme, threshold)
+
+
+def packed_delayed(
+    x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold, backend: str = "auto"
+) -> MXFP4Tensor:
+    """[`fake_quantize_delayed`] as codes and scale bytes."""
+    if choose_backend(x, scheme, backend) == "cpu":
+        return cpu.quantize(x, scheme, x.dim() - 1, threshold)
+    return quantize_delayed(x, scheme, threshold)
 
 
 def rotate_rows(

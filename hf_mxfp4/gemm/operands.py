@@ -16,8 +16,6 @@ from ..numerics import (
     OperandScheme,
     QuantScheme,
     Rotation,
-    apply_scheme_delayed,
-    quantize_delayed,
     unrotate,
 )
 from .counts import count_weight
@@ -27,13 +25,6 @@ from .state import GemmState
 from .storage.copies import codes_of_operand, quantized_at_once, rows_first, step_keeps_codes, values_of
 from .storage.packed_weight import cat_rows, pack_rows, part_sizes
 from .weight_cache import nothing_keeps_weights, step_form_in_force
-
-
-def rotate_padded(
-    x: torch.Tensor, rotation: Rotation, signs: torch.Tensor | None = None, backend: str = "auto"
-) -> torch.Tensor:
-    """``x`` rotated along its last axis, zeros appended up to a multiple of the size; float32 (float64 stays)."""
-    return backends.rotate_rows(x, rotation.size, backend, signs=signs)
 
 
 def rotation_signs(
@@ -46,10 +37,11 @@ def rotation_signs(
 def rotate_operand(
     x: torch.Tensor, rotation: Rotation | None, gemm: str, rng: LayerRng, backend: str = "auto"
 ) -> torch.Tensor:
-    """An operand of a product in the domain in which it is quantized; see [`rotate_padded`]."""
+    """An operand of a product in the domain in which it is quantized; see [`hf_mxfp4.backends.select.rotate_rows`]."""
     if rotation is None:
         return x
-    return rotate_padded(x, rotation, rotation_signs(rotation, gemm, x.shape[-1], rng, x.device), backend)
+    signs = rotation_signs(rotation, gemm, x.shape[-1], rng, x.device)
+    return backends.rotate_rows(x, rotation.size, backend, signs=signs)
 
 
 def rotate_back(x: torch.Tensor, rotation: Rotation | None, gemm: str, length: int, rng: LayerRng) -> torch.Tensor:
@@ -124,11 +116,9 @@ def delayed_input(
 ) -> torch.Tensor:
     """``Q(x)`` along the last axis in ``dtype``, with outlier fallback of blocks above the threshold.
 
-    Raises `ValueError` for a backend that has no selective fallback; ``"auto"`` is the eager one.
+    Raises `ValueError` for a backend that has no selective fallback.
     """
-    if backend not in ("auto", "eager"):
-        raise ValueError(f"backend={backend!r} has no selective outlier fallback; use backend='auto'")
-    return apply_scheme_delayed(x, scheme, threshold).to(dtype)
+    return backends.fake_quantize_delayed(x, scheme, threshold, backend).to(dtype)
 
 
 def nearest_input(
@@ -175,7 +165,7 @@ def _packed(x: torch.Tensor, state: GemmState, rng: LayerRng) -> MXFP4Tensor:
     fprop, backend = state.spec.scheme.fprop, state.spec.backend
     x = rotate_operand(x.detach(), fprop.rotation, "fprop", rng, backend)
     if state.threshold is not None:
-        return quantize_delayed(x, fprop.left, state.threshold)
+        return backends.packed_delayed(x, fprop.left, state.threshold, backend)
     if fprop.left.rounding == "stochastic":
         return functional.quantize(x, **vars(fprop.left), seed=rng.seed_of("fprop", "x"), backend=backend)
     return pack_rows(x, fprop.left, backend)

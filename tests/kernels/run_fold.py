@@ -16,7 +16,7 @@ from run_interpreted import adversarial_rows
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
-from hf_mxfp4.gemm.operands import rotate_padded
+from hf_mxfp4.backends.select import rotate_rows
 from mxfp4_kernels.e4m3 import fold
 
 
@@ -235,7 +235,7 @@ def rotated_and_stochastic() -> tuple[int, list[str]]:
             rotation = numerics.Rotation(size, random) if size else None
             rounding = "nearest" if seed is None else "stochastic"
             options.append({"rounding": rounding, "seed": seed, "rotation": size, "signs": signs})
-            turned = matrix if rotation is None else rotate_padded(matrix, rotation, signs)
+            turned = matrix if rotation is None else rotate_rows(matrix, rotation.size, signs=signs)
             quantized = numerics.quantize(turned.contiguous(), rounding=rounding, seed=seed, **scheme)
             expected.append(numerics.fold(quantized, 128))
             n_inexact += int(expected[-1].n_inexact)

@@ -17,7 +17,7 @@ from hf_mxfp4 import numerics
 from hf_mxfp4.backends import backend_for, cpu
 from hf_mxfp4.backends.cpu import library
 from hf_mxfp4.backends.cpu.threads import in_threads, openmp_parallel
-from hf_mxfp4.numerics import QuantScheme
+from hf_mxfp4.numerics import FallbackThreshold, MXFP4Tensor, QuantScheme
 
 
 pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU functions: {library.load()[1]}")
@@ -68,6 +68,13 @@ def assert_same_bits(out: torch.Tensor, expected: torch.Tensor):
     assert torch.equal(out.nan_to_num(1.0).view(integers), expected.nan_to_num(1.0).view(integers))
 
 
+def assert_same_parts(packed: MXFP4Tensor, expected: MXFP4Tensor):
+    for name in ("codes", "scale", "macro", "residual_codes", "residual_scale"):
+        ours, theirs = getattr(packed, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None), name
+        assert ours is None or torch.equal(ours, theirs), name
+
+
 @every_option
 def test_fake_quantize_has_the_bits_of_the_reference(rule, macro, alpha, dtype):
     scheme = QuantScheme(rule, *macro, alpha)
@@ -82,13 +89,52 @@ def test_packed_tensors_have_the_bits_of_the_reference(rule, macro, alpha, dtype
     for columns in (1, 33, 300):
         x = special_values(dtype, columns)
         packed, expected = cpu.quantize(x, scheme, 1), numerics.quantize(x, **vars(scheme))
-        for name in ("codes", "scale", "macro", "residual_codes", "residual_scale"):
-            ours, theirs = getattr(packed, name), getattr(expected, name)
-            assert (ours is None) == (theirs is None), name
-            assert ours is None or torch.equal(ours, theirs), name
+        assert_same_parts(packed, expected)
         assert (packed.length, packed.axis, packed.scheme, packed.dtype) == (columns, 1, scheme, dtype)
         for out in DTYPES:
             assert_same_bits(cpu.dequantize(packed, out), expected.dequantize(out))
+
+
+@pytest.mark.parametrize(("rule", "macro", "alpha", "dtype"), pairwise_params(RULES, MACROS, ALPHAS[1:], DTYPES))
+def test_selective_fallback_has_the_bits_of_the_reference(rule, macro, alpha, dtype):
+    for rate, columns in ((0.05, 1), (0.3, 33), (0.1, 300), (0.9, 300)):
+        scheme = QuantScheme(rule, *macro, alpha, fallback_rate=rate)
+        x = special_values(dtype, columns)
+        expected = numerics.apply_scheme(x, scheme)
+        assert_same_bits(cpu.fake_quantize(x, scheme), expected)
+        assert_same_bits(cpu.quantizer(dtype, scheme, columns)(x), expected)
+        assert_same_parts(cpu.quantize(x, scheme, 1), numerics.quantize(x, **vars(scheme)))
+
+
+@pytest.mark.parametrize(("rule", "macro", "dtype"), pairwise_params(RULES, MACROS, DTYPES))
+def test_delayed_fallback_has_the_bits_thresholds_and_counts_of_the_reference(rule, macro, dtype):
+    """The first tensor starts the threshold, others meet it as it is, and steps move it alike."""
+    scheme = QuantScheme(rule, *macro, 1.0, fallback_rate=0.2)
+    ours, theirs = FallbackThreshold(0.2), FallbackThreshold(0.2)
+    generator = torch.Generator().manual_seed(7)
+    for step in range(4):
+        x = (torch.randn(6, 5, 300, generator=generator) * 2.0 ** (3 * step)).to(dtype)
+        assert_same_bits(cpu.fake_quantize(x, scheme, ours), numerics.apply_scheme_delayed(x, scheme, theirs))
+        assert_same_parts(cpu.quantize(x, scheme, 2, ours), numerics.quantize_delayed(x, scheme, theirs))
+        assert ours.state_dict() == theirs.state_dict() and ours.state_dict()["total"] == 600
+        assert ours.update() == theirs.update() > 0
+
+
+def test_selection_of_nothing_and_of_values_without_errors():
+    scheme = QuantScheme(outlier_fallback=1.0, fallback_rate=0.5)
+    threshold = FallbackThreshold(0.5)
+    assert cpu.fake_quantize(torch.zeros(0, 64), scheme, threshold).shape == (0, 64)
+    on_grid = torch.tensor([[6.0, 4.0, -3.0, -0.0] * 8])
+    assert_same_bits(cpu.fake_quantize(on_grid, scheme, threshold), numerics.apply_scheme(on_grid, scheme))
+    assert threshold.value is None and threshold.state_dict() == {"value": None, "selected": 0, "total": 1}
+    assert torch.equal(cpu.quantize(on_grid, scheme, 1).residual_scale, torch.zeros(1, 1, dtype=torch.uint8))
+
+
+def test_ties_of_errors_go_to_the_first_blocks():
+    x = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)).repeat(7, 3)
+    scheme = QuantScheme(outlier_fallback=1.0, fallback_rate=0.2)
+    chosen = cpu.quantize(x, scheme, 1).residual_scale.flatten().nonzero().flatten()
+    assert chosen.tolist() == [0, 1, 2, 3, 4]  # ceil(.2 * 21) of 21
 
 
 def test_every_code_and_scale_byte_dequantizes_as_the_reference_says():
@@ -242,9 +288,8 @@ def test_the_public_functions_run_on_the_fused_backend(monkeypatch):
     [
         ({"rounding": "stochastic"}, "stochastic"),
         ({"block_rows": 32}, "block_rows"),
-        ({"outlier_fallback": 0.5, "fallback_rate": 0.1}, "fallback_rate"),
     ],
-    ids=["stochastic", "tiles", "selective"],
+    ids=["stochastic", "tiles"],
 )
 def test_what_is_not_fused_runs_eagerly_and_is_refused_by_name(options, word):
     x = torch.randn(64, 64)

@@ -200,7 +200,7 @@ def fused_statistics(x: torch.Tensor, scheme: QuantScheme) -> ErrorStatistics | 
     Raises `ValueError` when ``x`` holds NaN or infinity.
     """
     is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"
-    if not is_plain or cpu.unsupported_reason(x.dtype, scheme):
+    if not is_plain or scheme.fallback_rate is not None or cpu.unsupported_reason(x.dtype, scheme):
         return None
     sums, histogram = cpu.error_sums(x, scheme)
     if sums.not_finite:

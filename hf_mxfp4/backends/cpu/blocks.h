@@ -337,18 +337,44 @@ struct Result {
     const Block& x;
     uint32_t amax;         // bits of the largest magnitude of x
     uint32_t scaled_amax;  // and of x under its macro factor or over its mantissa
-    Quantized one, two;    // second pass: outlier fallback only
+    Quantized one, two;    // second pass: outlier fallback of the blocks that have it
     Block value;           // dequantized
 };
 
+// Which blocks get outlier fallback. As in functions.py.
+enum SelectedBy { kMask = 0, kThreshold = 1, kNothing = 2 };
+
+struct Selection {
+    int32_t by;
+    float threshold;  // on the errors of blocks
+    uint8_t* mask;    // per block, 1 for those with a second pass: read, or written where the threshold says it
+    float* errors;    // per block, of the first pass, where they are all that is asked for
+};
+
+// Squared error of the first pass in the domain of x; see block_errors in numerics/fallback.py, also for the order.
+inline float block_error(const Block& residual, uint32_t amax, float factor, MacroSearch search) {
+    const float unit = inverse_power_of_two(amax);
+    const int64_t count = sum_of_squares(times(residual, unit));
+    if (count == 0) return 0.0f;
+    float error = static_cast<float>(count) * (1.0f / 8388608.0f);
+    if (search == kStatic || search == kDynamic) error /= factor * factor;
+    if (search == kBlockwise) error *= factor * factor;
+    const uint32_t bits = (254u << 23) - bits_of(unit);
+    const float power = as_float(std::max(bits, 1u << 23));
+    error = error * power * power;
+    return std::min(std::max(error, 1.1754943508222875e-38f), kMaxFloat);
+}
+
 // Calls sink.block(row, index, result) and, after the blocks of a macro block, sink.macro(row, index, byte).
 template <MacroSearch kSearch, bool kFallback, class Sink>
-void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, Sink& sink) {
+void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, const Selection* selection,
+                    Sink& sink) {
     // Without macro blocks, portions of some blocks keep more loads under way.
     const int64_t per_macro = kSearch == kNone ? 8 : scheme.macro_blocks;
     const int64_t n_macro = (x.blocks() + per_macro - 1) / per_macro;
     std::vector<Block> z(per_macro);
     std::vector<uint32_t> amax(per_macro);
+    const bool only_errors = kFallback && selection != nullptr && selection->by == kNothing;
 
     for (int64_t row = first; row < last; ++row) {
         for (int64_t m = 0; m < n_macro; ++m) {
@@ -384,26 +410,42 @@ void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& 
                 Block value = times(one.q, scale_value(one.byte));
                 if (kFallback) {
                     const Block residual = one.byte == kNaNByte ? Block{} : minus(scaled, value);
-                    two = quantize_block(residual, amax_bits(residual), scheme.rule);
+                    bool again = true;
+                    if (selection != nullptr) {
+                        const int64_t index = row * x.blocks() + start + b;
+                        if (selection->by != kMask) {
+                            const float error = block_error(residual, scaled_amax, factor, kSearch);
+                            if (only_errors) {
+                                selection->errors[index] = error;
+                                continue;
+                            }
+                            selection->mask[index] = error > selection->threshold;
+                        }
+                        again = selection->mask[index];
+                    }
+                    if (again) two = quantize_block(residual, amax_bits(residual), scheme.rule);
+                    // Also of nothing: negative zeros end as positive ones, as the reference has them.
                     value = plus(value, times(times(two.q, scale_value(two.byte)), scheme.alpha));
                 }
                 if (kSearch == kBlockwise) value = times(value, factor);
                 if (kSearch == kStatic || kSearch == kDynamic) value = over(value, factor);
                 sink.block(row, start + b, Result{z[b], amax[b], scaled_amax, one, two, value});
             }
-            if (kSearch != kNone) sink.macro(row, m, m8);
+            if (kSearch != kNone && !only_errors) sink.macro(row, m, m8);
         }
     }
 }
 
+// Without a `selection`, every block gets the scheme's outlier fallback.
 template <class Sink>
-void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, Sink& sink) {
+void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, const Selection* selection,
+                    Sink& sink) {
     const auto run = [&](auto search) {
         constexpr MacroSearch kSearch = decltype(search)::value;
         if (scheme.fallback)
-            for_each_block<kSearch, true>(x, first, last, scheme, sink);
+            for_each_block<kSearch, true>(x, first, last, scheme, selection, sink);
         else
-            for_each_block<kSearch, false>(x, first, last, scheme, sink);
+            for_each_block<kSearch, false>(x, first, last, scheme, selection, sink);
     };
     if (scheme.search == kNone) run(std::integral_constant<MacroSearch, kNone>{});
     if (scheme.search == kStatic) run(std::integral_constant<MacroSearch, kStatic>{});

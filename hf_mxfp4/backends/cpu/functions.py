@@ -6,13 +6,15 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from ... import numerics
 from ..._logging import get_logger
-from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, ScaleRule
-from .library import SchemeStruct, load
+from ...numerics import BLOCK_SIZE, FallbackThreshold, MXFP4Tensor, QuantScheme, ScaleRule
+from ...numerics.fallback import select_share
+from .library import SchemeStruct, SelectionStruct, load
 from .threads import WORTH_A_THREAD, in_threads
 
 
@@ -20,6 +22,7 @@ from .threads import WORTH_A_THREAD, in_threads
 _CARRIES = {ScaleRule.RCEIL: 0x3FFFFF, ScaleRule.FLOOR: 0, ScaleRule.EVEN: 0x200000, ScaleRule.MSE: 0}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SEARCHES = {"static": 1, "dynamic": 2, "blockwise": 3}
+_BY_MASK, _BY_THRESHOLD, _ERRORS_ONLY = 0, 1, 2
 #: Elements of the rows whose error sums are added up before the next: the sums depend on it, not on the threads.
 _PORTION = 1 << 18
 _HISTOGRAM_BINS = 64
@@ -33,8 +36,6 @@ def unsupported_reason(dtype: torch.dtype, scheme: QuantScheme) -> str | None:
         return f"rounding={scheme.rounding!r} has no fused CPU function"
     if scheme.block_rows != 1:
         return f"block_rows={scheme.block_rows} has no fused CPU function"
-    if scheme.fallback_rate is not None:
-        return "selective outlier fallback (fallback_rate) has no fused CPU function"
     return library_problem()
 
 
@@ -50,20 +51,23 @@ def library_problem() -> str | None:
     return None
 
 
-def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a CPU tensor that is supported."""
+def fake_quantize(x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold | None = None) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a CPU tensor that is supported. With a ``threshold``
+    [`hf_mxfp4.numerics.apply_scheme_delayed`]: it says which blocks get outlier fallback, and counts them."""
     rows = x.detach().contiguous()
     out = torch.empty_like(rows)
     if rows.numel():
-        _over_rows("mxfp4_quantize", rows, scheme, out.data_ptr(), *[None] * 5)
+        _quantize_rows(rows, scheme, threshold, out.data_ptr(), *[None] * 5)
     return out
 
 
 def quantizer(dtype: torch.dtype, scheme: QuantScheme, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """[`fake_quantize`] of tensors of this dtype with this last axis, its constant arguments looked up once: those of a
     single token take longer than its quantization. Not of tensors that require gradients."""
+    if scheme.fallback_rate is not None:  # of a whole tensor, which has to be seen first
+        return functools.partial(fake_quantize, scheme=scheme)
     function, kind, described = load()[0].mxfp4_quantize, TYPES[dtype], ctypes.byref(description(scheme, length))
-    one_thread = WORTH_A_THREAD // max(1, _cost_per_element(scheme))
+    one_thread, nothing = WORTH_A_THREAD // max(1, _cost_per_element(scheme)), [None] * 5
 
     def run(x: torch.Tensor) -> torch.Tensor:
         size = x.numel()
@@ -72,14 +76,17 @@ def quantizer(dtype: torch.dtype, scheme: QuantScheme, length: int) -> Callable[
         rows = x.contiguous()
         out = torch.empty_like(rows)
         n_rows = size // length
-        function(rows.data_ptr(), kind, length, described, 0, n_rows, out.data_ptr(), None, None, None, None, None)
+        function(rows.data_ptr(), kind, length, described, 0, n_rows, None, out.data_ptr(), *nothing)
         return out
 
     return run
 
 
-def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
-    """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that is supported; ``axis`` is not negative."""
+def quantize(
+    x: torch.Tensor, scheme: QuantScheme, axis: int, threshold: FallbackThreshold | None = None
+) -> MXFP4Tensor:
+    """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that is supported; ``axis`` is not negative. With a ``threshold``
+    [`hf_mxfp4.numerics.quantize_delayed`]."""
     rows = x.detach().movedim(axis, -1).contiguous()
     length = rows.shape[-1]
 
@@ -97,7 +104,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
         "residual_scale": empty(n_blocks) if fallback else None,
     }
     if rows.numel():
-        _over_rows("mxfp4_quantize", rows, scheme, None, *map(_address, outputs.values()))
+        _quantize_rows(rows, scheme, threshold, None, *map(_address, outputs.values()))
     return MXFP4Tensor(**outputs, length=length, axis=axis, scheme=scheme, dtype=x.dtype)
 
 
@@ -175,12 +182,46 @@ def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[in
     return ErrorSums(*map(math.fsum, sums.t().tolist())), bins.sum(dim=0).tolist()
 
 
-def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *addresses: int | None) -> None:
-    """Call a function of the library on portions of rows; ``addresses`` are those of values and of the tensors of an
-    [`MXFP4Tensor`], `None` for those that are not asked for or not there."""
+def _quantize_rows(
+    rows: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold | None, *addresses: int | None
+) -> None:
+    """Quantize to the ``addresses`` of values and packed tensors. Where blocks are selected for outlier fallback, those
+    of the scheme's share of largest errors, which takes a look at all of them first, or those above the threshold."""
+    if scheme.fallback_rate is None:
+        _over_rows("mxfp4_quantize", rows, scheme, None, *addresses)
+        return
+    if threshold is not None and threshold.value is not None:
+        mask = torch.empty(_shape_of_blocks(rows), dtype=torch.uint8)
+        selection = SelectionStruct(by=_BY_THRESHOLD, threshold=threshold.value, mask=mask.data_ptr())
+    else:
+        errors = block_errors(rows, scheme)
+        chosen = select_share(errors, scheme.fallback_rate) if threshold is None else threshold.select(errors)
+        mask = chosen.to(torch.uint8)
+        selection = SelectionStruct(by=_BY_MASK, mask=mask.data_ptr())
+    _over_rows("mxfp4_quantize", rows, scheme, ctypes.byref(selection), *addresses)
+    if threshold is not None:
+        threshold.observe(mask.sum(), mask.numel())
+
+
+def block_errors(rows: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.fallback.block_errors`] of contiguous ``rows [..., K]`` under a scheme with outlier fallback:
+    float32 ``[..., blocks]``."""
+    errors = torch.empty(_shape_of_blocks(rows), dtype=torch.float32)
+    selection = SelectionStruct(by=_ERRORS_ONLY, errors=errors.data_ptr())
+    _over_rows("mxfp4_quantize", rows, scheme, ctypes.byref(selection), *[None] * 6)
+    return errors
+
+
+def _shape_of_blocks(rows: torch.Tensor) -> tuple[int, ...]:
+    return *rows.shape[:-1], -(-rows.shape[-1] // BLOCK_SIZE)
+
+
+def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *rest: Any) -> None:
+    """Call a function of the library on portions of rows; the ``rest`` of its arguments ends with the addresses of
+    values and of the tensors of an [`MXFP4Tensor`], `None` for those that are not asked for or not there."""
     function, arguments = getattr(load()[0], name), _common(rows, scheme)
     in_threads(
-        lambda first, last: function(*arguments, first, last, *addresses),
+        lambda first, last: function(*arguments, first, last, *rest),
         count=rows.numel() // rows.shape[-1],
         cost=_cost(rows, scheme),
     )
@@ -233,7 +274,9 @@ def _agrees_with_the_reference() -> bool:
     """A compiler that does not keep to the arithmetic as written must not go unnoticed."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 300, generator=generator) * torch.exp2(torch.arange(-40.0, 40.0, 10.0))[:, None]
-    for scheme in (QuantScheme("mse", 128, "dynamic", 0.3), QuantScheme("even", 128, "blockwise"), QuantScheme()):
+    schemes = [QuantScheme("mse", 128, "dynamic", 0.3), QuantScheme("even", 128, "blockwise"), QuantScheme()]
+    schemes.append(QuantScheme("even", 128, "static", 1.0, fallback_rate=0.3))
+    for scheme in schemes:
         for dtype in (torch.float32, torch.bfloat16):
             values = x.to(dtype)
             packed, expected = quantize(values, scheme, 1), numerics.quantize(values, **vars(scheme))
