@@ -2,6 +2,7 @@
 """Every config that a product can be launched with fits the GPU: its shared memory, and its threads' registers."""
 
 import pytest
+from compile_targets import TRITON
 
 from mxfp4_kernels import plan_linear_w4a16
 from mxfp4_kernels.gemm.decode_plan import in_registers
@@ -15,6 +16,9 @@ KERNELS = ("products", "decode", "packed", "grouped", "grouped e4m3")
 FEW = [("100", "products", ("e4m3 group 128x64x8x8x4",))]
 ALL = [(arch, kernel, ()) for arch in ("90", "100", "120") for kernel in KERNELS]
 ALL += [("80", kernel, ()) for kernel in KERNELS if kernel != "grouped e4m3"]
+#: Bytes that a thread may spill: of the largest tiles of packed weights a dozen values, most of them for float32 input.
+#: Configs are chosen by what Triton 3.7 makes of them; its neighbours spill a few values more.
+SPILLED, SPILLED_PACKED = (0, 48) if TRITON[:2] == (3, 7) else (24, 96)
 
 
 @pytest.mark.parametrize(
@@ -25,8 +29,7 @@ def test_what_can_be_chosen_compiles_to_what_the_gpu_has(run_script, arch, kerne
     assert len(report) == len(names) if names else len(report) > 5
     for name, found in report.items():
         assert found["shared"] <= found["limit"], (name, found)
-        # Of the largest tiles of packed weights a dozen values, most of them for float32 inputs.
-        assert found["spilled"] <= (48 if kernel in ("decode", "packed") else 0), (name, found)
+        assert found["spilled"] <= (SPILLED_PACKED if kernel in ("decode", "packed") else SPILLED), (name, found)
 
 
 @pytest.mark.parametrize(

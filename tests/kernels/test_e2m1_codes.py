@@ -46,6 +46,8 @@ INSTRUCTION = "cvt.rn.satfinite.e2m1x2.f32"
 
 @pytest.mark.parametrize("arch", first_target("100", "103", "120"))
 def test_gpus_that_have_it(run_script, arch):
+    if arch == "103" and TRITON < (3, 7):
+        pytest.skip("the disassembler that comes with Triton 3.6 does not know sm_103a")
     report = run_script("run_pairs_compiler.py", arch, "--converts", *MOST, interpret=False)
     for name, asm in report.items():
         ptx = asm["ptx"]

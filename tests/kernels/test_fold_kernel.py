@@ -78,6 +78,8 @@ WIDE = ("groups", "groups mbs", "rows 4096", "rows 8192", "rows 14336", "fp8", "
 WIDE += ("groups pairs", "groups pairs mbs", "both pairs", "both pairs mbs", "both reused pairs")
 
 
+#: By how much more the instructions and registers of Triton 3.6 are.
+SPARE = 1.2 if TRITON < (3, 7) else 1
 #: On sm_90, registers of a thread and instructions of the kernel, with a little room: more of either cost bandwidth.
 MOST_REGISTERS = {
     "groups": (48, 420),
@@ -133,11 +135,9 @@ def test_cuda(run_script, arch, names):
             registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
             instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/(?!\s+NOP)", asm["sass"], re.MULTILINE))
             most, longest = MOST_REGISTERS[name]
-            # Triton 3.6 takes more of both.
-            spare = 1.2 if TRITON < (3, 7) else 1
-            assert registers <= most * spare and instructions <= longest * spare, name
+            assert registers <= most * SPARE and instructions <= longest * SPARE, name
         if arch == "90" and name in MOST_INTEGERS:
-            assert integer_instructions(asm["sass"]) <= MOST_INTEGERS[name], name
+            assert integer_instructions(asm["sass"]) <= MOST_INTEGERS[name] * SPARE, name
         assert ("div.rn.f32" in ptx) == (name in DIVIDING), name
 
 
@@ -150,7 +150,7 @@ MOST_OF_FP8 = {
     "columns": (72, 690),
     "bytes": (80, 510),
     "both": (112, 750),
-    "values of both": (112, 1230),
+    "values of both": (112, 1250),
 }
 
 
@@ -166,7 +166,7 @@ def test_fp8_cuda(run_script, arch, names):
         if arch == "90":
             registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
             found = registers, instructions(asm["sass"]).total()
-            assert all(one <= most for one, most in zip(found, MOST_OF_FP8[name], strict=True)), (name, found)
+            assert all(one <= most * SPARE for one, most in zip(found, MOST_OF_FP8[name], strict=True)), (name, found)
 
 
 @pytest.mark.large

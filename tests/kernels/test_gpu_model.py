@@ -122,6 +122,16 @@ def test_programs_that_do_not_go_on():
         numbers(SASS, 1, 1, 1)
 
 
+def test_targets_of_branches_are_read_beside_what_an_instruction_waits_for():
+    lines = [
+        "/*2a30*/                   BRA.U UP1, 0xe90          &req={3}         ?trans11;    /* 0x1 */",
+        "/*2c50*/              @!P1 BRA 0x5630                                 ?trans5;     /* 0x2 */",
+        "/*2c60*/                   LDC R1, c[0x0][0x37c]      &wr=0x1          ?trans8;     /* 0x3 */",
+    ]
+    found = read_sass("\n".join(lines))
+    assert [(one.target, one.conditional) for one in found] == [(0xE90, True), (0x5630, True), (None, False)]
+
+
 def test_the_way_of_slow_divisions_does_not_count():
     ways = ["@!P0 BRA 0x60", "FADD R1, R1, R1", "BRA 0xa0", "CALL.REL.NOINC 0xc0", "FMUL R1, R1, R1", "FMUL R1, R1, R1"]
     lines = {0x10: ways[0], 0x20: ways[1], 0x50: ways[2], 0x60: ways[3], 0x70: ways[4], 0x80: ways[5], 0xA0: "EXIT"}
@@ -270,7 +280,7 @@ def test_counts_of_all_kernels(run_script):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_case_is_modelled_on_every_architecture(run_script, arch):
     found = run_script("run_model.py", arch, interpret=False)
-    assert len(found) == 23
+    assert len(found) == 27
     for name, record in found.items():
         assert record["status"] == "ok", (name, record.get("reason"))
         assert 0 < record["ceiling_fraction"] <= 1, name

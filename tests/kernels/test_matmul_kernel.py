@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from compile_targets import TRITON
 
 import mxfp4_kernels
 
@@ -101,7 +102,9 @@ def test_instructions_and_resources(run_script, backend, arch, rows):
         assert asm["shared"] <= asm["limit"], name
         if name.endswith("4096"):
             assert re.search(found[name[:4]], code), name
-        spill = r"STACK:0\b.*LOCAL:0\b" if backend == "cuda" else r"\.vgpr_spill_count: +0\b"
+        # Triton 3.8 spills two values for sm_80.
+        stack = "[08]" if TRITON >= (3, 8) and arch == "80" else "0"
+        spill = rf"STACK:{stack}\b.*LOCAL:0\b" if backend == "cuda" else r"\.vgpr_spill_count: +0\b"
         assert re.search(spill, asm["sass"] if backend == "cuda" else code), name
         if backend == "cuda":
             assert "cp.async" in code, name

@@ -44,7 +44,8 @@ class Loop:
 #: Instructions that a loop has at least; shorter ones wait.
 LEAST_LOOP = 9
 _SASS = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
-_SASS_TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
+#: Some disassemblers write behind it what the instruction waits for: ``&req={3} ?trans11``.
+_SASS_TARGET = re.compile(r"0x([0-9a-f]+)\s*(?:[&?].*)?$")
 
 
 def read_sass(text: str) -> list[Instruction]:
