@@ -62,6 +62,7 @@ clean:
 	rm -rf $(VENV) $(VLLM_VENV) .venv-oldest .venv-newest outputs
 
 $(VENV)/runtime: $(INPUTS)
+	@echo "installing torch, transformers, trl and the rest into $(VENV) (2.3 GB; a few minutes, and pip is silent)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable .
 	@touch $@
@@ -71,6 +72,7 @@ $(VENV)/bench: $(VENV)/runtime
 	@touch $@
 
 $(VENV)/dev: $(VENV)/runtime
+	@echo "installing what the tests need into $(VENV)"
 	$(PIP) --editable '.[dev]'
 	@touch $@
 

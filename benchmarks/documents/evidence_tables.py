@@ -154,7 +154,7 @@ def evidence_front() -> str:
 def evidence_claims() -> str:
     """Differences of two schemes on each model and text, and whether they hold."""
     columns = [(_short(text), found) for text, found in _by_text().items()]
-    encoder = {(AS_IT_IS, r["name"]): r for r in records("encoder_evidence")}
+    encoder = {(r["variant"], r["name"]): r for r in records("encoder_evidence")}
     rows = []
     for claim in CLAIMS:
         cells = []
@@ -184,12 +184,12 @@ def _value(r: dict) -> tuple[float, float]:
 
 def encoder_evidence() -> str:
     rows = [
-        [f"`{r['name']}`", _number(r["bits"]), "" if r["products"] is None else _number(r["products"])]
+        [r["variant"], f"`{r['name']}`", _number(r["bits"]), "" if r["products"] is None else _number(r["products"])]
         + [f"{r['value']:.5f} ± {r['standard_error']:.5f}", f"{100 * r['same_nearest']:.1f}"]
         for r in records("encoder_evidence")
     ]
     one = records("encoder_evidence")[0]
-    columns = ["scheme", "bits", "products", "1 - cos of embeddings", "same nearest sentence, %"]
+    columns = ["checkpoint", "scheme", "bits", "products", "1 - cos of embeddings", "same nearest sentence, %"]
     return f"{table(columns, rows)}\n{one['model']}, {one['shape'][0]} questions of GSM8K; `{one['command']}`\n"
 
 
