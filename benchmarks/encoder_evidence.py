@@ -29,7 +29,7 @@ from hf_mxfp4.hooks import hooked_inputs
 from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.module_names import find_layers
 
-from .evidence import AS_IT_IS, OURS, ROUNDED, ROUNDING_TEXTS, products, rotated, with_rotation
+from .evidence import AS_IT_IS, OURS, ROUNDED, ROUNDING_TEXTS, WITH_RESIDUALS, products, rotated, with_rotation
 from .records import made, option_parser, write
 
 
@@ -81,6 +81,8 @@ def variants() -> Iterator[tuple[str, ModelScheme | None, list[ModelScheme]]]:
     yield "as it is", None, [*read_schemes(list(AS_IT_IS)), *rotated((OURS,))]
     yield "GPTQ", weights, read_schemes(list(ROUNDED))
     yield "GPTQ for H64", with_rotation(weights), rotated(ROUNDED)
+    residuals = with_rotation(read_schemes([f"w4a16:{OURS}+of1@0.25"])[0])
+    yield "GPTQ with residuals for H64", residuals, rotated(WITH_RESIDUALS)
 
 
 def main() -> None:

@@ -128,9 +128,25 @@ def _both_operands(found: dict[tuple[str, str], dict]) -> list[dict]:
     return [r for r in found.values() if r["products"] is not None]
 
 
+def _encoder() -> dict[tuple[str, str], dict]:
+    """Records of the encoder by variant, as it is named for the decoder, and scheme. Nothing is smoothed there."""
+    return {
+        (f"smoothed, {r['variant']}" if "GPTQ" in r["variant"] else r["variant"], r["name"]): r
+        for r in records("encoder_evidence")
+    }
+
+
+def _on_encoder(encoder: dict[tuple[str, str], dict], best: dict, paper: dict | None) -> str:
+    """By how much the encoder's embeddings turn under the best scheme of a budget and under the papers'."""
+    keys = [(best["variant"], best["name"]), (AS_IT_IS, paper["name"] if paper else "")]
+    found = [encoder.get(key) for key in keys]
+    return ", ".join("" if r is None else f"{r['value']:.4f}" for r in found)
+
+
 def evidence_front() -> str:
     """For each budget of bits the best scheme of weights and activations, and the best of the papers'."""
     first, *others = _by_text().values()
+    encoder = _encoder()
     rows = []
     for budget in BUDGETS:
         within = [r for r in _both_operands(first) if r["bits"] <= budget]
@@ -140,6 +156,7 @@ def evidence_front() -> str:
         theirs = [r for r in within if r["variant"] == AS_IT_IS and r["name"] in PAPERS]
         paper = min(theirs, key=lambda r: r["kl"]) if theirs else None
         again = [_kl(each.get((best["variant"], best["name"]))) for each in others]
+        again.append(_on_encoder(encoder, best, paper))
         rows.append(
             [f"{budget:g}", f"{best['variant']}: `{best['name']}`", _number(best["bits"]), _kl(best)]
             + [f"{best['value']:.2f}", *again]
@@ -148,13 +165,14 @@ def evidence_front() -> str:
     texts = [_short(text) for text in _by_text()]
     columns = ["bits at most", "best: checkpoint and scheme", "bits", f"KL, {texts[0]}", "perplexity"]
     columns += [f"KL, {text}" for text in texts[1:]]
+    columns.append(f"{records('encoder_evidence')[0]['model']}, 1 - cos: ours, papers'")
     return table([*columns, "best of the papers'", "KL", "perplexity"], rows)
 
 
 def evidence_claims() -> str:
     """Differences of two schemes on each model and text, and whether they hold."""
     columns = [(_short(text), found) for text, found in _by_text().items()]
-    encoder = {(r["variant"], r["name"]): r for r in records("encoder_evidence")}
+    encoder = _encoder()
     rows = []
     for claim in CLAIMS:
         cells = []
