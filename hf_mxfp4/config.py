@@ -103,7 +103,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             "output gradients stay in full precision. 'w4a4g8': these in FP8 besides. 'w4a4g4': all six operands of "
             "the three products. 'paper_a', 'paper_b': 'w4a4' and 'w4a4g4' with the options of arXiv 2605.20402 and "
             "2605.09825. 'w4a4_tuned' and 'w4a4g4_tuned': 'w4a4' and 'w4a4g4' with those that cost least in our "
-            "measurements."
+            "measurements. 'w4a4_h64': rotated operands, for weights that GPTQ rounded for them."
         },
     )
     scale_rule: str = field(
@@ -130,7 +130,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         },
     )
     outlier_fallback_operands: str = field(
-        default="both",
+        default=_Default.BY_PRESET,
         metadata={"help": "Operands that get outlier fallback: 'both', 'weights' or 'activations'."},
     )
     outlier_fallback_rate: float | None = field(
@@ -241,7 +241,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         one_of("preset", self.preset, PRESETS if self.mode == "qat" else FORWARD_PRESETS)
         usual = {**MODE_DEFAULTS[self.mode], **OPTION_DEFAULTS, **PRESET_DEFAULTS.get(self.preset, {})}
         if self.outlier_fallback is None:
-            usual["outlier_fallback_rate"] = None  # a preset's rate goes with its fallback
+            usual |= {name: OPTION_DEFAULTS[name] for name in ("outlier_fallback_rate", "outlier_fallback_operands")}
+        if self.fprop is None:
+            object.__setattr__(self, "fprop", usual.pop("fprop", None))
         for name, value in usual.items():
             if isinstance(getattr(self, name), _Default):
                 object.__setattr__(self, name, value)

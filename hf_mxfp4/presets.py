@@ -6,7 +6,7 @@ from .numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, LinearScheme, QuantSc
 
 #: Presets of both modes, which say no more than which forward operands are quantized.
 FORWARD_PRESETS = ("w4a16", "w4a4")
-PRESETS = (*FORWARD_PRESETS, "w4a4_tuned", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned")
+PRESETS = (*FORWARD_PRESETS, "w4a4_tuned", "w4a4_h64", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned")
 
 #: Presets that quantize all six operands, and how they rotate those of Wgrad.
 ALL_OPERANDS = {"w4a4g4": None, "paper_b": Rotation(16), "w4a4g4_tuned": Rotation(16)}
@@ -14,14 +14,21 @@ ALL_OPERANDS = {"w4a4g4": None, "paper_b": Rotation(16), "w4a4g4_tuned": Rotatio
 #: Defaults of the options of a scheme, which lost least for their size on real models (docs/evidence.md), and where a
 #: preset has others. Paper A is arXiv 2605.20402. Paper B is arXiv 2605.09825: tiles for weights and a rotation by H16;
 #: its scale rule is not stated, so it is that of OCP here. w4a4g4_tuned is what the study of docs/backward.md led to.
+#: w4a4_h64 is for checkpoints whose weights were rounded for it (docs/gptq.md).
 OPTION_DEFAULTS = {
     "scale_rule": "even",
     "macro_block": 128,
+    "outlier_fallback_operands": "both",
     "outlier_fallback_rate": None,
     "weight_block": "1x32",
 }
 PRESET_DEFAULTS = {
     "w4a4_tuned": {"outlier_fallback_rate": 0.05},
+    "w4a4_h64": {
+        "outlier_fallback_rate": 0.05,
+        "outlier_fallback_operands": "activations",
+        "fprop": {"rotation": "deterministic-64"},
+    },
     "paper_a": {"scale_rule": "rceil", "macro_search": "static", "outlier_fallback": 0.5},
     "paper_b": {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None, "weight_block": "32x32"},
     "w4a4g4_tuned": {"outlier_fallback": None, "weight_block": "32x32"},

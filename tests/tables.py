@@ -72,6 +72,7 @@ CONFIGS = {
     "w4a16": {"preset": "w4a16"},
     "w4a4": {"preset": "w4a4"},
     "w4a4_tuned": {"preset": "w4a4_tuned"},
+    "w4a4_h64": {"preset": "w4a4_h64"},
     "w4a4g8": {"preset": "w4a4g8"},
     "w4a4g4": {"preset": "w4a4g4"},
     "paper_a": {"preset": "paper_a"},

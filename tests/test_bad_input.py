@@ -22,8 +22,8 @@ MESSAGES = {
     "unknown-preset": (
         {"preset": "w4a8"},
         ValueError,
-        "preset='w4a8' is not supported; choose one of 'w4a16', 'w4a4', 'w4a4_tuned', 'w4a4g8', 'w4a4g4', 'paper_a', "
-        "'paper_b', 'w4a4g4_tuned'",
+        "preset='w4a8' is not supported; choose one of 'w4a16', 'w4a4', 'w4a4_tuned', 'w4a4_h64', 'w4a4g8', 'w4a4g4', "
+        "'paper_a', 'paper_b', 'w4a4g4_tuned'",
     ),
     "misspelt-option": (
         {"scale_rul": "floor"},

@@ -34,6 +34,7 @@ EXPECTED = {
     "w4a16": (GemmScheme(FULL, WEIGHT), PLAIN, PLAIN),
     "w4a4": (GemmScheme(INPUT, WEIGHT), PLAIN, PLAIN),
     "w4a4_tuned": (GemmScheme(SELECTIVE, SELECTIVE), PLAIN, PLAIN),
+    "w4a4_h64": (GemmScheme(SELECTIVE, EVEN, Rotation(64)), PLAIN, PLAIN),
     "w4a4g8": (GemmScheme(INPUT, WEIGHT), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
     "w4a4g4": (GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, INPUT)),
     "paper_a": (GemmScheme(PAPER_A, PAPER_A), PLAIN, PLAIN),
@@ -60,6 +61,17 @@ def test_options_of_a_preset_can_be_given():
     assert MXFP4RLConfig(preset="paper_a", outlier_fallback=None).outlier_fallback is None
     assert MXFP4RLConfig(preset="w4a4_tuned", outlier_fallback=None).gemms().fprop == GemmScheme(EVEN, EVEN)
     assert MXFP4RLConfig(preset="w4a4_tuned", outlier_fallback_rate=None).outlier_fallback_rate is None
+    without = MXFP4RLConfig(preset="w4a4_h64", outlier_fallback=None)
+    assert without.gemms().fprop == GemmScheme(EVEN, EVEN, Rotation(64))
+    assert without.outlier_fallback_operands == "both"
+    assert MXFP4RLConfig(preset="w4a4_h64", fprop={"rotation": "none"}).gemms().fprop == GemmScheme(SELECTIVE, EVEN)
+
+
+def test_a_presets_rotation_is_packed_and_saved_with_it():
+    config = MXFP4RLConfig(preset="w4a4_h64")
+    assert config.packed().gemms().fprop == config.gemms().fprop == EXPECTED["w4a4_h64"][0]
+    assert MXFP4RLConfig.from_dict(config.to_dict()) == config
+    assert config.to_dict()["fprop"] == {"rotation": "deterministic-64"}
 
 
 def test_operands_that_are_not_named_keep_the_presets():
