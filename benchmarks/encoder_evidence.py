@@ -24,8 +24,8 @@ from transformers import AutoModel, AutoTokenizer
 from hf_mxfp4.analysis.perplexity.schemes import ModelScheme, read_schemes
 from hf_mxfp4.analysis.perplexity.swapped import swapped
 from hf_mxfp4.analysis.texts import TextOptions
+from hf_mxfp4.gptq.rounding import second_moments
 from hf_mxfp4.gptq.weight import round_weight
-from hf_mxfp4.hooks import hooked_inputs
 from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.module_names import find_layers
 
@@ -61,15 +61,7 @@ def round_encoder(model: nn.Module, batches: list[torch.Tensor], scheme: ModelSc
     """Round all linear layers in the order in which they stand, which is that of their calls; how many there were."""
     layers, _ = find_layers(model)
     for name, linear in layers.items():
-        moments = torch.zeros(linear.in_features, linear.in_features)
-
-        def add(module: nn.Linear, arguments: tuple[torch.Tensor, ...], moments: torch.Tensor = moments) -> None:
-            states = arguments[0].flatten(0, -2)
-            moments.addmm_(states.T, states)
-
-        with hooked_inputs([(linear, add)]):
-            for ids in batches:
-                model(input_ids=ids)
+        moments = second_moments(linear, (model(input_ids=ids) for ids in batches))
         fprop = scheme.config.gemms(name).fprop
         linear.weight.copy_(round_weight(linear.weight, moments, fprop.right, fprop.rotation))
     return len(layers)
@@ -138,11 +130,7 @@ def run(options: argparse.Namespace) -> None:
                 **made(command, PACKAGES),
             }
             records.append(found)
-            error = found["standard_error"]
-            print(
-                f"{variant}: {scheme.name}: {found['value']:.5f} +- {error:.5f}, {found['same_nearest']:.3f}",
-                flush=True,
-            )
+            print(f"{variant}: {scheme.name}: {found['value']:.5f}, {found['same_nearest']:.3f}", flush=True)
             write(records, out)
 
 

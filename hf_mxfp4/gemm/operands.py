@@ -107,18 +107,8 @@ def _input(x: torch.Tensor, dtype: torch.dtype, state: GemmState, rng: LayerRng)
         return rotate_operand(x, fprop.rotation, "fprop", rng, spec.backend).to(dtype)
     if state.threshold is not None:
         rotated = rotate_operand(x, fprop.rotation, "fprop", rng, spec.backend)
-        return delayed_input(rotated, dtype, fprop.left, state.threshold, spec.backend)
+        return backends.fake_quantize_delayed(rotated, fprop.left, state.threshold, spec.backend).to(dtype)
     return quantize_operand(x, fprop.left, "fprop", "x", rng, spec.backend, rotation=fprop.rotation, dtype=dtype)
-
-
-def delayed_input(
-    x: torch.Tensor, dtype: torch.dtype, scheme: QuantScheme, threshold: FallbackThreshold, backend: str
-) -> torch.Tensor:
-    """``Q(x)`` along the last axis in ``dtype``, with outlier fallback of blocks above the threshold.
-
-    Raises `ValueError` for a backend that has no selective fallback.
-    """
-    return backends.fake_quantize_delayed(x, scheme, threshold, backend).to(dtype)
 
 
 def nearest_input(
@@ -141,7 +131,7 @@ def nearest_input(
     if scheme is None:
         return x.to(dtype)
     if threshold is not None:
-        return delayed_input(x, dtype, scheme, threshold, backend)
+        return backends.fake_quantize_delayed(x, scheme, threshold, backend).to(dtype)
     return backends.fake_quantize(x, scheme, backend).to(dtype)
 
 

@@ -2,7 +2,7 @@
 """All linear layers of a decoder, rounded in the order in which they are run."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,7 @@ def round_model(
     gains: dict[str, float] = {}
     for index, layer in enumerate(run.layers):
         for group in _groups(run, index, [each for each in layer.modules() if each in schemes]):
-            moments = _moments(run, index, group[0])
+            moments = second_moments(group[0], run.through(index))
             for linear in group:
                 name, *scheme = schemes[linear]
                 try:
@@ -108,8 +108,8 @@ def _groups(run: DecoderRun, index: int, linears: Sequence[nn.Linear]) -> list[l
     return [members for _, members in groups]
 
 
-def _moments(run: DecoderRun, index: int, linear: nn.Linear) -> torch.Tensor:
-    """``x.T @ x`` of a layer's inputs over all texts, float32 ``[K, K]``."""
+def second_moments(linear: nn.Linear, passes: Iterable) -> torch.Tensor:
+    """``x.T @ x`` of a layer's inputs, summed over what runs while ``passes`` is iterated; float32 ``[K, K]``."""
     size = linear.in_features
     total = torch.zeros(size, size, device=linear.weight.device)
 
@@ -118,7 +118,7 @@ def _moments(run: DecoderRun, index: int, linear: nn.Linear) -> torch.Tensor:
         total.addmm_(states.T, states)
 
     with hooked_inputs([(linear, add)]):
-        for _ in run.through(index):
+        for _ in passes:
             pass  # the hook has what is wanted
     return total
 

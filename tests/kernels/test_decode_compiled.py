@@ -43,7 +43,8 @@ def test_cuda(run_script, arch, names):
         assert "LOCAL:0 " in asm["sass"] and ".local" not in asm["ptx"], name
         # Of columns in any number, masks take registers; Triton 3.8 spills two values of another kernel.
         stack = int(re.search(r"STACK:(\d+)", asm["sass"])[1])
-        assert name == "odd" or stack <= (8 if TRITON >= (3, 8) else 0), name
+        spills = TRITON >= (3, 8) and (arch, name) == ("100", "mantissas")
+        assert name == "odd" or stack <= (8 if spills else 0), name
         assert asm["shared"] <= SHARED_MEMORY, name
         assert "fma.rn.bf16x2" in asm["ptx"], name
         assert re.search(r"wgmma|mma\.sync|tcgen05\.mma", asm["ptx"]), name
@@ -56,8 +57,8 @@ def test_cuda(run_script, arch, names):
             loop = main_loop(asm["sass"])
             # From Triton 3.8 on they are those of groups of warps: about as many instructions, and more registers.
             assert loop["HGMMA" if "wgmma" in asm["ptx"] else "HMMA"] > 0, name
-            most = INSTRUCTIONS[name] * (1.2 if TRITON < (3, 7) else 1)
-            assert loop.total() / asm["weights_per_thread"] <= most, (name, loop)
+            spare = 1.2 if TRITON < (3, 7) else 1
+            assert loop.total() / asm["weights_per_thread"] <= INSTRUCTIONS[name] * spare, (name, loop)
             # The weight goes from where it is decoded to where it is multiplied in registers.
             assert loop["STS"] <= 2, name
             assert name != "16 tokens" or ("wgmma" in asm["ptx"]) == (TRITON >= (3, 8))

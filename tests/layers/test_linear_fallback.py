@@ -189,7 +189,7 @@ def test_rate_is_held_in_a_layer():
 
 def test_other_backends_refuse():
     layer = make_layer(backend="triton")
-    with pytest.raises(ValueError, match="backend='triton' cannot quantize here"):
+    with pytest.raises(ValueError, match="backend='triton' cannot quantize here: the tensor is on cpu"):
         quantized_input(layer, batch())
 
 
