@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands in README, CONTRIBUTING and docs name what there is, with options that exist and all that are required."""
+
+import argparse
+import importlib
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from hf_mxfp4.cli import app
+from recipes.ablations.arguments import parser as ablation_parser
+from recipes.ablations.grid import OPTIONS, read_grid
+from recipes.evaluation.arguments import parse as parse_evaluation
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: What the commands of this project begin with, behind variables of the environment and a folder.
+KINDS = {
+    "benchmark": r"python -m benchmarks\.",
+    "tool": r"hf-mxfp4 \w",
+    "make": r"make \w",
+    "recipe": r"(?:python|accelerate launch) .*?recipes/\w+\.py",
+}
+
+
+def _documented() -> dict[str, list[str]]:
+    """Commands by kind: lines of shell code, and code spans in the text."""
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for page in PAGES:
+        text = page.read_text()
+        blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+        spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+        lines = [line for block in blocks for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines()]
+        for command in [*lines, *(" ".join(span.split()) for span in spans)]:
+            for kind, begins in KINDS.items():
+                if re.match(rf"(?:\w+=\S* )*(?:\S*/)?{begins}", command) and command not in found[kind]:
+                    found[kind].append(command)
+    return found
+
+
+DOCUMENTED = _documented()
+
+
+def _words(command: str, after: str) -> list[str]:
+    """The words behind the one that matches, without a comment."""
+    words = shlex.split(command, comments=True)
+    at = next(i for i, word in enumerate(words) if re.search(after, word))
+    return words[at:]
+
+
+def test_commands_are_found():
+    assert {kind: len(commands) >= 10 for kind, commands in DOCUMENTED.items()} == dict.fromkeys(KINDS, True)
+
+
+class _Parser(Exception):
+    """Carries the parser of a benchmark out of its `main`."""
+
+
+def _benchmark_parser(module: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    def parse(self: argparse.ArgumentParser, *_, **__):
+        raise _Parser(self)
+
+    with monkeypatch.context() as patched, pytest.raises(_Parser) as raised:
+        patched.setattr(argparse.ArgumentParser, "parse_args", parse)
+        importlib.import_module(module).main()
+    return raised.value.args[0]
+
+
+@pytest.mark.parametrize("command", DOCUMENTED["benchmark"])
+def test_benchmark(command, monkeypatch, capsys):
+    module, *arguments = _words(command, r"^benchmarks\.")
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    if not arguments:
+        return  # named alone; what it needs stands elsewhere
+    if found.submodule_search_locations:
+        module += ".__main__"
+    try:
+        _benchmark_parser(module, monkeypatch).parse_args(arguments)
+    except SystemExit:
+        pytest.fail(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", DOCUMENTED["tool"])
+def test_tool(command):
+    name, *arguments = _words(command, r"hf-mxfp4$")[1:]
+    known = typer.main.get_command(app).commands[name].params
+    options = {option: param for param in known for option in param.opts if option.startswith("--")}
+    plain, given = 0, set()
+    words = iter(arguments)
+    for word in words:
+        if word.startswith("-"):
+            given.add(options[word].name)
+            if not options[word].is_flag:
+                next(words, None)
+        else:
+            plain += word != "..."
+    places = [param for param in known if param.param_type_name == "argument"]
+    assert plain <= len(places) or any(param.nargs == -1 for param in places)
+    if plain and "..." not in arguments:  # a command to be typed, not a name
+        assert plain >= sum(param.required for param in places)
+        assert {param.name for param in options.values() if param.required} <= given
+
+
+@pytest.mark.parametrize("command", DOCUMENTED["make"])
+def test_make(command):
+    target = _words(command, r"^make$")[1]
+    assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.M)
+
+
+@pytest.mark.parametrize("command", DOCUMENTED["recipe"])
+def test_recipe(command):
+    for path in re.findall(r"recipes/[\w/.]+", command):
+        assert (ROOT / path).is_file(), path
+    script, *arguments = _words(command, r"^recipes/\w+\.py$")
+    if script == "recipes/ablation.py":
+        read_grid(ROOT / ablation_parser("").parse_args(arguments).config)
+    elif script == "recipes/evaluate.py":
+        parse_evaluation([word for word in arguments if word != "N"])
+    else:
+        names = [word[2:].split("=")[0] for word in arguments if word.startswith("--")]
+        assert {*names} <= {"config", *OPTIONS}
