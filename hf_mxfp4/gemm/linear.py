@@ -213,14 +213,14 @@ def _saved_operand(
     if spec.saved != "full" or spec.saves_raw_input or fprop.left.block_rows != 1 or not x.numel():
         return None, None
     folds = expected_kernel("wgrad", spec, x, dtype=dtype) == "fp8"
-    if in_any_form and folds and kernel == "fp8" and fast.folds_input(spec.scheme, has_bias):
-        return fast.fold_input(x, dtype, state)
+    if in_any_form and folds and fast.folds_input(spec.scheme, has_bias, kernel):
+        return fast.fold_input(kernel, x, dtype, state)
     if fprop.left.rounding != "nearest" or fprop.rotation is not None:
         return None, None
     if in_any_form and folds and x.element_size() <= dtype.itemsize:
         return None, SavedInput(None, (x,), SavedRecord("input", dtype))
-    if kernel == "fp8" and x.dtype == dtype:
-        left, values = fast.input_with_values(x, has_bias, state)
+    if x.dtype == dtype:
+        left, values = fast.input_with_values(kernel, x, has_bias, state)
         return left, SavedInput(None, (values,), SavedRecord("full", dtype))
     return None, None
 

@@ -2,12 +2,12 @@
 """Triton kernels for MXFP4. Needs torch and triton only, and imports neither before a function is called.
 
 [`fake_quantize`] gives the MXFP4 values of a tensor, [`quantize`] their codes and scale bytes, each with a ``_both``
-for a matrix and its transpose from one read; [`dequantize`] gives the values of codes; [`supports`] says beforehand
-whether a dtype and scheme are covered. [`fold_e4m3`] and [`fold_e4m3_both`] give the operands of FP8 products,
-[`quantize_e4m3`] those of output gradients, [`fake_quantize_e4m3`] their values, both with a ``_both`` too, and
-[`matmul_e4m3`] and [`matmul_mxf4`] the products. For the experts of a mixture, [`grouped_matmul`],
-[`grouped_matmul_packed`], [`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and [`grouped_sum`]
-compute those of all experts in one launch. [`linear_w4a16`] multiplies with a packed weight, and
+for a matrix and its transpose from one read, [`quantize_with_values`] both of these; [`dequantize`] gives the values of
+codes; [`supports`] says beforehand whether a dtype and scheme are covered. [`fold_e4m3`] and [`fold_e4m3_both`] give
+the operands of FP8 products, [`quantize_e4m3`] those of output gradients, [`fake_quantize_e4m3`] their values, both
+with a ``_both`` too, and [`matmul_e4m3`] and [`matmul_mxf4`] the products. For the experts of a mixture,
+[`grouped_matmul`], [`grouped_matmul_packed`], [`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and
+[`grouped_sum`] compute those of all experts in one launch. [`linear_w4a16`] multiplies with a packed weight, and
 [`plan_linear_w4a16`] says how.
 """
 
@@ -64,6 +64,7 @@ __all__ = [
     "fake_quantize_with_macro",
     "quantize",
     "quantize_both",
+    "quantize_with_values",
     "supports",
     *_LAZY,
 ]
@@ -258,6 +259,24 @@ def quantize(
 
     side = checked_side(x, x.shape[-1], rounding, seed, rotation, signs)
     return launch.quantize(x, scheme, side, converts)
+
+
+def quantize_with_values(
+    x: torch.Tensor,
+    *,
+    scale_rule: str = "rceil",
+    macro_block: int | str | None = None,
+    macro_search: str = "static",
+) -> tuple[Packed, torch.Tensor]:
+    """``quantize(x, ...)`` and ``fake_quantize(x, ...)``, rounded to nearest, from one read of ``x``.
+
+    Arguments and errors as in [`fake_quantize`].
+    """
+    scheme = _scheme(scale_rule, macro_block, macro_search, None, 1, "nearest")
+    check_input("quantize_with_values", x, 1)
+    from .quantization import launch
+
+    return launch.quantize_with_values(x, scheme)
 
 
 def quantize_both(

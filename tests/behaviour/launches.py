@@ -140,6 +140,8 @@ def _products(inputs: _Inputs) -> dict[str, Callable[[], Any]]:
         "fold/random": lambda: fold(x, rounding="stochastic", seed=3, rotation=16),
         "fold/both": lambda: mxfp4_kernels.fold_e4m3_both(x),
         "fold/both reused": lambda: mxfp4_kernels.fold_e4m3_both(x, columns="reused"),
+        "fold/across beside codes": lambda: mxfp4_kernels.fold_e4m3_both(x, columns="reused", rows="codes"),
+        "quantize/with values": lambda: mxfp4_kernels.quantize_with_values(x, macro_block=128),
         "fold/gradient": lambda: mxfp4_kernels.quantize_e4m3(x),
         "fold/gradient columns": lambda: mxfp4_kernels.quantize_e4m3(x, axis=0),
         "fold/gradient both": lambda: mxfp4_kernels.quantize_e4m3_both(x),

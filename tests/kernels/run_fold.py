@@ -60,6 +60,7 @@ def cases() -> Iterator[Case]:
     yield "words", data((5, 270), torch.bfloat16, 4), plain | {"scale_rule": "floor"}
     yield "words", data((20, 134), torch.bfloat16, 5), plain | {"macro_block": 128}
     yield "words", data((3, 130), torch.bfloat16, 6), plain | {"macro_block": 128}
+    yield "words of whole blocks", data((37, 160), torch.bfloat16, 7), plain
     yield "no rows", wide[:0], plain
     yield "no columns", wide[:, :0], plain
     yield "one row of many tiles", data((1, 2300), torch.bfloat16, 2), plain
@@ -137,6 +138,11 @@ def reused(x: torch.Tensor, tensor: numerics.MXFP4Tensor) -> list[str]:
         x.to(DEVICE), columns="reused", rows=False, scale_rule=tensor.scheme.scale_rule.value
     )
     wrong += [f"{part} alone" for part in wrong_parts(alone, expected)] + ["rows"] * (none is not None)
+    packed, beside = mxfp4_kernels.fold_e4m3_both(
+        x.to(DEVICE), columns="reused", rows="codes", scale_rule=tensor.scheme.scale_rule.value
+    )
+    wrong += [f"{part} beside codes" for part in wrong_parts(beside, expected)]
+    wrong += [part for part in ("codes", "scale") if not same(getattr(packed, part), getattr(tensor, part))]
     wrong += ["counter alone"] * (int(alone.n_inexact) != int(expected.n_inexact))
     return [f"reused {part}" for part in wrong] + ["reused counter"] * (int(rows.n_inexact) != n_inexact)
 
@@ -262,6 +268,11 @@ def rotated_and_stochastic() -> tuple[int, list[str]]:
     wanted = numerics.fold(tensor, 128), numerics.fold_across(tensor)
     for folded, one in zip(reused, wanted, strict=True):
         wrong += [f"reused stochastic: {part}" for part in wrong_parts(folded, one)]
+    packed, folded = mxfp4_kernels.fold_e4m3_both(
+        x.to(DEVICE), columns="reused", rows="codes", rounding=("stochastic", "nearest"), seed=(9, None)
+    )
+    wrong += [f"stochastic beside codes: {part}" for part in wrong_parts(folded, wanted[1])]
+    wrong += ["stochastic codes"] * (not same(packed.codes, tensor.codes))
     return count + 1, wrong
 
 

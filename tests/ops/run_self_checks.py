@@ -26,6 +26,7 @@ BROKEN = {
     "quantize": "quantize",
     "fake_quantize_both": "quantize",
     "quantize_both": "quantize",
+    "quantize_with_values": "quantize",
     "fake_quantize_with_macro": "quantize",
     "fake_quantize_by_macro": "quantize",
     "fake_quantize_e4m3": "quantize",

@@ -66,6 +66,20 @@ def _quantized(device: torch.device) -> Iterator[Pair]:
             yield "macro bytes beside values", macro, expected
             found = kernels.fake_quantize_by_macro(there, expected.to(device), scheme, dtype)
             yield "values by macro bytes", found, values
+    # Two elements an instruction where the GPU has them, and one.
+    for scheme, dtype, n_cols in (
+        (_PLAIN, torch.bfloat16, 1056),
+        (_MACRO, torch.bfloat16, 1152),
+        (_MACRO, torch.float32, 200),
+    ):
+        x = of_all_sizes(10 + n_cols, few(33, 5, device), n_cols, dtype)
+        options = {"scale_rule": scheme.scale_rule.value, "macro_block": scheme.macro_block}
+        found, values = mxfp4_kernels.quantize_with_values(x.to(device), **options)
+        expected = numerics.quantize(x, **vars(scheme), axis=1)
+        yield f"codes beside values ({scheme})", found.codes, expected.codes
+        yield f"scales beside values ({scheme})", found.scale, expected.scale
+        yield f"macro bytes beside codes and values ({scheme})", found.macro, expected.macro
+        yield f"values beside codes ({scheme})", values, numerics.apply_scheme(x, scheme)
     x, rounded = of_all_sizes(3, few(130, 40, device), 200), QuantScheme("rceil", 128, rounding="stochastic")
     none = (None, None)
     rows, columns = kernels.fake_quantize_both(x.to(device), (_MACRO, rounded), (None, 7), none, none, x.dtype)
@@ -131,6 +145,14 @@ def _folded(device: torch.device) -> Iterator[Pair]:
         yield from _parts(f"of both, axis {axis}", folded, numerics.fold(numerics.quantize(x, **macro, axis=axis), 128))
     reused = mxfp4_kernels.fold_e4m3_both(there, columns="reused")[1]
     yield from _parts("across rows", reused, numerics.fold_across(of_rows))
+    # Of whole blocks by pairs, and of rows with a rest.
+    for n_cols in (few(288, 32, device), few(300, 150, device)):
+        x = of_all_sizes(16, few(140, 9, device), n_cols)
+        found, across = mxfp4_kernels.fold_e4m3_both(x.to(device), columns="reused", rows="codes")
+        expected = numerics.quantize(x, axis=1)
+        yield f"codes beside {n_cols} columns", found.codes, expected.codes
+        yield f"scales beside {n_cols} columns", found.scale, expected.scale
+        yield from _parts(f"of {n_cols} columns beside codes", across, numerics.fold_across(expected))
     x = normal(7, few(40, 9, device), 300)
     elements, byte = numerics.quantize_e4m3(x)
     folded = mxfp4_kernels.quantize_e4m3(x.to(device))
