@@ -5,10 +5,10 @@
 for a matrix and its transpose from one read, [`quantize_with_values`] both of these; [`dequantize`] gives the values of
 codes; [`supports`] says beforehand whether a dtype and scheme are covered. [`fold_e4m3`] and [`fold_e4m3_both`] give
 the operands of FP8 products, [`quantize_e4m3`] those of output gradients, [`fake_quantize_e4m3`] their values, both
-with a ``_both`` too, and [`matmul_e4m3`] and [`matmul_mxf4`] the products. For the experts of a mixture,
-[`grouped_matmul`], [`grouped_matmul_packed`], [`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and
-[`grouped_sum`] compute those of all experts in one launch. [`linear_w4a16`] multiplies with a packed weight, and
-[`plan_linear_w4a16`] says how.
+with a ``_both`` too; [`quantize_e4m3_rows`] and [`dequantize_e4m3`] are for rows that are kept in FP8; [`matmul_e4m3`]
+and [`matmul_mxf4`] give the products. For the experts of a mixture, [`grouped_matmul`], [`grouped_matmul_packed`],
+[`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and [`grouped_sum`] compute those of all experts in
+one launch. [`linear_w4a16`] multiplies with a packed weight, and [`plan_linear_w4a16`] says how.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ if typing.TYPE_CHECKING:
 #: Functions of other modules -> the modules, which import torch and Triton.
 _LAZY = {
     "autotune": "common.autotune",
+    "dequantize_e4m3": "e4m3.fp8",
     "fake_quantize_e4m3": "e4m3.fp8",
     "fake_quantize_e4m3_both": "e4m3.fp8_both",
     "fold_e4m3": "e4m3.fold",
@@ -54,6 +55,7 @@ _LAZY = {
     "plan_linear_w4a16": "gemm.decode_plan",
     "quantize_e4m3": "e4m3.fp8",
     "quantize_e4m3_both": "e4m3.fp8_both",
+    "quantize_e4m3_rows": "e4m3.fp8",
 }
 
 __all__ = [

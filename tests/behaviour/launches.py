@@ -142,6 +142,8 @@ def _products(inputs: _Inputs) -> dict[str, Callable[[], Any]]:
         "fold/both reused": lambda: mxfp4_kernels.fold_e4m3_both(x, columns="reused"),
         "fold/across beside codes": lambda: mxfp4_kernels.fold_e4m3_both(x, columns="reused", rows="codes"),
         "quantize/with values": lambda: mxfp4_kernels.quantize_with_values(x, macro_block=128),
+        "fold/kept": lambda: mxfp4_kernels.quantize_e4m3_rows(x),
+        "fold/kept values": lambda: mxfp4_kernels.dequantize_e4m3(*mxfp4_kernels.quantize_e4m3_rows(x), BF16),
         "fold/gradient": lambda: mxfp4_kernels.quantize_e4m3(x),
         "fold/gradient columns": lambda: mxfp4_kernels.quantize_e4m3(x, axis=0),
         "fold/gradient both": lambda: mxfp4_kernels.quantize_e4m3_both(x),

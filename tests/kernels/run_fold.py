@@ -162,7 +162,18 @@ def fp8(x: torch.Tensor) -> list[str]:
         wrong += [] if ok else [f"fp8 axis {axis}"]
         values = mxfp4_kernels.fake_quantize_e4m3(matrix.to(DEVICE) if axis else x.to(DEVICE).T)
         wrong += [] if same(values, numerics.fake_quantize_e4m3(matrix)) else [f"values of fp8 axis {axis}"]
-    return wrong + (fp8_of_both(x) if x.numel() else [])
+    return wrong + kept_fp8(x) + (fp8_of_both(x) if x.numel() else [])
+
+
+def kept_fp8(x: torch.Tensor) -> list[str]:
+    """Rows with their scale bytes, and back."""
+    stored, wanted = mxfp4_kernels.quantize_e4m3_rows(x.to(DEVICE)), numerics.quantize_e4m3(x)
+    names = ("elements", "bytes")
+    wrong = [f"kept fp8: {n}" for n, *pair in zip(names, stored, wanted, strict=True) if not same(*pair)]
+    for dtype in DTYPES:
+        values = mxfp4_kernels.dequantize_e4m3(*stored, dtype)
+        wrong += [] if same(values, numerics.dequantize_e4m3(*wanted, dtype)) else [f"kept fp8 as {dtype}"]
+    return wrong
 
 
 def fp8_of_both(x: torch.Tensor) -> list[str]:

@@ -29,6 +29,7 @@ VARIANTS = {
     "bytes": ("scale_bytes", {}, fp8_both.MAXIMA_OPTIONS),
     "both": ("elements_both", *BOTH),
     "values of both": ("values_both", *BOTH),
+    "values of rows": ("values", dict(zip(("ROWS", "COLS"), fp8.VALUES_TILE, strict=True)), fp8._OPTIONS),
 }
 
 
@@ -41,6 +42,7 @@ def compile_variant(backend: str, arch: str, name: str, constants: dict, options
         "out": FoldedPointers("*u8", "*fp32"),
         "out_t": FoldedPointers("*u8", "*fp32"),
         "maxima_ptr": "*i32",
+        **dict.fromkeys(("elements_ptr", "byte_ptr"), "*u8"),
         **dict.fromkeys(("of_rows_ptr", "of_columns_ptr"), "*u8"),
         **dict.fromkeys(("n_rows", "n_cols", "padded_rows", "padded_cols", "row_stride", "part_steps"), "i32"),
         **dict.fromkeys(("n_parts", "n_col_parts", "n_row_parts", "col_tiles"), "i32"),
@@ -48,7 +50,7 @@ def compile_variant(backend: str, arch: str, name: str, constants: dict, options
     scheme = scheme_constants(torch.bfloat16, Scheme(), native=native)._replace(INTERPRETED=False)
     constants = {**constants, "STEPS": 0, "SCHEME": scheme}
     aligned = ("x_ptr", "out_ptr", "out_t_ptr", "maxima_ptr", "of_rows_ptr", "of_columns_ptr", *FoldedPointers._fields)
-    aligned += ("n_cols", "row_stride", "padded_rows", "padded_cols")
+    aligned += ("elements_ptr", "byte_ptr", "n_cols", "row_stride", "padded_rows", "padded_cols")
     kernel = getattr(fp8_both_kernel if hasattr(fp8_both_kernel, f"{name}_kernel") else fp8_kernel, f"{name}_kernel")
     options = {**options, "enable_fp_fusion": False}
     return compile_kernel(gpu_target(backend, arch), kernel, types, constants, options, aligned)

@@ -16,6 +16,9 @@ TRAINED = {
     "w4a4g4": 8,
     "w4a4g4, macro 128": 8,
     "w4a4g4, default": 8,
+    # One more each way to keep an input in FP8, and on FP8 tensor cores another read of it.
+    "w4a4, saved fp8": 9,
+    "w4a4, default, saved fp8": 8,
 }
 #: In a call of a layer on packed weights, for one token.
 DECODED = {"decode, packed w4a16": 1, "decode, packed w4a4": 2, "decode, packed + LoRA": 3}

@@ -98,6 +98,10 @@ def _quantized(device: torch.device) -> Iterator[Pair]:
     x = of_all_sizes(8, few(140, 9, device), few(300, 40, device))
     there = x.to(device)
     yield "E4M3 values", kernels.fake_quantize_e4m3(there), numerics.fake_quantize_e4m3(x)
+    for name, found, expected in zip(
+        ("elements", "scale bytes"), kernels.quantize_e4m3(there), numerics.quantize_e4m3(x), strict=True
+    ):
+        yield f"E4M3 {name} of rows", found, expected
     rows, columns = kernels.fake_quantize_e4m3_both(there)
     yield "E4M3 values along rows", rows, numerics.fake_quantize_e4m3(x)
     yield "E4M3 values along columns", columns, numerics.fake_quantize_e4m3(x.t())
@@ -128,6 +132,14 @@ def _dequantized(device: torch.device) -> Iterator[Pair]:
     ):
         tensor = numerics.quantize(of_all_sizes(5, few(33, 5, device), n_cols, made), **vars(scheme), axis=1)
         yield f"values ({scheme})", kernels.dequantize(on_device(device, tensor), dtype), tensor.dequantize(dtype)
+    # Every element, with the scales of all sizes.
+    every = (
+        torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).expand(few(256, 32, device), 256)
+    )
+    byte = torch.linspace(0, 255, every.shape[0], device="cpu").to(torch.uint8)[:, None]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        found = kernels.dequantize_e4m3(every.to(device), byte.to(device), dtype)
+        yield f"values of E4M3 as {dtype}", found, numerics.dequantize_e4m3(every, byte, dtype)
 
 
 def _folded(device: torch.device) -> Iterator[Pair]:
