@@ -262,3 +262,10 @@ def grouped_sum(x: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> t
     import mxfp4_kernels
 
     return mxfp4_kernels.grouped_sum(x, offsets, dtype)
+
+
+def grouped_fake_quantize_e4m3(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Call [`mxfp4_kernels.grouped_fake_quantize_e4m3`]."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.grouped_fake_quantize_e4m3(x, offsets)

@@ -47,7 +47,8 @@ class Groups:
 
     def offsets(self, device: torch.device) -> torch.Tensor:
         """int32 ``[experts]``: where the rows of each expert end."""
-        self._ends = self._ends.to(device)
+        if self._ends.device != device:
+            self._ends = self._ends.to(device)
         return self._ends
 
     def per_row(self, values: torch.Tensor) -> torch.Tensor:

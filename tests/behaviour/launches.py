@@ -200,6 +200,8 @@ def _experts(inputs: _Inputs) -> dict[str, Callable[[], Any]]:
         "grouped_e4m3/128": lambda: e4m3(128),
         "grouped_e4m3/row": lambda: e4m3("row"),
         "grouped_e4m3/wgrad": wgrad_e4m3,
+        "grouped_e4m3/values": lambda: mxfp4_kernels.grouped_fake_quantize_e4m3(left, ends),
+        "grouped_e4m3/input": lambda: mxfp4_kernels.grouped_fold_e4m3(right, ends),
     }
     return found | {f"grouped_packed/{name}": partial(packed, options) for name, options in _PACKED.items()}
 

@@ -155,21 +155,27 @@ MOST_OF_FP8 = {
     "bytes": (80, 510),
     "both": (112, 750),
     "values of both": (112, 1250 if TRITON >= (3, 8) else 1230),
+    "expert bytes": (96, 650),
+    "expert elements": (112, 940),
+    "expert values": (80, 910),
+    "fold of experts": (120, 1270),
+    "fold of experts, pairs": (104, 930),
     "values of rows": (40, 320),
 }
 
 
 @pytest.mark.parametrize(
-    ("arch", "names"), few_variants(("rows", "bytes", "both", "values of rows"), "90", "80", "100", "120")
+    ("arch", "names"),
+    few_variants(("rows", "bytes", "both", "expert elements", "values of rows"), "90", "80", "100", "120"),
 )
 def test_fp8_cuda(run_script, arch, names):
     report = run_script("run_fp8_compiler.py", "cuda", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 9)
+    assert len(report) == (len(names) or 14)
     for name, asm in report.items():
         assert ".ftz" not in asm["ptx"] and ".approx" not in asm["ptx"] and "div.rn" not in asm["ptx"], name
         assert re.search(r"STACK:0\b.*LOCAL:0\b", asm["sass"]), name
         assert "ld.global.v4.b32" in asm["ptx"], name
-        assert name in ("maxima", "bytes") or "st.global.v4.b32" in asm["ptx"], name
+        assert name in ("maxima", "bytes", "expert bytes") or "st.global.v4.b32" in asm["ptx"], name
         if arch == "90":
             registers = int(re.search(r"REG:(\d+)", asm["sass"])[1])
             found = registers, instructions(asm["sass"]).total()

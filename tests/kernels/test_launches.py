@@ -20,6 +20,8 @@ TRAINED = {
     "w4a4, saved fp8": 9,
     "w4a4, default, saved fp8": 8,
 }
+#: The same of a projection of experts. Rows of `w4a4g4` are padded by operators of torch.
+EXPERTS = {"w4a4g8": 9, "w4a4g8, macro 128": 9, "w4a4g8, default": 9, "w4a4g4": 30}
 #: In a call of a layer on packed weights, for one token.
 DECODED = {"decode, packed w4a16": 1, "decode, packed w4a4": 2, "decode, packed + LoRA": 3}
 #: More than in bfloat16, for one token through a decoder layer of seven linear layers. Inputs of q, k and v are
@@ -33,6 +35,9 @@ def test_launches(run_script, gpu):
     for name, most in TRAINED.items():
         launched = found[name]["forward"] + found[name]["backward"]
         assert 5 <= len(launched) <= most, (name, launched)
+    for name, most in EXPERTS.items():
+        launched = found[f"experts, {name}"]["forward"] + found[f"experts, {name}"]["backward"]
+        assert 7 <= len(launched) <= most, (name, launched)
     for name, count in DECODED.items():
         assert len(found[name]) == count, (name, found[name])
     # The adapter's two products and their sum, both ways; the frozen weight has no gradient.

@@ -78,6 +78,8 @@ def check(found: dict) -> None:
     # Both stacks once within the context, and in the pass after it.
     assert found["folds"] == [2, 4]
     assert found["no rows"]
+    # Each is run twice: the input itself, its values beside the operand that is made of it, or another's values.
+    assert found["saved"] == {"w4a4g8 plain": ["input"] * 2, "w4a4g8": ["full"] * 2, "w4a4g4": ["values"] * 2}
 
 
 def test_both_engines_train_experts_alike(run_script):

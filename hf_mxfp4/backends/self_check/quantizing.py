@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the kernels that quantize, read back and fold: their bits against the definition on the CPU."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -38,8 +39,8 @@ def check_dequantize(device: torch.device) -> str | None:
 
 
 def check_folds(device: torch.device) -> str | None:
-    """Operands of FP8 products."""
-    return first_difference(_folded(device))
+    """Operands of FP8 products, also of those of experts."""
+    return first_difference(itertools.chain(_folded(device), _folded_experts(device)))
 
 
 def _quantized(device: torch.device) -> Iterator[Pair]:
@@ -176,6 +177,49 @@ def _folded(device: torch.device) -> Iterator[Pair]:
         padded = F.pad(elements.view(torch.uint8), (0, -matrix.shape[1] % 128))
         yield f"E4M3 elements of both, {name}", folded.elements.view(torch.uint8), padded
         yield f"their scales, {name}", folded.scale, numerics.decode_e8m0(byte).expand_as(folded.scale)
+
+
+def check_expert_gradients(device: torch.device) -> str | None:
+    """E4M3 values along the tokens of each expert."""
+    return first_difference(_expert_values(device))
+
+
+def _experts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
+    """Rows of experts, of which one has none and one several slots; where they end; and those of each."""
+    x, counts = of_all_sizes(17, few(2500, 150, device), few(300, 34, device)), (3, 0, 5)
+    ends = torch.tensor((*counts, len(x) - sum(counts)), device="cpu").cumsum(0, dtype=torch.int32)
+    starts = [0, *ends.tolist()]
+    return x, ends.to(device), [slice(*pair) for pair in itertools.pairwise(starts)]
+
+
+def _expert_values(device: torch.device) -> Iterator[Pair]:
+    x, ends, experts = _experts(device)
+    values = kernels.grouped_fake_quantize_e4m3(x.to(device), ends)
+    for rows in experts:
+        yield f"E4M3 values of rows {rows}", values[rows], numerics.fake_quantize_e4m3(x[rows].t()).t()
+
+
+def _folded_experts(device: torch.device) -> Iterator[Pair]:
+    import mxfp4_kernels
+
+    x, ends, experts = _experts(device)
+    there, first = x.to(device), 0
+    by_row, along, padded = mxfp4_kernels.grouped_quantize_e4m3(there, ends)
+    folded = mxfp4_kernels.grouped_fold_e4m3(there, ends)
+    elements, byte = numerics.quantize_e4m3(x)
+    yield "E4M3 elements of experts, rows", by_row.elements[:, : x.shape[1]], elements
+    yield "their scales", by_row.scale, numerics.decode_e8m0(byte)
+    for rows in experts:
+        own = F.pad(x[rows], (0, 0, 0, -len(x[rows]) % 128))
+        tokens, slots = slice(first, first + len(own)), slice(first // 128, (first + len(own)) // 128)
+        elements, byte = numerics.quantize_e4m3(own.t())
+        yield f"E4M3 elements along rows {rows}", along.elements[:, tokens], elements
+        yield f"their scales, {rows}", along.scale[:, slots], numerics.decode_e8m0(byte).expand(-1, len(own) // 128)
+        if len(own):
+            wanted, first = numerics.fold_across(numerics.quantize(own)), first + len(own)
+            yield f"elements folded along rows {rows}", folded.elements[:, tokens], wanted.elements
+            yield f"their scales along rows {rows}", folded.scale[:, slots], wanted.scale
+    yield "the last token", padded[-1:].cpu(), torch.tensor([first], dtype=torch.int32, device="cpu")
 
 
 def _parts(name: str, found, expected: numerics.FoldedOperand) -> Iterator[Pair]:

@@ -60,9 +60,9 @@ def fold_input(kernel: str, x: torch.Tensor, dtype: torch.dtype, state: GemmStat
     return rows, SavedInput(None, (columns.elements, columns.scale), record)
 
 
-def input_with_values(kernel: str, x: torch.Tensor, has_bias: bool, state: GemmState) -> tuple[Any, torch.Tensor]:
-    """The operand of an input ``[..., K]`` in a forward product of this kernel, and its quantized values, from one read
-    of it."""
+def input_with_values(kernel: str, x: torch.Tensor, whole: bool, state: GemmState) -> tuple[Any, torch.Tensor]:
+    """The operand of an input ``[..., K]`` in a forward product of this kernel, by whole rows or not, and its quantized
+    values, from one read of it."""
     import mxfp4_kernels
 
     precision = state.spec.scheme.fprop.left
@@ -72,7 +72,7 @@ def input_with_values(kernel: str, x: torch.Tensor, has_bias: bool, state: GemmS
         return packed, values.view(x.shape)
     folded = mxfp4_kernels.fold_e4m3(
         x,
-        group="row" if whole_rows(state.spec.scheme, has_bias) else _GROUP,
+        group="row" if whole else _GROUP,
         counter=inexact_counter(x.device),
         values=True,
         **scheme_options(precision),

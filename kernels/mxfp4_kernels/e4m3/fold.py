@@ -107,7 +107,7 @@ def fold_e4m3(
     check_device(x)
     n_rows, length = matrix.shape[0], side.padded(matrix.shape[1])
     out, scale = outputs(n_rows, length, group, x.device)
-    counter, found = _counter(counter, x.device), None
+    counter, found = counter_of(counter, x.device), None
     if values:
         if axis != 1 or side != PLAIN or block_rows != 1:
             raise ValueError("values=True needs axis=1, rounding='nearest', rotation=None and block_rows=1")
@@ -181,13 +181,13 @@ def fold_e4m3_both(
     out, scale = outputs(n_rows if rows and not codes else 0, n_cols, GROUP, x.device)
     packed = empty_packed(x.device, (n_rows, n_cols), scheme) if codes else None
     out_t, scale_t = outputs(n_cols, n_rows, GROUP, x.device)
-    counter = _counter(counter, x.device)
+    counter = counter_of(counter, x.device)
     if matrix.numel():
         constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
         tile, options = both_plan(*sides)
         col_tiles = triton.cdiv(n_cols, GROUP)
         farthest = max(out.shape[1], out_t.shape[1])
-        pairs = sides == [PLAIN, PLAIN] and _in_pairs(matrix, scheme, farthest) and (n_cols % BLOCK == 0 or not codes)
+        pairs = sides == [PLAIN, PLAIN] and in_pairs(matrix, scheme, farthest) and (n_cols % BLOCK == 0 or not codes)
         stored_as = torch.int32 if pairs else torch.uint8
         stored_across = torch.uint8 if columns == "reused" else stored_as
         if pairs and INTERPRETED:
@@ -271,7 +271,7 @@ def _launch_groups(
 ) -> None:
     unit_columns = matrix.stride(1) == 1 or matrix.shape[1] == 1
     tile, options = groups_plan(unit_columns, constants.TILES)
-    pairs = side == PLAIN and values is None and _in_pairs(matrix if unit_columns else matrix.t(), scheme, out.shape[1])
+    pairs = side == PLAIN and values is None and in_pairs(matrix if unit_columns else matrix.t(), scheme, out.shape[1])
     col_tiles = triton.cdiv(out.shape[1], tile["COLS"])
     first, pointers, values, *rest = _arguments(matrix, out, scale.t(), counter, side, values, pairs)
     arguments = (first, pointers, values, macro, *rest, col_tiles, *side.halves)
@@ -297,7 +297,7 @@ def _launch_rows(
     _run(fold_rows_kernel, triton.cdiv(matrix.shape[0], tile["ROWS"]), matrix.device, arguments, tile, options)
 
 
-def _in_pairs(matrix: torch.Tensor, scheme: Scheme, farthest: int) -> bool:
+def in_pairs(matrix: torch.Tensor, scheme: Scheme, farthest: int) -> bool:
     """Whether `e4m3/pairs.py` folds a matrix rounded to nearest: rows of whole words, in tiles that offsets of 32 bits
     reach; ``farthest`` is the largest length of rows of the result."""
     if not takes_pairs(scheme, PLAIN, matrix.dtype, GROUP) or not has_pairs(matrix.device):
@@ -335,7 +335,7 @@ def outputs(n_rows: int, length: int, group: int | str, device: torch.device) ->
     return elements, torch.empty(shape, dtype=torch.float32, device=device).t()
 
 
-def _counter(counter: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def counter_of(counter: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     if counter is None:
         return torch.zeros((), dtype=torch.int32, device=device)
     if (counter.dtype, counter.dim(), counter.device) != (torch.int32, 0, device):
