@@ -55,7 +55,7 @@ BROKEN = {
 
 
 def broken(function: Callable) -> Callable:
-    """The same with one value wrong: of bytes and E4M3 the last bit, of integers the last, or the largest by half."""
+    """The same with one value wrong: of bytes and E4M3 the first by a bit, of integers the last, or the largest one."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         found = function(*arguments, **options)
@@ -63,7 +63,7 @@ def broken(function: Callable) -> Callable:
         values = last if isinstance(last, torch.Tensor) else last[0]
         values = values if values.is_contiguous() else values.t()
         if values.element_size() == 1:
-            values.view(torch.uint8).view(-1)[-1] ^= 1
+            values.view(torch.uint8).view(-1)[0] ^= 1
         elif not values.is_floating_point():
             values.view(-1)[-1] += 1
         else:
