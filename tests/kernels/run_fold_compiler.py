@@ -178,7 +178,7 @@ def compile_variant(target, name: str, dtype, scheme: Scheme, plan, others: dict
         "signs": signs,
         "n_rows": size,
         "lengths": lengths,
-        "row_bytes": RowBytes(size, size, None) if packs else None,
+        "row_bytes": RowBytes(size, size, size) if packs else None,
     }
     aligned = ["x_ptr", "values_ptr", "macro_ptr", "counter_ptr", "signs_ptr", "signs", *FoldedPointers._fields]
     aligned += ["codes", "n_codes", "n_blocks"]

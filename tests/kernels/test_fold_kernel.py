@@ -96,7 +96,7 @@ MOST_REGISTERS = {
     "both reused pairs": (104, 1165),
     "across pairs": (104, 860),
     "codes and across pairs": (104, 1090),
-    "codes and across": (104, 1800),
+    "codes and across": (122, 1800),
 }
 #: And those of the integer unit, where two elements are computed at once: without it "groups" has 213, "both" 935.
 MOST_INTEGERS = {

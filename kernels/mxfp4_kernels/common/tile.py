@@ -130,7 +130,7 @@ def fake_tile(
 ):
     """Write the MXFP4 values of a tile (float32 ``x``) to its place in a contiguous matrix. ``macro`` are the macro
     bytes that are read, or else written; `None` for neither. Codes and scale bytes go to ``packed`` as [`pack_tile`]
-    has them, if it is not `None`: without macro bytes, and without a residual."""
+    has them, if ``row_bytes`` are given: without macro bytes, and without a residual."""
     # Without a residual bfloat16 needs no exact quotient by a macro factor, (256 + m8) / 256. Values are 1 or 3 times a
     # power of two. The middle of two bfloat16 is an odd number from 33 to 511 times one, as no quotient is less than
     # 2**-129; times the factor it is never a value, hence off by 2**-18 of that at least. A reciprocal that errs by
@@ -152,7 +152,7 @@ def fake_tile(
         store(macro.pointer, at.rows, start, offsets, at.n_rows, macro.n_macros, m8, False)
     noise = rounding_noise(x, at, random, 0, SIDE)
     q, byte = quantize_pass(z, amax_bits, noise, SIDE.STOCHASTIC, SCHEME)
-    if packed is not None:
+    if row_bytes is not None:
         _store_codes(q, byte, packed.codes, packed.scale, at, row_bytes)
     scale = scale_value(byte)
     if short:

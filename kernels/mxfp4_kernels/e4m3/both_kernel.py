@@ -74,11 +74,19 @@ def fold_both_kernel(
     for strip in range(128 // STRIP):
         start = row_start + strip * STRIP
         rows = start + tl.arange(0, STRIP)[:, None, None, None]
-        if PAIRS and out is None:
-            counted = counted_of_rows(x_ptr, start, col_start, n_rows, n_cols, lengths.x_row_stride, STRIP, SCHEME)
+        # Triton 3.6 compares no bundle that has `None` in it with `None`.
+        if row_bytes is not None:
+            if PAIRS:
+                stride = lengths.x_row_stride
+                counted = codes_of_rows(x_ptr, out, start, col_start, n_rows, n_cols, stride, STRIP, SCHEME)
+            else:
+                at = Tile(rows, col_start, n_rows, lengths.length)
+                y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
+                _, _, counted, _ = blocks_of(y, noise, SIDE.STOCHASTIC, SCHEME)
+                pack_tile(y, out, at, row_bytes, random, SCHEME, SIDE)
             top = tl.maximum(top, counted)
-        elif PAIRS and row_bytes is not None:
-            counted = codes_of_rows(x_ptr, out, start, col_start, n_rows, n_cols, lengths.x_row_stride, STRIP, SCHEME)
+        elif PAIRS and out is None:
+            counted = counted_of_rows(x_ptr, start, col_start, n_rows, n_cols, lengths.x_row_stride, STRIP, SCHEME)
             top = tl.maximum(top, counted)
         elif PAIRS:
             found, counted = fold_rows(
@@ -87,13 +95,11 @@ def fold_both_kernel(
             inexact += found
             if REUSED:
                 top = tl.maximum(top, counted)
-        elif out is None or row_bytes is not None:
+        elif out is None:
             at = Tile(rows, col_start, n_rows, lengths.length)
             y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
             _, _, counted, _ = blocks_of(y, noise, SIDE.STOCHASTIC, SCHEME)
             top = tl.maximum(top, counted)
-            if row_bytes is not None:
-                pack_tile(y, out, at, row_bytes, random, SCHEME, SIDE)
         else:
             at = Tile(rows, col_start, n_rows, lengths.length)
             y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)

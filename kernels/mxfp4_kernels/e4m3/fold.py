@@ -200,7 +200,7 @@ def fold_e4m3_both(
             counter,
             (sides[0].signs, sides[1].signs),
             FoldBothLengths(n_rows, n_cols, length, length_t, out.shape[1], out_t.shape[1], *matrix.stride()),
-            RowBytes(packed.codes.shape[1], packed.scale.shape[1], None) if codes else None,
+            RowBytes(packed.codes.shape[1], *[packed.scale.shape[1]] * 2) if codes else None,
             col_tiles,
             *sides[0].halves,
             *sides[1].halves,
