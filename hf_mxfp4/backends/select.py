@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from .. import numerics
 from ..numerics import (
     FallbackThreshold,
     MXFP4Tensor,
@@ -16,7 +17,6 @@ from ..numerics import (
     quantize_delayed,
     rotate,
 )
-from ..numerics import fake_quantize_e4m3 as eager_fake_quantize_e4m3
 from ..numerics.rng import noise_source
 from . import cpu, self_check
 from . import triton as triton_kernels
@@ -112,7 +112,23 @@ def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """[`hf_mxfp4.numerics.fake_quantize_e4m3`], the same bits, by Triton where that quantizes blocks of ``x``."""
     if takes_e4m3(x, backend):
         return triton_kernels.fake_quantize_e4m3(x)
-    return eager_fake_quantize_e4m3(x)
+    return numerics.fake_quantize_e4m3(x)
+
+
+def quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.numerics.quantize_e4m3`], the same bits, by Triton where that quantizes blocks of ``x``."""
+    return (triton_kernels if takes_e4m3(x, backend) else numerics).quantize_e4m3(x)
+
+
+def dequantize_e4m3(
+    elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype, backend: str = "auto"
+) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.dequantize_e4m3`], the same bits, by Triton where that dequantizes MXFP4."""
+    device, kernels = elements.device, False
+    if type(elements) in OWN_TYPES and not torch.compiler.is_compiling():
+        kernels = _choice(device.type, dtype, _BLOCKS, backend, None, 0) == "triton"
+        kernels = kernels and (backend != "auto" or works("dequantize", device))
+    return (triton_kernels if kernels else numerics).dequantize_e4m3(elements, byte, dtype)
 
 
 def takes_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:

@@ -83,6 +83,20 @@ def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
     return mxfp4_kernels.fake_quantize_e4m3(x)
 
 
+def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.numerics.quantize_e4m3`] of a tensor that the kernels take."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.quantize_e4m3_rows(x)
+
+
+def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.dequantize_e4m3`] in a dtype that the kernels take."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.dequantize_e4m3(elements, byte, dtype)
+
+
 def fake_quantize_e4m3_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[`fake_quantize_e4m3`] of a matrix and of its transpose."""
     import mxfp4_kernels
@@ -248,3 +262,10 @@ def grouped_sum(x: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> t
     import mxfp4_kernels
 
     return mxfp4_kernels.grouped_sum(x, offsets, dtype)
+
+
+def grouped_fake_quantize_e4m3(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Call [`mxfp4_kernels.grouped_fake_quantize_e4m3`]."""
+    import mxfp4_kernels
+
+    return mxfp4_kernels.grouped_fake_quantize_e4m3(x, offsets)

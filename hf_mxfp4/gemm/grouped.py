@@ -15,14 +15,12 @@ from ..backends import self_check
 from ..backends import triton as triton_kernels
 from ..backends.select import choose_backend
 from ..numerics import FP8, MXFP4Tensor, OperandScheme, QuantScheme
-from ..numerics.packed import saturate
 from . import dense
 from .counts import count_weight
 from .groups import Groups, PaddedRows
 from .operands import quantize_operand, rotate_operand, rows_first
 from .spec import GemmSpec
 from .state import GemmState
-from .tensor_cores.fast_grouped import expert_scales
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -215,21 +213,13 @@ def _along_tokens(
 ) -> torch.Tensor:
     """An operand of Wgrad ``[S, D]``, padded and quantized along its rows: ``[padded S, D]``, in any layout."""
     if scheme is FP8:
-        rows = _fake_quantize_e4m3(rows, groups)
+        rows = triton_kernels.grouped_fake_quantize_e4m3(rows, groups.offsets(rows.device))
     if padded is None:
         return rows
     rows = padded.pad(rows)
     if scheme is FP8:
         return rows
     return _quantized(state, "wgrad", operand, rows.t(), scheme).t()
-
-
-def _fake_quantize_e4m3(rows: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.fake_quantize_e4m3`] of each expert's rows along the tokens: one scale for a column of an
-    expert."""
-    scale = groups.per_row(expert_scales(rows, groups))
-    values = rows.detach().float()
-    return saturate((values / scale).to(torch.float8_e4m3fn).float() * scale, rows.dtype).to(rows.dtype)
 
 
 def _quantized_stack(

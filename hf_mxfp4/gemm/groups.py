@@ -47,7 +47,8 @@ class Groups:
 
     def offsets(self, device: torch.device) -> torch.Tensor:
         """int32 ``[experts]``: where the rows of each expert end."""
-        self._ends = self._ends.to(device)
+        if self._ends.device != device:
+            self._ends = self._ends.to(device)
         return self._ends
 
     def per_row(self, values: torch.Tensor) -> torch.Tensor:
@@ -102,15 +103,8 @@ class PaddedRows:
         moved = (self.offsets - padded) - (ends - counts)
         self.places = torch.arange(groups.n_rows, device=device) + groups.per_row(moved)
         most = groups.n_rows + min(groups.n_rows, groups.n_experts) * (unit - 1)
-        self._size, self._unit = -(-most // unit) * unit, unit
+        self._size = -(-most // unit) * unit
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """``x [rows, ...]`` with the rows of zeros between and after."""
         return F.pad(x[:0], (0, 0) * (x.dim() - 1) + (0, self._size)).index_copy_(0, self.places, x)
-
-    def blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """``values [experts, ...]`` for each block of ``unit`` rows: ``[blocks, ...]``, those of the last expert after
-        the rows of all."""
-        first = torch.arange(0, self._size, self._unit, device=values.device, dtype=torch.int32)
-        expert = torch.searchsorted(self.offsets, first, right=True)
-        return values[expert.clamp(max=len(self.offsets) - 1)]

@@ -167,8 +167,9 @@ def linear_forward(
     if right is None and spec.gemm_kernel != "dense":
         kernel = kernel_of_product("fprop", spec, x, weight, dtype=dtype, experts=groups is not None)
     left = found = None
-    if weight_needs_grad and kernel != "dense" and groups is None:
-        left, found = _saved_operand(kernel, x, dtype, bias is not None, state, saves_operand)
+    if weight_needs_grad and kernel != "dense":
+        of_experts = None if groups is None else weight.dtype
+        left, found = _saved_operand(kernel, x, dtype, bias is not None, state, saves_operand, of_experts)
     if found is None:
         found = save_input(
             x,
@@ -187,7 +188,7 @@ def linear_forward(
         if groups is None:
             out, macro = fast.forward(kernel, x, weight, bias, dtype, state, left)
             return out, tensors, _with_macro(record, macro, spec, saves_operand), None
-        return fast_grouped.forward(x, weight, bias, dtype, groups, state), tensors, record, None
+        return fast_grouped.forward(x, weight, bias, dtype, groups, state, left), tensors, record, None
     if right is None and groups is None and saves_operand and not kept_for_backward(weight):
         right, macro = weight_with_macro(weight, dtype, state)
         record = _with_macro(record, macro, spec, saves_operand)
@@ -203,24 +204,33 @@ def _with_macro(record: LinearRecord, macro: torch.Tensor | None, spec: GemmSpec
 
 
 def _saved_operand(
-    kernel: str, x: torch.Tensor, dtype: torch.dtype, has_bias: bool, state: GemmState, in_any_form: bool
+    kernel: str,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    has_bias: bool,
+    state: GemmState,
+    in_any_form: bool,
+    of_experts: torch.dtype | None,
 ) -> tuple[Any, SavedInput | None]:
     """For an input whose quantized values Wgrad takes as well, and a forward product on tensor cores: the operand of
     that, where it is made together with what is saved, and what is saved. `None` twice for another input, and where a
-    form was asked for. ``in_any_form``: as [`linear_forward`] has ``saves_operand``.
+    form was asked for. ``in_any_form``: as [`linear_forward`] has ``saves_operand``; ``of_experts``: the dtype of their
+    weights, `None` for one weight.
     """
     spec, fprop = state.spec, state.spec.scheme.fprop
     if spec.saved != "full" or spec.saves_raw_input or fprop.left.block_rows != 1 or not x.numel():
         return None, None
-    folds = expected_kernel("wgrad", spec, x, dtype=dtype) == "fp8"
-    if in_any_form and folds and kernel == "fp8" and fast.folds_input(spec.scheme, has_bias):
-        return fast.fold_input(x, dtype, state)
+    experts = of_experts is not None
+    folds = expected_kernel("wgrad", spec, x, dtype=of_experts or dtype, experts=experts) == "fp8"
+    if in_any_form and folds and not experts and fast.folds_input(spec.scheme, has_bias, kernel):
+        return fast.fold_input(kernel, x, dtype, state)
     if fprop.left.rounding != "nearest" or fprop.rotation is not None:
         return None, None
     if in_any_form and folds and x.element_size() <= dtype.itemsize:
         return None, SavedInput(None, (x,), SavedRecord("input", dtype))
-    if kernel == "fp8" and x.dtype == dtype:
-        left, values = fast.input_with_values(x, has_bias, state)
+    if x.dtype == dtype:
+        whole = not experts and fast.whole_rows(spec.scheme, has_bias)
+        left, values = fast.input_with_values(kernel, x, whole, state)
         return left, SavedInput(None, (values,), SavedRecord("full", dtype))
     return None, None
 
@@ -275,13 +285,14 @@ def linear_backward(
                 grad_x = grouped.grad_x(grad, weight, reused, groups, state)
         grad_x = grad_x.to(record.input_dtype)
     if needs[1]:
-        if grad_weight is None and groups is None:
+        if grad_weight is None:
             values = saved_rows()
             if record.saved.form == "input":
-                values = input_operand(values, record.saved.dtype, state)
-            grad_weight = dense.grad_weight(rows, values, weight.shape[-1], spec, rng, left_t)
-        elif grad_weight is None:
-            grad_weight = grouped.grad_weight(grad, saved_rows(), weight, groups, state)
+                values = input_operand(values, record.saved.dtype, state, groups)
+            if groups is None:
+                grad_weight = dense.grad_weight(rows, values, weight.shape[-1], spec, rng, left_t)
+            else:
+                grad_weight = grouped.grad_weight(grad, values, weight, groups, state)
         grad_weight = grad_weight.to(weight.dtype)
     if needs[2] and groups is None:
         grad_bias = rows.sum(dim=0).to(record.bias_dtype)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends.select import dequantize
-from ..numerics import MXFP4Tensor, dequantize_e4m3, quantize_e4m3
+from ..backends.select import dequantize, dequantize_e4m3, quantize_e4m3
+from ..numerics import MXFP4Tensor
 from ..numerics.fold import FoldedOperand
 from .groups import Groups
 from .operands import input_operand, packed_input
@@ -97,7 +97,7 @@ def save_input(
         return SavedInput(operand, (), SavedRecord("full", dtype))
     saved = x if spec.saves_raw_input else operand
     if spec.saved == "fp8":
-        return SavedInput(operand, quantize_e4m3(saved), SavedRecord("fp8", saved.dtype))
+        return SavedInput(operand, quantize_e4m3(saved, spec.backend), SavedRecord("fp8", saved.dtype))
     return SavedInput(operand, (saved,), SavedRecord("full", saved.dtype))
 
 

@@ -2,13 +2,13 @@
 """Triton kernels for MXFP4. Needs torch and triton only, and imports neither before a function is called.
 
 [`fake_quantize`] gives the MXFP4 values of a tensor, [`quantize`] their codes and scale bytes, each with a ``_both``
-for a matrix and its transpose from one read; [`dequantize`] gives the values of codes; [`supports`] says beforehand
-whether a dtype and scheme are covered. [`fold_e4m3`] and [`fold_e4m3_both`] give the operands of FP8 products,
-[`quantize_e4m3`] those of output gradients, [`fake_quantize_e4m3`] their values, both with a ``_both`` too, and
-[`matmul_e4m3`] and [`matmul_mxf4`] the products. For the experts of a mixture, [`grouped_matmul`],
-[`grouped_matmul_packed`], [`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and [`grouped_sum`]
-compute those of all experts in one launch. [`linear_w4a16`] multiplies with a packed weight, and
-[`plan_linear_w4a16`] says how.
+for a matrix and its transpose from one read, [`quantize_with_values`] both of these; [`dequantize`] gives the values of
+codes; [`supports`] says beforehand whether a dtype and scheme are covered. [`fold_e4m3`] and [`fold_e4m3_both`] give
+the operands of FP8 products, [`quantize_e4m3`] those of output gradients, [`fake_quantize_e4m3`] their values, both
+with a ``_both`` too; [`quantize_e4m3_rows`] and [`dequantize_e4m3`] are for rows that are kept in FP8; [`matmul_e4m3`]
+and [`matmul_mxf4`] give the products. For the experts of a mixture, [`grouped_matmul`], [`grouped_matmul_packed`],
+[`grouped_matmul_e4m3`], [`grouped_wgrad`], [`grouped_wgrad_e4m3`] and [`grouped_sum`] compute those of all experts in
+one launch. [`linear_w4a16`] multiplies with a packed weight, and [`plan_linear_w4a16`] says how.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ if typing.TYPE_CHECKING:
 #: Functions of other modules -> the modules, which import torch and Triton.
 _LAZY = {
     "autotune": "common.autotune",
+    "dequantize_e4m3": "e4m3.fp8",
     "fake_quantize_e4m3": "e4m3.fp8",
     "fake_quantize_e4m3_both": "e4m3.fp8_both",
     "fold_e4m3": "e4m3.fold",
     "fold_e4m3_both": "e4m3.fold",
+    "grouped_fake_quantize_e4m3": "e4m3.experts",
+    "grouped_fold_e4m3": "e4m3.experts",
     "grouped_matmul": "gemm.grouped.matmul",
     "grouped_matmul_e4m3": "gemm.grouped.e4m3",
     "grouped_matmul_packed": "gemm.grouped.packed",
+    "grouped_quantize_e4m3": "e4m3.experts",
     "grouped_sum": "gemm.grouped.matmul",
     "grouped_wgrad": "gemm.grouped.matmul",
     "grouped_wgrad_e4m3": "gemm.grouped.e4m3",
@@ -54,6 +58,7 @@ _LAZY = {
     "plan_linear_w4a16": "gemm.decode_plan",
     "quantize_e4m3": "e4m3.fp8",
     "quantize_e4m3_both": "e4m3.fp8_both",
+    "quantize_e4m3_rows": "e4m3.fp8",
 }
 
 __all__ = [
@@ -64,6 +69,7 @@ __all__ = [
     "fake_quantize_with_macro",
     "quantize",
     "quantize_both",
+    "quantize_with_values",
     "supports",
     *_LAZY,
 ]
@@ -258,6 +264,24 @@ def quantize(
 
     side = checked_side(x, x.shape[-1], rounding, seed, rotation, signs)
     return launch.quantize(x, scheme, side, converts)
+
+
+def quantize_with_values(
+    x: torch.Tensor,
+    *,
+    scale_rule: str = "rceil",
+    macro_block: int | str | None = None,
+    macro_search: str = "static",
+) -> tuple[Packed, torch.Tensor]:
+    """``quantize(x, ...)`` and ``fake_quantize(x, ...)``, rounded to nearest, from one read of ``x``.
+
+    Arguments and errors as in [`fake_quantize`].
+    """
+    scheme = _scheme(scale_rule, macro_block, macro_search, None, 1, "nearest")
+    check_input("quantize_with_values", x, 1)
+    from .quantization import launch
+
+    return launch.quantize_with_values(x, scheme)
 
 
 def quantize_both(

@@ -140,6 +140,10 @@ def _products(inputs: _Inputs) -> dict[str, Callable[[], Any]]:
         "fold/random": lambda: fold(x, rounding="stochastic", seed=3, rotation=16),
         "fold/both": lambda: mxfp4_kernels.fold_e4m3_both(x),
         "fold/both reused": lambda: mxfp4_kernels.fold_e4m3_both(x, columns="reused"),
+        "fold/across beside codes": lambda: mxfp4_kernels.fold_e4m3_both(x, columns="reused", rows="codes"),
+        "quantize/with values": lambda: mxfp4_kernels.quantize_with_values(x, macro_block=128),
+        "fold/kept": lambda: mxfp4_kernels.quantize_e4m3_rows(x),
+        "fold/kept values": lambda: mxfp4_kernels.dequantize_e4m3(*mxfp4_kernels.quantize_e4m3_rows(x), BF16),
         "fold/gradient": lambda: mxfp4_kernels.quantize_e4m3(x),
         "fold/gradient columns": lambda: mxfp4_kernels.quantize_e4m3(x, axis=0),
         "fold/gradient both": lambda: mxfp4_kernels.quantize_e4m3_both(x),
@@ -196,6 +200,8 @@ def _experts(inputs: _Inputs) -> dict[str, Callable[[], Any]]:
         "grouped_e4m3/128": lambda: e4m3(128),
         "grouped_e4m3/row": lambda: e4m3("row"),
         "grouped_e4m3/wgrad": wgrad_e4m3,
+        "grouped_e4m3/values": lambda: mxfp4_kernels.grouped_fake_quantize_e4m3(left, ends),
+        "grouped_e4m3/input": lambda: mxfp4_kernels.grouped_fold_e4m3(right, ends),
     }
     return found | {f"grouped_packed/{name}": partial(packed, options) for name, options in _PACKED.items()}
 

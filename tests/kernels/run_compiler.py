@@ -63,6 +63,7 @@ VARIANTS = {
         True,
     ),
     "by bytes": ("fake_quantize_by_macro", torch.bfloat16, Scheme("rceil", 128, "given"), FLAT, "i32", True),
+    "quantize with values": ("quantize_with_values", torch.bfloat16, Scheme("rceil", 128), FLAT, "i32", True),
     "both odd huge": ("fake_quantize_both", torch.float16, Scheme("even"), BOTH, "i64", False, PLAIN, PLAIN),
 }
 _INPUTS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*i16"}
@@ -89,7 +90,8 @@ def compile_variant(
     sides = Sides((side or PLAIN).constants, side_t.constants)
     constants = {"SCHEME": scheme_constants, "SIDE": sides.rows, "SIDES": sides, "BY_ROWS": side is not None}
     constants |= dict(zip(("TILE", "STRIP") if both else ("ROWS", "COLS"), tile, strict=True))
-    constants |= {"alpha": None} if packs else {}
+    values = not packs or name.endswith("values")
+    constants |= {} if values else {"alpha": None}
     packed = PackedPointers(
         codes="*u8",
         scale="*u8",
@@ -97,15 +99,16 @@ def compile_variant(
         residual_codes=None if scheme.outlier_fallback is None else "*u8",
         residual_scale=None if scheme.outlier_fallback is None else "*u8",
     )
-    out, row_bytes = (packed, RowBytes(*[size] * 3)) if packs else (_OUTPUTS[dtype], None)
+    row_bytes = RowBytes(*[size] * 3) if packs else None
+    out = _OUTPUTS[dtype] if values else packed if both else None
     signs = tuple("*fp32" if one is not None and one.signs is not None else None for one in (side, side_t))
     types = dict.fromkeys(_SMALL, "i32") | {
         "x_ptr": _INPUTS[dtype],
-        "macro": MacroBytes("*u8", size) if name.endswith("macro") else None,
+        "macro": MacroBytes("*u8", size) if name.endswith(("macro", "values")) else None,
         "out_ptr": _OUTPUTS[dtype],
         "out": None if both and side is None else out,
         "out_t": out,
-        "packed": packed,
+        "packed": packed if packs or name == "dequantize" else None,
         "signs_ptr": signs[0],
         "signs": signs,
         "n_rows": size,

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from run_interpreted import adversarial_rows
 
 import mxfp4_kernels
@@ -60,6 +61,7 @@ def cases() -> Iterator[Case]:
     yield "words", data((5, 270), torch.bfloat16, 4), plain | {"scale_rule": "floor"}
     yield "words", data((20, 134), torch.bfloat16, 5), plain | {"macro_block": 128}
     yield "words", data((3, 130), torch.bfloat16, 6), plain | {"macro_block": 128}
+    yield "words of whole blocks", data((37, 160), torch.bfloat16, 7), plain
     yield "no rows", wide[:0], plain
     yield "no columns", wide[:, :0], plain
     yield "one row of many tiles", data((1, 2300), torch.bfloat16, 2), plain
@@ -82,14 +84,14 @@ def wrong_parts(actual, expected: numerics.FoldedOperand) -> list[str]:
 
 def compare() -> dict:
     report = {"cases": 0, "mismatches": [], "inexact": 0, "nan": 0, "pairs": 0}
-    in_pairs = fold._in_pairs
+    in_pairs = fold.in_pairs
 
     def counted(*arguments) -> bool:
         found = in_pairs(*arguments)
         report["pairs"] += found
         return found
 
-    fold._in_pairs = counted
+    fold.in_pairs = counted
     for label, x, options in cases():
         on_device = x.to(DEVICE)
         plain = options["macro_block"] is None
@@ -115,7 +117,7 @@ def compare() -> dict:
         if plain:
             report["mismatches"] += [f"{label} {options}: {what}" for what in reused(x, row) + fp8(x)]
         report["cases"] += 1
-    report["mismatches"] += values()
+    report["mismatches"] += values() + of_experts()
     # Columns of several parts, the last of one row; rows of several tiles.
     long = data((1025, 20), torch.bfloat16, 2)
     report["mismatches"] += [f"long {what}" for what in fp8(long) + fp8(data((2, 9000), torch.float32, 1))]
@@ -137,6 +139,11 @@ def reused(x: torch.Tensor, tensor: numerics.MXFP4Tensor) -> list[str]:
         x.to(DEVICE), columns="reused", rows=False, scale_rule=tensor.scheme.scale_rule.value
     )
     wrong += [f"{part} alone" for part in wrong_parts(alone, expected)] + ["rows"] * (none is not None)
+    packed, beside = mxfp4_kernels.fold_e4m3_both(
+        x.to(DEVICE), columns="reused", rows="codes", scale_rule=tensor.scheme.scale_rule.value
+    )
+    wrong += [f"{part} beside codes" for part in wrong_parts(beside, expected)]
+    wrong += [part for part in ("codes", "scale") if not same(getattr(packed, part), getattr(tensor, part))]
     wrong += ["counter alone"] * (int(alone.n_inexact) != int(expected.n_inexact))
     return [f"reused {part}" for part in wrong] + ["reused counter"] * (int(rows.n_inexact) != n_inexact)
 
@@ -156,7 +163,18 @@ def fp8(x: torch.Tensor) -> list[str]:
         wrong += [] if ok else [f"fp8 axis {axis}"]
         values = mxfp4_kernels.fake_quantize_e4m3(matrix.to(DEVICE) if axis else x.to(DEVICE).T)
         wrong += [] if same(values, numerics.fake_quantize_e4m3(matrix)) else [f"values of fp8 axis {axis}"]
-    return wrong + (fp8_of_both(x) if x.numel() else [])
+    return wrong + kept_fp8(x) + (fp8_of_both(x) if x.numel() else [])
+
+
+def kept_fp8(x: torch.Tensor) -> list[str]:
+    """Rows with their scale bytes, and back."""
+    stored, wanted = mxfp4_kernels.quantize_e4m3_rows(x.to(DEVICE)), numerics.quantize_e4m3(x)
+    names = ("elements", "bytes")
+    wrong = [f"kept fp8: {n}" for n, *pair in zip(names, stored, wanted, strict=True) if not same(*pair)]
+    for dtype in DTYPES:
+        values = mxfp4_kernels.dequantize_e4m3(*stored, dtype)
+        wrong += [] if same(values, numerics.dequantize_e4m3(*wanted, dtype)) else [f"kept fp8 as {dtype}"]
+    return wrong
 
 
 def fp8_of_both(x: torch.Tensor) -> list[str]:
@@ -173,6 +191,51 @@ def fp8_of_both(x: torch.Tensor) -> list[str]:
         ok &= found.scale.t().is_contiguous() and bool(((padding == 0) | (byte == 255)).all())
         wrong += [] if ok else [f"fp8 of both, {name}"]
         wrong += [] if same(value, numerics.fake_quantize_e4m3(matrix)) else [f"values of fp8 of both, {name}"]
+    return wrong
+
+
+def of_experts() -> list[str]:
+    """Along the tokens of each expert: E4M3 of its columns and their values, and MXFP4 values folded."""
+    wrong = []
+    for number, (counts, columns, dtype) in enumerate(
+        (
+            ((3, 0, 130, 1), 96, torch.bfloat16),
+            ((0, 5), 300, torch.float32),
+            # More slots than are looked at together, and the last expert without rows.
+            ((128, 2100, 0), 34, torch.float16),
+        )
+    ):
+        x, ends = data((sum(counts), columns), dtype, number), torch.tensor(counts).cumsum(0, dtype=torch.int32)
+        given = x.to(DEVICE), ends.to(DEVICE)
+        rows, along, padded = mxfp4_kernels.grouped_quantize_e4m3(*given)
+        none, alone, _ = mxfp4_kernels.grouped_quantize_e4m3(*given, rows=False)
+        values, folded = mxfp4_kernels.grouped_fake_quantize_e4m3(*given), mxfp4_kernels.grouped_fold_e4m3(*given)
+        elements, byte = numerics.quantize_e4m3(x)
+        ok = (
+            same(rows.elements[:, :columns], elements) and same(rows.scale, numerics.decode_e8m0(byte)) and none is None
+        )
+        found, start, first, n_inexact = ["rows"] * (not ok), 0, 0, 0
+        for expert, count in enumerate(counts):
+            own, size = x[start : start + count], count + -count % 128
+            slots, tokens = slice(first // 128, (first + size) // 128), slice(first, first + size)
+            if count:
+                elements, byte = numerics.quantize_e4m3(own.t())
+                scale = numerics.decode_e8m0(byte).expand(-1, size // 128)
+                for name, part in (("", along), (" alone", alone)):
+                    padding = part.elements[:, first + count : first + size].cpu().float()
+                    ok = same(part.elements[:, first : first + count], elements) and same(part.scale[:, slots], scale)
+                    ok &= bool(((padding == 0) | (byte == 255)).all())
+                    found += [f"columns{name} of expert {expert}"] * (not ok)
+                ok = same(values[start : start + count], numerics.fake_quantize_e4m3(own.t()).t())
+                found += [f"values of expert {expert}"] * (not ok)
+                wanted = numerics.fold_across(numerics.quantize(F.pad(own, (0, 0, 0, size - count))))
+                n_inexact += int(wanted.n_inexact)
+                ok = same(folded.elements[:, tokens], wanted.elements) and same(folded.scale[:, slots], wanted.scale)
+                found += [f"folded of expert {expert}"] * (not ok)
+            start, first = start + count, first + size
+            found += [f"end of expert {expert}"] * (int(padded[expert]) != first)
+        found += ["counter"] * (int(folded.n_inexact) != n_inexact)
+        wrong += [f"experts {counts}, {dtype}: {part}" for part in found]
     return wrong
 
 
@@ -262,6 +325,11 @@ def rotated_and_stochastic() -> tuple[int, list[str]]:
     wanted = numerics.fold(tensor, 128), numerics.fold_across(tensor)
     for folded, one in zip(reused, wanted, strict=True):
         wrong += [f"reused stochastic: {part}" for part in wrong_parts(folded, one)]
+    packed, folded = mxfp4_kernels.fold_e4m3_both(
+        x.to(DEVICE), columns="reused", rows="codes", rounding=("stochastic", "nearest"), seed=(9, None)
+    )
+    wrong += [f"stochastic beside codes: {part}" for part in wrong_parts(folded, wanted[1])]
+    wrong += ["stochastic codes"] * (not same(packed.codes, tensor.codes))
     return count + 1, wrong
 
 

@@ -10,7 +10,14 @@ import sys
 import torch
 from ahead_of_time import compile_kernel, gpu_target
 
-from mxfp4_kernels.common.arguments import FoldBothLengths, FoldedPointers, FoldLengths, Sides
+from mxfp4_kernels.common.arguments import (
+    FoldBothLengths,
+    FoldedPointers,
+    FoldLengths,
+    PackedPointers,
+    RowBytes,
+    Sides,
+)
 from mxfp4_kernels.common.plan import PLAIN, Scheme, Side, scheme_constants
 from mxfp4_kernels.e4m3 import fold
 from mxfp4_kernels.e4m3.both_kernel import fold_both_kernel
@@ -116,6 +123,22 @@ VARIANTS = {
         {"REUSED": True, "PAIRS": True, "out": None},
         "i32",
     ),
+    "codes and across pairs": (
+        "fold_both",
+        torch.bfloat16,
+        Scheme(),
+        fold.both_plan(),
+        {"REUSED": True, "PAIRS": True, "out": PackedPointers("*i32", "*u8", None, None, None)},
+        "i32",
+    ),
+    "codes and across": (
+        "fold_both",
+        torch.bfloat16,
+        Scheme(),
+        fold.both_plan(),
+        {"REUSED": True, "out": PackedPointers("*u8", "*u8", None, None, None)},
+        "i32",
+    ),
     "both reused": ("fold_both", torch.bfloat16, Scheme(), fold.both_plan(), {"REUSED": True}, "i32"),
 }
 
@@ -126,7 +149,15 @@ def compile_variant(target, name: str, dtype, scheme: Scheme, plan, others: dict
     native = target.backend == "cuda" and target.arch >= 89 or target.arch == "gfx950"
     scheme_constant = scheme_constants(dtype, scheme, native=native)
     both = Sides(*(side.constants for side in sides))
-    constants = {"FP8": False, "REUSED": False, "PAIRS": False, "COLUMNS": False, "STEPS": 0, **tile, **others}
+    constants = {
+        "FP8": False,
+        "REUSED": False,
+        "PAIRS": False,
+        "COLUMNS": False,
+        "STEPS": 0,
+        **tile,
+        **others,
+    }
     constants |= {"SCHEME": scheme_constant, "SIDE": both.rows, "SIDES": both}
     adjacent = tile.get("ROWS") != 32 or scheme_constant.TILES
     strides = {"x_row_stride": size, "x_col_stride": 1} if adjacent else {"x_row_stride": 1, "x_col_stride": size}
@@ -134,6 +165,7 @@ def compile_variant(target, name: str, dtype, scheme: Scheme, plan, others: dict
     out = FoldedPointers("*i32" if constants["PAIRS"] else "*u8", "*fp32")
     across = FoldedPointers("*u8", "*fp32") if constants["REUSED"] else out
     out = constants.pop("out", out)
+    packs = isinstance(out, PackedPointers)
     lengths = FoldBothLengths(*[size] * 6, **strides) if name == "fold_both" else FoldLengths(*[size] * 3, **strides)
     types = dict.fromkeys(("col_tiles", *SEEDS), "i32") | {
         "x_ptr": INPUTS[dtype],
@@ -146,8 +178,10 @@ def compile_variant(target, name: str, dtype, scheme: Scheme, plan, others: dict
         "signs": signs,
         "n_rows": size,
         "lengths": lengths,
+        "row_bytes": RowBytes(size, size, size) if packs else None,
     }
     aligned = ["x_ptr", "values_ptr", "macro_ptr", "counter_ptr", "signs_ptr", "signs", *FoldedPointers._fields]
+    aligned += ["codes", "n_codes", "n_blocks"]
     if size == "i32":
         aligned += ["n_rows", *FoldBothLengths._fields]
     return compile_kernel(target, KERNELS[name], types, constants, {**options, "enable_fp_fusion": False}, aligned)

@@ -18,6 +18,8 @@ import hf_mxfp4.adapters  # noqa: F401  (makes PEFT know the layers)
 from benchmarks.gpu.model.gpus import GPUS
 from benchmarks.gpu.model.stub import cuda_of, stub_gpu
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights
+from hf_mxfp4.gemm import GemmSpec, GemmState, LayerRng, quantized_linear
+from hf_mxfp4.gemm.groups import Groups
 
 
 #: Trained layers by their names in the table.
@@ -30,7 +32,12 @@ TRAINED = {
     "w4a4g4": {"preset": "w4a4g4", "macro_block": None, "outlier_fallback": None},
     "w4a4g4, macro 128": {"preset": "w4a4g4", "macro_search": "hybrid", "outlier_fallback": None},
     "w4a4g4, default": {"preset": "w4a4g4"},
+    "w4a4, saved fp8": {"preset": "w4a4", "macro_block": None, "outlier_fallback": None, "saved_activations": "fp8"},
+    "w4a4, default, saved fp8": {"preset": "w4a4", "saved_activations": "fp8"},
 }
+#: One projection of experts, by their names in the table.
+EXPERTS = ("w4a4g8", "w4a4g8, macro 128", "w4a4g8, default", "w4a4g4")
+N_EXPERTS = 8
 TOKENS, SIZE = 1024, 512
 #: Linear layers of a decoder layer.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -69,6 +76,21 @@ class Launches:
         forward = self.of(lambda: layer(x))
         both = self.of(lambda: torch.autograd.grad(layer(x), (x, layer.weight), grad))
         assert both[: len(forward)] == forward
+        return {"forward": forward, "backward": both[len(forward) :]}
+
+    def experts(self, options):
+        """Forward, and both passes, of the product of all experts with rows that are sorted."""
+        spec = GemmSpec(MXFP4RLConfig(**options).gemms(), gemm_kernel="auto")
+        state = GemmState(spec, [LayerRng(0, f"experts.{number}") for number in range(N_EXPERTS)])
+        weight = self.empty(N_EXPERTS, SIZE, SIZE).requires_grad_()
+        x, grad = self.empty(TOKENS, SIZE).requires_grad_(), self.empty(TOKENS, SIZE)
+        ends = torch.empty(N_EXPERTS, dtype=torch.int32, device=self.device)
+
+        def product():
+            return quantized_linear(x, weight, None, state, Groups.of_ends(ends, TOKENS))
+
+        forward = self.of(product)
+        both = self.of(lambda: torch.autograd.grad(product(), (x, weight), grad))
         return {"forward": forward, "backward": both[len(forward) :]}
 
     def packed(self, preset):
@@ -128,6 +150,7 @@ def launches(gpu):
     with stub_gpu(gpu) as steps:
         run = Launches(steps, cuda_of(gpu))
         found = {name: run.trained(options) for name, options in TRAINED.items()}
+        found |= {f"experts, {name}": run.experts(TRAINED[name]) for name in EXPERTS}
         found |= {f"decode, packed {preset}": run.decoded(run.packed(preset)) for preset in ("w4a16", "w4a4")}
         found["decode, packed + LoRA"] = run.decoded(run.with_lora(run.packed("w4a16")))
         found["training, packed + LoRA"] = run.lora_trained()

@@ -88,8 +88,40 @@ def compare() -> dict:
         wrong = [part for part in PARTS if not same(getattr(found, part), getattr(expected, part))]
         mismatches += [f"{label}, {options}: {part}" for part in wrong]
         report.update(cases=1, elements=x.numel(), nan_blocks=int((expected.scale == 255).sum()))
-    found = both(launch)
-    return {"mismatches": mismatches + found.pop("mismatches"), **report, **found}
+    found, beside = both(launch), with_values(launch)
+    mismatches += found.pop("mismatches") + beside.pop("mismatches")
+    return {"mismatches": mismatches, **report, **found, **beside}
+
+
+def with_values(launch) -> dict:
+    """Codes and the values of these, by this kernel and by the one that takes any tensor."""
+    report, rng = {"mismatches": [], "pairs_with_values": 0, "with_values": 0}, torch.Generator().manual_seed(5)
+    run = launch._launch_pairs_values
+
+    def counted(*arguments):
+        report["pairs_with_values"] += 1
+        run(*arguments)
+
+    launch._launch_pairs_values = counted
+    maxima = magnitudes()
+    some = maxima if WHAT == "all" else maxima[torch.randperm(len(maxima), generator=rng)[:64]]
+    inputs = [near_the_largest(some[: len(some) // 8 * 8], rng).view(-1, 256)]
+    inputs += [adversarial_rows((5, 256), torch.bfloat16, 7, rng), adversarial_rows((3, 72), torch.float32, 8, rng)]
+    inputs += [adversarial_rows((3, 150), torch.bfloat16, 9, rng), inputs[1].float().half().t()[:64]]
+    schemes = [("rceil", None), ("floor", None), ("even", 32), ("rceil", 128), ("even", 256), ("mse", None)]
+    for x, (rule, macro) in itertools.product(inputs, schemes):
+        options = {
+            "scale_rule": rule,
+            "macro_block": macro,
+            "macro_search": "dynamic" if x.shape[1] == 72 else "static",
+        }
+        packed, values = mxfp4_kernels.quantize_with_values(x.to(DEVICE), **options)
+        expected = numerics.quantize(x, **options)
+        wrong = [part for part in PARTS if not same(getattr(packed, part), getattr(expected, part))]
+        wrong += ["values"] * (not same(values, numerics.fake_quantize(x, **options)))
+        report["mismatches"] += [f"with values, {list(x.shape)} {x.dtype} {options}: {part}" for part in wrong]
+        report["with_values"] += 1
+    return report
 
 
 def both(launch) -> dict:

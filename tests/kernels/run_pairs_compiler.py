@@ -14,6 +14,7 @@ from mxfp4_kernels.common.arguments import PackedPointers
 from mxfp4_kernels.common.plan import BLOCK, PAIRS_BOTH_STRIP, PAIRS_OPTIONS, PAIRS_TILE, Scheme, scheme_constants
 from mxfp4_kernels.quantization.pairs import quantize_pairs_kernel
 from mxfp4_kernels.quantization.pairs_both import quantize_pairs_both_kernel
+from mxfp4_kernels.quantization.pairs_values import pairs_values_kernel
 
 
 VARIANTS = {
@@ -26,6 +27,8 @@ VARIANTS = {
     "both": Scheme(),
     "both macro": Scheme("rceil", 128),
     "columns": Scheme("even"),
+    "values": Scheme(),
+    "values macro": Scheme("rceil", 128),
 }
 
 
@@ -40,6 +43,8 @@ def compile_variant(arch: str, name: str, converts: bool = False) -> dict:
     }
     aligned = ("x_ptr", *PackedPointers._fields)
     kernel = quantize_pairs_kernel
+    if name.startswith("values"):
+        kernel, types["values_ptr"], aligned = pairs_values_kernel, "*i32", (*aligned, "values_ptr")
     if name.startswith(("both", "columns")):
         sizes = ("n_rows", "n_cols", "row_stride")
         by_rows = name.startswith("both")

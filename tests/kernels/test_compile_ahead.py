@@ -16,7 +16,7 @@ FEW_HIP = ("quantize odd huge", "rotated far")
 #: Fused multiply-adds written out in the kernel, per element: two for each rounding to the grid.
 FMA_PER_PASS = 2
 ELEMENTS_PER_THREAD = 16
-VARIANTS = 30
+VARIANTS = 31
 #: Those that divide nothing.
 NO_DIVISION = (
     "plain",
@@ -43,6 +43,7 @@ NO_EXACT_DIVISION = (
     "quantize both",
     "quantize whole rows",
     "by bytes",
+    "quantize with values",
 )
 #: Those whose sizes promise nothing about alignment.
 ODD = ("float16 odd huge", "quantize odd huge", "dequantize odd huge", "both odd huge")

@@ -18,6 +18,8 @@ def test_interpreted_pairs_equal_eager_bit_for_bit(run_script):
     assert report["elements"] > 60_000 and report["nan_blocks"] > 50
     # Of axes that are whole blocks, and whole macro blocks where there are any: both at once, and columns alone.
     assert report["pairs_of_both"] == 2 * (4 + 4 + 2)
+    # Of bfloat16 in whole blocks and macro blocks, by five of six schemes.
+    assert (report["pairs_with_values"], report["with_values"]) == (2 * 5, 5 * 6)
 
 
 @pytest.mark.large
@@ -67,20 +69,26 @@ MOST = {
 #: For 32 elements along rows and 32 along columns, or the latter alone; that of `quantization/both.py` takes 3.3 times
 #: the time by the model.
 MOST |= {"both": (900, 535, 64), "both macro": (1220, 715, 80), "columns": (485, 320, 48)}
-FEW = ("plain", "macro", "macro fallback", "both")
+#: For 8 elements of a thread, whose values are written too; that of `quantization/rows.py` takes 337 with macro blocks.
+MOST |= {"values": (145, 82, 32), "values macro": (208, 110, 36)}
+FEW = ("plain", "macro", "macro fallback", "both", "values macro")
 
 
 @pytest.mark.parametrize(("arch", "names"), few_variants(FEW, "90", "80", "100", "120"))
 def test_cuda(run_script, arch, names):
     report = run_script("run_pairs_compiler.py", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 9)
+    assert len(report) == (len(names) or 11)
     for name, asm in report.items():
         ptx = asm["ptx"]
         assert "fma.rn.bf16x2" in ptx and "ftz" not in ptx.replace("rcp.approx.ftz.f32", ""), name
-        assert ("fma.rn.f16x2" in ptx) == ("macro" in name)
+        assert ("fma.rn.f16x2" in ptx) == ("macro" in name) and ("cvt.rn.bf16x2" in ptx) == (name == "values macro")
         if name in ("both", "both macro", "columns"):
             # Columns pass through shared memory, in their narrow type.
             assert "ld.global.v4.b32" in ptx and "st.global.v2.b32" in ptx and asm["shared"] <= 8192, name
+        elif name.startswith("values"):
+            # All in registers: 16 bytes in and out.
+            assert len(re.findall(r"(ld|st)\.global\.v4\.b32", ptx)) == 2, name
+            assert TRITON < (3, 7) or asm["shared"] == 0 and "bar.sync" not in ptx, name
         else:
             # Two loads of 16 bytes; nothing passes through shared memory, but the largest of four blocks in Triton 3.6.
             assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 2, name

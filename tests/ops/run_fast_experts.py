@@ -13,7 +13,8 @@ from factors import factors_config
 from torch import nn
 
 import mxfp4_kernels
-from hf_mxfp4.gemm import gemm_kernel_counts, group_by_expert, reset_gemm_kernel_counts
+from hf_mxfp4.gemm import gemm_kernel_counts, group_by_expert, linear, reset_gemm_kernel_counts
+from hf_mxfp4.gemm.tensor_cores import fast_grouped
 from hf_mxfp4.layers import MXFP4Experts, cached_weights
 from hf_mxfp4.numerics import FP8
 
@@ -145,6 +146,35 @@ def no_rows() -> bool:
     return out.shape == (0, HIDDEN) and x.grad.shape == x.shape and not layer.down_proj.grad.any()
 
 
+def saved_for_wgrad() -> dict[str, list[str]]:
+    """The forms in which an input is saved, and what of the results is not, to the bit, what it is when its quantized
+    values are saved, each read by a kernel of its own; last, of the gradient of the weight when its product is a dense
+    one after all."""
+    report, ways = {}, (linear._saved_operand, fast_grouped.gradients)
+    for name in ("w4a4g8 plain", "w4a4g8", "w4a4g4"):
+        forms, options = [], {**CONFIGS[name], "saved_activations": "full"}
+
+        def noted(*arguments, _forms=forms):
+            found = ways[0](*arguments)
+            _forms.append("values" if found[1] is None else found[1].record.form)
+            return found
+
+        linear._saved_operand = noted
+        found = results(ENGINE, torch.bfloat16, options, False)
+        fast_grouped.gradients = lambda *_: (None, None)
+        late = results(ENGINE, torch.bfloat16, options, False)["weight"]
+        linear._saved_operand = lambda *_: (None, None)
+        dense = results(ENGINE, torch.bfloat16, options, False)["weight"]
+        fast_grouped.gradients = ways[1]
+        plain = results(ENGINE, torch.bfloat16, options, False)
+        linear._saved_operand = ways[0]
+        wrong = [part for part in plain if not torch.equal(found[part], plain[part])]
+        report[name] = [*forms, *wrong, *["dense"] * (not torch.equal(late, dense))]
+    return report
+
+
 if __name__ == "__main__":
     found = {"experts": compare(WHAT != "few"), "folds": weights_are_folded_once(), "no rows": no_rows()}
+    if DEVICE == "cpu":
+        found["saved"] = saved_for_wgrad()
     print(json.dumps(found))

@@ -26,17 +26,23 @@ BROKEN = {
     "quantize": "quantize",
     "fake_quantize_both": "quantize",
     "quantize_both": "quantize",
+    "quantize_with_values": "quantize",
     "fake_quantize_with_macro": "quantize",
     "fake_quantize_by_macro": "quantize",
     "fake_quantize_e4m3": "quantize",
     "fake_quantize_e4m3_both": "quantize",
+    "quantize_e4m3_rows": "quantize",
     "dequantize": "dequantize",
+    "dequantize_e4m3": "dequantize",
     "linear_w4a16": "decode",
     "grouped_matmul": "experts",
     "grouped_wgrad": "experts",
     "grouped_sum": "experts",
     "grouped_matmul_packed": "packed experts",
+    "grouped_fake_quantize_e4m3": "experts",
     "fold_e4m3": "folds",
+    "grouped_fold_e4m3": "folds",
+    "grouped_quantize_e4m3": "folds",
     "fold_e4m3_both": "folds",
     "quantize_e4m3": "folds",
     "quantize_e4m3_both": "folds",
@@ -49,7 +55,7 @@ BROKEN = {
 
 
 def broken(function: Callable) -> Callable:
-    """The same with one value wrong: of bytes and E4M3 by the last bit, of others the largest by half of it."""
+    """The same with one value wrong: of bytes and E4M3 the first by a bit, of integers the last, or the largest one."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         found = function(*arguments, **options)
@@ -57,7 +63,9 @@ def broken(function: Callable) -> Callable:
         values = last if isinstance(last, torch.Tensor) else last[0]
         values = values if values.is_contiguous() else values.t()
         if values.element_size() == 1:
-            values.view(torch.uint8).view(-1)[-1] ^= 1
+            values.view(torch.uint8).view(-1)[0] ^= 1
+        elif not values.is_floating_point():
+            values.view(-1)[-1] += 1
         else:
             values.view(-1)[values.flatten().nan_to_num(0, 0, 0).abs().argmax()] *= 1.5
         return found

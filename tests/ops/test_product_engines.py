@@ -179,3 +179,10 @@ def test_all_engines_train_alike(run_script, what):
         "w4a4g8 plain, no bias": ["folded"] * 2,
         "random reuse": ["values"] * 2,
     }
+    # Beside codes for tensor cores that take these, with a bias too: for an FP8 product of Wgrad, or a dense one.
+    assert report["saved beside codes"] == {
+        "w4a4g8 plain": ["folded"] * 2,
+        "w4a4g8": ["full"] * 2,
+        "random reuse": ["folded"] * 2,
+        "random": ["values"] * 2,
+    }

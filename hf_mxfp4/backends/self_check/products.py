@@ -10,7 +10,7 @@ from ... import numerics
 from ...numerics import MXFP4Tensor, QuantScheme
 from .. import triton as kernels
 from .comparison import few, normal, product_problem
-from .quantizing import PARTS, on_device
+from .quantizing import PARTS, check_expert_gradients, on_device
 
 
 #: Calls of a product that is summed by several programs, which must all give the same bits.
@@ -70,7 +70,7 @@ def check_packed_experts(device: torch.device) -> str | None:
 
 
 def check_experts(device: torch.device) -> str | None:
-    """Products of experts with dense weights, forward and backward."""
+    """Products of experts with dense weights, forward and backward, and gradients in E4M3 for these."""
     n, k = few(72, 40, device), few(200, 72, device)
     for counts in ((3, 0, 5), (40, 0, few(150, 20, device))):
         x, grad, weight = normal(0, sum(counts), k), normal(1, sum(counts), n), normal(2, len(counts), n, k)
@@ -93,7 +93,7 @@ def check_experts(device: torch.device) -> str | None:
                     return wrong
         if of_weight[1].any() or of_bias[1].any():
             return "an expert without rows has a gradient"
-    return None
+    return check_expert_gradients(device)
 
 
 def ends_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:

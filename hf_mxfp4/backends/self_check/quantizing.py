@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the kernels that quantize, read back and fold: their bits against the definition on the CPU."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -38,8 +39,8 @@ def check_dequantize(device: torch.device) -> str | None:
 
 
 def check_folds(device: torch.device) -> str | None:
-    """Operands of FP8 products."""
-    return first_difference(_folded(device))
+    """Operands of FP8 products, also of those of experts."""
+    return first_difference(itertools.chain(_folded(device), _folded_experts(device)))
 
 
 def _quantized(device: torch.device) -> Iterator[Pair]:
@@ -66,6 +67,20 @@ def _quantized(device: torch.device) -> Iterator[Pair]:
             yield "macro bytes beside values", macro, expected
             found = kernels.fake_quantize_by_macro(there, expected.to(device), scheme, dtype)
             yield "values by macro bytes", found, values
+    # Two elements an instruction where the GPU has them, and one.
+    for scheme, dtype, n_cols in (
+        (_PLAIN, torch.bfloat16, 1056),
+        (_MACRO, torch.bfloat16, 1152),
+        (_MACRO, torch.float32, 200),
+    ):
+        x = of_all_sizes(10 + n_cols, few(33, 5, device), n_cols, dtype)
+        options = {"scale_rule": scheme.scale_rule.value, "macro_block": scheme.macro_block}
+        found, values = mxfp4_kernels.quantize_with_values(x.to(device), **options)
+        expected = numerics.quantize(x, **vars(scheme), axis=1)
+        yield f"codes beside values ({scheme})", found.codes, expected.codes
+        yield f"scales beside values ({scheme})", found.scale, expected.scale
+        yield f"macro bytes beside codes and values ({scheme})", found.macro, expected.macro
+        yield f"values beside codes ({scheme})", values, numerics.apply_scheme(x, scheme)
     x, rounded = of_all_sizes(3, few(130, 40, device), 200), QuantScheme("rceil", 128, rounding="stochastic")
     none = (None, None)
     rows, columns = kernels.fake_quantize_both(x.to(device), (_MACRO, rounded), (None, 7), none, none, x.dtype)
@@ -84,6 +99,10 @@ def _quantized(device: torch.device) -> Iterator[Pair]:
     x = of_all_sizes(8, few(140, 9, device), few(300, 40, device))
     there = x.to(device)
     yield "E4M3 values", kernels.fake_quantize_e4m3(there), numerics.fake_quantize_e4m3(x)
+    for name, found, expected in zip(
+        ("elements", "scale bytes"), kernels.quantize_e4m3(there), numerics.quantize_e4m3(x), strict=True
+    ):
+        yield f"E4M3 {name} of rows", found, expected
     rows, columns = kernels.fake_quantize_e4m3_both(there)
     yield "E4M3 values along rows", rows, numerics.fake_quantize_e4m3(x)
     yield "E4M3 values along columns", columns, numerics.fake_quantize_e4m3(x.t())
@@ -114,6 +133,14 @@ def _dequantized(device: torch.device) -> Iterator[Pair]:
     ):
         tensor = numerics.quantize(of_all_sizes(5, few(33, 5, device), n_cols, made), **vars(scheme), axis=1)
         yield f"values ({scheme})", kernels.dequantize(on_device(device, tensor), dtype), tensor.dequantize(dtype)
+    # Every element, with the scales of all sizes.
+    every = (
+        torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).expand(few(256, 32, device), 256)
+    )
+    byte = torch.linspace(0, 255, every.shape[0], device="cpu").to(torch.uint8)[:, None]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        found = kernels.dequantize_e4m3(every.to(device), byte.to(device), dtype)
+        yield f"values of E4M3 as {dtype}", found, numerics.dequantize_e4m3(every, byte, dtype)
 
 
 def _folded(device: torch.device) -> Iterator[Pair]:
@@ -131,6 +158,14 @@ def _folded(device: torch.device) -> Iterator[Pair]:
         yield from _parts(f"of both, axis {axis}", folded, numerics.fold(numerics.quantize(x, **macro, axis=axis), 128))
     reused = mxfp4_kernels.fold_e4m3_both(there, columns="reused")[1]
     yield from _parts("across rows", reused, numerics.fold_across(of_rows))
+    # Of whole blocks by pairs, and of rows with a rest.
+    for n_cols in (few(288, 32, device), few(300, 150, device)):
+        x = of_all_sizes(16, few(140, 9, device), n_cols)
+        found, across = mxfp4_kernels.fold_e4m3_both(x.to(device), columns="reused", rows="codes")
+        expected = numerics.quantize(x, axis=1)
+        yield f"codes beside {n_cols} columns", found.codes, expected.codes
+        yield f"scales beside {n_cols} columns", found.scale, expected.scale
+        yield from _parts(f"of {n_cols} columns beside codes", across, numerics.fold_across(expected))
     x = normal(7, few(40, 9, device), 300)
     elements, byte = numerics.quantize_e4m3(x)
     folded = mxfp4_kernels.quantize_e4m3(x.to(device))
@@ -142,6 +177,49 @@ def _folded(device: torch.device) -> Iterator[Pair]:
         padded = F.pad(elements.view(torch.uint8), (0, -matrix.shape[1] % 128))
         yield f"E4M3 elements of both, {name}", folded.elements.view(torch.uint8), padded
         yield f"their scales, {name}", folded.scale, numerics.decode_e8m0(byte).expand_as(folded.scale)
+
+
+def check_expert_gradients(device: torch.device) -> str | None:
+    """E4M3 values along the tokens of each expert."""
+    return first_difference(_expert_values(device))
+
+
+def _experts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[slice]]:
+    """Rows of experts, of which one has none and one several slots; where they end; and those of each."""
+    x, counts = of_all_sizes(17, few(2500, 150, device), few(300, 34, device)), (3, 0, 5)
+    ends = torch.tensor((*counts, len(x) - sum(counts)), device="cpu").cumsum(0, dtype=torch.int32)
+    starts = [0, *ends.tolist()]
+    return x, ends.to(device), [slice(*pair) for pair in itertools.pairwise(starts)]
+
+
+def _expert_values(device: torch.device) -> Iterator[Pair]:
+    x, ends, experts = _experts(device)
+    values = kernels.grouped_fake_quantize_e4m3(x.to(device), ends)
+    for rows in experts:
+        yield f"E4M3 values of rows {rows}", values[rows], numerics.fake_quantize_e4m3(x[rows].t()).t()
+
+
+def _folded_experts(device: torch.device) -> Iterator[Pair]:
+    import mxfp4_kernels
+
+    x, ends, experts = _experts(device)
+    there, first = x.to(device), 0
+    by_row, along, padded = mxfp4_kernels.grouped_quantize_e4m3(there, ends)
+    folded = mxfp4_kernels.grouped_fold_e4m3(there, ends)
+    elements, byte = numerics.quantize_e4m3(x)
+    yield "E4M3 elements of experts, rows", by_row.elements[:, : x.shape[1]], elements
+    yield "their scales", by_row.scale, numerics.decode_e8m0(byte)
+    for rows in experts:
+        own = F.pad(x[rows], (0, 0, 0, -len(x[rows]) % 128))
+        tokens, slots = slice(first, first + len(own)), slice(first // 128, (first + len(own)) // 128)
+        elements, byte = numerics.quantize_e4m3(own.t())
+        yield f"E4M3 elements along rows {rows}", along.elements[:, tokens], elements
+        yield f"their scales, {rows}", along.scale[:, slots], numerics.decode_e8m0(byte).expand(-1, len(own) // 128)
+        if len(own):
+            wanted, first = numerics.fold_across(numerics.quantize(own)), first + len(own)
+            yield f"elements folded along rows {rows}", folded.elements[:, tokens], wanted.elements
+            yield f"their scales along rows {rows}", folded.scale[:, slots], wanted.scale
+    yield "the last token", padded[-1:].cpu(), torch.tensor([first], dtype=torch.int32, device="cpu")
 
 
 def _parts(name: str, found, expected: numerics.FoldedOperand) -> Iterator[Pair]:

@@ -52,23 +52,27 @@ def forward(
     return out, right.macro if state.spec.scheme.fprop.right.macro_search == "dynamic" else None
 
 
-def fold_input(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> tuple[Any, SavedInput]:
-    """The operands of an input ``[..., K]`` in the forward product and in Wgrad, which takes the same values along the
-    tokens, from one read of it: the first, and the second as it is saved until then."""
-    rows, columns = _reused(x.reshape(-1, x.shape[-1]), "x", state)
+def fold_input(kernel: str, x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> tuple[Any, SavedInput]:
+    """The operands of an input ``[..., K]`` in the forward product, of this kernel, and in Wgrad, an FP8 product that
+    takes the same values along the tokens, from one read of it: the first, and the second as it is saved until then."""
+    rows, columns = _reused(x.reshape(-1, x.shape[-1]), "x", state, "codes" if kernel == "mxfp4" else True)
     record = SavedRecord("folded", dtype, rows=columns.length)
     return rows, SavedInput(None, (columns.elements, columns.scale), record)
 
 
-def input_with_values(x: torch.Tensor, has_bias: bool, state: GemmState) -> tuple[Any, torch.Tensor]:
-    """The operand of an input ``[..., K]`` in a forward product on FP8 tensor cores, and its quantized values, from one
-    read of it."""
+def input_with_values(kernel: str, x: torch.Tensor, whole: bool, state: GemmState) -> tuple[Any, torch.Tensor]:
+    """The operand of an input ``[..., K]`` in a forward product of this kernel, by whole rows or not, and its quantized
+    values, from one read of it."""
     import mxfp4_kernels
 
     precision = state.spec.scheme.fprop.left
+    if kernel == "mxfp4":
+        matrix = x.reshape(-1, x.shape[-1])
+        packed, values = mxfp4_kernels.quantize_with_values(matrix, **scheme_options(precision, tiles=False))
+        return packed, values.view(x.shape)
     folded = mxfp4_kernels.fold_e4m3(
         x,
-        group="row" if whole_rows(state.spec.scheme, has_bias) else _GROUP,
+        group="row" if whole else _GROUP,
         counter=inexact_counter(x.device),
         values=True,
         **scheme_options(precision),
@@ -141,9 +145,9 @@ def quantized_across(kernel: str, matrix: torch.Tensor, gemm: str, name: str, st
     return _reused(matrix, name, state, rows=False)[1]
 
 
-def _reused(matrix: torch.Tensor, name: str, state: GemmState, rows: bool = True) -> tuple[Any, Any]:
-    """``matrix`` quantized as in the forward product, folded along its rows (if these are wanted), and along its
-    columns."""
+def _reused(matrix: torch.Tensor, name: str, state: GemmState, rows: bool | str = True) -> tuple[Any, Any]:
+    """``matrix`` quantized as in the forward product, folded along its rows (if they, or their ``"codes"``, are wanted)
+    and along its columns."""
     import mxfp4_kernels
 
     precision = _precision(state.spec.scheme.fprop, "fprop", name)
@@ -188,10 +192,11 @@ def whole_rows(scheme: LinearScheme, has_bias: bool = False) -> bool:
     return plain and not folds_input(scheme, has_bias)
 
 
-def folds_input(scheme: LinearScheme, has_bias: bool) -> bool:
-    """Whether an input is folded for the forward product and for Wgrad at once ([`fold_input`]) where both are FP8
-    products. Not with a bias, which PyTorch's product adds to sums of whole rows alone."""
-    return scheme.wgrad.right is REUSE and scheme.wgrad.left is not FULL and not has_bias
+def folds_input(scheme: LinearScheme, has_bias: bool, kernel: str = "fp8") -> bool:
+    """Whether an input is folded for Wgrad as the operand of the forward product, of this kernel, is made
+    ([`fold_input`]) where the former is an FP8 product. Not with a bias where both are, which PyTorch's product adds to
+    sums of whole rows alone."""
+    return scheme.wgrad.right is REUSE and scheme.wgrad.left is not FULL and not (has_bias and kernel == "fp8")
 
 
 def _precision(product: GemmScheme, gemm: str, name: str) -> OperandScheme:

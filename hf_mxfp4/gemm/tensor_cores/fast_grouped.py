@@ -6,12 +6,12 @@ other, each expert's padded to whole groups, so that no group belongs to two.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ...numerics import FP8, decode_e8m0, e4m3_scale_byte
+from ...numerics import FP8, REUSE
 from ..counts import count_weight
 from ..groups import Groups, PaddedRows
 from ..operands import rows_first
@@ -32,13 +32,15 @@ def forward(
     dtype: torch.dtype,
     groups: Groups,
     state: GemmState,
+    left: Any = None,
 ) -> torch.Tensor:
     """``Q(x) Q(W_e)^T + b_e`` for the rows of each expert, ``[S, N]``. No count of rows is read back.
 
     Args:
         weight: the master weights ``[E, N, K]``, or ``[E, K, N]`` if the layer's are transposed.
+        left: the operand that has been made of ``x``, if it has.
     """
-    left = quantized("fp8", x, "fprop", "x", state)
+    left = quantized("fp8", x, "fprop", "x", state) if left is None else left
     right = state.folded.get(weight, weight.dtype, lambda: _fold_weight(rows_first(weight.detach(), state), state))
     return multiply_rows(left, right, groups.offsets(x.device), dtype, bias)
 
@@ -60,33 +62,57 @@ def gradients(
         saved: gives what was saved of the input, ``[S, K]``.
         dgrad, wgrad: the kernels of both.
     """
-    padded = PaddedRows(groups, _GROUP, grad.device) if wgrad != "dense" else None
-    by_row, by_column, rows = _grad_operands(grad, dgrad, wgrad, groups, padded, state)
+    offsets = groups.offsets(grad.device)
+    by_row, by_column, rows, tokens = _grad_operands(grad, dgrad, wgrad, groups, state)
     grad_x = grad_weight = None
     if by_row is not None:
         right = _fold_across(rows_first(weight.detach(), state), state)
-        grad_x = multiply_rows(by_row, right, groups.offsets(grad.device), grad.dtype, rows=rows)
+        grad_x = multiply_rows(by_row, right, offsets, grad.dtype, rows=rows)
     if by_column is not None:
-        right = along_tokens("x", saved(), groups, padded, state)
+        right = _input_along_tokens(saved(), groups, tokens, state)
         left, right = (right, by_column) if state.spec.transposed else (by_column, right)
-        grad_weight = multiply_tokens(left, right, padded.offsets, weight.dtype)
+        grad_weight = multiply_tokens(left, right, tokens.offsets, weight.dtype)
     return grad_x, grad_weight
 
 
+class _Tokens(NamedTuple):
+    """The tokens of operands of Wgrad.
+
+    Attributes:
+        offsets: where those of each expert end, with the padding.
+        rows: what pads rows to them, where it is at hand.
+    """
+
+    offsets: torch.Tensor
+    rows: PaddedRows | None = None
+
+
 def _grad_operands(
-    grad: torch.Tensor, dgrad: str, wgrad: str, groups: Groups, padded: PaddedRows | None, state: GemmState
-) -> tuple[Any, Any, torch.Tensor | None]:
-    """The output gradient along N and along the tokens, `None` where that product is dense; and where the rows are in
-    the first, `None` where they are as they were."""
+    grad: torch.Tensor, dgrad: str, wgrad: str, groups: Groups, state: GemmState
+) -> tuple[Any, Any, torch.Tensor | None, _Tokens | None]:
+    """The output gradient along N and along the tokens, `None` where that product is dense; where the rows are in the
+    first, `None` where they are as they were; and the tokens of the second."""
     import mxfp4_kernels
 
     left, right = state.spec.scheme.dgrad.left, state.spec.scheme.wgrad.left
-    if dgrad == wgrad == "fp8" and left == right and left is not FP8 and left.block_rows == 1:
+    if wgrad == "fp8" and right is FP8:
+        with_rows = dgrad == "fp8" and left is FP8
+        offsets = groups.offsets(grad.device)
+        by_row, by_column, ends = mxfp4_kernels.grouped_quantize_e4m3(grad, offsets, rows=with_rows)
+        if dgrad == "fp8" and not with_rows:
+            by_row = quantized("fp8", grad, "dgrad", "grad", state)
+        return by_row, by_column, None, _Tokens(ends)
+    if wgrad != "fp8":
+        return quantized("fp8", grad, "dgrad", "grad", state) if dgrad == "fp8" else None, None, None, None
+    padded = PaddedRows(groups, _GROUP, grad.device)
+    tokens = _Tokens(padded.offsets, padded)
+    if dgrad == "fp8" and left == right and left.block_rows == 1:
         options = {**both_directions(grad, state), **scheme_options(left, tiles=False)}
         counter = inexact_counter(grad.device)
-        return *mxfp4_kernels.fold_e4m3_both(padded.pad(grad), counter=counter, **options), padded.places
+        both = mxfp4_kernels.fold_e4m3_both(padded.pad(grad), counter=counter, **options)
+        return *both, padded.places, tokens
     by_row = quantized("fp8", grad, "dgrad", "grad", state) if dgrad == "fp8" else None
-    return by_row, along_tokens("grad", grad, groups, padded, state) if wgrad == "fp8" else None, None
+    return by_row, quantized_across("fp8", padded.pad(grad), "wgrad", "grad", state), None, tokens
 
 
 def _fold_weight(stack: torch.Tensor, state: GemmState) -> Operand:
@@ -110,13 +136,17 @@ def _fold_across(stack: torch.Tensor, state: GemmState) -> Operand:
     return _apart(quantized_across("fp8", matrix.t(), "dgrad", "weight", state), n_experts, n_columns)
 
 
-def along_tokens(name: str, rows: torch.Tensor, groups: Groups, padded: PaddedRows, state: GemmState) -> Any:
-    """An operand of Wgrad ``[S, D]``, padded and folded along its rows: ``[D, padded S]``."""
-    if name == "x" or state.spec.scheme.wgrad.left is not FP8:
-        return quantized_across("fp8", padded.pad(rows), "wgrad", name, state)
-    scale = expert_scales(rows, groups)
-    elements = padded.pad((rows.detach().float() / groups.per_row(scale)).to(torch.float8_e4m3fn).view(torch.uint8))
-    return Operand(elements.t().contiguous().view(torch.float8_e4m3fn), padded.blocks(scale).t())
+def _input_along_tokens(rows: torch.Tensor, groups: Groups, tokens: _Tokens, state: GemmState) -> Any:
+    """The input ``[S, K]`` in Wgrad, along its rows and padded: ``[K, padded S]``."""
+    import mxfp4_kernels
+
+    scheme = state.spec.scheme
+    if scheme.wgrad.right is REUSE:
+        precision, offsets = scheme.fprop.left, groups.offsets(rows.device)
+        counter = inexact_counter(rows.device)
+        return mxfp4_kernels.grouped_fold_e4m3(rows, offsets, scale_rule=precision.scale_rule.value, counter=counter)
+    padded = tokens.rows or PaddedRows(groups, _GROUP, rows.device)
+    return quantized_across("fp8", padded.pad(rows), "wgrad", "x", state)
 
 
 def multiply_rows(
@@ -157,13 +187,3 @@ def _side_by_side(folded: Any, n_experts: int) -> Operand:
     """Of experts side by side: ``[B, E * A']`` as ``[E, B, A']``."""
     parts = (part.unflatten(1, (n_experts, -1)) for part in (folded.elements, folded.scale))
     return Operand(*(part.transpose(0, 1) for part in parts))
-
-
-def expert_scales(rows: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Float32 ``[E, D]``: the power of two by which [`hf_mxfp4.numerics.fake_quantize_e4m3`] divides each column of an
-    expert's rows ``[S, D]``."""
-    values = rows.detach().float()
-    experts = groups.per_row(torch.arange(groups.n_experts, device=rows.device))
-    amax = values.new_zeros(groups.n_experts, rows.shape[1])
-    amax.scatter_reduce_(0, experts[:, None].expand_as(values), values.abs(), "amax")
-    return decode_e8m0(e4m3_scale_byte(amax))

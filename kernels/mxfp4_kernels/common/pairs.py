@@ -114,6 +114,17 @@ def floats(words, F16: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def bfloat16_words(low, high, INTERPRETED: tl.constexpr):
+    """Words of two bfloat16, rounded to nearest from float32."""
+    if INTERPRETED:
+        return _bits(low.to(tl.float64), False) | (_bits(high.to(tl.float64), False) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def permute(a, b, SELECT: tl.constexpr, INTERPRETED: tl.constexpr):
     """Four bytes of eight, those of ``a`` and then of ``b``: the lowest is the one that the last hexadecimal digit of
     ``SELECT`` names."""

@@ -120,6 +120,24 @@ class Packed(NamedTuple):
         return Packed(*parts)
 
 
+def empty_packed(device: torch.device, shape: tuple[int, ...], scheme: Scheme) -> Packed:
+    """Of results of a shape."""
+
+    def empty(per_byte: int | None) -> torch.Tensor | None:
+        if per_byte is None:
+            return None
+        return torch.empty(*shape[:-1], -(-shape[-1] // per_byte), dtype=torch.uint8, device=device)
+
+    residual = scheme.outlier_fallback is not None
+    return Packed(
+        codes=empty(2),
+        scale=empty(BLOCK),
+        macro=empty(scheme.macro_block),
+        residual_codes=empty(2 if residual else None),
+        residual_scale=empty(BLOCK if residual else None),
+    )
+
+
 def checked_side(
     x: torch.Tensor, length: int, rounding: object, seed: object, rotation: object, signs: torch.Tensor | None
 ) -> Side:

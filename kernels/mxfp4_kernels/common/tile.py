@@ -104,9 +104,33 @@ def rounding_noise(x, at, random, DRAW: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def fake_tile(x, out_ptr, at, alpha, random, macro, SCHEME: tl.constexpr, SIDE: tl.constexpr):
+def _codes(q, byte):
+    """Packed E2M1 codes ``[..., 16]`` of grid values ``[..., 32]``, two in each, the even element's in the low half;
+    zero in blocks with NaN."""
+    bits = q.to(tl.int32, bitcast=True)
+    # Exponent and first mantissa bit; 0.5 is 252, 1 is 254, 6 is 259.
+    top = (bits >> 22) & 0x1FF
+    code = tl.maximum(top - 252, 0) + (top == 252).to(tl.int32) + ((bits >> 28) & 8)
+    code = tl.where(byte == NAN_BYTE, 0, code)
+    even, odd = tl.split(tl.reshape(code, [q.shape[0], q.shape[1], q.shape[2], 16, 2]))
+    return even | (odd << 4)
+
+
+@triton.jit
+def _store_codes(q, byte, codes_ptr, scale_ptr, at, row_bytes):
+    """Write codes and scale bytes of grid values."""
+    at_codes, at_blocks = offsets_of(q, 32, 16), offsets_of(q, 32, 1)
+    store(scale_ptr, at.rows, at.col_start // 32, at_blocks, at.n_rows, row_bytes.n_blocks, byte, False)
+    store(codes_ptr, at.rows, at.col_start // 2, at_codes, at.n_rows, row_bytes.n_codes, _codes(q, byte), False)
+
+
+@triton.jit
+def fake_tile(
+    x, out_ptr, at, alpha, random, macro, SCHEME: tl.constexpr, SIDE: tl.constexpr, packed=None, row_bytes=None
+):
     """Write the MXFP4 values of a tile (float32 ``x``) to its place in a contiguous matrix. ``macro`` are the macro
-    bytes that are read, or else written; `None` for neither."""
+    bytes that are read, or else written; `None` for neither. Codes and scale bytes go to ``packed`` as [`pack_tile`]
+    has them, if ``row_bytes`` are given: without macro bytes, and without a residual."""
     # Without a residual bfloat16 needs no exact quotient by a macro factor, (256 + m8) / 256. Values are 1 or 3 times a
     # power of two. The middle of two bfloat16 is an odd number from 33 to 511 times one, as no quotient is less than
     # 2**-129; times the factor it is never a value, hence off by 2**-18 of that at least. A reciprocal that errs by
@@ -128,6 +152,8 @@ def fake_tile(x, out_ptr, at, alpha, random, macro, SCHEME: tl.constexpr, SIDE: 
         store(macro.pointer, at.rows, start, offsets, at.n_rows, macro.n_macros, m8, False)
     noise = rounding_noise(x, at, random, 0, SIDE)
     q, byte = quantize_pass(z, amax_bits, noise, SIDE.STOCHASTIC, SCHEME)
+    if row_bytes is not None:
+        _store_codes(q, byte, packed.codes, packed.scale, at, row_bytes)
     scale = scale_value(byte)
     if short:
         scale = scale * (1.0 / factor)
@@ -162,38 +188,20 @@ def fake_tile(x, out_ptr, at, alpha, random, macro, SCHEME: tl.constexpr, SIDE: 
 
 
 @triton.jit
-def _codes(q, byte):
-    """Packed E2M1 codes ``[..., 16]`` of grid values ``[..., 32]``, two in each, the even element's in the low half;
-    zero in blocks with NaN."""
-    bits = q.to(tl.int32, bitcast=True)
-    # Exponent and first mantissa bit; 0.5 is 252, 1 is 254, 6 is 259.
-    top = (bits >> 22) & 0x1FF
-    code = tl.maximum(top - 252, 0) + (top == 252).to(tl.int32) + ((bits >> 28) & 8)
-    code = tl.where(byte == NAN_BYTE, 0, code)
-    even, odd = tl.split(tl.reshape(code, [q.shape[0], q.shape[1], q.shape[2], 16, 2]))
-    return even | (odd << 4)
-
-
-@triton.jit
 def pack_tile(x, out, at, row_bytes, random, SCHEME: tl.constexpr, SIDE: tl.constexpr):
     """Write codes ``[n_rows, n_codes]``, scale bytes ``[n_rows, n_blocks]`` and macro bytes ``[n_rows, n_macros]``, all
     contiguous, of a tile (float32 ``x``). Where rows share blocks, the bytes are written for each of them."""
-    rows, col_start, n_rows = at.rows, at.col_start, at.n_rows
-    n_codes, n_blocks = row_bytes.n_codes, row_bytes.n_blocks
     z, amax_bits, _, m8 = apply_macro(x, SCHEME, SCHEME.BF16 and SIDE.ROTATION == 0)
     if SCHEME.SEARCH != NO_MACRO:
+        start = at.col_start // SCHEME.MACRO
         at_macros = offsets_of(x, SCHEME.MACRO, 1)
-        store(out.macro, rows, col_start // SCHEME.MACRO, at_macros, n_rows, row_bytes.n_macros, m8, False)
-    at_codes = offsets_of(x, 32, 16)
-    at_blocks = offsets_of(x, 32, 1)
+        store(out.macro, at.rows, start, at_macros, at.n_rows, row_bytes.n_macros, m8, False)
     noise = rounding_noise(x, at, random, 0, SIDE)
     q, byte = quantize_pass(z, amax_bits, noise, SIDE.STOCHASTIC, SCHEME)
-    store(out.scale, rows, col_start // 32, at_blocks, n_rows, n_blocks, byte, False)
-    store(out.codes, rows, col_start // 2, at_codes, n_rows, n_codes, _codes(q, byte), False)
+    _store_codes(q, byte, out.codes, out.scale, at, row_bytes)
     if SCHEME.HAS_FALLBACK:
         residual = tl.where(byte == NAN_BYTE, 0.0, z - q * scale_value(byte))
         noise = rounding_noise(x, at, random, 1, SIDE)
         residual_bits = max_bits(residual, SCHEME.TILES)
         q, byte = quantize_pass(residual, residual_bits, noise, SIDE.STOCHASTIC, SCHEME)
-        store(out.residual_codes, rows, col_start // 2, at_codes, n_rows, n_codes, _codes(q, byte), False)
-        store(out.residual_scale, rows, col_start // 32, at_blocks, n_rows, n_blocks, byte, False)
+        _store_codes(q, byte, out.residual_codes, out.residual_scale, at, row_bytes)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix folded into E4M3 along its rows and along its columns, from one read of it. Tiles and arithmetic are in
-`e4m3/tile.py`; strips are as in `quantization/both.py`."""
+"""A matrix folded into E4M3 along its rows and its columns, or packed along its rows and folded along its columns, from
+one read of it. Tiles and arithmetic are in `e4m3/tile.py`; strips are as in `quantization/both.py`."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,9 @@ import triton.language as tl
 from ..common.arguments import Random, Tile
 from ..common.blocks import scale_value
 from ..common.elements import to_float
+from ..common.tile import pack_tile
 from ..quantization.both import transposed
-from .pairs import counted_of_rows, elements_of_rows, fold_columns, fold_rows
+from .pairs import codes_of_rows, counted_of_rows, elements_of_rows, fold_columns, fold_rows
 from .tile import base_of, blocks_of, count_inexact, elements_of, fold_tile, prepared
 
 
@@ -40,6 +41,7 @@ def fold_both_kernel(
     counter_ptr,
     signs,
     lengths,
+    row_bytes,
     col_tiles,
     seed_low,
     seed_high,
@@ -54,8 +56,9 @@ def fold_both_kernel(
     """What [`fold_tile`] writes for a matrix with any strides, and for its transpose ``[n_cols, n_rows]``. One program
     per 128 x 128 elements, which goes over them in strips: of rows, then of columns. With ``REUSED`` the transpose
     holds the values that were quantized along the rows, without macro factors, otherwise those of blocks along the
-    columns; then ``out`` may be `None`. Signs are a pair: of rows, then of columns. ``PAIRS`` is the way of
-    `e4m3/pairs.py`, with elements as int32 words where they are written along blocks."""
+    columns; then ``out`` may be `None`, or with ``row_bytes`` (otherwise `None`) it is `PackedPointers` for what
+    [`pack_tile`] writes of the rows. Signs are a pair: of rows, then of columns. ``PAIRS`` is the way of
+    `e4m3/pairs.py`, with elements and codes as int32 words where they are written along blocks."""
     # Triton 3.6 passes no part of a constant on, but a constant.
     SIDE: tl.constexpr = SIDES.rows
     SIDE_T: tl.constexpr = SIDES.columns
@@ -71,7 +74,18 @@ def fold_both_kernel(
     for strip in range(128 // STRIP):
         start = row_start + strip * STRIP
         rows = start + tl.arange(0, STRIP)[:, None, None, None]
-        if PAIRS and out is None:
+        # Triton 3.6 compares no bundle that has `None` in it with `None`.
+        if row_bytes is not None:
+            if PAIRS:
+                stride = lengths.x_row_stride
+                counted = codes_of_rows(x_ptr, out, start, col_start, n_rows, n_cols, stride, STRIP, SCHEME)
+            else:
+                at = Tile(rows, col_start, n_rows, lengths.length)
+                y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
+                _, _, counted, _ = blocks_of(y, noise, SIDE.STOCHASTIC, SCHEME)
+                pack_tile(y, out, at, row_bytes, random, SCHEME, SIDE)
+            top = tl.maximum(top, counted)
+        elif PAIRS and out is None:
             counted = counted_of_rows(x_ptr, start, col_start, n_rows, n_cols, lengths.x_row_stride, STRIP, SCHEME)
             top = tl.maximum(top, counted)
         elif PAIRS:

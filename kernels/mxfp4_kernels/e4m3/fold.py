@@ -9,17 +9,28 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..common.arguments import FoldBothLengths, FoldedPointers, FoldLengths, SchemeConstants, Sides
+from ..common.arguments import (
+    FoldBothLengths,
+    FoldedPointers,
+    FoldLengths,
+    PackedPointers,
+    RowBytes,
+    SchemeConstants,
+    Sides,
+)
 from ..common.checks import DTYPES, check_scheme, unsupported_dtype
 from ..common.plan import (
+    BLOCK,
     INTERPRETED,
     PLAIN,
+    Packed,
     Scheme,
     Side,
     as_stored,
     bits,
     check_device,
     checked_side,
+    empty_packed,
     has_pairs,
     launch,
     scheme_constants,
@@ -96,7 +107,7 @@ def fold_e4m3(
     check_device(x)
     n_rows, length = matrix.shape[0], side.padded(matrix.shape[1])
     out, scale = outputs(n_rows, length, group, x.device)
-    counter, found = _counter(counter, x.device), None
+    counter, found = counter_of(counter, x.device), None
     if values:
         if axis != 1 or side != PLAIN or block_rows != 1:
             raise ValueError("values=True needs axis=1, rounding='nearest', rotation=None and block_rows=1")
@@ -119,7 +130,7 @@ def fold_e4m3_both(
     x: torch.Tensor,
     *,
     columns: str = "requantized",
-    rows: bool = True,
+    rows: bool | str = True,
     scale_rule: str = "rceil",
     macro_block: int | None = None,
     macro_search: str = "static",
@@ -128,7 +139,7 @@ def fold_e4m3_both(
     rotation: tuple[int | None, int | None] = (None, None),
     signs: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     counter: torch.Tensor | None = None,
-) -> tuple[Folded | None, Folded]:
+) -> tuple[Folded | Packed | None, Folded]:
     """[`fold_e4m3`] by 128 along rows and along columns, from one read of ``x [M, K]``.
 
     Arguments and errors as there, those given as pairs for ``x`` and for its transpose.
@@ -137,7 +148,8 @@ def fold_e4m3_both(
         columns: ``"requantized"`` (blocks along the columns) or ``"reused"`` (the values that blocks along rows have,
             folded along the columns; without macro factors, which vary along the new contraction, without rotations,
             and rounded as along the rows).
-        rows: whether what is along the rows is wanted; otherwise the first result is `None`. Only with ``"reused"``.
+        rows: whether what is along the rows is wanted; otherwise the first result is `None`; or ``"codes"`` for what
+            [`mxfp4_kernels.quantize`] gives. These two only with ``"reused"``.
 
     Returns:
         Elements of ``[M, K]`` and of ``[K, M]``, rows padded as in [`fold_e4m3`]. They share one counter.
@@ -149,8 +161,13 @@ def fold_e4m3_both(
         raise ValueError("columns='reused' needs macro_block=None: macro factors vary along the columns' contraction")
     if columns == "reused" and (any(rotation) or rounding[1] != "nearest"):
         raise ValueError("columns='reused' needs rotation=(None, None), and takes the rounding of the rows")
+    codes = rows == "codes"
+    if not codes and not isinstance(rows, bool):
+        raise ValueError(f"{rows=} must be True, False or 'codes'")
     if not rows and columns != "reused":
         raise ValueError("rows=False needs columns='reused'; fold_e4m3 with axis=0 gives columns alone")
+    if codes and columns != "reused":
+        raise ValueError("rows='codes' needs columns='reused'")
     scheme = Scheme(scale_rule, macro_block, macro_search)
     matrix = matrix_of("fold_e4m3_both", x, 1, scheme)
     sides = [
@@ -161,15 +178,16 @@ def fold_e4m3_both(
     n_rows, n_cols = matrix.shape
     length, length_t = sides[0].padded(n_cols), sides[1].padded(n_rows)
     # Without rows what would take them is not made.
-    out, scale = outputs(n_rows if rows else 0, n_cols, GROUP, x.device)
+    out, scale = outputs(n_rows if rows and not codes else 0, n_cols, GROUP, x.device)
+    packed = empty_packed(x.device, (n_rows, n_cols), scheme) if codes else None
     out_t, scale_t = outputs(n_cols, n_rows, GROUP, x.device)
-    counter = _counter(counter, x.device)
+    counter = counter_of(counter, x.device)
     if matrix.numel():
         constants = scheme_constants(x.dtype, scheme, native=has_fp8(x.device))
         tile, options = both_plan(*sides)
         col_tiles = triton.cdiv(n_cols, GROUP)
         farthest = max(out.shape[1], out_t.shape[1])
-        pairs = sides == [PLAIN, PLAIN] and _in_pairs(matrix, scheme, farthest)
+        pairs = sides == [PLAIN, PLAIN] and in_pairs(matrix, scheme, farthest) and (n_cols % BLOCK == 0 or not codes)
         stored_as = torch.int32 if pairs else torch.uint8
         stored_across = torch.uint8 if columns == "reused" else stored_as
         if pairs and INTERPRETED:
@@ -177,11 +195,12 @@ def fold_e4m3_both(
             tile = {"STRIP": GROUP}
         arguments = (
             bits(matrix),
-            FoldedPointers(out.view(stored_as), scale.t()) if rows else None,
+            _pointers(packed, stored_as) if codes else FoldedPointers(out.view(stored_as), scale.t()) if rows else None,
             FoldedPointers(out_t.view(stored_across), scale_t.t()),
             counter,
             (sides[0].signs, sides[1].signs),
             FoldBothLengths(n_rows, n_cols, length, length_t, out.shape[1], out_t.shape[1], *matrix.stride()),
+            RowBytes(packed.codes.shape[1], *[packed.scale.shape[1]] * 2) if codes else None,
             col_tiles,
             *sides[0].halves,
             *sides[1].halves,
@@ -193,7 +212,14 @@ def fold_e4m3_both(
             "SIDES": Sides(sides[0].constants, sides[1].constants),
         }
         _run(fold_both_kernel, triton.cdiv(n_rows, GROUP) * col_tiles, x.device, arguments, tile, options)
-    return Folded(out, scale, counter, length) if rows else None, Folded(out_t, scale_t, counter, length_t)
+    columns_folded = Folded(out_t, scale_t, counter, length_t)
+    if codes:
+        return packed, columns_folded
+    return Folded(out, scale, counter, length) if rows else None, columns_folded
+
+
+def _pointers(packed: Packed, stored_as: torch.dtype) -> PackedPointers:
+    return PackedPointers(packed.codes.view(stored_as), packed.scale, None, None, None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -245,7 +271,7 @@ def _launch_groups(
 ) -> None:
     unit_columns = matrix.stride(1) == 1 or matrix.shape[1] == 1
     tile, options = groups_plan(unit_columns, constants.TILES)
-    pairs = side == PLAIN and values is None and _in_pairs(matrix if unit_columns else matrix.t(), scheme, out.shape[1])
+    pairs = side == PLAIN and values is None and in_pairs(matrix if unit_columns else matrix.t(), scheme, out.shape[1])
     col_tiles = triton.cdiv(out.shape[1], tile["COLS"])
     first, pointers, values, *rest = _arguments(matrix, out, scale.t(), counter, side, values, pairs)
     arguments = (first, pointers, values, macro, *rest, col_tiles, *side.halves)
@@ -271,7 +297,7 @@ def _launch_rows(
     _run(fold_rows_kernel, triton.cdiv(matrix.shape[0], tile["ROWS"]), matrix.device, arguments, tile, options)
 
 
-def _in_pairs(matrix: torch.Tensor, scheme: Scheme, farthest: int) -> bool:
+def in_pairs(matrix: torch.Tensor, scheme: Scheme, farthest: int) -> bool:
     """Whether `e4m3/pairs.py` folds a matrix rounded to nearest: rows of whole words, in tiles that offsets of 32 bits
     reach; ``farthest`` is the largest length of rows of the result."""
     if not takes_pairs(scheme, PLAIN, matrix.dtype, GROUP) or not has_pairs(matrix.device):
@@ -309,7 +335,7 @@ def outputs(n_rows: int, length: int, group: int | str, device: torch.device) ->
     return elements, torch.empty(shape, dtype=torch.float32, device=device).t()
 
 
-def _counter(counter: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def counter_of(counter: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     if counter is None:
         return torch.zeros((), dtype=torch.int32, device=device)
     if (counter.dtype, counter.dim(), counter.device) != (torch.int32, 0, device):

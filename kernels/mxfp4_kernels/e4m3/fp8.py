@@ -7,15 +7,17 @@ import torch
 import triton
 
 from ..common.arguments import FoldedPointers, SchemeConstants
-from ..common.checks import check_input
+from ..common.checks import check_input, check_output
 from ..common.plan import INTERPRETED, PLAIN, Scheme, as_stored, bits, check_device, launch, scheme_constants
 from .fold import Folded, _launch_rows, has_fp8, matrix_of, outputs, rows_plan
-from .fp8_kernel import column_maxima_kernel, columns_kernel, fake_columns_kernel, fake_rows_kernel
+from .fp8_kernel import column_maxima_kernel, columns_kernel, fake_columns_kernel, fake_rows_kernel, values_kernel
 
 
 #: Rows of a step of [`column_maxima_kernel`], and the most parts of columns.
 _STEP = 32
 _MOST_PARTS = 16
+#: Rows and columns of a program of [`values_kernel`].
+VALUES_TILE = 4, 512
 #: Contracting a multiply and an add would change bits; see `common/blocks.py`.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -40,6 +42,60 @@ def quantize_e4m3(x: torch.Tensor, *, axis: int = 1) -> Folded:
     else:
         _launch_rows(matrix, out, scale, None, PLAIN, constants, fp8=True)
     return Folded(out, scale, None, length)
+
+
+def quantize_e4m3_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements ``[..., K]`` and scale bytes (uint8 ``[..., 1]``) of ``hf_mxfp4.numerics.quantize_e4m3``: what
+    [`quantize_e4m3`] has, without padding and of any shape, to be kept. [`dequantize_e4m3`] reads them.
+
+    Args:
+        x: float32, bfloat16 or float16 tensor ``[..., K]`` on a GPU.
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: a scalar, or not on a GPU.
+    """
+    check_input("quantize_e4m3_rows", x, 1)
+    check_device(x)
+    elements = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    if not x.numel():
+        return elements, torch.zeros(*x.shape[:-1], 1, dtype=torch.uint8, device=x.device)
+    byte = torch.empty(*x.shape[:-1], 1, dtype=torch.uint8, device=x.device)
+    constants = scheme_constants(x.dtype, Scheme(), native=has_fp8(x.device))
+    matrix = _rows_of(x.detach())
+    _launch_rows(matrix, elements.view(matrix.shape), byte.view(-1, 1), None, PLAIN, constants, fp8=True)
+    return elements, byte
+
+
+def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values ``[..., K]`` of what [`quantize_e4m3_rows`] gives, in float32, bfloat16 or float16: the bits of
+    ``hf_mxfp4.numerics.dequantize_e4m3``.
+
+    Raises:
+        TypeError: another dtype, or other tensors.
+        ValueError: shapes that do not fit together, or tensors that are not on a GPU.
+    """
+    check_output(dtype)
+    if elements.dtype != torch.float8_e4m3fn or byte.dtype != torch.uint8:
+        raise TypeError(f"elements must be float8_e4m3fn and scales uint8, got {elements.dtype} and {byte.dtype}")
+    if elements.dim() == 0 or byte.shape != (*elements.shape[:-1], 1):
+        raise ValueError(f"elements {list(elements.shape)} need a scale byte each row, got {list(byte.shape)}")
+    check_device(elements)
+    out = torch.empty(elements.shape, dtype=dtype, device=elements.device)
+    if out.numel():
+        n_cols = elements.shape[-1]
+        n_rows, col_tiles = out.numel() // n_cols, triton.cdiv(n_cols, VALUES_TILE[1])
+        parts = elements.contiguous().view(torch.uint8), byte.contiguous(), as_stored(out)
+        grid = (triton.cdiv(n_rows, VALUES_TILE[0]) * col_tiles,)
+        options = {**_OPTIONS, "SCHEME": scheme_constants(dtype, Scheme())}
+        launch(values_kernel, grid, out.device, *parts, n_rows, n_cols, col_tiles, *VALUES_TILE, **options)
+    return out
+
+
+def _rows_of(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a matrix whose rows are contiguous."""
+    matrix = x.reshape(-1, x.shape[-1])
+    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -76,9 +132,7 @@ def _lies_in_columns(matrix: torch.Tensor) -> bool:
 
 
 def _launch_fake_rows(x: torch.Tensor, out: torch.Tensor, constants: SchemeConstants) -> None:
-    matrix = x.reshape(-1, x.shape[-1])
-    if matrix.shape[1] > 1 and matrix.stride(1) != 1:
-        matrix = matrix.contiguous()
+    matrix = _rows_of(x)
     n_rows, n_cols = matrix.shape
     tile, options = rows_plan(n_rows, n_cols, True, False)
     steps = triton.cdiv(n_cols, tile["COLS"]) if INTERPRETED else 0

@@ -47,7 +47,7 @@ def quantize_e4m3_both(x: torch.Tensor) -> tuple[Folded, Folded]:
 
     Arguments and errors as in [`mxfp4_kernels.fold_e4m3`].
     """
-    matrix = _unit_columns(matrix_of("quantize_e4m3_both", x, 1, Scheme()))
+    matrix = unit_columns(matrix_of("quantize_e4m3_both", x, 1, Scheme()))
     check_device(x)
     n_rows, n_cols = matrix.shape
     out, scale = outputs(n_rows, n_cols, GROUP, x.device)
@@ -82,7 +82,7 @@ def fake_quantize_e4m3_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     of a contiguous matrix. Arguments and errors as in [`mxfp4_kernels.fake_quantize_e4m3`]; `ValueError` for no matrix.
     """
     check_input("fake_quantize_e4m3_both", x, 1)
-    matrix = _unit_columns(matrix_of("fake_quantize_e4m3_both", x, 1, Scheme()))
+    matrix = unit_columns(matrix_of("fake_quantize_e4m3_both", x, 1, Scheme()))
     check_device(x)
     out, out_t = torch.empty_like(matrix), torch.empty_like(matrix)
     if matrix.numel():
@@ -97,7 +97,7 @@ def fake_quantize_e4m3_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return out, out_t.t()
 
 
-def _unit_columns(matrix: torch.Tensor) -> torch.Tensor:
+def unit_columns(matrix: torch.Tensor) -> torch.Tensor:
     """With neighbours of a row adjacent in memory."""
     return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 

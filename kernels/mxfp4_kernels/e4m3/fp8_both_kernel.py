@@ -50,7 +50,7 @@ def scale_bytes_kernel(
 
 
 @triton.jit
-def _bases(parts_ptr, at, length, n_parts, PARTS: tl.constexpr):
+def bases(parts_ptr, at, length, n_parts, PARTS: tl.constexpr):
     """Scale bytes (int32) of the rows or columns ``at``, of which there are ``length``."""
     parts = tl.arange(0, PARTS)[:, None]
     found = tl.load(parts_ptr + parts * length + at[None, :], mask=(parts < n_parts) & (at[None, :] < length), other=0)
@@ -83,13 +83,13 @@ def elements_both_kernel(
     row_tile, col_tile = (pid // col_tiles).to(tl.int64), (pid % col_tiles).to(tl.int64)
     rows, cols = row_tile * 128 + tl.arange(0, 128), col_tile * 64 + tl.arange(0, 64)
     x = read_matrix(x_ptr, rows[:, None], cols[None, :], n_rows, n_cols, row_stride, SCHEME.BF16)
-    base = _bases(of_rows_ptr, rows, n_rows, n_col_parts, COL_PARTS)
+    base = bases(of_rows_ptr, rows, n_rows, n_col_parts, COL_PARTS)
     elements = e4m3_bits(x * inverse_of_row(base)[:, None], SCHEME.NATIVE)
     mask = (rows[:, None] < n_rows) & (cols[None, :] < padded_cols)
     tl.store(out.elements + rows[:, None] * padded_cols + cols[None, :], elements, mask=mask)
     if col_tile % 2 == 0:
         tl.store(out.scale + col_tile // 2 * n_rows + rows, scale_value(base), mask=rows < n_rows)
-    base = _bases(of_columns_ptr, cols, n_cols, n_row_parts, ROW_PARTS)
+    base = bases(of_columns_ptr, cols, n_cols, n_row_parts, ROW_PARTS)
     elements = transposed(e4m3_bits(x * inverse_of_row(base)[None, :], SCHEME.NATIVE))
     mask = (cols[:, None] < n_cols) & (rows[None, :] < padded_rows)
     tl.store(out_t.elements + cols[:, None] * padded_rows + rows[None, :], elements, mask=mask)
@@ -121,9 +121,9 @@ def values_both_kernel(
     x = read_matrix(x_ptr, rows[:, None], cols[None, :], n_rows, n_cols, row_stride, SCHEME.BF16)
     mask = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
     at = rows[:, None] * n_cols + cols[None, :]
-    base = _bases(of_rows_ptr, rows, n_rows, n_col_parts, COL_PARTS)[:, None]
+    base = bases(of_rows_ptr, rows, n_rows, n_col_parts, COL_PARTS)[:, None]
     values = values_of_rows(x, base, SCHEME.LARGEST)
     tl.store(out_ptr + at, as_stored(values, out_ptr, SCHEME.INTERPRETED), mask=mask)
-    base = _bases(of_columns_ptr, cols, n_cols, n_row_parts, ROW_PARTS)[None, :]
+    base = bases(of_columns_ptr, cols, n_cols, n_row_parts, ROW_PARTS)[None, :]
     values = values_of_rows(x, base, SCHEME.LARGEST)
     tl.store(out_t_ptr + at, as_stored(values, out_t_ptr, SCHEME.INTERPRETED), mask=mask)

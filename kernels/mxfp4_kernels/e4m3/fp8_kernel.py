@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows rounded to E4M3 by one power of two each, as in `hf_mxfp4.numerics.formats.e4m3`: their values along rows, and
-elements or values along columns. A row with NaN or infinity is NaN as a whole.
+"""Rows rounded to E4M3 by one power of two each, as in `hf_mxfp4.numerics.formats.e4m3`: their values along rows, or
+those of elements that were kept, and elements or values along columns. A row with NaN or infinity is NaN as a whole.
 
 Along columns programs would be few if each had all of some columns. So a first kernel finds the largest magnitudes of
 parts of columns, and a second one, of tiles of 128 x 128, those of whole columns and what is rounded by them.
@@ -92,6 +92,32 @@ def fake_rows_kernel(
             x = read_matrix(x_ptr, rows, at, n_rows, n_cols, row_stride, SCHEME.BF16)
             values = as_stored(values_of_rows(x, base, SCHEME.LARGEST), out_ptr, SCHEME.INTERPRETED)
             tl.store(out_ptr + rows * n_cols + at, values, mask=inside & (at < n_cols))
+
+
+@triton.jit(do_not_specialize=["n_rows", "col_tiles"])
+def values_kernel(
+    elements_ptr,
+    byte_ptr,
+    out_ptr,
+    n_rows,
+    n_cols,
+    col_tiles,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    SCHEME: tl.constexpr,
+):
+    """Values of elements ``[n_rows, n_cols]`` with a scale byte per row, all contiguous. One program per tile, by
+    integers: not all GPUs convert from E4M3."""
+    pid = tl.program_id(0)
+    rows = (pid // col_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = (pid % col_tiles) * COLS + tl.arange(0, COLS)[None, :]
+    mask = (rows < n_rows) & (cols < n_cols)
+    bits = tl.load(elements_ptr + rows * n_cols + cols, mask=mask, other=0).to(tl.int32)
+    scale = scale_value(tl.load(byte_ptr + rows, mask=rows < n_rows, other=0).to(tl.int32))
+    # The fields of E4M3 at the place of those of float32, whose exponent is larger by 120 for the same number.
+    fields = tl.where((bits & 0x7F) == 0x7F, NAN_BITS, ((bits & 0x7F) << 20) | ((bits & 0x80) << 24))
+    values = clamp(fields.to(tl.float32, bitcast=True) * 2.0**120 * scale, SCHEME.LARGEST)
+    tl.store(out_ptr + rows * n_cols + cols, as_stored(values, out_ptr, SCHEME.INTERPRETED), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "part_steps"])

@@ -33,6 +33,7 @@ from ..quantization.pair_codes import (
     inverse_of_factor,
     scaled,
 )
+from ..quantization.pairs_both import store_blocks
 from .tile import HIGHEST, LOWEST, base_of
 
 
@@ -191,6 +192,19 @@ def counted_of_rows(x_ptr, row_start, col_start, n_rows, n_cols, row_stride, ROW
     rows_left, cols_left = (n_rows - row_start).to(tl.int32), (n_cols - col_start).to(tl.int32)
     start = x_ptr + row_start * row_stride + col_start
     _, _, counted, _, _ = _blocks(words_of_rows(start, row_stride, rows_left, cols_left, ROWS, 128), SCHEME)
+    return counted
+
+
+@triton.jit
+def codes_of_rows(
+    x_ptr, out, row_start, col_start, n_rows, n_cols, row_stride, ROWS: tl.constexpr, SCHEME: tl.constexpr
+):
+    """[`counted_of_rows`], of whole blocks whose codes, as int32 words of eight, and scale bytes are written."""
+    rows_left, cols_left = (n_rows - row_start).to(tl.int32), (n_cols - col_start).to(tl.int32)
+    start = x_ptr + row_start * row_stride + col_start
+    words = words_of_rows(start, row_stride, rows_left, cols_left, ROWS, 128)
+    m, byte, counted, inverse, m8 = _blocks(words, SCHEME)
+    store_blocks(words, m, byte, inverse, m8, out, row_start, col_start, n_rows, n_cols, SCHEME)
     return counted
 
 

@@ -140,9 +140,9 @@ def fold_rows_kernel(
     per ``ROWS`` rows, which it reads once (``ONE_TILE``: they fit) or twice.
 
     ``FP8`` rounds the values themselves to E4M3, by the smallest power of two that lets nothing clip, as in
-    `hf_mxfp4.numerics.formats.e4m3`; a row with NaN or infinity is NaN as a whole. ``STEPS`` is the number of tiles of
-    a row for the interpreter, which in Triton 3.6 cannot loop up to an argument. ``values_ptr`` is as of
-    [`fold_groups_kernel`], without macro factors.
+    `hf_mxfp4.numerics.formats.e4m3`; a row with NaN or infinity is NaN as a whole. Scales are float32, or their bytes.
+    ``STEPS`` is the number of tiles of a row for the interpreter, which in Triton 3.6 cannot loop up to an argument.
+    ``values_ptr`` is as of [`fold_groups_kernel`], without macro factors.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None, None, None]
     top = tl.zeros([ROWS, 1, 1, 1], tl.int32)
@@ -184,6 +184,7 @@ def fold_rows_kernel(
                 at = Tile(rows, start, n_rows, lengths.n_cols)
                 fake_tile(z, values_ptr, at, 1.0, Random(0, 0, 0), None, SCHEME, SIDE)
             n_inexact += found
-    tl.store(out.scale + rows, scale_value(base), mask=rows < n_rows)
+    scale = base.to(tl.uint8) if out.scale.dtype.element_ty == tl.uint8 else scale_value(base)
+    tl.store(out.scale + rows, scale, mask=rows < n_rows)
     if not FP8:
         count_inexact(counter_ptr, n_inexact)

@@ -27,6 +27,7 @@ from ..common.plan import (
     bits,
     both_tile,
     check_device,
+    empty_packed,
     has_e2m1,
     has_pairs,
     launch,
@@ -40,6 +41,7 @@ from .both import quantize_both_kernel
 from .dequantize import dequantize_kernel
 from .pairs import quantize_pairs_kernel
 from .pairs_both import quantize_pairs_both_kernel
+from .pairs_values import pairs_values_kernel
 from .rows import quantize_kernel
 
 
@@ -61,7 +63,7 @@ def fake_quantize(
         return fake_quantize_both(x.mT, scheme, None, side, dtype, limit)[1]
     out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
     for first_row, matrix, target, of_macros in _matrices(x, scheme, out, macro):
-        _launch_rows(matrix, as_stored(target), scheme, side, first_row, out.dtype, limit, of_macros)
+        _launch_rows(matrix, as_stored(target), None, scheme, side, first_row, out.dtype, limit, of_macros)
     return out
 
 
@@ -80,13 +82,27 @@ def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN, converts: bool
     columns, scheme, shape = _read_as(x.shape, x.stride(), scheme, side.rotation)
     if columns:
         return quantize_both(x.mT, scheme, None, side)[1]
-    packed = _empty_packed(x, shape, scheme)
+    packed = empty_packed(x.device, shape, scheme)
     if x.numel() and takes_pairs(scheme, side, x.dtype, x.shape[-1]) and _lies_in_words(x) and has_pairs(x.device):
         _launch_pairs(x, packed, scheme, converts and has_e2m1(x.device))
         return packed
     for first_row, matrix, *parts in _matrices(x, scheme, *packed):
-        _launch_rows(matrix, PackedPointers(*parts), scheme, side, first_row, None)
+        _launch_rows(matrix, None, PackedPointers(*parts), scheme, side, first_row, None)
     return packed
+
+
+def quantize_with_values(x: torch.Tensor, scheme: Scheme) -> tuple[Packed, torch.Tensor]:
+    """See [`mxfp4_kernels.quantize_with_values`]."""
+    check_device(x)
+    x, scheme = x.detach().contiguous(), scheme.along(x.shape[-1])
+    packed, values = empty_packed(x.device, x.shape, scheme), torch.empty_like(x)
+    if x.numel() and takes_pairs(scheme, PLAIN, x.dtype, x.shape[-1]) and _lies_in_words(x) and has_pairs(x.device):
+        _launch_pairs_values(x, packed, values, scheme)
+        return packed, values
+    for first_row, matrix, target, codes, scale, macro, *_ in _matrices(x, scheme, values, *packed):
+        parts = PackedPointers(codes, scale, None, None, None)
+        _launch_rows(matrix, as_stored(target), parts, scheme, PLAIN, first_row, x.dtype, macro=macro)
+    return packed, values
 
 
 def fake_quantize_both(
@@ -117,8 +133,8 @@ def quantize_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Si
     if scheme.macro_block == "row":
         return quantize(x, scheme, side), quantize(x.mT, scheme, side_t)
     *stack, rows, cols = x.shape
-    packed_t = _empty_packed(x, (*stack, cols, side_t.padded(rows)), scheme)
-    packed = None if side is None else _empty_packed(x, (*stack, rows, side.padded(cols)), scheme)
+    packed_t = empty_packed(x.device, (*stack, cols, side_t.padded(rows)), scheme)
+    packed = None if side is None else empty_packed(x.device, (*stack, rows, side.padded(cols)), scheme)
     if x.dim() == 2 and x.numel() and _in_pairs_both(x, scheme, side, side_t):
         _launch_pairs_both(x, packed, packed_t, scheme)
     elif x.numel():
@@ -154,24 +170,6 @@ def _read_as(
         return True, scheme, ()
     length = Side(rotation=rotation).padded(shape[-1])
     return False, scheme.along(length), (*shape[:-1], length)
-
-
-def _empty_packed(x: torch.Tensor, shape: tuple[int, ...], scheme: Scheme) -> Packed:
-    """Of results of that shape."""
-
-    def empty(per_byte: int | None) -> torch.Tensor | None:
-        if per_byte is None:
-            return None
-        return torch.empty(*shape[:-1], -(-shape[-1] // per_byte), dtype=torch.uint8, device=x.device)
-
-    residual = scheme.outlier_fallback is not None
-    return Packed(
-        codes=empty(2),
-        scale=empty(BLOCK),
-        macro=empty(scheme.macro_block),
-        residual_codes=empty(2 if residual else None),
-        residual_scale=empty(BLOCK if residual else None),
-    )
 
 
 def _matrices(x: torch.Tensor, scheme: Scheme, *outputs: torch.Tensor | None) -> Iterable[tuple]:
@@ -212,11 +210,12 @@ def _rows(
     rotation: int | None,
     drawn: bool,
     has_signs: bool,
+    packs: bool,
     out: torch.dtype | None,
     limit: torch.dtype | None,
 ) -> _Rows:
-    """For a matrix of a layout; ``drawn`` random numbers; ``out`` is the dtype of values, `None` for codes; ``limit``
-    as of [`scheme_constants`]."""
+    """For a matrix of a layout; ``drawn`` random numbers; whether it ``packs`` codes; ``out`` is the dtype of values,
+    `None` for codes alone; ``limit`` as of [`scheme_constants`]."""
     side = Side(0 if drawn else None, rotation)
     rows, length = shape
     padded = side.padded(length)
@@ -227,7 +226,7 @@ def _rows(
         n_cols=at.n_cols,
         n_read=length if at.n_cols == padded else at.n_cols,
         x_row_stride=at.row_stride,
-        row_bytes=_row_bytes(at.n_cols, constants.MACRO) if out is None else None,
+        row_bytes=_row_bytes(at.n_cols, constants.MACRO) if packs else None,
     )
     tile = at.tile_rows, at.tile_cols
     of_side = side.constants._replace(HAS_SIGNS=has_signs)
@@ -237,7 +236,8 @@ def _rows(
 
 def _launch_rows(
     matrix: torch.Tensor,
-    out: torch.Tensor | PackedPointers,
+    out: torch.Tensor | None,
+    packed: PackedPointers | None,
     scheme: Scheme,
     side: Side,
     first_row: int,
@@ -245,14 +245,15 @@ def _launch_rows(
     limit: torch.dtype | None = None,
     macro: torch.Tensor | None = None,
 ) -> None:
-    """``dtype``: of values, or `None` for codes; ``macro``: as of [`fake_quantize`]."""
+    """Values of a ``dtype`` to ``out``, codes to ``packed``, or both; ``macro``: as of [`fake_quantize`]."""
     seed, rotation, signs = side
     drawn, has_signs = seed is not None, signs is not None
-    at = _rows(matrix.shape, matrix.stride(0), matrix.dtype, scheme, rotation, drawn, has_signs, dtype, limit)
+    packs = packed is not None
+    at = _rows(matrix.shape, matrix.stride(0), matrix.dtype, scheme, rotation, drawn, has_signs, packs, dtype, limit)
     numbers = (at.n_rows, at.lengths, at.col_tiles, first_row, *side.halves)
     if macro is not None:
         macro = MacroBytes(macro, triton.cdiv(at.lengths.n_cols, scheme.macro_block))
-    arguments = (bits(matrix), out, macro, signs, *numbers, *at.constants)
+    arguments = (bits(matrix), out, packed, macro, signs, *numbers, *at.constants)
     launch(quantize_kernel, at.grid, matrix.device, *arguments, **at.options)
 
 
@@ -271,6 +272,16 @@ def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme, converts: boo
     grid = (triton.cdiv(n_blocks, 2 * blocks),)
     constants = scheme_constants(x.dtype, scheme, converts=converts)
     launch(quantize_pairs_kernel, grid, x.device, words, out, n_blocks, blocks, constants, **PAIRS_OPTIONS)
+
+
+def _launch_pairs_values(x: torch.Tensor, packed: Packed, values: torch.Tensor, scheme: Scheme) -> None:
+    n_blocks, blocks = x.numel() // BLOCK, PAIRS_TILE // (2 * BLOCK)
+    words, out = (tensor.view(-1).view(torch.int32) for tensor in (x, values))
+    codes = packed.codes.view(-1).view(torch.int32)
+    pointers = PackedPointers(codes, packed.scale, packed.macro, None, None)
+    grid = (triton.cdiv(n_blocks, blocks),)
+    arguments = (words, pointers, out, n_blocks, blocks, scheme_constants(x.dtype, scheme))
+    launch(pairs_values_kernel, grid, x.device, *arguments, **PAIRS_OPTIONS)
 
 
 def _in_pairs_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side) -> bool:

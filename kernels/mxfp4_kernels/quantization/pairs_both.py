@@ -25,14 +25,21 @@ def _codes(w0, w1, w2, w3, m0, m1, m2, m3, inverse, factor, SCHEME: tl.constexpr
 
 
 @triton.jit
-def _store(words, out, row_start, col_start, n_rows, n_cols, SCHEME: tl.constexpr):
-    """Write codes, scale bytes and macro bytes of a tile of [`words_of_rows`], 128 columns of a matrix
-    ``[n_rows, n_cols]`` from a place (int64) on."""
+def _quantize(words, out, row_start, col_start, n_rows, n_cols, SCHEME: tl.constexpr):
+    """[`store_blocks`] of a tile of [`words_of_rows`]."""
+    m = eight_magnitudes(words, SCHEME.INTERPRETED)
+    maxima = maxima_of_blocks(m, SCHEME.INTERPRETED)
+    byte, inverse, m8, _ = scaled(maxima << 16, largest(maxima, 2, SCHEME.INTERPRETED) << 16, SCHEME)
+    store_blocks(words, m, byte, inverse, m8, out, row_start, col_start, n_rows, n_cols, SCHEME)
+
+
+@triton.jit
+def store_blocks(words, m, byte, inverse, m8, out, row_start, col_start, n_rows, n_cols, SCHEME: tl.constexpr):
+    """Write codes, scale bytes and macro bytes of a tile of [`words_of_rows`] with magnitudes ``m``, of which
+    [`scaled`] has given the others: 128 columns of a matrix ``[n_rows, n_cols]`` from a place (int64) on."""
     INTERPRETED: tl.constexpr = SCHEME.INTERPRETED
     w0, w1, w2, w3, w4, w5, w6, w7 = words
-    m0, m1, m2, m3, m4, m5, m6, m7 = eight_magnitudes(words, INTERPRETED)
-    maxima = maxima_of_blocks((m0, m1, m2, m3, m4, m5, m6, m7), INTERPRETED)
-    byte, inverse, m8, _ = scaled(maxima << 16, largest(maxima, 2, INTERPRETED) << 16, SCHEME)
+    m0, m1, m2, m3, m4, m5, m6, m7 = m
     if SCHEME.SEARCH == NO_MACRO:
         inverse = multiply(inverse, tl.full(inverse.shape, UNIT, tl.int32), INTERPRETED)
     inverse, factor = tl.broadcast_to(inverse, w0.shape), tl.broadcast_to(factor_words(m8), w0.shape)
@@ -79,10 +86,10 @@ def quantize_pairs_both_kernel(
         start = col_start + strip * STRIP
         rows_left, cols_left = (n_rows - row_start).to(tl.int32), (n_cols - start).to(tl.int32)
         words = words_of_columns(x_ptr + row_start * row_stride + start, row_stride, rows_left, cols_left, STRIP)
-        _store(words, out_t, start, row_start, n_cols, n_rows, SCHEME)
+        _quantize(words, out_t, start, row_start, n_cols, n_rows, SCHEME)
     if BY_ROWS:
         for strip in range(128 // STRIP):
             start = row_start + strip * STRIP
             rows_left, cols_left = (n_rows - start).to(tl.int32), (n_cols - col_start).to(tl.int32)
             words = words_of_rows(x_ptr + start * row_stride + col_start, row_stride, rows_left, cols_left, STRIP, 128)
-            _store(words, out, start, col_start, n_rows, n_cols, SCHEME)
+            _quantize(words, out, start, col_start, n_rows, n_cols, SCHEME)
