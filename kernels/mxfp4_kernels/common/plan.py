@@ -222,6 +222,14 @@ def takes_pairs(scheme: Scheme, side: Side, dtype: torch.dtype, length: int) -> 
     return scheme.macro_search == "static" and scheme.scale_rule in ("rceil", "even")
 
 
+@functools.lru_cache(maxsize=1024)
+def takes_mantissas(scheme: Scheme, side: Side, dtype: torch.dtype, length: int) -> bool:
+    """Whether `quantization/mantissas.py` has a scheme for rows of ``length``, of whole macro blocks."""
+    if dtype != torch.bfloat16 or side != PLAIN or scheme.block_rows != 1 or scheme.macro_block is None:
+        return False
+    return scheme.macro_search == "blockwise" and scheme.scale_rule == "even" and length % scheme.macro_block == 0
+
+
 @functools.lru_cache(maxsize=64)
 def has_pairs(device: torch.device) -> bool:
     """Whether a device has the instructions of `common/pairs.py`, or the kernels are interpreted."""

@@ -33,11 +33,13 @@ from ..common.plan import (
     options,
     plan,
     scheme_constants,
+    takes_mantissas,
     takes_pairs,
     unit_of,
 )
 from .both import quantize_both_kernel
 from .dequantize import dequantize_kernel
+from .mantissas import quantize_mantissas_kernel
 from .pairs import quantize_pairs_kernel
 from .pairs_both import quantize_pairs_both_kernel
 from .rows import quantize_kernel
@@ -81,9 +83,13 @@ def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN, converts: bool
     if columns:
         return quantize_both(x.mT, scheme, None, side)[1]
     packed = _empty_packed(x, shape, scheme)
-    if x.numel() and takes_pairs(scheme, side, x.dtype, x.shape[-1]) and _lies_in_words(x) and has_pairs(x.device):
-        _launch_pairs(x, packed, scheme, converts and has_e2m1(x.device))
-        return packed
+    if x.numel() and _lies_in_words(x) and has_pairs(x.device):
+        if takes_pairs(scheme, side, x.dtype, x.shape[-1]):
+            _launch_pairs(x, packed, scheme, converts and has_e2m1(x.device))
+            return packed
+        if takes_mantissas(scheme, side, x.dtype, x.shape[-1]):
+            _launch_mantissas(x, packed, scheme)
+            return packed
     for first_row, matrix, *parts in _matrices(x, scheme, *packed):
         _launch_rows(matrix, PackedPointers(*parts), scheme, side, first_row, None)
     return packed
@@ -261,16 +267,27 @@ def _lies_in_words(x: torch.Tensor) -> bool:
     return x.is_contiguous() and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
 
 
-def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme, converts: bool) -> None:
-    n_blocks, blocks = x.numel() // BLOCK, PAIRS_TILE // (2 * BLOCK)
-    words = x.detach().reshape(-1).view(torch.int32)
+def _in_words(packed: Packed) -> PackedPointers:
+    """Parts of results whose codes are written as words of eight."""
     codes, residual_codes = (
         p if p is None else p.view(-1).view(torch.int32) for p in (packed.codes, packed.residual_codes)
     )
-    out = PackedPointers(codes, packed.scale, packed.macro, residual_codes, packed.residual_scale)
+    return PackedPointers(codes, packed.scale, packed.macro, residual_codes, packed.residual_scale)
+
+
+def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme, converts: bool) -> None:
+    n_blocks, blocks = x.numel() // BLOCK, PAIRS_TILE // (2 * BLOCK)
+    words, out = x.detach().reshape(-1).view(torch.int32), _in_words(packed)
     grid = (triton.cdiv(n_blocks, 2 * blocks),)
     constants = scheme_constants(x.dtype, scheme, converts=converts)
     launch(quantize_pairs_kernel, grid, x.device, words, out, n_blocks, blocks, constants, **PAIRS_OPTIONS)
+
+
+def _launch_mantissas(x: torch.Tensor, packed: Packed, scheme: Scheme) -> None:
+    n_blocks, macros = x.numel() // BLOCK, PAIRS_TILE // scheme.macro_block
+    words, out = x.detach().reshape(-1).view(torch.int32), _in_words(packed)
+    grid, constants = (triton.cdiv(n_blocks, 4 * macros),), scheme_constants(x.dtype, scheme)
+    launch(quantize_mantissas_kernel, grid, x.device, words, out, n_blocks, macros, constants, **PAIRS_OPTIONS)
 
 
 def _in_pairs_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side) -> bool:
