@@ -26,6 +26,8 @@ _FLAT_TILE = (1, LONGEST_FLAT_TILE.value)
 _ROW_TILE = (8, 256)
 #: Elements that a program of `quantization/pairs.py` owns, and how it is compiled.
 PAIRS_TILE = 2048
+#: Of `quantization/mantissas.py`, compiled alike.
+MANTISSAS_TILE = 4096
 PAIRS_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 #: Of `quantization/pairs_both.py`: rows and columns of a program, and those that it goes over at a time.
 PAIRS_BOTH_TILE, PAIRS_BOTH_STRIP = 128, 32

@@ -17,6 +17,7 @@ from ..common.plan import (
     PAIRS_BOTH_STRIP,
     PAIRS_BOTH_TILE,
     PAIRS_OPTIONS,
+    MANTISSAS_TILE,
     PAIRS_TILE,
     PLAIN,
     Packed,
@@ -284,7 +285,7 @@ def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme, converts: boo
 
 
 def _launch_mantissas(x: torch.Tensor, packed: Packed, scheme: Scheme) -> None:
-    n_blocks, macros = x.numel() // BLOCK, PAIRS_TILE // scheme.macro_block
+    n_blocks, macros = x.numel() // BLOCK, MANTISSAS_TILE // scheme.macro_block
     words, out = x.detach().reshape(-1).view(torch.int32), _in_words(packed)
     grid, constants = (triton.cdiv(n_blocks, 4 * macros),), scheme_constants(x.dtype, scheme)
     launch(quantize_mantissas_kernel, grid, x.device, words, out, n_blocks, macros, constants, **PAIRS_OPTIONS)

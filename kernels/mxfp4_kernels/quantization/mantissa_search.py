@@ -31,9 +31,11 @@ from .pair_codes import sign_bytes
 # computed as one of those.
 _LEAST_TOP = tl.constexpr(0x0144)
 INFINITE = tl.constexpr(0x7F80)
-# 1.75 * 2**127; and 1.875 * 2**127, from which on a value of the factor 1.5 is cut.
+# 1.75 * 2**127; and 1.875 * 2**127, beyond which a value of the factor 1.5 is cut. On that tie its neighbours do not err
+# alike, hence in the search it is one over a little more than 1.5, which rounds ties down.
 _HUGE = tl.constexpr(0x7F60)
-_CUT = tl.constexpr(0x7F70)
+_LARGEST_UNCUT = tl.constexpr(0x7F70)
+_INVERSE_OF_MORE = tl.constexpr(0x0D540D54)
 # For each factor, what is added to those bits so that they carry into the exponent where the scale is the larger one of
 # two: from 7/8 of the factor on, of 7/4; for 1 always, and twice from 7/4 on.
 _CARRY_1 = tl.constexpr(0xA0)
@@ -55,8 +57,11 @@ _4096 = tl.constexpr(0x6C006C00)
 _OFFSET = tl.constexpr(0x78307830)
 _TO_3_SCALES = tl.constexpr(0x3ECD3ECD)
 _TWO = tl.constexpr(0x40004000)
-# The same of bfloat16: 2**-113.
-_TO_FLOAT16 = tl.constexpr(0x07000700)
+# The same of bfloat16: 2**-13, and the largest number. What brings eight times its bits to those of half the number as float16: 15 - 127 - 1 to
+# the exponents of both halves.
+_LEAST = tl.constexpr(0x39003900)
+_LARGEST = tl.constexpr(0x7F7F7F7F)
+_TO_FLOAT16 = tl.constexpr(0x3BFE3C00)
 # For each factor, eight times it times the values of codes 0 to 3, and of 4 to 7; and where the definition cuts these.
 _LOW_1 = tl.constexpr(0x0C080400)
 _LOW_2 = tl.constexpr(0x0F0A0500)
@@ -71,24 +76,26 @@ _CUT_3 = tl.constexpr(0x40302418)
 
 
 @triton.jit
-def _over_power_of_two(m, bits, INTERPRETED: tl.constexpr):
-    """Words of magnitudes over the power of two below the largest, of which ``bits`` are given, as float16: exact from
-    2**-13 on, and below 2**-12 otherwise. Of blocks with NaN or infinity, anything."""
-    inverse = (255 - (tl.maximum(bits, _LEAST_TOP) >> 7)) * 0x00800080
-    y = multiply(m, tl.broadcast_to(inverse, m.shape), INTERPRETED)
+def _over_power_of_two(m, inverse, INTERPRETED: tl.constexpr):
+    """Words of magnitudes times ``inverse``, half of that as float16."""
+    # What is 2**-4 or more stays as it is: there 2**-13 is less than half of the last digit.
+    if INTERPRETED:
+        # Any number for infinity and NaN, of which numpy warns.
+        m = smaller(m, tl.full(m.shape, _LARGEST, tl.int32), INTERPRETED)
+    y = multiply_add(m, inverse, tl.full(m.shape, _LEAST, tl.int32), INTERPRETED)
     # The exponents of the formats differ by 112, the digits by 3.
-    return multiply(y, tl.full(y.shape, _TO_FLOAT16, tl.int32), INTERPRETED) << 3
+    return y * 8 + _TO_FLOAT16
 
 
 @triton.jit
 def over_power_of_two(m, bits, INTERPRETED: tl.constexpr):
-    """[`_over_power_of_two`] of eight words."""
-    m0, m1, m2, m3, m4, m5, m6, m7 = m
-    y0, y1 = _over_power_of_two(m0, bits, INTERPRETED), _over_power_of_two(m1, bits, INTERPRETED)
-    y2, y3 = _over_power_of_two(m2, bits, INTERPRETED), _over_power_of_two(m3, bits, INTERPRETED)
-    y4, y5 = _over_power_of_two(m4, bits, INTERPRETED), _over_power_of_two(m5, bits, INTERPRETED)
-    y6, y7 = _over_power_of_two(m6, bits, INTERPRETED), _over_power_of_two(m7, bits, INTERPRETED)
-    return y0, y1, y2, y3, y4, y5, y6, y7
+    """Four words of magnitudes over the power of two below the largest, of which ``bits`` are given, as float16: exact
+    from 2**-5 on, otherwise less than that. Of blocks with NaN or infinity, anything."""
+    # Twice that power has a normal inverse in bfloat16 always.
+    inverse = (255 - (tl.maximum(bits, _LEAST_TOP) >> 7)) * 0x00800080
+    y0, y1 = _over_power_of_two(m[0], inverse, INTERPRETED), _over_power_of_two(m[1], inverse, INTERPRETED)
+    y2, y3 = _over_power_of_two(m[2], inverse, INTERPRETED), _over_power_of_two(m[3], inverse, INTERPRETED)
+    return y0, y1, y2, y3
 
 
 @triton.jit
@@ -104,86 +111,92 @@ def _high_and_low(y, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _integers(y0, y1, INTERPRETED: tl.constexpr):
-    """[`_high_and_low`] of two words, their bytes in one: of both low halves, and of both high ones."""
-    high0, low0 = _high_and_low(y0, INTERPRETED)
-    high1, low1 = _high_and_low(y1, INTERPRETED)
-    return permute(high0, high1, 0x6240, INTERPRETED), permute(low0, low1, 0x6240, INTERPRETED)
+def _integers(y, INTERPRETED: tl.constexpr):
+    """[`_high_and_low`] of four words, their bytes in two: of the low halves of words 0 and 2 and of their high ones, and
+    of words 1 and 3."""
+    high0, low0 = _high_and_low(y[0], INTERPRETED)
+    high1, low1 = _high_and_low(y[1], INTERPRETED)
+    high2, low2 = _high_and_low(y[2], INTERPRETED)
+    high3, low3 = _high_and_low(y[3], INTERPRETED)
+    high0, low0 = permute(high0, high2, 0x6240, INTERPRETED), permute(low0, low2, 0x6240, INTERPRETED)
+    high1, low1 = permute(high1, high3, 0x6240, INTERPRETED), permute(low1, low3, 0x6240, INTERPRETED)
+    return high0, low0, high1, low1
 
 
 @triton.jit
-def _codes(y0, y1, y2, y3, inverse, INTERPRETED: tl.constexpr):
-    """Codes without signs of four words, rounded up on ties, where both neighbours err alike: of words 0, 2, 0 and 2,
-    then of 1, 3, 1 and 3, from the lowest on."""
-    t0 = multiply(y0, inverse, INTERPRETED, F16=True)
-    t1 = multiply(y1, inverse, INTERPRETED, F16=True)
-    t2 = multiply(y2, inverse, INTERPRETED, F16=True)
-    t3 = multiply(y3, inverse, INTERPRETED, F16=True)
+def _codes(y, inverse, INTERPRETED: tl.constexpr):
+    """Codes without signs of four words, rounded up on ties, where both neighbours err alike: in the order of
+    [`_integers`]."""
+    t0, t1 = multiply(y[0], inverse, INTERPRETED, F16=True), multiply(y[1], inverse, INTERPRETED, F16=True)
+    t2, t3 = multiply(y[2], inverse, INTERPRETED, F16=True), multiply(y[3], inverse, INTERPRETED, F16=True)
     # Upper bytes are the code and a digit more: half a code is 1.
     codes = permute(t0, t1, 0x7531, INTERPRETED) + permute(t2, t3, 0x7531, INTERPRETED) * 16
     return ((codes + 0x11111111) >> 1) & 0x77777777
 
 
 @triton.jit
-def _add(sums, codes, integers, low, high, INTERPRETED: tl.constexpr):
+def _add(sums, codes, high, low, table, INTERPRETED: tl.constexpr):
     """Add to the sums of values times the first and the second integers, and of values squared, those of four codes."""
-    values = look_up(low, high, codes, INTERPRETED)
+    values = look_up(table[0], table[1], codes, INTERPRETED)
     return (
-        dot(values, integers[0], sums[0], False, INTERPRETED),
-        dot(values, integers[1], sums[1], True, INTERPRETED),
+        dot(values, high, sums[0], False, INTERPRETED),
+        dot(values, low, sums[1], True, INTERPRETED),
         dot(values, values, sums[2], False, INTERPRETED),
     )
 
 
 @triton.jit
+def _add_four(sums, y, integers, inverse, table, INTERPRETED: tl.constexpr):
+    """The same of four words."""
+    codes = _codes(y, inverse, INTERPRETED)
+    sums = _add(sums, codes, integers[0], integers[1], table, INTERPRETED)
+    return _add(sums, codes >> 16, integers[2], integers[3], table, INTERPRETED)
+
+
+@triton.jit
 def _gain(y, integers, top, CARRY: tl.constexpr, INVERSE: tl.constexpr, low, high, INTERPRETED: tl.constexpr):
     """What a factor leaves less of the squares of a block than no values would, in units of 2**-17 of the square of the
-    power of two: ``[.., 1]``, given the bits of the maxima."""
-    y0, y1, y2, y3, y4, y5, y6, y7 = y
+    power of two, given the bits of the maxima."""
     # The scale is 2**-3 of the power of two, times two to this.
     up = ((top & 0x7F) + CARRY) >> 7
-    inverse = tl.broadcast_to(up * -_STEP + INVERSE, y0.shape)
-    low, high = tl.broadcast_to(low, y0.shape), tl.broadcast_to(high, y0.shape)
-    zero = tl.zeros_like(y0)
-    codes = _codes(y0, y1, y2, y3, inverse, INTERPRETED)
-    sums = _add((zero, zero, zero), codes, integers[0], low, high, INTERPRETED)
-    sums = _add(sums, codes >> 16, integers[1], low, high, INTERPRETED)
-    codes = _codes(y4, y5, y6, y7, inverse, INTERPRETED)
-    sums = _add(sums, codes, integers[2], low, high, INTERPRETED)
-    sums = _add(sums, codes >> 16, integers[3], low, high, INTERPRETED)
-    gain = (sums[0] * 32 + sums[1] - ((sums[2] * 32) << up)) << up
-    return tl.sum(gain, axis=2, keep_dims=True)
+    inverse = up * -_STEP + INVERSE
+    table = low, high
+    zero = tl.zeros_like(top)
+    sums = _add_four((zero, zero, zero), y[0], integers[0], inverse, table, INTERPRETED)
+    sums = _add_four(sums, y[1], integers[1], inverse, table, INTERPRETED)
+    sums = _add_four(sums, y[2], integers[2], inverse, table, INTERPRETED)
+    sums = _add_four(sums, y[3], integers[3], inverse, table, INTERPRETED)
+    return (sums[2] * (tl.full(top.shape, -32, tl.int32) << up) + (sums[0] * 32 + sums[1])) << up
 
 
 @triton.jit
 def best_mantissas(y, bits, INTERPRETED: tl.constexpr):
-    """Two-bit mantissas ``[.., 1]`` of the least squared error, the smallest of several; 0 of blocks with NaN or
-    infinity. Of the eight words that each of the two threads of a block has, magnitudes by [`over_power_of_two`]; and
-    the bits of the maxima."""
-    y0, y1, y2, y3, y4, y5, y6, y7 = y
+    """Two-bit mantissas of the least squared error, the smallest of several; 0 of blocks with NaN or infinity. Of four
+    times four words, magnitudes by [`over_power_of_two`]; and the bits of the maxima."""
     integers = (
-        _integers(y0, y2, INTERPRETED),
-        _integers(y1, y3, INTERPRETED),
-        _integers(y4, y6, INTERPRETED),
-        _integers(y5, y7, INTERPRETED),
+        _integers(y[0], INTERPRETED),
+        _integers(y[1], INTERPRETED),
+        _integers(y[2], INTERPRETED),
+        _integers(y[3], INTERPRETED),
     )
     top = tl.maximum(bits, _LEAST_TOP)
-    huge = bits >= _HUGE
-    low = tl.full(bits.shape, _LOW_1, tl.int32)
-    best = _gain(y, integers, top, _CARRY_1, _INVERSE_1, low, tl.where(huge, _CUT_1, _HIGH_1), INTERPRETED)
-    low, high = tl.full(bits.shape, _LOW_2, tl.int32), tl.full(bits.shape, _HIGH_2, tl.int32)
+    finite, huge = bits < INFINITE, bits >= _HUGE
+    # Without values nothing is gained.
+    low, high = tl.where(finite, _LOW_1, 0), tl.where(huge, _CUT_1, _HIGH_1)
+    best = _gain(y, integers, top, _CARRY_1, _INVERSE_1, low, tl.where(finite, high, 0), INTERPRETED)
+    low, high = tl.where(finite, _LOW_2, 0), tl.where(finite, _HIGH_2, 0)
     gain = _gain(y, integers, top, _CARRY_2, _INVERSE_2, low, high, INTERPRETED)
     mantissa = (gain > best).to(tl.int32)
     best = tl.maximum(gain, best)
-    low = tl.full(bits.shape, _LOW_3, tl.int32)
-    gain = _gain(y, integers, top, _CARRY_3, _INVERSE_3, low, tl.where(huge, _CUT_3, _HIGH_3), INTERPRETED)
-    better = gain + (bits >= _CUT).to(tl.int32) > best
+    low, high = tl.where(finite, _LOW_3, 0), tl.where(huge, _CUT_3, _HIGH_3)
+    gain = _gain(y, integers, top, _CARRY_3, _INVERSE_OF_MORE, low, tl.where(finite, high, 0), INTERPRETED)
+    better = gain + (bits > _LARGEST_UNCUT).to(tl.int32) > best
     mantissa = tl.where(better, 2, mantissa)
     best = tl.where(better, gain, best)
-    low, high = tl.full(bits.shape, _LOW_4, tl.int32), tl.full(bits.shape, _HIGH_4, tl.int32)
+    low, high = tl.where(finite, _LOW_4, 0), tl.where(finite, _HIGH_4, 0)
     gain = _gain(y, integers, top, _CARRY_4, _INVERSE_4, low, high, INTERPRETED)
     mantissa = tl.where(gain > best, 3, mantissa)
-    return tl.where(bits < INFINITE, mantissa, 0)
+    return tl.where(finite, mantissa, 0)
 
 
 @triton.jit
@@ -205,17 +218,25 @@ def limits(byte):
 
 
 @triton.jit
-def rounded(y, inverse, limit, INTERPRETED: tl.constexpr):
+def _rounded(y, inverse, limit, INTERPRETED: tl.constexpr):
     """Words with the codes of magnitudes, to nearest, ties to even, in bits 9 to 11 of their halves, and less in those
-    below. ``limit`` is what [`limits`] gives, or `None`."""
+    below."""
     if limit is not None:
-        y = smaller(y, tl.broadcast_to(limit, y.shape), INTERPRETED)
-    t = multiply(y, tl.broadcast_to(inverse, y.shape), INTERPRETED, F16=True)
+        y = smaller(y, limit, INTERPRETED)
+    t = multiply(y, inverse, INTERPRETED, F16=True)
     return t + 0x00FF00FF + ((t >> 9) & 0x00010001)
 
 
 @triton.jit
-def codes_of_rounded(t0, t1, t2, t3, INTERPRETED: tl.constexpr):
-    """Words of eight codes without signs of four words of [`rounded`]."""
-    even, odd = sign_bytes(t0, t1, t2, t3, INTERPRETED)
+def rounded(y, inverse, limit, INTERPRETED: tl.constexpr):
+    """[`_rounded`] of four words, given what [`scales`] has; ``limit`` is what [`limits`] gives, or `None`."""
+    t0, t1 = _rounded(y[0], inverse, limit, INTERPRETED), _rounded(y[1], inverse, limit, INTERPRETED)
+    t2, t3 = _rounded(y[2], inverse, limit, INTERPRETED), _rounded(y[3], inverse, limit, INTERPRETED)
+    return t0, t1, t2, t3
+
+
+@triton.jit
+def codes_of_rounded(t, INTERPRETED: tl.constexpr):
+    """Words of eight codes without signs of what [`rounded`] gives."""
+    even, odd = sign_bytes(t[0], t[1], t[2], t[3], INTERPRETED)
     return ((even >> 1) & 0x07070707) | ((odd << 3) & 0x70707070)
