@@ -225,11 +225,17 @@ def takes_pairs(scheme: Scheme, side: Side, dtype: torch.dtype, length: int) -> 
 
 
 @functools.lru_cache(maxsize=1024)
-def takes_mantissas(scheme: Scheme, side: Side, dtype: torch.dtype, length: int) -> bool:
-    """Whether `quantization/mantissas.py` has a scheme for rows of ``length``, of whole macro blocks."""
+def takes_mantissas(
+    scheme: Scheme, side: Side, dtype: torch.dtype, length: int, out: torch.dtype | None = None
+) -> bool:
+    """Whether `quantization/mantissas.py` has a scheme for rows of ``length``, of whole macro blocks: for codes, or for
+    values of the dtype ``out``."""
     if dtype != torch.bfloat16 or side != PLAIN or scheme.block_rows != 1 or scheme.macro_block is None:
         return False
-    return scheme.macro_search == "blockwise" and scheme.scale_rule == "even" and length % scheme.macro_block == 0
+    if scheme.macro_search != "blockwise" or scheme.scale_rule != "even" or length % scheme.macro_block:
+        return False
+    # Of the residual another part than all of it has more digits.
+    return out is None or out == torch.bfloat16 and scheme.outlier_fallback in (None, 1.0)
 
 
 @functools.lru_cache(maxsize=64)

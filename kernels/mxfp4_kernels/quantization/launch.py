@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,10 +14,10 @@ from ..common.arguments import BothLengths, Lengths, MacroBytes, PackedPointers,
 from ..common.plan import (
     BLOCK,
     INTERPRETED,
+    MANTISSAS_TILE,
     PAIRS_BOTH_STRIP,
     PAIRS_BOTH_TILE,
     PAIRS_OPTIONS,
-    MANTISSAS_TILE,
     PAIRS_TILE,
     PLAIN,
     Packed,
@@ -40,7 +40,7 @@ from ..common.plan import (
 )
 from .both import quantize_both_kernel
 from .dequantize import dequantize_kernel
-from .mantissas import quantize_mantissas_kernel
+from .mantissas import fake_mantissas_kernel, quantize_mantissas_kernel
 from .pairs import quantize_pairs_kernel
 from .pairs_both import quantize_pairs_both_kernel
 from .rows import quantize_kernel
@@ -63,6 +63,10 @@ def fake_quantize(
     if columns:
         return fake_quantize_both(x.mT, scheme, None, side, dtype, limit)[1]
     out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+    if x.numel() and macro is None and takes_mantissas(scheme, side, x.dtype, x.shape[-1], out.dtype):
+        if limit in (None, out.dtype) and _lies_in_words(x) and has_pairs(x.device):
+            _launch_fake_mantissas(x, out, scheme)
+            return out
     for first_row, matrix, target, of_macros in _matrices(x, scheme, out, macro):
         _launch_rows(matrix, as_stored(target), scheme, side, first_row, out.dtype, limit, of_macros)
     return out
@@ -285,10 +289,18 @@ def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme, converts: boo
 
 
 def _launch_mantissas(x: torch.Tensor, packed: Packed, scheme: Scheme) -> None:
+    _launch_of_mantissas(quantize_mantissas_kernel, x, _in_words(packed), scheme)
+
+
+def _launch_fake_mantissas(x: torch.Tensor, out: torch.Tensor, scheme: Scheme) -> None:
+    _launch_of_mantissas(fake_mantissas_kernel, x, out.view(-1).view(torch.int32), scheme)
+
+
+def _launch_of_mantissas(kernel: Any, x: torch.Tensor, out: Any, scheme: Scheme) -> None:
     n_blocks, macros = x.numel() // BLOCK, MANTISSAS_TILE // scheme.macro_block
-    words, out = x.detach().reshape(-1).view(torch.int32), _in_words(packed)
-    grid, constants = (triton.cdiv(n_blocks, 4 * macros),), scheme_constants(x.dtype, scheme)
-    launch(quantize_mantissas_kernel, grid, x.device, words, out, n_blocks, macros, constants, **PAIRS_OPTIONS)
+    words, constants = x.detach().reshape(-1).view(torch.int32), scheme_constants(x.dtype, scheme)
+    grid = (triton.cdiv(n_blocks, 4 * macros),)
+    launch(kernel, grid, x.device, words, out, n_blocks, macros, constants, **PAIRS_OPTIONS)
 
 
 def _in_pairs_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side) -> bool:
