@@ -34,10 +34,9 @@ INVERSE_4 = tl.constexpr(0x0C920C92)
 STEP = tl.constexpr(0x04000400)
 _TO_3_SCALES = tl.constexpr(0x3ECD3ECD)
 _TWO = tl.constexpr(0x40004000)
-# The same of bfloat16: 2**-13, and the largest number. What brings eight times its bits to those of half the number as
-# float16: 15 - 127 - 1 to the exponents of both halves.
+# The same of bfloat16: 2**-13. What brings eight times the bits of numbers to those of half of them as float16: 15 less
+# 128 to the exponents of both halves.
 _LEAST = tl.constexpr(0x39003900)
-_LARGEST = tl.constexpr(0x7F7F7F7F)
 _TO_FLOAT16 = tl.constexpr(0x3BFE3C00)
 # The signs; where a code is the digit of a subnormal bfloat16 and those above; 2**126.
 SIGNS = tl.constexpr(-0x7FFF8000)
@@ -103,9 +102,6 @@ def largest_of_blocks(m, INTERPRETED: tl.constexpr):
 def _over_power_of_two(m, inverse, INTERPRETED: tl.constexpr):
     """Words of magnitudes times ``inverse``, half of that as float16."""
     # What is 2**-4 or more stays as it is: there 2**-13 is less than half of the last digit.
-    if INTERPRETED:
-        # Any number for infinity and NaN, of which numpy warns.
-        m = smaller(m, tl.full(m.shape, _LARGEST, tl.int32), INTERPRETED)
     y = multiply_add(m, inverse, tl.full(m.shape, _LEAST, tl.int32), INTERPRETED)
     # The exponents of the formats differ by 112, the digits by 3.
     return y * 8 + _TO_FLOAT16
