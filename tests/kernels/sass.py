@@ -7,7 +7,7 @@ from collections import Counter
 
 #: Of full rate: float32 and pairs of 16 bits.
 _FLOATING = {"FADD", "FFMA", "FMUL", "HADD2", "HFMA2", "HMUL2"}
-_MULTIPLIER = {"IMAD"}
+_MULTIPLIER = {"IDP", "IMAD"}
 _MEMORY = {
     "ATOMG",
     "BAR",

@@ -206,6 +206,8 @@ _RULES: dict[str, Callable[[Launch, Arguments, float], Work]] = {
     "quantize_both_kernel": _both,
     "quantize_pairs_kernel": _pairs,
     "pairs_values_kernel": _pairs,
+    "quantize_mantissas_kernel": _pairs,
+    "fake_mantissas_kernel": _pairs,
     "quantize_pairs_both_kernel": _pairs_both,
     "dequantize_kernel": _dequantize,
     "fold_groups_kernel": _fold_groups,

@@ -19,6 +19,7 @@ _PLAIN, _MACRO = QuantScheme(), QuantScheme("rceil", 128)
 _FALLBACK = QuantScheme("rceil", 128, "static", 0.5)
 _PLAIN_FALLBACK = QuantScheme(outlier_fallback=0.5)
 _SEARCH = QuantScheme("even", 128, "dynamic")
+_MANTISSAS = QuantScheme("even", 128, "blockwise", 1.0)
 #: Tensors of a packed one.
 PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
 
@@ -54,6 +55,7 @@ def _quantized(device: torch.device) -> Iterator[Pair]:
             (_SEARCH, torch.float32, 256),
             (_FALLBACK, torch.bfloat16, 1152),
             (_PLAIN_FALLBACK, torch.bfloat16, 1056),
+            (_MANTISSAS, torch.bfloat16, 1152),
         )
     ):
         x = of_all_sizes(number, few(33, 5, device), n_cols, dtype)

@@ -142,6 +142,38 @@ def permute(a, b, SELECT: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def look_up(low, high, selectors, INTERPRETED: tl.constexpr):
+    """For each of the lowest four hexadecimal digits, up to 7, of ``selectors`` the byte of that number of eight, those
+    of ``low`` and then of ``high``."""
+    if INTERPRETED:
+        out = tl.zeros_like(selectors)
+        for place in tl.static_range(4):
+            digit = (selectors >> (4 * place)) & 7
+            byte = tl.where(digit < 4, low, high) >> ((digit & 3) * 8)
+            out = out | ((byte & 0xFF) << (8 * place))
+        return out
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selectors], tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def dot(a, b, total, SIGNED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """``total`` and the products of the four bytes of ``a`` with those of ``b``, which may be ``SIGNED``."""
+    if INTERPRETED:
+        for place in tl.static_range(4):
+            byte = (b >> (8 * place)) & 0xFF
+            if SIGNED:
+                byte = (byte ^ 0x80) - 0x80
+            total = total + ((a >> (8 * place)) & 0xFF) * byte
+        return total
+    else:
+        assembly: tl.constexpr = "dp4a.u32.s32 $0, $1, $2, $3;" if SIGNED else "dp4a.u32.u32 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(assembly, "=r,r,r,r", [a, b, total], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def reciprocal(x, INTERPRETED: tl.constexpr):
     """``1 / x`` of float32 in [1, 2), to ``2**-23``."""
     if INTERPRETED:

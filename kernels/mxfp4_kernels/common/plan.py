@@ -26,6 +26,8 @@ _FLAT_TILE = (1, LONGEST_FLAT_TILE.value)
 _ROW_TILE = (8, 256)
 #: Elements that a program of `quantization/pairs.py` owns, and how it is compiled.
 PAIRS_TILE = 2048
+#: Of `quantization/mantissas.py`, compiled alike.
+MANTISSAS_TILE = 4096
 PAIRS_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 #: Of `quantization/pairs_both.py`: rows and columns of a program, and those that it goes over at a time.
 PAIRS_BOTH_TILE, PAIRS_BOTH_STRIP = 128, 32
@@ -238,6 +240,20 @@ def takes_pairs(scheme: Scheme, side: Side, dtype: torch.dtype, length: int) -> 
         return scheme.scale_rule != "mse"
     # Factors may bring what rounds to 8 scales under "floor".
     return scheme.macro_search == "static" and scheme.scale_rule in ("rceil", "even")
+
+
+@functools.lru_cache(maxsize=1024)
+def takes_mantissas(
+    scheme: Scheme, side: Side, dtype: torch.dtype, length: int, out: torch.dtype | None = None
+) -> bool:
+    """Whether `quantization/mantissas.py` has a scheme for rows of ``length``, of whole macro blocks: for codes, or for
+    values of the dtype ``out``."""
+    if dtype != torch.bfloat16 or side != PLAIN or scheme.block_rows != 1 or scheme.macro_block is None:
+        return False
+    if scheme.macro_search != "blockwise" or scheme.scale_rule != "even" or length % scheme.macro_block:
+        return False
+    # Of the residual another part than all of it has more digits.
+    return out is None or out == torch.bfloat16 and scheme.outlier_fallback in (None, 1.0)
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,7 @@ from ..common.arguments import BothLengths, Lengths, MacroBytes, PackedPointers,
 from ..common.plan import (
     BLOCK,
     INTERPRETED,
+    MANTISSAS_TILE,
     PAIRS_BOTH_STRIP,
     PAIRS_BOTH_TILE,
     PAIRS_OPTIONS,
@@ -34,11 +35,13 @@ from ..common.plan import (
     options,
     plan,
     scheme_constants,
+    takes_mantissas,
     takes_pairs,
     unit_of,
 )
 from .both import quantize_both_kernel
 from .dequantize import dequantize_kernel
+from .mantissas import fake_mantissas_kernel, quantize_mantissas_kernel
 from .pairs import quantize_pairs_kernel
 from .pairs_both import quantize_pairs_both_kernel
 from .pairs_values import pairs_values_kernel
@@ -62,6 +65,10 @@ def fake_quantize(
     if columns:
         return fake_quantize_both(x.mT, scheme, None, side, dtype, limit)[1]
     out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+    if x.numel() and macro is None and takes_mantissas(scheme, side, x.dtype, x.shape[-1], out.dtype):
+        if limit in (None, out.dtype) and _lies_in_words(x) and has_pairs(x.device):
+            _launch_fake_mantissas(x, out, scheme)
+            return out
     for first_row, matrix, target, of_macros in _matrices(x, scheme, out, macro):
         _launch_rows(matrix, as_stored(target), None, scheme, side, first_row, out.dtype, limit, of_macros)
     return out
@@ -83,9 +90,13 @@ def quantize(x: torch.Tensor, scheme: Scheme, side: Side = PLAIN, converts: bool
     if columns:
         return quantize_both(x.mT, scheme, None, side)[1]
     packed = empty_packed(x.device, shape, scheme)
-    if x.numel() and takes_pairs(scheme, side, x.dtype, x.shape[-1]) and _lies_in_words(x) and has_pairs(x.device):
-        _launch_pairs(x, packed, scheme, converts and has_e2m1(x.device))
-        return packed
+    if x.numel() and _lies_in_words(x) and has_pairs(x.device):
+        if takes_pairs(scheme, side, x.dtype, x.shape[-1]):
+            _launch_pairs(x, packed, scheme, converts and has_e2m1(x.device))
+            return packed
+        if takes_mantissas(scheme, side, x.dtype, x.shape[-1]):
+            _launch_mantissas(x, packed, scheme)
+            return packed
     for first_row, matrix, *parts in _matrices(x, scheme, *packed):
         _launch_rows(matrix, None, PackedPointers(*parts), scheme, side, first_row, None)
     return packed
@@ -262,13 +273,17 @@ def _lies_in_words(x: torch.Tensor) -> bool:
     return x.is_contiguous() and x.storage_offset() % 2 == 0 and x.data_ptr() % 4 == 0
 
 
-def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme, converts: bool) -> None:
-    n_blocks, blocks = x.numel() // BLOCK, PAIRS_TILE // (2 * BLOCK)
-    words = x.detach().reshape(-1).view(torch.int32)
+def _in_words(packed: Packed) -> PackedPointers:
+    """Parts of results whose codes are written as words of eight."""
     codes, residual_codes = (
         p if p is None else p.view(-1).view(torch.int32) for p in (packed.codes, packed.residual_codes)
     )
-    out = PackedPointers(codes, packed.scale, packed.macro, residual_codes, packed.residual_scale)
+    return PackedPointers(codes, packed.scale, packed.macro, residual_codes, packed.residual_scale)
+
+
+def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme, converts: bool) -> None:
+    n_blocks, blocks = x.numel() // BLOCK, PAIRS_TILE // (2 * BLOCK)
+    words, out = x.detach().reshape(-1).view(torch.int32), _in_words(packed)
     grid = (triton.cdiv(n_blocks, 2 * blocks),)
     constants = scheme_constants(x.dtype, scheme, converts=converts)
     launch(quantize_pairs_kernel, grid, x.device, words, out, n_blocks, blocks, constants, **PAIRS_OPTIONS)
@@ -282,6 +297,21 @@ def _launch_pairs_values(x: torch.Tensor, packed: Packed, values: torch.Tensor, 
     grid = (triton.cdiv(n_blocks, blocks),)
     arguments = (words, pointers, out, n_blocks, blocks, scheme_constants(x.dtype, scheme))
     launch(pairs_values_kernel, grid, x.device, *arguments, **PAIRS_OPTIONS)
+
+
+def _launch_mantissas(x: torch.Tensor, packed: Packed, scheme: Scheme) -> None:
+    _launch_of_mantissas(quantize_mantissas_kernel, x, _in_words(packed), scheme)
+
+
+def _launch_fake_mantissas(x: torch.Tensor, out: torch.Tensor, scheme: Scheme) -> None:
+    _launch_of_mantissas(fake_mantissas_kernel, x, out.view(-1).view(torch.int32), scheme)
+
+
+def _launch_of_mantissas(kernel: Any, x: torch.Tensor, out: Any, scheme: Scheme) -> None:
+    n_blocks, macros = x.numel() // BLOCK, MANTISSAS_TILE // scheme.macro_block
+    words, constants = x.detach().reshape(-1).view(torch.int32), scheme_constants(x.dtype, scheme)
+    grid = (triton.cdiv(n_blocks, 4 * macros),)
+    launch(kernel, grid, x.device, words, out, n_blocks, macros, constants, **PAIRS_OPTIONS)
 
 
 def _in_pairs_both(x: torch.Tensor, scheme: Scheme, side: Side | None, side_t: Side) -> bool:
