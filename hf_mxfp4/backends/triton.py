@@ -151,7 +151,7 @@ def quantize(
     import mxfp4_kernels
 
     if converts is None:
-        converts = mxfp4_kernels.has_e2m1(x.device) and _instruction_is_right(x.device)
+        converts = converts_codes(x.device)
     options = {**_options(scheme), "rounding": scheme.rounding, "seed": seed, "converts": converts}
     packed = mxfp4_kernels.quantize(x.movedim(axis, -1), **options)
     return MXFP4Tensor(*packed, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
@@ -199,10 +199,13 @@ def plan_linear(n_tokens: int, out_features: int, in_features: int, scheme: Quan
     return mxfp4_kernels.plan_linear_w4a16(n_tokens, out_features, in_features, **_stored(scheme), dtype=name)
 
 
-def _instruction_is_right(device: torch.device) -> bool:
+def converts_codes(device: torch.device) -> bool:
+    """Whether a GPU has the instruction for codes, and it was found right."""
+    import mxfp4_kernels
+
     from . import self_check
 
-    return self_check.problem(device, "codes by instruction") is None
+    return mxfp4_kernels.has_e2m1(device) and self_check.problem(device, "codes by instruction") is None
 
 
 @functools.lru_cache(maxsize=64)

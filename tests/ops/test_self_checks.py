@@ -12,6 +12,7 @@ from hf_mxfp4.backends import triton as triton_kernels
 from hf_mxfp4.backends.self_check import FAMILIES, record, verdicts
 from hf_mxfp4.backends.self_check.verdicts import Family
 from hf_mxfp4.gemm import grouped
+from hf_mxfp4.gemm.tensor_cores import fast
 from hf_mxfp4.numerics import QuantScheme
 from mxfp4_kernels.common import autotune
 from mxfp4_kernels.common.plan import Packed
@@ -184,7 +185,8 @@ def test_codes_are_made_by_arithmetic_where_the_instruction_is_wrong(monkeypatch
     monkeypatch.setattr(mxfp4_kernels, "has_e2m1", lambda device: True)
     for converts in (None, True, False):
         triton_kernels.quantize(torch.empty(4, 32, device=device), QuantScheme(), 1, converts=converts)
-    assert asked == [problem is None, True, False]
+    fast.operand("mxfp4", torch.empty(4, 32, device=device), QuantScheme())
+    assert asked == [problem is None, True, False, problem is None]
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...backends import scaled_mm, self_check
+from ...backends.triton import converts_codes
 from ...numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, LinearScheme, OperandScheme, QuantScheme
 from ..counts import count_weight
 from ..operands import operand_seed, rotation_signs
@@ -219,7 +220,8 @@ def operand(
         return mxfp4_kernels.quantize_e4m3(matrix, axis=axis)
     if kernel == "mxfp4":
         rows = matrix if axis == 1 else matrix.t()
-        return mxfp4_kernels.quantize(rows, **direction, **scheme_options(precision))
+        converts = converts_codes(rows.device)
+        return mxfp4_kernels.quantize(rows, converts=converts, **direction, **scheme_options(precision))
     counter = inexact_counter(matrix.device)
     group = "row" if whole else _GROUP
     return mxfp4_kernels.fold_e4m3(
