@@ -73,7 +73,8 @@ def layers() -> dict[str, dict]:
 
         return call
 
-    for name in ("fake_quantize", "fake_quantize_with_macro", "fake_quantize_by_macro", "fold_e4m3", "quantize"):
+    values = "fake_quantize", "fake_quantize_with_macro", "fake_quantize_by_macro", "quantize_with_values"
+    for name in (*values, "fold_e4m3", "quantize"):
         setattr(mxfp4_kernels, name, counted(name, getattr(mxfp4_kernels, name)))
     # As on a GPU, where a backward pass has no operand of its forward pass.
     linear.kept_for_backward = lambda weight: False

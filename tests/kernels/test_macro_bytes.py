@@ -19,7 +19,7 @@ def test_values_by_macro_bytes_are_those_of_a_search(run_script):
     assert {name: found["calls"] for name, found in report["layers"].items()} == {
         "dense": by_macro | {"fake_quantize": 1, "fake_quantize_with_macro": 1},
         "fp8": by_macro | {"fold_e4m3": 2},
-        "mxfp4": by_macro | {"fake_quantize": 1, "quantize": 2},
+        "mxfp4": by_macro | {"quantize_with_values": 1, "quantize": 1},
         "static": {"fake_quantize": 3},
     }
 
