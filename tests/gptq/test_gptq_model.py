@@ -264,8 +264,24 @@ def test_masters_on_the_grid_are_told_of_when_they_are_loaded_to_train(folder, c
         assert ("lie on the grid" in caplog.text) == warned
 
 
+def test_the_command_rounds_for_quantized_inputs(folder):
+    arguments = ("--text", folder / "sums.jsonl", "--scheme", "w4a4:even+mbs128-blockwise/even")
+    done = run("gptq", folder / "base", folder / "out", *arguments, "--inputs", "quantized", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert len(json.loads(done.stdout)["layers"]) == 14
+    assert run("gptq", folder / "base", folder / "full", *arguments).exit_code == 0
+    weights = [
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto").model.layers[1].mlp.down_proj.weight
+        for name in ("out", "full")
+    ]
+    assert not torch.equal(*weights)
+    assert all(torch.equal(apply_scheme(each, parse_scheme("even+mbs128-blockwise")), each) for each in weights)
+
+
 def test_the_command_says_what_it_cannot_do(folder):
     texts = ("--text", folder / "sums.jsonl")
+    done = run("gptq", folder / "base", folder / "out", *texts, "--scheme", "w4a16:even", "--inputs", "quantized")
+    assert done.exit_code == 2 and "stay in full precision" in done.stderr
     done = run("gptq", folder / "base", folder / "out", *texts, "--scheme", "rceil+mbs128-static+of0.5")
     assert done.exit_code == 2 and "cannot be rounded to stay" in done.stderr and not (folder / "out").exists()
     done = run("gptq", folder / "base", folder / "out", *texts, "--scheme", "nonsense")
