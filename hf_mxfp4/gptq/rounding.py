@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..analysis.perplexity.scoring import in_full_precision
 from ..analysis.perplexity.swapped import swapped
 from ..config import MXFP4RLConfig
 from ..hooks import hooked_inputs
@@ -84,7 +85,9 @@ def round_model(
     with swapped(model, config) if inputs == "quantized" else contextlib.nullcontext():
         placed = {model.get_submodule(name): (name, *scheme) for name, *scheme in schemes.values()}
         for index, layer in enumerate(run.layers):
-            for group in _groups(run, index, [each for each in layer.modules() if each in placed]):
+            with in_full_precision(model):
+                groups = _groups(run, index, [each for each in layer.modules() if each in placed])
+            for group in groups:
                 with cached_weights("dense"):
                     moments = second_moments(group[0], run.until(index, group[0]))
                 for linear in group:

@@ -154,6 +154,26 @@ def test_for_quantized_inputs_the_error_on_these_is_smaller(layer, monkeypatch):
     torch.testing.assert_close(rotate(again, 32), rounded, rtol=0, atol=1e-3)
 
 
+def test_blocks_fall_back_as_when_the_rounded_model_is_run(monkeypatch):
+    """A layer's threshold starts from the first text that it reads behind rounded layers."""
+    from hf_mxfp4.gptq import rounding
+
+    config = read_schemes(["w4a4:even/even+of1@0.25"])[0].config
+    layer, seen = "model.layers.1.mlp.down_proj", []
+    original = rounding._replace
+    monkeypatch.setattr(rounding, "_replace", lambda *given: seen.append(given[1].clone()) or original(*given))
+    model = make_model("llama").eval()
+    round_model(model, texts(), config, inputs="quantized")
+    inputs = []
+    with swapped(model, config), torch.no_grad():
+        module = model.get_submodule(layer)
+        module.register_forward_pre_hook(lambda module, x: inputs.append(module.forward_input(x[0], torch.float32)[0]))
+        for ids in texts():
+            model(ids)
+    taken = torch.cat(inputs)
+    torch.testing.assert_close(seen[-1], taken.T @ taken, rtol=1e-4, atol=1e-4)
+
+
 def test_the_gain_is_of_outputs_on_quantized_inputs():
     model = make_model("llama").eval()
     names = [
