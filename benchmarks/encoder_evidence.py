@@ -11,6 +11,7 @@ move into them.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
@@ -28,8 +29,19 @@ from hf_mxfp4.gptq.rounding import second_moments
 from hf_mxfp4.gptq.weight import round_weight
 from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.module_names import find_layers
+from hf_mxfp4.numerics import QuantScheme
 
-from .evidence import AS_IT_IS, OURS, ROUNDED, ROUNDING_TEXTS, WITH_RESIDUALS, products, rotated, with_rotation
+from .evidence import (
+    AS_IT_IS,
+    OURS,
+    ROUNDED,
+    ROUNDED_FOR_BOTH,
+    ROUNDING_TEXTS,
+    WITH_RESIDUALS,
+    products,
+    rotated,
+    with_rotation,
+)
 from .records import made, option_parser, write
 
 
@@ -58,12 +70,17 @@ def nearest(vectors: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def round_encoder(model: nn.Module, batches: list[torch.Tensor], scheme: ModelScheme) -> int:
-    """Round all linear layers in the order in which they stand, which is that of their calls; how many there were."""
+    """Round all linear layers in the order in which they stand, which is that of their calls; how many there were. For
+    quantized inputs where the scheme has such."""
     layers, _ = find_layers(model)
-    for name, linear in layers.items():
-        moments = second_moments(linear, (model(input_ids=ids) for ids in batches))
-        fprop = scheme.config.gemms(name).fprop
-        linear.weight.copy_(round_weight(linear.weight, moments, fprop.right, fprop.rotation))
+    quantized = isinstance(scheme.config.gemms().fprop.left, QuantScheme)
+    with swapped(model, scheme.config) if quantized else contextlib.nullcontext():
+        for name in layers:
+            linear = model.get_submodule(name)
+            with cached_weights("dense"):
+                moments = second_moments(linear, (model(input_ids=ids) for ids in batches))
+            fprop = scheme.config.gemms(name).fprop
+            linear.weight.copy_(round_weight(linear.weight, moments, fprop.right, fprop.rotation))
     return len(layers)
 
 
@@ -75,6 +92,7 @@ def variants() -> Iterator[tuple[str, ModelScheme | None, list[ModelScheme]]]:
     yield "GPTQ for H64", with_rotation(weights), rotated(ROUNDED)
     residuals = with_rotation(read_schemes([f"w4a16:{OURS}+of1@0.25"])[0])
     yield "GPTQ with residuals for H64", residuals, rotated(WITH_RESIDUALS)
+    yield "GPTQ for H64 and quantized inputs", rotated((OURS,))[0], rotated(ROUNDED_FOR_BOTH)
 
 
 def main() -> None:

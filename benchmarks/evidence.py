@@ -88,6 +88,7 @@ SMOOTHED = (
 )
 ACTIVATIONS = (OURS, f"{OURS}+of1@0.05", f"{OURS}+of1@0.1", f"{OURS}+of1@0.25", f"{OURS}+of1")
 ROUNDED = (f"w4a16:{OURS}", *(OURS if each == OURS else f"w4a4:{OURS}/{each}" for each in ACTIVATIONS))
+ROUNDED_FOR_BOTH = tuple(ROUNDED[index] for index in (1, 4, 2, 0))
 WITH_RESIDUALS = tuple(f"w4a4:{OURS}+of1@0.25/{OURS}+of1{rate}" for rate in ("@0.25", "@0.5", "@0.75", ""))
 
 Prepare = Callable[[nn.Module, Callable[[int], list[torch.Tensor]]], None]
@@ -103,10 +104,10 @@ def rotated(names: Sequence[str]) -> list[ModelScheme]:
     return [with_rotation(scheme) for scheme in read_schemes(list(names))]
 
 
-def rounded_for(config: MXFP4RLConfig) -> Prepare:
+def rounded_for(config: MXFP4RLConfig, inputs: str = "full") -> Prepare:
     def prepare(model: nn.Module, texts: Callable[[int], list[torch.Tensor]]) -> None:
         smoothed(model, texts)
-        found = round_model(model, texts(ROUNDING_TEXTS), config)
+        found = round_model(model, texts(ROUNDING_TEXTS), config, inputs=inputs)
         print(f"rounded {len(found.layers)} layers, {found.gain_db:.2f} dB", flush=True)
 
     return prepare
@@ -129,6 +130,8 @@ def variants() -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
     yield "smoothed, GPTQ for H64", rounded_for(with_rotation(weights).config), rotated(ROUNDED)
     residuals = with_rotation(read_schemes([f"w4a16:{OURS}+of1@0.25"])[0])
     yield "smoothed, GPTQ with residuals for H64", rounded_for(residuals.config), rotated(WITH_RESIDUALS)
+    both = rotated((OURS,))[0].config
+    yield "smoothed, GPTQ for H64 and quantized inputs", rounded_for(both, "quantized"), rotated(ROUNDED_FOR_BOTH)
 
 
 def products(config: MXFP4RLConfig) -> float | None:

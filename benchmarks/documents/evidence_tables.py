@@ -22,6 +22,7 @@ PAPERS = {
 BUDGETS = (4.25, 4.32, 4.5, 4.75, 5.0, 6.0, 8.6)
 #: Variants as the tables name them.
 AS_IT_IS, SMOOTHED, ROUNDED, ROTATED = "as it is", "smoothed", "smoothed, GPTQ", "smoothed, GPTQ for H64"
+FOR_BOTH = "smoothed, GPTQ for H64 and quantized inputs"
 OURS = "even+mbs128-blockwise"
 #: Rows of the first page: name, variant, scheme.
 FIRST_PAGE = (
@@ -222,6 +223,7 @@ def evidence_plot() -> Figure:
         "+ smoothing": lambda r: r["variant"] == SMOOTHED and r["name"].startswith(OURS) and "H64" not in r["name"],
         "+ GPTQ": lambda r: r["variant"] == ROUNDED,
         "+ rotation by H64": lambda r: r["variant"] == ROTATED,
+        "+ GPTQ for quantized inputs": lambda r: r["variant"] == FOR_BOTH,
     }
     for color, (label, chosen) in enumerate(kinds.items()):
         points = sorted((r["bits"], r["kl"], r["kl_standard_error"]) for r in _both_operands(found) if chosen(r))
@@ -245,7 +247,7 @@ def gptq() -> str:
     shown = [
         (variant, name)
         for variant, name in next(iter(texts.values()))
-        if variant in (SMOOTHED, ROUNDED, ROTATED)
+        if variant in (SMOOTHED, ROUNDED, ROTATED, FOR_BOTH)
         and name.removesuffix(", H64") in (f"w4a16:{OURS}", OURS, f"{OURS}+of1@0.05", f"w4a4:{OURS}/{OURS}+of1@0.05")
         or (variant, name) in ((AS_IT_IS, f"w4a16:{OURS}"), (AS_IT_IS, OURS))
     ]

@@ -3,7 +3,7 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -35,6 +35,14 @@ def gptq(
             "alone. 'even' for exports to plain MXFP4.",
         ),
     ] = "even+mbs128-blockwise",
+    inputs: Annotated[
+        Literal["full", "quantized"],
+        typer.Option(
+            "--inputs",
+            help="What weights are multiplied with: inputs in full precision, or as SCHEME quantizes activations "
+            "(w4a4), for products of both.",
+        ),
+    ] = "full",
     text_field: TextFieldOption = None,
     samples: SamplesOption = 128,
     max_length: MaxLengthOption = 512,
@@ -67,6 +75,7 @@ def gptq(
                 texts=texts,
                 device=device,
                 overwrite=overwrite,
+                inputs=inputs,
                 on_layer=lambda name: typer.echo(f"rounded {name}", err=True),
             )
         except SourceError:

@@ -20,11 +20,12 @@ def round_checkpoint(
     device: str = "auto",
     overwrite: bool = False,
     on_layer: Callable[[str], None] = lambda name: None,
+    inputs: str = "full",
 ) -> Rounding:
     """[`round_model`] of a checkpoint, saved in its own dtype. The rest is as
     [`hf_mxfp4.analysis.rewrite.rewrite_checkpoint`] has it, which also says what is raised."""
 
     def change(loaded, batches) -> Rounding:
-        return round_model(loaded, batches, config, on_layer)
+        return round_model(loaded, batches, config, on_layer, inputs)
 
     return rewrite_checkpoint(model, out, options, change, texts=texts, device=device, overwrite=overwrite)

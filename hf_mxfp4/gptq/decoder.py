@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the decoder layers of a model one after the other, each on what the changed ones before it give."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..hooks import hooked_inputs
+
 
 _STATES = "hidden_states"
+
+
+class _Reached(Exception):
+    """A layer has been run as far as was asked."""
 
 
 class DecoderRun:
@@ -37,6 +44,18 @@ class DecoderRun:
         """What layer ``index`` gives for each text, from the states that it is at."""
         for states, calls in zip(self._states, self._calls, strict=True):
             yield _first(self.layers[index](**{**calls[index], _STATES: states}))
+
+    def until(self, index: int, module: nn.Module) -> Iterator[None]:
+        """Run layer ``index`` on each text, and no further than to ``module``, a part of it, whose hooks are called."""
+
+        def stop(module: nn.Module, arguments: tuple) -> None:
+            raise _Reached
+
+        with hooked_inputs([(module, stop)]):
+            for states, calls in zip(self._states, self._calls, strict=True):
+                with contextlib.suppress(_Reached):
+                    self.layers[index](**{**calls[index], _STATES: states})
+                yield
 
     def advance(self, index: int) -> None:
         """Go on to the states behind layer ``index``."""

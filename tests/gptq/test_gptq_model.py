@@ -2,6 +2,7 @@
 """A model rounded by GPTQ: which layers, on what inputs, that quantizing it again changes nothing, and the command."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from typer.testing import CliRunner
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.perplexity.evaluate import evaluate
 from hf_mxfp4.analysis.perplexity.schemes import read_schemes
+from hf_mxfp4.analysis.perplexity.swapped import swapped
 from hf_mxfp4.cli import app
 from hf_mxfp4.gptq import round_model
 from hf_mxfp4.gptq.decoder import DecoderRun
+from hf_mxfp4.layers import MXFP4Linear
+from hf_mxfp4.numerics import apply_scheme, parse_scheme, rotate
 from recipes.tasks.tiny_model import build_char_tokenizer
 
 
@@ -95,6 +99,106 @@ def test_later_layers_are_rounded_on_what_rounded_ones_give(monkeypatch):
     torch.testing.assert_close(seen[-1], states.T @ states, rtol=1e-4, atol=1e-5)
 
 
+QUANTIZED = MXFP4RLConfig(
+    preset="w4a4",
+    fprop={"weight": "even+mbs128-blockwise", "x": "rceil", "rotation": "deterministic-32"},
+    dither_ties=False,
+)
+
+
+def by_hand(model, layer, weight, config):
+    """Inputs of a layer as its product takes them, ``[tokens, K]``, while ``model`` is run under ``config``, and the
+    error of outputs that are made of these with a weight's quantized values."""
+    inputs = []
+    with swapped(model, config), torch.no_grad():
+        module = model.get_submodule(layer)
+        handle = module.register_forward_pre_hook(lambda _, x: inputs.append(x[0].flatten(0, 1)))
+        for ids in texts():
+            model(ids)
+        handle.remove()
+    taken = apply_scheme(rotate(torch.cat(inputs), 32), parse_scheme("rceil"))
+
+    def error(values):
+        values = apply_scheme(rotate(values, 32), parse_scheme("even+mbs128-blockwise"))
+        return float((taken @ (values - rotate(weight, 32)).T).square().sum())
+
+    return taken, error
+
+
+@pytest.mark.parametrize("layer", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"])
+def test_for_quantized_inputs_the_error_on_these_is_smaller(layer, monkeypatch):
+    """And the moments are those of the inputs that the layer really has, behind layers that are rounded already."""
+    from hf_mxfp4.gptq import rounding
+
+    seen = {}
+    original = rounding._replace
+
+    def noted(linear, moments, *scheme):
+        seen[linear.weight] = moments.clone()
+        return original(linear, moments, *scheme)
+
+    monkeypatch.setattr(rounding, "_replace", noted)
+    plain, model = make_model("llama").eval(), make_model("llama").eval()
+    weight = model.get_submodule(layer).weight.detach().clone()
+    round_model(plain, texts(), QUANTIZED)
+    found = round_model(model, texts(), QUANTIZED, inputs="quantized")
+    assert len(found.layers) == 14 and not found.left and found.gain_db > 1
+    assert all(type(module) is not MXFP4Linear for module in model.modules())
+    taken, error = by_hand(model, layer, weight, QUANTIZED)
+    moments = rotate(rotate(seen[model.get_submodule(layer).weight], 32), 32, axis=0)
+    torch.testing.assert_close(moments, taken.T @ taken, rtol=1e-4, atol=1e-4)
+    rounded, other = (each.get_submodule(layer).weight.detach() for each in (model, plain))
+    assert error(rounded) < min(0.97 * error(other), 0.6 * error(weight))
+    # What the product takes of the stored weight is what was rounded, and stays.
+    again = apply_scheme(rotate(rounded, 32), parse_scheme("even+mbs128-blockwise"))
+    torch.testing.assert_close(rotate(again, 32), rounded, rtol=0, atol=1e-3)
+
+
+def test_blocks_fall_back_as_when_the_rounded_model_is_run(monkeypatch):
+    """A layer's threshold starts from the first text that it reads behind rounded layers."""
+    from hf_mxfp4.gptq import rounding
+
+    config = read_schemes(["w4a4:even/even+of1@0.25"])[0].config
+    layer, seen = "model.layers.1.mlp.down_proj", []
+    original = rounding._replace
+    monkeypatch.setattr(rounding, "_replace", lambda *given: seen.append(given[1].clone()) or original(*given))
+    model = make_model("llama").eval()
+    round_model(model, texts(), config, inputs="quantized")
+    inputs = []
+    with swapped(model, config), torch.no_grad():
+        module = model.get_submodule(layer)
+        module.register_forward_pre_hook(lambda module, x: inputs.append(module.forward_input(x[0], torch.float32)[0]))
+        for ids in texts():
+            model(ids)
+    taken = torch.cat(inputs)
+    torch.testing.assert_close(seen[-1], taken.T @ taken, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gain_is_of_outputs_on_quantized_inputs():
+    model = make_model("llama").eval()
+    names = [
+        f"model.layers.{i}.{'mlp' if 'gate' in n or 'up' in n or 'down' in n else 'self_attn'}.{n}"
+        for i in range(2)
+        for n in PER_LAYER
+    ]
+    weights = {name: model.get_submodule(name).weight.detach().clone() for name in names}
+    found = round_model(model, texts(), QUANTIZED, inputs="quantized")
+    gains = []
+    for name, weight in weights.items():
+        _, error = by_hand(model, name, weight, QUANTIZED)
+        gains.append(10 * math.log10(error(weight) / error(model.get_submodule(name).weight.detach())))
+    assert found.gain_db == pytest.approx(sum(gains) / len(gains), rel=1e-3)
+
+
+def test_without_a_rotation_quantized_inputs_leave_weights_on_the_grid():
+    config = read_schemes(["w4a4:even+mbs128-blockwise/even+of1@0.25"])[0].config
+    model = make_model("llama", dtype=torch.bfloat16)
+    round_model(model, texts(), config, inputs="quantized")
+    for name in ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.up_proj"):
+        weight = model.get_submodule(name).weight.detach()
+        assert torch.equal(apply_scheme(weight, parse_scheme("even+mbs128-blockwise")), weight)
+
+
 @pytest.mark.parametrize(("family", "rounded"), [("qwen3_moe", 8), ("qwen2_moe", 14)])
 def test_experts_are_left_alone_and_named(family, rounded):
     model = make_model(family)
@@ -121,6 +225,10 @@ def test_wrong_arguments():
         ValueError, match="model.layers.0.self_attn.q_proj under mxfp4.rceil.* cannot be rounded to stay"
     ):
         round_model(make_model("llama"), texts(), factors_config(mode="packed", preset="w4a16"))
+    with pytest.raises(ValueError, match="inputs='both' must be one of full, quantized"):
+        round_model(make_model("llama"), texts(), QUANTIZED, inputs="both")
+    with pytest.raises(ValueError, match="model.layers.0.self_attn.q_proj stay in full precision"):
+        round_model(make_model("llama"), texts(), CONFIG, inputs="quantized")
     with pytest.raises(ValueError, match="no list of decoder layers"):
         round_model(nn.Sequential(nn.Linear(32, 32)), texts(), CONFIG)
 
@@ -176,8 +284,24 @@ def test_masters_on_the_grid_are_told_of_when_they_are_loaded_to_train(folder, c
         assert ("lie on the grid" in caplog.text) == warned
 
 
+def test_the_command_rounds_for_quantized_inputs(folder):
+    arguments = ("--text", folder / "sums.jsonl", "--scheme", "w4a4:even+mbs128-blockwise/even")
+    done = run("gptq", folder / "base", folder / "out", *arguments, "--inputs", "quantized", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert len(json.loads(done.stdout)["layers"]) == 14
+    assert run("gptq", folder / "base", folder / "full", *arguments).exit_code == 0
+    weights = [
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto").model.layers[1].mlp.down_proj.weight
+        for name in ("out", "full")
+    ]
+    assert not torch.equal(*weights)
+    assert all(torch.equal(apply_scheme(each, parse_scheme("even+mbs128-blockwise")), each) for each in weights)
+
+
 def test_the_command_says_what_it_cannot_do(folder):
     texts = ("--text", folder / "sums.jsonl")
+    done = run("gptq", folder / "base", folder / "out", *texts, "--scheme", "w4a16:even", "--inputs", "quantized")
+    assert done.exit_code == 2 and "stay in full precision" in done.stderr
     done = run("gptq", folder / "base", folder / "out", *texts, "--scheme", "rceil+mbs128-static+of0.5")
     assert done.exit_code == 2 and "cannot be rounded to stay" in done.stderr and not (folder / "out").exists()
     done = run("gptq", folder / "base", folder / "out", *texts, "--scheme", "nonsense")
