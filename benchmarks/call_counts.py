@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far it is from a call to the arithmetic: Python calls, depth and files of the project in its main flows.
 
-    python benchmarks/call_counts.py [--only NAME ...]
+    python -m benchmarks.call_counts [--only NAME ...]
 
 Counted by `sys.setprofile` are calls of Python functions that are defined in this repository. ``calls`` is their
 number, ``depth`` how many of them are at most inside of one another, ``files`` how many files they are in. Each flow

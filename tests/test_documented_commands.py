@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: What the commands of this project begin with, behind variables of the environment and a folder.
 KINDS = {
-    "benchmark": r"python -m benchmarks\.",
+    "benchmark": r"python (?:-m benchmarks\.|benchmarks/)",
     "tool": r"hf-mxfp4 \w",
     "make": r"make \w",
     "recipe": r"(?:python|accelerate launch) .*?recipes/\w+\.py",
