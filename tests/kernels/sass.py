@@ -34,6 +34,11 @@ def instructions(sass: str) -> Counter:
     return Counter(name for name in found if name != "NOP")
 
 
+def counts(sass: str) -> tuple[int, int, int]:
+    """Instructions in all, those of [`integer_instructions`], and registers."""
+    return instructions(sass).total(), integer_instructions(sass), int(re.search(r"REG:(\d+)", sass)[1])
+
+
 def integer_instructions(sass: str) -> int:
     """Those of the unit for integers, logic, comparisons and minima, which takes one in two cycles."""
     counts = instructions(sass)

@@ -223,13 +223,25 @@ def words_of_columns(x_ptr, row_stride, n_rows, n_cols, COLS: tl.constexpr):
 
 
 @triton.jit
+def four_magnitudes(w, INTERPRETED: tl.constexpr):
+    """The magnitudes of four words."""
+    m0, m1 = magnitudes(w[0], INTERPRETED), magnitudes(w[1], INTERPRETED)
+    m2, m3 = magnitudes(w[2], INTERPRETED), magnitudes(w[3], INTERPRETED)
+    return m0, m1, m2, m3
+
+
+@triton.jit
+def largest_of_four(m, INTERPRETED: tl.constexpr):
+    """Of both halves the largest of four magnitudes."""
+    return larger(larger(m[0], m[1], INTERPRETED), larger(m[2], m[3], INTERPRETED), INTERPRETED)
+
+
+@triton.jit
 def eight_magnitudes(words, INTERPRETED: tl.constexpr):
     """The magnitudes of the eight words of [`words_of_rows`]."""
     w0, w1, w2, w3, w4, w5, w6, w7 = words
-    m0, m1 = magnitudes(w0, INTERPRETED), magnitudes(w1, INTERPRETED)
-    m2, m3 = magnitudes(w2, INTERPRETED), magnitudes(w3, INTERPRETED)
-    m4, m5 = magnitudes(w4, INTERPRETED), magnitudes(w5, INTERPRETED)
-    m6, m7 = magnitudes(w6, INTERPRETED), magnitudes(w7, INTERPRETED)
+    m0, m1, m2, m3 = four_magnitudes((w0, w1, w2, w3), INTERPRETED)
+    m4, m5, m6, m7 = four_magnitudes((w4, w5, w6, w7), INTERPRETED)
     return m0, m1, m2, m3, m4, m5, m6, m7
 
 
@@ -237,8 +249,7 @@ def eight_magnitudes(words, INTERPRETED: tl.constexpr):
 def maxima_of_blocks(m, INTERPRETED: tl.constexpr):
     """The largest of the magnitudes of [`eight_magnitudes`] in each block, ``[.., 1]``, in both halves of a word."""
     m0, m1, m2, m3, m4, m5, m6, m7 = m
-    low = larger(larger(m0, m1, INTERPRETED), larger(m2, m3, INTERPRETED), INTERPRETED)
-    high = larger(larger(m4, m5, INTERPRETED), larger(m6, m7, INTERPRETED), INTERPRETED)
+    low, high = largest_of_four((m0, m1, m2, m3), INTERPRETED), largest_of_four((m4, m5, m6, m7), INTERPRETED)
     maxima = larger(low, high, INTERPRETED)
     maxima = larger(maxima, permute(maxima, maxima, 0x1032, INTERPRETED), INTERPRETED)
     return largest(maxima, 3, INTERPRETED)

@@ -24,7 +24,7 @@ def _read(x_ptr, row_start, col_start, lengths, ROWS: tl.constexpr, COLS: tl.con
 
 
 @triton.jit
-def _read_rows(
+def read_rows(
     x_ptr, start, at, lengths, signs_ptr, random, STRIP: tl.constexpr, BF16: tl.constexpr, SIDE: tl.constexpr
 ):
     """What [`prepared`] makes of a strip of ``STRIP`` rows of 128 elements."""
@@ -81,7 +81,7 @@ def fold_both_kernel(
                 counted = codes_of_rows(x_ptr, out, start, col_start, n_rows, n_cols, stride, STRIP, SCHEME)
             else:
                 at = Tile(rows, col_start, n_rows, lengths.length)
-                y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
+                y, noise = read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
                 _, _, counted, _ = blocks_of(y, noise, SIDE.STOCHASTIC, SCHEME)
                 pack_tile(y, out, at, row_bytes, random, SCHEME, SIDE)
             top = tl.maximum(top, counted)
@@ -97,12 +97,12 @@ def fold_both_kernel(
                 top = tl.maximum(top, counted)
         elif out is None:
             at = Tile(rows, col_start, n_rows, lengths.length)
-            y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
+            y, noise = read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
             _, _, counted, _ = blocks_of(y, noise, SIDE.STOCHASTIC, SCHEME)
             top = tl.maximum(top, counted)
         else:
             at = Tile(rows, col_start, n_rows, lengths.length)
-            y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
+            y, noise = read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
             at = Tile(rows, col_start, n_rows, padded_cols)
             found, counted = fold_tile(y, noise, out, at, SIDE.STOCHASTIC, SCHEME)
             n_inexact += found
@@ -121,7 +121,7 @@ def fold_both_kernel(
             else:
                 rows = start + tl.arange(0, STRIP)[:, None, None, None]
                 at = Tile(rows, col_start, n_rows, lengths.length)
-                y, noise = _read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
+                y, noise = read_rows(x_ptr, start, at, lengths, signs[0], random, STRIP, SCHEME.BF16, SIDE)
                 y, byte, counted, _ = blocks_of(y, noise, SIDE.STOCHASTIC, SCHEME)
                 elements, found = elements_of(y, byte, counted, base, SIDE.STOCHASTIC, SCHEME)
                 elements = tl.reshape(elements, [STRIP, 128])

@@ -11,8 +11,8 @@ from ..common.arguments import ExpertsShape, FoldedPointers, ProductTile, Scheme
 from ..common.plan import INTERPRETED, PLAIN, Scheme, as_stored, bits, check_device, launch, scheme_constants
 from ..gemm.grouped.matmul import check_offsets
 from .experts_kernel import expert_bytes_kernel, expert_elements_kernel, expert_values_kernel, fold_experts_kernel
-from .fold import GROUP, Folded, counter_of, has_fp8, in_pairs, matrix_of, outputs
-from .fp8_both import MAXIMA_OPTIONS, OPTIONS, WIDTH, unit_columns
+from .fold import GROUP, Folded, counter_of, has_fp8, in_pairs, matrix_of, outputs, unit_columns
+from .fp8_both import MAXIMA_OPTIONS, OPTIONS, WIDTH
 
 
 _TILE = ProductTile(BM=GROUP)

@@ -15,7 +15,7 @@ from ..common.blocks import MAGNITUDE_FIELD, scale_value
 from ..common.elements import as_stored
 from ..gemm.grouped.tiles import find_tile, rows_of
 from ..quantization.both import transposed
-from .both_kernel import _read_rows
+from .both_kernel import read_rows
 from .fp8_both_kernel import STEP, WIDTH, bases
 from .fp8_kernel import base_of_row, inverse_of_row, read_matrix, values_of_rows
 from .pairs import counted_of_rows, elements_of_rows
@@ -201,7 +201,7 @@ def fold_experts_kernel(
             counted = counted_of_rows(x_ptr, start, col_start, end, n_cols, row_stride, STRIP, SCHEME)
         else:
             at = Tile(start + tl.arange(0, STRIP)[:, None, None, None], col_start, end, n_cols)
-            y, noise = _read_rows(x_ptr, start, at, lengths, None, Random(0, 0, 0), STRIP, SCHEME.BF16, SIDE)
+            y, noise = read_rows(x_ptr, start, at, lengths, None, Random(0, 0, 0), STRIP, SCHEME.BF16, SIDE)
             _, _, counted, _ = blocks_of(y, noise, False, SCHEME)
         top = tl.maximum(top, counted)
     base = base_of(tl.max(top, axis=0, keep_dims=True))
@@ -212,7 +212,7 @@ def fold_experts_kernel(
             n_inexact += tl.sum(tl.reshape(found, [found.numel], can_reorder=True), axis=0)
         else:
             at = Tile(start + tl.arange(0, STRIP)[:, None, None, None], col_start, end, n_cols)
-            y, noise = _read_rows(x_ptr, start, at, lengths, None, Random(0, 0, 0), STRIP, SCHEME.BF16, SIDE)
+            y, noise = read_rows(x_ptr, start, at, lengths, None, Random(0, 0, 0), STRIP, SCHEME.BF16, SIDE)
             y, byte, counted, _ = blocks_of(y, noise, False, SCHEME)
             elements, found = elements_of(y, byte, counted, base, False, SCHEME)
             elements = tl.reshape(elements, [STRIP, 128])

@@ -328,6 +328,11 @@ def _run(kernel: Any, grid: int, device: torch.device, arguments: tuple, constan
     launch(kernel, (grid,), device, *arguments, **constants, **options, enable_fp_fusion=False)
 
 
+def unit_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix with neighbours of a row adjacent in memory."""
+    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+
+
 def outputs(n_rows: int, length: int, group: int | str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     n_groups = triton.cdiv(length, GROUP)
     elements = torch.empty(n_rows, n_groups * GROUP, dtype=torch.float8_e4m3fn, device=device)

@@ -9,7 +9,7 @@ import triton
 from ..common.arguments import FoldedPointers, SchemeConstants
 from ..common.checks import check_input, check_output
 from ..common.plan import INTERPRETED, PLAIN, Scheme, as_stored, bits, check_device, launch, scheme_constants
-from .fold import Folded, _launch_rows, has_fp8, matrix_of, outputs, rows_plan
+from .fold import Folded, _launch_rows, has_fp8, matrix_of, outputs, rows_plan, unit_columns
 from .fp8_kernel import column_maxima_kernel, columns_kernel, fake_columns_kernel, fake_rows_kernel, values_kernel
 
 
@@ -94,8 +94,7 @@ def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dty
 
 def _rows_of(x: torch.Tensor) -> torch.Tensor:
     """``x`` as a matrix whose rows are contiguous."""
-    matrix = x.reshape(-1, x.shape[-1])
-    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+    return unit_columns(x.reshape(-1, x.shape[-1]))
 
 
 def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:

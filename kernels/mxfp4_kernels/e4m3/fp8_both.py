@@ -12,7 +12,7 @@ import triton
 from ..common.arguments import FoldedPointers
 from ..common.checks import check_input
 from ..common.plan import INTERPRETED, Scheme, as_stored, bits, check_device, launch, scheme_constants
-from .fold import GROUP, Folded, has_fp8, matrix_of, outputs
+from .fold import GROUP, Folded, has_fp8, matrix_of, outputs, unit_columns
 from .fp8_both_kernel import STEP, WIDTH, elements_both_kernel, scale_bytes_kernel, values_both_kernel
 
 
@@ -95,11 +95,6 @@ def fake_quantize_e4m3_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         arguments = (bits(matrix), *found, as_stored(out), as_stored(out_t), *numbers, *found.powers, constants)
         launch(values_both_kernel, grid, x.device, *arguments, **OPTIONS)
     return out, out_t.t()
-
-
-def unit_columns(matrix: torch.Tensor) -> torch.Tensor:
-    """With neighbours of a row adjacent in memory."""
-    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _scale_bytes(matrix: torch.Tensor, constants: NamedTuple) -> _Bytes:

@@ -292,10 +292,8 @@ def _launch_pairs(x: torch.Tensor, packed: Packed, scheme: Scheme, converts: boo
 def _launch_pairs_values(x: torch.Tensor, packed: Packed, values: torch.Tensor, scheme: Scheme) -> None:
     n_blocks, blocks = x.numel() // BLOCK, PAIRS_TILE // (2 * BLOCK)
     words, out = (tensor.view(-1).view(torch.int32) for tensor in (x, values))
-    codes = packed.codes.view(-1).view(torch.int32)
-    pointers = PackedPointers(codes, packed.scale, packed.macro, None, None)
     grid = (triton.cdiv(n_blocks, blocks),)
-    arguments = (words, pointers, out, n_blocks, blocks, scheme_constants(x.dtype, scheme))
+    arguments = (words, _in_words(packed), out, n_blocks, blocks, scheme_constants(x.dtype, scheme))
     launch(pairs_values_kernel, grid, x.device, *arguments, **PAIRS_OPTIONS)
 
 

@@ -15,7 +15,7 @@ by 2**-8 of itself, or next to 0.25 by 2**-9, over f. On a tie ``1 / f``, off by
 import triton
 import triton.language as tl
 
-from ..common.pairs import LOW, larger, magnitudes, multiply, multiply_add, permute, smaller
+from ..common.pairs import LOW, four_magnitudes, larger, largest_of_four, multiply, multiply_add, permute, smaller
 from .pair_codes import sign_bytes
 
 
@@ -70,30 +70,18 @@ def load(x_ptr, n_blocks, MACROS: tl.constexpr):
 
 
 @triton.jit
-def _four_magnitudes(w, INTERPRETED: tl.constexpr):
-    m0, m1 = magnitudes(w[0], INTERPRETED), magnitudes(w[1], INTERPRETED)
-    m2, m3 = magnitudes(w[2], INTERPRETED), magnitudes(w[3], INTERPRETED)
-    return m0, m1, m2, m3
-
-
-@triton.jit
 def magnitudes_of_blocks(w, INTERPRETED: tl.constexpr):
     """Magnitudes of blocks."""
-    m0, m1 = _four_magnitudes(w[0], INTERPRETED), _four_magnitudes(w[1], INTERPRETED)
-    m2, m3 = _four_magnitudes(w[2], INTERPRETED), _four_magnitudes(w[3], INTERPRETED)
+    m0, m1 = four_magnitudes(w[0], INTERPRETED), four_magnitudes(w[1], INTERPRETED)
+    m2, m3 = four_magnitudes(w[2], INTERPRETED), four_magnitudes(w[3], INTERPRETED)
     return m0, m1, m2, m3
-
-
-@triton.jit
-def _largest_of_four(m, INTERPRETED: tl.constexpr):
-    return larger(larger(m[0], m[1], INTERPRETED), larger(m[2], m[3], INTERPRETED), INTERPRETED)
 
 
 @triton.jit
 def largest_of_blocks(m, INTERPRETED: tl.constexpr):
     """The bits of the largest magnitudes of blocks."""
-    low = larger(_largest_of_four(m[0], INTERPRETED), _largest_of_four(m[1], INTERPRETED), INTERPRETED)
-    high = larger(_largest_of_four(m[2], INTERPRETED), _largest_of_four(m[3], INTERPRETED), INTERPRETED)
+    low = larger(largest_of_four(m[0], INTERPRETED), largest_of_four(m[1], INTERPRETED), INTERPRETED)
+    high = larger(largest_of_four(m[2], INTERPRETED), largest_of_four(m[3], INTERPRETED), INTERPRETED)
     words = larger(low, high, INTERPRETED)
     return larger(words, permute(words, words, 0x1032, INTERPRETED), INTERPRETED) & LOW
 

@@ -80,6 +80,16 @@ def _residual_pass(r, mantissa, INTERPRETED: tl.constexpr):
     return rounded(over_power_of_two(m, bits, INTERPRETED), inverse, None, INTERPRETED), byte
 
 
+@triton.jit
+def _searched(x_ptr, n_blocks, MACROS: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Words of blocks, their magnitudes, the bits of the largest of these, all over its power of two, and mantissas."""
+    w = load(x_ptr, n_blocks, MACROS)
+    m = magnitudes_of_blocks(w, INTERPRETED)
+    bits = largest_of_blocks(m, INTERPRETED)
+    y = over_power_of_two(m, bits, INTERPRETED)
+    return w, m, bits, y, best_mantissas(y, bits, INTERPRETED)
+
+
 @triton.jit(do_not_specialize=["n_blocks"])
 def quantize_mantissas_kernel(x_ptr, out, n_blocks, MACROS: tl.constexpr, SCHEME: tl.constexpr):
     """Codes (as int32 words of eight), scale bytes and bytes of mantissas of ``n_blocks`` adjacent blocks, whole macro
@@ -88,11 +98,7 @@ def quantize_mantissas_kernel(x_ptr, out, n_blocks, MACROS: tl.constexpr, SCHEME
     INTERPRETED: tl.constexpr = SCHEME.INTERPRETED
     first = tl.program_id(0).to(tl.int64) * (4 * MACROS)
     left = tl.minimum(n_blocks - first, 4 * MACROS).to(tl.int32)
-    w = load(x_ptr + first * 16, left, MACROS)
-    m = magnitudes_of_blocks(w, INTERPRETED)
-    bits = largest_of_blocks(m, INTERPRETED)
-    y = over_power_of_two(m, bits, INTERPRETED)
-    mantissa = best_mantissas(y, bits, INTERPRETED)
+    w, m, bits, y, mantissa = _searched(x_ptr + first * 16, left, MACROS, INTERPRETED)
     byte, inverse = scales(bits, mantissa)
     t = rounded(y, inverse, byte, INTERPRETED)
     finite = tl.where(bits < INFINITE, -1, 0)
@@ -153,11 +159,7 @@ def fake_mantissas_kernel(x_ptr, out_ptr, n_blocks, MACROS: tl.constexpr, SCHEME
     INTERPRETED: tl.constexpr = SCHEME.INTERPRETED
     first = tl.program_id(0).to(tl.int64) * (4 * MACROS)
     left = tl.minimum(n_blocks - first, 4 * MACROS).to(tl.int32)
-    w = load(x_ptr + first * 16, left, MACROS)
-    m = magnitudes_of_blocks(w, INTERPRETED)
-    bits = largest_of_blocks(m, INTERPRETED)
-    y = over_power_of_two(m, bits, INTERPRETED)
-    mantissa = best_mantissas(y, bits, INTERPRETED)
+    w, m, bits, y, mantissa = _searched(x_ptr + first * 16, left, MACROS, INTERPRETED)
     byte, inverse = scales(bits, mantissa)
     grid = grid_values(rounded(y, inverse, byte, INTERPRETED), INTERPRETED)
     halved = (bits >= _HALVED).to(tl.int32)

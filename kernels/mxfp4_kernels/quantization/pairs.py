@@ -12,35 +12,28 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import NO_MACRO
-from ..common.pairs import HIGH, larger, largest, magnitudes, permute
+from ..common.pairs import HIGH, four_magnitudes, larger, largest, largest_of_four, permute
 from .e2m1 import codes_of_words, multiplier_of, residual_codes_by_instruction
 from .pair_codes import factor_words, magnitude_codes, rounded, scaled, scales_of_both, sign_bytes, signed
 from .pair_residual import residual_codes, residual_of_words, scale_words
 
 
 @triton.jit
-def _numbers(MACROS: tl.constexpr, EACH: tl.constexpr):
+def numbers(MACROS: tl.constexpr, EACH: tl.constexpr):
     """Of the words of codes of one half: ``[MACROS, EACH, 4]``."""
     macros, blocks = tl.arange(0, MACROS)[:, None, None], tl.arange(0, EACH)[None, :, None]
     return (macros * EACH + blocks) * 4 + tl.arange(0, 4)[None, None, :]
 
 
 @triton.jit
-def _load(x_ptr, n_words, MACROS: tl.constexpr, EACH: tl.constexpr):
+def load_words(x_ptr, n_words, MACROS: tl.constexpr, EACH: tl.constexpr):
     """The four parts of one half; zero from ``n_words`` on."""
-    offsets = _numbers(MACROS, EACH)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    offsets = numbers(MACROS, EACH)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     x = tl.load(x_ptr + offsets, mask=offsets < n_words, other=0)
     even, odd = tl.split(tl.reshape(x, [MACROS, EACH, 4, 2, 2]))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     return w0, w1, w2, w3
-
-
-@triton.jit
-def _four_magnitudes(w, INTERPRETED: tl.constexpr):
-    m0, m1 = magnitudes(w[0], INTERPRETED), magnitudes(w[1], INTERPRETED)
-    m2, m3 = magnitudes(w[2], INTERPRETED), magnitudes(w[3], INTERPRETED)
-    return m0, m1, m2, m3
 
 
 @triton.jit
@@ -51,8 +44,7 @@ def _signs(w, INTERPRETED: tl.constexpr):
 @triton.jit
 def _maxima(v, w, INTERPRETED: tl.constexpr):
     """The largest magnitudes of the blocks of both halves."""
-    v = larger(larger(v[0], v[1], INTERPRETED), larger(v[2], v[3], INTERPRETED), INTERPRETED)
-    w = larger(larger(w[0], w[1], INTERPRETED), larger(w[2], w[3], INTERPRETED), INTERPRETED)
+    v, w = largest_of_four(v, INTERPRETED), largest_of_four(w, INTERPRETED)
     even, odd = permute(v, w, 0x5410, INTERPRETED), permute(v, w, 0x7632, INTERPRETED)
     return largest(larger(even, odd, INTERPRETED), 2, INTERPRETED)
 
@@ -92,9 +84,9 @@ def _residual_words(w, steps, binades, scale, SCHEME: tl.constexpr):
 
 
 @triton.jit
-def _store(codes_ptr, scale_ptr, first, codes, byte, n_blocks):
+def store(codes_ptr, scale_ptr, first, codes, byte, n_blocks):
     """Store codes and scale bytes of one half, whose first block has the number ``first``, of ``n_blocks`` at most."""
-    at = _numbers(codes.shape[0], codes.shape[1])
+    at = numbers(codes.shape[0], codes.shape[1])
     inside = at < n_blocks * 4
     tl.store(codes_ptr + first * 4 + at, codes, mask=inside)
     # By one of the four threads of a block.
@@ -102,10 +94,10 @@ def _store(codes_ptr, scale_ptr, first, codes, byte, n_blocks):
 
 
 @triton.jit
-def _store_macro(macro_ptr, first, m8, n_blocks, MACRO: tl.constexpr):
+def store_macro(macro_ptr, first, m8, n_blocks, MACRO: tl.constexpr):
     """The same of the macro bytes of its blocks."""
     each: tl.constexpr = MACRO // 8
-    at = _numbers(m8.shape[0], m8.shape[1])
+    at = numbers(m8.shape[0], m8.shape[1])
     m8 = tl.broadcast_to(m8.to(tl.uint8), at.shape)
     tl.store(macro_ptr + first * 32 // MACRO + at // each, m8, mask=(at < n_blocks * 4) & (at % each == 0))
 
@@ -117,15 +109,15 @@ def _plain_pass(
     """Write codes and scale bytes of both halves, without macro factors; returns what is left of their elements, as
     such words. Of blocks with NaN that is NaN or infinite: as ``RESIDUAL`` those have scale byte 0."""
     INTERPRETED: tl.constexpr = SCHEME.INTERPRETED
-    a, b = _four_magnitudes(v, INTERPRETED), _four_magnitudes(w, INTERPRETED)
+    a, b = four_magnitudes(v, INTERPRETED), four_magnitudes(w, INTERPRETED)
     byte, inverse, nan = scales_of_both(_maxima(a, b, INTERPRETED), SCHEME)
     inverse_v, inverse_w = _both_halves(inverse, INTERPRETED)
     steps_v, binades_v = _rounded(a, inverse_v, inverse_v, SCHEME)
     steps_w, binades_w = _rounded(b, inverse_w, inverse_w, SCHEME)
     stored = byte & ~nan if RESIDUAL else byte | (nan & 0x00FF00FF)
-    _store(codes_ptr, scale_ptr, first, _codes(steps_v, _signs(v, INTERPRETED), SCHEME), stored, left)
+    store(codes_ptr, scale_ptr, first, _codes(steps_v, _signs(v, INTERPRETED), SCHEME), stored, left)
     first, left = first + BLOCKS, left - BLOCKS
-    _store(codes_ptr, scale_ptr, first, _codes(steps_w, _signs(w, INTERPRETED), SCHEME), stored >> 16, left)
+    store(codes_ptr, scale_ptr, first, _codes(steps_w, _signs(w, INTERPRETED), SCHEME), stored >> 16, left)
     scale_v, scale_w = _both_halves(scale_words(byte, INTERPRETED), INTERPRETED)
     return _residual_words(v, steps_v, binades_v, scale_v, SCHEME), _residual_words(
         w, steps_w, binades_w, scale_w, SCHEME
@@ -139,11 +131,11 @@ def _with_macro(v, magnitudes_v, maxima, macro_maxima, out, first, left, SCHEME:
     byte, inverse, m8, _ = scaled(maxima, macro_maxima, SCHEME)
     steps, binades = _rounded(magnitudes_v, inverse, factor_words(m8), SCHEME)
     signs = _signs(v, SCHEME.INTERPRETED)
-    _store(out.codes, out.scale, first, _codes(steps, signs, SCHEME), byte, left)
-    _store_macro(out.macro, first, m8, left, SCHEME.MACRO)
+    store(out.codes, out.scale, first, _codes(steps, signs, SCHEME), byte, left)
+    store_macro(out.macro, first, m8, left, SCHEME.MACRO)
     if SCHEME.HAS_FALLBACK:
         codes, byte = residual_codes(magnitudes_v, steps, binades, signs, byte, m8, SCHEME)
-        _store(out.residual_codes, out.residual_scale, first, codes, byte, left)
+        store(out.residual_codes, out.residual_scale, first, codes, byte, left)
 
 
 @triton.jit
@@ -152,12 +144,12 @@ def _by_instruction(v, maxima, macro_maxima, out, first, left, SCHEME: tl.conste
     byte, inverse, m8, _ = scaled(maxima, macro_maxima, SCHEME)
     multiplier = tl.broadcast_to(multiplier_of(inverse, m8, SCHEME), v[0].shape)
     codes = codes_of_words(v[0], v[1], v[2], v[3], multiplier, SCHEME.INTERPRETED)
-    _store(out.codes, out.scale, first, codes, byte, left)
+    store(out.codes, out.scale, first, codes, byte, left)
     if SCHEME.SEARCH != NO_MACRO:
-        _store_macro(out.macro, first, m8, left, SCHEME.MACRO)
+        store_macro(out.macro, first, m8, left, SCHEME.MACRO)
     if SCHEME.HAS_FALLBACK:
         codes, byte = residual_codes_by_instruction(v, codes, byte, m8, SCHEME)
-        _store(out.residual_codes, out.residual_scale, first, codes, byte, left)
+        store(out.residual_codes, out.residual_scale, first, codes, byte, left)
 
 
 @triton.jit(do_not_specialize=["n_blocks"])
@@ -169,14 +161,14 @@ def quantize_pairs_kernel(x_ptr, out, n_blocks, BLOCKS: tl.constexpr, SCHEME: tl
     left = tl.minimum(n_blocks - first, 2 * BLOCKS).to(tl.int32)
     each: tl.constexpr = SCHEME.MACRO // 32
     x_ptr += first * 16
-    v = _load(x_ptr, left * 16, BLOCKS // each, each)
-    w = _load(x_ptr + BLOCKS * 16, (left - BLOCKS) * 16, BLOCKS // each, each)
+    v = load_words(x_ptr, left * 16, BLOCKS // each, each)
+    w = load_words(x_ptr + BLOCKS * 16, (left - BLOCKS) * 16, BLOCKS // each, each)
     if SCHEME.SEARCH == NO_MACRO and not SCHEME.CONVERTS:
         v, w = _plain_pass(v, w, out.codes, out.scale, first, left, BLOCKS, False, SCHEME)
         if SCHEME.HAS_FALLBACK:
             _plain_pass(v, w, out.residual_codes, out.residual_scale, first, left, BLOCKS, True, SCHEME)
     else:
-        a, b = _four_magnitudes(v, SCHEME.INTERPRETED), _four_magnitudes(w, SCHEME.INTERPRETED)
+        a, b = four_magnitudes(v, SCHEME.INTERPRETED), four_magnitudes(w, SCHEME.INTERPRETED)
         maxima = _maxima(a, b, SCHEME.INTERPRETED)
         macro = largest(maxima, 1, SCHEME.INTERPRETED)
         if SCHEME.CONVERTS:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..common.blocks import NO_MACRO, scale_value
-from ..common.pairs import bfloat16_words, floats, larger, largest, magnitudes, multiply
+from ..common.pairs import bfloat16_words, floats, four_magnitudes, largest, largest_of_four, multiply
 from .pair_codes import (
     UNIT,
     factor_words,
@@ -22,7 +22,7 @@ from .pair_codes import (
     sign_bytes,
     signed,
 )
-from .pairs import _load, _numbers, _store, _store_macro
+from .pairs import load_words, numbers, store, store_macro
 
 
 # Both halves of a word: 32 and the bit of the sign; and what carries a one into that bit but from zero.
@@ -54,10 +54,9 @@ def pairs_values_kernel(x_ptr, out, values_ptr, n_blocks, BLOCKS: tl.constexpr, 
     EACH: tl.constexpr = SCHEME.MACRO // 32
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     left = tl.minimum(n_blocks - first, BLOCKS).to(tl.int32)
-    w0, w1, w2, w3 = _load(x_ptr + first * 16, left * 16, BLOCKS // EACH, EACH)
-    m0, m1 = magnitudes(w0, INTERPRETED), magnitudes(w1, INTERPRETED)
-    m2, m3 = magnitudes(w2, INTERPRETED), magnitudes(w3, INTERPRETED)
-    maxima = largest(larger(larger(m0, m1, INTERPRETED), larger(m2, m3, INTERPRETED), INTERPRETED), 2, INTERPRETED)
+    w0, w1, w2, w3 = load_words(x_ptr + first * 16, left * 16, BLOCKS // EACH, EACH)
+    m0, m1, m2, m3 = four_magnitudes((w0, w1, w2, w3), INTERPRETED)
+    maxima = largest(largest_of_four((m0, m1, m2, m3), INTERPRETED), 2, INTERPRETED)
     maxima = tl.maximum(maxima & 0xFFFF, (maxima >> 16) & 0xFFFF)
     byte, inverse, m8, _ = scaled(maxima << 16, tl.max(maxima, axis=1, keep_dims=True) << 16, SCHEME)
     scale = tl.maximum(byte << 7, 0x40) * 0x00010001
@@ -74,11 +73,11 @@ def pairs_values_kernel(x_ptr, out, values_ptr, n_blocks, BLOCKS: tl.constexpr, 
     s3, b3 = rounded(m3, inverse, factor, SCHEME)
     even, odd = sign_bytes(w0, w1, w2, w3, INTERPRETED)
     codes = signed(magnitude_codes(s0, s1, s2, s3, SCHEME), even, odd)
-    _store(out.codes, out.scale, first, codes, byte, left)
+    store(out.codes, out.scale, first, codes, byte, left)
     if SCHEME.SEARCH != NO_MACRO:
-        _store_macro(out.macro, first, m8, left, SCHEME.MACRO)
+        store_macro(out.macro, first, m8, left, SCHEME.MACRO)
     y0, y1 = _values(w0, s0, b0, scale, over_factor, SCHEME), _values(w1, s1, b1, scale, over_factor, SCHEME)
     y2, y3 = _values(w2, s2, b2, scale, over_factor, SCHEME), _values(w3, s3, b3, scale, over_factor, SCHEME)
     values = tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), [BLOCKS // EACH, EACH, 4, 4])
-    offsets = _numbers(BLOCKS // EACH, EACH)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    offsets = numbers(BLOCKS // EACH, EACH)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     tl.store(values_ptr + first * 16 + offsets, values, mask=offsets < left * 16)
