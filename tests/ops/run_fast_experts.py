@@ -36,6 +36,7 @@ CONFIGS = {
 HIDDEN, INNER = (140, 12) if DEVICE == "cpu" else (1024, 384)
 FEW = ("w4a4g4", "w4a4g8 plain", "paper_b")
 EXPERTS, SIZES = 4, (5, 0, 130, 2)  # of the third more than one block of 128
+SMALL = (3, 0, 5, 2) if WHAT == "few" else SIZES
 
 
 class Plain(nn.Module):
@@ -160,13 +161,13 @@ def saved_for_wgrad() -> dict[str, list[str]]:
             return found
 
         linear._saved_operand = noted
-        found = results(ENGINE, torch.bfloat16, options, False)
+        found = results(ENGINE, torch.bfloat16, options, False, SMALL)
         fast_grouped.gradients = lambda *_: (None, None)
-        late = results(ENGINE, torch.bfloat16, options, False)["weight"]
+        late = results(ENGINE, torch.bfloat16, options, False, SMALL)["weight"]
         linear._saved_operand = lambda *_: (None, None)
-        dense = results(ENGINE, torch.bfloat16, options, False)["weight"]
+        dense = results(ENGINE, torch.bfloat16, options, False, SMALL)["weight"]
         fast_grouped.gradients = ways[1]
-        plain = results(ENGINE, torch.bfloat16, options, False)
+        plain = results(ENGINE, torch.bfloat16, options, False, SMALL)
         linear._saved_operand = ways[0]
         wrong = [part for part in plain if not torch.equal(found[part], plain[part])]
         report[name] = [*forms, *wrong, *["dense"] * (not torch.equal(late, dense))]
