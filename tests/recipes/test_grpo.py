@@ -241,7 +241,7 @@ def test_the_server_of_a_configuration_is_started_in_its_scheme():
     overrides = json.loads(re.search(r"--hf-overrides '(.*?)'", command)[1])
     _, scheme, training, model = parse(["--config", str(path), "--use_cpu=true", "--bf16=false"])
     assert MXFP4RLConfig.from_dict(overrides["quantization_config"]) == scheme
-    assert f"vllm serve {model.model_name_or_path} " in command
+    assert f"vllm serve {model.model_name_or_path} --host 127.0.0.1 " in command
     assert training.vllm_server_base_url == "http://localhost:8000"  # the port of `vllm serve`
 
 

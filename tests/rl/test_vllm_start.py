@@ -231,7 +231,7 @@ def test_a_baseline_in_full_precision_is_no_reason_for_a_warning(full, tmp_path,
 def test_who_has_a_server_in_16_bits_is_told_how_to_start_another(full, caplog):
     caplog.set_level(logging.INFO, "hf_mxfp4")
     tell_how_to_serve(load(full), MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True))
-    found = re.search(r"vllm serve (\S+) --hf-overrides '(.*)'", caplog.text)
+    found = re.search(r"vllm serve (\S+) --host 127.0.0.1 --hf-overrides '(.*)'", caplog.text)
     given = json.loads(found[2])["quantization_config"]
     assert found[1] == str(full) and given["vllm"] == PACKED
     assert MXFP4RLConfig.from_dict(given) == load(full).config.quantization_config

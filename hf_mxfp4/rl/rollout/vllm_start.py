@@ -8,6 +8,7 @@ vLLM's `hf_overrides` take it: nothing is written, and vLLM reads and caches wha
 
 import contextlib
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -99,12 +100,11 @@ def tell_how_to_serve(model: nn.Module, args: MXFP4GRPOConfig) -> None:
     if config is None:
         get_logger().info("the vLLM server cannot be started in the scheme of the policy: %s", words)
         return
+    overrides = json.dumps({"quantization_config": config})
     get_logger().info(
-        "the vLLM server keeps weights in 16 bits. One in the scheme of the policy, %s, is started by vllm serve %s "
-        "--hf-overrides '%s'",
+        "the vLLM server keeps weights in 16 bits. One in the scheme of the policy, %s, is started by %s",
         words,
-        model.name_or_path,
-        json.dumps({"quantization_config": config}),
+        shlex.join(["vllm", "serve", model.name_or_path, "--host", "127.0.0.1", "--hf-overrides", overrides]),
     )
 
 
