@@ -23,6 +23,12 @@ def json_clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def printable(text: str) -> str:
+    """Return ``text`` with control characters as escapes, so that a name from a stranger's file cannot drive a
+    terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def replace_file(path: str | Path, content: str | bytes, *, sync: bool = False) -> None:
     """Write a file that appears whole or stays what it was; its folder is made where need be.
 

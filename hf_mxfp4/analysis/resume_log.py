@@ -87,9 +87,11 @@ class ResumeLog:
             return 0  # no result yet: nothing that could be mixed
         for key, now in self._header.items():
             if (before := parsed[0].get(key)) != now:
+                held = f"{key} {_words(before)}, not {_words(now)}"
+                if key == "files":  # names, sizes and times of them, which say little
+                    held = "other files of the model than there are now: they were changed, or it is another model"
                 raise ProgressMismatch(
-                    f"{self.path} holds results for {key} {_words(before)}, not {_words(now)}; "
-                    "start over with --overwrite, or give another --out"
+                    f"{self.path} holds results for {held}; start over with --overwrite, or give another --out"
                 )
         self._done = {self.key(line): line for line in parsed[1:]}
         return self.path.stat().st_size - len(torn)

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import ExcludeOption, IncludeOption, JsonOption, SchemeOption, fail, schemes_of, told_errors
+from .options import (
+    ExcludeOption,
+    IncludeOption,
+    JsonOption,
+    SchemeOption,
+    fail,
+    report_folder,
+    schemes_of,
+    told_errors,
+)
 
 
 if TYPE_CHECKING:
@@ -86,7 +95,7 @@ def analyze(
         if predicted_texts and source.kind == "file":
             raise SourceError("--perplexity needs a model's folder or hub id, with its config and tokenizer")
         own = own_config(source)
-        folder = out or Path("analysis") / source.name.replace("/", "--")
+        folder = out or Path("analysis") / report_folder(model)
         analysis = _analyze_weights(source, own, wanted, include or (), exclude or (), folder, overwrite)
         if texts:
             _add_activations(analysis, model, own, wanted, options, texts)

@@ -214,7 +214,7 @@ def _texts_in(file: Path) -> list[str]:
     if file.suffix != ".jsonl":
         return [text]
     try:
-        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        lines = [json.loads(line) for line in text.split("\n") if line.strip()]  # not at U+2028
     except ValueError as error:
         fail(f"{file} is not in JSON lines: {error}")
     return ["\n".join(part for part in line.values() if isinstance(part, str)) for line in lines]

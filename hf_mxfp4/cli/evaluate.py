@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import JsonOption, fail, told_errors
+from .options import JsonOption, fail, report_folder, told_errors
 
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def evaluate(
     (KL) and paired differences, and write a report.
 
     The weights are loaded once; logits never exist for a whole text. An interrupted run resumes when the same command
-    is given again, and other schemes can be added to a finished one.
+    is given again. Other schemes can be added to a finished one: the report keeps those of before.
     """
     if card and not Path(model).expanduser().is_dir():
         fail("--card writes into a checkpoint's folder; MODEL is none")
@@ -111,7 +111,7 @@ def evaluate(
         other = None if reference is None else load(reference, dtype.value, device)
         batches = texts_to_predict(options, loaded.tokenizer, texts)
         job = Job(loaded, options, batches, _schemes(loaded, scheme, card), other)
-        folder = out or Path("evaluation") / loaded.name.replace("/", "--")
+        folder = out or Path("evaluation") / report_folder(model)
         evaluation = measured(job, folder / PROGRESS_NAME, overwrite)
         _finish(evaluation, folder, Path(model).expanduser() if card else None, as_json)
 
@@ -123,6 +123,7 @@ def measured(job: "Job", log_path: Path, overwrite: bool) -> "Evaluation":
     with job.open_log(log_path, overwrite) as log:
         if len(log):
             typer.echo(f"{log_path} holds {len(log)} results that are done", err=True)
+        job = job.with_earlier(log)
         with TokenProgress(job.total) as progress:
             return job.run(log, progress)
 

@@ -52,7 +52,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """Say on standard error why there is no result, and leave."""
-    typer.echo(f"error: {message}", err=True)
+    from ..files import printable
+
+    typer.echo(f"error: {printable(message)}", err=True)
     raise typer.Exit(code)
 
 
@@ -64,6 +66,14 @@ def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
         return list(dict.fromkeys(parse_scheme(text) for text in texts))
     except ValueError as error:
         fail(str(error))
+
+
+def report_folder(model: str) -> str:
+    """Return a folder name for the reports of a model: its hub id, or the last two parts of its path, so that
+    ``run1/policy`` and ``run2/policy`` have one each."""
+    path = Path(model).expanduser()
+    parts = [part for part in path.resolve().parts[-2:] if part != "/"] if path.exists() else model.split("/")
+    return "--".join(parts) or "model"
 
 
 @contextlib.contextmanager

@@ -33,6 +33,18 @@ def run(*arguments):
     return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
 
 
+def test_names_from_a_file_are_text_and_nothing_else(tmp_path):
+    """A stranger's file names its tensors: no markup, no escape codes for the terminal, no formulas in the plots."""
+    name = "model.layers.0.\x1b[2J[red]a[/blue]$\\frac$"
+    save_file(
+        {f"{name}.weight": torch.ones(8, 64), "model.layers.1.up_proj.weight": torch.ones(8, 64)},
+        tmp_path / "x.safetensors",
+    )
+    done = run(tmp_path / "x.safetensors", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "\x1b" not in done.output and "\\x1b[2J[red]a[/blue]$\\frac$" in done.output
+
+
 def contents(folder):
     return {name: Path(folder, name).read_bytes() for name in REPORTS}
 
@@ -67,7 +79,7 @@ def test_the_default_folder_and_json_alone_on_standard_output(checkpoint, tmp_pa
     done = run(folder, "--scheme", "rceil", "--scheme", "mxfp4+even", "--json")
     summary = json.loads(done.stdout)
     assert summary["schemes"] == ["mxfp4+rceil", "mxfp4+even"] and "tensors" not in summary
-    out = tmp_path / "analysis" / folder.name
+    out = tmp_path / "analysis" / "--".join(folder.parts[-2:])
     assert sorted(path.name for path in out.iterdir()) == sorted(["progress.jsonl", *REPORTS])
     report = json.loads((out / "report.json").read_text())
     assert {key: report[key] for key in summary} == summary
