@@ -16,7 +16,6 @@ from . import tie_tables
 from .documents import (
     ablation_tables,
     component_tables,
-    cost_tables,
     cpu_tables,
     error_tables,
     evidence_tables,
@@ -60,7 +59,6 @@ TABLES: dict[str, Callable[[], str]] = {
         (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),
         (gpu_tables, "gpu"),
         (model_tables, "modelled"),
-        (cost_tables, "layer_costs layer_cost_weights layer_cost_activations"),
         (tie_tables, "tie_movement tie_checks tie_densities tie_start tie_steps"),
         (
             evidence_tables,

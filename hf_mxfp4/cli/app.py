@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, compare, convert, costs, env, evaluate, gptq, plan, report, simulate, smooth, verify
+from . import analyze, compare, convert, env, evaluate, gptq, plan, report, simulate, smooth, verify
 
 
 app = typer.Typer(
@@ -20,7 +20,6 @@ app = typer.Typer(
 app.command("analyze")(analyze.analyze)
 app.command("compare")(compare.compare)
 app.command("eval")(evaluate.evaluate)
-app.command("costs")(costs.costs)
 app.command("simulate")(simulate.simulate)
 app.command("smooth")(smooth.smooth)
 app.command("gptq")(gptq.gptq)

@@ -31,6 +31,13 @@ class Dtype(str, Enum):
     FLOAT32 = "float32"
 
 
+class Unit(str, Enum):
+    """What a part of a model is, see [`hf_mxfp4.analysis.perplexity.schemes.without_each`]."""
+
+    TYPE = "type"
+    LAYER = "layer"
+
+
 def evaluate(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a model on the Hugging Face Hub.")
@@ -54,6 +61,14 @@ def evaluate(
             "the checkpoint), or 'config:FILE' (options of MXFP4RLConfig, JSON or YAML); SCHEME as for analyze, also "
             "with mbs128-hybrid, and @RATE after the fallback. Repeatable.",
             show_default="own, or five usual ones",
+        ),
+    ] = None,
+    without_each: Annotated[
+        Unit | None,
+        typer.Option(
+            "--without-each",
+            help="Also measure the first scheme with each part of the model left in full precision in turn: all layers "
+            "of a 'type', or a decoder 'layer'. It takes a pass over the texts for each.",
         ),
     ] = None,
     text_field: Annotated[
@@ -100,6 +115,7 @@ def evaluate(
     with told_errors("the same command resumes where it stopped"):
         from ..analysis.perplexity.checkpoint import PROGRESS_NAME, Job, texts_to_predict
         from ..analysis.perplexity.load import load
+        from ..analysis.perplexity.schemes import without_each as parts_left_out
         from ..analysis.texts import TextOptions
 
         options = TextOptions(text, text_field, samples, max_length)
@@ -110,7 +126,12 @@ def evaluate(
         loaded = load(model, dtype.value, device)
         other = None if reference is None else load(reference, dtype.value, device)
         batches = texts_to_predict(options, loaded.tokenizer, texts)
-        job = Job(loaded, options, batches, _schemes(loaded, scheme, card), other)
+        schemes = _schemes(loaded, scheme, card)
+        if without_each is not None:
+            if not schemes:
+                fail("--without-each needs a scheme, and weights that are in full precision")
+            schemes += parts_left_out(schemes[0], loaded.model, without_each.value)
+        job = Job(loaded, options, batches, schemes, other)
         folder = out or Path("evaluation") / report_folder(model)
         evaluation = measured(job, folder / PROGRESS_NAME, overwrite)
         _finish(evaluation, folder, Path(model).expanduser() if card else None, as_json)
