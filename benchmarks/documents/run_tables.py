@@ -195,19 +195,6 @@ def memory() -> str:
     return table(["mode", "checkpointing", *parts], rows)
 
 
-def planned() -> str:
-    def states(sizes: dict) -> float:
-        return sum(sizes[part] for part in ("weights", "gradients", "optimizer", "saved"))
-
-    rows = [
-        [mode, checkpointing]
-        + [f"{states(r['predicted']) / states(r['measured']):.3f}"]
-        + [f"{r['predicted'][part] / r['measured'][part]:.3f}" for part in ("saved", "peak")]
-        for mode, checkpointing, r in memory_runs()
-    ]
-    return table(["mode", "checkpointing", "states and saved", "saved", "peak"], rows)
-
-
 def saved_error() -> str:
     prefix = "gradient error / "
     found = [r for r in records("memory") if r["name"].startswith(prefix)]

@@ -17,8 +17,8 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
+from benchmarks.counters import LiveTensors
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
-from hf_mxfp4.planning import LiveTensors
 from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
 from hf_mxfp4.vllm_plugin.settings import EngineSettings
 

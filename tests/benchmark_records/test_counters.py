@@ -5,7 +5,7 @@ import torch
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4.planning import LiveTensors, SavedTensors, state_bytes, unique_bytes
+from benchmarks.counters import LiveTensors, SavedTensors, state_bytes, unique_bytes
 
 
 def test_a_storage_counts_once_and_as_a_whole():
