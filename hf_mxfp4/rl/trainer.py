@@ -47,6 +47,7 @@ from .checks import (
     check_policy,
     check_reference,
     check_router_replay,
+    check_tokens,
     count_quantized,
     reference_config,
     sharding_of,
@@ -117,6 +118,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         with vllm_in_scheme(args), experts_returned(args):
             super().__init__(model, functions, args, train_dataset, eval_dataset, quantization_config=scheme, **kwargs)
         self.n_quantized = count_quantized(self.model)
+        check_tokens(self._tokenizer, train_dataset, eval_dataset)
         check_policy(self.model, self.n_quantized, args, self.accelerator)
         check_reference(self.model, self.ref_model, args)
         self._make_components()

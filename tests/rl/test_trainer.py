@@ -16,6 +16,7 @@ from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4Linear, MXFP4RLConf
 from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import NoiseSchedule, RewardError
 from hf_mxfp4.rl.rollout.generation import describe_rollout_weights
+from recipes.tasks.tiny_model import build_char_tokenizer
 
 
 def snapshot(model):
@@ -201,6 +202,18 @@ def test_a_dataset_without_prompts_is_refused(build):
         build(dataset=Dataset.from_dict({"prompt": []}))
     with pytest.raises(ValueError, match="train_dataset has no column 'prompt'; it has question"):
         build(dataset=Dataset.from_dict({"question": ["1+1="]}))
+
+
+def test_prompts_and_tokenizers_that_generation_fails_on_are_refused(build):
+    empty = Dataset.from_dict({"prompt": ["1+1=", ""]})
+    with pytest.raises(ValueError, match="row 1 of train_dataset has an empty prompt"):
+        build(dataset=empty)
+    with pytest.raises(ValueError, match="row 1 of eval_dataset sums has an empty prompt"):
+        build(eval_dataset={"sums": empty})
+    endless = build_char_tokenizer("0123456789+=")
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="has no end-of-sequence token, so no completion could end: set tokenizer.eos"):
+        build(tokenizer=endless)
 
 
 def test_masters_that_round_updates_away_are_pointed_out(build, capsys):
