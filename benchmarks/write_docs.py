@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable
 
-from . import tie_tables
 from .documents import (
     ablation_tables,
     component_tables,
@@ -49,7 +48,11 @@ MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     name: getattr(module, name)
     for module, names in (
-        (error_tables, "schemes weighted mantissas alphas components statements rollouts gradients readme_schemes"),
+        (
+            error_tables,
+            "schemes tie_movement tie_start weighted mantissas alphas components statements rollouts gradients "
+            "readme_schemes",
+        ),
         (
             run_tables,
             "quantize_cpu demo lora moe merge_cost packed_loading load_checks memory saved_error pretrain soak "
@@ -59,7 +62,6 @@ TABLES: dict[str, Callable[[], str]] = {
         (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),
         (gpu_tables, "gpu"),
         (model_tables, "modelled"),
-        (tie_tables, "tie_movement tie_checks tie_densities tie_start tie_steps"),
         (
             evidence_tables,
             "readme_evidence evidence_schemes evidence_front evidence_claims encoder_evidence gptq",
