@@ -171,7 +171,7 @@ def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtyp
     """Dither one matrix ``[N, K]`` in place."""
     fprop, rng, backend = matrix.fprop, matrix.rng, matrix.layer.config.backend
     forward = ForwardWeight(fprop, fprop.right, rng, backend)
-    # Blocks are selected for fallback by comparison with all others: their codes are matched first, as if all were.
+    # Blocks are selected for fallback by comparison with others of their row: codes are matched first as if all were.
     each = forward
     if forward.scheme.fallback_rate is not None:
         each = ForwardWeight(fprop, replace(forward.scheme, fallback_rate=None), rng, backend)
