@@ -114,7 +114,6 @@ REFUSED = [
     ({"wgrad": {"rotation": "random-16"}}, "rotation=random-16 of wgrad has no effect"),
     ({"wgrad": {}}, "wgrad={} must be a mapping"),
     ({"wgrad": "rceil"}, "wgrad='rceil' must be a mapping"),
-    ({"fprop": {"x": "rceil+of0.5@0.1+stochastic"}}, "selective outlier fallback of activations rounds to nearest"),
     ({"dgrad": {"grad": "rceil+stochastic"}, "backend": "cpu"}, "backend='cpu' does not round stochastically"),
     ({"stochastic_seed": -1}, "stochastic_seed=-1"),
     ({"stochastic_seed": True}, "stochastic_seed=True"),

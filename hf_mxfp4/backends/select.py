@@ -8,15 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import numerics
-from ..numerics import (
-    FallbackThreshold,
-    MXFP4Tensor,
-    QuantScheme,
-    apply_scheme,
-    apply_scheme_delayed,
-    quantize_delayed,
-    rotate,
-)
+from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, rotate
 from ..numerics.rng import noise_source
 from . import cpu, self_check
 from . import triton as triton_kernels
@@ -65,25 +57,6 @@ def fake_quantize(
     else:
         values = triton_kernels.fake_quantize(x, scheme, seed, dtype) if name == "triton" else _eager(x, scheme, seed)
     return values if dtype is None else values.to(dtype)
-
-
-def fake_quantize_delayed(
-    x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold, backend: str = "auto"
-) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.apply_scheme_delayed`] along the last axis, the same bits, on the backend named or the
-    fastest. Raises `ValueError` when the backend named cannot do it."""
-    if choose_backend(x, scheme, backend) == "cpu":
-        return cpu.fake_quantize(x, scheme, threshold)
-    return apply_scheme_delayed(x, scheme, threshold)
-
-
-def packed_delayed(
-    x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold, backend: str = "auto"
-) -> MXFP4Tensor:
-    """[`fake_quantize_delayed`] as codes and scale bytes."""
-    if choose_backend(x, scheme, backend) == "cpu":
-        return cpu.quantize(x, scheme, x.dim() - 1, threshold)
-    return quantize_delayed(x, scheme, threshold)
 
 
 def rotate_rows(
@@ -237,7 +210,7 @@ def in_compiled_code(x: torch.Tensor) -> bool:
 
 
 def _eager(x: torch.Tensor, scheme: QuantScheme, seed: int | None = None) -> torch.Tensor:
-    whole = scheme.rounding != "nearest" or scheme.block_rows != 1 or scheme.fallback_rate is not None
+    whole = scheme.rounding != "nearest" or scheme.block_rows != 1
     if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or type(x) not in OWN_TYPES:
         return apply_scheme(x, scheme, seed=seed)
     rows = x.detach().reshape(-1, x.shape[-1])

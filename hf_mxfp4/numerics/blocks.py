@@ -11,7 +11,7 @@ import torch
 
 from . import macro
 from .errors import importance_weights, inverse_power_of_two, sum_of_squares
-from .fallback import block_errors, select_share
+from .fallback import block_errors, select_blocks
 from .formats import e2m1 as grid
 from .formats.e8m0 import (
     BLOCK_SIZE,
@@ -67,24 +67,13 @@ class Blocks:
         #: Per block, what its values were multiplied by, or divided by.
         self.factor: torch.Tensor | None = None
         self.multiplier: torch.Tensor | None = None
-        #: Blocks with a residual pass, where the scheme selects them, and blocks in all.
-        self.n_fallback: torch.Tensor | None = None
-        self.n_blocks = self.amax[..., : self.blocks_per_row].numel()
         self.blocks_per_macro = unit // BLOCK_SIZE
         if scheme.macro_block is not None:
             self._apply_macro()
 
-    def quantize(
-        self,
-        source: NoiseSource,
-        select: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> tuple[tuple, tuple | None]:
+    def quantize(self, source: NoiseSource) -> tuple[tuple, tuple | None]:
         """Grid values and scale bytes of the first pass, and of the residual pass or `None`. Stochastic rounding draws
-        from ``source``. Consumes `z`.
-
-        Under a ``fallback_rate``, ``select`` maps the errors of the blocks to the mask of those that get the residual
-        pass; without it they are the scheme's share of largest errors.
-        """
+        from ``source``. Consumes `z`."""
         if self.scheme.outlier_fallback is None:
             return self._pass(self.z, self.amax, self.scheme.rounding, source), None
         q, scale = first = self._pass(self.z.clone(), self.amax, self.scheme.rounding, source)
@@ -92,7 +81,7 @@ class Blocks:
         # Where the first pass is NaN, so is the whole result: the residual says nothing there.
         residual.masked_fill_((scale == E8M0_NAN).unsqueeze(-1), 0.0)
         if self.scheme.fallback_rate is not None:
-            self._keep_selected(residual, select)
+            self._keep_selected(residual)
         amax = residual.abs().amax(dim=-1)
         return first, self._pass(residual, amax, self.scheme.rounding, source, draw=1)
 
@@ -112,11 +101,10 @@ class Blocks:
             source = to_blocks(uniform, self.unit, self.scheme.block_rows)
         return grid.round_stochastic(y, source), scale
 
-    def _keep_selected(self, residual: torch.Tensor, select: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def _keep_selected(self, residual: torch.Tensor) -> None:
         """Zero the residual of the blocks that are not selected: an all-zero block has scale byte 0 and codes 0."""
         errors = block_errors(residual, self.amax, self.factor, self.multiplier)[..., : self.blocks_per_row]
-        mask = select_share(errors, self.scheme.fallback_rate) if select is None else select(errors)
-        self.n_fallback = mask.sum()
+        mask = select_blocks(errors, self.scheme.fallback_rate)
         residual[..., : self.blocks_per_row, :].masked_fill_(~mask.unsqueeze(-1), 0.0)
 
     def dequantized(self, first: tuple, residual: tuple | None, dtype: torch.dtype) -> torch.Tensor:

@@ -40,7 +40,6 @@ from trl.models.utils import disable_gradient_checkpointing
 from .._logging import get_logger
 from ..adapters import strict_targets
 from .callbacks.monitor import PolicyMonitor
-from .callbacks.policy import thresholds_kept
 from .callbacks.run_facts import mend_card, run_facts
 from .checks import (
     check_arguments,
@@ -328,9 +327,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """[`transformers.Trainer.evaluate`], which leaves training as it was, also where it is cut short: its rollouts
-        draw from the random generators of training, and its forward passes count for selective outlier fallback.
+        draw from the random generators of training.
         """
-        with random_states_kept(), thresholds_kept(self.model), self.quantization.evaluation():
+        with random_states_kept(), self.quantization.evaluation():
             return super().evaluate(*args, **kwargs)
 
     # ---- logs -----------------------------------------------------------------------------------------------------

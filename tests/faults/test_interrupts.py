@@ -184,7 +184,7 @@ def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monke
 
 
 def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
-    """The step is counted by then, and neither its thresholds of the fallback nor its log are there yet."""
+    """The step is counted by then, and its log is not there yet."""
     options = {
         "scheme": MXFP4RLConfig(outlier_fallback_rate=0.2),
         "max_steps": 3,

@@ -127,7 +127,7 @@ def test_a_tracker_that_works_is_left_to_itself(run, capsys):
     assert "tracker" not in capsys.readouterr().err
 
 
-#: A step moves two states beside the weights: the strength of the noise, and the thresholds of the fallback.
+#: A step moves the strength of the noise in addition to the weights.
 STATEFUL = {
     "scheme": MXFP4RLConfig(outlier_fallback_rate=0.2),
     "max_steps": 4,

@@ -26,7 +26,7 @@ from hf_mxfp4.experts_layout import unsupported_reason
 from hf_mxfp4.gemm import operands
 from hf_mxfp4.gemm.counts import weight_quantizations
 from hf_mxfp4.gemm.storage import packed
-from hf_mxfp4.layers import fallback_thresholds, random_layers, update_fallback_thresholds
+from hf_mxfp4.layers import random_layers
 from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
 from hf_mxfp4.quantizer.swap import quantize_linears
 
@@ -288,16 +288,6 @@ def test_random_numbers_belong_to_layer_and_expert_and_follow_the_step():
     keys = {rng.layer for projection in layer.rngs.values() for rng in projection}
     assert len(keys) == 8 and f"{NAME}.3.down_proj" in keys
     assert random_layers(layer) == [layer] and random_layers(quantized()) == []
-
-
-def test_thresholds_of_selective_fallback_are_one_per_projection():
-    layer = quantized(dtype=torch.float32, outlier_fallback_rate=0.1)
-    assert set(layer.fallback_thresholds) == {"gate_up_proj", "down_proj"}
-    holder = nn.ModuleList([layer])
-    assert fallback_thresholds(holder) == list(layer.fallback_thresholds.values())
-    layer(*routing(200, dtype=torch.float32))
-    assert update_fallback_thresholds(holder) == pytest.approx(0.1, abs=0.02)
-    assert all(threshold.value > 0 for threshold in fallback_thresholds(holder))
 
 
 def test_wrong_inputs_are_refused():

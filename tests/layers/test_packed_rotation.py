@@ -12,7 +12,6 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack
 from hf_mxfp4.gemm.shared_input import shared_input_counts
-from hf_mxfp4.layers import fallback_thresholds, update_fallback_thresholds
 from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl.noise.linears import LinearNoise
 
@@ -75,12 +74,6 @@ def test_the_codes_are_those_of_the_operand_that_the_trainable_layer_multiplies_
 def test_outputs_and_gradients_are_the_trainable_ones_where_both_multiply_dense_values(name, dtype):
     trained, packed = pair(name, dtype, backend="eager")
     x = inputs(dtype)
-    if fallback_thresholds(trained):
-        with torch.no_grad():
-            trained(x)
-        update_fallback_thresholds(trained)
-        packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "a.layer")
-        assert packed.fallback_threshold is trained.fallback_threshold
     taken = [x.clone().requires_grad_() for _ in range(2)]
     outs = [layer(each) for layer, each in zip((trained, packed), taken, strict=True)]
     assert torch.equal(*outs)
@@ -130,8 +123,6 @@ def test_a_weight_in_portions_has_the_same_codes(monkeypatch):
 @ALL
 def test_compiled_layers_have_the_bits_of_eager_ones(name):
     _, packed = pair(name)
-    if fallback_thresholds(packed):
-        packed.fallback_threshold.value = 0.7
     taken = [inputs().requires_grad_()]
     taken.append(taken[0].detach().clone().requires_grad_())
     compiled = torch.compile(packed, backend="aot_eager", fullgraph=True)

@@ -132,15 +132,12 @@ def test_all_evaluations_of_a_run_in_mixed_precision_are_in_it(tmp_path, monkeyp
 
 
 def test_evaluations_while_training_do_not_change_it(tmp_path):
-    weights, rates = [], []
+    weights = []
     for every in (1, 0):
         folder = tmp_path / f"every{every}"
         options = ["--outlier_fallback_rate=0.2", f"--evaluate_every={every}", "--reload_check=0", "--n_test=8"]
         short_run(folder, *options)
         weights.append(load_file(folder / "policy" / "model.safetensors"))
-        history = json.loads((folder / "log_history.json").read_text())
-        rates.append([entry["fallback/rate"] for entry in history if "fallback/rate" in entry])
-    assert len(rates[0]) == 3 and rates[0] == rates[1]  # what evaluations count would be in them
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 

@@ -102,7 +102,7 @@ def test_evaluation_is_the_same_with_noise_on_and_off(build, tmp_path):
 
 
 def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
-    """Neither by the random numbers of its rollouts, nor by what its forward passes count for the fallback."""
+    """Its rollouts draw random numbers of their own."""
     ends = []
     for options in ({}, {"eval_dataset": prompts(1), "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
         trainer = build(
@@ -113,7 +113,7 @@ def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
             **options,
         )
         trainer.train()
-        logs = [logged(trainer, key) for key in ("loss", "entropy", "fallback/rate", "completions/mean_length")]
+        logs = [logged(trainer, key) for key in ("loss", "entropy", "completions/mean_length")]
         ends.append((snapshot(trainer.model), logs, torch.get_rng_state()))
     assert sorted(logged(trainer, "eval_loss")) == [0, 1, 2]
     assert_same(*ends)

@@ -138,7 +138,6 @@ def moved(full, tmp_path):
         (foreign, {}, "its checkpoint is quantized by 'fp8'"),
         (unpacked, {}, "its checkpoint is packed by another scheme"),
         (lambda full, tmp: load(full), {"vllm_model_impl": "transformers"}, "vllm_model_impl='transformers'"),
-        (lambda full, tmp: load(full, outlier_fallback_rate=0.1), {}, "outlier_fallback_rate=0.1 selects blocks"),
     ],
 )
 def test_where_it_cannot_be_told_there_is_a_reason(make, options, reason, full, tmp_path):
@@ -204,7 +203,7 @@ def test_the_trainer_starts_vllm_in_the_scheme(kind, full, tmp_path, made):
 @pytest.mark.parametrize(
     ("option", "scheme", "level", "message"),
     [
-        ("packed", {"outlier_fallback_rate": 0.1}, "WARNING", "not in its scheme: outlier_fallback_rate=0.1"),
+        ("packed", {"outlier_fallback_rate": 0.1}, "INFO", r"started in the scheme of the policy, .*of1@0.1"),
         ("checkpoint", {}, "INFO", "not in its scheme: vllm_weights='checkpoint'"),
         ("packed", {}, "INFO", r"started in the scheme of the policy, .*\(mode qat\), quantized weights in 4 bits"),
         ("dense", {}, "INFO", r"quantized weights dense: vllm_weights='dense'"),

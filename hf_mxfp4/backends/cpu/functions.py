@@ -12,9 +12,9 @@ import torch
 
 from ... import numerics
 from ..._logging import get_logger
-from ...numerics import BLOCK_SIZE, FallbackThreshold, MXFP4Tensor, QuantScheme, ScaleRule
-from ...numerics.fallback import select_share
-from .library import SchemeStruct, SelectionStruct, load
+from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, ScaleRule
+from ...numerics.fallback import blocks_at_rate
+from .library import SchemeStruct, load
 from .threads import WORTH_A_THREAD, in_threads
 
 
@@ -22,7 +22,6 @@ from .threads import WORTH_A_THREAD, in_threads
 _CARRIES = {ScaleRule.RCEIL: 0x3FFFFF, ScaleRule.FLOOR: 0, ScaleRule.EVEN: 0x200000, ScaleRule.MSE: 0}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SEARCHES = {"static": 1, "dynamic": 2, "blockwise": 3}
-_BY_MASK, _BY_THRESHOLD, _ERRORS_ONLY = 0, 1, 2
 #: Elements of the rows whose error sums are added up before the next: the sums depend on it, not on the threads.
 _PORTION = 1 << 18
 _HISTOGRAM_BINS = 64
@@ -51,21 +50,18 @@ def library_problem() -> str | None:
     return None
 
 
-def fake_quantize(x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold | None = None) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a CPU tensor that is supported. With a ``threshold``
-    [`hf_mxfp4.numerics.apply_scheme_delayed`]: it says which blocks get outlier fallback, and counts them."""
+def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a CPU tensor that is supported."""
     rows = x.detach().contiguous()
     out = torch.empty_like(rows)
     if rows.numel():
-        _quantize_rows(rows, scheme, threshold, out.data_ptr(), *[None] * 5)
+        _over_rows("mxfp4_quantize", rows, scheme, out.data_ptr(), *[None] * 5)
     return out
 
 
 def quantizer(dtype: torch.dtype, scheme: QuantScheme, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """[`fake_quantize`] of tensors of this dtype with this last axis, its constant arguments looked up once: those of a
     single token take longer than its quantization. Not of tensors that require gradients."""
-    if scheme.fallback_rate is not None:  # of a whole tensor, which has to be seen first
-        return functools.partial(fake_quantize, scheme=scheme)
     function, kind, described = load()[0].mxfp4_quantize, TYPES[dtype], ctypes.byref(description(scheme, length))
     one_thread, nothing = WORTH_A_THREAD // max(1, _cost_per_element(scheme)), [None] * 5
 
@@ -76,17 +72,14 @@ def quantizer(dtype: torch.dtype, scheme: QuantScheme, length: int) -> Callable[
         rows = x.contiguous()
         out = torch.empty_like(rows)
         n_rows = size // length
-        function(rows.data_ptr(), kind, length, described, 0, n_rows, None, out.data_ptr(), *nothing)
+        function(rows.data_ptr(), kind, length, described, 0, n_rows, out.data_ptr(), *nothing)
         return out
 
     return run
 
 
-def quantize(
-    x: torch.Tensor, scheme: QuantScheme, axis: int, threshold: FallbackThreshold | None = None
-) -> MXFP4Tensor:
-    """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that is supported; ``axis`` is not negative. With a ``threshold``
-    [`hf_mxfp4.numerics.quantize_delayed`]."""
+def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
+    """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that is supported; ``axis`` is not negative."""
     rows = x.detach().movedim(axis, -1).contiguous()
     length = rows.shape[-1]
 
@@ -104,7 +97,7 @@ def quantize(
         "residual_scale": empty(n_blocks) if fallback else None,
     }
     if rows.numel():
-        _quantize_rows(rows, scheme, threshold, None, *map(_address, outputs.values()))
+        _over_rows("mxfp4_quantize", rows, scheme, None, *map(_address, outputs.values()))
     return MXFP4Tensor(**outputs, length=length, axis=axis, scheme=scheme, dtype=x.dtype)
 
 
@@ -161,9 +154,8 @@ class ErrorSums:
 
 
 def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[int]]:
-    """Sums over the error of quantizing a CPU tensor along its last axis, which is supported, under a scheme without a
-    ``fallback_rate``, and the histogram of ``log2(s / s*)`` over its blocks in 64 bins of [-2, 2]. Independent of the
-    number of threads."""
+    """Return sums over the error of quantizing a CPU tensor along its last axis, which is supported, and the histogram
+    of ``log2(s / s*)`` over its blocks in 64 bins of [-2, 2]. Independent of the number of threads."""
     rows = x.detach().contiguous()
     if rows.numel() == 0:
         return ErrorSums(*[0.0] * len(fields(ErrorSums))), [0] * _HISTOGRAM_BINS
@@ -181,40 +173,6 @@ def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[in
 
     in_threads(add_portions, count=len(starts), cost=4 * _cost(rows, scheme))
     return ErrorSums(*map(math.fsum, sums.t().tolist())), bins.sum(dim=0).tolist()
-
-
-def _quantize_rows(
-    rows: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold | None, *addresses: int | None
-) -> None:
-    """Quantize to the ``addresses`` of values and packed tensors. Where blocks are selected for outlier fallback, those
-    of the scheme's share of largest errors, which takes a look at all of them first, or those above the threshold."""
-    if scheme.fallback_rate is None:
-        _over_rows("mxfp4_quantize", rows, scheme, None, *addresses)
-        return
-    if threshold is not None and threshold.value is not None:
-        mask = torch.empty(_shape_of_blocks(rows), dtype=torch.uint8)
-        selection = SelectionStruct(by=_BY_THRESHOLD, threshold=threshold.value, mask=mask.data_ptr())
-    else:
-        errors = block_errors(rows, scheme)
-        chosen = select_share(errors, scheme.fallback_rate) if threshold is None else threshold.select(errors)
-        mask = chosen.to(torch.uint8)
-        selection = SelectionStruct(by=_BY_MASK, mask=mask.data_ptr())
-    _over_rows("mxfp4_quantize", rows, scheme, ctypes.byref(selection), *addresses)
-    if threshold is not None:
-        threshold.observe(mask.sum(), mask.numel())
-
-
-def block_errors(rows: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.fallback.block_errors`] of contiguous ``rows [..., K]`` under a scheme with outlier fallback:
-    float32 ``[..., blocks]``."""
-    errors = torch.empty(_shape_of_blocks(rows), dtype=torch.float32)
-    selection = SelectionStruct(by=_ERRORS_ONLY, errors=errors.data_ptr())
-    _over_rows("mxfp4_quantize", rows, scheme, ctypes.byref(selection), *[None] * 6)
-    return errors
-
-
-def _shape_of_blocks(rows: torch.Tensor) -> tuple[int, ...]:
-    return *rows.shape[:-1], -(-rows.shape[-1] // BLOCK_SIZE)
 
 
 def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *rest: Any) -> None:
@@ -248,7 +206,7 @@ def _common(rows: torch.Tensor, scheme: QuantScheme) -> tuple:
 @functools.lru_cache(maxsize=256)
 def description(scheme: QuantScheme, length: int) -> SchemeStruct:
     """A scheme for rows of this length as the library takes it."""
-    rule, alpha = scheme.scale_rule, scheme.outlier_fallback
+    rule, alpha, rate = scheme.scale_rule, scheme.outlier_fallback, scheme.fallback_rate
     return SchemeStruct(
         carry=_CARRIES[rule],
         clips=rule.clips,
@@ -257,6 +215,7 @@ def description(scheme: QuantScheme, length: int) -> SchemeStruct:
         macro_blocks=_macro_blocks(scheme, length),
         fallback=alpha is not None,
         alpha=alpha or 0.0,
+        fallback_blocks=0 if rate is None else blocks_at_rate(rate, -(-length // BLOCK_SIZE)),
     )
 
 

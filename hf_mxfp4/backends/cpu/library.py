@@ -59,21 +59,11 @@ class SchemeStruct(ctypes.Structure):
         ("macro_blocks", ctypes.c_int64),
         ("fallback", ctypes.c_int32),
         ("alpha", ctypes.c_float),
+        ("fallback_blocks", ctypes.c_int64),
     ]
 
 
 _POINTER = ctypes.c_void_p
-
-
-class SelectionStruct(ctypes.Structure):
-    """The C struct `Selection` of blocks.h, field by field; ``by`` is one of its ways to select."""
-
-    _fields_ = [
-        ("by", ctypes.c_int),
-        ("threshold", ctypes.c_float),
-        ("mask", _POINTER),
-        ("errors", _POINTER),
-    ]
 
 
 class ProductStruct(ctypes.Structure):
@@ -104,7 +94,7 @@ class ProductStruct(ctypes.Structure):
 # Matrix, its type and length, the scheme, and the range of rows.
 _COMMON = (_POINTER, ctypes.c_int, ctypes.c_int64, ctypes.POINTER(SchemeStruct), ctypes.c_int64, ctypes.c_int64)
 _SIGNATURES = {
-    "mxfp4_quantize": (*_COMMON, ctypes.POINTER(SelectionStruct), *[_POINTER] * 6),
+    "mxfp4_quantize": (*_COMMON, *[_POINTER] * 6),
     "mxfp4_dequantize": (*_COMMON, *[_POINTER] * 5),
     "mxfp4_rotate": (
         *(_POINTER, ctypes.c_int, _POINTER, ctypes.c_int),

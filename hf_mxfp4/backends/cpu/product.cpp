@@ -11,7 +11,7 @@
 #include "product_amx.h"
 #include "product_float.h"
 
-extern "C" void mxfp4_quantize(const char*, int, int64_t, const Scheme*, int64_t, int64_t, const Selection*, char*,
+extern "C" void mxfp4_quantize(const char*, int, int64_t, const Scheme*, int64_t, int64_t, char*,
                                uint8_t*, uint8_t*, uint8_t*, uint8_t*, uint8_t*);
 
 namespace {
@@ -270,7 +270,7 @@ class Product {
 template <class Kernel>
 void Product<Kernel>::quantize_input() {
     quantized_.reset(new char[static_cast<size_t>(a_.n_rows * x_.length * size_of(x_.type))]);
-    mxfp4_quantize(x_.data, x_.type, x_.length, a_.inputs, 0, a_.n_rows, nullptr, quantized_.get(), nullptr, nullptr,
+    mxfp4_quantize(x_.data, x_.type, x_.length, a_.inputs, 0, a_.n_rows, quantized_.get(), nullptr, nullptr,
                    nullptr, nullptr, nullptr);
     x_.data = quantized_.get();
 }

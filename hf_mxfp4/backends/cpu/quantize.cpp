@@ -124,18 +124,18 @@ void dequantize_rows(const Matrix& x, int64_t first, int64_t last, const Scheme&
 
 }  // namespace
 
-// Rows `first` to `last` of the matrix. Either `values`, or the packed tensors, or the errors of the selection.
+// Rows `first` to `last` of the matrix. Either `values` or the packed tensors.
 extern "C" void mxfp4_quantize(const char* input, int type, int64_t length, const Scheme* scheme, int64_t first,
-                               int64_t last, const Selection* selection, char* values, uint8_t* codes, uint8_t* scale,
-                               uint8_t* macro, uint8_t* residual_codes, uint8_t* residual_scale) {
+                               int64_t last, char* values, uint8_t* codes, uint8_t* scale, uint8_t* macro,
+                               uint8_t* residual_codes, uint8_t* residual_scale) {
     const Matrix x{input, static_cast<Type>(type), length};
     const Packed packed{codes, scale, macro, residual_codes, residual_scale};
     if (values != nullptr) {
         StoreValues sink{x, values};
-        for_each_block(x, first, last, *scheme, selection, sink);
+        for_each_block(x, first, last, *scheme, sink);
     } else {
         StorePacked sink{x, *scheme, packed};
-        for_each_block(x, first, last, *scheme, selection, sink);
+        for_each_block(x, first, last, *scheme, sink);
     }
 }
 

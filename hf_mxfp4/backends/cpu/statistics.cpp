@@ -126,7 +126,7 @@ struct AddUp {
 extern "C" void mxfp4_statistics(const char* input, int type, int64_t length, const Scheme* scheme, int64_t first,
                                  int64_t last, double* sums, int64_t* bins) {
     AddUp sink{length};
-    for_each_block(Matrix{input, static_cast<Type>(type), length}, first, last, *scheme, nullptr, sink);
+    for_each_block(Matrix{input, static_cast<Type>(type), length}, first, last, *scheme, sink);
     for (int i = 0; i < kSums; ++i) sums[i] += sink.sums[i];
     for (int i = 0; i < kBins; ++i) bins[i] += sink.bins[i];
 }

@@ -115,7 +115,7 @@ def _observer(found: dict[str, dict[str, float]], name: str, layer: nn.Module, m
         if len(rows) == 0 or not torch.isfinite(rows).all():
             found[name] = _metrics_of(math.nan, {})
             return
-        parts = error_parts(rows, layer.config.activation_scheme, _threshold(layer))
+        parts = error_parts(rows, layer.config.activation_scheme)
         found[name] = _metrics_of(parts.sqnr_db if math.isfinite(parts.sqnr_db) else math.nan, parts.energy_ratio)
 
     return observe
@@ -124,9 +124,3 @@ def _observer(found: dict[str, dict[str, float]], name: str, layer: nn.Module, m
 def _metrics_of(sqnr_db: float, energy_ratio: dict[str, float]) -> dict[str, float]:
     parts = {f"error/activations/{part}": energy_ratio.get(part, math.nan) for part in COMPONENTS}
     return {**parts, "error/activations/sqnr_db": sqnr_db}
-
-
-def _threshold(layer: nn.Module) -> float | None:
-    """The threshold of selective fallback for what enters a layer, where it has one."""
-    found = [getattr(layer, "fallback_threshold", None), *getattr(layer, "fallback_thresholds", {}).values()]
-    return next((threshold.value for threshold in found if threshold is not None), None)

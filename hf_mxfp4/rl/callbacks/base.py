@@ -10,14 +10,7 @@ from transformers import TrainerCallback
 
 from ..._logging import get_logger
 from ...analysis.errors.statistics import ErrorStatistics, fused_statistics
-from ...layers import (
-    WeightMatrix,
-    fallback_thresholds,
-    gathered,
-    set_quantization_step,
-    trainable_matrices,
-    update_fallback_thresholds,
-)
+from ...layers import WeightMatrix, gathered, set_quantization_step, trainable_matrices
 from ...numerics import ErrorDecomposition, QuantScheme, decompose_scheme
 
 
@@ -154,29 +147,6 @@ class ErrorCallback(TrainerCallback):
                 self.record(key, sum(metrics[key] for metrics in measured) / len(measured))
 
 
-class FallbackCallback(TrainerCallback):
-    """Moves the thresholds of selective outlier fallback after every step, and reports the share of activation blocks
-    that fell back.
-
-    Metrics: `fallback/rate`, and `fallback/threshold_mean` (squared error of a block), means over the layers.
-
-    Args:
-        record: called with a metric's name and value, normally the trainer's log.
-
-    Raises `ValueError` when the model has no such layer.
-    """
-
-    def __init__(self, record: Callable[[str, float], None]):
-        self.record = record
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        rate = update_fallback_thresholds(model)
-        values = [threshold.value for threshold in fallback_thresholds(model) if threshold.value is not None]
-        if values:  # the layers have computed something
-            self.record("fallback/rate", rate)
-            self.record("fallback/threshold_mean", sum(values) / len(values))
-
-
 class QuantizationStepCallback(TrainerCallback):
     """Tells the layers that draw random numbers which step they are in, so that a resumed run repeats them.
 
@@ -187,19 +157,14 @@ class QuantizationStepCallback(TrainerCallback):
         set_quantization_step(model, state.global_step)
 
 
-def error_parts(
-    x: torch.Tensor, scheme: QuantScheme, fallback_threshold: float | None = None
-) -> ErrorStatistics | ErrorDecomposition:
+def error_parts(x: torch.Tensor, scheme: QuantScheme) -> ErrorStatistics | ErrorDecomposition:
     """Give what has ``energy_ratio`` and ``sqnr_db`` of a tensor's error, blocks along its last axis: sums of the fused
     functions where they take it, in a fraction of the time and memory of the whole decomposition.
 
     Raises `ValueError` when it holds NaN or infinity.
     """
-    if scheme.fallback_rate is None:
-        found = fused_statistics(x, scheme)
-        if found is not None:
-            return found
-    return decompose_scheme(x, scheme, fallback_threshold=fallback_threshold)
+    found = fused_statistics(x, scheme)
+    return decompose_scheme(x, scheme) if found is None else found
 
 
 def spread_layers(model: nn.Module, count: int) -> dict[str, WeightMatrix]:

@@ -135,8 +135,7 @@ class StepMovementCallback(TrainerCallback):
     Cost: evenly spaced rows of all trained matrices are copied before the step and compared after it, about
     ``max_weights`` elements (in float32 4 bytes each; under DeepSpeed, which steps in the backward pass, they are held
     during the forward pass too), and quantized twice, a million at a time. Under FSDP2 and ZeRO-3 each weight is
-    gathered twice, one at a time. Every process measures, on the same numbers. Under `fallback_rate` the blocks that
-    fall back are chosen within the rows that are watched.
+    gathered twice, one at a time. Every process measures, on the same numbers.
 
     Args:
         every: steps between measurements.

@@ -23,7 +23,7 @@ from ...checkpoint.io.complete import (
     write_manifest,
 )
 from ...checkpoint.io.integrity import why_damaged
-from ...layers import named_fallback_thresholds, random_layers
+from ...layers import random_layers
 from ..callbacks.base import QuantizationStepCallback
 
 
@@ -32,7 +32,7 @@ class ExactResumeMixin:
 
     For classes of your own: `class MyTrainer(ExactResumeMixin, Trainer)`; [`MXFP4GRPOTrainer`] has it. Beside what a
     Trainer saves (weights, optimizer, schedule, random state of each process) a checkpoint then holds, for each
-    process, the thresholds of selective outlier fallback and the state of callbacks that have a `state_dict`, and
+    process, the state of callbacks that have a `state_dict`, and
 
     * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, and one that is not is refused by name;
     * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single
@@ -93,8 +93,7 @@ class ExactResumeMixin:
     def _process_state(self) -> dict[str, Any]:
         """What this process adds to a checkpoint: numbers, strings, tensors, and lists and dictionaries of them."""
         callbacks = {type(c).__name__: c.state_dict() for c in self._stateful_callbacks()}
-        thresholds = {name: t.state_dict() for name, t in named_fallback_thresholds(self.model).items()}
-        return {"world_size": self.args.world_size, "fallback_thresholds": thresholds, "callbacks": callbacks}
+        return {"world_size": self.args.world_size, "callbacks": callbacks}
 
     def _stateful_callbacks(self) -> list:
         found = self.callback_handler.callbacks
@@ -170,14 +169,6 @@ class ExactResumeMixin:
 
     def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
         """Take over what [`_process_state`] returned; unless ``exact``, that of another process."""
-        thresholds = named_fallback_thresholds(self.model)
-        if set(thresholds) != set(state["fallback_thresholds"]):
-            raise ValueError(
-                f"the checkpoint has fallback thresholds of {len(state['fallback_thresholds'])} layers and the model "
-                f"{len(thresholds)} layers that need one, or of other names: resume under the scheme of the checkpoint"
-            )
-        for name, threshold in thresholds.items():
-            threshold.load_state_dict(state["fallback_thresholds"][name])
         for callback in self._stateful_callbacks():
             if type(callback).__name__ in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][type(callback).__name__])

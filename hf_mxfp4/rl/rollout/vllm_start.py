@@ -149,10 +149,4 @@ def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], arg
         packed = MXFP4RLConfig.from_dict(theirs)
         if scheme.mode != "packed" or packed.weight_scheme != scheme.weight_scheme:
             return f"its checkpoint is packed by another scheme, {packed.describe()}"
-    inputs = scheme.activation_scheme
-    if inputs is not None and inputs.fallback_rate is not None:
-        return (
-            f"outlier_fallback_rate={scheme.outlier_fallback_rate} selects blocks of activations by a threshold that "
-            "is learned in training, and vLLM has none"
-        )
     return None
