@@ -53,7 +53,7 @@ TABLES: dict[str, Callable[[], str]] = {
         (error_tables, "schemes weighted mantissas alphas components statements rollouts gradients readme_schemes"),
         (
             run_tables,
-            "quantize_cpu demo lora moe merge_cost packed_loading load_checks memory planned saved_error pretrain soak "
+            "quantize_cpu demo lora moe merge_cost packed_loading memory planned saved_error pretrain soak "
             "export_perplexity gguf_perplexity gguf_agreement scheme_perplexity scheme_perplexity_time smoothing "
             "layer_host_cost vllm_bytes vllm_agreement",
         ),
