@@ -55,7 +55,6 @@ from .config import MXFP4GRPOConfig
 from .noise.rollouts import RolloutNoise
 from .resume.run import RunCheckpoints
 from .resume.state import ExactResumeMixin, random_states_kept
-from .resume.trackers import TolerantHandler, guard_direct_writes
 from .rewards.guard import guard_reward
 from .rewards.overlong import OverlongPenalty
 from .rollout.correction import RolloutCorrection
@@ -170,13 +169,11 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """[`transformers.Trainer.train`]; an exception, Ctrl-C or SIGTERM leaves a checkpoint of the last finished step
-        behind. A tracker that fails is named in a warning, and training goes on.
+        behind.
 
         Raises `ValueError` when the checkpoint to resume from is not whole, or there is none that is.
         """
-        if not isinstance(self.callback_handler, TolerantHandler):
-            self.callback_handler = TolerantHandler(self.callback_handler)
-        with guard_direct_writes(), self.checkpoints.left_behind(), self.quantization.training():
+        with self.checkpoints.left_behind(), self.quantization.training():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
