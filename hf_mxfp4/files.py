@@ -85,15 +85,14 @@ def lock(descriptor: int, *, wait: bool = True) -> bool:
 
 
 @contextlib.contextmanager
-def one_writer(folder: str | Path) -> Iterator[None]:
-    """Let one process at a time into this context for a folder; the others wait."""
+def one_writer(folder: str | Path, *, wait: bool = True) -> Iterator[bool]:
+    """Let one process at a time into this context for a folder. The others wait, or without ``wait`` get `False`."""
     if fcntl is None:
-        yield
+        yield True
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        lock(descriptor)
-        yield
+        yield lock(descriptor, wait=wait)
     finally:
         os.close(descriptor)
 

@@ -48,6 +48,23 @@ def test_after_an_error_all_is_as_before(error, existing, tmp_path):
     assert not existing or contents(target) == {"config.json": "old"}
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_interruption_between_the_two_renames_brings_the_old_folder_back(tmp_path, monkeypatch, error):
+    target, rename = tmp_path / "out", Path.rename
+    target.mkdir()
+    (target / "config.json").write_text("old")
+
+    def interrupted(self, to):
+        if ".partial-" in self.name:
+            raise error
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(error), atomic_folder(target, overwrite=True) as folder:
+        (folder / "config.json").write_text("new")
+    assert list(tmp_path.iterdir()) == [target] and contents(target) == {"config.json": "old"}
+
+
 def test_an_empty_folder_is_used_and_a_checkpoint_replaced_on_request_only(tmp_path):
     target = tmp_path / "out"
     target.mkdir()

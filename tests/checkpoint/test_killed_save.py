@@ -129,6 +129,15 @@ def test_a_variant_leaves_the_other_weights_alone(tmp_path):
     assert read(tmp_path) == {1} and (tmp_path / "model.fp16.safetensors").is_file()
 
 
+def test_saves_at_the_same_time_do_not_remove_each_others_files(tmp_path):
+    with staged(tmp_path) as one:
+        with staged(tmp_path) as other:
+            write(other, 3, 2)
+        assert read(tmp_path) == {2} and one.is_dir()
+        write(one, 1, 1)
+    assert read(tmp_path) == {1} and not list(tmp_path.glob(".saving-*"))
+
+
 def test_an_exception_leaves_the_folder_as_it_was(tmp_path):
     save(tmp_path, 3, 1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ...files import one_writer, sync_to_disk, write_json
@@ -29,7 +29,7 @@ _SHARD = re.compile(r"(?P<stem>.*?)(?P<tag>-b)?(?P<count>-\d{5}-of-\d{5})\.safet
 @contextmanager
 def staged(folder: str | os.PathLike, variant: str | None = None, written: list[str] | None = None) -> Iterator[Path]:
     """A new folder inside ``folder`` to save a checkpoint into; its files move up when the context ends well, with a
-    manifest of the weights. One process at a time does this in a folder; the others wait.
+    manifest of the weights. Several processes may save into one folder: the last one to finish wins.
 
     Killed at any moment before the last file has moved, ``folder`` still holds the old checkpoint, or already the new
     one; what a killed process leaves in ``.saving-*`` and in shards that no index names is removed by the next save. If
@@ -42,18 +42,22 @@ def staged(folder: str | os.PathLike, variant: str | None = None, written: list[
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with one_writer(folder):
-        staging = folder / f"{_STAGING}{secrets.token_hex(8)}"
-        staging.mkdir()
-        try:
-            yield staging
+    staging = folder / f"{_STAGING}{secrets.token_hex(8)}"
+    with ExitStack() as stack:
+        with one_writer(folder):
+            staging.mkdir()
+            stack.callback(shutil.rmtree, staging, ignore_errors=True)
+            stack.enter_context(one_writer(staging))  # others see that it is in use
+        # The folder is not locked while the context lasts: several ranks may have to save together.
+        yield staging
+        with one_writer(folder):
             names = _move_in(staging, folder, variant)
-            if written is not None:
-                written.extend(names)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        for left in folder.glob(f"{_STAGING}*"):
-            shutil.rmtree(left, ignore_errors=True)
+            for left in folder.glob(f"{_STAGING}*"):
+                with one_writer(left, wait=False) as is_unused:
+                    if is_unused:
+                        shutil.rmtree(left, ignore_errors=True)
+        if written is not None:
+            written.extend(names)
 
 
 def weight_names(variant: str | None) -> tuple[str, str]:
