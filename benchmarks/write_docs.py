@@ -55,7 +55,7 @@ TABLES: dict[str, Callable[[], str]] = {
         ),
         (
             run_tables,
-            "quantize_cpu demo lora moe merge_cost packed_loading load_checks memory saved_error pretrain soak "
+            "quantize_cpu demo lora moe merge_cost packed_loading memory saved_error pretrain soak "
             "export_perplexity gguf_perplexity gguf_agreement scheme_perplexity scheme_perplexity_time smoothing "
             "layer_host_cost vllm_bytes vllm_agreement",
         ),

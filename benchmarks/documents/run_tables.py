@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of what runs gave and took: accuracy, time, memory, tokens."""
 
-from ..records import interval, percent, records, table
+from ..records import interval, records, table
 
 
 def quantize_cpu() -> str:
@@ -156,18 +156,6 @@ def packed_loading() -> str:
         )
     columns = ["scheme", "peak resident memory, GB", "before loading, GB", "model, GB", "seconds"]
     return table([*columns, "bits per quantized weight on disk"], rows)
-
-
-def load_checks() -> str:
-    found = {tuple(r["name"].split(" / ")): r for r in records("load_checks")}
-    rows = []
-    for name, state in dict.fromkeys((name, state) for name, state, _ in found):
-        both = [found[name, state, what] for what in ("loading", "loading and first logits")]
-        times = [f"{r['baseline']:.2f}: {percent(r['ratio'] - 1, 1)}, {percent(r['cpu_ratio'] - 1, 1)}" for r in both]
-        size = f"{both[0]['bytes'] / 1e6:.0f} MB, {both[0]['shape'][0]} tensors"
-        rows.append([f"{name} weights", size, state, f"{both[0]['check_alone']:.3f}", *times])
-    columns = ["checkpoint", "size", "files", "check alone, s", "loading, s: more with it, % of time, of CPU time"]
-    return table([*columns, "until the first logits, likewise"], rows) + f"\n{both[0]['hardware']}\n"
 
 
 def layer_host_cost() -> str:

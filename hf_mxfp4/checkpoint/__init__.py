@@ -9,7 +9,6 @@ _LAZY = {
     "add_perplexity": "card.model",
     "atomic_folder": "io.atomic",
     "check_checkpoint": "io.validate",
-    "check_data": "io.integrity",
     "check_local_index": "io.index",
     "check_packed_files": "io.packed_files",
     "export": "convert.export",

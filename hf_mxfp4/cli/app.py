@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands put together."""
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -46,7 +48,10 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    pass
+    # Names of files need not be UTF-8.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from transformers.quantizers import HfQuantizer
 from .._logging import get_logger
 from ..checkpoint import (
     check_checkpoint,
-    check_data,
     check_local_index,
     check_packed_files,
     make_record,
@@ -116,8 +115,6 @@ class MXFP4RLQuantizer(HfQuantizer):
         elif self._packed and files:
             shapes = {name: layer.shapes() for name, layer in layers.items()}
             check_packed_files(files, shapes, getattr(model, "base_model_prefix", ""))
-        if files:
-            check_data(files, is_ours=self.pre_quantized, mapped=True)
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:

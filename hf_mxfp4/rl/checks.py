@@ -43,6 +43,8 @@ def check_arguments(
     check_scheme("quantization_config", quantization_config)
     check_scheme("quantization_config in model_init_kwargs", (args.model_init_kwargs or {}).get("quantization_config"))
     args.check_overlong_buffer()
+    if args.overlong_buffer and args.max_completion_length is None:
+        raise ValueError(f"overlong_buffer={args.overlong_buffer} needs max_completion_length")
     for name, dataset in _named(train_dataset, eval_dataset):
         _check_dataset(name, dataset, needs_prompt)
 

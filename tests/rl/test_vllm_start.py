@@ -56,8 +56,6 @@ STARTS = {
     "qat from its own": (lambda full, tmp: saved(load(full), tmp / "own"), {}, PACKED, "qat"),
     "packed": (lambda full, tmp: saved(load(full, mode="packed"), tmp / "packed"), {}, PACKED, "packed"),
     "packed as it was read": (lambda full, tmp: load(full, mode="packed"), {}, PACKED, "qat"),
-    "noise on linears": (lambda full, tmp: load(full), {"aqn_targets": "both"}, DENSE, "qat"),
-    "no noise": (lambda full, tmp: load(full), {"aqn_targets": "both", "aqn": False}, PACKED, "qat"),
     "asked for": (lambda full, tmp: load(full), {"vllm_weights": "dense"}, DENSE, "qat"),
     "lora": (lambda full, tmp: with_lora(load(full), r=3), {}, {**PACKED, "adapter_rank": 3}, "qat"),
     "lora of several ranks": (

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...files import write_json
 from ..io.atomic import FolderError, atomic_folder
-from ..io.integrity import check_data
+from ..io.manifest import refuse_damage, weight_files, write_manifest
 from ..io.writer import MAX_SHARD_SIZE, OtherTensor, ShardWriter, TensorSpec, TensorStream
 from .costs import ConversionReport, LayerCost
 from .sources import LayerSource
@@ -75,14 +75,14 @@ def convert(
         final_metadata: takes its place when all is written; it must not be longer.
         finish: called with the new folder before it gets its name, to write more files into it.
 
-    Raises `FolderError` when ``out`` cannot be written, and `ShardError` when the source cannot be read or does not
-    agree with the checksums that it carries.
+    Raises `FolderError` when ``out`` cannot be written, and `ShardError` when the source cannot be read or differs from
+    its checksums.
     """
     target = Path(out).expanduser().resolve()
     origin = source.folder.origin
     if target == origin or origin in target.parents or target in origin.parents:
         raise FolderError(f"{target} and the checkpoint {origin} must be apart, neither inside of the other")
-    check_data(sorted({tensor.file for tensor in source.folder.tensors.values()}), is_ours=False)
+    refuse_damage(sorted({tensor.file for tensor in source.folder.tensors.values()}))
     with atomic_folder(target, overwrite=overwrite) as folder:
         specs = _ordered_specs(layers, others)
         report.bytes_before = source.total_bytes
@@ -107,6 +107,7 @@ def convert(
             write_json(folder / report_file, report.to_dict(), sort_keys=True)
         if finish is not None:
             finish(folder)
+        write_manifest(folder, weight_files(folder))
     return report
 
 

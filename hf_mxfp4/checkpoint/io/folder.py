@@ -172,7 +172,7 @@ def read_json(path: Path) -> dict[str, Any]:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(contents, dict):
         raise CheckpointError(f"{path} is not a JSON object")

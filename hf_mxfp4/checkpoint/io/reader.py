@@ -154,7 +154,7 @@ def load_header(file: Path) -> tuple[dict[str, Any], int, int]:
         raise ShardError(f"{file.name} cannot be read: {error.strerror or error}") from error
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShardError(f"{file.name} is damaged: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise ShardError(f"{file.name} is damaged: its header is not a JSON object")

@@ -3,7 +3,7 @@
 
 transformers only warns of tensors that are missing or have no place, casts other dtypes, and knows nothing of what
 packed bytes mean. Each file says in its header under which scheme it was written; that record is checked too. Changes
-inside the data of a tensor are found by [`hf_mxfp4.checkpoint.io.integrity.check_data`].
+inside the data of a tensor are found by `hf-mxfp4 verify`.
 """
 
 import json
@@ -41,7 +41,7 @@ Stored = Mapping[str, StoredTensor]
 def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
     """Metadata for the files of a checkpoint: how the bytes of packed weights are to be read, and their SQNR in
     decibels, where it was measured. None for master weights, which mean the same under any scheme: their files are
-    those of the plain model, but for the checksums."""
+    those of the plain model."""
     if config.mode == "qat":
         return {}
     record = {"format_version": FORMAT_VERSION, "meaning": _meaning(config), "weight_sqnr_db": sqnr_db}

@@ -53,14 +53,6 @@ class ActivationErrorCallback(TrainerCallback):
         due = step == 1 or step % self.every == 0 or step == state.max_steps
         self._step = step if due else None
 
-    def state_dict(self) -> dict:
-        """Return what a resumed run continues from."""
-        return {"history": list(self.history)}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what [`state_dict`] returned."""
-        self.history = list(state["history"])
-
     @contextlib.contextmanager
     def observing(self, attention_mask: torch.Tensor) -> Iterator[None]:
         """Around a training forward pass: of the first one of a step that is due, the layers' inputs are measured.

@@ -44,6 +44,9 @@ class EntropyCallback(TrainerCallback):
         self.alarms: list[tuple[int, str, float]] = []
         self._state = ""
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.history = [(entry["step"], entry["entropy"]) for entry in state.log_history if "entropy" in entry]
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         entropy = (logs or {}).get("entropy")
         if entropy is None:
@@ -62,14 +65,6 @@ class EntropyCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(values)
         logs.update(values)
-
-    def state_dict(self) -> dict:
-        """Return what a resumed run continues from."""
-        return {"history": self.history, "alarms": self.alarms, "state": self._state}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what [`state_dict`] returned."""
-        self.history, self.alarms, self._state = list(state["history"]), list(state["alarms"]), state["state"]
 
     def slope(self) -> float:
         """Nats per step over the last 20 logged values; 0 for fewer than two."""
@@ -118,16 +113,8 @@ class ErrorCallback(TrainerCallback):
         self._chosen = spread_layers(model, self.layers)
         if not self._chosen:
             raise ValueError(f"{type(model).__name__} has no MXFP4 layer whose error could be measured")
-        if state.global_step == 0 or not self.history:  # a resumed run goes on with what it measured before
+        if state.global_step == 0:
             self._measure(state.global_step)
-
-    def state_dict(self) -> dict:
-        """Return what a resumed run continues from."""
-        return {"history": self.history}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what [`state_dict`] returned."""
-        self.history = list(state["history"])
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:

@@ -165,14 +165,6 @@ class StepMovementCallback(TrainerCallback):
         self._before: list[torch.Tensor] | None = None
         self._unlogged: dict[str, float] = {}
 
-    def state_dict(self) -> dict:
-        """Return what a resumed run continues from."""
-        return {"history": list(self.history), "due": self._due}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what [`state_dict`] returned."""
-        self.history, self._due = list(state["history"]), state["due"]
-
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.samples = sample_weights(model, self.max_weights)
         if not self.samples:

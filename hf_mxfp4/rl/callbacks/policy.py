@@ -89,14 +89,6 @@ class _LastBatchCallback(TrainerCallback):
         for name, value in metrics.items():
             self.record(name, value if math.isfinite(value) else math.nan)
 
-    def state_dict(self) -> dict:
-        """Return what a resumed run continues from."""
-        return {"history": list(self.history)}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what [`state_dict`] returned."""
-        self.history = list(state["history"])
-
     def _measure(self, model: nn.Module, sample: Sample, step: int, args) -> dict[str, float]:
         raise NotImplementedError
 

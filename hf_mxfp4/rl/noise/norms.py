@@ -138,7 +138,7 @@ class NormNoise:
         if norms and not self.norms:
             raise ValueError(
                 f"aqn_layers={list(layers)} chooses none of the {len(norms)} norms that noise can be put on, such as "
-                f"{next(iter(norms))}; set aqn_targets='linears' if linear layers were meant"
+                f"{next(iter(norms))}"
             )
         if not norms:
             raise ValueError(

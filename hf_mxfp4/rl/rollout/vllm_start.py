@@ -81,7 +81,7 @@ def quantization_config(model: nn.Module, args: MXFP4GRPOConfig) -> tuple[dict[s
     reason = _unsupported_reason(model, name, stored, args)
     if reason:
         return None, reason
-    dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else needs_dense(model, args)
+    dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else needs_dense(model)
     dense_reason = dense_reason or _slow_experts(model)
     settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
     mode = (stored.get("quantization_config") or {}).get("mode", "qat")
