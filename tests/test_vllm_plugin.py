@@ -319,7 +319,8 @@ def test_two_processes_split_the_columns(plugin, options):
         ({}, 4, "cuts blocks of 128; choose a smaller tensor_parallel_size"),
         ({"macro_block": None}, 16, "cuts blocks of 32; choose"),
         ({"macro_block": "row"}, 16, "cuts blocks of 32; choose"),
-        ({"macro_block": "row", "preset": "w4a4"}, 2, "one factor for the whole row"),
+        ({"macro_block": "row", "preset": "w4a4"}, 2, "mbsrow.* needs whole rows; use tensor_parallel_size=1"),
+        ({"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.1}, 2, "of1@0.1 needs whole rows"),
     ],
 )
 def test_a_share_that_would_cut_blocks_is_refused(plugin, options, shares, reason):
