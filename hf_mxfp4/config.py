@@ -136,9 +136,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     outlier_fallback_rate: float | None = field(
         default=_Default.BY_PRESET,
         metadata={
-            "help": "Share of blocks in (0, 1) that get outlier fallback, those with the largest errors: exactly this "
-            "share of every weight, and about this share of activations, by a threshold per layer that follows it "
-            "from step to step; none: all blocks."
+            "help": "Share of blocks in (0, 1) that get outlier fallback: of each row of n blocks along the "
+            "contraction axis, the ceil(rate * n) with the largest errors; none: all blocks."
         },
     )
     weight_block: str = field(

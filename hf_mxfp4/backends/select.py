@@ -48,7 +48,7 @@ def fake_quantize(
         return values if dtype is None else values.to(dtype)
     name = choose_backend(x, scheme, backend, seed)
     if rotation is not None:
-        if name == "triton":
+        if name == "triton" and scheme.fallback_rate is None:
             return triton_kernels.fake_quantize_rotated(x, scheme, seed, rotation, signs, dtype or torch.float32)
         x = rotate_rows(x, rotation, "cpu" if name == "cpu" else "eager", signs=signs)
         name = choose_backend(x, scheme, backend, seed)

@@ -246,7 +246,7 @@ def _gives_macro(weight: torch.Tensor, state: GemmState) -> bool:
         return False
     if not isinstance(scheme.macro_block, int) or scheme.macro_search != "dynamic" or scheme.block_rows != 1:
         return False
-    if scheme.rounding != "nearest" or not nothing_keeps_weights():
+    if scheme.rounding != "nearest" or scheme.fallback_rate is not None or not nothing_keeps_weights():
         return False
     return backends.choose_backend(weight, scheme, spec.backend) == "triton"
 

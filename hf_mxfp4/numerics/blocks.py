@@ -22,7 +22,7 @@ from .formats.e8m0 import (
     largest_finite_magnitude,
     scale_from_amax,
 )
-from .packed import saturate
+from .packed import MXFP4Tensor, saturate
 from .rng import NoiseSource, counted_uniform
 from .schemes import QuantScheme
 
@@ -184,6 +184,37 @@ class Blocks:
             pairs = zip(z.split(step), amax.split(step), strict=True)
             found = torch.cat([search(some, largest, out[:, : some.shape[0]]) for some, largest in pairs])
         return found.view(*self.amax.shape[:-1], found.shape[-1])
+
+
+def keep_selected(x: torch.Tensor, tensor: MXFP4Tensor) -> MXFP4Tensor:
+    """Return ``tensor`` with the residuals of selected blocks alone, to the bit what [`hf_mxfp4.numerics.quantize`]
+    makes: for kernels that compute the residual of every block. Overwrites its residuals.
+
+    Args:
+        x: ``[..., K]``, of which ``tensor`` was made along the last axis, in blocks of one row.
+        tensor: with a residual in every block, of a scheme with a ``fallback_rate``.
+    """
+    scheme, length = tensor.scheme, tensor.length
+    z = to_blocks(x.detach().to(torch.float32, copy=True), BLOCK_SIZE, 1)
+    amax, factor, multiplier = z.abs().amax(dim=-1), None, None
+    if tensor.macro is not None and scheme.macro_search == "blockwise":
+        multiplier = macro.mantissa_factor(macro.unpack_mantissas(tensor.macro))[..., : z.shape[-2]]
+        z.div_(multiplier.unsqueeze(-1))
+        amax = amax / multiplier
+    elif tensor.macro is not None:
+        per_macro = z.shape[-2] if scheme.macro_block == "row" else scheme.macro_block // BLOCK_SIZE
+        factor = macro.macro_factor(tensor.macro).repeat_interleave(per_macro, dim=-1)[..., : z.shape[-2]]
+        z.mul_(factor.unsqueeze(-1))
+        amax = amax * factor
+    q = to_blocks(grid.decode_e2m1(grid.unpack_codes(tensor.codes, length)), BLOCK_SIZE, 1)
+    residual = z.sub_(q * decode_e8m0(tensor.scale).unsqueeze(-1))
+    residual.masked_fill_((tensor.scale == E8M0_NAN).unsqueeze(-1), 0.0)
+    dropped = ~select_blocks(block_errors(residual, amax, factor, multiplier), scheme.fallback_rate)
+    tensor.residual_scale.masked_fill_(dropped, 0)
+    bytes_per_block = BLOCK_SIZE // 2
+    of_bytes = dropped.repeat_interleave(bytes_per_block, dim=-1)[..., : tensor.residual_codes.shape[-1]]
+    tensor.residual_codes.masked_fill_(of_bytes, 0)
+    return tensor
 
 
 def _over_scale(z: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

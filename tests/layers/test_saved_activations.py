@@ -147,8 +147,8 @@ def test_portions_of_rows_change_nothing(monkeypatch, shape, backend):
 
 
 def test_rows_that_depend_on_each_other_are_not_cut():
-    with pytest.raises(ValueError, match=r"of0.5@0.25 quantizes rows that depend on each other"):
-        packed_weight.pack_rows(inputs(M, K), parse_scheme("rceil+of0.5@0.25"))
+    with pytest.raises(ValueError, match=r"rceil\+32x32 quantizes rows that depend on each other"):
+        packed_weight.pack_rows(inputs(M, K), parse_scheme("rceil+32x32"))
 
 
 def test_a_nan_stays_where_it_was():
