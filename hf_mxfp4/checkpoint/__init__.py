@@ -18,6 +18,7 @@ _LAZY = {
     "make_record": "io.validate",
     "pack_checkpoint": "convert.pack_folder",
     "take_state_dict": "state_dict",
+    "unguard": "io.guard",
     "verify_folder": "verify",
     "why_incomplete": "io.complete",
     "wrap_saving": "save",

@@ -73,6 +73,7 @@ def _wrap_save(original):
 
 def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> None:
     from .card.model import save_card
+    from .io.guard import guard_folder
     from .io.saved_files import checksums_in
 
     folder = options["save_directory"]
@@ -84,6 +85,8 @@ def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, opti
         adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
         with contextlib.nullcontext() if adapters_alone else checksums_in(staging):
             original(model_argument, **local)
+        if not adapters_alone:
+            guard_folder(staging)
         if not adapters_alone and hasattr(model, "quantization_report"):
             save_card(model, staging, existing=folder, state_dict=options["state_dict"])
 

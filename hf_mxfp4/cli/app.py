@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, compare, convert, costs, env, evaluate, gptq, plan, report, simulate, smooth, verify
+from . import analyze, compare, convert, costs, env, evaluate, gptq, plan, report, run, simulate, smooth, verify
 
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("export")(convert.export)
 app.command("import")(convert.import_)
 app.command("verify")(verify.verify)
 app.command("env")(env.env)
+app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run.run)
 
 
 def _print_version(wanted: bool) -> None:
