@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 run`: another command with this package imported."""
 
+import importlib
 import os
 import runpy
 import sys
@@ -15,6 +16,8 @@ from .options import fail
 
 #: How the processes of a launcher are started.
 _MODULE, _COMMAND = f"{__package__}", ("run", "--")
+#: Modules of launchers, and the function of each that starts processes.
+_LAUNCHERS = {"accelerate.commands.launch": "launch_command", "torch.distributed.run": "run"}
 
 
 def run(
@@ -42,6 +45,8 @@ def run(
             fail("-m needs the name of a module")
         sys.argv = arguments
         sys.path[0] = os.getcwd()
+        if arguments[0] in _LAUNCHERS:
+            sys.exit(sys.modules[arguments[0]].main())
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     elif found := tuple(entry_points(group="console_scripts", name=name)):
         sys.argv = command
@@ -61,11 +66,9 @@ def _refuse(name: str) -> NoReturn:
 
 def _wrap_launchers() -> None:
     """Make accelerate (which `trl` uses) and torchrun start their processes through this command."""
-    import accelerate.commands.launch
-    import torch.distributed.run
-
-    for module, name in ((accelerate.commands.launch, "launch_command"), (torch.distributed.run, "run")):
-        setattr(module, name, _wrapped(getattr(module, name)))
+    for name, function in _LAUNCHERS.items():
+        module = importlib.import_module(name)
+        setattr(module, function, _wrapped(getattr(module, function)))
 
 
 def _wrapped(launch: Any) -> Any:

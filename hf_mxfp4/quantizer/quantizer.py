@@ -91,8 +91,8 @@ class MXFP4RLQuantizer(HfQuantizer):
     def update_attn_implementation(self, config):
         # Called for something else: the only time before transformers reads the index of shards, in which it stops at
         # damage without a word of the file, and stops at a config.json of ours.
+        unguard(config)
         if self.pre_quantized:
-            unguard(config)
             check_local_index(getattr(config, "name_or_path", None), getattr(config, "_commit_hash", None))
         return super().update_attn_implementation(config)
 
@@ -113,12 +113,6 @@ class MXFP4RLQuantizer(HfQuantizer):
         files = read_headers(checkpoint_files or ())
         if self.pre_quantized and files:
             self.record = check_checkpoint(files, model, self.quantization_config)
-            if not self.record and not self._packed:
-                get_logger().warning(
-                    "The config.json of %s claims MXFP4, but hf_mxfp4 did not write its weights. If a program that does "
-                    "not import hf_mxfp4 trained them, it did so in full precision; use `hf-mxfp4 run -- COMMAND`.",
-                    model.name_or_path or type(model).__name__,
-                )
         if self._packs_on_load:
             self.source_files = resolved(checkpoint_files or ())
         elif self._packed and files:

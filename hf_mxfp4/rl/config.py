@@ -11,6 +11,7 @@ from trl import GRPOConfig
 from .._logging import get_logger
 from ..layers import WEIGHT_FORMS
 from ..module_names import read_names
+from ..suggestions import described_options
 from .noise.controller import EntropyNoiseController
 from .noise.schedule import NoiseSchedule
 from .noise.targets import TARGETS
@@ -25,6 +26,7 @@ STEP_WEIGHTS = (*WEIGHT_FORMS, "none")
 VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
 
 
+@described_options
 @dataclass
 class MXFP4GRPOConfig(GRPOConfig):
     """Options of [`MXFP4GRPOTrainer`], beside all of [`trl.GRPOConfig`]'s. Flat, so that YAML and the command line can
