@@ -2,6 +2,7 @@
 """Options that several commands share, and how their mistakes are told."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -68,6 +69,10 @@ class Command(TyperCommand):
     true``, as recipes have them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for word in args:
+            # Path.expanduser() would raise a RuntimeError.
+            if word.startswith("~") and os.path.expanduser(word) == word:
+                fail(f"{word}: there is no such home folder")
         own = {name for param in self.params for name in param.opts}
         return super().parse_args(ctx, _current_names(args, own))
 
@@ -119,6 +124,8 @@ def told_errors(when_interrupted: str) -> Iterator[None]:
         fail(str(error))
     except OSError as error:
         fail(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+    except RecursionError:
+        fail("a file is nested too deeply to be read")
     except KeyboardInterrupt:
         typer.echo(f"\ninterrupted; {when_interrupted}", err=True)
         raise typer.Exit(130) from None

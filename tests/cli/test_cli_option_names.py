@@ -71,3 +71,23 @@ def test_what_is_behind_two_dashes_stays():
 def test_unknown_options_are_refused_with_suggestions():
     done = CliRunner().invoke(app, ["pack", "DIR", "OUT", "--modules-to-not-covert", "a"])
     assert done.exit_code == 2 and "--modules-to-not-convert" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("verify ~nobody-of-this-name/x", "~nobody-of-this-name/x: there is no such home folder"),
+        ("eval MODEL --text ~nobody-of-this-name/x", "there is no such home folder"),
+        ("eval MODEL --text deep.jsonl", "nested too deeply"),
+        ("gptq MODEL OUT --text texts.txt --scheme config:bad.yaml", "bad.yaml cannot be read: while parsing"),
+        (f"eval {'x' * 300} --text texts.txt --card", "name too long"),
+        ("simulate --elements 99999999999999999999999", "--elements"),
+    ],
+)
+def test_wrong_words_are_one_line(command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("deep.jsonl").write_text("[" * 100_000)
+    Path("texts.txt").write_text("some text")
+    Path("bad.yaml").write_text("preset: [1")
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 2 and message in done.stderr
