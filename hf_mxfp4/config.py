@@ -20,9 +20,20 @@ from .gemm_options import (
     weights_alone_unsupported_reason,
 )
 from .module_names import read_names
-from .numerics import GEMM_OPERANDS, SAVED_FORMS, LinearScheme, QuantScheme, Rotation, ScaleRule
-from .numerics.schemes import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
-from .presets import FORWARD_PRESETS, PRESETS, Default, preset_gemms, usual_macro_search, usual_options
+from .numerics import GEMM_OPERANDS, LinearScheme, QuantScheme, Rotation, ScaleRule
+from .numerics.schemes import check_alpha, check_fallback_rate, one_of
+from .presets import (
+    CHOICES,
+    FORWARD_PRESETS,
+    MODES,
+    PRESETS,
+    RENAMED,
+    WEIGHT_BLOCKS,
+    Default,
+    preset_gemms,
+    usual_macro_search,
+    usual_options,
+)
 from .registration import QUANT_METHOD
 from .suggestions import described_options
 
@@ -30,23 +41,6 @@ from .suggestions import described_options
 #: Version of the meaning of the fields, written to `config.json`; a newer one is refused instead of misread.
 FORMAT_VERSION = 1
 
-MODES = ("qat", "packed")
-OPERANDS = ("both", "weights", "activations")
-#: Rows x columns of a weight that share a block scale, and the rows of it.
-WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
-#: Values of options that have a fixed set of them. For `engine` see [`hf_mxfp4.gemm.select_kernel`].
-CHOICES = {
-    "scale_rule": tuple(rule.value for rule in ScaleRule),
-    "macro_block": (None, *MACRO_BLOCKS),
-    "macro_search": ("static", "dynamic", "hybrid", "block_mantissas"),
-    "outlier_fallback_operands": OPERANDS,
-    "weight_block": tuple(WEIGHT_BLOCKS),
-    "saved_activations": SAVED_FORMS,
-    "backend": ("auto", "eager", "cpu", "triton"),
-    "engine": ("auto", "dense", "fp8", "mxfp4"),
-}
-#: Earlier names of values.
-RENAMED = {"macro_search": {"blockwise": "block_mantissas"}}
 #: Options that are written only where they differ from these, so that other files stay readable by versions without
 #: them.
 _UNWRITTEN = {

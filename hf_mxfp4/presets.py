@@ -1,11 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the presets of `MXFP4RLConfig` stand for."""
+"""Values of the options of `MXFP4RLConfig`, and what its presets stand for."""
 
 import enum
 from typing import Any
 
-from .numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
+from .numerics import FP8, FULL, PLAIN, REUSE, SAVED_FORMS, GemmScheme, LinearScheme, QuantScheme, Rotation, ScaleRule
+from .numerics.schemes import MACRO_BLOCKS
 
+
+MODES = ("qat", "packed")
+OPERANDS = ("both", "weights", "activations")
+#: Rows x columns of a weight that share a block scale, and the rows of it.
+WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
+#: Values of options that have a fixed set of them. For `engine` see [`hf_mxfp4.gemm.select_kernel`].
+CHOICES = {
+    "scale_rule": tuple(rule.value for rule in ScaleRule),
+    "macro_block": (None, *MACRO_BLOCKS),
+    "macro_search": ("static", "dynamic", "hybrid", "block_mantissas"),
+    "outlier_fallback_operands": OPERANDS,
+    "weight_block": tuple(WEIGHT_BLOCKS),
+    "saved_activations": SAVED_FORMS,
+    "backend": ("auto", "eager", "cpu", "triton"),
+    "engine": ("auto", "dense", "fp8", "mxfp4"),
+}
+#: Earlier names of values.
+RENAMED = {"macro_search": {"blockwise": "block_mantissas"}}
 
 #: Presets of both modes, which say no more than which forward operands are quantized.
 FORWARD_PRESETS = ("w4a16", "w4a4")
