@@ -17,6 +17,7 @@ _LAZY = {
     "last_complete_checkpoint": "io.complete",
     "make_record": "io.validate",
     "pack_checkpoint": "convert.pack_folder",
+    "remove_scheme": "io.guard",
     "take_state_dict": "state_dict",
     "unguard": "io.guard",
     "verify_folder": "verify",

@@ -38,6 +38,12 @@ def guard_folder(folder: Path) -> None:
     write_json(folder / "config.json", {**read_json(folder / "config.json"), KEY: TEXT}, sort_keys=True)
 
 
+def remove_scheme(config: Any) -> None:
+    """Make a config of transformers that was read from such a file one of a plain model: of the master weights."""
+    config.__dict__.pop("quantization_config", None)
+    unguard(config)
+
+
 def unguard(config: Any) -> None:
     """Remove the key from a config of transformers that was read from such a file."""
     if not str(getattr(config, KEY, ".json")).endswith((".safetensors", ".json")):
