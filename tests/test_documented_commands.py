@@ -89,6 +89,8 @@ def test_benchmark(command, monkeypatch, capsys):
 @pytest.mark.parametrize("command", DOCUMENTED["tool"])
 def test_tool(command):
     name, *arguments = _words(command, r"hf-mxfp4$")[1:]
+    if name == "run":
+        return  # what follows is a command of another program
     known = typer.main.get_command(app).commands[name].params
     options = {option: param for param in known for option in param.opts if option.startswith("--")}
     plain, given = 0, set()

@@ -61,7 +61,7 @@ print(loaded("torch", "transformers.quantizers", "trl", "mxfp4_kernels", "matplo
 
 
 def test_importing_and_asking_for_help_load_nothing_heavy():
-    assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "None []", "[]", "13 []", "[]"]
+    assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "None []", "[]", "14 []", "[]"]
 
 
 def test_help_of_the_module_imports_neither_torch_nor_transformers():

@@ -192,7 +192,7 @@ def readme_schemes() -> str:
         "rceil": "`rceil`",
         "rceil, static factor": "`rceil`, `static` factor (the paper's)",
         "even, dynamic factor": "`even`, `dynamic` factor",
-        "even, block mantissas": "`even`, `blockwise`: same storage, and exact in bfloat16",
+        "even, block mantissas": "`even`, `block_mantissas`: same storage, and exact in bfloat16",
         "rceil, static factor, fallback 0.5": "`rceil`, `static` factor, outlier fallback 0.5",
     }
     return table(

@@ -73,6 +73,7 @@ def _wrap_save(original):
 def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> list[str]:
     """Save a model, and return the names of the files that were written."""
     from .card.model import save_card
+    from .io.guard import guard_folder
 
     folder, written = options["save_directory"], []
     with staged(folder, options.get("variant"), written) as staging:
@@ -82,6 +83,8 @@ def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, opti
         # Of adapters alone there is nothing to say here: files and card are PEFT's.
         adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
         original(model_argument, **local)
+        if not adapters_alone:
+            guard_folder(staging)
         if not adapters_alone and hasattr(model, "quantization_report"):
             save_card(model, staging, existing=folder, state_dict=options["state_dict"])
     return written

@@ -110,9 +110,9 @@ def evaluate(
     The weights are loaded once; logits never exist for a whole text. An interrupted run resumes when the same command
     is given again. Other schemes can be added to a finished one: the report keeps those of before.
     """
-    if card and not Path(model).expanduser().is_dir():
-        fail("--card writes into a checkpoint's folder; MODEL is none")
     with told_errors("the same command resumes where it stopped"):
+        if card and not Path(model).expanduser().is_dir():
+            fail("--card writes into a checkpoint's folder; MODEL is none")
         from ..analysis.perplexity.checkpoint import PROGRESS_NAME, Job, texts_to_predict
         from ..analysis.perplexity.load import load
         from ..analysis.perplexity.schemes import without_each as parts_left_out

@@ -15,6 +15,7 @@ from ..checkpoint import (
     check_packed_files,
     make_record,
     take_state_dict,
+    unguard,
     wrap_saving,
 )
 from ..checkpoint.io.mapped import resolved
@@ -88,7 +89,8 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config):
         # Called for something else: the only time before transformers reads the index of shards, in which it stops at
-        # damage without a word of the file.
+        # damage without a word of the file, and stops at a config.json of ours.
+        unguard(config)
         if self.pre_quantized:
             check_local_index(getattr(config, "name_or_path", None), getattr(config, "_commit_hash", None))
         return super().update_attn_implementation(config)

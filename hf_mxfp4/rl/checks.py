@@ -178,7 +178,7 @@ def check_reference(policy: nn.Module, reference: nn.Module | None, args: MXFP4G
     if not args.quantize_reference and found:
         raise ValueError(
             f"quantize_reference=False, but the checkpoint that the reference is loaded from is quantized ({found} "
-            "weight matrices); remove quantization_config from its config.json"
+            "weight matrices); remove quantization_config and transformers_weights from its config.json"
         )
     if expected and not found:
         get_logger().warning(

@@ -10,6 +10,7 @@ from trl import GRPOConfig
 from .._logging import get_logger
 from ..layers import WEIGHT_FORMS
 from ..module_names import read_names
+from ..suggestions import described_options
 from .noise.schedule import NoiseSchedule
 from .rollout.correction_options import check_correction, share_with_trl
 from .rollout.options import check_compiled_rollouts, check_replayed_rollouts
@@ -35,6 +36,7 @@ _REMOVED = {
 VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
 
 
+@described_options
 @dataclass
 class MXFP4GRPOConfig(GRPOConfig):
     """Options of [`MXFP4GRPOTrainer`], beside all of [`trl.GRPOConfig`]'s. Flat, so that YAML and the command line can

@@ -16,7 +16,7 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
-from hf_mxfp4.config import unknown_key_message
+from hf_mxfp4.suggestions import unknown_key_message
 from recipes.post_training.arguments import GROUPS, parse
 from recipes.tasks.tiny_model import TINY_MODELS
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import yaml
 
-from hf_mxfp4.config import unknown_key_message
+from hf_mxfp4.suggestions import unknown_key_message
 
 
 Parsed = TypeVar("Parsed")

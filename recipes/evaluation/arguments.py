@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import yaml
 
-from hf_mxfp4.config import unknown_key_message
+from hf_mxfp4.suggestions import unknown_key_message
 from recipes.tasks import TASKS, load_task
 
 from .policy import CONTROLS

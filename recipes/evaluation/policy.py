@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import remove_scheme
 from hf_mxfp4.config import QUANT_METHOD
 from hf_mxfp4.layers import QUANTIZED
 
@@ -133,7 +134,8 @@ def load_policy(
     _check_control(control, scheme, stored, weights)
 
     if control == "masters":
-        options["quantization_config"] = None
+        remove_scheme(config)
+        options["config"] = config
     elif scheme is not None and not stored:
         options["quantization_config"] = scheme
     model = AutoModelForCausalLM.from_pretrained(

@@ -2,11 +2,13 @@
 """The policy of a run: what it starts from, how it is loaded, and how it is loaded again once it is saved."""
 
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_mxfp4.checkpoint import remove_scheme
 from recipes.common.terminal import tell
 from recipes.post_training.arguments import Options
 from recipes.post_training.output_folder import resume_choice
@@ -63,20 +65,15 @@ def load_policy(source: str, options: Options) -> tuple[PreTrainedModel, PreTrai
     recipe, quantization, training, model_args = options
     if source.startswith((".", "/", "~")) and not Path(source).is_dir():
         raise SystemExit(f"error: cannot load the model {source!r}: there is no such folder")
+    hub = {"revision": model_args.model_revision, "trust_remote_code": training.trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source,
-            revision=model_args.model_revision,
-            padding_side="left",
-            trust_remote_code=training.trust_remote_code,
-        )
+        scheme: dict[str, Any] = {"quantization_config": quantization}
+        if recipe.full_precision:
+            scheme = {"config": AutoConfig.from_pretrained(source, **hub)}
+            remove_scheme(scheme["config"])
+        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **hub)
         policy = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=model_args.model_revision,
-            dtype=model_args.dtype,
-            attn_implementation=model_args.attn_implementation,
-            trust_remote_code=training.trust_remote_code,
-            quantization_config=None if recipe.full_precision else quantization,
+            source, dtype=model_args.dtype, attn_implementation=model_args.attn_implementation, **scheme, **hub
         )
     except OSError as error:
         raise SystemExit(

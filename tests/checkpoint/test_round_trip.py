@@ -78,6 +78,7 @@ def test_only_the_scheme_is_added_to_the_config(mode, checkpoint, tmp_path):
     load(source, mode=mode).save_pretrained(target)
     before, after = (config_in(folder) for folder in (source, target))
     assert after.pop("quantization_config") == factors_config(mode=mode).to_dict()
+    assert "import hf_mxfp4" in after.pop("transformers_weights")  # which stops transformers without it
     assert after == before
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `MXFP4GRPOConfig` refuses, what it accepts, and where options come from."""
 
+import inspect
+
 import pytest
 from trl import TrlParser
 
@@ -173,3 +175,15 @@ def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
     for more, layers in (([], ["layers.0", "re:.*norm"]), (["--aqn_layers", "layers.1", "norm"], ["layers.1", "norm"])):
         found = parsed(tmp_path, yaml, "--aqn_schedule", "cosine", *more)
         assert (found.aqn_layers, found.noise_schedule.shape) == (layers, "cosine")
+
+
+def test_misspelt_options_name_the_nearest(tmp_path):
+    for name, nearest in {"aqn_sigma_strat": "aqn_sigma_start", "learning_rte": "learning_rate"}.items():
+        with pytest.raises(TypeError, match=f"^MXFP4GRPOConfig has no option '{name}'; did you mean .*'{nearest}'"):
+            config(tmp_path, **{name: 1})
+
+
+def test_signature_and_help_list_the_options():
+    assert inspect.signature(MXFP4GRPOConfig).parameters["aqn_num_stages"].default == 10
+    assert "aqn_num_stages (int, default 10): Equal parts of training" in MXFP4GRPOConfig.__doc__
+    assert "learning_rate" not in MXFP4GRPOConfig.__doc__  # TRL's, described there

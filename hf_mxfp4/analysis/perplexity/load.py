@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...checkpoint import remove_scheme
 from ...config import QUANT_METHOD, MXFP4RLConfig
 from ..errors.source import SourceError
 
@@ -62,7 +63,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         options = getattr(config, "quantization_config", None)
         own = _own_config(options)
         if own is not None:
-            del config.quantization_config  # the master weights, as they are
+            remove_scheme(config)  # the master weights, as they are
         precision = dtype if dtype == "auto" else getattr(torch, dtype)
         loaded = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=precision)
         loaded, tokenizer = loaded.eval().to(device), AutoTokenizer.from_pretrained(name)

@@ -160,16 +160,13 @@ def _checked(text: str) -> str:
 
 def _options(file: Path) -> dict[str, Any]:
     """The options in a file, which may be a checkpoint's config.json."""
+    import yaml
+
     try:
         content = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            options = json.loads(content)
-        else:
-            import yaml
-
-            options = yaml.safe_load(content)
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{file} cannot be read: {error}") from error
+        options = json.loads(content) if file.suffix == ".json" else yaml.safe_load(content)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SourceError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if isinstance(options, dict):
         options = options.get("quantization_config", options)
     if not isinstance(options, dict):

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from ...backends import fake_quantize
-from ...config import OPERANDS, MXFP4RLConfig
+from ...config import MXFP4RLConfig
 from ...gemm import autocast_dtype, quantized_linear
 from ...gemm.weight_cache import WeightCache
 from ...layers import MXFP4Experts, MXFP4Linear
 from ...module_names import fused_experts, name_matches, split_linears
 from ...numerics import COMPONENTS, QuantScheme, apply_component
 from ...numerics.schemes import one_of
+from ...presets import OPERANDS
 
 
 #: What can be injected: one component, the whole error, or nothing (full precision).

@@ -17,6 +17,7 @@ from ..card.export import write_export_card
 from ..formats import FORMATS, Format, PackedFormat
 from ..formats.base import plain_sizes
 from ..io.folder import ArgumentError, CheckpointError, Spelling, model_dtype, open_checkpoint
+from ..io.guard import without_scheme
 from ..io.validate import WIDEST_FLOAT, make_record
 from ..io.writer import MAX_SHARD_SIZE, OtherTensor
 from .calibration import Calibration
@@ -352,7 +353,7 @@ def _metadata(
 
 def _config(config: Mapping[str, Any], options: dict[str, Any] | None) -> dict[str, Any]:
     """`config.json` of a bfloat16 model, with another `quantization_config` or none."""
-    rest = _in_bf16({key: value for key, value in config.items() if key != "quantization_config"})
+    rest = _in_bf16(without_scheme(config))
     return rest if options is None else {**rest, "quantization_config": options}
 
 

@@ -9,6 +9,7 @@ from ..card.folder import write_packed_card
 from ..formats import FORMATS, PackedFormat
 from ..formats.gguf import is_gguf, open_gguf
 from ..io.folder import CheckpointError, model_dtype, open_checkpoint
+from ..io.guard import with_scheme
 from ..io.validate import RECORD, make_record
 from ..io.writer import MAX_SHARD_SIZE
 from .conversion import KeptLayer, OnBytes, convert
@@ -51,7 +52,7 @@ def import_checkpoint(
         out_dir,
         {layer: KeptLayer(source, layer) for layer in source.shapes},
         source.format.restored(model_tensors(source), model_dtype(folder)),
-        {**folder.config, "quantization_config": source.config.to_dict()},
+        with_scheme(folder.config, source.config),
         ConversionReport(
             Path(out_dir),
             "mxfp4_rl",

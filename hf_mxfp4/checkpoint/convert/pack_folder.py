@@ -11,6 +11,7 @@ from ...gemm.storage.packed_weight import weight_values
 from ...report import ErrorEnergy, add_packed
 from ..card.folder import write_packed_card
 from ..io.folder import open_checkpoint
+from ..io.guard import with_scheme
 from ..io.validate import WIDEST_FLOAT, make_record
 from ..io.writer import MAX_SHARD_SIZE, TensorStream
 from .conversion import LayerWriter, OnBytes, convert
@@ -60,7 +61,7 @@ def pack_checkpoint(
         out_dir,
         {layer: _PackedLayer(source, layer, energy) for layer in source.shapes},
         model_tensors(source),
-        {**folder.config, "quantization_config": source.config.to_dict()},
+        with_scheme(folder.config, source.config),
         ConversionReport(Path(out_dir), "mxfp4_rl", source.config.describe(), weights=str(source.config.weight_scheme)),
         overwrite=overwrite,
         max_shard_size=max_shard_size,

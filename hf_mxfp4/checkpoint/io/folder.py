@@ -37,7 +37,7 @@ SIDE_FILES = (
 #: Writes an argument and its value: as Python has it, or as an option of the command.
 Spelling = Callable[[str, Any], str]
 #: Options of the command that are called otherwise than the argument.
-_OPTIONS = {"modules_to_not_convert": "skip", "calibration": "calibrate"}
+_OPTIONS = {"modules_to_not_convert": "skip", "calibration": "text"}
 
 
 class CheckpointError(ValueError):

@@ -196,7 +196,7 @@ def _meaning(config: MXFP4RLConfig) -> dict[str, Any]:
         **rotated,
         "mode": config.mode,
         "macro_block": scheme.macro_block,
-        "blockwise": scheme.macro_block is not None and config.macro_search == "blockwise",
+        "blockwise": scheme.macro_search == "blockwise",
         "outlier_fallback": scheme.outlier_fallback,
     }
 
