@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from recipes.common.schemes import preset_of
 from recipes.common.terminal import console, tell
 
 from .base import describe_base, write_json
-from .grid import Grid, Run
+from .grid import Grid, Run, parse_run
 from .merging import merge
 from .plots import draw_all
 from .results import Record, make_records, markdown, models, table_rows
@@ -21,11 +22,13 @@ def describe(grid: Grid) -> None:
         tell("model", f"{model.label}: {describe_base(model)}")
         tell("shared", ", ".join(f"{name}={value}" for name, value in model.shared.items()))
         table = Table(title=f"{len(model.cells)} cells x {len(grid.seeds)} seeds {list(grid.seeds)}")
-        for column in ("cell", "label", "differs in"):
+        for column in ("cell", "label", "differs in", "scheme"):
             table.add_column(column, overflow="fold")
         for cell in model.cells:
             options = ", ".join(f"{name}={value}" for name, value in cell.options.items())
-            table.add_row(Text(cell.name), Text(cell.label), Text(options or "(nothing)"))
+            parsed = parse_run(Run(grid, model, cell, grid.seeds[0]).config)
+            scheme = "full precision" if parsed.recipe.full_precision else preset_of(parsed.quantization)
+            table.add_row(Text(cell.name), Text(cell.label), Text(options or "(nothing)"), Text(scheme))
         console.print(table)
         tell("folders", f"{Run(grid, model, model.cells[0], grid.seeds[0]).folder} ...")
 
