@@ -7,7 +7,7 @@ Pretrains the starting point of the grid once (or takes a checkpoint), then runs
 process and a folder of its own, and writes `ablation.json` (one record per run), `table.md` and `plots/`. A grid that
 was stopped goes on where it was: finished runs are kept, a killed one is started again. A run that fails is reported,
 and the others go on; the exit code is then 1. A grid may be spread over machines of one kind: `--only` and `--seeds`
-run parts of it, and `--records` adds the results of the others.
+run parts of it, and `--report_only` reports all of them from a folder that the others have been copied into.
 
 Options of `grpo.py` take the place of those that all cells share. To try a grid before it is started, give it two steps
 of a small model and another folder: `--max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL --out DIR`.
@@ -26,7 +26,6 @@ import yaml
 
 from recipes.ablations.arguments import parse
 from recipes.ablations.grid import check_cells, read_grid
-from recipes.ablations.merging import read_records
 from recipes.ablations.report import describe, report
 from recipes.ablations.results import stored_seeds
 from recipes.ablations.runner import leaving_on_sigterm, locked, prepare_bases, run_grid
@@ -49,8 +48,7 @@ def main(argv: list[str]) -> int:
         grid = read_grid(
             arguments.config, seeds=arguments.seeds, only=arguments.only, models=arguments.models, **changes
         )
-        check_cells(grid)
-        elsewhere = read_records(arguments.records) if arguments.records else []
+        check_cells(grid, options)
         if arguments.dry_run:
             describe(grid)
             return 0
@@ -63,7 +61,7 @@ def main(argv: list[str]) -> int:
             whole = read_grid(arguments.config, **changes)
             whole = replace(whole, seeds=stored_seeds(whole))
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-            report(whole, "python recipes/ablation.py " + shlex.join(["--config", arguments.config, *words]), elsewhere)
+            report(whole, "python recipes/ablation.py " + shlex.join(["--config", arguments.config, *words]))
     except FileNotFoundError as error:
         raise SystemExit(f"error: no file {error.filename}") from error
     except (RuntimeError, ValueError, yaml.YAMLError) as error:

@@ -8,10 +8,11 @@ from typing import Any
 from recipes.common.options import bare_flags, given_options
 
 
-_TRY = (
-    "--rehearse is gone: try the cells on a small model with --max_steps 2 --n_train 64 --n_test 8 "
-    "--model_name_or_path SMALL_MODEL --launcher '' --out FOLDER (and on the CPU --use_cpu true --bf16 false)"
-)
+_GONE = {
+    "rehearse": "--rehearse is gone: try the cells on a small model with --max_steps 2 --n_train 64 --n_test 8 "
+    "--model_name_or_path SMALL_MODEL --launcher '' --out FOLDER (and on the CPU --use_cpu true --bf16 false)",
+    "records": "--records is gone: copy the output folders of the other machines into this one, and give --report_only",
+}
 
 
 def parse(description: str, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -21,8 +22,9 @@ def parse(description: str, argv: Sequence[str]) -> tuple[argparse.Namespace, di
     if words and not words[0].startswith("--"):
         raise ValueError(f"{words[0]!r} is one word more than the options")
     options = given_options(words)
-    if "rehearse" in options:
-        raise ValueError(_TRY)
+    for name in options:
+        if name in _GONE:
+            raise ValueError(_GONE[name])
     return arguments, options
 
 
@@ -47,6 +49,5 @@ def parser(description: str) -> argparse.ArgumentParser:
     result.add_argument("--launcher", help="what comes before grpo.py instead of the grid's; '' for nothing")
     result.add_argument("--rerun", action="store_true", help="run again what was run with other settings")
     result.add_argument("--dry_run", action="store_true", help="print the cells and what differs, and stop")
-    result.add_argument("--records", help="an ablation.json with other runs of this grid, to report beside")
     result.add_argument("--report_only", action="store_true", help="write the results of what is finished, run nothing")
     return result

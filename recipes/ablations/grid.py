@@ -202,10 +202,6 @@ def read_grid(
     options = dict(options or {})
     base = {"model_name_or_path": options.pop("model_name_or_path")} if options.get("model_name_or_path") else None
     _options(options, "the command line")
-    for cell in cells:
-        same = sorted({*options} & {*cell.options})
-        if same and (only is None or cell.name in only):
-            raise ValueError(f"the cell {cell.name} has {', '.join(same)} of its own; change that in the file")
     built = [
         _model(name, _changed_model(model, base, launcher), content, cells, only, options)
         for name, model in described.items()
@@ -313,15 +309,18 @@ def _base(base: Any, where: str) -> dict[str, Any]:
 # ---- cells differ in nothing but what they say -----------------------------------------------------------------------
 
 
-def check_cells(grid: Grid) -> None:
+def check_cells(grid: Grid, options: Mapping[str, Any] | None = None) -> None:
     """Parse the configuration of every cell as `grpo.py` will, and compare them two by two with the first.
 
     On a machine without a GPU, configurations for one are parsed as for the CPU. Cells whose preset or mode resets
     shared options are named in a line each.
 
-    Raises `ValueError` for an option that `grpo.py` refuses, and for two cells of a model that differ in an option that
-    neither names.
+    Raises `ValueError` for an option that `grpo.py` refuses, for two cells of a model that differ in an option that
+    neither names, and for a cell with an option of its own that is among those given for all (`options`).
     """
+    for cell in (cell for model in grid.models for cell in model.cells):
+        if same := sorted({*(options or {})} & {*cell.options}):
+            raise ValueError(f"the cell {cell.name} has {', '.join(same)} of its own; change that in the file")
     for model in grid.models:
         first: tuple[Cell, dict[str, Any]] | None = None
         for cell in model.cells:

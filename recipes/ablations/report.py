@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a grid says: before it runs, and its records, tables and plots afterwards."""
 
-from collections.abc import Sequence
-
 from rich.table import Table
 from rich.text import Text
 
@@ -11,9 +9,8 @@ from recipes.common.terminal import console, tell
 
 from .base import describe_base, write_json
 from .grid import Grid, Run, parse_run
-from .merging import merge
 from .plots import draw_all
-from .results import Record, make_records, markdown, models, table_rows
+from .results import make_records, markdown, models, table_rows
 
 
 def describe(grid: Grid) -> None:
@@ -33,15 +30,11 @@ def describe(grid: Grid) -> None:
         tell("folders", f"{Run(grid, model, model.cells[0], grid.seeds[0]).folder} ...")
 
 
-def report(grid: Grid, command: str, elsewhere: Sequence[Record] = ()) -> None:
-    """Write records, tables and plots of the finished runs, here and elsewhere, and print the tables."""
+def report(grid: Grid, command: str) -> None:
+    """Write records, tables and plots of the finished runs, and print the tables."""
     records, left_out = make_records(grid, command)
     if left_out:
         tell("left out", f"run with other settings: {', '.join(left_out)}")
-    if elsewhere:
-        both = {record["name"] for record in records} & {record["name"] for record in elsewhere}
-        records = merge(grid, records, elsewhere)
-        tell("merged", f"{len(elsewhere)} runs from elsewhere, {len(both)} of them made here too, with equal results")
     if not records:
         raise RuntimeError("no run has finished, so there is nothing to report")
     write_json(grid.output / "ablation.json", records)

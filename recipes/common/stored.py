@@ -57,7 +57,9 @@ def read_stored(
         raise ValueError(f"{source} is no adapter, so it takes no base ({base})")
     weights = source if adapter is None else base or adapter.get("base_model_name_or_path")
     if not weights:
-        raise ValueError(f"the adapter {source} does not name its base; give it with --base")
+        raise ValueError(
+            f"the adapter {source} does not name its base; name it in adapter_config.json, or with --base of evaluate.py"
+        )
     if adapter is not None:
         revision = None if base else adapter.get("revision")
     config = AutoConfig.from_pretrained(weights, revision=revision, trust_remote_code=trust_remote_code)

@@ -132,7 +132,7 @@ def test_options_for_all_cells_and_another_start(tmp_path):
 )
 def test_options_for_all_cells_that_cannot_be(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        read_grid(grid_of(tmp_path / "grid.yaml"), options=options)
+        check_cells(read_grid(grid_of(tmp_path / "grid.yaml"), options=options), options)
 
 
 def test_a_rehearsal_says_what_to_do_instead():
