@@ -58,7 +58,7 @@ def read_stored(
     weights = source if adapter is None else base or adapter.get("base_model_name_or_path")
     if not weights:
         raise ValueError(
-            f"the adapter {source} does not name its base; name it in adapter_config.json, or with --base of evaluate.py"
+            f"the adapter {source} names no base; name it in adapter_config.json, or with --base of evaluate.py"
         )
     if adapter is not None:
         revision = None if base else adapter.get("revision")
