@@ -140,14 +140,14 @@ def test_they_are_options_of_training_and_end_with_a_message(files, tmp_path):
 def test_a_dataset_of_the_hub_in_columns_of_ones_own(monkeypatch):
     asked = []
 
-    def read(name, config, split, path, columns):
-        asked.append((name, config, split, path, columns))
+    def read(name, config, split, columns):
+        asked.append((name, config, split, columns))
         return [("row 0", {"q": "1+1?", "a": "2"})]
 
-    monkeypatch.setattr("recipes.tasks.file.read_split", read)
+    monkeypatch.setattr("recipes.tasks.sources.read_hub", read)
     columns = {"prompt_column": "q", "answer_column": "a"}
     task = load_task("file", dataset_name="me/sums", dataset_config="main", **columns)
-    assert asked == [("me/sums", "main", split, None, ("q", "a")) for split in ("train", "test")]
+    assert asked == [("me/sums", "main", split, ("q", "a")) for split in ("train", "test")]
     assert task.test["prompt"] == ["1+1?"]
 
 
