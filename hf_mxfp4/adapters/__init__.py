@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEFT adapters on quantized models: LoRA on quantized layers, merging, and the base's scheme in the adapter's files.
 
-Importing this package imports PEFT and makes its LoRA know quantized layers. Loading a quantized model does so.
+Importing this package imports PEFT, makes its LoRA know quantized layers, and has its other methods checked before
+they are attached to such layers. Loading a quantized model does so.
 """
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
@@ -13,6 +14,7 @@ from .lora_layer import MXFP4LoraLinear
 from .lora_model import MXFP4LoraModel, merge_adapters
 from .master_lora import MXFP4LoraMasterLinear
 from .merge.merge_report import MergeReport
+from .methods import watch_tuners
 from .rollout import (
     adapted_parameters,
     adapter_factors,
@@ -29,6 +31,7 @@ from .target_names import strict_targets
 # PEFT's own tables of what stands for "LORA": both classes behave as PEFT's wherever no quantized layer is concerned.
 PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MXFP4LoraConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
+watch_tuners()
 
 __all__ = [
     "MXFP4LoraConfig",

@@ -3,16 +3,16 @@
 
 import copy
 import dataclasses
-import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraModel
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from .._logging import get_logger
-from ..dither import round_frozen_masters
 from ..layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
 from ..quantizer.pack_model import pack
 from .base_scheme import record_base
@@ -23,6 +23,7 @@ from .master_lora import MXFP4LoraMasterLinear
 from .merge.merge_cost import LOSSY_DB, adapted_layers
 from .merge.merge_report import MergeReport
 from .merge.merging import Merges, MergesIntoPacked
+from .methods import merge_into_plain, packed_layers, targeted_layers, unmergeable_layers
 from .target_names import check_expert_targets, check_target_names
 
 
@@ -58,12 +59,10 @@ class MXFP4LoraModel(LoraModel):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """[`peft.LoraModel.inject_adapter`], but names of targets keep their meaning on models with packed experts:
-        PEFT would replace those that experts had in older models by ``target_parameters``. Masters that become frozen
-        have their dither taken back."""
+        PEFT would replace those that experts had in older models by ``target_parameters``."""
         config = self.peft_config[adapter_name]
         self._asked = {option: copy.copy(getattr(config, option)) for option in _TARGETS}
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        round_frozen_masters(model)
 
     def _check_new_adapter_config(self, config: LoraConfig) -> None:
         if any(isinstance(module, MXFP4PackedExperts) for module in self.model.modules()):
@@ -72,13 +71,12 @@ class MXFP4LoraModel(LoraModel):
             check_expert_targets(config, self.model)
         super()._check_new_adapter_config(config)
         check_target_names(config, self.model, any(isinstance(module, QUANTIZED) for module in self.model.modules()))
-        packed = _packed_layers(self.model)
-        if packed:
-            _check_computation(config)
-            _check_targets(config, packed)
+        targeted = targeted_layers(self.model, config, type(self))
+        if targeted:
+            _check_computation(config, targeted.values())
         trainable = {name: m for name, m in self.model.named_modules() if isinstance(m, TRAINABLE)}
         _check_parameters(config, trainable)
-        if packed or trainable:
+        if trainable or packed_layers(self.model):
             config._register_custom_module(_LAYERS)
         names = [name for name, other in self.peft_config.items() if other is config]
         record_base(config, self.model, names[0] if names else "")
@@ -125,26 +123,26 @@ class MXFP4LoraModel(LoraModel):
 
 
 def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
-    """Merge the active LoRA adapters of a quantized model into its weights; the model without adapters.
+    """Merge the active adapters of a quantized model into its weights, and return the model without adapters.
 
     Args:
-        model: a model with LoRA adapters on packed layers or on layers of trainable weights.
+        model: a model with adapters on packed layers or on layers of trainable weights. Methods of PEFT other than LoRA
+            can be merged ``into="bf16"`` alone.
         into: ``"packed"``: a packed model. Packed weights are packed again under their scheme, as
             `model.merge_and_unload()` does, and sums with trainable weights as [`pack`] does; the signal to noise ratio
             that this cost is logged per layer and kept in `merge_report`. ``"bf16"``: a plain bfloat16 model of weights
             ``Q(W) + delta``; each sum is rounded once, but for what was not quantized before.
 
     Raises:
-        TypeError: ``model`` is no PEFT model with LoRA.
-        ValueError: another ``into``, a base that is not quantized, or a variant of LoRA that does more than add to a
-            weight.
+        TypeError: ``model`` is no PEFT model with adapters in its layers.
+        ValueError: another ``into``, a base that is not quantized, or a method that cannot be merged so.
     """
     if into not in ("packed", "bf16"):
         raise ValueError(f"into={into!r} is not supported; choose one of 'packed', 'bf16'")
-    if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
-        raise TypeError(f"merge_adapters takes a PeftModel with LoRA adapters, not {type(model).__name__}")
-    layers = adapted_layers(model)
-    if not layers:
+    if not isinstance(model, PeftModel) or not isinstance(model.base_model, BaseTuner):
+        raise TypeError(f"merge_adapters takes a PeftModel with adapters in its layers, not {type(model).__name__}")
+    layers, others = adapted_layers(model), unmergeable_layers(model)
+    if not layers and not others:
         raise ValueError(
             "no adapter of this model is on a quantized layer; use model.merge_and_unload(), which sums in full "
             "precision"
@@ -155,12 +153,7 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
             layer.get_base_layer().config.packed()  # raises for a scheme whose weights cannot be packed
         merged = model.merge_and_unload()
         return pack(merged) if masters else merged
-    for layer in masters:
-        if any(name in layer.lora_variant for name in layer.active_adapters):
-            raise ValueError(
-                "an adapter of this model is a variant of LoRA that does more than add to a weight, as DoRA does; "
-                "merge it with model.merge_and_unload(), or keep it beside its base"
-            )
+    merge_into_plain(others)
     for layer in layers.values():
         layer.unload_dtype = torch.bfloat16
         layer.merge_error = None
@@ -177,50 +170,21 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
     return plain
 
 
-def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4PackedExperts]:
-    """Packed layers by the names that they have without adapters."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, PACKED)}
-    return {name.removesuffix(".base_layer"): layer for name, layer in layers.items()}
-
-
-def _check_computation(config: LoraConfig) -> None:
-    advice = (
-        "is not supported on packed layers, whose full-precision weights are gone; use plain LoRA, or load the base "
-        "with MXFP4RLConfig(mode='qat') or in full precision"
-    )
+def _check_computation(config: LoraConfig, targets: Iterable[nn.Module]) -> None:
+    """Refuse what computes with the weights of quantized layers, or is made from packed ones."""
+    packed = any(isinstance(layer, PACKED) for layer in targets)
+    kind = "packed layers, whose full-precision weights are gone" if packed else "layers that quantize their weight"
+    advice = f"is not supported on {kind}; use plain LoRA, or load the base"
     init = config.init_lora_weights
-    if init not in _INITS:
-        raise ValueError(f"init_lora_weights={init!r} {advice} (packed layers: {', '.join(map(repr, _INITS))})")
+    if packed and init not in _INITS:
+        raise ValueError(
+            f"init_lora_weights={init!r} {advice} with MXFP4RLConfig(mode='qat') or in full precision (packed layers: "
+            f"{', '.join(map(repr, _INITS))})"
+        )
     marked = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")}
     for name in sorted(marked.union(_VARIANTS)):
         if getattr(config, name, None):
-            raise ValueError(f"{name}={getattr(config, name)!r} {advice}")
-
-
-def _check_targets(config: LoraConfig, packed: dict[str, MXFP4PackedLinear | MXFP4PackedExperts]) -> None:
-    """Refuse what PEFT would wrap around the stored bytes instead of the weight."""
-    advice = (
-        "whose weight is stored in 4 bits and frozen; name the layer in target_modules for LoRA, or keep it in full "
-        "precision with MXFP4RLConfig(modules_to_not_convert=[...])"
-    )
-    stored = [f"{name}.{own}" for name, layer in packed.items() for own, _ in layer.named_parameters()]
-    for target in config.target_parameters or ():
-        hit = next((name for name in stored if f".{name}".endswith(f".{target}")), None)
-        if hit is not None:
-            raise ValueError(f"target_parameters has {target!r}, which is {hit} of a packed layer, {advice}")
-    # PEFT compares the ends of modules' names.
-    places = {name[: end.start()] for name in packed for end in re.finditer(r"\.|$", name)}
-    tokens = config.trainable_token_indices
-    options = {
-        "modules_to_save": config.modules_to_save or (),
-        "trainable_token_indices": tokens if isinstance(tokens, dict) else (),
-    }
-    for option, targets in options.items():
-        for target in targets:
-            hit = min((place for place in places if place.endswith(target)), default=None)
-            if hit is not None:
-                what = "is" if hit in packed else "contains"
-                raise ValueError(f"{option} has {target!r}: {hit} {what} a packed layer, {advice}")
+            raise ValueError(f"{name}={getattr(config, name)!r} {advice} in full precision")
 
 
 def _check_parameters(config: LoraConfig, trainable: dict[str, MXFP4Linear | MXFP4Experts]) -> None:

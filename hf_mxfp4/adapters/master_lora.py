@@ -16,7 +16,7 @@ from .merge.merging import MergesIntoMasters
 class MXFP4LoraMasterLinear(FusesFactors, MergesIntoMasters, LoraLinear):
     """[`peft.tuners.lora.Linear`] on an [`MXFP4Linear`]: ``Q(x) Q(W)^T + b + s B A x``, with a frozen master ``W``.
 
-    Everything is PEFT's, DoRA and other variants included; a merge leaves its cost in `merge_error`.
+    Everything is PEFT's; a merge leaves its cost in `merge_error`.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any):
@@ -34,17 +34,15 @@ class MXFP4LoraMasterLinear(FusesFactors, MergesIntoMasters, LoraLinear):
     def quantized(self, weight: torch.Tensor) -> torch.Tensor:
         return self.get_base_layer().effective_weight(weight).float()
 
-    def delta(self, adapter: str) -> torch.Tensor | None:
-        return None if adapter in self.lora_variant else self.get_delta_weight(adapter).float()
+    def delta(self, adapter: str) -> torch.Tensor:
+        return self.get_delta_weight(adapter).float()
 
     @torch.no_grad()
     def to_plain(self, dtype: torch.dtype, adapter_names: list[str] | None = None) -> nn.Linear:
         """A plain layer of weight ``Q(W) + delta``, summed in float32 and rounded to ``dtype`` once; adapters that are
         merged already count too.
 
-        Raises:
-            RuntimeError: an adapter has a bias and the layer none.
-            ValueError: an adapter does more than add to the weight, as DoRA does.
+        Raises `RuntimeError` where an adapter has a bias and the layer none.
         """
         names = self.active_adapters if adapter_names is None else adapter_names
         names = [*self.merged_adapters, *(n for n in names if n in self.lora_A and n not in self.merged_adapters)]
@@ -53,10 +51,7 @@ class MXFP4LoraMasterLinear(FusesFactors, MergesIntoMasters, LoraLinear):
         base = self.get_base_layer()
         linear = base.to_linear(torch.float32)
         for name in names:
-            delta = self.delta(name)
-            if delta is None:
-                raise ValueError(f"{base.name}: adapter {name!r} is a variant of LoRA that does more than add")
-            linear.weight += delta
+            linear.weight += self.delta(name)
             if self.lora_bias[name]:
                 if linear.bias is None:
                     raise RuntimeError(

@@ -52,15 +52,11 @@ def adapter_factors(
 
     Args:
         everywhere: for all quantized linear layers, also those without adapters.
-
-    Raises `ValueError` for an adapter that does more than add, as DoRA does.
     """
     base, found = model.get_base_model() if isinstance(model, PeftModel) else model, {}
     for full_name, module in base.named_modules():
         name = full_name.replace(".base_layer", "")
         if isinstance(module, _ON_LINEARS):
-            for adapter in _active(module):
-                _check_variant(name, module, adapter)
             found[name] = partial(_factors, module)
         elif everywhere and isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
             found.setdefault(name, partial(_no_factors, module))
@@ -92,14 +88,6 @@ def _no_factors(layer: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(1, layer.in_features, device=device), torch.zeros(layer.out_features, 1, device=device)
 
 
-def _check_variant(name: str, module: LoraLinear, adapter: str) -> None:
-    if adapter in module.lora_variant:
-        raise ValueError(
-            f"{name}: adapter {adapter!r} is a variant of LoRA that does more than add to the weight, which cannot be "
-            "given to another engine; use plain LoRA, or set use_vllm=False"
-        )
-
-
 def adapter_sums(model: PeftModel) -> dict[str, Callable[[], torch.Tensor]]:
     """What the active adapters add to the parameters of a policy on trainable layers, by the names that those have
     without PEFT: a function for each, which gives the sum in float32 and in full, under FSDP2 too, whose processes must
@@ -119,8 +107,11 @@ def adapter_sums(model: PeftModel) -> dict[str, Callable[[], torch.Tensor]]:
                 "out of the adapter's targets, or set use_vllm=False"
             )
         adapters = _active(module)
-        for adapter in adapters:
-            _check_variant(name, module, adapter)
+        if any(adapter in module.lora_variant for adapter in adapters):
+            raise ValueError(
+                f"{name}: an adapter is a variant of LoRA that does more than add to the weight, which cannot be given "
+                "to another engine; use plain LoRA, or set use_vllm=False"
+            )
         if not adapters:
             continue
         owned = module.parameter_name if isinstance(module, ParamWrapper) else "weight"

@@ -35,6 +35,7 @@ from ..report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from .generation import wrap_generation
 from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan
 from .pushed_weights import check_attention
+from .reference import watch_references
 from .swap import placeholder, quantize_linears
 
 
@@ -175,6 +176,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         self._wrap_methods()
         # From here on PEFT's tables know what LoRA on a quantized layer is.
         importlib.import_module("..adapters", __package__)
+        watch_references()
         return model
 
     def matrices(self, model) -> Iterator[WeightMatrix]:

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from peft import PeftModel
 from torch import nn
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from .._logging import get_logger
 from ..layers import QUANTIZED, TRAINABLE, matrix_names
@@ -124,6 +125,23 @@ def check_router_replay(has_tools: bool) -> None:
             "router_replay=True records rollouts of one generation each; it does not work with tools, "
             "environment_factory or rollout_func"
         )
+
+
+def check_adapter(model: Any, peft_config: Any) -> None:
+    """Raise `ValueError` for a trained adapter that would be replaced or stay frozen, before anything is loaded."""
+    advice = (
+        "continue it with model=PeftModel.from_pretrained(base, folder, is_trainable=True) and no peft_config, where "
+        "base is the quantized model that it was trained on"
+    )
+    if isinstance(model, str):
+        if find_adapter_config_file(model) is not None:
+            raise ValueError(f"{model} holds an adapter and no model: {advice}")
+    elif getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"the model was loaded from the folder of an adapter, which transformers freezes: {advice}")
+    elif isinstance(model, PeftModel) and peft_config is not None:
+        raise ValueError(f"the model has an adapter, and peft_config would make another: {advice}")
+    elif isinstance(model, PeftModel) and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"the adapter of the model is frozen, so that nothing would be trained: {advice}")
 
 
 def check_scheme(option: str, given: Any) -> None:

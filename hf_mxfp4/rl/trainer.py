@@ -42,6 +42,7 @@ from ..adapters import strict_targets
 from .callbacks.monitor import PolicyMonitor
 from .callbacks.run_facts import mend_card, run_facts
 from .checks import (
+    check_adapter,
     check_arguments,
     check_policy,
     check_reference,
@@ -85,8 +86,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
-            norm for the noise, an option would damage the master weights, or `peft_config` names a target that the
-            model has not.
+            norm for the noise, an option would damage the master weights, `peft_config` names a target that the model
+            has not, or a trained adapter would be replaced or stay frozen.
         TypeError: `args` is another config, or `quantization_config` is the name of a scheme.
     """
 
@@ -107,6 +108,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         args = MXFP4GRPOConfig() if args is None else args
         needs_prompt = kwargs.get("environment_factory") is None
         check_arguments(args, quantization_config, train_dataset, eval_dataset, needs_prompt)
+        check_adapter(model, kwargs.get("peft_config"))
         functions = reward_funcs if isinstance(reward_funcs, list) or reward_funcs is None else [reward_funcs]
         if functions is not None:
             functions = [guard_reward(function) for function in functions]

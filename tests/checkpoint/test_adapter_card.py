@@ -168,8 +168,6 @@ def test_the_estimate_is_near_what_a_merge_costs(load, family, scheme, targets):
 
 
 def test_what_cannot_be_estimated(load):
-    model = with_lora(load(mode="qat"), use_dora=True)
-    assert merge_cost(model.get_base_model(), "default") is None
     model = with_lora(load())
     assert merge_cost(model.get_base_model(), "other") is None
     model.merge_adapter()

@@ -206,7 +206,7 @@ def test_trained_copies_of_other_modules_come_along(load):
 def test_what_cannot_be_merged_says_so(load):
     with pytest.raises(ValueError, match="into='fp8' is not supported; choose one of 'packed', 'bf16'"):
         merge_adapters(with_lora(load()), into="fp8")
-    with pytest.raises(TypeError, match="takes a PeftModel with LoRA adapters, not Qwen2ForCausalLM"):
+    with pytest.raises(TypeError, match="takes a PeftModel with adapters in its layers, not Qwen2ForCausalLM"):
         merge_adapters(load())
     with pytest.raises(ValueError, match="no adapter of this model is on a quantized layer; use model.merge_and_unlo"):
         merge_adapters(with_lora(make_model()))

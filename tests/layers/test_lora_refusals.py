@@ -123,12 +123,23 @@ def test_a_layer_kept_in_full_precision_can_be_trained_in_full():
     assert sum("down_proj.modules_to_save" in name for name, p in model.named_parameters() if p.requires_grad) == 2
 
 
+def test_variants_that_compute_with_the_master_weight():
+    with pytest.raises(ValueError, match="use_dora=True is not supported on layers that quantize their weight"):
+        attach(model_of("qat"), use_dora=True)
+    attach(model_of("qat"), use_dora=True, target_modules=["lm_head"])
+
+
 @pytest.mark.parametrize(
-    ("options", "factors"), [({"use_dora": True}, 3), ({"init_lora_weights": "pissa"}, 2)], ids=["dora", "pissa"]
+    ("mode", "options", "factors"),
+    [
+        ("plain", {"use_dora": True}, 3),
+        ("plain", {"init_lora_weights": "pissa"}, 2),
+        ("qat", {"init_lora_weights": "pissa"}, 2),
+    ],
+    ids=["dora", "pissa", "pissa of masters"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mode", ["qat", "plain"])
-def test_trainable_and_plain_models_keep_all_that_peft_offers(mode, dtype, options, factors):
+def test_trainable_and_plain_models_keep_what_peft_offers(mode, dtype, options, factors):
     model = make_model(dtype=dtype) if mode == "plain" else model_of("qat", dtype=dtype)
     model = attach(model, **options)
     model(IDS, labels=IDS).loss.backward()

@@ -173,8 +173,8 @@ def test_what_adapters_become_within_a_context_is_noticed(load, mode, name):
 
 @pytest.mark.parametrize(
     ("mode", "options"),
-    [("qat", {"use_dora": True}), ("packed", {"lora_bias": True}), ("qat", {"lora_bias": True})],
-    ids=["dora", "bias", "bias of masters"],
+    [("packed", {"lora_bias": True}), ("qat", {"lora_bias": True})],
+    ids=["bias", "bias of masters"],
 )
 def test_more_than_plain_lora_is_to_the_bit_what_peft_computes(load, mode, options, dense_products):
     _, layer = make(load, mode, **options)

@@ -260,8 +260,8 @@ def test_adapter_biases_and_layers_outside_of_the_scheme_are_pushed():
 
 
 def test_adapters_that_cannot_be_pushed_are_refused_at_the_start():
-    model = with_adapters(quantized_model(), target_modules=["q_proj"], use_dora=True)
-    with pytest.raises(ValueError, match="q_proj: adapter 'default' is a variant of LoRA.*set use_vllm=False"):
+    model = with_adapters(quantized_model(), target_modules=["lm_head"], use_dora=True)
+    with pytest.raises(ValueError, match="lm_head: an adapter is a variant of LoRA.*set use_vllm=False"):
         pushed_by_trl(model)
     model = with_adapters(quantized_model(), target_modules=["q_proj", "embed_tokens"])
     with pytest.raises(ValueError, match="embed_tokens has an adapter of Embedding"):

@@ -36,7 +36,7 @@ def merge_cost(model: nn.Module, adapter: str) -> MergeReport | None:
     first one). Nothing is merged or written.
 
     `None` when nothing can be measured in this process alone: weights that are spread over processes, offloaded or
-    merged already, and adapters that do more than add to a weight.
+    merged already.
     """
     layers = {name: layer for name, layer in adapted_layers(model).items() if _is_whole(layer, adapter)}
     names = list(layers)[:: math.ceil(len(layers) / _LAYERS) or 1]
@@ -45,7 +45,7 @@ def merge_cost(model: nn.Module, adapter: str) -> MergeReport | None:
 
 
 def _is_whole(layer: Merges, adapter: str) -> bool:
-    if layer.merged or adapter not in layer.lora_A or adapter in layer.lora_variant:
+    if layer.merged or adapter not in layer.lora_A:
         return False
     if isinstance(layer, MXFP4LoraExpertParameter) and layer.parameter_name not in layer.get_base_layer().projections:
         return False

@@ -69,8 +69,8 @@ class MergesIntoMasters(Merges):
         """The values that the forward product takes for a master weight, in its layout, in float32."""
         raise NotImplementedError
 
-    def delta(self, adapter: str) -> torch.Tensor | None:
-        """Return what an adapter adds, in the layout of the weight, in float32; `None` where it does more than add."""
+    def delta(self, adapter: str) -> torch.Tensor:
+        """Return what an adapter adds, in the layout of the weight, in float32."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -88,8 +88,6 @@ class MergesIntoMasters(Merges):
         update = self._sum([*self.merged_adapters, *names])
         super().merge(safe_merge, names)
         after = _values(self.master())
-        if update is None:
-            update = after.float() - unmerged
         self.merge_error = MergeError.of(reference + update, update, self.quantized(after))
 
     def unmerge(self) -> None:
@@ -98,11 +96,9 @@ class MergesIntoMasters(Merges):
         self.merge_error = None
 
     def _sum(self, adapters: list[str]) -> torch.Tensor | None:
-        """What adapters add together; `None` for none of them, and where one does more than add."""
-        deltas = [self.delta(name) for name in adapters if name in self.lora_A]
-        if not deltas or any(delta is None for delta in deltas):
-            return None
-        return sum(_values(delta) for delta in deltas)
+        """Return what adapters add together, or `None` for no adapters."""
+        deltas = [_values(self.delta(name)) for name in adapters if name in self.lora_A]
+        return sum(deltas) if deltas else None
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
