@@ -41,7 +41,7 @@ ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 @pytest.fixture(autouse=True)
 def codes_of_many_rows(monkeypatch):
     """Where panels are faster, too, products of few rows are computed on the codes."""
-    monkeypatch.setattr(packed_product, "most_rows", lambda dtype: 32)
+    monkeypatch.setattr(packed_product, "most_rows", lambda: 32)
 
 
 def packed(weight: torch.Tensor, scheme: QuantScheme) -> MXFP4Tensor:
@@ -77,7 +77,7 @@ def test_schemes_shapes_and_rows(scheme, dtype):
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_tiles_of_rows(scheme, monkeypatch):
     """Where processors multiply matrices: 16 rows at a time, up to 64 with weights that are decoded once."""
-    monkeypatch.setattr(packed_product, "most_rows", lambda dtype: 200)
+    monkeypatch.setattr(packed_product, "most_rows", lambda: 200)
     for n_rows, (out_features, in_features) in (
         (16, (16, 64)),
         (17, (5, 33)),
@@ -150,14 +150,14 @@ def test_inputs_that_are_not_finite_or_huge(dtype, bad):
 def test_more_rows_than_the_codes_are_for():
     """Bits of the product with dequantized values, whose panels are those of one weight."""
     weight, bias = packed(random(24, 200), SCHEMES["static"]), random(24)
-    x = random(packed_product.most_rows(torch.float32) + 1, 200)
+    x = random(packed_product.most_rows() + 1, 200)
     assert torch.equal(product(x, weight, bias), F.linear(x, weight.dequantize(torch.float32), bias))
 
 
 def test_several_panels(monkeypatch):
     monkeypatch.setattr(packed_product, "_PANEL", 16 * 64)
     monkeypatch.setattr(packed_product, "_PANEL_ROWS", (16, 16))
-    monkeypatch.setattr(packed_product, "most_rows", lambda dtype: 0)
+    monkeypatch.setattr(packed_product, "most_rows", lambda: 0)
     weight, bias, x = packed(random(50, 64), SCHEMES["blockwise"]), random(50), random(2, 3, 64)
     torch.testing.assert_close(product(x, weight, bias), F.linear(x, weight.dequantize(torch.float32), bias))
 
@@ -183,17 +183,13 @@ def test_any_shape(rows, sizes, scheme, dtype, seed):
     check(product(x, weight), x, weight)
 
 
-def test_threads_do_not_change_bits(monkeypatch):
+def test_threads_do_not_change_bits(threads, monkeypatch):
     monkeypatch.setattr(packed_product, "_WORTH_A_THREAD", 1)
     x, weight = random(5, 320, dtype=torch.bfloat16), packed(random(200, 320), SCHEMES["static"])
-    found, threads = [], torch.get_num_threads()
-    try:
-        for count, parallel in itertools.product((1, 2, 3), (packed_product.openmp_parallel(), None)):
-            torch.set_num_threads(count)
-            monkeypatch.setattr(packed_product, "openmp_parallel", lambda where=parallel: where)
-            found.append(product(x, weight))
-    finally:
-        torch.set_num_threads(threads)
+    found = []
+    for count in (1, 2, 3):
+        threads(count)
+        found.append(product(x, weight, inputs=SCHEMES["plain"]))
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
