@@ -38,22 +38,26 @@ def script(path, text: str) -> str:
     return str(path)
 
 
-def quick_compiler(folder, arguments: str = '"$@"') -> str:
-    """The compiler, asked not to optimize, which the bits do not depend on and most of its time goes to."""
-    return script(folder / "c++", f"#!/bin/sh\nexec {library._compiler()} {arguments} -O0\n")
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The library of this process, or a compiled one where that is not kept."""
+    path = Path(library.load()[0]._name)
+    return path if path.exists() else library._compiled(tmp_path_factory.mktemp("built"), library._key())
 
 
 @pytest.fixture
-def prefilled(tmp_path):
-    """A cache with the library, which is compiled once: that of this process, or what a quick compiler makes."""
+def compiler(tmp_path, built) -> str:
+    """A compiler that takes no time: it gives what is there already."""
+    return script(tmp_path / "c++", f'#!/bin/sh\nfor target; do :; done\ncp {built} "$target"\n')
+
+
+@pytest.fixture
+def prefilled(tmp_path, built) -> Path:
+    """A cache with the library."""
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
-    path = Path(library.load()[0]._name)
-    if path.exists():
-        shutil.copy(path, folder)
-        (folder / path.name).chmod(0o700)
-    else:
-        library._compiled(folder, library._key())
+    shutil.copy(built, folder)
+    (folder / built.name).chmod(0o700)
     return folder
 
 
@@ -75,14 +79,15 @@ def test_a_library_that_computes_otherwise_is_not_used(tmp_path):
     wrong.mkdir()
     for source in library.SOURCES:
         (wrong / source.name).write_text(source.read_text().replace("6291456.0f", "12582912.0f"))
-    quick = quick_compiler(tmp_path, f'$(echo "$@" | sed "s,{library.SOURCES[0].parent},{wrong},g")')
+    arguments = f'$(echo "$@" | sed "s,{library.SOURCES[0].parent},{wrong},g") -O0'  # most of the time is optimization
+    quick = script(tmp_path / "c++", f"#!/bin/sh\nexec {library._compiler()} {arguments}\n")
     out, log = backend_in_a_new_process(CXX=quick, HF_MXFP4_CACHE=str(tmp_path / "cache"))
     assert out.startswith("eager") and "disagree with the reference" in out
     assert f"delete {next((tmp_path / 'cache').iterdir())}" in log
 
 
-def test_the_library_is_compiled_once_and_kept(tmp_path):
-    cache = {"HF_MXFP4_CACHE": str(tmp_path / "cache"), "CXX": quick_compiler(tmp_path)}
+def test_the_library_is_compiled_once_and_kept(tmp_path, compiler):
+    cache = {"HF_MXFP4_CACHE": str(tmp_path / "cache"), "CXX": compiler}
     assert backend_in_a_new_process(**cache)[0].startswith("cpu None")
     (compiled,) = (tmp_path / "cache").iterdir()
     assert compiled.stat().st_mode & 0o777 == 0o700 and compiled.parent.stat().st_mode & 0o777 == 0o700
@@ -123,10 +128,10 @@ def test_what_is_damaged_or_not_private_is_not_loaded(damage, prefilled):
     assert out.startswith("eager no C++ compiler") and log.count("runs eagerly") == 1
 
 
-def test_a_damaged_library_is_replaced(prefilled, tmp_path):
+def test_a_damaged_library_is_replaced(prefilled, compiler):
     (path,) = prefilled.iterdir()
     path.write_bytes(bytes(1000))
-    environment = {"CXX": quick_compiler(tmp_path), "HF_MXFP4_CACHE": str(prefilled)}
+    environment = {"CXX": compiler, "HF_MXFP4_CACHE": str(prefilled)}
     assert backend_in_a_new_process(**environment)[0].startswith("cpu None")
     assert any(path.stem.endswith(library._digest(path)) for path in prefilled.iterdir())
 
@@ -143,15 +148,14 @@ def test_a_library_without_the_functions_is_not_used(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["a file", "others can write", "no home"])
-def test_without_a_usable_folder_a_temporary_one_serves_with_a_warning(place, tmp_path):
+def test_without_a_usable_folder_a_temporary_one_serves_with_a_warning(place, tmp_path, compiler):
     variables, without = (
-        {"CXX": quick_compiler(tmp_path), "TMPDIR": str(tmp_path)},
+        {"CXX": compiler, "TMPDIR": str(tmp_path)},
         ("XDG_CACHE_HOME", "HF_MXFP4_CACHE"),
     )
     target = tmp_path / "cache"
     if place == "no home":
         without = (*without, "HOME")
-        variables["PYTHONPATH"] = str(tmp_path)
         job = f"import os, pwd\npwd.getpwuid = lambda uid: (_ for _ in ()).throw(KeyError(uid))\n{PRINT_BACKEND}"
     else:
         variables["HF_MXFP4_CACHE"], job = str(target), PRINT_BACKEND
@@ -164,11 +168,11 @@ def test_without_a_usable_folder_a_temporary_one_serves_with_a_warning(place, tm
     assert not list(tmp_path.glob("hf_mxfp4-*")), "a temporary folder is left"
 
 
-def test_the_default_folder_is_made_private(tmp_path):
+def test_the_default_folder_is_made_private(tmp_path, compiler):
     folder = tmp_path / "hf_mxfp4"
     folder.mkdir()
     folder.chmod(0o775)  # as other parts of the package make it
-    variables = {"XDG_CACHE_HOME": str(tmp_path), "CXX": quick_compiler(tmp_path)}
+    variables = {"XDG_CACHE_HOME": str(tmp_path), "CXX": compiler}
     out, log = backend_in_a_new_process("HF_MXFP4_CACHE", **variables)
     assert out.startswith("cpu None") and "not kept" not in log
     assert folder.stat().st_mode & 0o777 == 0o700 and len(list(folder.iterdir())) == 1
