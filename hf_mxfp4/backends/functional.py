@@ -73,7 +73,7 @@ def quantize(
     axis = check_input(x, axis, block_rows)
     if generator is importance is None:
         noise_source(scheme.rounding, None, seed)
-        if backends.in_compiled_code(x) and scheme.rounding == "nearest":
+        if backends.needs_operator(x) and scheme.rounding == "nearest":
             return _compiled_quantize(x, scheme, axis, backend)
         name = backends.choose_backend(x, scheme, backend, seed, x.shape[axis])
         if name == "cpu":

@@ -89,7 +89,7 @@ class InputPlan:
     def takes(self, x: torch.Tensor, state: GemmState, layer_dtype: torch.dtype | None) -> bool:
         """Whether it is the plan for this input and what the layer is now."""
         shape = x.shape
-        if type(x) not in backends.OWN_TYPES or not shape or shape[-1] != self._length:
+        if not backends.is_torchs_own(x) or not shape or shape[-1] != self._length:
             return False
         if x.dtype is not self._input_dtype or layer_dtype is not self._layer_dtype or x.device != self._device:
             return False

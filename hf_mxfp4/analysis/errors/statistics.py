@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...backends import cpu
+from ...backends.select import is_torchs_own
 from ...numerics import BLOCK_SIZE, QuantScheme, decompose_scheme
 
 
@@ -199,8 +200,7 @@ def fused_statistics(x: torch.Tensor, scheme: QuantScheme) -> ErrorStatistics | 
 
     Raises `ValueError` when ``x`` holds NaN or infinity.
     """
-    is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"
-    if not is_plain or cpu.unsupported_reason(x.dtype, scheme):
+    if not (x.is_cpu and is_torchs_own(x)) or cpu.unsupported_reason(x.dtype, scheme):
         return None
     sums, histogram = cpu.error_sums(x, scheme)
     if sums.not_finite:

@@ -68,7 +68,7 @@ def _forward(
     packed = codes, scale, macro, residual_codes, residual_scale
     if ends is None and not input_scheme and x.dtype is dtype:
         on_codes = _on_codes(x.device.type, dtype, weight_scheme, x.shape[-1], codes.shape[0], backend)
-        if on_codes is not None and x.shape[:-1].numel() <= on_cpu.most_rows(dtype):
+        if on_codes is not None and x.shape[:-1].numel() <= on_cpu.most_rows():
             return on_codes(x.detach(), packed, as_dtype(bias, dtype))
     spec = _spec(weight_scheme, input_scheme, x.shape[-1], backend)
     return packed_forward(x.detach(), packed, bias, spec, groups_of(ends, x.shape[0]), dtype).contiguous()

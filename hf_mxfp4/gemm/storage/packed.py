@@ -208,7 +208,7 @@ def _experts_on_cpu(
     inputs: QuantScheme | None,
 ) -> torch.Tensor:
     """``[S, N]``, all experts at once where each has few rows."""
-    if max(groups.counts, default=0) <= on_cpu.most_rows(x.dtype):
+    if max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(x, weight, groups.offsets(x.device), bias, inputs)
     out = x.new_empty(x.shape[0], weight.codes.shape[1])
     for expert, rows in groups:
@@ -267,7 +267,7 @@ def packed_product_route(
     weight after the other, ``"eager"`` on values that this backend dequantizes."""
     name, reason = backends.backend_for(device_type, dtype, backends.as_read(scheme), backend)
     if name == "cpu":
-        most = on_cpu.most_rows(dtype)
+        most = on_cpu.most_rows()
         return ("fused", f"up to {most} rows") if n_tokens <= most else ("panels", f"more than {most} rows")
     if name != "triton":
         return name, reason or f"the tensor is on {device_type}"
