@@ -69,10 +69,13 @@ def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreT
     else:
         modules = dict(model.named_modules(remove_duplicate=False))
         layers = {name: module for name, module in modules.items() if isinstance(module, TRAINABLE)}
-        skipped = [name for name, module in modules.items() if type(module) is nn.Linear]
+        trained_report = getattr(model, "quantization_report", None)
+        known = trained_report.skip_reasons if trained_report is not None else {}
+        names = [name for name, module in modules.items() if type(module) is nn.Linear]
         for name in fused_experts(model):
             if name not in layers:
-                skipped += [name] if unsupported_reason(modules[name]) else matrix_names(name, modules[name])
+                names += [name] if unsupported_reason(modules[name]) else matrix_names(name, modules[name])
+        skipped = {name: known.get(name, "in full precision in the trained model") for name in names}
         del modules
     quantized = swap_layers(model, layers, config, make)
     MXFP4RLQuantizer(config, pre_quantized=True).attach(model, quantized, skipped, energy)
