@@ -222,7 +222,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         },
     )
 
-    #: Not an option: modules that a saved model of mode "qat" keeps in full precision, where names alone do not tell.
+    #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
     #: Written to `config.json` and read from it, so that a checkpoint keeps its choice of layers.
     full_precision = None
 

@@ -202,6 +202,27 @@ def is_skipped_by_name(model: nn.Module, name: str) -> bool:
     return is_head or any(_matches(model, name, pattern) for pattern in ALWAYS_SKIPPED)
 
 
+def full_precision_record(model: nn.Module, reasons: dict[str, str]) -> tuple[str, ...] | None:
+    """Return the outermost modules without a quantized layer, for `config.json`; `None` where names alone say the same.
+    ``modules_to_not_convert`` is recorded elsewhere."""
+    experts = set(fused_experts(model))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    candidates = [name for name, module in modules.items() if type(module) is nn.Linear or name in experts]
+    quantized = [name for name in candidates if name not in reasons]
+    plain = [name for name in candidates if reasons.get(name, BY_OPTION) != BY_OPTION]
+    if not any(is_skipped_by_name(model, n) for n in quantized) and all(is_skipped_by_name(model, n) for n in plain):
+        return None
+    others = [name for name in candidates if name not in plain]
+    outermost = dict.fromkeys(_outermost(name, others) for name in plain)
+    return tuple(outermost)
+
+
+def _outermost(name: str, others: list[str]) -> str:
+    parts = name.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((p for p in prefixes if not any(other.startswith(f"{p}.") for other in others)), name)
+
+
 def read_names(option: str, names: Any) -> tuple[str, ...] | None:
     """A list of module names or patterns as a tuple. Raises `ValueError`, naming the option, for anything else."""
     if names is None:

@@ -31,13 +31,13 @@ from ..layers import (
 )
 from ..layers.experts_base import ExpertsBase
 from ..model_structure import HEAD
-from ..module_names import skip_reasons
+from ..module_names import full_precision_record, skip_reasons
 from ..registration import QUANT_METHOD, enter_classes
 from ..report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from .generation import wrap_generation
 from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan
 from .pushed_weights import check_attention
-from .saved_layers import full_precision_record, reasons_of_checkpoint
+from .saved_layers import reasons_of_checkpoint
 from .swap import placeholder, quantize_linears
 
 
@@ -105,8 +105,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         if self.pre_quantized:
             headers = [file for file in files if isinstance(file, FileHeader)]
             reasons = reasons_of_checkpoint(model, self.quantization_config, reasons, headers)
-        if not self._packed:
-            self.quantization_config = self.quantization_config.keeping(full_precision_record(model, reasons))
+        self.quantization_config = self.quantization_config.keeping(full_precision_record(model, reasons))
         make = placeholder if self._packs_on_load else None
         self._swapped = quantize_linears(model, self.quantization_config, make, reasons)
         if kwargs.get("use_kernels") and any(isinstance(module, ExpertsBase) for module in model.modules()):

@@ -40,25 +40,6 @@ def reasons_of_checkpoint(
     return found
 
 
-def full_precision_record(model: nn.Module, reasons: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the outermost modules without a quantized layer, for `config.json`; `None` where names alone say the same.
-    ``modules_to_not_convert`` is recorded elsewhere."""
-    candidates = _candidates(model)
-    quantized = [name for name in candidates if name not in reasons]
-    plain = [name for name in candidates if reasons.get(name, BY_OPTION) != BY_OPTION]
-    if not any(is_skipped_by_name(model, n) for n in quantized) and all(is_skipped_by_name(model, n) for n in plain):
-        return None
-    others = [name for name in candidates if name not in plain]
-    outermost = dict.fromkeys(_outermost(name, others) for name in plain)
-    return tuple(outermost)
-
-
-def _outermost(name: str, others: list[str]) -> str:
-    parts = name.split(".")
-    prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return next((p for p in prefixes if not any(other.startswith(f"{p}.") for other in others)), name)
-
-
 def _was_plain(model: nn.Module, config: MXFP4RLConfig, name: str) -> bool:
     if config.full_precision is None:
         return is_skipped_by_name(model, name)
