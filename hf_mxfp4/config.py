@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MXFP4RLConfig`: one frozen, validated description of how a model is quantized."""
 
+import copy
 import functools
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
 from typing import Any
@@ -212,6 +213,10 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         },
     )
 
+    #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
+    #: Written to `config.json` and read from it, so that a checkpoint keeps its choice of layers.
+    full_precision = None
+
     def __post_init__(self):
         if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
             newer = type(self.format_version) is int and self.format_version > FORMAT_VERSION
@@ -377,6 +382,12 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         preset = self.preset if self.preset in FORWARD_PRESETS else "w4a4"
         return replace(self, mode="packed", preset=preset, stochastic_seed=0, **defaults)
 
+    def keeping(self, full_precision: tuple[str, ...] | None) -> "MXFP4RLConfig":
+        """Return a copy for a model that keeps these modules in full precision; see `full_precision`."""
+        config = copy.copy(self)
+        object.__setattr__(config, "full_precision", full_precision)
+        return config
+
     def describe(self) -> str:
         """One line: preset and what is done to each operand."""
         return describe(self.preset, self.gemms(), self.layer_overrides, self.saved_activations)
@@ -393,10 +404,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if method != QUANT_METHOD:
             raise ValueError(f"this is a {method!r} quantization config; MXFP4RLConfig reads {QUANT_METHOD!r} only")
         options.pop("vllm", None)
+        full_precision = read_names("full_precision", options.pop("full_precision", None))
         names = {f.name for f in fields(cls) if f.init}
         unused = {key: value for key, value in kwargs.items() if key not in names} if return_unused_kwargs else {}
         options.update({key: value for key, value in kwargs.items() if key not in unused})
-        config = cls(**options)
+        config = cls(**options).keeping(full_precision)
         return (config, unused) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
@@ -410,6 +422,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         for name, default in _UNWRITTEN.items():
             if options[name] == default:
                 del options[name]
+        if self.full_precision is not None:
+            options["full_precision"] = list(self.full_precision)
         return options
 
     def __iter__(self):

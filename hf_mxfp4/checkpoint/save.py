@@ -44,6 +44,10 @@ def is_quantized(model: "PreTrainedModel") -> bool:
 
 def _wrap_save(original):
     signature = inspect.signature(original)
+    if "state_dict" not in signature.parameters:  # a method of the model's own that passes on what it gets
+        from transformers import PreTrainedModel
+
+        signature = inspect.signature(PreTrainedModel.save_pretrained)
 
     @functools.wraps(original)
     def save_pretrained(self, *args, **kwargs):

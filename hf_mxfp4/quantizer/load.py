@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What loading a checkpoint does: weights are packed as they are read, and what was loaded is checked."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
@@ -8,6 +10,7 @@ from transformers.core_model_loading import ConversionOps
 from ..checkpoint.io.mapped import release_files, release_mapped
 from ..config import MXFP4RLConfig
 from ..layers import PACKED, MXFP4PackedExperts, MXFP4PackedLinear
+from ..model_structure import HEAD
 from ..report import ErrorEnergy, add_packed, add_packed_experts
 
 
@@ -63,18 +66,19 @@ def packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4Packed
     return {name: module for name, module in model.named_modules() if isinstance(module, PACKED)}
 
 
-def check_loaded(model: nn.Module, whole: bool) -> None:
+def check_loaded(model: nn.Module, whole: bool, skipped: Mapping[str, str]) -> None:
     """transformers only warns of tensors that no file has, and fills in random numbers.
 
     Raises `ValueError` for the first one missing in a packed layer or, with ``whole``, anywhere but in a head that the
-    checkpoint was saved without.
+    checkpoint was saved without. ``skipped`` has the linear layers in full precision with the reasons.
     """
     layers = packed_layers(model)
     same_class = type(model).__name__ in (model.config.architectures or ())
     prefix = getattr(model, "base_model_prefix", "")
     for name, parameter in model.named_parameters():
         layer = name.rpartition(".")[0]
-        new_head = not same_class and hasattr(model, prefix) and not name.startswith(f"{prefix}.")
+        is_outside = hasattr(model, prefix) and not name.startswith(f"{prefix}.")
+        new_head = not same_class and (is_outside or skipped.get(layer) == HEAD)
         if layer not in layers and (new_head or not whole):
             continue
         # Offloaded parameters are meta tensors here, and left to the check of the files.

@@ -140,7 +140,11 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         """Whether the layers that vLLM has joined under ``prefix`` are in full precision; they must agree."""
         names = self._parts(prefix)
         patterns = (*ALWAYS_SKIPPED, *(self.scheme.modules_to_not_convert or ()))
-        skipped = {name: any(name_matches(name, pattern) for pattern in patterns) for name in names}
+        kept = tuple(f"{module}." for module in self.scheme.full_precision or ())
+        skipped = {
+            name: f"{name}.".startswith(kept) or any(name_matches(name, pattern) for pattern in patterns)
+            for name in names
+        }
         if len(set(skipped.values())) > 1:
             raise ValueError(
                 f"vLLM joins {', '.join(names)} into one layer, but modules_to_not_convert="

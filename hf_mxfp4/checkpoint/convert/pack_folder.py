@@ -8,6 +8,7 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...gemm.storage.packed_weight import weight_values
+from ...module_names import full_precision_record, skip_reasons
 from ...report import ErrorEnergy, add_packed
 from ..card.folder import write_packed_card
 from ..io.folder import open_checkpoint
@@ -56,12 +57,14 @@ def pack_checkpoint(
     folder = open_checkpoint(source_dir)
     source = MasterSource(folder, config)
     energy = ErrorEnergy()
+    reasons = skip_reasons(source.model, source.config.modules_to_not_convert or ())
+    config_saved = source.config.keeping(full_precision_record(source.model, reasons))
     return convert(
         source,
         out_dir,
         {layer: _PackedLayer(source, layer, energy) for layer in source.shapes},
         model_tensors(source),
-        with_scheme(folder.config, source.config),
+        with_scheme(folder.config, config_saved),
         ConversionReport(Path(out_dir), "mxfp4_rl", source.config.describe(), weights=str(source.config.weight_scheme)),
         overwrite=overwrite,
         max_shard_size=max_shard_size,

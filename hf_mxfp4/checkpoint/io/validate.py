@@ -9,7 +9,7 @@ inside the data of a tensor are found by `hf-mxfp4 verify`.
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,13 +48,16 @@ def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
     return {RECORD: json.dumps(record)}
 
 
-def check_checkpoint(files: Sequence[AnyFile], model: nn.Module, config: MXFP4RLConfig) -> dict[str, Any]:
+def check_checkpoint(
+    files: Sequence[AnyFile], model: nn.Module, config: MXFP4RLConfig, heads: Iterable[str] = ()
+) -> dict[str, Any]:
     """Raise `ValueError` (file and tensor are named) unless ``files`` are an undamaged checkpoint of ``model``.
 
     Args:
         files: all weight files of the checkpoint, or their headers.
         model: with its quantized layers in place and not loaded yet (meta tensors).
         config: the scheme that `config.json` gives.
+        heads: plain layers that a checkpoint of another class may lack, such as the pooler of a classifier.
 
     Returns:
         The record that [`make_record`] left, empty for files written by something else.
@@ -71,7 +74,7 @@ def check_checkpoint(files: Sequence[AnyFile], model: nn.Module, config: MXFP4RL
         raise ShardError(f"{headers[0].file.name} holds no tensors")
     _check_index(headers, stored)
     _check_tensors(stored, model)
-    _check_names(stored, model)
+    _check_names(stored, model, heads)
     _check_experts(stored, model)
     return _check_record(headers, config)
 
@@ -119,7 +122,7 @@ def _check_record(headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[
     return record
 
 
-def _check_names(stored: Stored, model: nn.Module) -> None:
+def _check_names(stored: Stored, model: nn.Module, heads: Iterable[str] = ()) -> None:
     """That the files hold every tensor of the model and no other, or of its base model, if they are of another
     class."""
     experts = tuple(
@@ -134,6 +137,8 @@ def _check_names(stored: Stored, model: nn.Module) -> None:
         expected = {name for name in expected if not inner or name.startswith(f"{prefix}.")}
         expected = {name.removeprefix(f"{prefix}.") for name in expected}
         found = {name.removeprefix(f"{prefix}.") for name in found if name.startswith(f"{prefix}.")} or found
+        new = {f"{head.removeprefix(f'{prefix}.')}.{own}" for head in heads for own in ("weight", "bias")}
+        expected -= new - found
     missing = {name for name in expected - found if not name.startswith(experts)}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     unexpected = {
