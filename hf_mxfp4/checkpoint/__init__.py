@@ -11,7 +11,7 @@ _LAZY = {
     "check_checkpoint": "io.validate",
     "check_data": "io.integrity",
     "check_local_index": "io.index",
-    "check_packed_files": "io.packed_files",
+    "check_unquantized": "io.validate",
     "export": "convert.export",
     "import_checkpoint": "convert.importing",
     "last_complete_checkpoint": "io.complete",

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ..checkpoint.io.folder import refuse_kernels
 from ..config import MXFP4RLConfig
 from ..gemm.storage.packed_weight import packed_shapes
 from ..layers import MXFP4Linear, MXFP4PackedLinear
@@ -19,7 +20,7 @@ from ..module_names import fused_experts, split_linears
 from ..quantizer.swap import swap_layers
 
 
-def read_config(model: str) -> PretrainedConfig:
+def read_config(model: str) -> PreTrainedConfig:
     """The architecture that a user means by ``model``: a folder, a `config.json`, or a hub id.
 
     Raises `ValueError` when there is none, or its class is unknown to transformers.
@@ -30,11 +31,14 @@ def read_config(model: str) -> PretrainedConfig:
     if path.suffix == ".json":
         try:
             options = json.loads(path.read_text())
+            refuse_kernels(options, model)
             return AutoConfig.for_model(options.pop("model_type"), **options)
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{model} cannot be read as a config.json: {error!r}") from error
     try:
-        return AutoConfig.from_pretrained(model)
+        options, _ = PreTrainedConfig.get_config_dict(model)
+        refuse_kernels(options, model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{model!r} is no folder with a config.json, no such file, and no model that the Hub gives: {error}"
@@ -103,7 +107,7 @@ class PlannedExperts(nn.Module):
 
 
 def build(
-    config: PretrainedConfig, quantization: MXFP4RLConfig | None, dtype: torch.dtype, lora_rank: int = 0
+    config: PreTrainedConfig, quantization: MXFP4RLConfig | None, dtype: torch.dtype, lora_rank: int = 0
 ) -> tuple[PreTrainedModel, FakeTensorMode]:
     """The model in training, of tensors without memory, and the mode that it computes in.
 

@@ -13,7 +13,7 @@ from ..checkpoint import (
     check_checkpoint,
     check_data,
     check_local_index,
-    check_packed_files,
+    check_unquantized,
     make_record,
     take_state_dict,
     wrap_saving,
@@ -33,7 +33,7 @@ from ..layers.experts_base import ExpertsBase
 from ..registration import QUANT_METHOD, enter_classes
 from ..report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from .generation import wrap_generation
-from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan
+from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan, tie_packed
 from .pushed_weights import check_attention
 from .swap import placeholder, quantize_linears
 
@@ -110,12 +110,13 @@ class MXFP4RLQuantizer(HfQuantizer):
             layer._is_hf_initialized = True
         files = read_headers(checkpoint_files or ())
         if self.pre_quantized and files:
-            self.record = check_checkpoint(files, model, self.quantization_config)
+            tie_packed(model)
+            quantized = [name for name, module in model.named_modules() if isinstance(module, QUANTIZED)]
+            self.record = check_checkpoint(files, model, self.quantization_config, quantized)
+        elif files:
+            check_unquantized(files)
         if self._packs_on_load:
             self.source_files = resolved(checkpoint_files or ())
-        elif self._packed and files:
-            shapes = {name: layer.shapes() for name, layer in layers.items()}
-            check_packed_files(files, shapes, getattr(model, "base_model_prefix", ""))
         if files:
             check_data(files, is_ours=self.pre_quantized, mapped=True)
         return model
@@ -145,8 +146,9 @@ class MXFP4RLQuantizer(HfQuantizer):
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        if self._loads and (self._packed or self.pre_quantized):
-            check_loaded(model, whole=self.pre_quantized)
+        tie_packed(model)
+        if self._loads:
+            check_loaded(model)
         quantized, skipped = self._swapped
         dithers = self._loads and not self._packed and self.quantization_config.dither_ties
         dither = dither_masters(model) if dithers else None

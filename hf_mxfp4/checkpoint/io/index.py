@@ -18,7 +18,7 @@ def read_index(index: Path) -> dict[str, str]:
         content = json.loads(index.read_text(encoding="utf-8"))
     except OSError as error:
         raise ShardError(f"{index.name} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShardError(f"{index.name} is damaged: it is not JSON ({error})") from error
     parts = content if isinstance(content, dict) else {}
     places = parts.get("weight_map")
