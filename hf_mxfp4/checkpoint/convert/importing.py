@@ -39,7 +39,7 @@ def import_checkpoint(
     folder = open_gguf(source_dir) if is_gguf(source_dir) else open_checkpoint(source_dir)
     method = folder.quantization.get("quant_method")
     known = importable()
-    if method not in known:
+    if str(method) not in known:
         what = f"is quantized by {method!r}; {NOT_IMPORTED}"
         if not method:
             what = "is not quantized; there is nothing to import, use hf-mxfp4 pack or export on it"

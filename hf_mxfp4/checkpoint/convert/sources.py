@@ -318,7 +318,7 @@ def importable() -> dict[str, PackedFormat]:
 
 def _what_is_possible(options: Mapping[str, Any]) -> str:
     """Say what to do with a checkpoint that another method quantized."""
-    if (format := importable().get(options.get("quant_method"))) is not None:
+    if (format := importable().get(str(options.get("quant_method")))) is not None:
         try:
             format.read_config(options)
         except CheckpointError as error:

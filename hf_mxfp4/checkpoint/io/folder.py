@@ -47,6 +47,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or converted; the message says which part and what to do."""
 
 
+class RemoteCodeError(CheckpointError):
+    """A model that only code from elsewhere can make; none is run here."""
+
+
 class ArgumentError(CheckpointError):
     """A conversion that another argument would make possible, or one that has no effect.
 
@@ -110,7 +114,7 @@ class CheckpointFolder:
         name = names[0] if isinstance(names, list) and names else None
         found = model_class(name)
         if found is None:
-            raise CheckpointError(
+            raise RemoteCodeError(
                 f"{file} names the architecture {name!r}, which transformers {transformers.__version__} has not as a "
                 "model; models of remote code are not converted"
             )
@@ -119,9 +123,16 @@ class CheckpointFolder:
         try:
             config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
             with torch.device("meta"):
-                return found(config)
+                model = found(config)
         except Exception as error:  # whatever the numbers in it make of a model
             raise CheckpointError(f"{file} describes no model ({type(error).__name__}: {first_line(error)})") from error
+        n_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        for name, tensor in model.state_dict().items():
+            if tensor.numel() > 8 * n_bytes:
+                raise CheckpointError(
+                    f"{file} describes {name} with {tensor.numel()} elements, but the files hold {n_bytes} bytes"
+                )
+        return model
 
     def notes(self) -> list[str]:
         """Return what is lost or changed by reading these files, in sentences."""
@@ -152,7 +163,7 @@ def model_class(name: Any) -> "type[PreTrainedModel] | None":
 
 
 def refuse_kernels(config: Any, where: Any) -> None:
-    """Raise [`CheckpointError`] for a config that makes transformers load code from the Hub: kernels for attention or
+    """Raise [`RemoteCodeError`] for a config that makes transformers load code from the Hub: kernels for attention or
     experts that are named as `org/kernel`."""
     parts = [config]
     while parts:
@@ -161,7 +172,7 @@ def refuse_kernels(config: Any, where: Any) -> None:
             for key, value in part.items():
                 kinds = value.values() if isinstance(value, Mapping) else [value]
                 if "_implementation" in str(key) and any("/" in str(kind) for kind in kinds):
-                    raise CheckpointError(
+                    raise RemoteCodeError(
                         f"{where} asks for the kernel {value!r} ({key}), which is code from the Hub; remove the "
                         "entry to use the model"
                     )
@@ -208,6 +219,8 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
         if not (folder / files[0]).is_file():
             raise CheckpointError(f"{folder} has neither {INDEX} nor {files[0]}; only safetensors checkpoints are read")
     tensors = tensors_by_name(read_file_header(folder / file) for file in files)
+    if not tensors:
+        raise ShardError(f"{files[0]} holds no tensors")
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.name != file:
             raise ShardError(f"{file} lacks {name}, though {INDEX} says otherwise")

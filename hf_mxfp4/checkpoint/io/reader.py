@@ -202,6 +202,8 @@ def slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> Ite
 
 
 def _entry(file: Path, name: str, entry: object, start: int) -> StoredTensor:
+    if any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise ShardError(f"{_problem(file, name)} has a name that is not Unicode text")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise ShardError(f"{_problem(file, name)} has not exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
