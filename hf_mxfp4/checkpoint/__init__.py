@@ -10,7 +10,7 @@ _LAZY = {
     "atomic_folder": "io.atomic",
     "check_checkpoint": "io.validate",
     "check_local_index": "io.index",
-    "check_packed_files": "io.packed_files",
+    "check_unquantized": "io.validate",
     "export": "convert.export",
     "import_checkpoint": "convert.importing",
     "last_complete_checkpoint": "io.complete",

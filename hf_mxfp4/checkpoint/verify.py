@@ -10,7 +10,7 @@ from typing import Any
 
 from ..files import one_writer
 from ..registration import QUANT_METHOD
-from .io.folder import CheckpointError, open_checkpoint, read_json
+from .io.folder import CheckpointError, RemoteCodeError, open_checkpoint, read_json
 from .io.index import read_index
 from .io.manifest import (
     MANIFEST,
@@ -137,11 +137,11 @@ class Verification:
             return
         try:
             model = opened.empty_model()
-        except CheckpointError as error:
+        except RemoteCodeError as error:
             self.notes.append(f"the tensors were not compared with the model that {CONFIG} describes: {error}")
             return
-        except Exception as error:  # whatever the numbers in it make of a model
-            self.add(CONFIG, f"{CONFIG} describes no model ({type(error).__name__}: {error})")
+        except CheckpointError as error:
+            self.add(CONFIG, str(error))
             return
         try:
             PackedSource(opened) if own.mode == "packed" else check_folder(opened, model, own)

@@ -12,7 +12,7 @@ from .._logging import get_logger
 from ..checkpoint import (
     check_checkpoint,
     check_local_index,
-    check_packed_files,
+    check_unquantized,
     make_record,
     take_state_dict,
     unguard,
@@ -30,12 +30,11 @@ from ..layers import (
     trainable_matrices,
 )
 from ..layers.experts_base import ExpertsBase
-from ..model_structure import HEAD
 from ..module_names import full_precision_record, skip_reasons
 from ..registration import QUANT_METHOD, enter_classes
 from ..report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from .generation import wrap_generation
-from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan
+from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan, tie_packed
 from .pushed_weights import check_attention
 from .reference import watch_references
 from .saved_layers import reasons_of_checkpoint
@@ -120,13 +119,13 @@ class MXFP4RLQuantizer(HfQuantizer):
             # transformers would draw random numbers for a tensor that is missing, and fail on uint8.
             layer._is_hf_initialized = True
         if self.pre_quantized and files:
-            heads = [name for name, reason in self._swapped[1].items() if reason == HEAD]
-            self.record = check_checkpoint(files, model, self.quantization_config, heads)
+            tie_packed(model)
+            quantized = [name for name, module in model.named_modules() if isinstance(module, QUANTIZED)]
+            self.record = check_checkpoint(files, model, self.quantization_config, quantized)
+        elif files:
+            check_unquantized(files)
         if self._packs_on_load:
             self.source_files = resolved(checkpoint_files or ())
-        elif self._packed and files:
-            shapes = {name: layer.shapes() for name, layer in layers.items()}
-            check_packed_files(files, shapes, getattr(model, "base_model_prefix", ""))
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
@@ -154,8 +153,9 @@ class MXFP4RLQuantizer(HfQuantizer):
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        if self._loads and (self._packed or self.pre_quantized):
-            check_loaded(model, whole=self.pre_quantized, skipped=self._swapped[1])
+        tie_packed(model)
+        if self._loads:
+            check_loaded(model)
         quantized, skipped = self._swapped
         dithers = self._loads and not self._packed and self.quantization_config.dither_ties
         dither = dither_masters(model) if dithers else None

@@ -232,7 +232,7 @@ def test_tensors_that_do_not_fit_are_named(new, words, tmp_path):
 
 
 def test_damaged_and_unquantized_sources(tmp_path):
-    with pytest.raises(CheckpointError, match="is not quantized; what can be imported"):
+    with pytest.raises(CheckpointError, match="is not quantized; there is nothing to import"):
         import_checkpoint(save_plain(tmp_path / "plain", layers=1), tmp_path / "out")
     folder, _, config = foreign(tmp_path / "foreign")
     config["architectures"] = ["MyOwnModel"]

@@ -36,11 +36,12 @@ class KeptLayer(LayerWriter):
 
     def __init__(self, source: LayerSource, layer: str):
         self.source, self.layer = source, layer
-        self.specs = packed_specs(layer, source.shapes[layer], source.config)
+        self._name = source.in_packed_files(layer)
+        self.specs = packed_specs(self._name, source.shapes[layer], source.config)
 
     def write(self, writer: TensorStream) -> LayerCost:
         shape = self.source.shapes[self.layer]
-        names = packed_names(self.layer, shape, self.source.config)
+        names = packed_names(self._name, shape, self.source.config)
         for expert in shape.matrices:
             for field, tensor in self.source.read(self.layer, expert).items():
                 writer.append(names[field], tensor)
@@ -85,6 +86,7 @@ def convert(
     refuse_damage(sorted({tensor.file for tensor in source.folder.tensors.values()}))
     with atomic_folder(target, overwrite=overwrite) as folder:
         specs = _ordered_specs(layers, others)
+        report.notes += source.notes_on_rest()
         report.bytes_before = source.total_bytes
         report.bytes_after = sum(spec.nbytes for spec in specs.values())
         with open_writer(folder, specs, max_shard_size, metadata) as writer:

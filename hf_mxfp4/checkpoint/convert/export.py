@@ -24,7 +24,7 @@ from .calibration import Calibration
 from .conversion import OnBytes, convert
 from .costs import ORIGINAL, PACKED, ConversionReport
 from .exported_layer import Decision, ExportedLayer, decide
-from .other_tensors import all_model_tensors, file_tensors
+from .other_tensors import model_tensors, plain_model_tensors
 from .sources import LayerSource, MasterSource, PackedSource, own_config
 
 
@@ -114,8 +114,8 @@ def export(
     if scale_rule is not None and own is not None:
         _check_rule_counts(source, scale_rule, decisions)
     quantized = {layer for layer, decision in decisions.items() if decision.action not in ("dequantized", "left")}
-    plain = file_tensors(source)
-    others = plain if target.plain_names else all_model_tensors(source)
+    plain = plain_model_tensors(source)
+    others = plain if target.plain_names else model_tensors(source)
     names = ignored_layers(source, plain, quantized), sorted(quantized)
     options = target.quantization_config(source.config, *names) if quantized else None
     report = ConversionReport(
@@ -250,7 +250,7 @@ def ignored_layers(source: LayerSource, others: Sequence[OtherTensor], quantized
         name: size
         for layer, shape in source.shapes.items()
         if layer not in quantized
-        for name, size in plain_sizes(layer, shape).items()
+        for name, size in plain_sizes(source.in_plain_files(layer), shape).items()
     }
     modules = dict(source.model.named_modules(remove_duplicate=False))
     linears = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -260,6 +260,7 @@ def ignored_layers(source: LayerSource, others: Sequence[OtherTensor], quantized
         if name.endswith(".weight") and len(shape) == 2
     }
     embeddings = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
+    embeddings |= {source.names.stored.get(f"{name}.weight", "").removesuffix(".weight") for name in embeddings}
     return sorted((linears | matrices) - embeddings - quantized)
 
 

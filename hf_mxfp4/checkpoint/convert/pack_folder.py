@@ -17,7 +17,7 @@ from ..io.validate import WIDEST_FLOAT, make_record
 from ..io.writer import MAX_SHARD_SIZE, TensorStream
 from .conversion import LayerWriter, OnBytes, convert
 from .costs import ConversionReport, LayerCost
-from .other_tensors import model_tensors
+from .other_tensors import packed_model_tensors
 from .sources import MasterSource
 from .stored_weights import packed_names, packed_specs
 
@@ -63,7 +63,7 @@ def pack_checkpoint(
         source,
         out_dir,
         {layer: _PackedLayer(source, layer, energy) for layer in source.shapes},
-        model_tensors(source),
+        packed_model_tensors(source),
         with_scheme(folder.config, config_saved),
         ConversionReport(Path(out_dir), "mxfp4_rl", source.config.describe(), weights=str(source.config.weight_scheme)),
         overwrite=overwrite,
@@ -79,11 +79,12 @@ def pack_checkpoint(
 class _PackedLayer(LayerWriter):
     def __init__(self, source: MasterSource, layer: str, energy: ErrorEnergy):
         self._source, self._layer, self._energy = source, layer, energy
-        self.specs = packed_specs(layer, source.shapes[layer], source.config)
+        self._name = source.in_packed_files(layer)
+        self.specs = packed_specs(self._name, source.shapes[layer], source.config)
 
     def write(self, writer: TensorStream) -> LayerCost:
         config, shape = self._source.config, self._source.shapes[self._layer]
-        names = packed_names(self._layer, shape, config)
+        names = packed_names(self._name, shape, config)
         cost = LayerCost(self._layer, "packed", matrices=shape.n_matrices)
         for expert in shape.matrices:
             master = self._source.master(self._layer, expert)
