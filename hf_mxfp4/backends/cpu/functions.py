@@ -88,7 +88,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
     rows = in_memory(x.movedim(axis, -1))
     *leading, length = rows.shape
     parts = [
-        None if size is None else torch.empty(*leading, size, dtype=torch.uint8) for size in _sizes(scheme, length)
+        None if size is None else torch.empty(*leading, size, dtype=torch.uint8) for size in part_sizes(scheme, length)
     ]
     if rows.numel():
         addresses = [None if part is None else part.data_ptr() for part in parts]
@@ -98,8 +98,9 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
 
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[`MXFP4Tensor.dequantize`] of CPU tensors; ``dtype`` is float32, bfloat16 or float16."""
-    parts = checked_parts(parts_of(tensor), tensor.scheme, tensor.length)
-    out = torch.empty(*tensor.codes.shape[:-1], tensor.length, dtype=dtype)
+    leading = tensor.codes.shape[:-1]
+    parts = checked_parts(parts_of(tensor), leading, part_sizes(tensor.scheme, tensor.length))
+    out = torch.empty(*leading, tensor.length, dtype=dtype)
     dequantize_into(out, parts, tensor.scheme)
     return out.movedim(-1, tensor.axis)
 
@@ -112,10 +113,10 @@ def dequantize_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], sch
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``, detached, with contiguous elements in memory. Raises `RuntimeError` where its storage was freed."""
-    contiguous, span = x.is_contiguous(), x.numel()
-    if not contiguous:
-        span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    if span and (x.storage_offset() + span) * x.itemsize > x.untyped_storage().nbytes():
+    contiguous, n_bytes = x.is_contiguous(), x.nbytes
+    if n_bytes and not contiguous:
+        n_bytes = (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.itemsize
+    if n_bytes and n_bytes + x.storage_offset() * x.itemsize > x.untyped_storage().nbytes():
         raise RuntimeError(
             f"the memory of a tensor {list(x.shape)} was freed (FSDP frees parameters between passes); "
             "gather its values before it is quantized or multiplied"
@@ -128,17 +129,12 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 def checked_parts(
-    parts: Sequence[torch.Tensor | None], scheme: QuantScheme, length: int, leading: tuple[int, ...] | None = None
+    parts: Sequence[torch.Tensor | None], leading: Sequence[int], sizes: Sequence[int | None]
 ) -> list[torch.Tensor | None]:
-    """Return the parts of a packed tensor as [`in_memory`] does. Raises `ValueError` where they do not fit the scheme,
-    the ``length`` of a row or each other, and `RuntimeError` for a tensor that is not on the CPU.
-
-    Args:
-        leading: the shape of all axes but the last; by default that of the codes.
-    """
+    """Return the parts of a packed tensor as [`in_memory`] does, whose axes are those ``leading`` and one of a size of
+    [`part_sizes`]. Raises `ValueError` for parts of other shapes and `RuntimeError` for one that is not on the CPU."""
     found: list[torch.Tensor | None] = []
-    leading = tuple(parts[0].shape[:-1]) if leading is None else leading
-    for name, part, size in zip(_PARTS, parts, _sizes(scheme, length), strict=True):
+    for name, part, size in zip(_PARTS, parts, sizes, strict=True):
         if part is None and size is None:
             found.append(None)
             continue
@@ -147,16 +143,13 @@ def checked_parts(
         if part is None or size is None or part.dtype is not torch.uint8 or part.shape != (*leading, size):
             actual = "missing" if part is None else f"{part.dtype} {list(part.shape)}"
             expected = "none" if size is None else f"torch.uint8 {[*leading, size]}"
-            raise ValueError(
-                f"{name} of a packed tensor is {actual}; rows of {length} elements under the scheme {scheme} need "
-                f"{expected}"
-            )
+            raise ValueError(f"{name} of a packed tensor is {actual}; its scheme and length need {expected}")
         found.append(in_memory(part))
     return found
 
 
 @functools.lru_cache(maxsize=256)
-def _sizes(scheme: QuantScheme, length: int) -> tuple[int | None, ...]:
+def part_sizes(scheme: QuantScheme, length: int) -> tuple[int | None, ...]:
     """Bytes of each part of a packed row; `None` for parts that the scheme does not have."""
     n_bytes, n_blocks = (length + 1) // 2, -(-length // BLOCK_SIZE)
     macro = None if scheme.macro_block is None else -(-n_blocks // _macro_blocks(scheme, length))

@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from ...numerics import MXFP4Tensor, QuantScheme
-from .functions import TYPES, checked_parts, dequantize_into, description, fake_quantize, in_memory, parts_of
+from .functions import (
+    TYPES,
+    checked_parts,
+    dequantize_into,
+    description,
+    fake_quantize,
+    in_memory,
+    part_sizes,
+    parts_of,
+)
 from .library import ProductStruct, load
 
 
@@ -30,10 +39,11 @@ class OnCodes:
         dtype: of inputs and bias: float32, bfloat16 or float16.
     """
 
-    __slots__ = ("_common", "_described", "_function", "_scheme", "dtype", "in_features", "out_features")
+    __slots__ = ("_common", "_described", "_function", "_sizes", "dtype", "in_features", "out_features")
 
     def __init__(self, scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype):
-        self.in_features, self.out_features, self.dtype, self._scheme = in_features, out_features, dtype, scheme
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+        self._sizes = part_sizes(scheme, in_features)
         self._function, self._described = load()[0].mxfp4_product, description(scheme, in_features)
         self._common = ProductStruct(
             type=TYPES[dtype],
@@ -56,7 +66,7 @@ class OnCodes:
         out_features = self.out_features
         leading = (out_features,) if ends is None else (len(ends), out_features)
         _check(x, bias, self.dtype, self.in_features, leading)
-        parts = checked_parts(parts, self._scheme, self.in_features, leading)
+        parts = checked_parts(parts, leading, self._sizes)
         out = x.new_empty((*x.shape[:-1], out_features))
         size = out.numel()
         if not size:
@@ -185,7 +195,7 @@ def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) 
     least = _PANEL_ROWS[torch.get_num_threads() > 1]
     rows = min(out_features, max(least, _PANEL // max(1, length)))
     panel = torch.empty(rows, length, dtype=x.dtype)
-    parts = checked_parts(parts_of(weight), weight.scheme, length, (out_features,))
+    parts = checked_parts(parts_of(weight), (out_features,), part_sizes(weight.scheme, length))
     out = x.new_empty(*x.shape[:-1], out_features) if rows < out_features else None
     for start in range(0, out_features, rows):
         stop = min(start + rows, out_features)
