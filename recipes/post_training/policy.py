@@ -88,8 +88,9 @@ def load_policy(source: str, options: Options) -> tuple[PreTrainedModel, PreTrai
     carried = getattr(policy.config, "quantization_config", None)
     if not recipe.full_precision and carried != quantization:
         raise SystemExit(
-            f"error: {source!r} was saved under the scheme {carried.describe()}, not {quantization.describe()}; "
-            "give the same options, or remove quantization_config from its config.json"
+            f"error: {source!r} was saved under the scheme {carried.describe()} (mode {carried.mode!r}), not "
+            f"{quantization.describe()} (mode {quantization.mode!r}); give the same options, or remove "
+            "quantization_config from its config.json"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
