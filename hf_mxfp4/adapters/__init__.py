@@ -7,6 +7,7 @@ they are attached to such layers. Loading a quantized model does so.
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
 
+from .adapter_card import keep_weights_without_a_card
 from .base_scheme import MXFP4LoraConfig
 from .expert_lora import MXFP4LoraExperts
 from .expert_parameters import MXFP4LoraExpertParameter
@@ -32,6 +33,7 @@ from .target_names import strict_targets
 PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MXFP4LoraConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
 watch_tuners()
+keep_weights_without_a_card()
 
 __all__ = [
     "MXFP4LoraConfig",

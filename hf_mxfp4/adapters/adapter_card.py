@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The card of an adapter on a quantized base, in the place of the empty one that PEFT writes."""
 
+import functools
 import re
 import weakref
 from dataclasses import dataclass
@@ -8,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from torch import nn
 
 from .._logging import get_logger
-from ..checkpoint.card.model import CARD, TAGS, base_model_of, is_generated, signed_card
-from ..checkpoint.card.sections import HERE
+from ..checkpoint.card.auto_class import auto_class
+from ..checkpoint.card.model import CARD, TAGS, base_model_of, decoration, is_generated, read_card, signed_card
+from ..checkpoint.card.sections import HERE, INSTALLATION
 from ..config import MXFP4RLConfig
 from .merge.merge_cost import LOSSY_DB, merge_cost
 
@@ -31,7 +33,6 @@ class Base:
     Attributes:
         adapter: the adapter's name.
         architecture: the class of the model.
-        generates: whether it is a language model that writes text.
         stored: whether the files of the base have the scheme in them.
         n_quantized: linear maps in MXFP4; `None` where nobody counted.
         bits_per_weight: of packed weights.
@@ -39,7 +40,6 @@ class Base:
 
     adapter: str
     architecture: str
-    generates: bool
     stored: bool
     n_quantized: int | None
     bits_per_weight: float | None
@@ -48,11 +48,9 @@ class Base:
     @classmethod
     def of(cls, model: nn.Module, adapter: str) -> "Base":
         report = getattr(model, "quantization_report", None)
-        can_generate = getattr(model, "can_generate", None)
         return cls(
             adapter,
             type(model).__name__,
-            can_generate is not None and can_generate(),
             bool(getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False)),
             None if report is None else report.n_quantized,
             None if report is None else report.bits_per_weight,
@@ -68,18 +66,38 @@ class Base:
         return {**self.__dict__, "_model": None}
 
 
+def keep_weights_without_a_card() -> None:
+    """Have [`PeftModel.save_pretrained`], which writes its card before the weights, go on where that fails."""
+    original = PeftModel.create_or_update_model_card
+    if getattr(original, "is_decoration", False):
+        return
+
+    @functools.wraps(original)
+    def create_or_update_model_card(self: PeftModel, output_dir: str) -> None:
+        with decoration():
+            original(self, output_dir)
+
+    create_or_update_model_card.is_decoration = True
+    PeftModel.create_or_update_model_card = create_or_update_model_card
+
+
 def write_adapter_card(config: LoraConfig, base: Base, folder: Path) -> None:
     """Put a card in the place of PEFT's empty one, or of an older generated one, for an adapter saved to ``folder``.
 
     A card that somebody wrote or edited stays, and where PEFT wrote none there will be none.
     """
+    with decoration():
+        _write(config, base, folder)
+
+
+def _write(config: LoraConfig, base: Base, folder: Path) -> None:
     for place, subfolder in ((folder, None), (folder.parent, folder.name if folder.name == base.adapter else None)):
         if place != folder and subfolder is None:
             continue
         path = place / CARD
         if path.is_file():
-            card = ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True)
-            if _is_replaceable(card):
+            card = read_card(path.read_text(encoding="utf-8", errors="replace"))
+            if card is not None and _is_replaceable(card):
                 data = _metadata(card.data, config)
                 signed_card(data, _text(config, base, data.base_model, subfolder)).save(path)
             return
@@ -118,7 +136,7 @@ def _text(config: LoraConfig, base: Base, base_model: str | None, subfolder: str
 
 
 def _loading(base: Base, scheme: MXFP4RLConfig, base_model: str | None, subfolder: str | None) -> str:
-    auto = "AutoModelForCausalLM" if base.generates else "AutoModel"
+    auto = auto_class(base.architecture)
     how = "" if base.stored else f",\n    quantization_config=hf_mxfp4.{_constructor(scheme)}\n"
     name = f'"{base_model or "<the base model>"}"'
     call = name if base.stored else f"\n    {name}{how}"
@@ -127,8 +145,8 @@ def _loading(base: Base, scheme: MXFP4RLConfig, base_model: str | None, subfolde
         "## How to load\n\n```python\nimport hf_mxfp4\nfrom peft import PeftModel\n"
         f"from transformers import {auto}\n\nbase = {auto}.from_pretrained({call})\n"
         f"model = PeftModel.from_pretrained(base, {place})\n```\n\n"
-        "`pip install hf-mxfp4 peft` comes first. On a base of another scheme, or in full precision, the adapter gives "
-        "other outputs, and a warning names both schemes."
+        f"hf-mxfp4 has no release yet: {INSTALLATION}. On a base of another scheme, or in full precision, the adapter "
+        "gives other outputs, and a warning names both schemes."
     )
 
 

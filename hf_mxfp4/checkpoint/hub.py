@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import EntryNotFoundError
 
-from .card.model import CARD, choose_card
+from .card.model import CARD, choose_card, decoration
 from .io.replace import is_shard, weight_names
 
 
@@ -71,12 +71,15 @@ def upload_saved(
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     files = [name for name in names if name != CARD]
     with tempfile.TemporaryDirectory() as cards:
-        card = choose_card(_remote_card(api, repo_id, revision), Path(folder), tags or [], repo_id)
-        card.save(Path(cards) / CARD)
+        uploads = {name: Path(folder) / name for name in files}
+        with decoration():
+            card = choose_card(_remote_card(api, repo_id, revision), Path(folder), tags or [], repo_id)
+            card.save(Path(cards) / CARD)
+            uploads[CARD] = Path(cards) / CARD
         return _commit(
             api,
             repo_id,
-            {**{name: Path(folder) / name for name in files}, CARD: Path(cards) / CARD},
+            uploads,
             weight_names(variant),
             commit_message=commit_message or "Upload model",
             commit_description=commit_description,

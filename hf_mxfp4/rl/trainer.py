@@ -39,6 +39,7 @@ from trl.rewards import get_soft_overlong_punishment
 
 from .._logging import get_logger
 from ..adapters import strict_targets
+from ..checkpoint.card.model import decoration
 from .callbacks.monitor import PolicyMonitor
 from .callbacks.run_facts import mend_card, run_facts
 from .checks import (
@@ -350,10 +351,11 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """[`trl.GRPOTrainer.create_model_card`], without its links to `None` where the model comes from a folder."""
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            source = Path(getattr(self.model.config, "_name_or_path", "")).name or type(self.model).__name__
-            mend_card(Path(self.args.output_dir) / "README.md", source, self.n_quantized > 0)
+        with decoration():
+            super().create_model_card(*args, **kwargs)
+            if self.is_world_process_zero():
+                source = Path(getattr(self.model.config, "_name_or_path", "")).name or type(self.model).__name__
+                mend_card(Path(self.args.output_dir) / "README.md", source, self.n_quantized > 0)
 
     def _process_state(self) -> dict[str, Any]:
         return {**super()._process_state(), **self.checkpoints.process_state()}

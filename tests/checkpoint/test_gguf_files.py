@@ -339,7 +339,7 @@ def test_one_file_whatever_its_size(tmp_path):
 def test_without_the_package(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     source = save_plain(tmp_path / "plain", "llama")
-    with pytest.raises(CheckpointError, match=r"pip install 'hf-mxfp4\[gguf\]'"):
+    with pytest.raises(CheckpointError, match="pip install gguf"):
         export(source, tmp_path / "out", "gguf")
 
 

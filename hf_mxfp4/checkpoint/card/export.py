@@ -4,12 +4,13 @@
 import os
 from pathlib import Path
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from ...module_names import find_layers
 from ..convert.costs import ConversionReport, bits_per_weight
 from ..convert.sources import LayerSource
-from .model import TAGS, base_model_of, keep_or_save, signed_card
+from .auto_class import pipeline_tag
+from .model import TAGS, base_model_of, decoration, keep_or_save, signed_card
 from .sections import NO_EVALUATION, unmeasured
 
 
@@ -32,12 +33,17 @@ def write_export_card(
         source: what was exported.
         how_to_run: Markdown.
     """
+    with decoration():
+        keep_or_save(_export_card(source, report, how_to_run), folder, existing=existing)
+
+
+def _export_card(source: LayerSource, report: ConversionReport, how_to_run: str) -> ModelCard:
     base_model = base_model_of(str(source.folder.path))
     data = ModelCardData(
         base_model=base_model,
         base_model_relation="quantized" if base_model else None,
         library_name=report.format,
-        pipeline_tag="text-generation" if source.model.can_generate() else None,
+        pipeline_tag=pipeline_tag(type(source.model).__name__),
         tags=[*TAGS, report.format],
     )
     sections = [
@@ -49,7 +55,7 @@ def write_export_card(
         f"## Evaluation\n\n{NO_EVALUATION}",
         unmeasured(),
     ]
-    keep_or_save(signed_card(data, "\n\n".join(sections)), folder, existing=existing)
+    return signed_card(data, "\n\n".join(sections))
 
 
 def _scheme(source: LayerSource, report: ConversionReport) -> str:

@@ -11,7 +11,7 @@ from ...module_names import find_layers
 from ...report import QuantizationReport
 from ..convert.sources import LayerSource
 from ..convert.stored_weights import packed_specs, quantizable_layers
-from .model import write_card
+from .model import decoration, write_card
 from .sections import Subject
 
 
@@ -23,7 +23,8 @@ def write_packed_card(source: LayerSource, sqnr_db: float | None, folder: Path, 
         sqnr_db: what was measured of the weights as they were packed, in decibels.
         existing: the folder whose place is taken; a card there that somebody wrote is kept.
     """
-    write_card(packed_subject(source, sqnr_db), folder, existing=existing)
+    with decoration():
+        write_card(packed_subject(source, sqnr_db), folder, existing=existing)
 
 
 def packed_subject(source: LayerSource, sqnr_db: float | None) -> Subject:
@@ -43,4 +44,4 @@ def packed_subject(source: LayerSource, sqnr_db: float | None) -> Subject:
         n_weights=sum(shape.n_weights for shape in source.shapes.values()),
         packed_bytes=sum(spec.nbytes for spec in specs),
     )
-    return Subject(type(model).__name__, model.can_generate(), config, report, str(source.folder.path), sqnr_db)
+    return Subject(type(model).__name__, config, report, str(source.folder.path), sqnr_db)

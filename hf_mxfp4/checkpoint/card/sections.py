@@ -15,6 +15,7 @@ from ...numerics import PLAIN, OperandScheme, QuantScheme, decompose_scheme
 from ...presets import ALL_OPERANDS
 from ...report import QuantizationReport
 from ...stats import share_text
+from .auto_class import auto_class
 
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ _ERROR_TITLE = "## Quantization error of the weights\n\n"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Rows of a weight that the error is measured on, evenly spaced: enough for two digits, and cheap at every checkpoint.
 _ROWS = 64
+#: How the package that loads a checkpoint is installed.
+INSTALLATION = "install it from a clone of its repository, with `pip install .` in that folder"
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,12 @@ class Subject:
 
     Attributes:
         architecture: the class of the model.
-        generates: whether it is a language model that writes text.
         source: Hub name or folder that the weights came from; may be empty.
         packed_sqnr_db: of packed weights, measured when they were packed, in decibels; `None` where it was not.
         errors: of trainable weights, see [`weight_errors`].
     """
 
     architecture: str
-    generates: bool
     config: MXFP4RLConfig
     report: QuantizationReport
     source: str
@@ -66,7 +67,7 @@ def card_text(subject: Subject) -> str:
         [
             f"# {subject.architecture} in MXFP4",
             f"{what} in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.",
-            _loading(subject.generates, packed),
+            _loading(subject.architecture, packed),
             _scheme(subject.config, subject.report),
             _packed_error(subject.packed_sqnr_db) if packed else _errors(subject.errors),
             f"## Evaluation\n\n{NO_EVALUATION}",
@@ -140,8 +141,8 @@ def _with_error(mean: Mapping[str, float | None], digits: int, sign: str = "") -
     return f"{mean['value']:{sign}.{digits}f}{error}"
 
 
-def _loading(generates: bool, packed: bool) -> str:
-    auto = "AutoModelForCausalLM" if generates else "AutoModel"
+def _loading(architecture: str, packed: bool) -> str:
+    auto = auto_class(architecture)
     without = (
         "Without it the files cannot be loaded."
         if packed
@@ -150,7 +151,7 @@ def _loading(generates: bool, packed: bool) -> str:
     return (
         "## How to load\n\n```python\nimport hf_mxfp4  # registers the quantization method mxfp4_rl\n"
         f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("{HERE}")\n```\n\n'
-        f"`pip install hf-mxfp4` comes first; the import applies the scheme below. {without}"
+        f"hf-mxfp4 has no release yet: {INSTALLATION}. The import applies the scheme below. {without}"
     )
 
 

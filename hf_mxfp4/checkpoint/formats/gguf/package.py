@@ -11,9 +11,7 @@ def gguf_package() -> ModuleType:
     try:
         import gguf
     except ImportError:
-        raise CheckpointError(
-            "GGUF files need the package gguf; install it with `pip install 'hf-mxfp4[gguf]'` or `pip install gguf`"
-        ) from None
+        raise CheckpointError("GGUF files need the package gguf; install it with `pip install gguf`") from None
     if not hasattr(gguf.GGMLQuantizationType, "MXFP4"):
         raise CheckpointError("this version of the package gguf knows no MXFP4; `pip install --upgrade gguf`")
     return gguf

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A card that cannot be read or made is a warning; weights are saved. Cards name the class that loads the head."""
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint.card.auto_class import auto_class, pipeline_tag
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+BROKEN = [
+    "---\n: [unclosed\n---\nhello",
+    "---\n- a\n- b\n---\nx",
+    "---\ntitle: a: b\n---\nx",
+    "---\nbase_model: [a]\ntags: 5\n---\nx",
+]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.fixture
+def base(checkpoint, tmp_path):
+    AutoModelForCausalLM.from_pretrained(checkpoint("qwen2")).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def load(folder, mode):
+    config = MXFP4RLConfig(mode=mode)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+
+
+@pytest.mark.parametrize("text", BROKEN)
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_a_readme_that_is_no_card_does_not_end_a_save(base, tmp_path, text, mode):
+    (base / "README.md").write_text(text)
+    model, target = load(base, mode), tmp_path / "saved"
+    target.mkdir()
+    (target / "README.md").write_text(text)
+    model.save_pretrained(target)
+    assert (target / "README.md").read_text() == text
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(target)), logits(model))
+    model.save_pretrained(tmp_path / "fresh")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "fresh")), logits(model))
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_readme_that_is_no_card_does_not_end_the_save_of_an_adapter(base, tmp_path, text):
+    (base / "README.md").write_text(text)
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    model, target = get_peft_model(load(base, "packed"), lora), tmp_path / "adapter"
+    target.mkdir()
+    (target / "README.md").write_text(text)
+    model.save_pretrained(target)
+    assert torch.equal(logits(PeftModel.from_pretrained(load(base, "packed"), target)), logits(model))
+    model.save_pretrained(tmp_path / "fresh")
+    assert "## How to load" in (tmp_path / "fresh/README.md").read_text()
+
+
+def test_whatever_fails_in_making_a_card_is_a_warning(base, tmp_path, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no card today")
+
+    monkeypatch.setattr("hf_mxfp4.checkpoint.card.model.make_card", fail)
+    model = load(base, "packed")
+    model.save_pretrained(tmp_path / "saved")
+    assert "no model card was written: RuntimeError: no card today" in capsys.readouterr().err
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected", "task"),
+    [
+        ("Qwen2ForCausalLM", "AutoModelForCausalLM", "text-generation"),
+        ("GPT2LMHeadModel", "AutoModelForCausalLM", "text-generation"),
+        ("Qwen2ForSequenceClassification", "AutoModelForSequenceClassification", "text-classification"),
+        ("BertForTokenClassification", "AutoModelForTokenClassification", "token-classification"),
+        ("BertForQuestionAnswering", "AutoModelForQuestionAnswering", "question-answering"),
+        ("BertForMaskedLM", "AutoModelForMaskedLM", "fill-mask"),
+        ("BertModel", "AutoModel", None),
+        ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM", "text-generation"),
+        ("T5EncoderModel", "AutoModelForTextEncoding", None),
+        ("LlavaForConditionalGeneration", "AutoModelForImageTextToText", "image-text-to-text"),
+        ("ModelOfSomebodyForCausalLM", "AutoModelForCausalLM", "text-generation"),
+    ],
+)
+def test_the_class_that_a_card_names_has_the_head(architecture, expected, task):
+    assert (auto_class(architecture), pipeline_tag(architecture)) == (expected, task)
+    assert hasattr(transformers, expected)
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_the_card_of_a_classifier_loads_its_head(base, tmp_path, mode):
+    scheme = {"quantization_config": MXFP4RLConfig(mode=mode, modules_to_not_convert=["score"])}
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+    plain.save_pretrained(tmp_path / "plain")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain", **scheme)
+    model.save_pretrained(tmp_path / "saved")
+    text = (tmp_path / "saved/README.md").read_text()
+    assert "AutoModelForSequenceClassification.from_pretrained(" in text and "pipeline_tag: text-classification" in text
+    assert "pip install hf-mxfp4" not in text and "clone of its repository" in text
+    lora = LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=["score"])
+    get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    assert "base = AutoModelForSequenceClassification.from_pretrained(" in (tmp_path / "adapter/README.md").read_text()
