@@ -50,7 +50,7 @@ class Command:
         options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         if not isinstance(options, dict):
             raise ValueError(f"{path} must hold one `option: value` per line")
-        for name in [name for name in OTHER_NAMES if name in options and name not in known]:
+        for name in [name for name, own in OTHER_NAMES.items() if name in options and own in known]:
             _warn_of_other_name(name)
             options[OTHER_NAMES[name]] = options.pop(name)
         for name in options:
@@ -85,7 +85,7 @@ def read_command(argv: Sequence[str], groups: Iterable[type]) -> Command:
         name, equals, value = word[2:].partition("=")
         if not word.startswith("--") or name in allowed:
             continue
-        if name not in OTHER_NAMES:
+        if OTHER_NAMES.get(name) not in known:
             raise ValueError(unknown_key_message("the command line", name, known))
         _warn_of_other_name(name)
         words[place] = f"--{OTHER_NAMES[name]}{equals}{value}"
@@ -102,8 +102,8 @@ def read_command(argv: Sequence[str], groups: Iterable[type]) -> Command:
 
 
 def parse_command(command: Command, groups: Sequence[type]) -> tuple[Any, ...]:
-    """Parse a command into one object of each group; the command line wins over the file. The word "none" stands for no
-    value in groups that are not the trainer's, and `env` in a file sets variables of the environment."""
+    """Parse a command into one object of each group; the command line wins over the file, whose `env` sets variables of
+    the environment."""
     file = dict(command.file)
     os.environ.update({key: str(value) for key, value in (file.pop("env", None) or {}).items()})
     parser = TrlParser(groups)

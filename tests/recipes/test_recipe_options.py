@@ -214,3 +214,5 @@ def test_a_second_configuration_is_refused():
 
 def test_hyphens_in_the_study():
     assert parse_study(["--max-steps=40", "--extra_tokens=0"]).total_steps == 40
+    with pytest.raises(ValueError, match="the command line has no option 'skip'"):
+        parse_study(["--skip", "layers.0"])
