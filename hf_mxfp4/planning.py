@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from .analysis.errors.schemes import bits_per_element
+from .checkpoint.io.folder import refuse_kernels
 from .config import MXFP4RLConfig
 from .module_names import find_layers
 
@@ -73,20 +74,23 @@ class Sizes:
     vocabulary: int
 
 
-def read_config(model: str) -> PretrainedConfig:
+def read_config(model: str) -> PreTrainedConfig:
     """Return the config of a folder, a `config.json` or a hub id. Raises `ValueError` when there is none."""
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{model} has no config.json")
+    source = path.parent if path.name == "config.json" else model
     try:
-        return AutoConfig.from_pretrained(path.parent if path.suffix == ".json" else model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        options, _ = PreTrainedConfig.get_config_dict(source)
+        refuse_kernels(options, model)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{model!r} is no folder with a config.json, no such file, and no model that the Hub gives: {error}"
         ) from error
 
 
-def sizes_of(config: PretrainedConfig, quantization: MXFP4RLConfig | None) -> Sizes:
+def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None) -> Sizes:
     """Measure a model that is built without memory.
 
     Raises `ValueError` when no causal language model belongs to the config, or nothing in it can be quantized.
@@ -112,7 +116,7 @@ def sizes_of(config: PretrainedConfig, quantization: MXFP4RLConfig | None) -> Si
     )
 
 
-def _saved_bytes(layers: Mapping[str, nn.Module], config: PretrainedConfig) -> float:
+def _saved_bytes(layers: Mapping[str, nn.Module], config: PreTrainedConfig) -> float:
     """Return bytes for one token in all decoder layers: in 16 bits each distinct input and each output of linear layers
     and what lies between the two halves of the MLP, in 32 bits the residual stream and its norms."""
     inputs, outputs = {}, 0

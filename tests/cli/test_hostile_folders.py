@@ -12,7 +12,7 @@ import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.analysis.perplexity.load import load
 from hf_mxfp4.cli import app
-from hf_mxfp4.planning.meta_model import read_config
+from hf_mxfp4.planning import read_config
 
 
 @pytest.fixture(scope="module")
