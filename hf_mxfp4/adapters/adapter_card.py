@@ -15,7 +15,7 @@ from torch import nn
 from .._logging import get_logger
 from ..checkpoint.card.auto_class import auto_class
 from ..checkpoint.card.model import CARD, TAGS, base_model_of, decoration, is_generated, read_card, signed_card
-from ..checkpoint.card.sections import HERE, INSTALLATION
+from ..checkpoint.card.sections import HERE, INSTALLATION, code
 from ..config import MXFP4RLConfig
 from .merge.merge_cost import LOSSY_DB, merge_cost
 
@@ -175,7 +175,7 @@ def _adapter(config: LoraConfig, base: Base, scheme: MXFP4RLConfig, base_model: 
     if base.n_quantized is not None:
         rows["quantized linear maps"] = str(base.n_quantized)
     alpha = f"{config.lora_alpha:g}{', rsLoRA' if config.use_rslora else ''}"
-    rows |= {"rank": str(config.r), "alpha": alpha, "targets": ", ".join(f"`{name}`" for name in named)}
+    rows |= {"rank": str(config.r), "alpha": alpha, "targets": ", ".join(map(code, named))}
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"## Adapter and base\n\n| | |\n|---|---|\n{table}"
 

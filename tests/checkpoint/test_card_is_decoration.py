@@ -108,3 +108,11 @@ def test_the_card_of_a_classifier_loads_its_head(base, tmp_path, mode):
     lora = LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=["score"])
     get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
     assert "base = AutoModelForSequenceClassification.from_pretrained(" in (tmp_path / "adapter/README.md").read_text()
+
+
+def test_names_that_are_markup_stay_text(base, tmp_path):
+    (base / "README.md").write_text("---\nbase_model: 'a\"); import os; (\"'\n---\nx")
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=r".*\.(q_proj|v_proj)")
+    get_peft_model(load(base, "packed"), lora).save_pretrained(tmp_path / "adapter")
+    text = (tmp_path / "adapter/README.md").read_text()
+    assert r"| targets | `.*\.(q_proj\|v_proj)` |" in text and "import os" not in text

@@ -22,7 +22,7 @@ def auto_class(architecture: str) -> str:
     """Return the name of the auto class that makes an ``architecture`` with its head; the class itself, where no auto
     class of transformers does."""
     names = [name for name in vars(modeling_auto) if name.startswith("AutoModel") and name not in _TASKS]
-    for name in (*_TASKS, *names):
+    for name in (*_TASKS, "AutoModel", *names):
         table = getattr(getattr(getattr(modeling_auto, name, None), "_model_mapping", None), "_model_mapping", {})
         if any(architecture in ([entry] if isinstance(entry, str) else entry) for entry in table.values()):
             return name

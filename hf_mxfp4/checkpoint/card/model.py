@@ -237,7 +237,8 @@ def base_model_of(name: str) -> Any:
     if not card.is_file():
         return None
     found = read_card(card.read_text(encoding="utf-8", errors="replace"))
-    return None if found is None else found.data.base_model
+    name = None if found is None else found.data.base_model
+    return name if isinstance(name, str) and _HUB_ID.fullmatch(name) else None
 
 
 def read_card(text: str) -> ModelCard | None:

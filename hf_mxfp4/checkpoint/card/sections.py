@@ -155,6 +155,11 @@ def _loading(architecture: str, packed: bool) -> str:
     )
 
 
+def code(text: str) -> str:
+    """Return text as code within a cell of a table, whatever is in it."""
+    return f"`{' '.join(text.replace('`', chr(39)).split())}`".replace("|", "\\|")
+
+
 def _operand(scheme: OperandScheme) -> str:
     return f"`{scheme}`" if isinstance(scheme, QuantScheme) else str(scheme)
 
@@ -176,7 +181,7 @@ def _scheme(config: MXFP4RLConfig, report: QuantizationReport) -> str:
         if product != PLAIN:
             rows[f"backward product {gemm}"] = scheme.describe(gemm)
     for pattern, options in config.layer_overrides or ():
-        rows[f"backward of `{pattern}`"] = "; ".join(f"{gemm} {dict(given)}" for gemm, given in options)
+        rows[f"backward of {code(pattern)}"] = "; ".join(f"{gemm} {dict(given)}" for gemm, given in options)
     rows["quantized layers"] = str(report.n_quantized)
     n_experts = sum(_EXPERT.search(name) is not None for name in report.quantized)
     if n_experts:
