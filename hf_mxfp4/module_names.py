@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers of a model are quantized: decided by its structure, then by whole name parts, never by substrings."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import regex
 from torch import nn
 
 from ._logging import get_logger
@@ -63,9 +63,14 @@ def name_matches(name: str, pattern: str) -> bool:
     """Whether ``pattern`` is a run of whole parts of the dotted ``name``, or ``re:<regex>`` matching all of it.
 
     ``"layers.2"`` matches ``"model.layers.2.mlp.up_proj"``, not ``"model.layers.20.mlp.up_proj"``.
+
+    Raises `ValueError` for an expression that takes longer than a second, as one of a stranger's config.json may.
     """
     if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
+        try:
+            return regex.fullmatch(pattern[3:], name, timeout=1.0) is not None
+        except TimeoutError:
+            raise ValueError(f"{pattern!r} takes too long to match {name!r}; use a simpler expression") from None
     return f".{pattern}." in f".{name}."
 
 
@@ -235,7 +240,7 @@ def read_names(option: str, names: Any) -> tuple[str, ...] | None:
         raise ValueError(problem)
     for name in names:
         try:
-            re.compile(name[3:] if name.startswith("re:") else "")
-        except re.error as error:
+            regex.compile(name[3:] if name.startswith("re:") else "")
+        except regex.error as error:
             raise ValueError(f"{option} has {name!r}, which is no regular expression: {error}") from error
     return names

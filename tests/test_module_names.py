@@ -179,3 +179,9 @@ def test_nothing_to_quantize_is_an_empty_answer():
     assert split_linears(model) == ({}, [])
     with torch.device("meta"):
         assert list(split_linears(nn.Sequential(nn.Linear(2, 2)))[0]) == ["0"]
+
+
+def test_expressions_that_would_take_hours_are_refused():
+    name = "model.layers.0.self_attn.q_proj" * 4
+    with pytest.raises(ValueError, match="takes too long to match 'model.layers.0"):
+        name_matches(name, "re:((.|..)+(.|...)+)+[!?]")
