@@ -3,6 +3,7 @@
 # make test-vllm  tests that run vLLM on the CPU, in an environment of their own, .venv-vllm
 # make test-versions  kernels and layers on the oldest and the newest torch and Triton, in .venv-oldest and .venv-newest
 # make test-llamacpp  tests that run llama.cpp on exported files; builds it once, into ~/.cache, or takes LLAMACPP=FOLDER
+# make test-cases CASES=FOLDER  scripts that showed faults, each of which exits with 0 where it is gone
 # make bench-gpu  kernels, layers and whole runs on this machine's GPU; records in outputs/gpu
 # Each creates .venv by itself.
 PYTHON ?= python3
@@ -15,6 +16,8 @@ PIP := DS_BUILD_OPS=0 $(BIN)/pip --disable-pip-version-check install --quiet --c
 INPUTS := pyproject.toml constraints.txt
 # Options of the recipe for `make demo` (`--seed 1`), of pytest for `make test`.
 ARGS ?=
+# Scripts of `make test-cases`, where they lie beside the checkout.
+CASES ?= ../shared/cases
 # Workers of the test run; each computes on one thread.
 JOBS ?= 2
 
@@ -24,7 +27,7 @@ VERSIONS_oldest := torch==2.11.0 triton==3.6.0 numpy==2.3.5
 VERSIONS_newest := torch==2.14.1 triton==3.8.0 kernels==0.17.2
 VERSIONS ?= oldest newest
 
-.PHONY: demo test test-all test-vllm test-versions test-llamacpp bench-gpu lint format clean
+.PHONY: demo test test-all test-vllm test-versions test-llamacpp test-cases bench-gpu lint format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -46,6 +49,11 @@ test-versions: $(VERSIONS:%=.venv-%/dev)
 test-llamacpp: $(VENV)/dev
 	LLAMACPP=$$(PYTHON=$(BIN)/python tests/llamacpp_lane/build.sh) && export LLAMACPP && \
 		OMP_NUM_THREADS=1 $(BIN)/pytest -m llamacpp tests/llamacpp_lane $(ARGS)
+
+test-cases: $(VENV)/dev
+	@failed=0; for script in $(CASES)/*.py; do \
+		if OMP_NUM_THREADS=2 $(BIN)/python "$$script" > "$(VENV)/case.log" 2>&1; then echo "ok      $$script"; \
+		else echo "FAILED  $$script"; tail -n 20 "$(VENV)/case.log"; failed=1; fi; done; exit $$failed
 
 bench-gpu: $(VENV)/bench
 	$(BIN)/python -m benchmarks.gpu --out outputs/gpu $(ARGS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a training step by mode, as measured and as `hf_mxfp4.planning` predicts it.
+"""Memory of a training step by mode.
 
     python -m benchmarks.memory             # 16 runs of a decoder of 24 million parameters, each in a new process
     python -m benchmarks.memory --out -     # only printed
@@ -19,10 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.planning import LiveTensors, Planner, SavedTensors, Setup, state_bytes
-from hf_mxfp4.planning.strategies import STRATEGIES
 from hf_mxfp4.quantizer.swap import quantize_linears
 
+from .counters import LiveTensors, SavedTensors, state_bytes
 from .macro_factors import FACTORS, FACTORS_OF
 from .records import made, option_parser, write
 
@@ -106,35 +105,6 @@ def measure(model: torch.nn.Module, ids: torch.Tensor, compute: torch.dtype, che
     return {**states, "saved": held, "peak": live.peak}
 
 
-def predict(
-    config: Qwen2Config, options: dict | None, dtype: torch.dtype, compute: torch.dtype, checkpointing: bool,
-    sequences: int = SEQUENCES, tokens: int = TOKENS, rank: int = RANK,
-) -> dict[str, float]:  # fmt: skip
-    """The same, as a plan has it for one GPU."""
-    quantization = None if options is None else MXFP4RLConfig(**options)
-    packed = quantization is not None and quantization.mode == "packed"
-    setup = Setup(
-        None if packed else quantization,
-        **({"packed": quantization} if packed else {}),
-        batch=sequences,
-        prompt=tokens // 2,
-        completion=tokens - tokens // 2,
-        dtype=dtype,
-        compute=compute,
-        checkpointing=checkpointing,
-        logits="full",
-        rollouts=False,
-        lora_rank=rank,
-    )
-    strategy = next(s for s in STRATEGIES if s.engine == "ddp" and s.packed == packed)
-    planner = Planner(config, setup)
-    plan = planner.plan(setup, (strategy,))[0]
-    states = {name: plan.training[name] for name in ("weights", "gradients", "optimizer")}
-    activations = planner.model(packed).activations(tokens, logits=True)
-    fixed, each = activations.checkpointed if checkpointing else activations.held
-    return {**states, "saved": fixed + sequences * each, "peak": plan.peak}
-
-
 def resident(key: str) -> int:
     """A line of this process's status in bytes: VmRSS, or VmHWM, its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -180,25 +150,22 @@ def main() -> None:
     }
     records = []
     for checkpointing in (False, True):
-        for mode, scheme in MODES.items():
+        for mode in MODES:
             command = [sys.executable, "-m", "benchmarks.memory", "--one", mode, "on" if checkpointing else "off"]
             done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=600)
             if done.returncode:
                 raise RuntimeError(f"{mode} failed:\n{done.stderr}")
             measured = json.loads(done.stdout.splitlines()[-1])
-            dtype = torch.bfloat16 if scheme == {"mode": "packed"} else torch.float32
-            predicted = predict(architecture(), scheme, dtype, torch.bfloat16, checkpointing)
             record = {
                 "name": f"{mode} / checkpointing {'on' if checkpointing else 'off'}",
                 "value": measured["peak"],
                 "unit": "bytes of tensors at the peak of a step",
-                "baseline": "predicted by hf_mxfp4.planning",
-                "ratio": predicted["peak"] / measured["peak"],
+                "baseline": None,
+                "ratio": None,
                 "measured": measured,
-                "predicted": predicted,
             }
             records.append({**record, **common})
-            print(record["name"], measured, f"predicted {record['ratio']:.3f} of the peak")
+            print(record["name"], measured)
     for mode in SAVED:
         error = gradient_error(mode)
         print(f"{mode}: gradients differ by {error:.3g}")

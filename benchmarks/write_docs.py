@@ -12,11 +12,9 @@ import re
 import sys
 from collections.abc import Callable
 
-from . import tie_tables
 from .documents import (
     ablation_tables,
     component_tables,
-    cost_tables,
     cpu_tables,
     error_tables,
     evidence_tables,
@@ -50,18 +48,20 @@ MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     name: getattr(module, name)
     for module, names in (
-        (error_tables, "schemes weighted mantissas alphas components statements rollouts gradients readme_schemes"),
+        (
+            error_tables,
+            "schemes tie_movement tie_start weighted mantissas alphas components statements rollouts gradients "
+            "readme_schemes",
+        ),
         (
             run_tables,
-            "quantize_cpu demo lora moe merge_cost packed_loading load_checks memory planned saved_error pretrain soak "
+            "quantize_cpu demo lora moe merge_cost packed_loading memory saved_error pretrain soak "
             "export_perplexity gguf_perplexity gguf_agreement scheme_perplexity scheme_perplexity_time smoothing "
             "layer_host_cost vllm_bytes vllm_agreement",
         ),
         (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),
         (gpu_tables, "gpu"),
         (model_tables, "modelled"),
-        (cost_tables, "layer_costs layer_cost_weights layer_cost_activations"),
-        (tie_tables, "tie_movement tie_checks tie_densities tie_start tie_steps"),
         (
             evidence_tables,
             "readme_evidence evidence_schemes evidence_front evidence_claims encoder_evidence gptq",

@@ -36,10 +36,10 @@ _LAZY = {
     "cached_weights": "layers",
     "decompose": "numerics",
     "dither_masters": "dither",
-    "fake_quantize": "backends.functional",
+    "fake_quantize": "gemm",
     "merge_adapters": "adapters",
     "pack": "quantizer.pack_model",
-    "quantize": "backends.functional",
+    "quantize": "gemm",
     "set_quantization_step": "layers",
     "uncached_weights": "layers",
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MXFP4RLConfig`: one frozen, validated description of how a model is quantized."""
 
-import enum
+import copy
 import functools
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
 from typing import Any
@@ -21,50 +21,42 @@ from .gemm_options import (
     weights_alone_unsupported_reason,
 )
 from .module_names import read_names
-from .numerics import GEMM_OPERANDS, SAVED_FORMS, LinearScheme, QuantScheme, Rotation, ScaleRule
-from .numerics.schemes import MACRO_BLOCKS, check_alpha, check_fallback_rate, one_of
+from .numerics import GEMM_OPERANDS, LinearScheme, QuantScheme, Rotation, ScaleRule
+from .numerics.schemes import check_alpha, check_fallback_rate, one_of
 from .presets import (
+    CHOICES,
     FORWARD_PRESETS,
-    OPTION_DEFAULTS,
-    PRESET_DEFAULTS,
+    MODES,
     PRESETS,
+    RENAMED,
+    WEIGHT_BLOCKS,
+    Default,
     preset_gemms,
     usual_macro_search,
+    usual_options,
 )
 from .registration import QUANT_METHOD
-from .suggestions import unknown_key_message
+from .suggestions import described_options
 
 
 #: Version of the meaning of the fields, written to `config.json`; a newer one is refused instead of misread.
 FORMAT_VERSION = 1
 
-MODES = ("qat", "packed")
-MACRO_SEARCHES = ("static", "dynamic", "hybrid", "blockwise")
-OPERANDS = ("both", "weights", "activations")
-#: Rows x columns of a weight that share a block scale, and the rows of it.
-WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
-BACKENDS = ("auto", "eager", "cpu", "triton")
-#: What multiplies; see [`hf_mxfp4.gemm.select_kernel`].
-ENGINES = ("auto", "dense", "fp8", "mxfp4")
-
-
-class _Default(enum.Enum):
-    """Stands for "what is usual there" until mode and preset are known; a finished config holds the value itself."""
-
-    BY_MODE = "by mode"
-    BY_PRESET = "by preset"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-#: Values of the options that depend on the mode.
-MODE_DEFAULTS = {
-    "qat": {"preset": "w4a4", "outlier_fallback": 1.0},
-    "packed": {"preset": "w4a16", "outlier_fallback": None},
+#: Options that are written only where they differ from these, so that other files stay readable by versions without
+#: them.
+_UNWRITTEN = {
+    "fprop": None,
+    "dgrad": None,
+    "wgrad": None,
+    "layer_overrides": None,
+    "stochastic_seed": 0,
+    "dither_ties": True,
+    "saved_activations": "full",
+    "engine": "auto",
 }
 
 
+@described_options
 @dataclass(repr=False, kw_only=True, unsafe_hash=True)
 class MXFP4RLConfig(QuantizationConfigMixin):
     """How a model is quantized: pass it to `from_pretrained(quantization_config=...)`; it is saved in `config.json`.
@@ -96,7 +88,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         },
     )
     preset: str = field(
-        default=_Default.BY_MODE,
+        default=Default.BY_MODE,
         metadata={
             "help": "Which operands of a linear layer are MXFP4: 'w4a16' the weight (usual in mode 'packed'), 'w4a4' "
             "weight and activation (usual in mode 'qat'); the backward pass uses the same quantized operands, and "
@@ -107,42 +99,42 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         },
     )
     scale_rule: str = field(
-        default=_Default.BY_PRESET,
+        default=Default.BY_PRESET,
         metadata={"help": "How block scales are chosen: 'rceil' (never clips), 'floor' (OCP), 'even' or 'mse'."},
     )
     macro_block: int | str | None = field(
-        default=_Default.BY_PRESET,
+        default=Default.BY_PRESET,
         metadata={"help": "Elements per macro-block factor: 32, 64, 128, 256 or 'row'; none switches it off."},
     )
     macro_search: str = field(
-        default=_Default.BY_PRESET,
+        default=Default.BY_PRESET,
         metadata={
-            "help": "How macro factors are found: 'blockwise' (two mantissa bits for each of the four block scales, by "
-            "squared error; usual with macro_block=128), 'static' (from the largest magnitude), 'dynamic' (best of 16 "
-            "by squared error) or 'hybrid' (dynamic for weights, static for activations; usual with other sizes)."
+            "help": "How macro factors are found: 'block_mantissas' (two mantissa bits for each of the four block "
+            "scales, by squared error; usual with macro_block=128), 'static' (from the largest magnitude), 'dynamic' "
+            "(best of 16 by squared error) or 'hybrid' (dynamic for weights, static for activations; usual with other "
+            "sizes)."
         },
     )
     outlier_fallback: float | None = field(
-        default=_Default.BY_MODE,
+        default=Default.BY_MODE,
         metadata={
             "help": "Weight in (0, 1] of the quantized residual that is added back; none switches it off. Usual are "
             "1 in mode 'qat' (the paper has 0.5) and none in mode 'packed', where it doubles the memory of the weights."
         },
     )
     outlier_fallback_operands: str = field(
-        default=_Default.BY_PRESET,
+        default=Default.BY_PRESET,
         metadata={"help": "Operands that get outlier fallback: 'both', 'weights' or 'activations'."},
     )
     outlier_fallback_rate: float | None = field(
-        default=_Default.BY_PRESET,
+        default=Default.BY_PRESET,
         metadata={
-            "help": "Share of blocks in (0, 1) that get outlier fallback, those with the largest errors: exactly this "
-            "share of every weight, and about this share of activations, by a threshold per layer that follows it "
-            "from step to step; none: all blocks."
+            "help": "Share of blocks in (0, 1) that get outlier fallback: of each row of n blocks along the "
+            "contraction axis, the ceil(rate * n) with the largest errors; none: all blocks."
         },
     )
     weight_block: str = field(
-        default=_Default.BY_PRESET,
+        default=Default.BY_PRESET,
         metadata={
             "help": "Rows x columns of a weight that share a block scale: '1x32', or '32x32', which suits the weight "
             "and its transpose alike (bit for bit so without macro_block, or with 32)."
@@ -221,12 +213,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         },
     )
 
-    def __new__(cls, *args: Any, **kwargs: Any):
-        known = [f.name for f in fields(cls) if f.init]
-        for key in kwargs:
-            if key not in known:
-                raise TypeError(unknown_key_message(cls.__name__, key, known))
-        return super().__new__(cls)
+    #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
+    #: Written to `config.json` and read from it, so that a checkpoint keeps its choice of layers.
+    full_precision = None
 
     def __post_init__(self):
         if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
@@ -236,54 +225,52 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 f"format_version={self.format_version!r}: this hf_mxfp4 reads version {FORMAT_VERSION}{advice}"
             )
         one_of("mode", self.mode, MODES)
-        if self.preset is _Default.BY_MODE:
-            object.__setattr__(self, "preset", MODE_DEFAULTS[self.mode]["preset"])
+        if self.preset is Default.BY_MODE:
+            self._set("preset", "w4a4" if self.mode == "qat" else "w4a16")
         one_of("preset", self.preset, PRESETS if self.mode == "qat" else FORWARD_PRESETS)
-        usual = {**MODE_DEFAULTS[self.mode], **OPTION_DEFAULTS, **PRESET_DEFAULTS.get(self.preset, {})}
-        if self.outlier_fallback is None:
-            usual |= {name: OPTION_DEFAULTS[name] for name in ("outlier_fallback_rate", "outlier_fallback_operands")}
-        if self.fprop is None:
-            object.__setattr__(self, "fprop", usual.pop("fprop", None))
-        for name, value in usual.items():
-            if isinstance(getattr(self, name), _Default):
-                object.__setattr__(self, name, value)
-        one_of("scale_rule", self.scale_rule, tuple(rule.value for rule in ScaleRule))
-        object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule).value)
+        for name, value in usual_options(self.mode, self.preset, self.outlier_fallback).items():
+            if isinstance(getattr(self, name), Default) or (name == "fprop" and self.fprop is None):
+                self._set(name, value)
+        if isinstance(self.scale_rule, ScaleRule):
+            self._set("scale_rule", self.scale_rule.value)
         if isinstance(self.macro_block, str) and self.macro_block.isascii() and self.macro_block.isdigit():
-            object.__setattr__(self, "macro_block", int(self.macro_block))
-        one_of("macro_block", self.macro_block, (None, *MACRO_BLOCKS))
-        if isinstance(self.macro_search, _Default):
-            object.__setattr__(self, "macro_search", usual_macro_search(self.macro_block))
-        one_of("macro_search", self.macro_search, MACRO_SEARCHES)
-        one_of("outlier_fallback_operands", self.outlier_fallback_operands, OPERANDS)
-        one_of("backend", self.backend, BACKENDS)
-        one_of("engine", self.engine, ENGINES)
+            self._set("macro_block", int(self.macro_block))
+        if self.macro_search is Default.BY_PRESET:
+            self._set("macro_search", usual_macro_search(self.macro_block))
+        for name, values in RENAMED.items():
+            value = getattr(self, name)
+            self._set(name, values.get(value, value) if isinstance(value, str) else value)
+        for name, values in CHOICES.items():
+            one_of(name, getattr(self, name), values)
         check_alpha(self.outlier_fallback)
         check_fallback_rate("outlier_fallback_rate", self.outlier_fallback_rate, self.outlier_fallback)
-        one_of("weight_block", self.weight_block, tuple(WEIGHT_BLOCKS))
-        self._scheme("weights", "static" if self.macro_search == "hybrid" else self.macro_search)  # checks the pair
+        if self.macro_search == "block_mantissas" and self.macro_block not in (None, 128):
+            raise ValueError(
+                "macro_search='block_mantissas' needs macro_block=128, whose byte holds the mantissas of four blocks; "
+                f"got macro_block={self.macro_block!r}"
+            )
         if self.preset == "w4a16" and self.outlier_fallback_operands == "activations":
             raise ValueError(
                 "outlier_fallback_operands='activations' has no effect under preset='w4a16', "
                 "which quantizes no activations; use 'weights', or preset='w4a4'"
             )
-        one_of("saved_activations", self.saved_activations, SAVED_FORMS)
         self._check_gemms()
         if self.mode == "packed":
             for name, (reason, _) in self._idle_options().items():
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} has no effect in mode='packed' {reason}; leave it out"
                 )
-        object.__setattr__(
-            self, "modules_to_not_convert", read_names("modules_to_not_convert", self.modules_to_not_convert)
-        )
-        object.__setattr__(self, "_frozen", True)
+        self._set("modules_to_not_convert", read_names("modules_to_not_convert", self.modules_to_not_convert))
+        self._set("_frozen", True)
 
     # dataclass(frozen=True) cannot extend the mixin, which is a dataclass and not frozen.
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get("_frozen"):
             raise FrozenInstanceError(f"{type(self).__name__} is frozen; build a new one to change {name!r}")
         super().__setattr__(name, value)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(f"{type(self).__name__} is frozen; it keeps {name!r}")
@@ -338,22 +325,15 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     def _check_gemms(self) -> None:
         for gemm in GEMM_OPERANDS:
-            object.__setattr__(self, gemm, read_gemm(gemm, getattr(self, gemm), gemm))
-        object.__setattr__(self, "layer_overrides", read_overrides(self.layer_overrides))
+            self._set(gemm, read_gemm(gemm, getattr(self, gemm), gemm))
+        self._set("layer_overrides", read_overrides(self.layer_overrides))
         if type(self.dither_ties) is not bool:
             raise ValueError(f"dither_ties={self.dither_ties!r} must be True or False")
         seed = self.stochastic_seed
         if type(seed) is not int or seed < 0:
             raise ValueError(f"stochastic_seed={seed!r} must be a whole number of at least 0")
-        if self.mode == "packed":
-            for name in ("dgrad", "wgrad", "layer_overrides"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name} has no effect in mode='packed': weights are frozen there, and the gradient of the "
-                        "input is a product with the stored weight; leave it out"
-                    )
-            if self.packing_unsupported_reason:
-                raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
+        if self.mode == "packed" and self.packing_unsupported_reason:
+            raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
         schemes = {"this config": self.gemms(), **each_overridden(self.gemms(), self.layer_overrides)}
         for owner, scheme in schemes.items():
             check_products(owner, scheme, self.backend, self.saved_activations)
@@ -375,7 +355,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     def _idle_options(self) -> dict[str, tuple[str, Any]]:
         """Options that would do nothing in packed mode: why, and their default."""
-        idle: dict[str, tuple[str, Any]] = {}
+        stored = "whose frozen weights have one product, also for the gradient of the input"
+        backward = [name for name in ("dgrad", "wgrad", "layer_overrides") if getattr(self, name) is not None]
+        idle: dict[str, tuple[str, Any]] = dict.fromkeys(backward, (stored, None))
         if self.outlier_fallback is None and self.outlier_fallback_operands != "both":
             idle["outlier_fallback_operands"] = ("without outlier_fallback, which is off there by default", "both")
         if self.macro_block is None and self.macro_search != "hybrid":
@@ -398,8 +380,13 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             raise ValueError(f"this config cannot be packed: {self.packing_unsupported_reason}")
         defaults = {name: default for name, (_, default) in self._idle_options().items()}
         preset = self.preset if self.preset in FORWARD_PRESETS else "w4a4"
-        backward = {"dgrad": None, "wgrad": None, "layer_overrides": None, "stochastic_seed": 0}
-        return replace(self, mode="packed", preset=preset, **backward, **defaults)
+        return replace(self, mode="packed", preset=preset, stochastic_seed=0, **defaults)
+
+    def keeping(self, full_precision: tuple[str, ...] | None) -> "MXFP4RLConfig":
+        """Return a copy for a model that keeps these modules in full precision; see `full_precision`."""
+        config = copy.copy(self)
+        object.__setattr__(config, "full_precision", full_precision)
+        return config
 
     def describe(self) -> str:
         """One line: preset and what is done to each operand."""
@@ -417,10 +404,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if method != QUANT_METHOD:
             raise ValueError(f"this is a {method!r} quantization config; MXFP4RLConfig reads {QUANT_METHOD!r} only")
         options.pop("vllm", None)
+        full_precision = read_names("full_precision", options.pop("full_precision", None))
         names = {f.name for f in fields(cls) if f.init}
         unused = {key: value for key, value in kwargs.items() if key not in names} if return_unused_kwargs else {}
         options.update({key: value for key, value in kwargs.items() if key not in unused})
-        config = cls(**options)
+        config = cls(**options).keeping(full_precision)
         return (config, unused) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
@@ -431,12 +419,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         for gemm in GEMM_OPERANDS:
             options[gemm] = options[gemm] and dict(options[gemm])
         options["layer_overrides"] = options["layer_overrides"] and overrides_as_dicts(self.layer_overrides)
-        # Written where they say something, so that other files stay readable by versions without them.
-        for name in (*GEMM_OPERANDS, "layer_overrides", "stochastic_seed", "saved_activations", "engine"):
-            if options[name] in (None, 0, "full", "auto"):
+        for name, default in _UNWRITTEN.items():
+            if options[name] == default:
                 del options[name]
-        if self.dither_ties:
-            del options["dither_ties"]
+        if self.full_precision is not None:
+            options["full_precision"] = list(self.full_precision)
         return options
 
     def __iter__(self):

@@ -9,8 +9,7 @@ where it has to be: a place that would change a code or a scale is mirrored, so 
 to the side that rounding had chosen, and the quantized policy of the first forward pass is that of the checkpoint.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -28,8 +27,6 @@ from .numerics.dither import Cells, crowding, sixteen_bit_dtype
 _PATIENCE = 2
 #: Weights are dithered in portions of about this many elements, to bound what lies beside them.
 _PORTION = 1 << 20
-#: How often blocks that another selection for fallback would take are drawn anew, and put back where they were.
-_SELECTIONS, _RETURNS = 8, 16
 #: Why nothing is done to the weights of most checkpoints in float32.
 _FULL_NUMBERS = "are no 16-bit numbers"
 #: Rows of each weight, in bands of 32, on which boundaries are counted.
@@ -91,7 +88,7 @@ def dither_masters(model: nn.Module) -> DitherReport:
     this. Rounding the weights to the dtype that they came in gives back the checkpoint bit for bit, and so does
     quantizing them: every code and scale is as before. Left alone are masters that are no 16-bit numbers (those of a
     run that was saved in float32), masters kept in 16 bits, where no step is smaller than an ulp, and weights that the
-    forward product takes in full precision or rounds at random.
+    forward product takes in full precision, rounds at random, or rotates.
 
     Raises:
         ValueError: the model has no trainable quantized layer, or its weights are sharded by FSDP2 already.
@@ -162,29 +159,21 @@ def _unsupported_reason(parameter: nn.Parameter, fprop: GemmScheme) -> str | Non
         return f"are trained in {str(parameter.dtype).removeprefix('torch.')}"
     if not isinstance(fprop.right, QuantScheme):
         return "are in full precision in the forward product"
+    if fprop.rotation is not None:
+        return "are rotated in the forward product"
     if fprop.is_random:
-        return "are rounded or rotated at random in the forward product"
+        return "are rounded at random in the forward product"
     return None
 
 
 def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtype, report: DitherReport) -> None:
     """Dither one matrix ``[N, K]`` in place."""
-    fprop, rng, backend = matrix.fprop, matrix.rng, matrix.layer.config.backend
-    forward = ForwardWeight(fprop, fprop.right, rng, backend)
-    # Blocks are selected for fallback by comparison with all others: their codes are matched first, as if all were.
-    each = forward
-    if forward.scheme.fallback_rate is not None:
-        each = ForwardWeight(fprop, replace(forward.scheme, fallback_rate=None), rng, backend)
-    generator = torch.Generator().manual_seed(rng.dither_seed)
+    forward = ForwardWeight(matrix.fprop.right, matrix.layer.config.backend)
+    generator = torch.Generator().manual_seed(matrix.rng.dither_seed)
     before, crowds = weight.clone(), crowding(weight, dtype)
-
-    def dither(groups: torch.Tensor) -> torch.Tensor:
-        return dithered(Cells(groups, dtype, crowds), each, generator)
-
     for rows in weight.split(max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE):
-        rows.copy_(each.ungrouped(dither(each.grouped(rows)), rows.shape))
-    if each is not forward:
-        _match_selection(weight, before, forward, each, dither)
+        cells = Cells(forward.grouped(rows), dtype, crowds)
+        rows.copy_(forward.ungrouped(dithered(cells, forward, generator), rows.shape))
     sample = _bands(weight)
     report.n_before += forward.count_on_boundaries(_bands(before))
     report.n_after += forward.count_on_boundaries(sample)
@@ -192,27 +181,6 @@ def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtyp
     report.n_weights += weight.numel()
     report.n_left += int(((weight == before) & (before != 0)).sum())
     report.dtypes = tuple(sorted({*report.dtypes, str(dtype).removeprefix("torch.")}))
-
-
-def _match_selection(
-    weight: torch.Tensor,
-    before: torch.Tensor,
-    forward: ForwardWeight,
-    each: ForwardWeight,
-    dither: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    """Dither groups of ``weight`` again, in place, or put them back to ``before``, until the same blocks are selected
-    for the residual pass: those with the largest errors, which a dither moves a little."""
-    originals = each.grouped(before)
-    for attempt in range(_SELECTIONS + _RETURNS):
-        differs = each.grouped(forward.differing_elements(before, weight)).flatten(1).any(dim=1)
-        if not differs.any():
-            return
-        if attempt == _SELECTIONS + _RETURNS - 1:
-            differs[:] = True
-        groups, again = each.grouped(weight), originals[differs]
-        groups[differs] = dither(again) if attempt < _SELECTIONS else again
-        weight.copy_(each.ungrouped(groups, weight.shape))
 
 
 def _bands(weight: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values as JSON can hold them, files that are replaced in one step, and files of JSON lines."""
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+#: What the names of drafts begin with.
+_DRAFT = ".draft-"
 
 
 def is_number(value: Any) -> bool:
@@ -23,29 +35,78 @@ def json_clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def replace_file(path: str | Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Write a file that appears whole or stays what it was; its folder is made where need be.
+def printable(text: str) -> str:
+    """Return ``text`` with control characters as escapes, so that a name from a stranger's file cannot drive a
+    terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
-    A killed process may leave a draft beside it (see [`draft_of`]). With ``sync`` the file has reached the disk before
-    it gets its name, so that a power failure cannot leave an empty one.
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of ``path`` in one step when the context ends well, with its permissions.
+
+    What is written goes into a draft of a name that nobody can foresee, in the same folder (made if it is missing). It
+    is on the disk before it gets the name ``path``. After an exception the draft is removed and ``path`` stays what it
+    was; a killed process may leave one behind, see [`is_draft`].
     """
-    path, draft = Path(path), draft_of(path)
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft.write_bytes(content.encode() if isinstance(content, str) else content)
-    if sync:
-        sync_to_disk(draft)
-    os.replace(draft, path)
+    draft = path.with_name(f"{_DRAFT}{secrets.token_hex(8)}")
+    try:
+        with open(draft, "x+b") as file:  # fails for a name that exists, a link included
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, draft)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
-def draft_of(path: str | Path) -> Path:
-    """Return where [`replace_file`] writes what will be ``path``."""
-    return Path(path).with_name(f"{Path(path).name}.part")
+def replace_file(path: str | Path, content: str | bytes) -> None:
+    """Write a file through [`replacing`]. Text is UTF-8; what cannot be encoded, such as the bytes of a folder's name
+    that is not UTF-8, is written with backslashes."""
+    with replacing(path) as file:
+        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
-def write_json(path: str | Path, value: Any, *, indent: int = 2, sync: bool = False, **options: Any) -> None:
+def is_draft(name: str) -> bool:
+    """Whether a file was left behind by a process that was killed in [`replacing`]."""
+    return name.startswith(_DRAFT)
+
+
+def lock(descriptor: int, *, wait: bool = True) -> bool:
+    """Lock an open file or folder for this process until it is closed. Without ``wait``, return whether that was
+    possible; file systems and operating systems without locks count as possible."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def one_writer(folder: str | Path, *, wait: bool = True) -> Iterator[bool]:
+    """Let one process at a time into this context for a folder. The others wait, or without ``wait`` get `False`."""
+    if fcntl is None:
+        yield True
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield lock(descriptor, wait=wait)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: str | Path, value: Any, *, indent: int = 2, **options: Any) -> None:
     """[`replace_file`] with a value as indented JSON and a line break at its end; ``options`` are those of
     `json.dumps`."""
-    replace_file(path, json.dumps(value, indent=indent, **options) + "\n", sync=sync)
+    replace_file(path, json.dumps(value, indent=indent, **options) + "\n")
 
 
 def append_lines(path: str | Path, entries: Iterable[Any], **options: Any) -> None:

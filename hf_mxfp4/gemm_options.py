@@ -93,8 +93,6 @@ def parse_operand(gemm: str, operand: str, text: str) -> OperandScheme:
         raise ValueError(f"{error}; or 'full', 'reuse' (of fprop's values), 'fp8' (grad)") from None
     if scheme.block_rows != 1 and operand != "weight":
         raise ValueError("tiles of 32x32 are for weights: rows of other operands are tokens")
-    if (gemm, operand) == ("fprop", "x") and scheme.fallback_rate is not None and scheme.rounding != "nearest":
-        raise ValueError("selective outlier fallback of activations rounds to nearest; leave out 'stochastic' or '@'")
     return scheme
 
 

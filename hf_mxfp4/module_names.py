@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers of a model are quantized, decided by whole name parts and never by substrings."""
+"""Which layers of a model are quantized: decided by its structure, then by whole name parts, never by substrings."""
 
 import re
 from collections import Counter
@@ -10,10 +10,30 @@ from torch import nn
 
 from ._logging import get_logger
 from .experts_layout import matrix_names, unsupported_reason
+from .model_structure import HEAD, has_structure, is_leaf, outside_body
+from .weight_readers import find_weight_readers
 
 
-#: Where models of images and sound keep what is no part of the decoder.
-OTHER_MODALITIES = (
+#: Names by which structure cannot tell: routers without experts next to them, and adapters.
+_NAMED_PARTS = (
+    "mlp.gate",
+    "shared_expert_gate",
+    "block_sparse_moe.gate",
+    "router",
+    "router_gate",
+    "modality_router",
+    "lora_A",
+    "lora_B",
+)
+
+#: What is kept in full precision where there are only names to go by: in files, and in vLLM's models.
+ALWAYS_SKIPPED = (
+    "lm_head",
+    "embed_out",
+    "score",
+    "classifier",
+    "qa_outputs",
+    *_NAMED_PARTS,
     "vision_tower",
     "vision_model",
     "vision_encoder",
@@ -25,25 +45,11 @@ OTHER_MODALITIES = (
     "embed_audio",
 )
 
-#: Parts of a model that always keep full precision: heads, routers, adapters, and the towers beside a multimodal
-#: decoder.
-ALWAYS_SKIPPED = (
-    "lm_head",
-    "embed_out",
-    "score",
-    "classifier",
-    "qa_outputs",
-    "mlp.gate",
-    "shared_expert_gate",
-    "block_sparse_moe.gate",
-    "router",
-    "router_gate",
-    "modality_router",
-    "lora_A",
-    "lora_B",
-    *OTHER_MODALITIES,
-)
-
+#: Why a layer is left in full precision: the user names it, model code reads its weight, or its name is one of those
+#: above.
+BY_OPTION = "modules_to_not_convert"
+READS_WEIGHT = "reads its weight"
+BY_NAME = "a head, router, tower or adapter by its name"
 
 #: Architectures that keep their projections in transformers' `Conv1D`, which is no linear layer to the quantizer.
 CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
@@ -64,12 +70,26 @@ def name_matches(name: str, pattern: str) -> bool:
 
 
 def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Linear], list[str]]:
-    """The linear layers of ``model`` to quantize, by name, and the names of those to leave alone.
+    """Return the linear layers of ``model`` to quantize, by name, and the names of those to leave alone.
 
-    Only exact `nn.Linear` modules count: subclasses already are something else. The output head is found through the
-    model as well as by name. A layer that stands in several places is listed under each.
+    Only exact `nn.Linear` modules count: subclasses already are something else. A layer that stands in several places
+    is listed under each. See [`skip_reasons`] for what is left alone.
 
     Raises `ValueError` for a skip pattern that matches no module, which would be a silent misspelling.
+    """
+    reasons = skip_reasons(model, extra_skips)
+    linears = {n: m for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
+    return {n: m for n, m in linears.items() if n not in reasons}, [n for n in linears if n in reasons]
+
+
+def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str, str]:
+    """Return why linear layers and fused experts of ``model`` stay in full precision, by their names.
+
+    In a transformers model these are heads, routers and all that is outside the layers of the (text) decoder or encoder
+    ([`hf_mxfp4.model_structure`]), layers whose weight the model's own code reads
+    ([`hf_mxfp4.weight_readers`]), adapters, and what ``extra_skips`` names. In other modules, names decide.
+
+    Raises `ValueError` for an entry of ``extra_skips`` that matches no module.
     """
     extra_skips = tuple(extra_skips)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -81,45 +101,61 @@ def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[di
             )
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
-    quantized, skipped = {}, []
+    outside, readers = outside_body(model), find_weight_readers(model)
+    by_name = _NAMED_PARTS if has_structure(model) else ALWAYS_SKIPPED
+    experts = set(fused_experts(model))
+    reasons = {}
     for name, module in modules.items():
-        if type(module) is not nn.Linear:
+        if type(module) is not nn.Linear and name not in experts:
             continue
-        if module is head or any(_matches(model, name, pattern) for pattern in (*ALWAYS_SKIPPED, *extra_skips)):
-            skipped.append(name)
-        else:
-            quantized[name] = module
-    return quantized, skipped
+        if module is head:
+            reasons[name] = HEAD
+        elif module in outside:
+            reasons[name] = outside[module]
+        elif any(_matches(model, name, pattern) for pattern in by_name):
+            reasons[name] = BY_NAME
+        elif any(_matches(model, name, pattern) for pattern in extra_skips):
+            reasons[name] = BY_OPTION
+        elif module in readers:
+            reasons[name] = f"{readers[module]} {READS_WEIGHT}"
+    return reasons
 
 
-def find_layers(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Module], list[str]]:
-    """The linear layers and the fused experts of ``model`` to quantize, by name, and the names of the linear maps to
-    leave alone.
+def find_layers(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the linear layers and the fused experts of ``model`` to quantize, by name, and of the linear maps to leave
+    alone the names with the reasons.
 
     Raises `ValueError` as [`split_linears`] does, when nothing is left to quantize, and for fused experts of a layout
     that is not known here and that are not skipped.
     """
     extra_skips = tuple(extra_skips)
-    linears, skipped = split_linears(model, extra_skips)
-    chosen = set(fused_experts(model, (*ALWAYS_SKIPPED, *extra_skips)))
+    return choose_layers(model, skip_reasons(model, extra_skips), extra_skips)
+
+
+def choose_layers(
+    model: nn.Module, reasons: dict[str, str], extra_skips: tuple[str, ...] = ()
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """[`find_layers`] with the reasons of [`skip_reasons`], or others."""
     layers: dict[str, nn.Module] = {}
+    skipped: dict[str, str] = {}
     experts = set(fused_experts(model))
     for name, module in model.named_modules(remove_duplicate=False):
-        if name in linears:
+        if name not in experts and type(module) is not nn.Linear:
+            continue
+        problem = unsupported_reason(module) if name in experts else None
+        if name in reasons:
+            own = matrix_names(name, module) if name in experts and problem is None else [name]
+            skipped |= dict.fromkeys(own, reasons[name])
+        elif problem:
+            raise ValueError(
+                f"{type(model).__name__} keeps experts in fused 3-D weights that cannot be quantized ({name}: "
+                f"{problem}); to leave the experts in full precision on purpose, add 'experts' to "
+                "modules_to_not_convert"
+            )
+        else:
             layers[name] = module
-        elif name in chosen:
-            problem = unsupported_reason(module)
-            if problem:
-                raise ValueError(
-                    f"{type(model).__name__} keeps experts in fused 3-D weights that cannot be quantized ({name}: "
-                    f"{problem}); to leave the experts in full precision on purpose, add 'experts' to "
-                    "modules_to_not_convert"
-                )
-            layers[name] = module
-        elif name in experts:
-            skipped += [name] if unsupported_reason(module) else matrix_names(name, module)
     if not layers:
-        raise _nothing_left(model, skipped, extra_skips)
+        raise _nothing_left(model, list(skipped), extra_skips)
     if conv1d := sum(type(module).__name__ == "Conv1D" for module in model.modules()):
         get_logger().warning("%d layers of %s stay in full precision. %s", conv1d, type(model).__name__, CONV1D_HINT)
     return layers, skipped
@@ -140,8 +176,8 @@ def fused_experts(model: nn.Module, extra_skips: Iterable[str] = ()) -> list[str
     return [
         name
         for name, module in model.named_modules()
-        if "expert" in f"{name.rsplit('.', 1)[-1]} {type(module).__name__}".lower()
-        and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+        if type(module) is not nn.Linear
+        and is_leaf(name, module)
         and not any(_matches(model, name, pattern) for pattern in extra_skips)
     ]
 
@@ -156,6 +192,35 @@ def full_names(model: nn.Module, name: str) -> tuple[str, ...]:
 def _matches(model: nn.Module, name: str, pattern: str) -> bool:
     """[`name_matches`] for any of the module's names."""
     return any(name_matches(full, pattern) for full in full_names(model, name))
+
+
+def is_skipped_by_name(model: nn.Module, name: str) -> bool:
+    """Whether a layer is the output head of ``model``, or is named as what is never quantized."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    is_head = head is not None and model.get_submodule(name) is head
+    return is_head or any(_matches(model, name, pattern) for pattern in ALWAYS_SKIPPED)
+
+
+def full_precision_record(model: nn.Module, reasons: dict[str, str]) -> tuple[str, ...] | None:
+    """Return the outermost modules without a quantized layer, for `config.json`; `None` where names alone say the same.
+    ``modules_to_not_convert`` is recorded elsewhere."""
+    experts = set(fused_experts(model))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    candidates = [name for name, module in modules.items() if type(module) is nn.Linear or name in experts]
+    quantized = [name for name in candidates if name not in reasons]
+    plain = [name for name in candidates if reasons.get(name, BY_OPTION) != BY_OPTION]
+    if not any(is_skipped_by_name(model, n) for n in quantized) and all(is_skipped_by_name(model, n) for n in plain):
+        return None
+    others = [name for name in candidates if name not in plain]
+    outermost = dict.fromkeys(_outermost(name, others) for name in plain)
+    return tuple(outermost)
+
+
+def _outermost(name: str, others: list[str]) -> str:
+    parts = name.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((p for p in prefixes if not any(other.startswith(f"{p}.") for other in others)), name)
 
 
 def read_names(option: str, names: Any) -> tuple[str, ...] | None:

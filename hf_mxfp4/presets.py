@@ -1,8 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the presets of `MXFP4RLConfig` stand for."""
+"""Values of the options of `MXFP4RLConfig`, and what its presets stand for."""
 
-from .numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
+import enum
+from typing import Any
 
+from .numerics import FP8, FULL, PLAIN, REUSE, SAVED_FORMS, GemmScheme, LinearScheme, QuantScheme, Rotation, ScaleRule
+from .numerics.schemes import MACRO_BLOCKS
+
+
+MODES = ("qat", "packed")
+OPERANDS = ("both", "weights", "activations")
+#: Rows x columns of a weight that share a block scale, and the rows of it.
+WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
+#: Values of options that have a fixed set of them. For `engine` see [`hf_mxfp4.gemm.select_kernel`].
+CHOICES = {
+    "scale_rule": tuple(rule.value for rule in ScaleRule),
+    "macro_block": (None, *MACRO_BLOCKS),
+    "macro_search": ("static", "dynamic", "hybrid", "block_mantissas"),
+    "outlier_fallback_operands": OPERANDS,
+    "weight_block": tuple(WEIGHT_BLOCKS),
+    "saved_activations": SAVED_FORMS,
+    "backend": ("auto", "eager", "cpu", "triton"),
+    "engine": ("auto", "dense", "fp8", "mxfp4"),
+}
+#: Earlier names of values.
+RENAMED = {"macro_search": {"blockwise": "block_mantissas"}}
 
 #: Presets of both modes, which say no more than which forward operands are quantized.
 FORWARD_PRESETS = ("w4a16", "w4a4")
@@ -33,11 +55,34 @@ PRESET_DEFAULTS = {
     "paper_b": {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None, "weight_block": "32x32"},
     "w4a4g4_tuned": {"outlier_fallback": None, "weight_block": "32x32"},
 }
+#: Weight of the residual, where neither the preset nor the user says it.
+_FALLBACK = {"qat": 1.0, "packed": None}
+
+
+class Default(enum.Enum):
+    """Stand for "what is usual there" until mode and preset are known; a finished config holds the value itself."""
+
+    BY_MODE = "by mode"
+    BY_PRESET = "by preset"
+
+    def __str__(self) -> str:
+        return self.value
+
+    __repr__ = __str__
+
+
+def usual_options(mode: str, preset: str, outlier_fallback: Any) -> dict[str, Any]:
+    """Return the defaults under a mode and a preset; without outlier fallback, its other options are those of no
+    preset."""
+    usual = {**OPTION_DEFAULTS, "outlier_fallback": _FALLBACK[mode], **PRESET_DEFAULTS.get(preset, {})}
+    if outlier_fallback is None:
+        usual |= {name: OPTION_DEFAULTS[name] for name in ("outlier_fallback_rate", "outlier_fallback_operands")}
+    return usual
 
 
 def usual_macro_search(macro_block: int | str | None) -> str:
     """Block mantissas where there are four blocks to share a byte; macro blocks of other sizes have one factor."""
-    return "blockwise" if macro_block == 128 else "hybrid"
+    return "block_mantissas" if macro_block == 128 else "hybrid"
 
 
 def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) -> LinearScheme:

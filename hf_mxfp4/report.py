@@ -2,7 +2,9 @@
 """What quantizing a model did: which layers, at what error, in how many bits."""
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from .config import MXFP4RLConfig
 from .dither import DitherReport
 from .gemm.storage.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, weight_values
 from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
+from .module_names import READS_WEIGHT
 
 
 #: Rows of a large weight that the load-time SQNR looks at.
@@ -28,6 +31,7 @@ class QuantizationReport:
         scheme: one line, see [`MXFP4RLConfig.describe`].
         quantized, skipped: names of the linear layers in MXFP4 and of those left in full precision. Of experts in
             fused weights each has one for each of its projections (``...mlp.experts.3.down_proj``).
+        skip_reasons: why each of the skipped was left alone, by name.
         sqnr_db: signal to quantization noise ratio of the weights, energies summed over layers (at most 256 evenly
             spaced rows of each linear layer, about as many of all experts of one layer together), in decibels; `None`
             when the weights are not materialised, and for a checkpoint that stores packed weights, whose originals are
@@ -46,6 +50,7 @@ class QuantizationReport:
     n_weights: int
     packed_bytes: int | None = None
     dither: DitherReport | None = None
+    skip_reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def n_quantized(self) -> int:
@@ -73,8 +78,10 @@ class QuantizationReport:
         packed = "" if self.packed_bytes is None else f"packed {self.bits_per_weight:.5g} bits/weight "
         left = f" ({', '.join(self.skipped)})" if 0 < self.n_skipped <= 4 else ""
         counts = f"n_quantized={self.n_quantized} n_skipped={self.n_skipped}{left}"
+        readers = Counter(reason for reason in self.skip_reasons.values() if reason.endswith(READS_WEIGHT))
+        read = "".join(f" | {count} layers in full precision: {reason}" for reason, count in readers.items())
         dither = f" | {self.dither}" if self.dither is not None and self.dither.is_worth_a_word else ""
-        return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{dither}"
+        return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{read}{dither}"
 
 
 class ErrorEnergy:

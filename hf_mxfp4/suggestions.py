@@ -1,8 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to say of a name that does not exist."""
+"""What to say of a name that does not exist; options that say what they are."""
 
+import dataclasses
 import difflib
+import functools
+import textwrap
 from collections.abc import Sequence
+from typing import Any, TypeVar
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def described_options(cls: _Class) -> _Class:
+    """Make a dataclass of options refuse unknown ones with the nearest names, and list its own in its docstring, by the
+    ``help`` that their fields carry."""
+    known = [option.name for option in dataclasses.fields(cls) if option.init]
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                raise TypeError(unknown_key_message(cls.__name__, name, known))
+        init(self, *args, **options)
+
+    cls.__init__ = __init__
+    inherited = {name for base in cls.__bases__ for name in getattr(base, "__dataclass_fields__", {})}
+    own = [option for option in dataclasses.fields(cls) if option.init and option.name not in inherited]
+    lines = [_described(option) for option in own]
+    cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n    Args:\n" + "\n".join(lines) + "\n    "
+    return cls
+
+
+def _described(option: dataclasses.Field) -> str:
+    kind = option.type.__name__ if type(option.type) is type else str(option.type)
+    text = f"{option.name} ({kind}, default {option.default!r}): {option.metadata['help']}"
+    return textwrap.fill(text, 116, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
 
 
 def unknown_key_message(owner: str, key: str, known: list[str]) -> str:

@@ -7,10 +7,10 @@ Pretrains the starting point of the grid once (or takes a checkpoint), then runs
 process and a folder of its own, and writes `ablation.json` (one record per run), `table.md` and `plots/`. A grid that
 was stopped goes on where it was: finished runs are kept, a killed one is started again. A run that fails is reported,
 and the others go on; the exit code is then 1. A grid may be spread over machines of one kind: `--only` and `--seeds`
-run parts of it, and `--records` adds the results of the others.
+run parts of it, and `--report_only` reports all of them from a folder that the others have been copied into.
 
-`--rehearse` tries a grid before it is started: every cell, with a tiny model of the same architecture, two steps and a
-handful of problems, on the CPU. It says what was shortened for that and what it could not try.
+Options of `grpo.py` take the place of those that all cells share. To try a grid before it is started, give it two steps
+of a small model and another folder: `--max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL --out DIR`.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -24,10 +24,8 @@ from dataclasses import replace
 
 import yaml
 
-from recipes.ablations.arguments import parser
+from recipes.ablations.arguments import parse
 from recipes.ablations.grid import check_cells, read_grid
-from recipes.ablations.merging import read_records
-from recipes.ablations.rehearsal.run import rehearse
 from recipes.ablations.report import describe, report
 from recipes.ablations.results import stored_seeds
 from recipes.ablations.runner import leaving_on_sigterm, locked, prepare_bases, run_grid
@@ -40,40 +38,30 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_ch
 
 def main(argv: list[str]) -> int:
     """Run what is missing of a grid and write its results; the exit code."""
-    arguments = parser(__doc__).parse_args(argv)
     if not sys.stdout.isatty():
         console.width = 140  # of the tables in a log
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # in a log, bars are a line now and then
     try:
+        arguments, options = parse(__doc__, argv)
+        changes = {"output": arguments.out, "launcher": arguments.launcher, "options": options}
         grid = read_grid(
-            arguments.config,
-            output=arguments.out,
-            seeds=arguments.seeds,
-            only=arguments.only,
-            models=arguments.models,
+            arguments.config, seeds=arguments.seeds, only=arguments.only, models=arguments.models, **changes
         )
-        check_cells(grid)
-        if arguments.rehearse and (arguments.report_only or arguments.records):
-            raise ValueError("a rehearsal runs everything and has no evidence to report beside: give --rehearse alone")
-        elsewhere = read_records(arguments.records) if arguments.records else []
+        check_cells(grid, options)
         if arguments.dry_run:
             describe(grid)
             return 0
-        if arguments.rehearse:
-            command = f"python recipes/ablation.py {shlex.join(['--config', arguments.config])} --rehearse"
-            with leaving_on_sigterm():
-                problems = rehearse(grid, arguments.out, command, seeds=arguments.seeds, jobs=arguments.jobs)
-            return 1 if problems else 0
         with leaving_on_sigterm(), locked(grid.output) as lock:
             failed = []
             if not arguments.report_only:
                 bases = prepare_bases(grid, rerun=arguments.rerun, tell=tell)
                 failed = run_grid(grid, bases, lock, jobs=arguments.jobs, rerun=arguments.rerun, tell=tell)
             # Everything that is there, not only the part that was asked for.
-            whole = read_grid(arguments.config, output=arguments.out)
+            whole = read_grid(arguments.config, **changes)
             whole = replace(whole, seeds=stored_seeds(whole))
-            report(whole, "python recipes/ablation.py " + shlex.join(["--config", arguments.config]), elsewhere)
+            words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+            report(whole, "python recipes/ablation.py " + shlex.join(["--config", arguments.config, *words]))
     except FileNotFoundError as error:
         raise SystemExit(f"error: no file {error.filename}") from error
     except (RuntimeError, ValueError, yaml.YAMLError) as error:

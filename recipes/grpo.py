@@ -3,8 +3,10 @@
 
     accelerate launch recipes/grpo.py --config recipes/configs/<name>.yaml [--option value ...]
 
-Without `--config` it runs `tiny_cpu.yaml`. Every option of the recipe, of `MXFP4RLConfig`, of `MXFP4GRPOConfig` and of
-TRL's `ModelConfig` can stand in the YAML file or on the command line, which wins.
+Without `--config` it runs `tiny_cpu.yaml`, unless another model or task is named. Every option of the recipe, of
+`MXFP4RLConfig`, of `MXFP4GRPOConfig` and of TRL's `ModelConfig` can stand in the YAML file or on the command line. The
+command line wins, and a preset or mode there resets what the file says of the scheme. A model that is an adapter is
+trained further.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -21,12 +23,13 @@ from trl import get_peft_config
 from hf_mxfp4 import MXFP4GRPOTrainer
 from recipes.common.process_group import leave_together
 from recipes.common.progress import TrainingBar
+from recipes.common.schemes import describe
 from recipes.common.terminal import tell
 from recipes.post_training.arguments import load_task_or_exit, parse_or_exit
 from recipes.post_training.checksum import frozen_checksum
 from recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
 from recipes.post_training.output_folder import refuse_used_folder, remove_old_checkpoints, resume_choice
-from recipes.post_training.policy import load_policy, load_saved, starting_point
+from recipes.post_training.policy import find_start, load_policy, load_saved, prepare_start
 from recipes.post_training.resolved_config import FILE_NAME, write_resolved_config
 from recipes.post_training.run_summary import print_summary, write_results, write_summary
 
@@ -39,15 +42,17 @@ def main(argv: list[str]) -> dict:
     """Run the recipe; the summary that it also writes to `summary.json` in the output folder."""
     started = time.monotonic()
     options = parse_or_exit(argv)
-    recipe, quantization, training, model_args = options
+    recipe, _, training, model_args = options
     output = Path(training.output_dir)
     refuse_used_folder(output, recipe, training)
     task = load_task_or_exit(recipe, training)
     tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems")
-    tell("scheme", "full precision" if recipe.full_precision else quantization.describe())
+    start = find_start(options)
+    options = options._replace(quantization=start.scheme)
+    tell("scheme", "full precision" if recipe.full_precision else describe(start.scheme))
 
-    source, origin = starting_point(options, task, output / "base")
-    policy, tokenizer = load_policy(source, options)
+    start, origin = prepare_start(start, options, task, output / "base")
+    policy, tokenizer = load_policy(start, options)
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision
     trainer = MXFP4GRPOTrainer(
         policy,
@@ -55,7 +60,7 @@ def main(argv: list[str]) -> dict:
         training,
         task.train,
         processing_class=tokenizer,
-        peft_config=get_peft_config(model_args),
+        peft_config=None if start.is_adapter else get_peft_config(model_args),
     )
     TrainingBar.install(trainer)
     # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
@@ -91,7 +96,7 @@ def main(argv: list[str]) -> dict:
     try:
         # All processes take part: the evaluation is shared between them.
         if saved is not None:
-            found["reloaded"] = evaluate.compare_reloaded(saved, lambda: load_saved(saved, source, options), after)
+            found["reloaded"] = evaluate.compare_reloaded(saved, lambda: load_saved(saved, start, options), after)
     except BaseException as error:
         found["reload_error"] = f"{type(error).__name__}: {error}"
         raise

@@ -51,6 +51,7 @@ def trainer_factory(tmp_path, layers=2):
         policy=None,
         peft_config=None,
         callbacks=None,
+        tokenizer=TOKENIZER,
         **options,
     ):
         if not base.exists():
@@ -87,7 +88,7 @@ def trainer_factory(tmp_path, layers=2):
             MXFP4GRPOConfig(**settings),
             prompts() if dataset is None else dataset,
             eval_dataset,
-            processing_class=TOKENIZER,
+            processing_class=tokenizer,
             peft_config=peft_config,
             callbacks=callbacks,
         )

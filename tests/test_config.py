@@ -3,8 +3,10 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
+import pydoc
 
 import pytest
 from tables import GEMMS, OVERRIDES
@@ -21,7 +23,7 @@ DEFAULTS = {
     "preset": "w4a4",
     "scale_rule": "even",
     "macro_block": 128,
-    "macro_search": "blockwise",
+    "macro_search": "block_mantissas",
     "outlier_fallback": 1.0,
     "outlier_fallback_operands": "both",
     "outlier_fallback_rate": None,
@@ -66,7 +68,8 @@ def test_defaults_of_packed_mode():
 
 @pytest.mark.parametrize("mode", ["qat", "packed"])
 @pytest.mark.parametrize(
-    ("size", "search"), [("128", "blockwise"), (32, "hybrid"), (64, "hybrid"), ("row", "hybrid"), (None, "hybrid")]
+    ("size", "search"),
+    [("128", "block_mantissas"), (32, "hybrid"), (64, "hybrid"), ("row", "hybrid"), (None, "hybrid")],
 )
 def test_block_mantissas_are_the_default_where_four_blocks_share_a_byte(mode, size, search):
     assert MXFP4RLConfig(mode=mode, macro_block=size).macro_search == search
@@ -210,6 +213,25 @@ def test_unknown_option_without_a_near_name_lists_the_options():
         MXFP4RLConfig(zzz=1)
     for option in DEFAULTS.keys() - {"quant_method"}:
         assert option in str(error.value)
+
+
+def test_the_signature_and_help_list_every_option():
+    parameters = inspect.signature(MXFP4RLConfig).parameters
+    options = {option.name: option for option in dataclasses.fields(MXFP4RLConfig) if option.init}
+    assert list(parameters) == list(options)
+    assert {name: found.default for name, found in parameters.items()} == {n: o.default for n, o in options.items()}
+    words = " ".join(pydoc.render_doc(MXFP4RLConfig, renderer=pydoc.plaintext).replace("|", " ").split())
+    for name, option in options.items():
+        assert f"{name} (" in words and " ".join(option.metadata["help"].replace("|", " ").split()) in words
+
+
+def test_the_old_name_of_block_mantissas_is_read():
+    old = "blockwise"
+    config = MXFP4RLConfig(macro_search="block_mantissas")
+    for other in (MXFP4RLConfig(macro_search=old), MXFP4RLConfig.from_dict({**config.to_dict(), "macro_search": old})):
+        assert other == config and hash(other) == hash(config) and other.to_dict() == config.to_dict()
+    assert QuantScheme("even", 128, "block_mantissas") == QuantScheme("even", 128, old)
+    assert "mbs128-blockwise" in config.describe()
 
 
 def test_options_are_keywords_only():

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.dither import dither_masters
 from hf_mxfp4.dither_places import ForwardWeight, _crossings
-from hf_mxfp4.gemm import rotate_operand
 from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
 from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.numerics.dither import Cells, crowding, sixteen_bit_dtype
@@ -24,11 +23,8 @@ from hf_mxfp4.numerics.dither import Cells, crowding, sixteen_bit_dtype
 IDS = torch.arange(2, 14).view(2, 6)
 SCHEMES = some(
     CONFIGS, "plain", "floor", "even", "mse", "static", "row static", "default", "even blockwise", "fallback 1",
-    "selective even", "paper_a", "paper_b", "w4a4g4_tuned", "rotated",
-) | {
-    "rotated by 64": {**PLAIN, "fprop": {"rotation": "deterministic-64"}},
-    "rotated default": {"fprop": {"rotation": "deterministic-16"}},
-}  # fmt: skip
+    "selective even", "paper_a", "paper_b", "w4a4g4_tuned",
+)  # fmt: skip
 
 
 def gaussian(rows, columns, dtype=torch.bfloat16, seed=0):
@@ -46,8 +42,7 @@ def one_layer(weight, name="layer", **options):
 
 def stored(layer, weight):
     """Codes and scales of the forward product."""
-    rotated = rotate_operand(weight.detach(), layer.gemms.fprop.rotation, "fprop", layer.rng)
-    return quantize_weight(rotated, layer.gemms.fprop.right, "auto")
+    return quantize_weight(weight.detach(), layer.gemms.fprop.right, "auto")
 
 
 def movement(layer, weight, step):
@@ -163,27 +158,13 @@ def test_weights_on_a_coarser_lattice_do_not_jump_either(monkeypatch):
     assert dithered() > 2
 
 
-@pytest.mark.parametrize("size", [16, 64])
-def test_rotated_weights_with_many_ties_leave_all_of_them(size):
-    # Multiples of one number: their rotated blocks lie on a dozen boundaries at a time, which no draw leaves unseen.
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(-8, 9, (64, 512), generator=generator) * 2**-8
-    model, layer = one_layer(weight, **PLAIN, fprop={"rotation": f"deterministic-{size}"})
-    report = dither_masters(model)
-    dithered = layer.weight.detach()
-    assert torch.equal(dithered.bfloat16().float(), weight)
-    assert equal(stored(layer, weight), stored(layer, dithered))
-    assert report.share_before > 0.05 and report.share_after < 1e-3
-    assert report.n_left < 0.003 * weight.numel()
-
-
 def test_what_crossed_over_to_a_boundary_itself_comes_back():
     middle = torch.zeros(1, 1, 32)
     middle[..., 0], middle[..., 1], middle[..., 2] = 5.5, 0.2505, 0.251
     moved = middle.clone()
     moved[..., 1], moved[..., 2] = 0.25, 0.2495  # 0.25 is rounded to 0
     _, layer = one_layer(torch.zeros(32, 32), **PLAIN)
-    forward = ForwardWeight(layer.gemms.fprop, layer.gemms.fprop.right, layer.rng, "auto")
+    forward = ForwardWeight(layer.gemms.fprop.right, "auto")
     crossing, blocks = _crossings(forward, middle, moved, forward.quantized(middle), forward.quantized(moved))
     assert not blocks.any() and (crossing[..., 3:] == 0).all()
     assert crossing[0, 0, :3].tolist() == pytest.approx([0.0, -0.0005, -0.0005], abs=1e-6)
@@ -208,7 +189,7 @@ def test_a_tie_leaves_to_the_side_that_nearest_even_chose():
 def test_odd_shapes_and_non_finite_weights():
     weight = gaussian(37, 300)
     weight[3, 5], weight[4, 6] = float("inf"), float("nan")
-    for options in ({}, {"preset": "paper_b"}, {"macro_block": 256, "macro_search": "static"}, SCHEMES["rotated"]):
+    for options in ({}, {"preset": "paper_b"}, {"macro_block": 256, "macro_search": "static"}):
         model, layer = one_layer(weight, **options)
         dither_masters(model)
         found = layer.weight.detach()
@@ -237,8 +218,9 @@ def test_the_draw_depends_on_seed_and_name_alone():
     [
         ({}, torch.bfloat16, "are trained in bfloat16"),
         ({"fprop": {"weight": "full"}}, torch.float32, "are in full precision in the forward product"),
-        ({"fprop": {"weight": "rceil+stochastic"}}, torch.float32, "are rounded or rotated at random"),
-        ({"fprop": {"rotation": "random-16"}}, torch.float32, "are rounded or rotated at random"),
+        ({"fprop": {"weight": "rceil+stochastic"}}, torch.float32, "are rounded at random"),
+        ({"fprop": {"rotation": "random-16"}}, torch.float32, "are rotated in the forward product"),
+        ({"preset": "w4a4_h64"}, torch.float32, "are rotated in the forward product"),
     ],
 )
 def test_weights_that_it_would_do_nothing_for_are_left_alone(options, dtype, reason):

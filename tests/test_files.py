@@ -3,10 +3,12 @@
 
 import json
 import os
+import stat
+import threading
 
 import pytest
 
-from hf_mxfp4.files import append_lines, draft_of, json_clean, replace_file, write_json
+from hf_mxfp4.files import append_lines, is_draft, json_clean, lock, one_writer, replace_file, replacing, write_json
 
 
 def test_a_file_is_replaced_and_its_folder_made(tmp_path):
@@ -16,18 +18,74 @@ def test_a_file_is_replaced_and_its_folder_made(tmp_path):
     assert path.read_bytes() == "drei: ä".encode() and os.listdir(path.parent) == ["a.txt"]
 
 
-@pytest.mark.parametrize("sync", [False, True])
-def test_what_fails_before_the_end_leaves_the_old_file(tmp_path, monkeypatch, sync):
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_what_fails_before_the_end_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch, function):
     path = tmp_path / "a.json"
-    write_json(path, [1], sync=sync)
+    write_json(path, [1])
 
     def fail(*arguments):
         raise OSError("no space left")
 
-    monkeypatch.setattr(os, "fsync" if sync else "replace", fail)
+    monkeypatch.setattr(os, function, fail)
     with pytest.raises(OSError, match="no space left"):
-        write_json(path, [2], sync=sync)
-    assert json.loads(path.read_text()) == [1] and json.loads(draft_of(path).read_text()) == [2]
+        write_json(path, [2])
+    assert json.loads(path.read_text()) == [1] and os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_full_disk_leaves_no_draft(tmp_path):
+    with pytest.raises(OSError, match="full"), replacing(tmp_path / "a") as file:
+        file.write(b"half")
+        assert [is_draft(name) for name in os.listdir(tmp_path)] == [True]
+        raise OSError(28, "the disk is full")
+    assert os.listdir(tmp_path) == []
+
+
+def test_drafts_are_never_shared_and_follow_no_link(tmp_path, monkeypatch):
+    victim, path = tmp_path / "victim", tmp_path / "folder" / "a"
+    victim.write_text("precious")
+    path.parent.mkdir()
+    for name in ("a.part", ".draft-00"):
+        (path.parent / name).symlink_to(victim)
+    with replacing(path) as one, replacing(path) as other:
+        one.write(b"one")
+        other.write(b"other")
+    assert path.read_bytes() == b"one"  # whole, and of the last to finish
+    monkeypatch.setattr("secrets.token_hex", lambda n: "00")  # a stranger who guessed the name
+    with pytest.raises(FileExistsError):
+        replace_file(path, "two")
+    assert victim.read_text() == "precious" and path.read_bytes() == b"one"
+
+
+def test_permissions_stay(tmp_path):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "a").chmod(0o640)
+    replace_file(tmp_path / "a", "2")
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+
+
+def test_text_that_is_not_utf_8(tmp_path):
+    replace_file(tmp_path / "a", os.fsdecode(b"na\xefve"))
+    assert (tmp_path / "a").read_text() == "na\\udcefve"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no locks")
+def test_one_writer_at_a_time(tmp_path):
+    entered, order = threading.Event(), []
+
+    def other():
+        with one_writer(tmp_path):
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with one_writer(tmp_path):
+        thread.start()
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        assert not lock(descriptor, wait=False)
+        os.close(descriptor)
+        entered.wait(0.05)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "other"] and os.listdir(tmp_path) == []
 
 
 def test_the_form_of_json(tmp_path):

@@ -319,7 +319,8 @@ def test_two_processes_split_the_columns(plugin, options):
         ({}, 4, "cuts blocks of 128; choose a smaller tensor_parallel_size"),
         ({"macro_block": None}, 16, "cuts blocks of 32; choose"),
         ({"macro_block": "row"}, 16, "cuts blocks of 32; choose"),
-        ({"macro_block": "row", "preset": "w4a4"}, 2, "one factor for the whole row"),
+        ({"macro_block": "row", "preset": "w4a4"}, 2, "mbsrow.* needs whole rows; use tensor_parallel_size=1"),
+        ({"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.1}, 2, "of1@0.1 needs whole rows"),
     ],
 )
 def test_a_share_that_would_cut_blocks_is_refused(plugin, options, shares, reason):
@@ -469,10 +470,23 @@ def test_settings_in_force_are_where_vllm_looks_for_what_graphs_depend_on(plugin
     assert nested.text_config.quantization_config == {"vllm": {"weights": "packed", "adapter_rank": 0}}
 
 
-def test_activations_with_a_learned_threshold_are_refused(plugin):
-    scheme = MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5, outlier_fallback_rate=0.1)
-    with pytest.raises(ValueError, match="outlier_fallback_rate=0.1"):
-        plugin.MXFP4RLVLLMConfig(scheme)
+@pytest.mark.usefixtures("dense_products")
+@pytest.mark.parametrize("rotation", [None, "deterministic-64"])
+def test_selected_blocks_of_activations_are_those_of_the_packed_layer(plugin, rotation):
+    """Of each row, whatever the layer saw before and whatever else is in the batch."""
+    rate = {"outlier_fallback": 1.0, "outlier_fallback_rate": 0.1}
+    config = MXFP4RLConfig(mode="packed", preset="w4a4", **rate, fprop=rotation and {"rotation": rotation})
+    assert plugin.MXFP4RLVLLMConfig(config).scheme is config
+    source, method = packed_layer(config), plugin.MXFP4RLLinearMethod(config)
+    layer = make_layer(method, [source], torch.float32)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)) ** 3
+    expected = source(x)
+    method.apply(layer, 100 * x.flip(0))
+    assert torch.equal(method.apply(layer, x), expected)
+    compiled = torch.compile(lambda x: method.apply(layer, x), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), expected)
+    quantized = source.quantized_input(torch.cat([100 * x, x]), torch.float32)[5:]
+    assert torch.equal(quantized, source.quantized_input(x, torch.float32))
 
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])

@@ -14,7 +14,7 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from recipes.ablations.plots import draw_all
-from recipes.ablations.results import markdown, models, refuse_rehearsals
+from recipes.ablations.results import markdown, models
 
 from ..records import RESULTS, table
 from .ablation_claims import claims_table
@@ -105,12 +105,9 @@ def figures(folder: Path = RESULTS) -> dict[str, Figure]:
 
 def _recorded(folder: Path) -> list[tuple[Path, list[dict]]]:
     """The records of every ablation, by name from the last to the first: real models before the small ones of
-    ``ablation_cpu``. Raises `ValueError` for those of a rehearsal."""
+    ``ablation_cpu``."""
     paths = sorted(folder.glob("ablation_*.json"), reverse=True)
-    files = [(path, json.loads(path.read_text())) for path in paths]
-    for path, found in files:
-        refuse_rehearsals(found, str(path))
-    return files
+    return [(path, json.loads(path.read_text())) for path in paths]
 
 
 def _file(path: Path, found: list[dict], model: str, name: str) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of what runs gave and took: accuracy, time, memory, tokens."""
 
-from ..records import interval, percent, records, table
+from ..records import interval, records, table
 
 
 def quantize_cpu() -> str:
@@ -158,18 +158,6 @@ def packed_loading() -> str:
     return table([*columns, "bits per quantized weight on disk"], rows)
 
 
-def load_checks() -> str:
-    found = {tuple(r["name"].split(" / ")): r for r in records("load_checks")}
-    rows = []
-    for name, state in dict.fromkeys((name, state) for name, state, _ in found):
-        both = [found[name, state, what] for what in ("loading", "loading and first logits")]
-        times = [f"{r['baseline']:.2f}: {percent(r['ratio'] - 1, 1)}, {percent(r['cpu_ratio'] - 1, 1)}" for r in both]
-        size = f"{both[0]['bytes'] / 1e6:.0f} MB, {both[0]['shape'][0]} tensors"
-        rows.append([f"{name} weights", size, state, f"{both[0]['check_alone']:.3f}", *times])
-    columns = ["checkpoint", "size", "files", "check alone, s", "loading, s: more with it, % of time, of CPU time"]
-    return table([*columns, "until the first logits, likewise"], rows) + f"\n{both[0]['hardware']}\n"
-
-
 def layer_host_cost() -> str:
     found = records("layer_host_cost")
     rows = []
@@ -193,19 +181,6 @@ def memory() -> str:
         for mode, checkpointing, r in memory_runs()
     ]
     return table(["mode", "checkpointing", *parts], rows)
-
-
-def planned() -> str:
-    def states(sizes: dict) -> float:
-        return sum(sizes[part] for part in ("weights", "gradients", "optimizer", "saved"))
-
-    rows = [
-        [mode, checkpointing]
-        + [f"{states(r['predicted']) / states(r['measured']):.3f}"]
-        + [f"{r['predicted'][part] / r['measured'][part]:.3f}" for part in ("saved", "peak")]
-        for mode, checkpointing, r in memory_runs()
-    ]
-    return table(["mode", "checkpointing", "states and saved", "saved", "peak"], rows)
 
 
 def saved_error() -> str:

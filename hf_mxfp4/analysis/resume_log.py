@@ -8,6 +8,8 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from ..files import lock
+
 
 #: Seconds of work that a power failure may cost; a killed process loses none.
 _SYNC_SECONDS = 1.0
@@ -25,7 +27,7 @@ class ResumeLog:
         header: what the results are of; kept in the first line.
         overwrite: start over whatever the log holds.
 
-    Raises [`ProgressMismatch`] when the log was written for something else.
+    Raises [`ProgressMismatch`] when the log was written for something else, or another process is writing it.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], *, overwrite: bool = False):
@@ -34,13 +36,18 @@ class ResumeLog:
         self._done: dict[Hashable, dict] = {}
         self._last_sync = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = 0 if overwrite or not path.exists() else self._load()
-        self._stream: IO[bytes] = open(path, "r+b" if kept else "wb")
-        if kept:
+        self._stream: IO[bytes] = open(path, "r+b", opener=_open_or_make)
+        try:
+            if not lock(self._stream.fileno(), wait=False):
+                raise ProgressMismatch(f"another process is writing {path}; wait for it, or give another --out")
+            kept = 0 if overwrite else self._load()
             self._stream.truncate(kept)
             self._stream.seek(kept)
-        else:
-            self._write(self._header)
+            if not kept:
+                self._write(self._header)
+        except BaseException:
+            self._stream.close()
+            raise
 
     def __enter__(self):
         return self
@@ -73,7 +80,8 @@ class ResumeLog:
 
     def _load(self) -> int:
         """Read the log; bytes of it to keep. A last line that was torn by the end of its process is dropped."""
-        lines = self.path.read_bytes().split(b"\n")
+        content = self._stream.read()
+        lines = content.split(b"\n")
         torn = lines.pop()  # empty when the file ends as it should
         parsed = []
         for number, text in enumerate(lines, 1):
@@ -87,12 +95,19 @@ class ResumeLog:
             return 0  # no result yet: nothing that could be mixed
         for key, now in self._header.items():
             if (before := parsed[0].get(key)) != now:
+                held = f"{key} {_words(before)}, not {_words(now)}"
+                if key == "files":  # names, sizes and times of them, which say little
+                    held = "other files of the model than there are now: they were changed, or it is another model"
                 raise ProgressMismatch(
-                    f"{self.path} holds results for {key} {_words(before)}, not {_words(now)}; "
-                    "start over with --overwrite, or give another --out"
+                    f"{self.path} holds results for {held}; start over with --overwrite, or give another --out"
                 )
         self._done = {self.key(line): line for line in parsed[1:]}
-        return self.path.stat().st_size - len(torn)
+        return len(content) - len(torn)
+
+
+def _open_or_make(path: str, flags: int) -> int:
+    """Open a file that one process may write at a time; not through a link, which may be a stranger's."""
+    return os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _words(value: object) -> str:

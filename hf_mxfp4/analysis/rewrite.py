@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.io.atomic import atomic_folder
-from ..checkpoint.io.saved_files import checksums_in
+from ..checkpoint.io.manifest import weight_files, write_manifest
 from .errors.source import SourceError
 from .perplexity.load import load
 from .texts import TextOptions
@@ -53,7 +53,7 @@ def rewrite_checkpoint(
         if loaded.stored or loaded.own is not None:
             raise SourceError(f"{model} is quantized; take the original, and quantize what comes out")
         found = change(loaded.model, options.tokens(loaded.tokenizer, texts))
-        with checksums_in(folder):
-            loaded.model.save_pretrained(folder)
+        loaded.model.save_pretrained(folder)
+        write_manifest(folder, weight_files(folder))
         loaded.tokenizer.save_pretrained(folder)
     return found

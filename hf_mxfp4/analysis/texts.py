@@ -138,7 +138,7 @@ def _rows(dataset: str | Path) -> Iterator[Any]:
                 except ValueError as error:
                     raise SourceError(f"row {i} of {dataset} is not JSON: {error}") from error
                 yield row
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise SourceError(f"{dataset} cannot be read: {error}") from error
 
 

@@ -24,7 +24,6 @@ def fake_quantize(
     fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    fallback_threshold: float | None = None,
     importance: torch.Tensor | None = None,
     seed: int | None = None,
     backend: str = "auto",
@@ -36,7 +35,7 @@ def fake_quantize(
     """
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
     axis = check_input(x, axis, block_rows)
-    if generator is fallback_threshold is importance is None:
+    if generator is importance is None:
         return backends.fake_quantize(x.movedim(axis, -1), scheme, backend, seed=seed).movedim(-1, axis)
     _only_eager(backend)
     return numerics.apply_scheme(
@@ -44,7 +43,6 @@ def fake_quantize(
         scheme,
         axis=axis,
         generator=generator,
-        fallback_threshold=fallback_threshold,
         importance=importance,
         seed=seed,
     )
@@ -62,7 +60,6 @@ def quantize(
     fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    fallback_threshold: float | None = None,
     importance: torch.Tensor | None = None,
     seed: int | None = None,
     backend: str = "auto",
@@ -74,9 +71,9 @@ def quantize(
     """
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
     axis = check_input(x, axis, block_rows)
-    if generator is fallback_threshold is importance is None:
+    if generator is importance is None:
         noise_source(scheme.rounding, None, seed)
-        if backends.in_compiled_code(x) and scheme.rounding == "nearest":
+        if backends.needs_operator(x) and scheme.rounding == "nearest":
             return _compiled_quantize(x, scheme, axis, backend)
         name = backends.choose_backend(x, scheme, backend, seed, x.shape[axis])
         if name == "cpu":
@@ -90,7 +87,6 @@ def quantize(
         **vars(scheme),
         axis=axis,
         generator=generator,
-        fallback_threshold=fallback_threshold,
         importance=importance,
         seed=seed,
     )
@@ -113,6 +109,4 @@ class _FusedTensor(MXFP4Tensor):
 
 def _only_eager(backend: str) -> None:
     if backend not in ("auto", "eager"):
-        raise ValueError(
-            f"backend={backend!r} takes no generator, fallback_threshold or importance; use backend='auto'"
-        )
+        raise ValueError(f"backend={backend!r} takes no generator or importance; use backend='auto'")

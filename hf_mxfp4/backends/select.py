@@ -6,17 +6,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import numerics
-from ..numerics import (
-    FallbackThreshold,
-    MXFP4Tensor,
-    QuantScheme,
-    apply_scheme,
-    apply_scheme_delayed,
-    quantize_delayed,
-    rotate,
-)
+from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, rotate
 from ..numerics.rng import noise_source
 from . import cpu, self_check
 from . import triton as triton_kernels
@@ -26,8 +19,7 @@ from . import triton as triton_kernels
 #: output stays in the processor's cache.
 _EAGER_PORTION = 1 << 17
 _BLOCKS = QuantScheme()
-#: Torch's own kinds of tensors, which have memory to hand to a kernel.
-OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def fake_quantize(
@@ -51,12 +43,12 @@ def fake_quantize(
     """
     if seed is not None:
         noise_source(scheme.rounding, None, seed)
-    if torch.compiler.is_compiling() and in_compiled_code(x) and scheme.rounding == "nearest" and rotation is None:
+    if needs_operator(x) and scheme.rounding == "nearest" and rotation is None:
         values = torch.ops.hf_mxfp4.fake_quantize(x.detach(), str(scheme), backend)
         return values if dtype is None else values.to(dtype)
     name = choose_backend(x, scheme, backend, seed)
     if rotation is not None:
-        if name == "triton":
+        if name == "triton" and scheme.fallback_rate is None:
             return triton_kernels.fake_quantize_rotated(x, scheme, seed, rotation, signs, dtype or torch.float32)
         x = rotate_rows(x, rotation, "cpu" if name == "cpu" else "eager", signs=signs)
         name = choose_backend(x, scheme, backend, seed)
@@ -65,25 +57,6 @@ def fake_quantize(
     else:
         values = triton_kernels.fake_quantize(x, scheme, seed, dtype) if name == "triton" else _eager(x, scheme, seed)
     return values if dtype is None else values.to(dtype)
-
-
-def fake_quantize_delayed(
-    x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold, backend: str = "auto"
-) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.apply_scheme_delayed`] along the last axis, the same bits, on the backend named or the
-    fastest. Raises `ValueError` when the backend named cannot do it."""
-    if choose_backend(x, scheme, backend) == "cpu":
-        return cpu.fake_quantize(x, scheme, threshold)
-    return apply_scheme_delayed(x, scheme, threshold)
-
-
-def packed_delayed(
-    x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold, backend: str = "auto"
-) -> MXFP4Tensor:
-    """[`fake_quantize_delayed`] as codes and scale bytes."""
-    if choose_backend(x, scheme, backend) == "cpu":
-        return cpu.quantize(x, scheme, x.dim() - 1, threshold)
-    return quantize_delayed(x, scheme, threshold)
 
 
 def rotate_rows(
@@ -100,7 +73,7 @@ def rotate_rows(
     padding = -x.shape[-1] % size
     if padding:
         x = F.pad(x, (0, padding))
-    has_memory = type(x) in OWN_TYPES and not torch.compiler.is_compiling()
+    has_memory = not torch.compiler.is_compiling() and is_torchs_own(x)
     is_fused = has_memory and signs is None and backend in ("auto", "cpu")
     if is_fused and not (x.requires_grad and torch.is_grad_enabled()) and cpu.takes_rotation(x):
         return cpu.rotate(x, size, dtype or torch.float32)
@@ -125,7 +98,7 @@ def dequantize_e4m3(
 ) -> torch.Tensor:
     """[`hf_mxfp4.numerics.dequantize_e4m3`], the same bits, by Triton where that dequantizes MXFP4."""
     device, kernels = elements.device, False
-    if type(elements) in OWN_TYPES and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and is_torchs_own(elements):
         kernels = _choice(device.type, dtype, _BLOCKS, backend, None, 0) == "triton"
         kernels = kernels and (backend != "auto" or works("dequantize", device))
     return (triton_kernels if kernels else numerics).dequantize_e4m3(elements, byte, dtype)
@@ -154,12 +127,12 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -
     Raises `ValueError` when the backend named cannot do it.
     """
     scheme = as_read(tensor.scheme)
-    if in_compiled_code(tensor.codes):
+    if needs_operator(tensor.codes):
         parts = tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale
         out = torch.ops.hf_mxfp4.dequantize(*parts, tensor.length, str(scheme), dtype, backend)
         return out.movedim(-1, tensor.axis)
     name = "eager"
-    if type(tensor.codes) in OWN_TYPES and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and is_torchs_own(tensor.codes):
         device = tensor.codes.device
         name = _choice(device.type, dtype, scheme, backend, None, tensor.length)
         if name == "triton" and backend == "auto" and not works("dequantize", device):
@@ -183,7 +156,7 @@ def choose_backend(
 ) -> str:
     """The backend for this tensor, whose quantized axis has ``length`` elements (by default, the last axis). Raises
     `ValueError` when the one named cannot do it."""
-    if type(x) not in OWN_TYPES or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not is_torchs_own(x):
         # Tracing and other stand-ins for tensors have no memory to hand to a kernel.
         return "eager"
     if length is None:
@@ -227,18 +200,22 @@ def backend_for(
 
 
 def is_torchs_own(x: torch.Tensor) -> bool:
-    """Whether a tensor is of torch's own kinds, not one that stands for something else."""
-    return type(x) in OWN_TYPES
+    """Return whether the values of a tensor are what its memory holds, so that a kernel may read it: a tensor of one of
+    torch's own kinds, not inside `torch.vmap` or `torch.func.jvp`, not negated and not zero without memory."""
+    if type(x) not in _OWN_TYPES:
+        return False
+    return not (is_functorch_wrapped_tensor(x) or x.is_neg() or x._is_zerotensor())
 
 
-def in_compiled_code(x: torch.Tensor) -> bool:
-    """Whether Dynamo is tracing a call with this tensor, so that an operator stands for what runs on its memory."""
-    return torch.compiler.is_compiling() and is_torchs_own(x)
+def needs_operator(x: torch.Tensor) -> bool:
+    """Return whether an operator stands for what runs on a tensor's memory: where Dynamo traces, and inside
+    `torch.vmap` and `torch.func.jvp`."""
+    return type(x) in _OWN_TYPES and (torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x))
 
 
 def _eager(x: torch.Tensor, scheme: QuantScheme, seed: int | None = None) -> torch.Tensor:
-    whole = scheme.rounding != "nearest" or scheme.block_rows != 1 or scheme.fallback_rate is not None
-    if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or type(x) not in OWN_TYPES:
+    whole = scheme.rounding != "nearest" or scheme.block_rows != 1
+    if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or not is_torchs_own(x):
         return apply_scheme(x, scheme, seed=seed)
     rows = x.detach().reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype)

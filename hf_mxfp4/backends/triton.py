@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..numerics import MXFP4Tensor, QuantScheme
+from ..numerics.blocks import keep_selected
 
 
 def unsupported_reason(device_type: str, dtype: torch.dtype, scheme: QuantScheme, length: int = 0) -> str | None:
@@ -18,8 +19,8 @@ def unsupported_reason(device_type: str, dtype: torch.dtype, scheme: QuantScheme
     reason = unavailable(device_type)
     if reason is not None:
         return reason
-    if scheme.fallback_rate is not None:
-        return "selective outlier fallback (fallback_rate) has no Triton kernel"
+    if scheme.fallback_rate is not None and scheme.block_rows != 1:
+        return "selective outlier fallback (fallback_rate) of tiles has no Triton kernel"
     import mxfp4_kernels
 
     return mxfp4_kernels.supports(dtype, rounding=scheme.rounding, length=length, **_options(scheme))
@@ -45,6 +46,8 @@ def fake_quantize(
     of float32 in the kernel, to the bit as after it."""
     import mxfp4_kernels
 
+    if scheme.fallback_rate is not None:
+        return dequantize(quantize(x, scheme, x.dim() - 1, seed), x.dtype).to(dtype or x.dtype)
     options = {**_options(scheme), **_written(x, dtype)}
     values = mxfp4_kernels.fake_quantize(x, **options, rounding=scheme.rounding, seed=seed)
     return values if dtype is None else values.to(dtype)
@@ -154,7 +157,8 @@ def quantize(
         converts = converts_codes(x.device)
     options = {**_options(scheme), "rounding": scheme.rounding, "seed": seed, "converts": converts}
     packed = mxfp4_kernels.quantize(x.movedim(axis, -1), **options)
-    return MXFP4Tensor(*packed, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
+    tensor = MXFP4Tensor(*packed, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
+    return tensor if scheme.fallback_rate is None else keep_selected(x.movedim(axis, -1), tensor)
 
 
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import EntryNotFoundError
 
 from .card.model import CARD, choose_card, decoration
-from .io.replace import checkpoint_files, is_shard, weight_names
+from .io.replace import is_shard, weight_names
 
 
 if TYPE_CHECKING:
@@ -33,20 +34,22 @@ def push(
     repo_id = HfApi(token=options.get("token")).create_repo(repo_id, private=private, exist_ok=True).repo_id
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-        return upload_saved(folder, repo_id, **options)
+        names = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()]
+        return upload_saved(folder, repo_id, names, **options)
 
 
 def create_and_upload(
-    folder: str | os.PathLike, repo_id: str, *, private: bool | None = None, **options: Any
+    folder: str | os.PathLike, repo_id: str, names: Sequence[str], *, private: bool | None = None, **options: Any
 ) -> CommitInfo:
     """[`upload_saved`] to a repository that is made if it does not exist."""
     repo_id = HfApi(token=options.get("token")).create_repo(repo_id, private=private, exist_ok=True).repo_id
-    return upload_saved(folder, repo_id, **options)
+    return upload_saved(folder, repo_id, names, **options)
 
 
 def upload_saved(
     folder: str | os.PathLike,
     repo_id: str,
+    names: Sequence[str],
     *,
     variant: str | None = None,
     commit_message: str | None = None,
@@ -56,8 +59,8 @@ def upload_saved(
     create_pr: bool = False,
     tags: list[str] | None = None,
 ) -> CommitInfo:
-    """Upload the checkpoint in ``folder`` to an existing repository (its weights, configuration and card; nothing else
-    that lies there).
+    """Upload the files ``names`` of a saved checkpoint and its card to an existing repository; nothing else that is in
+    ``folder``.
 
     A card that someone wrote on the Hub stays, with ``tags`` added; one that was generated is replaced. Weights of an
     earlier push that are not overwritten are deleted in the same commit: transformers would prefer an old
@@ -66,7 +69,7 @@ def upload_saved(
     api = HfApi(token=token)
     if revision is not None and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    files = [name for name in checkpoint_files(Path(folder), variant) if name != CARD]
+    files = [name for name in names if name != CARD]
     with tempfile.TemporaryDirectory() as cards:
         uploads = {name: Path(folder) / name for name in files}
         with decoration():

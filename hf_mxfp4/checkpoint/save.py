@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save_pretrained` and `push_to_hub` of quantized models: nothing half-written, checksums in the files, and a card
-beside the weights."""
+"""`save_pretrained` and `push_to_hub` of quantized models: nothing half-written, checksums of the weights, and a model
+card."""
 
-import contextlib
 import functools
 import inspect
 import os
@@ -25,7 +24,7 @@ def wrap_saving(cls: type["PreTrainedModel"]) -> None:
     """Make saving safe and complete for the quantized models of a class.
 
     `save_pretrained` then heeds its ``state_dict``, writes beside the old checkpoint before it takes its place (see
-    [`hf_mxfp4.checkpoint.io.replace.staged`]), puts checksums into the files, and adds a model card; `push_to_hub`
+    [`hf_mxfp4.checkpoint.io.replace.staged`]), writes their checksums, and adds a model card; `push_to_hub`
     uploads that card instead of an empty one, and removes weights of an earlier push that would be loaded in place of
     the new ones.
 
@@ -45,6 +44,10 @@ def is_quantized(model: "PreTrainedModel") -> bool:
 
 def _wrap_save(original):
     signature = inspect.signature(original)
+    if "state_dict" not in signature.parameters:  # a method of the model's own that passes on what it gets
+        from transformers import PreTrainedModel
+
+        signature = inspect.signature(PreTrainedModel.save_pretrained)
 
     @functools.wraps(original)
     def save_pretrained(self, *args, **kwargs):
@@ -59,33 +62,36 @@ def _wrap_save(original):
             # Of a checkpoint that all ranks write together, none can tell when it is complete.
             if options.get("distributed_checkpoint") or not _writes(self, options["is_main_process"]):
                 return original(self, *args, **kwargs)
-            _save(self, original, call, options)
+            written = _save(self, original, call, options)
         if options["push_to_hub"]:
             from .hub import create_and_upload
 
             given = {name: options[name] for name in _UPLOAD_OPTIONS if options.get(name) is not None}
             repo_id = options.get("repo_id") or os.path.basename(os.path.normpath(folder))
-            create_and_upload(folder, repo_id, variant=options.get("variant"), **given)
+            create_and_upload(folder, repo_id, written, variant=options.get("variant"), **given)
 
     save_pretrained.wraps_saving = True
     return save_pretrained
 
 
-def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> None:
+def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> list[str]:
+    """Save a model, and return the names of the files that were written."""
     from .card.model import save_card
-    from .io.saved_files import checksums_in
+    from .io.guard import guard_folder
 
-    folder = options["save_directory"]
-    with staged(folder, options.get("variant")) as staging:
+    folder, written = options["save_directory"], []
+    with staged(folder, options.get("variant"), written) as staging:
         local = {name: value for name, value in options.items() if name in call.signature.parameters}
         local |= {"save_directory": str(staging), "push_to_hub": False}
         model_argument = local.pop(next(iter(call.signature.parameters)))
         # Of adapters alone there is nothing to say here: files and card are PEFT's.
         adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
-        with contextlib.nullcontext() if adapters_alone else checksums_in(staging):
-            original(model_argument, **local)
+        original(model_argument, **local)
+        if not adapters_alone:
+            guard_folder(staging)
         if not adapters_alone and hasattr(model, "quantization_report"):
             save_card(model, staging, existing=folder, state_dict=options["state_dict"])
+    return written
 
 
 def _writes(model: "PreTrainedModel", is_main_process: bool) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is damaged in a checkpoint: data, headers, the index, and a `config.json` that describes others."""
+"""Everything that is damaged in a checkpoint: files, the index, and a `config.json` that describes other weights."""
 
 import contextlib
 import os
@@ -8,17 +8,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..files import one_writer
 from ..registration import QUANT_METHOD
-from .io.folder import CheckpointError, open_checkpoint, read_json
+from .io.folder import CheckpointError, RemoteCodeError, open_checkpoint, read_json
 from .io.index import read_index
-from .io.integrity import FileChecksums, OnBytes, add_checksums, find_damage
-from .io.reader import ShardError, StoredTensor, read_file_header
+from .io.manifest import (
+    MANIFEST,
+    FileRecord,
+    OnBytes,
+    file_damage,
+    has_checksum,
+    ignore_bytes,
+    read_manifest,
+    weight_files,
+    write_manifest,
+)
+from .io.reader import ShardError, StoredTensor, is_safetensors, read_file_header
 from .io.replace import CONFIG, weight_names
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``where``: the tensor, or the file if it is none. ``reason``: a sentence that names the file."""
+    """``where``: the file. ``reason``: a sentence that names the file."""
 
     where: str
     reason: str
@@ -29,11 +40,11 @@ class Verification:
     """What was compared, and what was wrong.
 
     Attributes:
-        checked: names of the files whose data were compared with their checksums.
-        unchecked: those of files that carry none.
+        checked: names of the files that were compared with their checksums.
+        unchecked: names of the files without one.
         n_tensors, n_bytes: how much was compared.
         problems: everything that is damaged.
-        lacking: files without checksums whose neighbours in the index carry some.
+        lacking: files without checksums that the index names together with files that have some.
         notes: what could not be compared, in sentences.
     """
 
@@ -42,14 +53,10 @@ class Verification:
     n_tensors: int = 0
     n_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
-    lacking: list[Problem] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     #: By the names of the files that could be read, and of the tensors.
     _tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict, repr=False)
-
-    @property
-    def all_problems(self) -> list[Problem]:
-        return [*self.problems, *self.lacking]
 
     def to_dict(self) -> dict[str, Any]:
         """What `hf-mxfp4 verify --json` prints."""
@@ -58,25 +65,28 @@ class Verification:
             "unchecked": self.unchecked,
             "tensors": self.n_tensors,
             "bytes": self.n_bytes,
-            "problems": [asdict(problem) for problem in self.all_problems],
+            "problems": [asdict(problem) for problem in self.problems],
             "notes": self.notes,
         }
 
-    def check_file(self, file: Path, on_bytes: OnBytes = lambda count, name: None) -> None:
-        """Compare the header and all data of a safetensors file with its checksums."""
+    def check_file(self, file: Path, record: FileRecord | None, on_bytes: OnBytes = ignore_bytes) -> None:
+        """Compare a file with its checksum, from the manifest or in its own header."""
         try:
-            found = FileChecksums(read_file_header(file))
-            self._tensors[file.name] = {tensor.name: tensor for tensor in found.tensors}
-            if found.expected is None:
-                self.unchecked.append(file.name)
-                return
-            self.checked.append(file.name)
-            self.n_tensors += len(found.tensors)
-            self.n_bytes += found.n_bytes
-            for damage in find_damage([found], on_bytes):
-                self.add(damage.tensor or damage.file, str(damage))
+            header = read_file_header(file) if is_safetensors(file) else None
+            if header is not None:
+                self._tensors[file.name] = {tensor.name: tensor for tensor in header.tensors}
+            damage = file_damage(file, record, on_bytes)
         except ShardError as error:
             self.add(file.name, str(error))
+            return
+        if damage is None:
+            self.unchecked.append(file.name)
+            return
+        self.checked.append(file.name)
+        self.n_tensors += 0 if header is None else len(header.tensors)
+        self.n_bytes += file.stat().st_size if file.is_file() else 0
+        for reason in damage:
+            self.add(file.name, reason)
 
     def check_folder(self, folder: Path) -> None:
         """Compare what the files have with the index and with `config.json`, when all files have been checked."""
@@ -108,8 +118,8 @@ class Verification:
         n_bytes = sum(tensor.nbytes for file in files for tensor in self._tensors.get(file, {}).values())
         if isinstance(size, int) and not self.problems and size != n_bytes:
             damaged(f"it says that the tensors have {size} bytes, and they have {n_bytes}")
-        for file in set(files).intersection(self.unchecked) if set(files).intersection(self.checked) else ():
-            self.lacking.append(Problem(file, f"{file} carries no checksums, other files do: it was written anew"))
+        if set(files).intersection(self.checked):
+            self.lacking += sorted(set(files).intersection(self.unchecked))
 
     def _check_config(self, folder: Path) -> None:
         from .convert.sources import PackedSource, check_folder, own_config
@@ -127,59 +137,72 @@ class Verification:
             return
         try:
             model = opened.empty_model()
-        except CheckpointError as error:
+        except RemoteCodeError as error:
             self.notes.append(f"the tensors were not compared with the model that {CONFIG} describes: {error}")
             return
-        except Exception as error:  # whatever the numbers in it make of a model
-            self.add(CONFIG, f"{CONFIG} describes no model ({type(error).__name__}: {error})")
+        except CheckpointError as error:
+            self.add(CONFIG, str(error))
             return
         try:
             PackedSource(opened) if own.mode == "packed" else check_folder(opened, model, own)
         except CheckpointError as error:
             self.add(CONFIG, str(error))
 
+    def manifest_of(self, folder: Path) -> dict[str, FileRecord]:
+        """Return the manifest of a folder; a damaged one is a problem, and counts as empty."""
+        try:
+            return read_manifest(folder)
+        except ShardError as error:
+            self.add(MANIFEST, str(error))
+            return {}
+
     def add(self, where: str, reason: str) -> None:
         self.problems.append(Problem(where, reason))
 
 
-def verify_folder(folder: str | os.PathLike, on_bytes: OnBytes = lambda count, name: None) -> Verification:
-    """Check every safetensors file of a folder, its index, and that `config.json` describes them.
+def verify_folder(folder: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> Verification:
+    """Check every file of a folder that has a checksum, all safetensors files, the index, and that `config.json`
+    describes them.
 
-    Raises [`CheckpointError`] for what is no folder, or holds no safetensors files.
+    Raises [`CheckpointError`] for what is no folder, or holds no weights.
     """
-    folder = Path(folder).expanduser()
-    found = Verification()
-    for file in _files(folder):
-        found.check_file(file, on_bytes)
+    folder, found = Path(folder).expanduser(), Verification()
+    manifest = found.manifest_of(folder)
+    for name in _names(folder, manifest):
+        found.check_file(folder / name, manifest.get(name), on_bytes)
     found.check_folder(folder)
     return found
 
 
-def add_to_folder(folder: str | os.PathLike, on_bytes: OnBytes = lambda count, name: None) -> list[str]:
-    """Write checksums into those files of a folder that carry none, one after the other; their names.
+def add_to_folder(folder: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> list[str]:
+    """Record checksums of those weight files of a folder that have none, of what they hold now; return their names. The
+    files stay as they are; one process at a time does this in a folder, and the others wait.
 
-    They are of what the files hold now. Raises as [`verify_folder`], `ShardError` for a file that cannot be read, and
-    `OSError` for one that cannot be written.
+    Raises as [`verify_folder`], `ShardError` for a file that cannot be read, and `OSError` where the manifest cannot be
+    written.
     """
-    files = [
-        file for file in _files(Path(folder).expanduser()) if FileChecksums(read_file_header(file)).expected is None
-    ]
-    for file in files:
-        add_checksums(file, on_bytes)
-    return [file.name for file in files]
-
-
-def _files(folder: Path) -> Iterable[Path]:
-    """All safetensors files of a folder, and those that its index names and that are missing."""
+    folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
-    names, index = {file.name for file in folder.glob("*.safetensors")}, _index_of(folder)
+    with one_writer(folder):
+        manifest = read_manifest(folder)
+        names = [name for name in _names(folder, manifest) if not has_checksum(folder / name, manifest)]
+        if names:
+            write_manifest(folder, names, manifest, on_bytes)
+    return names
+
+
+def _names(folder: Path, manifest: Iterable[str]) -> list[str]:
+    """Return the names of all weight files of a folder, and of those that its index or manifest names."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
+    names, index = {*weight_files(folder), *manifest}, _index_of(folder)
     if index is not None:
-        with contextlib.suppress(ShardError):  # told when the index is checked
+        with contextlib.suppress(ShardError):  # reported when the index is checked
             names |= set(read_index(index).values())
-    if not names:
-        raise CheckpointError(f"{folder} holds no .safetensors file")
-    return [folder / name for name in sorted(names)]
+    if not any(name.endswith((".safetensors", ".gguf")) for name in names):
+        raise CheckpointError(f"{folder} holds no .safetensors or .gguf file")
+    return sorted(names)
 
 
 def _index_of(folder: Path) -> Path | None:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import ExcludeOption, IncludeOption, JsonOption, SchemeOption, fail, schemes_of, told_errors
+from .options import (
+    ExcludeOption,
+    IncludeOption,
+    JsonOption,
+    SchemeOption,
+    fail,
+    report_folder,
+    schemes_of,
+    told_errors,
+)
 
 
 if TYPE_CHECKING:
@@ -41,12 +50,12 @@ def analyze(
         bool,
         typer.Option(
             "--activations",
-            help="Also load the whole model into memory, run it on texts of --dataset, and analyse what enters the "
+            help="Also load the whole model into memory, run it on texts of --text, and analyse what enters the "
             "layers.",
         ),
     ] = False,
-    dataset: Annotated[
-        str | None, typer.Option("--dataset", help="The texts for --activations: JSON lines, or what eval takes.")
+    text: Annotated[
+        str | None, typer.Option("--text", help="The texts for --activations: JSON lines, or what eval takes.")
     ] = None,
     text_field: Annotated[
         str | None,
@@ -70,23 +79,23 @@ def analyze(
     Schemes default to the checkpoint's own, or, for one that has none, to plain MXFP4 and the two corrections of arXiv
     2605.20402. An interrupted run resumes when the same command is given again.
     """
-    if activations != (dataset is not None):
-        fail("--activations and --dataset go together")
+    if activations != (text is not None):
+        fail("--activations and --text go together")
     wanted = schemes_of(scheme) if scheme else None
     with told_errors("the same command resumes where it stopped"):
         from ..analysis.errors.source import SourceError, open_source
         from ..analysis.errors.weights import own_config
         from ..analysis.texts import TEXT_FIELDS, TextOptions
 
-        options = TextOptions(dataset or "", text_field, samples, max_length, TEXT_FIELDS)
-        texts = [] if dataset is None else options.read()
+        options = TextOptions(text or "", text_field, samples, max_length, TEXT_FIELDS)
+        texts = [] if text is None else options.read()
         predicted = TextOptions(perplexity or "", text_field, samples, max_length)
         predicted_texts = [] if perplexity is None else predicted.read()
         source = open_source(model)
         if predicted_texts and source.kind == "file":
             raise SourceError("--perplexity needs a model's folder or hub id, with its config and tokenizer")
         own = own_config(source)
-        folder = out or Path("analysis") / source.name.replace("/", "--")
+        folder = out or Path("analysis") / report_folder(model)
         analysis = _analyze_weights(source, own, wanted, include or (), exclude or (), folder, overwrite)
         if texts:
             _add_activations(analysis, model, own, wanted, options, texts)

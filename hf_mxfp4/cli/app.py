@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands put together."""
 
+import functools
+import io
+import sys
 from typing import Annotated
 
 import typer
 
-from . import analyze, compare, convert, costs, env, evaluate, gptq, plan, report, simulate, smooth, verify
+from . import analyze, compare, convert, env, evaluate, gptq, plan, report, run, simulate, smooth, verify
+from .options import Command
 
 
 app = typer.Typer(
@@ -17,20 +21,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("analyze")(analyze.analyze)
-app.command("compare")(compare.compare)
-app.command("eval")(evaluate.evaluate)
-app.command("costs")(costs.costs)
-app.command("simulate")(simulate.simulate)
-app.command("smooth")(smooth.smooth)
-app.command("gptq")(gptq.gptq)
-app.command("plan")(plan.plan)
-app.command("report")(report.report)
-app.command("pack")(convert.pack)
-app.command("export")(convert.export)
-app.command("import")(convert.import_)
-app.command("verify")(verify.verify)
-app.command("env")(env.env)
+_command = functools.partial(app.command, cls=Command)
+_command("analyze")(analyze.analyze)
+_command("compare")(compare.compare)
+_command("eval")(evaluate.evaluate)
+_command("simulate")(simulate.simulate)
+_command("smooth")(smooth.smooth)
+_command("gptq")(gptq.gptq)
+_command("plan")(plan.plan)
+_command("report")(report.report)
+_command("pack")(convert.pack)
+_command("export")(convert.export)
+_command("import")(convert.import_)
+_command("verify")(verify.verify)
+_command("env")(env.env)
+app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run.run)
 
 
 def _print_version(wanted: bool) -> None:
@@ -47,7 +52,10 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    pass
+    # Names of files need not be UTF-8.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:

@@ -113,14 +113,14 @@ def _two_schemes(model: str, schemes: list["QuantScheme"], include, exclude) -> 
 
 
 def _show(result: "Comparison", as_json: bool) -> None:
-    from .console import out, plain_table, report_problems
+    from .console import out, plain_table, report_problems, say
 
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
     else:
         console = out()
         for line in result.lines():
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line, console)
         groups = {"all": result.total(), **result.by_layer_type()} if result.pairs else {}
         worst = {name: result.pairs[name] for name in result.worst(_WORST)}
         for heading, rows in ((result.groups_title, groups), (result.worst_title, worst)):
@@ -130,7 +130,7 @@ def _show(result: "Comparison", as_json: bool) -> None:
         for side, names in (("A", result.only_first), ("B", result.only_second)):
             if names:
                 more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                console.print(f"only in {side}: {', '.join(names[:5])}{more}", markup=False, highlight=False)
+                say(f"only in {side}: {', '.join(names[:5])}{more}", console)
     report_problems(result.problems)
 
 

@@ -17,11 +17,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from ..analysis.errors.results import Analysis, Problem
 from ..analysis.errors.statistics import ErrorStatistics
 from ..analysis.report.columns import COLUMNS, LEGEND, number
 from ..analysis.report.statements import SQNR_NOTE, bits_text, least_error, statements
+from ..files import printable
 
 
 if TYPE_CHECKING:  # it brings the layers along, which other commands do without
@@ -153,42 +155,40 @@ def statistics_table(title: str, heading: str, rows: Mapping[Any, ErrorStatistic
 
 
 def plain_table(title: str, headings: Sequence[str], *sections: Sequence[Sequence[str]]) -> Table:
-    """Text left, numbers right; a line between sections of rows."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    """Text left, numbers right; a line between sections of rows. Nothing in it is read as markup."""
+    table = Table(title=Text(printable(title)), title_justify="left", title_style="bold")
     for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
+        table.add_column(Text(printable(heading)), justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     for rows in sections:
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(Text(printable(cell)) for cell in row))
         table.add_section()
     return table
+
+
+def say(text: str, console: Console | None = None) -> None:
+    """Print a line as it is: no markup, no control characters, no line breaks of ours. Nothing for an empty one."""
+    if text:
+        (console or out()).print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def report_problems(problems: Sequence[Problem]) -> None:
     """Every problem on standard error, one line each."""
     for problem in problems:
-        print(f"problem: {problem.where}: {problem.reason}", file=sys.stderr)
+        print(printable(f"problem: {problem.where}: {problem.reason}"), file=sys.stderr)
 
 
 def print_summary(analysis: Analysis, console: Console) -> None:
     """Print what `hf-mxfp4 analyze` says: schemes, the best one, layer types and worst tensors of each kind, and what
     is not among them. All numbers are in the files that it writes."""
-
-    def say(text: str) -> None:
-        if text:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-
     for kind in analysis.kinds:
         schemes = analysis.schemes_of(kind)
         totals = {scheme: analysis.total(kind, scheme) for scheme in schemes}
         count, elements = len(analysis.of_kind(kind)), totals[schemes[0]].elements
         title = f"{analysis.model}: {count} {kind} tensors, {elements:,} elements"
         console.print(_schemes(title, totals, console.width))
-        say(LEGEND)
-        say(least_error(totals))
-        say(SQNR_NOTE)
-        for sentence in statements(totals):
-            say(sentence)
+        for sentence in (LEGEND, least_error(totals), SQNR_NOTE, *statements(totals)):
+            say(sentence, console)
         groups = {scheme: analysis.by_layer_type(kind, scheme) for scheme in schemes}
         types = {name: [groups[scheme][name] for scheme in schemes] for name in groups[schemes[0]]}
         console.print(_by_scheme(f"{kind} tensors by layer", "layer type", types))
@@ -200,9 +200,9 @@ def print_summary(analysis: Analysis, console: Console) -> None:
         print_evaluation(analysis.evaluation, console)
     if analysis.skipped:
         reasons = [f"{len(names)} {reason} (such as {min(names)})" for reason, names in analysis.skipped.items()]
-        say(f"left out: {'; '.join(reasons)}")
+        say(f"left out: {'; '.join(reasons)}", console)
     for note in analysis.notes:
-        say(note)
+        say(note, console)
     if analysis.problems:
         rows = [[problem.where, problem.reason] for problem in analysis.problems]
         console.print(plain_table("problems", ["where", "reason"], rows))
@@ -213,8 +213,7 @@ def print_evaluation(evaluation: "Evaluation", console: Console) -> None:
     from ..analysis.perplexity.report import columns, legend, summary, table
 
     console.print(plain_table(summary(evaluation), columns(evaluation), table(evaluation)))
-    if text := legend(evaluation):
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(legend(evaluation), console)
 
 
 def _schemes(title: str, totals: Mapping[str, ErrorStatistics], width: int):

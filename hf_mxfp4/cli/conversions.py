@@ -61,16 +61,12 @@ def bytes_in(folder: Path) -> int:
 def show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> None:
     """Print what was done to each type of layer, what it cost and what it saved, on standard output."""
     from ..checkpoint.convert.costs import bits_per_weight
-    from .console import out, plain_table
+    from .console import out, plain_table, say
 
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1, allow_nan=False))
         return
     console = out()
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
     if any(layer.action != "kept" for layer in report.layers):
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
         if verbose:

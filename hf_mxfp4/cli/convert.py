@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .conversions import OutArgument, OverwriteOption, VerboseOption, bytes_in, show, told_conversion_errors
-from .options import JsonOption, fail
+from .options import JsonOption, SkipOption, fail
 
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def pack(
         str | None, typer.Option("--macro-block", help="32, 64, 128 (default), 256, row or none.")
     ] = None,
     macro_search: Annotated[
-        str | None, typer.Option("--macro-search", help="blockwise (default), static, dynamic or hybrid.")
+        str | None, typer.Option("--macro-search", help="block_mantissas (default), static, dynamic or hybrid.")
     ] = None,
     outlier_fallback: Annotated[
         float | None, typer.Option("--outlier-fallback", help="Weight of the residual, such as 0.5 (default: none).")
@@ -75,10 +75,7 @@ def pack(
             "none). For this package alone.",
         ),
     ] = None,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option("--skip", help="Layers to leave alone, as modules_to_not_convert. Repeatable."),
-    ] = None,
+    skip: SkipOption = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -145,14 +142,11 @@ def export(
         PresetName | None,
         typer.Option("--preset", help="For a plain checkpoint: w4a16 (default), or w4a4 in format quark."),
     ] = None,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option("--skip", help="For a plain checkpoint: layers to leave alone, as modules_to_not_convert."),
-    ] = None,
-    calibrate: Annotated[
+    skip: SkipOption = None,
+    text: Annotated[
         Path | None,
         typer.Option(
-            "--calibrate",
+            "--text",
             metavar="FILE",
             help="Texts like those that the model will read, plain or JSON lines: round the weights for the least "
             "change of outputs on them (GPTQ). Loads the model.",
@@ -179,7 +173,7 @@ def export(
                 scale_rule=scale_rule and scale_rule.value,
                 preset=preset and preset.value,
                 modules_to_not_convert=skip,
-                calibration=None if calibrate is None else _texts_in(calibrate),
+                calibration=None if text is None else _texts_in(text),
                 overwrite=overwrite,
                 on_bytes=progress,
             )
@@ -214,7 +208,7 @@ def _texts_in(file: Path) -> list[str]:
     if file.suffix != ".jsonl":
         return [text]
     try:
-        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        lines = [json.loads(line) for line in text.split("\n") if line.strip()]  # not at U+2028
     except ValueError as error:
         fail(f"{file} is not in JSON lines: {error}")
     return ["\n".join(part for part in line.values() if isinstance(part, str)) for line in lines]

@@ -2,6 +2,8 @@
 """`hf-mxfp4 env`: versions, devices, and what computes what here; for bug reports."""
 
 import json
+from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -29,22 +31,45 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def env(
     as_json: JsonOption = False,
     check: Annotated[bool, typer.Option("--check", help="Check all kernels on the GPUs here first.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print what computes what, and why.")] = False,
 ) -> None:
-    """Show versions, devices, and which backend and instructions the layers use on them."""
-    from .console import out, plain_table
-
+    """Show versions, devices, and what quantizes on them; with --verbose, what multiplies, and why."""
     facts = environment(check)
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    console = out()
-    versions = [[name, version or "not installed"] for name, version in facts["versions"].items()]
-    console.print(plain_table("versions", ["package", "version"], versions))
-    machine = [["system", facts["system"]], ["CPU", f"{facts['cpu']['name']}, {facts['cpu']['cores']} cores"]]
-    machine += [[f"GPU {i}", f"{gpu['name']}, {gpu['capability']}"] for i, gpu in enumerate(facts["gpus"])]
+    for line in _summary(facts):
+        typer.echo(line)
+    if verbose:
+        _show_details(facts)
+    else:
+        typer.echo("what computes what, and why: hf-mxfp4 env --verbose")
+
+
+def _summary(facts: dict[str, Any]) -> Iterator[str]:
+    for name, version in facts["versions"].items():
+        yield f"{name:<13} {version or 'not installed'}"
+    yield f"{'system':<13} {facts['system']}"
+    yield f"{'CPU':<13} {facts['cpu']['name']}, {facts['cpu']['cores']} cores"
+    for i, gpu in enumerate(facts["gpus"]):
+        yield f"{f'GPU {i}':<13} {gpu['name']}, {gpu['capability']}"
     if not facts["gpus"]:
-        machine.append(["GPUs", "none"])
-    console.print(plain_table("machine", ["", ""], machine))
+        yield f"{'GPUs':<13} none"
+    backends: dict[str, dict[str, None]] = {}
+    for row in facts["quantization"]:
+        found = row["backend"] + (f" ({row['reason']})" if row["reason"] else "")
+        backends.setdefault(row["device"], {})[found] = None
+    for device, names in backends.items():
+        yield f"quantization on {device}: {', '.join(names)}"
+    for device, states in facts["self_checks"].items() if facts["gpus"] else ():
+        counts = Counter(states.values())
+        yield f"kernels on {device}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
+
+
+def _show_details(facts: dict[str, Any]) -> None:
+    from .console import out, plain_table
+
+    console = out()
     rows = [[q["device"], q["dtype"], q["scheme"], q["backend"], q["reason"] or ""] for q in facts["quantization"]]
     console.print(plain_table("what quantizes", ["device", "dtype", "scheme", "backend", "why not faster"], rows))
     kernels = [[name, reason or "yes"] for name, reason in facts["triton_kernels"].items()]

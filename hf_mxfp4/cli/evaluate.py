@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import JsonOption, fail, told_errors
+from .options import JsonOption, fail, report_folder, told_errors
 
 
 if TYPE_CHECKING:
@@ -29,6 +29,13 @@ class Dtype(str, Enum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     FLOAT32 = "float32"
+
+
+class Unit(str, Enum):
+    """What a part of a model is, see [`hf_mxfp4.analysis.perplexity.schemes.without_each`]."""
+
+    TYPE = "type"
+    LAYER = "layer"
 
 
 def evaluate(
@@ -54,6 +61,14 @@ def evaluate(
             "the checkpoint), or 'config:FILE' (options of MXFP4RLConfig, JSON or YAML); SCHEME as for analyze, also "
             "with mbs128-hybrid, and @RATE after the fallback. Repeatable.",
             show_default="own, or five usual ones",
+        ),
+    ] = None,
+    without_each: Annotated[
+        Unit | None,
+        typer.Option(
+            "--without-each",
+            help="Also measure the first scheme with each part of the model left in full precision in turn: all layers "
+            "of a 'type', or a decoder 'layer'. It takes a pass over the texts for each.",
         ),
     ] = None,
     text_field: Annotated[
@@ -93,13 +108,14 @@ def evaluate(
     (KL) and paired differences, and write a report.
 
     The weights are loaded once; logits never exist for a whole text. An interrupted run resumes when the same command
-    is given again, and other schemes can be added to a finished one.
+    is given again. Other schemes can be added to a finished one: the report keeps those of before.
     """
-    if card and not Path(model).expanduser().is_dir():
-        fail("--card writes into a checkpoint's folder; MODEL is none")
     with told_errors("the same command resumes where it stopped"):
+        if card and not Path(model).expanduser().is_dir():
+            fail("--card writes into a checkpoint's folder; MODEL is none")
         from ..analysis.perplexity.checkpoint import PROGRESS_NAME, Job, texts_to_predict
         from ..analysis.perplexity.load import load
+        from ..analysis.perplexity.schemes import without_each as parts_left_out
         from ..analysis.texts import TextOptions
 
         options = TextOptions(text, text_field, samples, max_length)
@@ -110,8 +126,13 @@ def evaluate(
         loaded = load(model, dtype.value, device)
         other = None if reference is None else load(reference, dtype.value, device)
         batches = texts_to_predict(options, loaded.tokenizer, texts)
-        job = Job(loaded, options, batches, _schemes(loaded, scheme, card), other)
-        folder = out or Path("evaluation") / loaded.name.replace("/", "--")
+        schemes = _schemes(loaded, scheme, card)
+        if without_each is not None:
+            if not schemes:
+                fail("--without-each needs a scheme, and weights that are in full precision")
+            schemes += parts_left_out(schemes[0], loaded.model, without_each.value)
+        job = Job(loaded, options, batches, schemes, other)
+        folder = out or Path("evaluation") / report_folder(model)
         evaluation = measured(job, folder / PROGRESS_NAME, overwrite)
         _finish(evaluation, folder, Path(model).expanduser() if card else None, as_json)
 
@@ -123,6 +144,7 @@ def measured(job: "Job", log_path: Path, overwrite: bool) -> "Evaluation":
     with job.open_log(log_path, overwrite) as log:
         if len(log):
             typer.echo(f"{log_path} holds {len(log)} results that are done", err=True)
+        job = job.with_earlier(log)
         with TokenProgress(job.total) as progress:
             return job.run(log, progress)
 

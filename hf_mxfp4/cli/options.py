@@ -2,11 +2,13 @@
 """Options that several commands share, and how their mistakes are told."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 
 if TYPE_CHECKING:
@@ -31,8 +33,18 @@ IncludeOption = Annotated[
         "the full name>'. Repeatable.",
     ),
 ]
+#: For commands that read tensors, and for those that write checkpoints.
 ExcludeOption = Annotated[
-    list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Tensors to leave out; as --include.")
+    list[str] | None,
+    typer.Option(
+        "--modules-to-not-convert", "--skip", metavar="PATTERN", help="Tensors to leave out; as --include. Repeatable."
+    ),
+]
+SkipOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--modules-to-not-convert", "--skip", metavar="PATTERN", help="Layers to leave in full precision. Repeatable."
+    ),
 ]
 #: Of commands that make a checkpoint in full precision from another, on texts.
 ModelArgument = Annotated[
@@ -48,11 +60,47 @@ MaxLengthOption = Annotated[int, typer.Option("--max-length", min=2, help="Token
 DeviceOption = Annotated[str, typer.Option("--device", help="'cpu', 'cuda', ...", show_default="a GPU if any")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
+#: Earlier names of options, and what they are called now.
+_RENAMED = {"--dataset": "--text", "--calibrate": "--text", "--exclude": "--modules-to-not-convert"}
+
+
+class Command(TyperCommand):
+    """A command that reads earlier names of its options, with a warning; names with underscores and ``--overwrite
+    true``, as recipes have them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for word in args:
+            # Path.expanduser() would raise a RuntimeError.
+            if word.startswith("~") and os.path.expanduser(word) == word:
+                fail(f"{word}: there is no such home folder")
+        own = {name for param in self.params for name in param.opts}
+        return super().parse_args(ctx, _current_names(args, own))
+
+
+def _current_names(args: list[str], own: Set[str]) -> list[str]:
+    found: list[str] = []
+    end = args.index("--") if "--" in args else len(args)
+    for word in args[:end]:
+        name, equals, value = word.partition("=")
+        if word.startswith("--") and name not in own:
+            dashed = name.replace("_", "-")
+            if _RENAMED.get(dashed) in own:
+                typer.echo(f"warning: {name} is now {_RENAMED[dashed]}", err=True)
+                dashed = _RENAMED[dashed]
+            name = dashed if dashed in own else name
+        for part in (name, value) if equals and name == "--overwrite" else (name + equals + value,):
+            if found[-1:] == ["--overwrite"] and part in ("true", "false"):
+                del found[len(found) - (part == "false") :]
+            else:
+                found.append(part)
+    return found + args[end:]
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """Say on standard error why there is no result, and leave."""
-    typer.echo(f"error: {message}", err=True)
+    from ..files import printable
+
+    typer.echo(f"error: {printable(message)}", err=True)
     raise typer.Exit(code)
 
 
@@ -64,6 +112,14 @@ def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
         return list(dict.fromkeys(parse_scheme(text) for text in texts))
     except ValueError as error:
         fail(str(error))
+
+
+def report_folder(model: str) -> str:
+    """Return a folder name for the reports of a model: its hub id, or the last two parts of its path, so that
+    ``run1/policy`` and ``run2/policy`` have one each."""
+    path = Path(model).expanduser()
+    parts = [part for part in path.resolve().parts[-2:] if part != "/"] if path.exists() else model.split("/")
+    return "--".join(parts) or "model"
 
 
 @contextlib.contextmanager
@@ -78,6 +134,8 @@ def told_errors(when_interrupted: str) -> Iterator[None]:
         fail(str(error))
     except OSError as error:
         fail(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+    except RecursionError:
+        fail("a file is nested too deeply to be read")
     except KeyboardInterrupt:
         typer.echo(f"\ninterrupted; {when_interrupted}", err=True)
         raise typer.Exit(130) from None

@@ -26,7 +26,8 @@ def simulate(
         Distribution,
         typer.Option("--distribution", help="'outliers' is Gaussian with 8 of 1024 channels 30 times as large."),
     ] = Distribution.GAUSSIAN,
-    elements: Annotated[int, typer.Option("--elements", min=1, help="Rounded up to whole rows of 1024.")] = 2**20,
+    elements: Annotated[int, typer.Option("--elements", min=1, max=2**32, help="Rounded up to whole rows of 1024.")] = 2
+    ** 20,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     df: Annotated[float, typer.Option("--df", help="Degrees of freedom of student-t; above 2.")] = 4.0,
     scheme: SchemeOption = None,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 verify`: compare everything in a checkpoint with the checksums that it carries."""
+"""`hf-mxfp4 verify`: compare everything in a checkpoint with the checksums that were written with it."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,10 +16,7 @@ if TYPE_CHECKING:
     from ..checkpoint.verify import Verification
 
 
-_HOW = (
-    "save_pretrained, hf-mxfp4 pack, export and import write them; hf-mxfp4 verify --add puts them into the files of a "
-    "folder as they are"
-)
+_HOW = "save_pretrained, hf-mxfp4 pack, export and import write them; hf-mxfp4 verify --add does for a folder as it is"
 
 
 def verify(
@@ -34,34 +32,43 @@ def verify(
         bool,
         typer.Option(
             "--add",
-            help="First write checksums into those files of the folder that carry none, of what they hold now. Each "
-            "file is copied once.",
+            help="First record checksums of those files of the folder that have none, as they are now, in "
+            "mxfp4_manifest.json. The files themselves stay as they are.",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check all data, headers and the index of a checkpoint against the checksums that were written with it, and that
-    config.json describes it. Everything that is damaged is named.
+    """Check all files of a checkpoint against the checksums that were written with it, and that the index and
+    config.json describe them. Everything that is damaged is named.
 
-    Exit code 0: nothing is. 1: something is. 2: no file carries checksums, or there is no such checkpoint.
+    Exit code 0: nothing is. 1: something is. 2: files have no checksums, there is no such checkpoint, or it could not
+    be checked.
     """
-    with told_conversion_errors(
-        "files that --add was done with have their checksums" if add else "nothing was written"
-    ):
-        if add:
-            _add(Path(model).expanduser())
-        found = _verified(model)
+    from ..analysis.errors.source import SourceError
+    from ..checkpoint.io.folder import CheckpointError
+    from ..checkpoint.io.reader import ShardError
+
+    with told_conversion_errors("nothing was written"):
+        try:
+            if add:
+                _add(Path(model).expanduser())
+            found = _verified(model)
+        except (typer.Exit, OSError, CheckpointError, ShardError, SourceError):
+            raise
+        except Exception as error:  # exit code 1 means damage and nothing else
+            fail(f"{model} could not be checked: {type(error).__name__}: {error}")
     if as_json:
         typer.echo(json.dumps({"model": model, **found.to_dict()}, indent=1))
     else:
         _show(model, found)
-    if found.all_problems:
+    if found.problems:
         raise typer.Exit(1)
-    if not found.checked:
-        fail(f"nothing was compared, no checksums are in {', '.join(found.unchecked)}: {_HOW}")
+    if missing := found.lacking if found.checked else found.unchecked:
+        fail(f"not compared, without checksums: {', '.join(missing)}. {_HOW}")
 
 
 def _verified(model: str) -> "Verification":
+    from ..checkpoint.io.manifest import MANIFEST
     from ..checkpoint.io.reader import ShardError
     from ..checkpoint.verify import Verification, verify_folder
     from .console import ByteProgress
@@ -79,6 +86,10 @@ def _verified(model: str) -> "Verification":
         found.add(error.file, str(error))
         return found
     folder: Path | None = None
+    manifest = None
+    if source.kind == "hub":
+        with contextlib.suppress(ShardError):  # files from before manifests have checksums of their own
+            source.path(MANIFEST)
     with ByteProgress(source.total_bytes or (bytes_in(path) if path.is_file() else None)) as progress:
         for shard in source.shards:
             try:
@@ -86,7 +97,8 @@ def _verified(model: str) -> "Verification":
             except ShardError as error:
                 found.add(shard, str(error))
                 continue
-            found.check_file(file, progress)
+            manifest = found.manifest_of(file.parent) if manifest is None else manifest
+            found.check_file(file, manifest.get(file.name), progress)
             folder = file.parent if source.kind == "hub" else None
     if folder is not None:
         found.check_folder(folder)
@@ -109,13 +121,13 @@ def _add(folder: Path) -> None:
 
 
 def _show(model: str, found: "Verification") -> None:
-    for problem in found.all_problems:
+    for problem in found.problems:
         typer.echo(problem.reason)
     for note in found.notes:
         typer.echo(note)
     if found.checked and found.unchecked:
         typer.echo(f"not compared, without checksums: {', '.join(found.unchecked)}")
     if found.checked:
-        verdict = f"{len(found.all_problems)} problems" if found.all_problems else "all as it was written"
+        verdict = f"{len(found.problems)} problems" if found.problems else "all as it was written"
         size = f"{found.n_tensors} tensors in {len(found.checked)} files, {found.n_bytes / 1e6:.1f} MB"
         typer.echo(f"{model}: {size}: {verdict}")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of MXFP4 operands, differentiable, and the choice of the GEMM kernel that computes them."""
 
-from . import custom_ops  # noqa: F401  (registers the operators)
+from ..backends.functional import fake_quantize, quantize
+from . import custom_ops  # noqa: F401  (registers the operators, which those functions call in compiled code)
 from .groups import Groups, group_by_expert
 from .layer_rng import LayerRng
 from .linear import autocast_dtype, quantized_linear
@@ -22,12 +23,14 @@ __all__ = [
     "PackedSpec",
     "autocast_dtype",
     "computes_on_codes",
+    "fake_quantize",
     "gemm_kernel_counts",
     "group_by_expert",
     "hardware_of",
     "packed_linear",
     "packed_product",
     "packed_product_route",
+    "quantize",
     "quantize_operand",
     "quantized_linear",
     "reset_gemm_kernel_counts",

@@ -40,7 +40,11 @@ def _alike(schemes: tuple[QuantScheme, QuantScheme], rotations: list[Rotation | 
     what is written is what both end as."""
     first, second = (replace(scheme, rounding="nearest") for scheme in schemes)
     mixed = (rotations[0] is None) != (rotations[1] is None)
-    return first == second and not (mixed and triton_kernels.written_dtype(first, dtype) != dtype)
+    return (
+        first == second
+        and first.fallback_rate is None
+        and not (mixed and triton_kernels.written_dtype(first, dtype) != dtype)
+    )
 
 
 def grad_x(

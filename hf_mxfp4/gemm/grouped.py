@@ -61,7 +61,7 @@ def unsupported_reason(spec: GemmSpec) -> str | None:
             if operand is FP8 and gemm is scheme.wgrad and gemm.rotation is not None:
                 return "a rotated FP8 operand has one scale for all tokens of an expert"
             if isinstance(operand, QuantScheme) and operand.fallback_rate is not None:
-                return "selective outlier fallback ranks the blocks of each expert"
+                return "selective outlier fallback has no kernel for all experts"
             if isinstance(operand, QuantScheme) and operand.macro_block == "row" and gemm is scheme.wgrad:
                 return "a macro block is all tokens of an expert"
     return None

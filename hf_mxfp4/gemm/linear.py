@@ -116,6 +116,12 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
 
 
+def not_a_view(out: torch.Tensor) -> torch.Tensor:
+    """Return a result that nothing else refers to as a tensor of its own: autograd forbids to change a view in place
+    that a function of its returned, and `F.linear` of more than two axes returns a view."""
+    return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
+
+
 def as_dtype(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """The bias in the dtype of the product."""
     return bias if bias is None or bias.dtype is dtype else bias.to(dtype)
@@ -349,7 +355,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if reused and given[1] is None:
             state.hand_over(right)
         ctx.state, ctx.groups, ctx.keeps_operand = state, groups, given[1] is not None
-        return out
+        return not_a_view(out)
 
     @staticmethod
     @once_differentiable

@@ -11,7 +11,6 @@ from ..backends import select as backends
 from ..backends import triton as triton_kernels
 from ..numerics import (
     FP8,
-    FallbackThreshold,
     MXFP4Tensor,
     OperandScheme,
     QuantScheme,
@@ -105,9 +104,6 @@ def _input(x: torch.Tensor, dtype: torch.dtype, state: GemmState, rng: LayerRng)
     spec, fprop = state.spec, state.spec.scheme.fprop
     if not spec.quantizes_input:
         return rotate_operand(x, fprop.rotation, "fprop", rng, spec.backend).to(dtype)
-    if state.threshold is not None:
-        rotated = rotate_operand(x, fprop.rotation, "fprop", rng, spec.backend)
-        return backends.fake_quantize_delayed(rotated, fprop.left, state.threshold, spec.backend).to(dtype)
     return quantize_operand(x, fprop.left, "fprop", "x", rng, spec.backend, rotation=fprop.rotation, dtype=dtype)
 
 
@@ -115,23 +111,20 @@ def nearest_input(
     x: torch.Tensor,
     dtype: torch.dtype,
     scheme: QuantScheme | None,
-    threshold: FallbackThreshold | None = None,
     backend: str = "auto",
     rotation: Rotation | None = None,
 ) -> torch.Tensor:
-    """``Q(x)`` along the last axis in ``dtype``, rounded to nearest; ``x`` itself without a scheme. With a threshold,
-    blocks above it get outlier fallback. A deterministic ``rotation``, whose size divides the axis, is done before, as
-    [`input_operand`] does it. Of a tensor without memory one of that shape."""
+    """``Q(x)`` along the last axis in ``dtype``, rounded to nearest; ``x`` itself without a scheme. A deterministic
+    ``rotation``, whose size divides the axis, is done before, as [`input_operand`] does it. Return an uninitialized
+    result of the right shape for fake tensors."""
     if isinstance(x, FakeTensor) and (scheme is not None or rotation is not None):
         return x.new_empty(x.shape, dtype=dtype)
-    if rotation is not None and scheme is not None and threshold is None:
+    if rotation is not None and scheme is not None:
         return backends.fake_quantize(x, scheme, backend, rotation=rotation.size, dtype=dtype)
     if rotation is not None:
-        x = backends.rotate_rows(x, rotation.size, backend, dtype=dtype if scheme is None else None)
+        return backends.rotate_rows(x, rotation.size, backend, dtype=dtype)
     if scheme is None:
         return x.to(dtype)
-    if threshold is not None:
-        return backends.fake_quantize_delayed(x, scheme, threshold, backend).to(dtype)
     return backends.fake_quantize(x, scheme, backend).to(dtype)
 
 
@@ -154,8 +147,6 @@ def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None
 def _packed(x: torch.Tensor, state: GemmState, rng: LayerRng) -> MXFP4Tensor:
     fprop, backend = state.spec.scheme.fprop, state.spec.backend
     x = rotate_operand(x.detach(), fprop.rotation, "fprop", rng, backend)
-    if state.threshold is not None:
-        return backends.packed_delayed(x, fprop.left, state.threshold, backend)
     if fprop.left.rounding == "stochastic":
         return functional.quantize(x, **vars(fprop.left), seed=rng.seed_of("fprop", "x"), backend=backend)
     return pack_rows(x, fprop.left, backend)
@@ -255,7 +246,7 @@ def _gives_macro(weight: torch.Tensor, state: GemmState) -> bool:
         return False
     if not isinstance(scheme.macro_block, int) or scheme.macro_search != "dynamic" or scheme.block_rows != 1:
         return False
-    if scheme.rounding != "nearest" or not nothing_keeps_weights():
+    if scheme.rounding != "nearest" or scheme.fallback_rate is not None or not nothing_keeps_weights():
         return False
     return backends.choose_backend(weight, scheme, spec.backend) == "triton"
 

@@ -51,7 +51,6 @@ class InputPlan:
         "_quantize",
         "_saved_key",
         "_spec",
-        "_threshold",
         "dtype",
         "is_dense",
         "on_codes",
@@ -64,7 +63,7 @@ class InputPlan:
         self._input_dtype, self._device, self._length = x.dtype, x.device, x.shape[-1]
         self._layer_dtype = layer_dtype
         self._autocasts = can_autocast(x.device.type)
-        self._spec, self._threshold = spec, state.threshold
+        self._spec = spec
         self.packs: dict[str, bool] = {}
         self.on_codes: OnCodes | None = None
         kernel = spec.gemm_kernel if isinstance(spec, GemmSpec) else "dense"
@@ -74,10 +73,10 @@ class InputPlan:
         rotation = spec.rotation if isinstance(spec, PackedSpec) else None
         unquantized = isinstance(spec, PackedSpec) and spec.inputs is None
         self._passes = unquantized and rotation is None and self.dtype is x.dtype
-        scheme = _nearest_scheme(spec) if state.threshold is None else None
+        scheme = _nearest_scheme(spec)
         if scheme is not None and isinstance(x, FakeTensor):
             self._quantize = functools.partial(_like, dtype=self.dtype)
-        elif rotation is not None and state.threshold is None and backends.is_torchs_own(x):
+        elif rotation is not None and backends.is_torchs_own(x):
             options = {"scheme": scheme, "backend": spec.backend, "rotation": rotation}
             self._quantize = functools.partial(_rotated, dtype=self.dtype, **options)
         elif scheme is not None and backends.is_torchs_own(x):
@@ -90,11 +89,11 @@ class InputPlan:
     def takes(self, x: torch.Tensor, state: GemmState, layer_dtype: torch.dtype | None) -> bool:
         """Whether it is the plan for this input and what the layer is now."""
         shape = x.shape
-        if type(x) not in backends.OWN_TYPES or not shape or shape[-1] != self._length:
+        if not backends.is_torchs_own(x) or not shape or shape[-1] != self._length:
             return False
         if x.dtype is not self._input_dtype or layer_dtype is not self._layer_dtype or x.device != self._device:
             return False
-        if state.spec is not self._spec or state.threshold is not self._threshold:
+        if state.spec is not self._spec:
             return False
         if self._autocasts and torch.is_autocast_enabled(self._device.type):
             return self.dtype is (autocast_dtype(x) or x.dtype)
@@ -109,7 +108,7 @@ class InputPlan:
             return made
         spec = self._spec
         if isinstance(spec, PackedSpec):
-            return nearest_input(x, self.dtype, spec.inputs, state.threshold, spec.backend, spec.rotation)
+            return nearest_input(x, self.dtype, spec.inputs, spec.backend, spec.rotation)
         return input_operand(x, self.dtype, state)
 
     def quantized(self, x: torch.Tensor, state: GemmState) -> torch.Tensor | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a layer changes from step to step: random numbers, a fallback threshold, kept operands of the weight.
+"""What of a layer changes from step to step: random numbers and kept operands of the weight.
 
 Functions get it with every call, beside the [`GemmSpec`], which never changes. Compiled code must hold none of it, so
 an operator finds it when it runs, by a number of the layer's own. That number is a tensor: as an input of the graph,
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..numerics import FallbackThreshold
 from .layer_rng import LayerRng
 from .spec import GemmSpec, PackedSpec
 from .weight_cache import WeightCache, backward_pass
@@ -29,7 +28,6 @@ class GemmState:
     Args:
         spec: of the products; exchanged by layers whose backward products change.
         rngs: the random numbers of each weight matrix: one of a linear layer, one per expert of experts.
-        threshold: which blocks of the input get outlier fallback, where the scheme selects some.
         cached: where one call of `generate` keeps the operand of the weight; see [`WeightCache`].
 
     Attributes:
@@ -44,10 +42,9 @@ class GemmState:
         self,
         spec: GemmSpec | PackedSpec,
         rngs: Sequence[LayerRng] = (),
-        threshold: FallbackThreshold | None = None,
         cached: str = "anywhere",
     ):
-        self.spec, self.rngs, self.threshold = spec, tuple(rngs), threshold
+        self.spec, self.rngs = spec, tuple(rngs)
         self.cache, self.folded, self.values = WeightCache(cached), WeightCache(cached), WeightCache("nowhere")
         self.plan: Any = None
         self._handed: tuple[int, torch.Tensor] | None = None

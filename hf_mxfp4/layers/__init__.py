@@ -3,7 +3,7 @@
 
 from ..gemm.weight_cache import WEIGHT_FORMS, cached_weights, uncached_weights
 from .experts import MXFP4Experts
-from .fallback import fallback_thresholds, named_fallback_thresholds, update_fallback_thresholds
+from .fallback import fallback_thresholds, update_fallback_thresholds
 from .full_precision import full_precision, is_full_precision
 from .linear import MXFP4Linear
 from .matrices import PACKED, QUANTIZED, TRAINABLE, WeightMatrix, matrix_names, trainable_matrices
@@ -29,7 +29,6 @@ __all__ = [
     "gathered",
     "is_full_precision",
     "matrix_names",
-    "named_fallback_thresholds",
     "random_layers",
     "set_quantization_step",
     "trainable_matrices",

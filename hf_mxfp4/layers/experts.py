@@ -10,7 +10,7 @@ from ..gemm import GemmState, Groups, LayerRng, autocast_dtype, quantized_linear
 from ..gemm.custom_ops import compiled_linear
 from ..gemm.operands import effective_rows, kept_weight_operand, passing_weight_operand
 from ..gemm.storage.rollout import rollout_form, rollout_linear
-from ..numerics import FallbackThreshold, LinearScheme
+from ..numerics import LinearScheme
 from .experts_base import ExpertsBase
 from .linear import spec_of
 
@@ -39,11 +39,9 @@ class MXFP4Experts(ExpertsBase):
             spec = spec_of(config, config.gemms(f"{name}.{projection}"), layer.is_transposed)
             # As those of a linear layer have the name that the layer would have.
             names = [f"{name}.{expert}.{projection}" for expert in range(layer.n_experts)]
-            rate = spec.scheme.fprop.left.fallback_rate if spec.quantizes_input else None
             layer.states[projection] = GemmState(
                 spec,
                 [LayerRng(config.stochastic_seed, own) for own in names],
-                None if rate is None else FallbackThreshold(rate),
                 cached="cpu",  # a second copy of nearly all of a model: where memory is short, only if asked for
             )
         return layer

@@ -10,7 +10,6 @@ from torch import nn
 from ..config import MXFP4RLConfig
 from ..experts_layout import projections, unsupported_reason
 from ..gemm import GemmState, Groups, autocast_dtype, group_by_expert
-from ..numerics import FallbackThreshold
 
 
 #: See [`ExpertsBase.project`].
@@ -78,12 +77,6 @@ class ExpertsBase(nn.Module):
         return ("config", "name", "projections", "n_experts", "states", "plain_attributes")
 
     states: dict[str, GemmState]
-
-    @property
-    def fallback_thresholds(self) -> dict[str, FallbackThreshold]:
-        """Return by projection what is `fallback_threshold` of [`MXFP4Linear`], shared by all experts."""
-        found = {projection: state.threshold for projection, state in self.states.items()}
-        return {projection: threshold for projection, threshold in found.items() if threshold is not None}
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from ..gemm.custom_ops import compiled_linear, compiled_packed_linear
 from ..gemm.operands import effective_rows, input_operand, kept_weight_operand, nearest_input, passing_weight_operand
 from ..gemm.plan import InputPlan, planned_linear
 from ..gemm.storage.rollout import planned_rollout, rollout_form, shared_spec
-from ..numerics import FallbackThreshold, LinearScheme
+from ..numerics import LinearScheme
 
 
 class MXFP4Linear(nn.Linear):
@@ -23,7 +23,7 @@ class MXFP4Linear(nn.Linear):
     Attributes:
         config: the scheme; see [`MXFP4RLConfig`].
         name: the layer's place in the model, for messages, the options of single layers, and random numbers.
-        state: the products of this layer and what of them changes: random numbers, fallback threshold, kept copies.
+        state: the products of this layer and what of them changes: random numbers and kept copies.
         dithered: by parameter, the dtype whose numbers it held before it was dithered, and what tells whether it has
             been trained since; see [`dither_masters`].
     """
@@ -44,9 +44,7 @@ class MXFP4Linear(nn.Linear):
         self.name = name
         self.dithered: dict[str, tuple[torch.dtype, int]] = {}
         spec = spec_of(self.config, self.config.gemms(name))
-        rate = spec.scheme.fprop.left.fallback_rate if spec.quantizes_input else None
-        threshold = None if rate is None else FallbackThreshold(rate)
-        self.state = GemmState(spec, [LayerRng(self.config.stochastic_seed, name)], threshold)
+        self.state = GemmState(spec, [LayerRng(self.config.stochastic_seed, name)])
         self._shared_spec = shared_spec(spec, in_features)
 
     @property
@@ -64,16 +62,6 @@ class MXFP4Linear(nn.Linear):
     def rng(self) -> LayerRng:
         """The layer's random numbers; see [`set_quantization_step`]."""
         return self.state.rngs[0]
-
-    @property
-    def fallback_threshold(self) -> FallbackThreshold | None:
-        """Which blocks of its input get outlier fallback, where the scheme selects some; `None` where it does not.
-        Moved by [`update_fallback_thresholds`] alone."""
-        return self.state.threshold
-
-    @fallback_threshold.setter
-    def fallback_threshold(self, threshold: FallbackThreshold | None) -> None:
-        self.state.threshold = threshold
 
     @property
     def is_random(self) -> bool:
@@ -118,7 +106,7 @@ class MXFP4Linear(nn.Linear):
             if shared is None or torch.is_grad_enabled():
                 return compiled_linear(x, weight, bias, state)
             # A function of the packed copy and of x alone: CUDA graphs can hold it.
-            return compiled_packed_linear(x, shared, bias, self._shared_spec, state)
+            return compiled_packed_linear(x, shared, bias, self._shared_spec)
         plan = state.plan
         if plan is None or not plan.takes(x, state, weight.dtype):
             self._check(x)
@@ -153,7 +141,7 @@ class MXFP4Linear(nn.Linear):
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""
         scheme = self.gemms.fprop.left if self.state.spec.quantizes_input else None
-        return nearest_input(x, dtype, scheme, self.fallback_threshold, self.config.backend)
+        return nearest_input(x, dtype, scheme, self.config.backend)
 
     def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight where

@@ -24,7 +24,7 @@ from ..gemm.storage.packed_weight import (
     quantize_weight,
     weight_values,
 )
-from ..numerics import FallbackThreshold, MXFP4Tensor
+from ..numerics import MXFP4Tensor
 from .experts_base import ExpertsBase
 
 
@@ -49,8 +49,7 @@ class MXFP4PackedExperts(ExpertsBase):
 
     @classmethod
     def from_experts(cls, experts: nn.Module, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedExperts":
-        """The packed twin of plain or trainable quantized experts: their weights quantized, their very biases. A twin
-        of the same activation scheme also takes over the fallback thresholds of [`MXFP4Experts`].
+        """The packed twin of plain or trainable quantized experts: their weights quantized, their very biases.
 
         Raises:
             ValueError: ``config`` is not one of mode ``"packed"``, or ``experts`` are not laid out as transformers'.
@@ -63,10 +62,6 @@ class MXFP4PackedExperts(ExpertsBase):
                 raise TypeError(f"{name}.{projection} is of {weight.dtype}; nothing to quantize")
             for tensor, value in layer.pack_weight(projection, weight.detach()).items():
                 layer._set(tensor, value)
-        trained = getattr(experts, "fallback_thresholds", {})
-        if trained and experts.config.activation_scheme == config.activation_scheme:
-            for projection, threshold in trained.items():
-                layer.states[projection].threshold = threshold
         return layer
 
     @classmethod
@@ -91,9 +86,7 @@ class MXFP4PackedExperts(ExpertsBase):
         for projection, (_, _, columns) in layer.sizes.items():
             check_rotation(f"{layer._label()}: {projection}", columns, rotation)
             spec = PackedSpec(config.weight_scheme, inputs, columns, config.backend, rotation)
-            selects = inputs is not None and inputs.fallback_rate is not None
-            threshold = FallbackThreshold(inputs.fallback_rate) if selects else None
-            layer.states[projection] = GemmState(spec, threshold=threshold, cached="nowhere")
+            layer.states[projection] = GemmState(spec, cached="nowhere")
         return layer
 
     def _own_attributes(self) -> tuple[str, ...]:
@@ -181,14 +174,14 @@ class MXFP4PackedExperts(ExpertsBase):
             )
         bias, state = self.bias_of(projection), self.states[projection]
         if torch.compiler.is_compiling():
-            return compiled_packed_linear(x, packed, bias, state.spec, state, groups, self.read_on_gpus)
+            return compiled_packed_linear(x, packed, bias, state.spec, groups, self.read_on_gpus)
         return packed_linear(x, packed, bias, state, groups)
 
     def quantized_input(self, projection: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
         preset."""
-        threshold, config = self.fallback_thresholds.get(projection), self.config
-        return nearest_input(x, dtype, config.activation_scheme, threshold, config.backend, config.weight_rotation)
+        config = self.config
+        return nearest_input(x, dtype, config.activation_scheme, config.backend, config.weight_rotation)
 
     def weight_size(self, projection: str) -> tuple[int, int, int]:
         return self.sizes[projection]

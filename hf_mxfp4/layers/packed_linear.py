@@ -23,7 +23,7 @@ from ..gemm.storage.packed_weight import (
     quantize_weight,
     weight_values,
 )
-from ..numerics import FallbackThreshold, MXFP4Tensor
+from ..numerics import MXFP4Tensor
 
 
 class MXFP4PackedLinear(nn.Linear):
@@ -42,7 +42,7 @@ class MXFP4PackedLinear(nn.Linear):
         config: the scheme; see [`MXFP4RLConfig`].
         name: the layer's place in the model, for messages.
         compute_dtype: of the linear layer that it stands for; follows ``.to(dtype)``. PEFT makes adapters in it.
-        state, fallback_threshold: as in [`MXFP4Linear`].
+        state: as in [`MXFP4Linear`].
 
     A new layer holds zeros. Raises `ValueError` unless ``config`` is one of mode ``"packed"``, whose rotation, if it
     has one, divides ``in_features``.
@@ -71,8 +71,7 @@ class MXFP4PackedLinear(nn.Linear):
         check_rotation(self._label(), in_features, self._rotation)
         schemes = self._weight_scheme, self._activation_scheme
         spec = PackedSpec(*schemes, in_features, self.config.backend, self._rotation)
-        rate = None if spec.inputs is None else spec.inputs.fallback_rate
-        self.state = GemmState(spec, threshold=None if rate is None else FallbackThreshold(rate), cached="nowhere")
+        self.state = GemmState(spec, cached="nowhere")
         shapes = packed_shapes(out_features, in_features, self._weight_scheme)
         for tensor in PACKED_FIELDS:
             self.register_parameter(tensor, None)
@@ -84,8 +83,7 @@ class MXFP4PackedLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedLinear":
-        """The packed twin of a plain or trainable quantized layer: its weight quantized, its very bias. A twin of the
-        same activation scheme also takes over the fallback threshold of an [`MXFP4Linear`].
+        """The packed twin of a plain or trainable quantized layer: its weight quantized, its very bias.
 
         Raises `TypeError` for a layer whose weight is not floating-point.
         """
@@ -96,10 +94,6 @@ class MXFP4PackedLinear(nn.Linear):
         layer = cls._around(linear, config, name)
         for tensor, value in layer.pack_weight(linear.weight).items():
             layer._set(tensor, value)
-        threshold = getattr(linear, "fallback_threshold", None)
-        if threshold is not None and layer.fallback_threshold is not None:
-            if linear.config.activation_scheme == config.activation_scheme:
-                layer.fallback_threshold = threshold
         return layer
 
     @classmethod
@@ -196,7 +190,7 @@ class MXFP4PackedLinear(nn.Linear):
         state = self.state
         if torch.compiler.is_compiling():
             self._check(x)
-            return compiled_packed_linear(x, self.packed_weight(), self.bias, state.spec, state)
+            return compiled_packed_linear(x, self.packed_weight(), self.bias, state.spec)
         parameters, plan = self._parameters, state.plan
         if plan is not None and plan.takes_layer(x, state, parameters):
             return planned_packed_linear(x, parameters["bias"], state, plan)
@@ -219,20 +213,10 @@ class MXFP4PackedLinear(nn.Linear):
                 "layer of new weights with MXFP4PackedLinear.from_linear"
             )
 
-    @property
-    def fallback_threshold(self) -> FallbackThreshold | None:
-        """As in [`MXFP4Linear`]."""
-        return self.state.threshold
-
-    @fallback_threshold.setter
-    def fallback_threshold(self, threshold: FallbackThreshold | None) -> None:
-        self.state.threshold = threshold
-
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
         preset."""
-        options = self._activation_scheme, self.fallback_threshold, self.config.backend, self._rotation
-        return nearest_input(x, dtype, *options)
+        return nearest_input(x, dtype, self._activation_scheme, self.config.backend, self._rotation)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes of the packed tensors under the scheme, by name."""

@@ -2,14 +2,13 @@
 """The numeric contract of MXFP4 quantization in pure torch: no modules, no transformers."""
 
 from .decompose import COMPONENTS, ErrorDecomposition, apply_component, decompose, decompose_scheme
-from .fallback import FallbackThreshold
 from .fold import FOLD_GROUPS, FoldedOperand, fold, fold_across, fold_unsupported_reason
 from .formats.e2m1 import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
 from .formats.e4m3 import dequantize_e4m3, e4m3_scale_byte, fake_quantize_e4m3, quantize_e4m3
 from .formats.e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
 from .hadamard import random_signs, rotate, unrotate
 from .packed import MXFP4Tensor, dequantize
-from .quantize import apply_scheme, apply_scheme_delayed, fake_quantize, quantize, quantize_delayed
+from .quantize import apply_scheme, fake_quantize, quantize
 from .schemes import (
     FP8,
     FULL,
@@ -37,7 +36,6 @@ __all__ = [
     "FOLD_GROUPS",
     "FP8",
     "FULL",
-    "FallbackThreshold",
     "FoldedOperand",
     "GEMM_OPERANDS",
     "GemmScheme",
@@ -53,7 +51,6 @@ __all__ = [
     "ScaleRule",
     "apply_component",
     "apply_scheme",
-    "apply_scheme_delayed",
     "decode_e2m1",
     "decode_e8m0",
     "decompose",
@@ -71,7 +68,6 @@ __all__ = [
     "parse_rotation",
     "parse_scheme",
     "quantize",
-    "quantize_delayed",
     "quantize_e4m3",
     "random_signs",
     "rotate",

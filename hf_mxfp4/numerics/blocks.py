@@ -11,7 +11,7 @@ import torch
 
 from . import macro
 from .errors import importance_weights, inverse_power_of_two, sum_of_squares
-from .fallback import block_errors, select_share
+from .fallback import block_errors, select_blocks
 from .formats import e2m1 as grid
 from .formats.e8m0 import (
     BLOCK_SIZE,
@@ -22,7 +22,7 @@ from .formats.e8m0 import (
     largest_finite_magnitude,
     scale_from_amax,
 )
-from .packed import saturate
+from .packed import MXFP4Tensor, saturate
 from .rng import NoiseSource, counted_uniform
 from .schemes import QuantScheme
 
@@ -67,24 +67,13 @@ class Blocks:
         #: Per block, what its values were multiplied by, or divided by.
         self.factor: torch.Tensor | None = None
         self.multiplier: torch.Tensor | None = None
-        #: Blocks with a residual pass, where the scheme selects them, and blocks in all.
-        self.n_fallback: torch.Tensor | None = None
-        self.n_blocks = self.amax[..., : self.blocks_per_row].numel()
         self.blocks_per_macro = unit // BLOCK_SIZE
         if scheme.macro_block is not None:
             self._apply_macro()
 
-    def quantize(
-        self,
-        source: NoiseSource,
-        select: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> tuple[tuple, tuple | None]:
+    def quantize(self, source: NoiseSource) -> tuple[tuple, tuple | None]:
         """Grid values and scale bytes of the first pass, and of the residual pass or `None`. Stochastic rounding draws
-        from ``source``. Consumes `z`.
-
-        Under a ``fallback_rate``, ``select`` maps the errors of the blocks to the mask of those that get the residual
-        pass; without it they are the scheme's share of largest errors.
-        """
+        from ``source``. Consumes `z`."""
         if self.scheme.outlier_fallback is None:
             return self._pass(self.z, self.amax, self.scheme.rounding, source), None
         q, scale = first = self._pass(self.z.clone(), self.amax, self.scheme.rounding, source)
@@ -92,7 +81,7 @@ class Blocks:
         # Where the first pass is NaN, so is the whole result: the residual says nothing there.
         residual.masked_fill_((scale == E8M0_NAN).unsqueeze(-1), 0.0)
         if self.scheme.fallback_rate is not None:
-            self._keep_selected(residual, select)
+            self._keep_selected(residual)
         amax = residual.abs().amax(dim=-1)
         return first, self._pass(residual, amax, self.scheme.rounding, source, draw=1)
 
@@ -112,11 +101,10 @@ class Blocks:
             source = to_blocks(uniform, self.unit, self.scheme.block_rows)
         return grid.round_stochastic(y, source), scale
 
-    def _keep_selected(self, residual: torch.Tensor, select: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def _keep_selected(self, residual: torch.Tensor) -> None:
         """Zero the residual of the blocks that are not selected: an all-zero block has scale byte 0 and codes 0."""
         errors = block_errors(residual, self.amax, self.factor, self.multiplier)[..., : self.blocks_per_row]
-        mask = select_share(errors, self.scheme.fallback_rate) if select is None else select(errors)
-        self.n_fallback = mask.sum()
+        mask = select_blocks(errors, self.scheme.fallback_rate)
         residual[..., : self.blocks_per_row, :].masked_fill_(~mask.unsqueeze(-1), 0.0)
 
     def dequantized(self, first: tuple, residual: tuple | None, dtype: torch.dtype) -> torch.Tensor:
@@ -196,6 +184,37 @@ class Blocks:
             pairs = zip(z.split(step), amax.split(step), strict=True)
             found = torch.cat([search(some, largest, out[:, : some.shape[0]]) for some, largest in pairs])
         return found.view(*self.amax.shape[:-1], found.shape[-1])
+
+
+def keep_selected(x: torch.Tensor, tensor: MXFP4Tensor) -> MXFP4Tensor:
+    """Return ``tensor`` with the residuals of selected blocks alone, to the bit what [`hf_mxfp4.numerics.quantize`]
+    makes: for kernels that compute the residual of every block. Overwrites its residuals.
+
+    Args:
+        x: ``[..., K]``, of which ``tensor`` was made along the last axis, in blocks of one row.
+        tensor: with a residual in every block, of a scheme with a ``fallback_rate``.
+    """
+    scheme, length = tensor.scheme, tensor.length
+    z = to_blocks(x.detach().to(torch.float32, copy=True), BLOCK_SIZE, 1)
+    amax, factor, multiplier = z.abs().amax(dim=-1), None, None
+    if tensor.macro is not None and scheme.macro_search == "blockwise":
+        multiplier = macro.mantissa_factor(macro.unpack_mantissas(tensor.macro))[..., : z.shape[-2]]
+        z.div_(multiplier.unsqueeze(-1))
+        amax = amax / multiplier
+    elif tensor.macro is not None:
+        per_macro = z.shape[-2] if scheme.macro_block == "row" else scheme.macro_block // BLOCK_SIZE
+        factor = macro.macro_factor(tensor.macro).repeat_interleave(per_macro, dim=-1)[..., : z.shape[-2]]
+        z.mul_(factor.unsqueeze(-1))
+        amax = amax * factor
+    q = to_blocks(grid.decode_e2m1(grid.unpack_codes(tensor.codes, length)), BLOCK_SIZE, 1)
+    residual = z.sub_(q * decode_e8m0(tensor.scale).unsqueeze(-1))
+    residual.masked_fill_((tensor.scale == E8M0_NAN).unsqueeze(-1), 0.0)
+    dropped = ~select_blocks(block_errors(residual, amax, factor, multiplier), scheme.fallback_rate)
+    tensor.residual_scale.masked_fill_(dropped, 0)
+    bytes_per_block = BLOCK_SIZE // 2
+    of_bytes = dropped.repeat_interleave(bytes_per_block, dim=-1)[..., : tensor.residual_codes.shape[-1]]
+    tensor.residual_codes.masked_fill_(of_bytes, 0)
+    return tensor
 
 
 def _over_scale(z: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

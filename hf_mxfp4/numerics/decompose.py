@@ -10,7 +10,7 @@ import torch
 from .blocks import Blocks, from_blocks, to_blocks
 from .formats.e2m1 import round_nearest
 from .formats.e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0
-from .quantize import check_input, selector
+from .quantize import check_input
 from .schemes import QuantScheme, one_of
 
 
@@ -106,7 +106,6 @@ def decompose(
     fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    fallback_threshold: float | None = None,
 ) -> ErrorDecomposition:
     """Split the error of quantizing ``x`` into scale bias, deadzone truncation and grid noise.
 
@@ -117,7 +116,7 @@ def decompose(
     Arguments as in [`fake_quantize`]. Raises `ValueError` when ``x`` holds NaN or infinity, for which no error exists.
     """
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
-    return decompose_scheme(x, scheme, axis=axis, generator=generator, fallback_threshold=fallback_threshold)
+    return decompose_scheme(x, scheme, axis=axis, generator=generator)
 
 
 def decompose_scheme(
@@ -126,16 +125,14 @@ def decompose_scheme(
     *,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    fallback_threshold: float | None = None,
 ) -> ErrorDecomposition:
     """[`decompose`] with its options given as a [`QuantScheme`]."""
     axis = check_input(x, axis, scheme.block_rows)
-    select = selector(scheme, fallback_threshold)
     x = x.detach().float()
     if not torch.isfinite(x).all():
         raise ValueError("cannot decompose the error of a tensor that holds NaN or infinity")
     blocks = Blocks(x, scheme, axis)
-    first, residual = blocks.quantize(generator, select)
+    first, residual = blocks.quantize(generator)
     scale_ratio = _scale_ratio(blocks, first[1])
     quantized = blocks.dequantized(first, residual, x.dtype)
     ideal, deadzone = _ideal_quantization(x.movedim(axis, -1), scheme.block_rows)

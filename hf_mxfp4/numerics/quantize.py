@@ -7,8 +7,8 @@ Definition, per block of 32 elements along ``axis``, or per tile of 32 rows of t
    ``z = x / g``, ``g = 1 + m / 4``, and the result is multiplied by ``g`` where it says ``/ f``;
 2. scale ``s = 2**e`` from the largest ``|z|`` of the block ([`ScaleRule`]); ``q = round(z / s)`` on the E2M1 grid;
 3. with outlier fallback, the residual ``z - s * q`` is quantized in the same way to ``s2 * q2``
-   (arXiv 2605.20402, "outlier fallback"); under a ``fallback_rate`` only in selected blocks
-   ([`hf_mxfp4.numerics.fallback`]), and ``q2 = 0`` with scale byte 0 in the others;
+   (arXiv 2605.20402, "outlier fallback"); under a ``fallback_rate`` only in the blocks with the largest errors
+   of each row ([`hf_mxfp4.numerics.fallback`]), and ``q2 = 0`` with scale byte 0 in the others;
 4. the result is ``(s * q + alpha * s2 * q2) / f``.
 
 Searches (the ``mse`` rule, dynamic macro factors) compare squared errors as integers: each error is divided by the
@@ -23,18 +23,13 @@ the nearest grid value would not be finite in float32 (magnitudes above 3.5 * 2*
 largest finite one. The sign of a zero is not kept.
 """
 
-from collections.abc import Callable
-from functools import partial
-from numbers import Real
-
 import torch
 
 from .blocks import Blocks, from_blocks, per_row
-from .fallback import FallbackThreshold, select_above
 from .formats import e2m1 as grid
 from .formats.e8m0 import ScaleRule
 from .packed import MXFP4Tensor
-from .rng import NoiseSource, noise_source
+from .rng import noise_source
 from .schemes import QuantScheme
 
 
@@ -50,7 +45,6 @@ def fake_quantize(
     fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    fallback_threshold: float | None = None,
     importance: torch.Tensor | None = None,
     seed: int | None = None,
 ) -> torch.Tensor:
@@ -68,13 +62,12 @@ def fake_quantize(
             before it once ``axis`` is moved last. One set of tiles serves a matrix and its transpose: the values are
             the same bit for bit. Not so where several tiles share a macro factor (32 rows by ``macro_block`` elements),
             that is with ``macro_block`` other than 32, unless ``"blockwise"``; with stochastic rounding; under
-            ``importance``; or where the share of ``fallback_rate`` ends among equal errors.
-        fallback_rate: share of the blocks, in (0, 1), that get the residual pass; `None` for all.
+            ``importance``; or under ``fallback_rate``, which selects tiles in each row of tiles.
+        fallback_rate: share of the blocks in (0, 1) that get the residual pass; `None` for all. Of each row of ``n``
+            blocks along ``axis`` (or of ``n`` tiles), the ``ceil(fallback_rate * n)`` with the largest squared error
+            get it, blocks without error never.
         axis: the axis that blocks run along, normally the contraction axis of a matrix product.
         generator: source of randomness for stochastic rounding; by default PyTorch's own.
-        fallback_threshold: under ``fallback_rate``, the squared error above which a block gets the residual pass, in
-            units of ``x**2``, summed over the block ([`hf_mxfp4.numerics.fallback.block_errors`]). By default the
-            ``ceil(fallback_rate * blocks)`` blocks with the largest errors get it.
         importance: non-negative weights ``[x.shape[axis]]`` of squared errors in the searches, such as the mean square
             of a layer's inputs; for the ``mse`` rule and the ``"dynamic"`` and ``"blockwise"`` searches.
 
@@ -89,7 +82,6 @@ def fake_quantize(
         scheme,
         axis=axis,
         generator=generator,
-        fallback_threshold=fallback_threshold,
         importance=importance,
         seed=seed,
     )
@@ -107,7 +99,6 @@ def quantize(
     fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    fallback_threshold: float | None = None,
     importance: torch.Tensor | None = None,
     seed: int | None = None,
 ) -> MXFP4Tensor:
@@ -117,34 +108,11 @@ def quantize(
     """
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
     source = noise_source(scheme.rounding, generator, seed)
-    return _quantize(x, scheme, axis, source, selector(scheme, fallback_threshold), importance)[0]
-
-
-def quantize_delayed(
-    x: torch.Tensor, scheme: QuantScheme, threshold: FallbackThreshold, *, axis: int = -1
-) -> MXFP4Tensor:
-    """[`quantize`] under a ``fallback_rate`` and a threshold that the first tensor starts; counts the blocks that fell
-    back. The values are those of [`apply_scheme_delayed`]."""
-    _check_delayed(scheme)
-    tensor, selected, total = _quantize(x, scheme, axis, None, threshold.select, None)
-    threshold.observe(selected, total)
-    return tensor
-
-
-def _quantize(
-    x: torch.Tensor,
-    scheme: QuantScheme,
-    axis: int,
-    source: NoiseSource,
-    select: Callable[[torch.Tensor], torch.Tensor] | None,
-    importance: torch.Tensor | None,
-) -> tuple[MXFP4Tensor, torch.Tensor | None, int]:
-    """Codes and scales, and the counts of [`_quantize_dequantize`]."""
     block_rows = scheme.block_rows
     axis = check_input(x, axis, block_rows)
     with torch.no_grad():
         blocks = Blocks(x, scheme, axis, importance)
-        (q, scale), residual = blocks.quantize(source, select)
+        (q, scale), residual = blocks.quantize(source)
 
         def codes_of(values: torch.Tensor) -> torch.Tensor:
             return grid.pack_codes(from_blocks(grid.encode_e2m1(values), blocks.shape, block_rows))
@@ -155,7 +123,7 @@ def _quantize(
         def scale_of(byte: torch.Tensor) -> torch.Tensor:
             return byte_of(byte[..., : blocks.blocks_per_row])
 
-        tensor = MXFP4Tensor(
+        return MXFP4Tensor(
             codes=codes_of(q),
             scale=scale_of(scale),
             macro=None if blocks.m8 is None else byte_of(blocks.m8),
@@ -166,7 +134,6 @@ def _quantize(
             scheme=scheme,
             dtype=x.dtype,
         )
-    return tensor, blocks.n_fallback, blocks.n_blocks
 
 
 def apply_scheme(
@@ -175,65 +142,15 @@ def apply_scheme(
     *,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    fallback_threshold: float | None = None,
     importance: torch.Tensor | None = None,
     seed: int | None = None,
 ) -> torch.Tensor:
     """[`fake_quantize`] with its options given as a [`QuantScheme`]."""
-    select = selector(scheme, fallback_threshold)
     source = noise_source(scheme.rounding, generator, seed)
-    return _quantize_dequantize(x, scheme, axis, source, select, importance)[0]
-
-
-def apply_scheme_delayed(
-    x: torch.Tensor,
-    scheme: QuantScheme,
-    threshold: FallbackThreshold,
-    *,
-    axis: int = -1,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """[`apply_scheme`] under a ``fallback_rate`` and a threshold that the first tensor starts; counts the blocks that
-    fell back."""
-    _check_delayed(scheme)
-    values, selected, total = _quantize_dequantize(x, scheme, axis, generator, threshold.select, None)
-    threshold.observe(selected, total)
-    return values
-
-
-def _check_delayed(scheme: QuantScheme) -> None:
-    if scheme.fallback_rate is None:
-        raise ValueError(f"{scheme} has no fallback_rate for a threshold to follow")
-
-
-def _quantize_dequantize(
-    x: torch.Tensor,
-    scheme: QuantScheme,
-    axis: int,
-    source: NoiseSource,
-    select: Callable[[torch.Tensor], torch.Tensor] | None,
-    importance: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Values in the shape and dtype of ``x``, the number of blocks selected for fallback (an integer tensor; `None`
-    where the scheme selects none), and the number of blocks."""
     axis = check_input(x, axis, scheme.block_rows)
     with torch.no_grad():
         blocks = Blocks(x, scheme, axis, importance)
-        values = blocks.dequantized(*blocks.quantize(source, select), x.dtype)
-    return values, blocks.n_fallback, blocks.n_blocks
-
-
-def selector(scheme: QuantScheme, fallback_threshold: float | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Maps block errors to the blocks above the threshold; `None` without one. Raises `ValueError` for a threshold that
-    is negative or NaN, or that the scheme has no use for."""
-    if fallback_threshold is None:
-        return None
-    if scheme.fallback_rate is None:
-        raise ValueError(f"fallback_threshold has no effect on {scheme}: give it a fallback_rate")
-    number = isinstance(fallback_threshold, Real) and not isinstance(fallback_threshold, bool)
-    if not number or not fallback_threshold >= 0:
-        raise ValueError(f"fallback_threshold={fallback_threshold!r} must be None or a number of at least 0")
-    return partial(select_above, threshold=fallback_threshold)
+        return blocks.dequantized(*blocks.quantize(source), x.dtype)
 
 
 def check_input(x: torch.Tensor, axis: int, block_rows: int = 1) -> int:

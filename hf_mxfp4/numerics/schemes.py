@@ -55,6 +55,8 @@ class QuantScheme:
                 "macro_search='hybrid' means dynamic for weights and static for activations; "
                 "one tensor is either: pass 'dynamic' or 'static'"
             )
+        if self.macro_search == "block_mantissas":  # the name of the option
+            object.__setattr__(self, "macro_search", "blockwise")
         one_of("macro_search", self.macro_search, MACRO_SEARCHES)
         if self.macro_search == "blockwise" and self.macro_block not in (None, 128):
             raise ValueError(

@@ -63,22 +63,27 @@ def packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4Packed
     return {name: module for name, module in model.named_modules() if isinstance(module, PACKED)}
 
 
-def check_loaded(model: nn.Module, whole: bool) -> None:
-    """transformers only warns of tensors that no file has, and fills in random numbers.
+def tie_packed(model: nn.Module) -> None:
+    """Share all packed tensors of layers whose weights are tied, and add their names to those of tied tensors."""
+    from ..checkpoint.io.tensor_names import tied_weights
 
-    Raises `ValueError` for the first one missing in a packed layer or, with ``whole``, anywhere but in a head that the
-    checkpoint was saved without.
-    """
-    layers = packed_layers(model)
-    same_class = type(model).__name__ in (model.config.architectures or ())
-    prefix = getattr(model, "base_model_prefix", "")
-    for name, parameter in model.named_parameters():
-        layer = name.rpartition(".")[0]
-        new_head = not same_class and hasattr(model, prefix) and not name.startswith(f"{prefix}.")
-        if layer not in layers and (new_head or not whole):
-            continue
-        # Offloaded parameters are meta tensors here, and left to the check of the files.
-        if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
-            raise ValueError(f"{name} is in no file of the checkpoint")
-    for layer in layers.values():
+    tied = getattr(model, "all_tied_weights_keys", None)
+    layers = packed_layers(model) if tied else {}
+    if not layers:
+        return
+    names = {f"{name}.{own}" for name, layer in layers.items() for own, _ in layer.named_parameters(recurse=False)}
+    for target, source in tied_weights(model, names).items():
+        (owner, _, own), other = target.rpartition("."), source.rpartition(".")[0]
+        if owner in layers and other in layers and own != "bias":
+            tied[target] = source
+            setattr(layers[owner], own, getattr(layers[other], own))
+
+
+def check_loaded(model: nn.Module) -> None:
+    """Raise `ValueError` for the first tensor of a packed layer that no file has. transformers only warns of it."""
+    for name, layer in packed_layers(model).items():
+        for own, parameter in layer.named_parameters(recurse=False):
+            # Offloaded parameters are meta tensors here, and left to the check of the files.
+            if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
+                raise ValueError(f"{name}.{own} is in no file of the checkpoint")
         layer.check()

@@ -2,7 +2,7 @@
 """`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains."""
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,15 +11,15 @@ from transformers.quantizers import HfQuantizer
 from .._logging import get_logger
 from ..checkpoint import (
     check_checkpoint,
-    check_data,
     check_local_index,
-    check_packed_files,
+    check_unquantized,
     make_record,
     take_state_dict,
+    unguard,
     wrap_saving,
 )
 from ..checkpoint.io.mapped import resolved
-from ..checkpoint.io.reader import read_headers
+from ..checkpoint.io.reader import FileHeader, read_headers
 from ..config import MXFP4RLConfig
 from ..dither import dither_masters
 from ..layers import (
@@ -30,12 +30,14 @@ from ..layers import (
     trainable_matrices,
 )
 from ..layers.experts_base import ExpertsBase
+from ..module_names import full_precision_record, skip_reasons
 from ..registration import QUANT_METHOD, enter_classes
 from ..report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from .generation import wrap_generation
-from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan
+from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan, tie_packed
 from .pushed_weights import check_attention
 from .reference import watch_references
+from .saved_layers import reasons_of_checkpoint
 from .swap import placeholder, quantize_linears
 
 
@@ -54,7 +56,7 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: MXFP4RLConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
-        self._swapped: tuple[list[str], list[str]] = ([], [])
+        self._swapped: tuple[list[str], dict[str, str]] = ([], {})
         self._loads = True
         #: The error of packing a full-precision checkpoint, and the files that it is read from.
         self.error_energy = ErrorEnergy()
@@ -90,7 +92,8 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config):
         # Called for something else: the only time before transformers reads the index of shards, in which it stops at
-        # damage without a word of the file.
+        # damage without a word of the file, and stops at a config.json of ours.
+        unguard(config)
         if self.pre_quantized:
             check_local_index(getattr(config, "name_or_path", None), getattr(config, "_commit_hash", None))
         return super().update_attn_implementation(config)
@@ -98,8 +101,14 @@ class MXFP4RLQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
         refuse_parallel_plan(model)
         check_attention(model)
+        files = read_headers(checkpoint_files or ())
+        reasons = skip_reasons(model, self.quantization_config.modules_to_not_convert or ())
+        if self.pre_quantized:
+            headers = [file for file in files if isinstance(file, FileHeader)]
+            reasons = reasons_of_checkpoint(model, self.quantization_config, reasons, headers)
+        self.quantization_config = self.quantization_config.keeping(full_precision_record(model, reasons))
         make = placeholder if self._packs_on_load else None
-        self._swapped = quantize_linears(model, self.quantization_config, make)
+        self._swapped = quantize_linears(model, self.quantization_config, make, reasons)
         if kwargs.get("use_kernels") and any(isinstance(module, ExpertsBase) for module in model.modules()):
             raise ValueError(
                 "use_kernels=True lets transformers replace whole layers of experts by kernels that compute in full "
@@ -109,16 +118,14 @@ class MXFP4RLQuantizer(HfQuantizer):
         for layer in layers.values():
             # transformers would draw random numbers for a tensor that is missing, and fail on uint8.
             layer._is_hf_initialized = True
-        files = read_headers(checkpoint_files or ())
         if self.pre_quantized and files:
-            self.record = check_checkpoint(files, model, self.quantization_config)
+            tie_packed(model)
+            quantized = [name for name, module in model.named_modules() if isinstance(module, QUANTIZED)]
+            self.record = check_checkpoint(files, model, self.quantization_config, quantized)
+        elif files:
+            check_unquantized(files)
         if self._packs_on_load:
             self.source_files = resolved(checkpoint_files or ())
-        elif self._packed and files:
-            shapes = {name: layer.shapes() for name, layer in layers.items()}
-            check_packed_files(files, shapes, getattr(model, "base_model_prefix", ""))
-        if files:
-            check_data(files, is_ours=self.pre_quantized, mapped=True)
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
@@ -138,16 +145,17 @@ class MXFP4RLQuantizer(HfQuantizer):
     def get_quantize_ops(self):
         return PackOnLoad(self.quantization_config, self.error_energy, self.source_files)
 
-    def attach(self, model, quantized: Sequence[str], skipped: Sequence[str], energy: ErrorEnergy) -> None:
+    def attach(self, model, quantized: Sequence[str], skipped: Mapping[str, str], energy: ErrorEnergy) -> None:
         """Make this the quantizer of a model whose layers were swapped by hand, so that it saves and reports as if it
         had been loaded so."""
-        self._swapped, self._loads, self.error_energy = (list(quantized), list(skipped)), False, energy
+        self._swapped, self._loads, self.error_energy = (list(quantized), dict(skipped)), False, energy
         model.hf_quantizer, model.is_quantized, model.quantization_method = self, True, QUANT_METHOD
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        if self._loads and (self._packed or self.pre_quantized):
-            check_loaded(model, whole=self.pre_quantized)
+        tie_packed(model)
+        if self._loads:
+            check_loaded(model)
         quantized, skipped = self._swapped
         dithers = self._loads and not self._packed and self.quantization_config.dither_ties
         dither = dither_masters(model) if dithers else None
@@ -156,6 +164,7 @@ class MXFP4RLQuantizer(HfQuantizer):
             scheme=self.quantization_config.describe(),
             quantized=tuple(quantized),
             skipped=tuple(skipped),
+            skip_reasons=dict(skipped),
             sqnr_db=self.error_energy.sqnr_db if self._packed else master_sqnr(model),
             n_weights=n_weights,
             packed_bytes=packed_bytes,

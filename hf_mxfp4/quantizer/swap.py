@@ -8,25 +8,29 @@ from torch import nn
 from ..config import MXFP4RLConfig
 from ..experts_layout import projections
 from ..layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
-from ..module_names import find_layers, full_names, name_matches
+from ..module_names import choose_layers, full_names, name_matches, skip_reasons
 
 
 MakeLayer = Callable[[nn.Module, MXFP4RLConfig, str], nn.Module]
 
 
 def quantize_linears(
-    model: nn.Module, config: MXFP4RLConfig, make_layer: MakeLayer | None = None
-) -> tuple[list[str], list[str]]:
-    """Swap the linear layers and the experts of ``model`` in place; the names of the quantized linear maps and of those
-    left alone.
+    model: nn.Module,
+    config: MXFP4RLConfig,
+    make_layer: MakeLayer | None = None,
+    reasons: dict[str, str] | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Swap the linear layers and the experts of ``model`` in place; the names of the quantized linear maps, and
+    those left alone with the reasons.
 
     ``make_layer`` builds a layer from a plain one, the config and its name; by default the layer class of the config's
-    mode does.
+    mode does. ``reasons`` replaces what [`skip_reasons`] says.
 
     Raises `ValueError` when nothing matched, an entry of the config's ``layer_overrides`` matched no quantized layer,
     or the model keeps experts in a way that is not known.
     """
-    layers, skipped = find_layers(model, config.modules_to_not_convert or ())
+    skips = config.modules_to_not_convert or ()
+    layers, skipped = choose_layers(model, skip_reasons(model, skips) if reasons is None else reasons, skips)
     # Overrides name linear layers, and projections of experts.
     names = {
         place: {place: ()} if isinstance(layer, nn.Linear) else {f"{place}.{p}": (p,) for p in projections(layer)}

@@ -10,11 +10,9 @@ from .._lazy import lazy_names
 _LAZY = {
     "ActivationErrorCallback": "callbacks.activation_errors",
     "EntropyCallback": "callbacks.base",
-    "EntropyNoiseController": "noise.controller",
     "ErrorCallback": "callbacks.base",
     "ExactResumeMixin": "resume.state",
     "GradientGainCallback": "callbacks.policy",
-    "LinearNoise": "noise.linears",
     "MXFP4AsyncGRPOTrainer": "asynchronous",
     "MXFP4GRPOConfig": "config",
     "MXFP4GRPOTrainer": "trainer",

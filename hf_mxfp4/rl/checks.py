@@ -44,9 +44,16 @@ def check_arguments(
     check_scheme("quantization_config", quantization_config)
     check_scheme("quantization_config in model_init_kwargs", (args.model_init_kwargs or {}).get("quantization_config"))
     args.check_overlong_buffer()
-    _check_dataset("train_dataset", train_dataset, needs_prompt)
-    for name, dataset in (eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}).items():
-        _check_dataset(f"eval_dataset {name}".strip(), dataset, needs_prompt)
+    if args.overlong_buffer and args.max_completion_length is None:
+        raise ValueError(f"overlong_buffer={args.overlong_buffer} needs max_completion_length")
+    for name, dataset in _named(train_dataset, eval_dataset):
+        _check_dataset(name, dataset, needs_prompt)
+
+
+def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    named = [(f"eval_dataset {name}".strip(), dataset) for name, dataset in evaluated.items()]
+    return [("train_dataset", train_dataset), *named]
 
 
 def _check_dataset(name: str, dataset: Any, needs_prompt: bool) -> None:
@@ -57,6 +64,24 @@ def _check_dataset(name: str, dataset: Any, needs_prompt: bool) -> None:
     columns = getattr(dataset, "column_names", None)
     if needs_prompt and columns is not None and "prompt" not in columns:
         raise ValueError(f"{name} has no column 'prompt'; it has {', '.join(columns)}")
+
+
+def check_tokens(tokenizer: Any, train_dataset: Any, eval_dataset: Any) -> None:
+    """Raise `ValueError` for a tokenizer without an end-of-sequence token, and for prompts without any token, which
+    fail deep in generation."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no end-of-sequence token, so no completion could end: set "
+            "tokenizer.eos_token to the token that ends a text, and give the tokenizer as processing_class"
+        )
+    for name, dataset in _named(train_dataset, eval_dataset):
+        if dataset is None or "prompt" not in (getattr(dataset, "column_names", None) or ()):
+            continue
+        if not hasattr(dataset, "__len__") or tokenizer("").input_ids:
+            continue
+        empty = next((row for row, prompt in enumerate(dataset["prompt"]) if prompt in ("", [])), None)
+        if empty is not None:
+            raise ValueError(f"row {empty} of {name} has an empty prompt, from which nothing can be generated")
 
 
 def check_policy(model: nn.Module, n_quantized: int, args: MXFP4GRPOConfig, accelerator: Accelerator) -> None:
@@ -171,7 +196,7 @@ def check_reference(policy: nn.Module, reference: nn.Module | None, args: MXFP4G
     if not args.quantize_reference and found:
         raise ValueError(
             f"quantize_reference=False, but the checkpoint that the reference is loaded from is quantized ({found} "
-            "weight matrices); remove quantization_config from its config.json"
+            "weight matrices); remove quantization_config and transformers_weights from its config.json"
         )
     if expected and not found:
         get_logger().warning(

@@ -2,7 +2,6 @@
 """`MXFP4GRPOConfig`: TRL's `GRPOConfig` with the options of [`MXFP4GRPOTrainer`]."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +10,8 @@ from trl import GRPOConfig
 from .._logging import get_logger
 from ..layers import WEIGHT_FORMS
 from ..module_names import read_names
-from .noise.controller import EntropyNoiseController
+from ..suggestions import described_options
 from .noise.schedule import NoiseSchedule
-from .noise.targets import TARGETS
 from .rollout.correction_options import check_correction, share_with_trl
 from .rollout.options import check_compiled_rollouts, check_replayed_rollouts
 
@@ -21,10 +19,24 @@ from .rollout.options import check_compiled_rollouts, check_replayed_rollouts
 #: What `step_weights` can be.
 STEP_WEIGHTS = (*WEIGHT_FORMS, "none")
 
+_NO_ENTROPY = (
+    "choose 'exponential', 'linear', 'cosine' or 'constant'; use_adaptive_entropy of TRL keeps the policy entropy at a "
+    "target"
+)
+_NO_LINEARS = "noise is on norms alone; leave the option out"
+#: Options that are gone: the value that had no effect, and what to use.
+_REMOVED = {
+    "aqn_targets": ("norms", _NO_LINEARS),
+    "aqn_linear_sigma_scale": (1.0, _NO_LINEARS),
+    "aqn_target_entropy": (None, _NO_ENTROPY),
+    "aqn_rate_limit": (0.05, _NO_ENTROPY),
+}
+
 #: What `vllm_weights` can be.
 VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
 
 
+@described_options
 @dataclass
 class MXFP4GRPOConfig(GRPOConfig):
     """Options of [`MXFP4GRPOTrainer`], beside all of [`trl.GRPOConfig`]'s. Flat, so that YAML and the command line can
@@ -33,72 +45,47 @@ class MXFP4GRPOConfig(GRPOConfig):
     aqn: bool = field(
         default=True,
         metadata={
-            "help": "Adaptive quantization noise: Gaussian noise on the weights of RMSNorms, and of linear layers if "
-            "asked for (`aqn_targets`), during rollouts and nowhere else. False switches all `aqn_*` options off."
+            "help": "Adaptive quantization noise: Gaussian noise on the weights of RMSNorms during rollouts "
+            "and nowhere else. False switches all `aqn_*` options off."
         },
     )
     aqn_schedule: str = field(
         default="exponential",
         metadata={
             "help": "Standard deviation over training: 'exponential' stages (QeRL, arXiv 2605.20402), 'linear', "
-            "'cosine' or 'constant', all of them noise-free in the first of `aqn_num_stages` parts of training; or "
-            "'entropy', which follows `aqn_target_entropy`."
+            "'cosine' or 'constant', all of them noise-free in the first of `aqn_num_stages` parts of training."
         },
     )
     aqn_sigma_start: float = field(
         default=1e-2,
-        metadata={
-            "help": "Standard deviation of the noise where it sets in, absolute for norms; the upper bound of "
-            "aqn_schedule='entropy'."
-        },
+        metadata={"help": "Standard deviation of the noise where it sets in, absolute."},
     )
     aqn_sigma_end: float = field(
         default=1e-3,
         metadata={
-            "help": "Standard deviation at the end of training: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL; the lower "
-            "bound of aqn_schedule='entropy'. None under 'constant'."
+            "help": "Standard deviation at the end of training: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL. None "
+            "under 'constant'."
         },
     )
     aqn_num_stages: int = field(
         default=10,
         metadata={
             "help": "Equal parts of training, the first of them noise-free (1: none is). Exponential noise has one "
-            "standard deviation in each. No effect with aqn_schedule='entropy'."
-        },
-    )
-    aqn_target_entropy: float | None = field(
-        default=None,
-        metadata={
-            "help": "aqn_schedule='entropy': the policy entropy to keep, in nats per token; by default half of that in "
-            "the first 3 steps."
-        },
-    )
-    aqn_rate_limit: float = field(
-        default=0.05,
-        metadata={"help": "aqn_schedule='entropy': largest change of ln(sigma) in a step."},
-    )
-    aqn_targets: str = field(
-        default="norms",
-        metadata={
-            "help": "Weights to put noise on: 'norms', 'linears' (quantized linear layers and experts, never routers, "
-            "heads or adapters) or 'both'. On linears it takes the memory of a dense copy of their weights."
-        },
-    )
-    aqn_linear_sigma_scale: float = field(
-        default=1.0,
-        metadata={
-            "help": "Noise of linear weights for each unit of the schedule's: with 1.0 and sigma 0.01, its standard "
-            "deviation is 0.01 of the root mean square of each weight matrix."
+            "standard deviation in each."
         },
     )
     aqn_layers: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Norms and linear layers to put noise on, of those that `aqn_targets` names: whole dotted name "
-            "parts such as 'layers.0' or 'input_layernorm', or 're:<regex on the full name>'; by default all."
+            "help": "Norms to put noise on: whole dotted name parts such as "
+            "'layers.0' or 'input_layernorm', or 're:<regex on the full name>'; by default all."
         },
     )
     aqn_seed: int | None = field(default=None, metadata={"help": "Seed of the noise; by default `seed`."})
+    aqn_targets: str | None = field(default=None, metadata={"help": "Removed: noise is on norms."})
+    aqn_linear_sigma_scale: float | None = field(default=None, metadata={"help": "Removed with linear noise."})
+    aqn_target_entropy: float | None = field(default=None, metadata={"help": "Removed with aqn_schedule='entropy'."})
+    aqn_rate_limit: float | None = field(default=None, metadata={"help": "Removed with aqn_schedule='entropy'."})
     rollout_correction: bool = field(
         default=True,
         metadata={
@@ -351,37 +338,22 @@ class MXFP4GRPOConfig(GRPOConfig):
         return getattr(self, name) != self._default(name)
 
     def _check_noise(self) -> None:
-        # What they describe checks its own numbers.
+        for name, (inert, reason) in _REMOVED.items():
+            if getattr(self, name) not in (None, inert):
+                raise ValueError(f"{name}={getattr(self, name)!r} was removed: {reason}")
         if self.aqn_schedule == "entropy":
-            self.noise_controller()
-        else:
-            self.noise_schedule  # noqa: B018
-            constant = self.aqn and self.aqn_schedule == "constant"
-            if constant and self._is_set("aqn_sigma_end") and self.aqn_sigma_end != self.aqn_sigma_start:
-                raise ValueError(
-                    f"aqn_sigma_end={self.aqn_sigma_end} has no effect on aqn_schedule='constant', whose noise is that "
-                    f"of aqn_sigma_start throughout; leave aqn_sigma_end at {self._default('aqn_sigma_end')}"
-                )
-            if self.aqn_target_entropy is not None:
-                raise ValueError(
-                    f"aqn_target_entropy has no effect on aqn_schedule={self.aqn_schedule!r}; set 'entropy'"
-                )
-        if self.aqn_targets not in TARGETS:
-            raise ValueError(f"aqn_targets={self.aqn_targets!r} is not known; choose one of {', '.join(TARGETS)}")
-        if not (math.isfinite(self.aqn_linear_sigma_scale) and self.aqn_linear_sigma_scale > 0):
-            raise ValueError(f"aqn_linear_sigma_scale={self.aqn_linear_sigma_scale} must be a positive number")
-        if self.aqn_targets == "norms" and self.aqn_linear_sigma_scale != 1:
-            raise ValueError("aqn_linear_sigma_scale has no effect on aqn_targets='norms'; set 'linears' or 'both'")
+            raise ValueError(f"aqn_schedule='entropy' was removed: {_NO_ENTROPY}")
+        self.noise_schedule  # noqa: B018  it checks its own numbers
+        constant = self.aqn and self.aqn_schedule == "constant"
+        if constant and self._is_set("aqn_sigma_end") and self.aqn_sigma_end != self.aqn_sigma_start:
+            raise ValueError(
+                f"aqn_sigma_end={self.aqn_sigma_end} has no effect on aqn_schedule='constant', whose noise is that "
+                f"of aqn_sigma_start throughout; leave aqn_sigma_end at {self._default('aqn_sigma_end')}"
+            )
         read_names("aqn_layers", self.aqn_layers)
 
     @property
     def noise_schedule(self) -> NoiseSchedule:
-        """The closed form that the `aqn_*` options describe; `ValueError` for the closed loop, which has none."""
+        """The standard deviation over training that the `aqn_*` options describe."""
         end = self.aqn_sigma_start if self.aqn_schedule == "constant" else self.aqn_sigma_end
         return NoiseSchedule(self.aqn_sigma_start, end, self.aqn_num_stages, self.aqn_schedule)
-
-    def noise_controller(self, record: Callable[[str, float], None] | None = None) -> EntropyNoiseController:
-        """The closed loop that the `aqn_*` options describe."""
-        return EntropyNoiseController(
-            self.aqn_sigma_end, self.aqn_sigma_start, self.aqn_target_entropy, self.aqn_rate_limit, record
-        )

@@ -7,21 +7,20 @@ One training step, in the order in which it happens, and what of this package ha
    draw random numbers are told the step ([`QuantizationStepCallback`]). From here to the last backward pass of the step
    `quantization` keeps what each weight was quantized to.
 2. Completions are sampled (`_generate`), within what makes the policy that samples: `generation` keeps the quantized
-   copies of weights, `rollout_noise` puts noise on norms and linear layers (or on what `vllm_policy` pushes), and
+   copies of weights, `rollout_noise` puts noise on norms (or on what `vllm_policy` pushes), and
    `replay` records the experts. Around a single `generate` (`_generate_single_turn`), `correction` records the
    log-probability of every token, and `generation` sets the dtype, switches dropout off, and compiles.
-3. Completions are scored (`_calculate_rewards`): reward functions are guarded; `overlong` is one of them.
+3. Completions are scored (`_calculate_rewards`): reward functions are guarded.
 4. The batch is made (`_generate_and_score_completions`): `replay` adds the experts to it, and `sampler` replaces groups
    that earn the same by groups of other prompts, for each of which 2 and 3 come again.
 5. The loss is computed (`compute_loss`): `replay` has the routers choose as they did, `monitor` measures the inputs of
-   layers, and `correction` weights the advantages once TRL has computed log-probabilities. The policy entropy goes to
-   the controller of `rollout_noise`.
+   layers, and `correction` weights the advantages once TRL has computed log-probabilities.
 6. Gradients are computed and the optimizer steps, in [`transformers.Trainer`]. `replay` ends before the optimizer does.
-7. A step ends: the callbacks of `monitor` measure errors, gradients and movement; the controller moves the noise.
+7. A step ends: the callbacks of `monitor` measure errors, gradients and movement.
 8. What was measured is logged (`log`), `checkpoints` are written (`_process_state` is what they have beside TRL's), and
    evaluations run on the policy without noise (`evaluate`).
 
-`rollout_noise`, `vllm_policy`, `replay`, `sampler` and `overlong` are `None` when they are switched off. Components are
+`rollout_noise`, `vllm_policy`, `replay` and `sampler` are `None` when they are switched off. Components are
 told what they need (the step, the batch, what records a metric), and `checkpoints` alone keeps the trainer. What is
 overridden of TRL is overridden here, apart from what [`ExactResumeMixin`] does to any Trainer.
 """
@@ -36,12 +35,12 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
+from trl.rewards import get_soft_overlong_punishment
 
 from .._logging import get_logger
 from ..adapters import strict_targets
 from ..checkpoint.card.model import decoration
 from .callbacks.monitor import PolicyMonitor
-from .callbacks.policy import thresholds_kept
 from .callbacks.run_facts import mend_card, run_facts
 from .checks import (
     check_adapter,
@@ -49,6 +48,7 @@ from .checks import (
     check_policy,
     check_reference,
     check_router_replay,
+    check_tokens,
     count_quantized,
     reference_config,
     sharding_of,
@@ -57,9 +57,7 @@ from .config import MXFP4GRPOConfig
 from .noise.rollouts import RolloutNoise
 from .resume.run import RunCheckpoints
 from .resume.state import ExactResumeMixin, random_states_kept
-from .resume.trackers import TolerantHandler, guard_direct_writes
 from .rewards.guard import guard_reward
-from .rewards.overlong import OverlongPenalty
 from .rollout.correction import RolloutCorrection
 from .rollout.correction_options import limits_in_force
 from .rollout.generation import RolloutGeneration, describe_rollout_weights
@@ -82,8 +80,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     Attributes:
         n_quantized: weight matrices of the policy that are in MXFP4.
-        noise, linear_noise: on norms, and on linear layers and experts, in rollouts; `None` without.
-        noise_controller: under `aqn_schedule="entropy"`; else `None`.
+        noise: on norms, in rollouts; `None` without.
         routing: what records and replays experts, under `router_replay`; else `None`.
         entropy_callback, error_callback, activation_callback, temperature_callback, gradient_gain_callback,
         movement_callback, router_callback, report_callback: what watches; `None` where it is off.
@@ -120,6 +117,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         with vllm_in_scheme(args), experts_returned(args):
             super().__init__(model, functions, args, train_dataset, eval_dataset, quantization_config=scheme, **kwargs)
         self.n_quantized = count_quantized(self.model)
+        check_tokens(self._tokenizer, train_dataset, eval_dataset)
         check_policy(self.model, self.n_quantized, args, self.accelerator)
         check_reference(self.model, self.ref_model, args)
         self._make_components()
@@ -149,10 +147,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         if args.dynamic_sampling:
             pad_token = self._tokenizer.pad_token_id
             self.sampler = DynamicSampling(args, self.train_dataset, accelerator, pad_token, self._record)
-        self.overlong: OverlongPenalty | None = None
         if args.overlong_buffer:
-            self.overlong = OverlongPenalty(args, len(self.reward_funcs))
-            self.overlong.add_to(self)
+            self._punish_long_completions(args)
         facts = functools.partial(run_facts, self)  # gathered when training begins
         self.monitor = PolicyMonitor(model, args, self.n_quantized, sharding, self._record, self._record_mean, facts)
         self.replay: RouterReplay | None = None
@@ -163,23 +159,27 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             self.replay = RouterReplay(model, accelerator, self._record, llm, is_scored_by_trl)
         self._in_step = contextlib.ExitStack()
         self.checkpoints = RunCheckpoints(self)
-        # A step that is counted has moved the noise: its controller goes ahead of all callbacks that may fail.
-        first = [*self.monitor.first, *([] if self.noise_controller is None else [self.noise_controller])]
-        self.callback_handler.callbacks[:0] = first
+        self.callback_handler.callbacks[:0] = self.monitor.first
         for callback in (*self.monitor.last, self.checkpoints.boundary):
             self.add_callback(callback)
+
+    def _punish_long_completions(self, args: MXFP4GRPOConfig) -> None:
+        """Make TRL's soft overlong punishment the last reward function, as TRL adds the rewards of environments."""
+        function = get_soft_overlong_punishment(args.max_completion_length, args.overlong_buffer)
+        self.reward_funcs.append(function)
+        self.reward_func_names.append(function.__name__)
+        self.reward_processing_classes.append(None)
+        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([args.overlong_penalty])])
 
     # ---- training -------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """[`transformers.Trainer.train`]; an exception, Ctrl-C or SIGTERM leaves a checkpoint of the last finished step
-        behind. A tracker that fails is named in a warning, and training goes on.
+        behind.
 
         Raises `ValueError` when the checkpoint to resume from is not whole, or there is none that is.
         """
-        if not isinstance(self.callback_handler, TolerantHandler):
-            self.callback_handler = TolerantHandler(self.callback_handler)
-        with guard_direct_writes(), self.checkpoints.left_behind(), self.quantization.training():
+        with self.checkpoints.left_behind(), self.quantization.training():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -268,11 +268,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         self.vllm_policy = VLLMPolicy(self.vllm_generation, self.model, self.args, noise, rollout, record)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        rewards = super()._calculate_rewards(*args, **kwargs)  # [all processes' completions, functions]
-        if self.overlong is not None:
-            rewards = self.overlong.spare_unscored(rewards, self.state.global_step)
-        self._rewards = rewards
-        return rewards
+        self._rewards = super()._calculate_rewards(*args, **kwargs)  # [all processes' completions, functions]
+        return self._rewards
 
     def _equal_groups(self) -> torch.Tensor:
         """Which groups of the last rollout earn the same: bool ``[groups of all processes]``."""
@@ -313,10 +310,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             if self.accelerator.reduce(counted, reduction="sum").item() == 0:
                 # TRL logs 0, which is the entropy of a policy that has collapsed. What is NaN, its log leaves out.
                 entropies[logged:] = [math.nan] * (len(entropies) - logged)
-            if self.noise_controller is not None:
-                # Of the tokens of all processes.
-                for entropy in entropies[logged:]:
-                    self.noise_controller.observe(entropy)
         return loss
 
     def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, width: int, *args, **kwargs):
@@ -329,9 +322,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """[`transformers.Trainer.evaluate`], which leaves training as it was, also where it is cut short: its rollouts
-        draw from the random generators of training, and its forward passes count for selective outlier fallback.
+        draw from the random generators of training.
         """
-        with random_states_kept(), thresholds_kept(self.model), self.quantization.evaluation():
+        with random_states_kept(), self.quantization.evaluation():
             return super().evaluate(*args, **kwargs)
 
     # ---- logs -----------------------------------------------------------------------------------------------------
@@ -386,8 +379,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     # ---- what callbacks and users look at -------------------------------------------------------------------------
 
     noise = property(lambda self: None if self.rollout_noise is None else self.rollout_noise.norms)
-    linear_noise = property(lambda self: None if self.rollout_noise is None else self.rollout_noise.linears)
-    noise_controller = property(lambda self: None if self.rollout_noise is None else self.rollout_noise.controller)
     routing = property(lambda self: self.replay)
     entropy_callback = property(lambda self: self.monitor.entropy)
     error_callback = property(lambda self: self.monitor.errors)

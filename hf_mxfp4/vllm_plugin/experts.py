@@ -202,10 +202,10 @@ def _check_cut(target: ExpertsTarget, weights: QuantScheme | None, inputs: Quant
     columns, size = target.sizes["down_proj"][1], target.share.size
     if size == 1:
         return
-    if inputs is not None and inputs.macro_block == "row":
+    if inputs is not None and (inputs.macro_block == "row" or inputs.fallback_rate is not None):
         raise ValueError(
-            f"{target.name}.down_proj: tensor parallelism splits its inputs, and macro_block='row' has one factor for "
-            "the whole row of them; use enable_expert_parallel=True"
+            f"{target.name}.down_proj: tensor parallelism splits its inputs, and {inputs} needs whole rows; use "
+            "enable_expert_parallel=True"
         )
     blocks = [scheme.macro_block or BLOCK_SIZE for scheme in (weights, inputs) if scheme is not None]
     # One factor for a row of weights is true of every part of it.

@@ -83,7 +83,7 @@ def experts(
         if weight_scheme:
             out = _packed_product(states, weight, bias, groups, weight_scheme, input_scheme, backend)
         else:
-            states = nearest_input(states, x.dtype, _read(input_scheme), None, backend)
+            states = nearest_input(states, x.dtype, _read(input_scheme), backend)
             out = _dense_product(states, weight[0], bias, groups, is_here is None, backend)
         # No expert has written the rows of other processes.
         return out if is_here is None else torch.where(is_here, out, 0)

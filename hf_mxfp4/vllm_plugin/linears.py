@@ -139,10 +139,10 @@ class MXFP4RLLinearMethod(LinearMethodBase):
         inputs = self.scheme.activation_scheme
         if inputs is not None:
             blocks.append(inputs.macro_block or BLOCK_SIZE)
-            if inputs.macro_block == "row":
+            if inputs.macro_block == "row" or inputs.fallback_rate is not None:
                 raise ValueError(
-                    f"{self.name}: tensor parallelism splits the inputs of this layer, and macro_block='row' has one "
-                    "factor for the whole row of them; use tensor_parallel_size=1"
+                    f"{self.name}: tensor parallelism splits the inputs of this layer, and {inputs} needs whole rows; "
+                    "use tensor_parallel_size=1"
                 )
         # One factor for a row of weights is true of every part of it.
         unit = math.lcm(*(block for block in blocks if block != "row"))

@@ -25,8 +25,8 @@ from .settings import SETTINGS_KEY, EngineSettings
 class MXFP4RLVLLMConfig(QuantizationConfig):
     """The scheme of a packed checkpoint, or of one of master weights, as vLLM asks for it.
 
-    Raises `ValueError` for master weights whose quantized values are not what the policy computes with, for schemes
-    whose activations vLLM cannot quantize, and for settings that this version of vLLM cannot keep.
+    Raises `ValueError` for master weights whose quantized values are not what the policy computes with, and for
+    settings that this version of vLLM cannot keep.
     """
 
     def __init__(self, scheme: MXFP4RLConfig, settings: EngineSettings | None = None):
@@ -42,12 +42,6 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
             raise ValueError(
                 f"{SETTINGS_KEY}.weights={settings.weights!r}: weights that were rotated before they were packed "
                 f"({scheme.weight_rotation}) are computed with as they are stored alone; use 'packed'"
-            )
-        if scheme.activation_scheme is not None and scheme.activation_scheme.fallback_rate is not None:
-            raise ValueError(
-                f"outlier_fallback_rate={scheme.outlier_fallback_rate} selects blocks of activations by a threshold "
-                "that is learned while a model trains and is not part of a checkpoint; pack with preset='w4a16' for "
-                "vLLM"
             )
         if settings != EngineSettings() and not _CONVERTS:
             raise ValueError(f"{settings}: {_NO_MAPPER}, and only packed checkpoints can be kept, packed")
@@ -146,7 +140,11 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         """Whether the layers that vLLM has joined under ``prefix`` are in full precision; they must agree."""
         names = self._parts(prefix)
         patterns = (*ALWAYS_SKIPPED, *(self.scheme.modules_to_not_convert or ()))
-        skipped = {name: any(name_matches(name, pattern) for pattern in patterns) for name in names}
+        kept = tuple(f"{module}." for module in self.scheme.full_precision or ())
+        skipped = {
+            name: f"{name}.".startswith(kept) or any(name_matches(name, pattern) for pattern in patterns)
+            for name in names
+        }
         if len(set(skipped.values())) > 1:
             raise ValueError(
                 f"vLLM joins {', '.join(names)} into one layer, but modules_to_not_convert="

@@ -23,6 +23,7 @@ from hf_mxfp4 import files
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.rl import ExactResumeMixin
 from recipes.common.progress import TrainingBar
+from recipes.evaluation.policy import folder_digest
 from recipes.post_training.arguments import TASK_OPTIONS
 from recipes.tasks import build_tokenizer, load_task
 from recipes.tasks.tiny_model import TINY_MODELS, encode_example
@@ -41,8 +42,7 @@ def base_settings(model: Model, seed: int) -> dict[str, Any]:
     """Everything that the weights of the starting point depend on."""
     if "model_name_or_path" in model.base:
         name = model.base["model_name_or_path"]
-        weights = [(path.name, path.stat().st_size, path.stat().st_mtime) for path in Path(name).glob("*.safetensors")]
-        return {"model_name_or_path": name, "weights": sorted(weights)}
+        return {"model_name_or_path": name, "weights": folder_digest(Path(name)) if Path(name).is_dir() else None}
     seed = seed if model.base.get("per_seed") else model.base.get("seed", 0)
     # The test split is held out whatever part of it is evaluated.
     task = {name: value for name, value in task_options(model).items() if name != "n_test"}

@@ -16,12 +16,14 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
-from hf_mxfp4.config import unknown_key_message
-from recipes.post_training.arguments import GROUPS, parse
+from hf_mxfp4.suggestions import unknown_key_message
+from recipes.common.schemes import put_over
+from recipes.common.terminal import tell
+from recipes.post_training.arguments import GROUPS, Options, parse
 from recipes.tasks.tiny_model import TINY_MODELS
 
 
-OPTIONS = [option.name for group in GROUPS for option in fields(group)]
+OPTIONS = [option.name for group in GROUPS for option in fields(group) if option.init]
 #: Options of `grpo.py` that the grid sets itself.
 MANAGED = (
     "config evaluate_before model_name_or_path output_dir overwrite reload_check resume_from_checkpoint save_policy "
@@ -34,7 +36,7 @@ _GRID_KEYS = (
 ).split()
 _MODEL_KEYS = ("label", "base", "task", "train", "evaluation", "launcher")
 _CELL_KEYS = ("label", "options", "paper", "naive", "models")
-#: A checkpoint has an architecture for `--rehearse` alone, which does not read it.
+#: Files of earlier versions name the architecture and sizes of a checkpoint too; they are not needed.
 _CHECKPOINT_KEYS = ("model_name_or_path", "architecture", "sizes")
 _BASE_KEYS = ("architecture", "sizes", "pretraining", "seed", "per_seed", "attn_implementation")
 
@@ -72,14 +74,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Grid:
-    """A parsed grid. `reference` is the cell that all are compared with; records of a `rehearsal` are no evidence."""
+    """A parsed grid. `reference` is the cell that all are compared with."""
 
     name: str
     output: Path
     seeds: tuple[int, ...]
     reference: str
     models: tuple[Model, ...]
-    rehearsal: bool = False
 
     @property
     def runs(self) -> Iterator[Run]:
@@ -120,7 +121,7 @@ class Run:
         return {
             "report_to": "none",
             "save_strategy": "no",
-            **self.model.shared,
+            **put_over(self.model.shared, self.cell.options)[0],
             **self.cell.options,
             "model_name_or_path": self.model.base["model_name_or_path"] if own else str(self.base_folder),
             "output_dir": str(self.folder),
@@ -164,8 +165,12 @@ def read_grid(
     seeds: Sequence[int] | None = None,
     only: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
+    launcher: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Grid:
-    """Read a grid; `output`, `seeds`, `only` (cells) and `models` take the place of what the file says.
+    """Read a grid; `output`, `seeds`, `only` (cells), `models` and `launcher` take the place of what the file says.
+
+    `options` of `grpo.py` take the place of those that the cells share, and `model_name_or_path` that of every base.
 
     Raises:
         FileNotFoundError, yaml.YAMLError: the file cannot be read.
@@ -194,8 +199,11 @@ def read_grid(
     for name in (*(models or ()), *(name for cell in cells for name in cell.models or ())):
         if name not in described:
             raise ValueError(unknown_key_message("models", name, list(described)))
+    options = dict(options or {})
+    base = {"model_name_or_path": options.pop("model_name_or_path")} if options.get("model_name_or_path") else None
+    _options(options, "the command line")
     built = [
-        _model(name, model, content, cells, only)
+        _model(name, _changed_model(model, base, launcher), content, cells, only, options)
         for name, model in described.items()
         if models is None or name in models
     ]
@@ -244,15 +252,22 @@ def _cell(name: str, cell: Any, naive: str) -> Cell:
 
 
 def _model(
-    key: str, model: Any, content: Mapping[str, Any], cells: Sequence[Cell], only: Sequence[str] | None
+    key: str,
+    model: Any,
+    content: Mapping[str, Any],
+    cells: Sequence[Cell],
+    only: Sequence[str] | None,
+    options: Mapping[str, Any],
 ) -> Model:
     where = f"models.{key}" if key else "the grid"
     _mapping(model, where, _MODEL_KEYS)
     shared: dict[str, Any] = {}
-    for section in ("task", "evaluation", "train"):
-        shared |= _options(content.get(section), section)
-    for section in ("task", "evaluation", "train"):
-        shared |= _options(model.get(section), f"{where}.{section}")
+    for sections, of in ((content, ""), (model, f"{where}.")):
+        own: dict[str, Any] = {}
+        for section in ("task", "evaluation", "train"):
+            own |= _options(sections.get(section), f"{of}{section}")
+        shared = put_over(shared, own)[0] | own
+    shared = put_over(shared, options)[0] | options
     launcher = model.get("launcher", content.get("launcher")) or ""
     return Model(
         key=key,
@@ -268,19 +283,24 @@ def _model(
     )
 
 
+def _changed_model(model: Any, base: dict[str, Any] | None, launcher: str | None) -> Any:
+    """A model of the file with another base and launcher, where they are given."""
+    changes = {"base": base, "launcher": launcher}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return {**model, **changes} if isinstance(model, dict) else model
+
+
 def _base(base: Any, where: str) -> dict[str, Any]:
     checkpoint = isinstance(base, dict) and "model_name_or_path" in base
     _mapping(base, where, _CHECKPOINT_KEYS if checkpoint else _BASE_KEYS)
-    if checkpoint and "architecture" not in base and "sizes" not in base:
-        return base
+    if checkpoint:
+        return {"model_name_or_path": base["model_name_or_path"]}
     builder = TINY_MODELS.get(base.get("architecture"))
     if builder is None:
         raise ValueError(f"{where}.architecture={base.get('architecture')!r} must be one of {', '.join(TINY_MODELS)}")
     parameters = inspect.signature(builder).parameters.values()
     sizes = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "seed"]
     _mapping(base.get("sizes") or {}, f"{where}.sizes", sizes)
-    if checkpoint:
-        return base
     known = [option.name for option in fields(TrainingArguments) if option.name not in ("output_dir", "seed")]
     _mapping(base.get("pretraining"), f"{where}.pretraining", known)
     return base
@@ -289,25 +309,34 @@ def _base(base: Any, where: str) -> dict[str, Any]:
 # ---- cells differ in nothing but what they say -----------------------------------------------------------------------
 
 
-def check_cells(grid: Grid) -> None:
+def check_cells(grid: Grid, options: Mapping[str, Any] | None = None) -> None:
     """Parse the configuration of every cell as `grpo.py` will, and compare them two by two with the first.
 
-    On a machine without a GPU, configurations for one are parsed as for the CPU.
+    On a machine without a GPU, configurations for one are parsed as for the CPU. Cells whose preset or mode resets
+    shared options are named in a line each.
 
-    Raises `ValueError` for an option that `grpo.py` refuses, and for two cells of a model that differ in an option that
-    neither names.
+    Raises `ValueError` for an option that `grpo.py` refuses, for two cells of a model that differ in an option that
+    neither names, and for a cell with an option of its own that is among those given for all (`options`).
     """
+    for cell in (cell for model in grid.models for cell in model.cells):
+        if same := sorted({*(options or {})} & {*cell.options}):
+            raise ValueError(f"the cell {cell.name} has {', '.join(same)} of its own; change that in the file")
     for model in grid.models:
         first: tuple[Cell, dict[str, Any]] | None = None
         for cell in model.cells:
             run = Run(grid, model, cell, grid.seeds[0])
             try:
-                parsed = _parsed(run.config)
+                parsed = _plain(run.config)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{run.name}: {error}") from error
             if first is None:
                 first = cell, parsed
-            declared = {*first[0].options, *cell.options}
+            dropped = put_over(model.shared, cell.options)[1]
+            if dropped:
+                told = ", ".join(f"{name}={value}" for name, value in dropped.items())
+                tell(f"cell {cell.name}", f"its own preset or mode resets {told}, which the other cells share")
+            declared = {*first[0].options, *cell.options, *dropped}
+            declared |= {*put_over(model.shared, first[0].options)[1]}
             undeclared = [name for name, value in parsed.items() if value != first[1][name] and name not in declared]
             if undeclared:
                 raise ValueError(
@@ -315,14 +344,20 @@ def check_cells(grid: Grid) -> None:
                 )
 
 
-def _parsed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Option by name as it arrives, but for the folder of the run."""
+def parse_run(config: Mapping[str, Any]) -> Options:
+    """Parse the configuration of a run as `grpo.py` will, on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(yaml.safe_dump(dict(config)))
         no_gpu = [] if torch.cuda.is_available() else ["--use_cpu=true", "--bf16=false", "--tf32=false"]
-        recipe, _, training, model = parse(["--config", str(path), *no_gpu])
-    options = {f.name: getattr(group, f.name) for group in (recipe, training, model) for f in fields(group)}
+        return parse(["--config", str(path), *no_gpu])
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Option by name as it arrives, but for the folder of the run."""
+    recipe, _, training, model = parse_run(config)
+    groups = (recipe, training, model)
+    options = {f.name: getattr(group, f.name) for group in groups for f in fields(group) if f.name in OPTIONS}
     # The options of the scheme become one object, so these are compared as written.
     scheme = {f.name: config.get(f.name) for f in fields(GROUPS[1])}
     return {name: repr(value) for name, value in {**options, **scheme}.items() if name != "output_dir"}

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a grid says: before it runs, and its records, tables and plots afterwards."""
 
-from collections.abc import Sequence
-
 from rich.table import Table
 from rich.text import Text
 
+from recipes.common.schemes import preset_of
 from recipes.common.terminal import console, tell
 
 from .base import describe_base, write_json
-from .grid import Grid, Run
-from .merging import merge
+from .grid import Grid, Run, parse_run
 from .plots import draw_all
-from .results import Record, make_records, markdown, models, table_rows
+from .results import make_records, markdown, models, table_rows
 
 
 def describe(grid: Grid) -> None:
@@ -21,24 +19,22 @@ def describe(grid: Grid) -> None:
         tell("model", f"{model.label}: {describe_base(model)}")
         tell("shared", ", ".join(f"{name}={value}" for name, value in model.shared.items()))
         table = Table(title=f"{len(model.cells)} cells x {len(grid.seeds)} seeds {list(grid.seeds)}")
-        for column in ("cell", "label", "differs in"):
+        for column in ("cell", "label", "differs in", "scheme"):
             table.add_column(column, overflow="fold")
         for cell in model.cells:
             options = ", ".join(f"{name}={value}" for name, value in cell.options.items())
-            table.add_row(Text(cell.name), Text(cell.label), Text(options or "(nothing)"))
+            parsed = parse_run(Run(grid, model, cell, grid.seeds[0]).config)
+            scheme = "full precision" if parsed.recipe.full_precision else preset_of(parsed.quantization)
+            table.add_row(Text(cell.name), Text(cell.label), Text(options or "(nothing)"), Text(scheme))
         console.print(table)
         tell("folders", f"{Run(grid, model, model.cells[0], grid.seeds[0]).folder} ...")
 
 
-def report(grid: Grid, command: str, elsewhere: Sequence[Record] = ()) -> None:
-    """Write records, tables and plots of the finished runs, here and elsewhere, and print the tables."""
+def report(grid: Grid, command: str) -> None:
+    """Write records, tables and plots of the finished runs, and print the tables."""
     records, left_out = make_records(grid, command)
     if left_out:
         tell("left out", f"run with other settings: {', '.join(left_out)}")
-    if elsewhere:
-        both = {record["name"] for record in records} & {record["name"] for record in elsewhere}
-        records = merge(grid, records, elsewhere)
-        tell("merged", f"{len(elsewhere)} runs from elsewhere, {len(both)} of them made here too, with equal results")
     if not records:
         raise RuntimeError("no run has finished, so there is nothing to report")
     write_json(grid.output / "ablation.json", records)

@@ -26,16 +26,6 @@ _POINTS = 40
 
 Record = Mapping[str, Any]
 
-#: What `kind` of record the runs of a rehearsal leave; those of experiments have none.
-REHEARSAL = "rehearsal"
-
-
-def refuse_rehearsals(records: Sequence[Record], where: str) -> None:
-    """Raise `ValueError` when there is a record of a rehearsal, whose numbers mean nothing, among those of a file."""
-    name = next((record["name"] for record in records if record.get("kind") == REHEARSAL), None)
-    if name is not None:
-        raise ValueError(f"{where} holds the record of a rehearsal ({name}), which is no evidence")
-
 
 def stored_seeds(grid: Grid) -> tuple[int, ...]:
     """The seeds that there are runs of, beside the grid's."""
@@ -107,7 +97,6 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "seconds": round(result["seconds"] + state.get("earlier", 0.0), 1),
                 **{key: state[key] for key in ("hardware", "versions", "date")},
                 "command": command,
-                **({"kind": REHEARSAL} if grid.rehearsal else {}),
             }
         )
     return records, left_out

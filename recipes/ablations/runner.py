@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import yaml
 
@@ -35,30 +35,6 @@ _STATE, _SUMMARY = "cell.json", "summary.json"
 _POLL_SECONDS = 0.5
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 Tell = Callable[[str, str], None]
-
-
-class Started(Protocol):
-    """A process of a run, as `subprocess.Popen`."""
-
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-    def terminate(self) -> None: ...
-
-
-#: Starts a command with a log for its output, an environment, and the descriptor of a lock for it to hold.
-Starter = Callable[[list[str], TextIO, Mapping[str, str], int], Started]
-
-
-def start_process(command: list[str], log: TextIO, environment: Mapping[str, str], lock: int) -> Started:
-    """Start a command as a process of its own. It inherits the lock: while it lives on after us, its folder stays
-    locked."""
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, pass_fds=(lock,)
-    )
 
 
 @contextmanager
@@ -164,7 +140,7 @@ def prepare_bases(grid: Grid, *, rerun: bool, tell: Tell) -> dict[tuple[str, int
 class _Process:
     run: Run
     state: dict[str, Any]
-    popen: Started
+    popen: subprocess.Popen
     log: TextIO
     started: float
     earlier: float
@@ -178,16 +154,11 @@ def run_grid(
     jobs: int = 1,
     rerun: bool = False,
     tell: Tell,
-    starter: Starter = start_process,
-    threads: int | None = None,
 ) -> list[str]:
-    """Run what is missing, `jobs` at a time with an equal share of the processor cores each, or as many ``threads``.
+    """Run what is missing, `jobs` at a time with an equal share of the processor cores each.
 
     A run that was killed goes on from its newest checkpoint, or starts again where it has none. One that fails is
     recorded, and the others go on.
-
-    Args:
-        starter: starts the command of a run.
 
     Returns:
         The names of failed runs.
@@ -197,7 +168,7 @@ def run_grid(
     """
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
-    threads = threads or max(1, len(os.sched_getaffinity(0)) // jobs)
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     fingerprints = {key: record["fingerprint"] for key, record in bases.items()}
     runs = list(grid.runs)
     waiting = [run for run in runs if not finished(run, fingerprints[run.model.key, run.seed], rerun=rerun)]
@@ -211,7 +182,7 @@ def run_grid(
             while waiting and len(active) < jobs:
                 run = waiting.pop(0)
                 settings = run.settings(fingerprints[run.model.key, run.seed])
-                active.append(_start(run, settings, threads, lock, starter))
+                active.append(_start(run, settings, threads, lock))
             time.sleep(_POLL_SECONDS)
             for process in [process for process in active if process.popen.poll() is not None]:
                 active.remove(process)
@@ -243,7 +214,7 @@ def _outcome(run: Run) -> str:
     return f"{score} accuracy {share_text(after, found['n_test'])}"
 
 
-def _start(run: Run, settings: dict[str, Any], threads: int, lock: TextIO, starter: Starter) -> _Process:
+def _start(run: Run, settings: dict[str, Any], threads: int, lock: TextIO) -> _Process:
     folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)
     stored = stored_state(folder)
@@ -268,7 +239,15 @@ def _start(run: Run, settings: dict[str, Any], threads: int, lock: TextIO, start
     log = (folder / "log.txt").open("a" if resumed else "w")
     # Bars are for terminals; in a log, a line now and then.
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TQDM_MININTERVAL": "30"}
-    popen = starter(command, log, environment, lock.fileno())
+    # It inherits the lock: while it lives on after us, its folder stays locked.
+    popen = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        pass_fds=(lock.fileno(),),
+    )
     return _Process(run, state, popen, log, time.monotonic(), earlier)
 
 

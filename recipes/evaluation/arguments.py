@@ -8,8 +8,10 @@ from typing import NoReturn
 
 import yaml
 
-from hf_mxfp4.config import unknown_key_message
+from hf_mxfp4.suggestions import unknown_key_message
+from recipes.common.options import bare_flags
 from recipes.tasks import TASKS, load_task
+from recipes.tasks.file import SCORES
 
 from .policy import CONTROLS
 
@@ -29,7 +31,8 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parsed and checked options; leaves with a message when they are wrong."""
     parser = _build()
-    options, unknown = parser.parse_known_args(argv)
+    flags = [name for action in parser._actions if action.nargs == 0 for name in action.option_strings]
+    options, unknown = parser.parse_known_args(bare_flags(argv, flags))
     names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     for word in unknown:
         if word.startswith("--"):
@@ -76,12 +79,16 @@ def _build() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("problems")
     add = group.add_argument
-    add("--test_file", help="JSON lines to evaluate on instead of the Hub's data set")
-    add("--dataset_name", help="data set on the Hub in the task's format")
+    add("--test_file", help="JSON lines to evaluate on instead of the Hub's dataset")
+    add("--dataset_name", help="dataset on the Hub in the task's format")
     add("--dataset_config", help="its configuration")
     add("--prompt_column", help="task file: column of the prompts (prompt)")
     add("--answer_column", help="task file: column of the answers (answer)")
-    add("--score", help="task file: exact_match, number or math")
+    add("--score", help=f"task file: {', '.join(SCORES)} or FILE.py:function, called as f(completion, answer)")
+    add(
+        "--reward",
+        help="FILE.py:function of training, called as f(completions, answer, **kwargs); its mean is reported",
+    )
     add("--prompt_template", help="prompt text with the field {question}")
     add("--conversational", action="store_true", help="send prompts through the chat template; otherwise as plain text")
     add("--limit", type=int, help="evaluate on so many problems, drawn by --data_seed; default: all")

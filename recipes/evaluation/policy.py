@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy to evaluate, under the scheme that it carries or as a control of it."""
 
+import copy
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.peft_utils import find_adapter_config_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.config import QUANT_METHOD
+from hf_mxfp4.checkpoint import remove_scheme
 from hf_mxfp4.layers import QUANTIZED
+from recipes.common.schemes import preset_of
+from recipes.common.stored import Stored, load_tokenizer, method, read_stored
 
 from .results import RESULT_FILE
 
@@ -38,6 +38,7 @@ class Policy:
         source: folder or Hub id as asked for.
         adapter_on: the base of an adapter, otherwise `None`.
         scheme: the scheme that the checkpoint carries, or `None`.
+        preset: which preset that is, or what differs from one; `None` without a scheme of this package.
         control: a key of `CONTROLS` when it is not computed under that scheme.
         n_quantized, n_skipped: linear maps in MXFP4, and those left in full precision, as they are computed here.
         sqnr_db: of the quantized weights, in decibels; `None` when there are none or their originals are gone.
@@ -49,6 +50,7 @@ class Policy:
     source: str
     adapter_on: str | None
     scheme: str | None
+    preset: str | None
     control: str | None
     n_quantized: int
     n_skipped: int | None
@@ -115,29 +117,23 @@ def load_policy(
             was quantized.
     """
     source = str(Path(source).expanduser()) if source.startswith("~") else source
-    if (source.startswith((".", "/")) or source.count("/") > 1) and not Path(source).is_dir():
-        raise FileNotFoundError(f"cannot load the model {source!r}: there is no such folder")
-    adapter_file = find_adapter_config_file(source, revision=revision)
-    adapter = None if adapter_file is None else json.loads(Path(adapter_file).read_text(encoding="utf-8"))
-    if adapter is None and base is not None:
-        raise ValueError(f"{source} is no adapter, so it takes no base ({base})")
-    weights = source if adapter is None else base or adapter.get("base_model_name_or_path")
-    if not weights:
-        raise ValueError(f"the adapter {source} does not name its base; give it with --base")
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if adapter is None:
-        options["revision"] = revision
-    config = AutoConfig.from_pretrained(weights, **options)
-    stored = getattr(config, "quantization_config", None)
-    scheme = _scheme(stored, adapter)
-    _check_control(control, scheme, stored, weights)
+    stored = read_stored(source, revision=revision, base=base, trust_remote_code=trust_remote_code)
+    scheme = stored.scheme
+    _check_control(control, stored)
 
+    options: dict[str, Any] = {}
     if control == "masters":
-        options["quantization_config"] = None
-    elif scheme is not None and not stored:
+        options["config"] = copy.deepcopy(stored.config)
+        remove_scheme(options["config"])
+    elif scheme is not None and not stored.quantization:
         options["quantization_config"] = scheme
     model = AutoModelForCausalLM.from_pretrained(
-        weights, dtype=dtype, attn_implementation=attn_implementation, **options
+        stored.weights,
+        revision=stored.revision,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        **options,
     )
     report = getattr(model, "quantization_report", None)
     if scheme is not None and control != "masters" and (report is None or not _quantized_layers(model)):
@@ -149,20 +145,19 @@ def load_policy(
         model = model.dequantize()
     if control is not None and _quantized_layers(model):
         raise ValueError(f"{source} still has quantized layers, so that it is no control in full precision")
-    if adapter is not None:
+    identities = [_identity(stored.weights, getattr(stored.config, "_commit_hash", None))]
+    if stored.adapter is not None:
         model = PeftModel.from_pretrained(model, source, revision=revision)
-    identities = [_identity(weights, getattr(config, "_commit_hash", None))]
-    if adapter_file is not None:
-        # In the cache of the Hub the folder has the name of the commit.
-        identities.append(_identity(source, Path(adapter_file).parent.name))
-    foreign = None if scheme is not None or not stored else f"{_method(stored)} (by transformers)"
+        identities.append(_identity(source, stored.adapter_folder.name))
+    foreign = f"{method(stored.quantization)} (by transformers)" if stored.quantization else None
     as_own = report if control is None else None
     return Policy(
         model=model.to(device).eval(),
-        tokenizer=_load_tokenizer(source, weights, revision, trust_remote_code),
+        tokenizer=load_tokenizer(source, stored, revision=revision, trust_remote_code=trust_remote_code),
         source=source,
-        adapter_on=None if adapter is None else weights,
+        adapter_on=None if stored.adapter is None else stored.weights,
         scheme=foreign if scheme is None else scheme.describe(),
+        preset=None if scheme is None else preset_of(scheme),
         control=control,
         n_quantized=as_own.n_quantized if as_own else 0,
         n_skipped=as_own.n_skipped if as_own else None,
@@ -171,51 +166,21 @@ def load_policy(
     )
 
 
-def _method(stored: Any) -> str | None:
-    return stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-
-
-def _scheme(stored: Any, adapter: dict[str, Any] | None) -> MXFP4RLConfig | None:
-    """The scheme of this package that a checkpoint, or else the adapter on it, carries."""
-    found = stored or (adapter or {}).get("base_quantization")
-    if not found or _method(found) != QUANT_METHOD:
-        return None
-    return found if isinstance(found, MXFP4RLConfig) else MXFP4RLConfig.from_dict(found)
-
-
-def _check_control(control: str | None, scheme: MXFP4RLConfig | None, stored: Any, weights: str) -> None:
-    if control is not None and scheme is None:
+def _check_control(control: str | None, stored: Stored) -> None:
+    if control is not None and stored.scheme is None:
         raise ValueError(
-            f"{weights} carries no MXFP4 scheme, so there is nothing to dequantize: evaluate it without --dequantize"
+            f"{stored.weights} carries no MXFP4 scheme, so there is nothing to dequantize: evaluate it without "
+            "--dequantize"
         )
-    if control == "masters" and scheme.mode == "packed" and stored:
+    if control == "masters" and stored.scheme.mode == "packed" and stored.quantization:
         raise ValueError(
-            f"{weights} holds packed weights alone, its master weights are gone: evaluate the checkpoint that it was "
-            "packed from, or the same 4-bit weights in full precision with --dequantize quantized"
+            f"{stored.weights} holds packed weights alone, its master weights are gone: evaluate the checkpoint that "
+            "it was packed from, or the same 4-bit weights in full precision with --dequantize quantized"
         )
 
 
 def _quantized_layers(model: nn.Module) -> int:
     return sum(isinstance(module, QUANTIZED) for module in model.modules())
-
-
-def _load_tokenizer(source: str, weights: str, revision: str | None, trust: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer saved with an adapter, or else that of its base."""
-    own = Path(source)
-    places = [weights] if own.is_dir() and not (own / "tokenizer_config.json").is_file() else [source, weights]
-    for place in places:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                place, revision=revision if place == source else None, padding_side="left", trust_remote_code=trust
-            )
-        except (OSError, ValueError):
-            if place == places[-1]:
-                raise
-            continue
-        break
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def _identity(name: str, commit: str | None) -> str:

@@ -115,6 +115,9 @@ def table(result: Mapping[str, Any]) -> Table:
     for score, measures in result["scores"].items():
         for measure, estimate in measures.items():
             shown.add_row(f"{score}, {measure}", Text(f"{Estimate(**estimate)}  ({_basis(result, estimate, measure)})"))
+    for name, estimate in result.get("reward", {}).items():
+        if name != "name":
+            shown.add_row(f"mean reward, {name}", Text(f"{Estimate(**estimate)}  ({_basis(result, estimate, name)})"))
     for name, of in result["lengths"].items():
         share = of["truncated"] / of["completions"]
         cut = f"{of['truncated']} cut off ({share:.1%})"

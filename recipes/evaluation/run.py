@@ -7,14 +7,17 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
+from hf_mxfp4.stats import bootstrap_mean
 from recipes.common.hardware import versions
 from recipes.common.terminal import console, errors_as_messages
 from recipes.tasks import Task, load_task
+from recipes.tasks.own_functions import call_reward
 
 from . import comparison, results
 from .arguments import parse
@@ -93,6 +96,9 @@ def main(argv: list[str]) -> dict[str, Any]:
         "generated": generated,
         "seconds": round(time.monotonic() - started, 1),
     }
+    if options.reward is not None:
+        with errors_as_messages(ValueError):
+            result["reward"] = _mean_rewards(options, task, completions)
     if other is not None:
         result["compared_with"] = str(options.compare)
         result["differences"] = comparison.compare(result, other)
@@ -102,6 +108,26 @@ def main(argv: list[str]) -> dict[str, Any]:
         console.print(comparison.table(result["differences"], result, other))
     console.print(f"written to {folder / results.RESULT_FILE}", highlight=False, markup=False)
     return result
+
+
+def _mean_rewards(options: argparse.Namespace, task: Task, completions: Sequence[ScoredCompletion]) -> dict[str, Any]:
+    """The mean over problems of the reward of greedy and of sampled completions, with bootstrap intervals."""
+    found: dict[str, Any] = {"name": options.reward}
+    for name, sampled in ((results.GREEDY, False), ("sampled", True)):
+        chosen = [one for one in completions if (one.sample is not None) == sampled]
+        if not chosen:
+            continue
+        rows = task.test.select([one.problem for one in chosen])
+        texts = [one.completion for one in chosen]
+        rewards = call_reward(task.reward_funcs[0], options.reward, rows["prompt"], texts, rows["answer"])
+        by_problem: dict[int, list[float]] = {}
+        for one, reward in zip(chosen, rewards, strict=True):
+            if reward is not None:
+                by_problem.setdefault(one.problem, []).append(float(reward))
+        if not by_problem:
+            raise ValueError(f"reward={options.reward!r} gave None for every {name} completion")
+        found[name] = bootstrap_mean([fmean(values) for values in by_problem.values()], options.seed).to_dict()
+    return found
 
 
 def _compare_files(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -127,6 +153,7 @@ def _load_task(options: argparse.Namespace) -> Task:
         "prompt_column": options.prompt_column,
         "answer_column": options.answer_column,
         "score": options.score,
+        "reward": options.reward,
     }
     return load_task(options.task, **own | options.task_options)
 
@@ -204,7 +231,7 @@ def _introduce(policy: Policy, task: Task, options: argparse.Namespace) -> None:
     adapter = "" if policy.adapter_on is None else f" on {policy.adapter_on}"
     lines = [
         f"model    {policy.source}{adapter}",
-        f"scheme   {policy.computed_in}",
+        f"scheme   {policy.computed_in}" + (f": {policy.preset}" if policy.preset else ""),
         f"layers   n_quantized={policy.n_quantized}{skipped}{sqnr}",
         f"task     {task.name}: {len(task.test)} problems, {', '.join(task.scores)}",
     ]

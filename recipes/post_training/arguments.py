@@ -5,12 +5,14 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from recipes.common.options import exit_on_wrong_options, read_none, read_yaml, refuse_unknown, with_default_config
-from recipes.common.terminal import errors_as_messages
+from recipes.common.options import Command, exit_on_wrong_options, parse_command, read_command, read_none, read_yaml
+from recipes.common.stored import is_adapter
+from recipes.common.terminal import errors_as_messages, tell
 from recipes.tasks import TASKS, Task, load_task
+from recipes.tasks.file import SCORES
 from recipes.tasks.tiny_model import TINY_MODELS
 
 
@@ -34,6 +36,20 @@ class RecipeArguments:
     problem_count: int | None = field(default=None, metadata={"help": "word_problems: problems to generate; 40000."})
     problem_steps: list[int] | None = field(
         default=None, metadata={"help": "word_problems: fewest and most steps of a problem; 2 4."}
+    )
+    prompt_column: str | None = field(default=None, metadata={"help": "file: column of the prompts; prompt."})
+    answer_column: str | None = field(default=None, metadata={"help": "file: column of the answers; answer."})
+    score: str | None = field(
+        default=None,
+        metadata={
+            "help": f"file: what is right, {', '.join(SCORES)} or FILE.py:function, called as f(completion, answer)."
+        },
+    )
+    reward: str | None = field(
+        default=None,
+        metadata={
+            "help": "FILE.py:function in place of the task's reward, called as f(completions, answer, **kwargs)."
+        },
     )
     conversational: bool = field(default=False, metadata={"help": "Send prompts as chat messages."})
     prompt_template: str | None = field(default=None, metadata={"help": "Prompt text with the field {question}."})
@@ -69,11 +85,13 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Write into an output folder that is not empty; checkpoints in it are removed."},
     )
+    #: The options that the command line or the YAML file names.
+    named: frozenset[str] = field(default=frozenset(), init=False)
 
 
 _SAME_NAME = (
     "train_file test_file dataset_name dataset_config n_train n_test prompt_template conversational problem_count "
-    "problem_steps"
+    "problem_steps prompt_column answer_column score reward"
 ).split()
 #: Options of a recipe that make its task, to the arguments of `load_task`.
 TASK_OPTIONS = {"task": "name", "data_seed_split": "seed", **{name: name for name in _SAME_NAME}}
@@ -101,6 +119,8 @@ def _quantization_arguments() -> type:
 
 QuantizationArguments = _quantization_arguments()
 
+#: Options that mean another model or task than those of the demo.
+OTHER_THAN_THE_DEMO = ("model_name_or_path", "train_file", "test_file", "dataset_name")
 #: Everything that has options of `grpo.py`.
 GROUPS = (RecipeArguments, QuantizationArguments, MXFP4GRPOConfig, ModelConfig)
 
@@ -128,13 +148,21 @@ class Options(NamedTuple):
 
 
 def parse(argv: list[str]) -> Options:
-    """Parse the command line and the YAML file that `--config` names; without one, `tiny_cpu.yaml`.
+    """Parse the command line and the YAML file that `--config` names; without one, and without another model or task
+    than the demo's, `tiny_cpu.yaml`.
 
-    Raises `ValueError` for an option that does not exist, with the nearest names, or has a value outside its set.
+    A preset or mode on the command line resets the options of the scheme that the file has. Raises `ValueError` for an
+    option that does not exist, with the nearest names, or has a value outside its set.
     """
-    argv = with_default_config(argv, DEFAULT_CONFIG)
-    refuse_unknown(argv, {option.name: option.default for group in GROUPS for option in fields(group)})
-    recipe, quantization, training, model = TrlParser(GROUPS).parse_args_and_config(argv)
+    command = read_command(argv, GROUPS)
+    if command.path is None:
+        _read_demo(command)
+    named = command.named
+    command.keep_scheme()
+    # The task's own, and not TRL's, where nobody says how long completions may be.
+    command.file.setdefault("max_completion_length", None)
+    recipe, quantization, training, model = parse_command(command, GROUPS)
+    recipe.named = named
     for arguments in (recipe, quantization, model):
         read_none(arguments)
     if model.load_in_4bit or model.load_in_8bit:
@@ -143,13 +171,28 @@ def parse(argv: list[str]) -> Options:
         raise ValueError(f"tiny_architecture={recipe.tiny_architecture!r} must be one of {', '.join(TINY_MODELS)}")
     scheme = quantization_config(quantization)
     if scheme.mode == "packed" and not recipe.full_precision:
-        _check_packed(model)
+        check_packed(model)
     return Options(recipe, scheme, training, model)
 
 
-def _check_packed(model: ModelConfig) -> None:
-    """Said before a model is made or loaded, which takes time."""
-    if not model.use_peft:
+def _read_demo(command: Command) -> None:
+    """Take the options of the demo, unless it is another model or task that is to be trained."""
+    given = command.given
+    others = ["task"] if given.get("task", "arithmetic") != "arithmetic" else []
+    others += [name for name in OTHER_THAN_THE_DEMO if given.get(name) is not None]
+    if not others:
+        command.read(DEFAULT_CONFIG, [option.name for group in GROUPS for option in fields(group)])
+        return
+    tell(
+        "options",
+        f"no --config, and --{others[0]} is not the demo's: options that are not named have their defaults, and not "
+        f"those of {DEFAULT_CONFIG.name}",
+    )
+
+
+def check_packed(model: ModelConfig) -> None:
+    """Raise `ValueError` where nothing could be trained on packed weights, before a model is made or loaded."""
+    if not model.use_peft and not (model.model_name_or_path and is_adapter(model)):
         raise ValueError(
             "mode='packed' freezes the weights; train adapters on them with --use_peft true, or use mode='qat'"
         )
@@ -165,8 +208,8 @@ def parse_or_exit(argv: list[str]) -> Options:
     return exit_on_wrong_options(
         parse,
         argv,
-        "Run it on a GPU machine, or on the CPU with --use_cpu true (and a model small enough for it); without "
-        "--config a small model trains there.",
+        "Run it on a GPU machine, or on the CPU with --use_cpu true (and a model small enough for it); with no options "
+        "at all a small model trains there.",
     )
 
 

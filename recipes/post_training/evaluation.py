@@ -9,7 +9,6 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from hf_mxfp4 import MXFP4GRPOTrainer
-from hf_mxfp4.rl.callbacks.policy import thresholds_kept
 from recipes.common.terminal import console, tell
 from recipes.evaluation.generate import Evaluation, evaluate_greedy
 from recipes.post_training.arguments import RecipeArguments
@@ -35,8 +34,7 @@ class PolicyEvaluation:
     def __call__(self, title: str, most: int | None = None) -> Evaluation:
         """Evaluate the policy as it is, on the first ``most`` problems, leaving training alone."""
         problems = self.task.test.select(range(min(most or len(self.task.test), len(self.task.test))))
-        with thresholds_kept(self.model):
-            return self._evaluate(self.model, self.trainer.processing_class, problems, title)
+        return self._evaluate(self.model, self.trainer.processing_class, problems, title)
 
     def before_training(self) -> Evaluation | None:
         """The policy before its first step; None, and a line that says why, where it does not fit on the device."""

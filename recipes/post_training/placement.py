@@ -9,8 +9,6 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from hf_mxfp4.planning import state_bytes
-
 
 #: Of the weights: for what is computed with them, such as keys and values.
 _MARGIN = 1.25
@@ -32,7 +30,7 @@ def _reason(device: torch.device, model: nn.Module, copies: bool) -> str | None:
         return "its weights are read when training begins"
     if not _waits(model, device):
         return None
-    needed = _MARGIN * state_bytes(model)["weights"] * (2 if copies else 1)
+    needed = _MARGIN * model.get_memory_footprint() * (2 if copies else 1)
     free = torch.accelerator.get_memory_info(device)[0]
     if needed <= free:
         return None

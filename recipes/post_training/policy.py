@@ -1,27 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy of a run: what it starts from, how it is loaded, and how it is loaded again once it is saved."""
 
+import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from recipes.common.terminal import tell
-from recipes.post_training.arguments import Options
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import remove_scheme
+from recipes.common.schemes import differences
+from recipes.common.stored import Stored, load_tokenizer, read_stored
+from recipes.common.terminal import errors_as_messages, tell
+from recipes.post_training.arguments import Options, check_packed
 from recipes.post_training.output_folder import resume_choice
 from recipes.tasks import Task, build_tokenizer
 from recipes.tasks.tiny_model import TINY_MODELS, supervised_warmup
 
 
-def starting_point(options: Options, task: Task, folder: Path) -> tuple[str, str]:
-    """The model to start from and what to call it: the one that was named, or a small one made in ``folder``."""
-    named = options.model.model_name_or_path
-    if named is not None:
-        return named, named
+#: Options of adapters, and their names in PEFT's configuration.
+_ADAPTER_OPTIONS = {
+    "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save", "use_rslora": "use_rslora", "use_dora": "use_dora",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from.
+
+    Attributes:
+        name: folder or Hub id; None for a model that is still to be made.
+        stored: what is there.
+        scheme: of the policy, which is that of the checkpoint where none was asked for.
+    """
+
+    name: str | None
+    stored: Stored | None
+    scheme: MXFP4RLConfig
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.stored is not None and self.stored.adapter is not None
+
+
+def find_start(options: Options) -> Start:
+    """Find out what a run starts from, before anything is made or loaded.
+
+    The adapter of a folder is continued (`use_peft` is then set). Ends with a message where the model is missing, or
+    was saved under another scheme or with other adapter options than those that are named.
+    """
+    recipe, scheme, training, model = options
+    name = model.model_name_or_path
+    if name is None:
+        return Start(None, None, scheme)
+    name = str(Path(name).expanduser()) if name.startswith("~") else name
+    try:
+        stored = read_stored(name, revision=model.model_revision, trust_remote_code=training.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise SystemExit(
+            f"error: cannot load the model {name!r}: {error}\nGive --model_name_or_path a local folder, or a Hub id "
+            "while the Hub is reachable; leave it out to make a small model on the spot."
+        ) from error
+    if stored.adapter is not None:
+        _check_adapter(name, stored.adapter, options)
+        model.use_peft = True
+    if stored.scheme is None or recipe.full_precision:
+        return Start(name, stored, scheme)
+    asked = recipe.named & {*vars(stored.scheme)}
+    if not asked:
+        scheme = stored.scheme
+        tell("scheme", f"that of {name}, since no option names one")
+        if scheme.mode == "packed":
+            with errors_as_messages(ValueError):
+                check_packed(model)
+    elif scheme != stored.scheme:
+        raise SystemExit(
+            f"error: {name!r} was saved with another scheme: {', '.join(differences(stored.scheme, scheme))}; give the "
+            f"same options, or leave out {', '.join(sorted(asked))} to take the scheme that it has"
+        )
+    return Start(name, stored, scheme)
+
+
+def _check_adapter(name: str, adapter: dict, options: Options) -> None:
+    """End with a message where options of the adapter are named and differ from those that it has."""
+    for option, key in _ADAPTER_OPTIONS.items():
+        asked, has = getattr(options.model, option), adapter.get(key)
+        if asked == "all-linear" or option not in options.recipe.named:
+            continue
+        asked, has = (set(value) if isinstance(value, list) else value for value in (asked, has))
+        if (asked or None) != (has or None):
+            raise SystemExit(
+                f"error: the adapter {name!r}, which is continued, has {key}={has}, not {option}={asked}; leave "
+                f"{option} out, or start from its base {adapter.get('base_model_name_or_path')} to train a new adapter"
+            )
+
+
+def prepare_start(start: Start, options: Options, task: Task, folder: Path) -> tuple[Start, str]:
+    """The start with what is loaded, and what to call it; a small model is made in ``folder`` where none is named."""
+    if start.is_adapter:
+        return start, f"{start.name}, an adapter on {start.stored.weights}"
+    if start.stored is not None:
+        return start, start.name
     recipe = options.recipe
     size = f"{recipe.tiny_num_layers} layers, width {recipe.tiny_hidden_size}"
-    return str(make_base_model(options, task, folder)), f"{recipe.tiny_architecture} made on the spot ({size})"
+    made = str(make_base_model(options, task, folder))
+    origin = f"{recipe.tiny_architecture} made on the spot ({size})"
+    return replace(start, name=made, stored=read_stored(made)), origin
 
 
 def make_base_model(options: Options, task: Task, folder: Path) -> Path:
@@ -58,50 +146,42 @@ def make_base_model(options: Options, task: Task, folder: Path) -> Path:
     return folder
 
 
-def load_policy(source: str, options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_policy(start: Start, options: Options) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
     """The policy under its scheme, and its tokenizer; a message when the checkpoint is missing or unsuitable."""
-    recipe, quantization, training, model_args = options
-    if source.startswith((".", "/", "~")) and not Path(source).is_dir():
-        raise SystemExit(f"error: cannot load the model {source!r}: there is no such folder")
+    name, stored, model, trust = start.name, start.stored, options.model, options.training.trust_remote_code
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source,
-            revision=model_args.model_revision,
-            padding_side="left",
-            trust_remote_code=training.trust_remote_code,
-        )
-        policy = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=model_args.model_revision,
-            dtype=model_args.dtype,
-            attn_implementation=model_args.attn_implementation,
-            trust_remote_code=training.trust_remote_code,
-            quantization_config=None if recipe.full_precision else quantization,
-        )
+        tokenizer = load_tokenizer(name, stored, revision=model.model_revision, trust_remote_code=trust)
+        policy = load_weights(start, options)
+        if start.is_adapter:
+            policy = PeftModel.from_pretrained(policy, name, revision=model.model_revision, is_trainable=True)
+            tell("adapter", f"{name} is trained further, on {stored.weights}")
     except OSError as error:
-        raise SystemExit(
-            f"error: cannot load the model {source!r}: {error}\nGive --model_name_or_path a local folder, or a Hub id "
-            "while the Hub is reachable; leave it out to make a small model on the spot."
-        ) from error
+        raise SystemExit(f"error: cannot load the model {name!r}: {error}") from error
     except ValueError as error:
-        raise SystemExit(f"error: cannot load the model {source!r} under this scheme: {error}") from error
-    carried = getattr(policy.config, "quantization_config", None)
-    if not recipe.full_precision and carried != quantization:
-        raise SystemExit(
-            f"error: {source!r} was saved under the scheme {carried.describe()} (mode {carried.mode!r}), not "
-            f"{quantization.describe()} (mode {quantization.mode!r}); give the same options, or remove "
-            "quantization_config from its config.json"
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        raise SystemExit(f"error: cannot load the model {name!r} under this scheme: {error}") from error
     return policy, tokenizer
 
 
-def load_saved(saved: Path, source: str, options: Options) -> PreTrainedModel | PeftModel:
-    """A policy that this run saved, or an adapter on the model ``source`` that it was trained on."""
+def load_weights(start: Start, options: Options) -> PreTrainedModel:
+    """The whole weights of the start under the scheme of the run, without an adapter."""
+    scheme: dict[str, Any] = {"quantization_config": start.scheme}
+    if options.recipe.full_precision:
+        scheme = {"config": copy.deepcopy(start.stored.config)}
+        remove_scheme(scheme["config"])
+    return AutoModelForCausalLM.from_pretrained(
+        start.stored.weights,
+        revision=start.stored.revision,
+        dtype=options.model.dtype,
+        attn_implementation=options.model.attn_implementation,
+        trust_remote_code=options.training.trust_remote_code,
+        **scheme,
+    )
+
+
+def load_saved(saved: Path, start: Start, options: Options) -> PreTrainedModel | PeftModel:
+    """A policy that this run saved, or an adapter on the weights that it was trained on."""
     if options.model.use_peft:
-        base, _ = load_policy(source, options)
-        return PeftModel.from_pretrained(base, saved)
+        return PeftModel.from_pretrained(load_weights(start, options), saved)
     return AutoModelForCausalLM.from_pretrained(
         saved,
         attn_implementation=options.model.attn_implementation,

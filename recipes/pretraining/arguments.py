@@ -6,15 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
-from trl import TrlParser
 
-from recipes.common.options import (
-    exit_on_wrong_options,
-    read_none,
-    read_yaml,
-    refuse_unknown,
-    with_default_config,
-)
+from recipes.common.options import exit_on_wrong_options, parse_command, read_command, read_none, read_yaml
 
 from .arms import BASELINE, NAMED_ARMS, Arm, choose_arms
 
@@ -186,10 +179,11 @@ def parse(argv: list[str]) -> Study:
 
     Raises `ValueError` for an option that does not exist, with the nearest names, or has a value outside its set.
     """
-    argv = with_default_config(argv, DEFAULT_CONFIG)
     groups = (StudyArguments, TrainingArguments)
-    refuse_unknown(argv, {option.name: option.default for group in groups for option in fields(group)})
-    options, training = TrlParser(groups).parse_args_and_config(argv)
+    command = read_command(argv, groups)
+    if command.path is None:
+        command.read(DEFAULT_CONFIG, [option.name for group in groups for option in fields(group)])
+    options, training = parse_command(command, groups)
     read_none(options)
     options.extra_arms = read_yaml("extra_arms", options.extra_arms)
     if training.max_steps < 1:

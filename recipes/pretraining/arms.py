@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.config import unknown_key_message
 from hf_mxfp4.numerics import FP8, GEMM_OPERANDS, QuantScheme
+from hf_mxfp4.suggestions import unknown_key_message
 
 
 BASELINE = "baseline"

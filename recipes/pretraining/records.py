@@ -45,4 +45,4 @@ class StudyFile:
     def add(self, run: dict[str, Any]) -> None:
         """Append a run; a process killed meanwhile leaves the file as it was."""
         self.runs.append(run)
-        write_json(self.path, {"settings": self.settings, "runs": self.runs}, indent=1, sync=True)
+        write_json(self.path, {"settings": self.settings, "runs": self.runs}, indent=1)

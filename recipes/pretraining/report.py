@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from recipes.common.schemes import preset_of
 from recipes.common.terminal import console, errors_as_messages, tell
 from recipes.common.text import with_interval
 
@@ -22,6 +23,9 @@ def announce(study: Study, corpus: Corpus | None, missing: int) -> None:
     """Say what will be done."""
     options, training = study.options, study.training
     tell("arms", ", ".join(arm.name for arm in study.arms))
+    for arm in study.arms:
+        if arm.config is not None:
+            tell(f"arm {arm.name}", f"{study.scheme_text(arm)}: {preset_of(arm.config)}")
     tell(
         "budget",
         f"{training.max_steps} steps of {study.tokens_per_step} tokens, every arm goes on to step {study.total_steps}",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Your own problems: JSON lines with a prompt and an answer in columns of your choice, and one of several scores."""
+"""Your own problems: a prompt and an answer in columns of your choice, and one of several scores or your own."""
 
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from hf_mxfp4.rl.rewards.math import check_math_answer, is_boxed_correct, is_math_correct
 from hf_mxfp4.rl.rewards.numbers import (
@@ -17,10 +17,12 @@ from hf_mxfp4.rl.rewards.numbers import (
     is_strict_correct,
     math_reward,
     normalize_number,
+    rewards_of,
 )
 
-from .base import Task, as_prompt
-from .sources import check_template, make_splits, read_json_lines
+from .base import Task
+from .own_functions import SCORE_FORM, check_score, is_own, load_function
+from .sources import read_task
 
 
 @dataclass(frozen=True)
@@ -46,62 +48,52 @@ SCORES = {
 }
 
 
+def _own_scoring(score: Callable[[str, str], bool]) -> _Scoring:
+    def reward(completions, answer, **kwargs):
+        return rewards_of(score, completions, answer)
+
+    reward.__name__ = score.__name__
+    return _Scoring(str, {score.__name__: score}, reward, None)
+
+
 def load(
-    *,
-    train_file: str | os.PathLike[str] | None = None,
-    test_file: str | os.PathLike[str] | None = None,
-    seed: int = 0,
-    n_train: int | None = None,
-    n_test: int | None = None,
-    prompt_template: str | None = None,
-    conversational: bool = False,
-    test_only: bool = False,
-    prompt_column: str | None = None,
-    answer_column: str | None = None,
-    score: str | None = None,
+    *, prompt_column: str | None = None, answer_column: str | None = None, score: str | None = None, **options: Any
 ) -> Task:
-    """Problems from JSON lines.
+    """Problems from JSON lines or a dataset of the Hub, with the prompt column alone as the prompt by default.
 
     Args:
-        prompt_template: a format string with the field ``{question}``, which stands for the prompt column; by default
-            the column alone.
         prompt_column, answer_column: default ``prompt`` and ``answer``.
-        score: one of `SCORES`, default ``exact_match``.
+        score: one of `SCORES`, default ``exact_match``, or ``FILE.py:function``; see [`own_functions`].
+        options: those of [`read_task`].
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ModuleNotFoundError: the score ``math`` without math-verify.
-        ValueError: a file is not given, malformed or empty, an unknown score, or an answer that the score cannot read.
+    Raises as [`read_task`] does, and `ValueError` for an unknown score or an answer that the score cannot read.
     """
     score = score or "exact_match"
-    if score not in SCORES:
+    own = load_function(score, "score", SCORE_FORM) if is_own(score) else None
+    if own is None and score not in SCORES:
         guess = difflib.get_close_matches(score, SCORES, n=1)
         hint = f"did you mean {guess[0]!r}? " if guess else ""
-        raise ValueError(f"unknown score {score!r}: {hint}the scores are {', '.join(SCORES)}")
-    template, scoring = prompt_template or "{question}", SCORES[score]
-    check_template(template)
-    columns = prompt_column or "prompt", answer_column or "answer"
+        raise ValueError(f"unknown score {score!r}: {hint}the scores are {', '.join(SCORES)} and FILE.py:function")
+    scoring = _own_scoring(own) if own else SCORES[score]
+    prompt, answer = prompt_column or "prompt", answer_column or "answer"
 
-    def read(split, path):
-        if path is None:
-            raise ValueError(f"the task 'file' needs {split}_file: JSON lines with {' and '.join(map(repr, columns))}")
-        return read_json_lines(path, columns)
+    def read_row(row: dict[str, Any]) -> tuple[str, str, str]:
+        scoring.check(row[answer])
+        return row[prompt], row[answer], row[answer]
 
-    def make_row(row):
-        question, answer = (row[column] for column in columns)
-        scoring.check(answer)
-        prompt = as_prompt(template.format(question=question), conversational)
-        return {"prompt": prompt, "completion": answer, "answer": answer}
-
-    files = {"test": test_file} if test_only else {"train": train_file, "test": test_file}
-    sizes = {"train": n_train, "test": n_test}
-    splits = make_splits("file", read, make_row, files=files, sizes=sizes, seed=seed)
-    return Task(
-        name="file",
-        train=splits.get("train"),
-        test=splits["test"],
-        reward_funcs=[scoring.reward],
+    task = read_task(
+        "file",
+        columns=(prompt, answer),
+        read_row=read_row,
+        template="{question}",
+        chat_template="{question}",
+        reward=scoring.reward,
         scores=scoring.scores,
-        max_completion_length=512,
         metric=scoring.metric,
+        max_completion_length=512,
+        **options,
     )
+    if own:
+        tried = task.test.select(range(min(2, len(task.test))))
+        check_score(own, score, tried["completion"], tried["answer"])
+    return task

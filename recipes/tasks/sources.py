@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import datasets
 
-from .base import choose_rows, make_dataset
+from .base import Task, as_prompt, choose_rows, make_dataset
 
 
 #: Rows with where each is from, for error messages.
@@ -74,47 +74,89 @@ def read_hub(name: str, config: str | None, split: str, columns: Sequence[str]) 
     return [(f"{what}, {split} row {index}", row) for index, row in enumerate(dataset)]
 
 
-def read_split(
-    name: str, config: str | None, split: str, path: str | os.PathLike[str] | None, columns: Sequence[str]
-) -> Source:
-    """`read_json_lines` of ``path`` or, without one, `read_hub` of a split."""
-    return read_hub(name, config, split, columns) if path is None else read_json_lines(path, columns)
-
-
-def make_splits(
-    task: str,
-    read: Callable[[str, str | os.PathLike[str] | None], Source],
-    make_row: Callable[[dict[str, Any]], dict[str, Any]],
+def read_task(
+    name: str,
     *,
-    files: Mapping[str, str | os.PathLike[str] | None],
-    sizes: Mapping[str, int | None],
-    seed: int,
-) -> dict[str, datasets.Dataset]:
-    """A dataset for each split.
+    columns: Sequence[str],
+    read_row: Callable[[dict[str, Any]], tuple[str, str, str]],
+    template: str,
+    chat_template: str,
+    reward: Callable[..., list[float]],
+    scores: dict[str, Callable[[str, str], bool]],
+    metric: str | None,
+    max_completion_length: int,
+    dataset: tuple[str, str | None] | None = None,
+    train_file: str | os.PathLike[str] | None = None,
+    test_file: str | os.PathLike[str] | None = None,
+    dataset_name: str | None = None,
+    dataset_config: str | None = None,
+    seed: int = 0,
+    n_train: int | None = None,
+    n_test: int | None = None,
+    prompt_template: str | None = None,
+    conversational: bool = False,
+    test_only: bool = False,
+) -> Task:
+    """A task whose problems are read from JSON lines or a dataset of the Hub. Rows keep the order of their source.
 
     Args:
-        task: its name, for error messages.
-        read: the rows of a split, from the file given for it.
-        make_row: the prompt, the completion and the answer of a row; what it raises is blamed on the row.
-        files: the splits that there shall be, with the file of each.
-        sizes: how many rows to draw for each split by `seed`, or `None` for all.
+        columns: that are read; all hold text.
+        read_row: the question, the reference completion and the answer of a row; what it raises is blamed on the row.
+        template, chat_template: of prompts, format strings with the field ``{question}``.
+        reward, scores, metric, max_completion_length: see [`Task`].
+        dataset: on the Hub, with its configuration, for a split that has no file.
+        train_file, test_file: JSON lines.
+        dataset_name, dataset_config: on the Hub, in place of ``dataset``.
+        seed, n_train, n_test: draw so many rows of a split; None: all.
+        prompt_template: in place of ``template`` and ``chat_template``.
+        conversational: prompts are conversations of one user message, for chat models.
+        test_only: read no train split.
 
     Raises:
-        ValueError: what `make_row` raised, or more rows are asked for than there are.
+        FileNotFoundError, RuntimeError: a source cannot be read.
+        ValueError: a source is missing, malformed or empty, more rows are asked for than there are, or the template has
+            other fields.
     """
+    if prompt_template is not None:
+        template = prompt_template
+    elif conversational:
+        template = chat_template
+    check_template(template)
+    if dataset_name is None and dataset is not None:
+        dataset_name, dataset_config = dataset[0], dataset_config or dataset[1]
     splits = {}
-    for split, path in files.items():
-        source = read(split, path)
-        what = f"{task}: the {split} split" + (f" ({os.fspath(path)})" if path is not None else "")
+    for split, path, wanted in (("train", train_file, n_train), ("test", test_file, n_test)):
+        if test_only and split == "train":
+            continue
+        if path is None and dataset_name is None:
+            raise ValueError(
+                f"the task {name!r} needs {split}_file, JSON lines with {' and '.join(map(repr, columns))}, "
+                "or dataset_name"
+            )
+        if path is None:
+            source = read_hub(dataset_name, dataset_config, split, columns)
+        else:
+            source = read_json_lines(path, columns)
+        what = f"{name}: the {split} split" + (f" ({os.fspath(path)})" if path is not None else "")
         rows = []
-        for index in choose_rows(len(source), sizes[split], what=what, seed=seed):
+        for index in choose_rows(len(source), wanted, what=what, seed=seed):
             where, row = source[index]
             try:
-                rows.append(make_row(row))
+                question, completion, answer = read_row(row)
+                prompt = as_prompt(template.format(question=question), conversational)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{where}: {error}") from error
+            rows.append({"prompt": prompt, "completion": completion, "answer": answer})
         splits[split] = make_dataset(rows)
-    return splits
+    return Task(
+        name=name,
+        train=splits.get("train"),
+        test=splits["test"],
+        reward_funcs=[reward],
+        scores=scores,
+        max_completion_length=max_completion_length,
+        metric=metric,
+    )
 
 
 def check_template(template: str) -> None:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures: what is drawn is what was measured."""
 
+import io
+
+import matplotlib
 import pytest
 import torch
 
@@ -30,6 +33,15 @@ def test_cosines_per_layer():
     for line, pair in zip(axes.get_lines(), ("scale_bias/deadzone", "scale_bias/grid", "deadzone/grid"), strict=False):
         assert list(line.get_ydata()) == [s.paper_cosines[pair] for s in layers.values()]
     assert [label.get_text() for label in axes.get_xticklabels()] == list(layers)
+
+
+def test_names_are_no_formulas():
+    """Dollar signs begin formulas in matplotlib, and an unfinished one is an error."""
+    name = r"a$\frac$.up"
+    figure = cosine_figure({name: statistics("floor", 0), "b": statistics("floor", 1)})
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(drawn := io.BytesIO(), format="svg")
+    assert name in drawn.getvalue().decode()
 
 
 def test_many_layers_have_no_labels():

@@ -157,6 +157,12 @@ def test_words_follow_the_numbers(text, words):
     )
 
 
+def test_components_that_cancel_are_not_summed():
+    sentences = statements({"even+mbs128-blockwise+of1.0": statistics("even+mbs128-blockwise+of1.0")})
+    assert "Under even+mbs128-blockwise+of1.0 the three components nearly cancel" in sentences[1]
+    assert not any("energies sum to" in sentence for sentence in sentences)
+
+
 def test_words_where_no_angle_exists():
     sentences = statements({"rceil": statistics("rceil", torch.full((1, 32), 6.0))})
     assert sentences == ["Under rceil scale bias or deadzone error is zero throughout, so no angle is defined."]

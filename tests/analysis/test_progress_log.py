@@ -2,6 +2,7 @@
 """The log of finished tensors: what it keeps, what it forgives, and what it refuses."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -116,3 +117,22 @@ def test_a_changed_file_is_refused(path, shard, identity):
     with opened(path) as log:
         with pytest.raises(ProgressMismatch, match="before it changed; start over with --overwrite"):
             log.find("a", shard, identity)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no locks")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_log_that_is_being_written_is_refused_and_stays(path, overwrite):
+    with opened(path) as log:
+        with pytest.raises(ProgressMismatch, match="another process is writing .*; wait for it, or give another --out"):
+            opened(path, overwrite=overwrite)
+        log.add(result("ccc"), "s1", IDENTITY)
+    with opened(path) as log:
+        assert len(log) == 3
+
+
+def test_a_link_as_log_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "log").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError):
+        opened(tmp_path / "log", overwrite=True)
+    assert (tmp_path / "victim").read_text() == "precious"

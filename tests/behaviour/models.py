@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.rl import LinearNoise, NormNoise
+from hf_mxfp4.rl import NormNoise
 
 from .inputs import save_base, token_ids
 from .record import Record
@@ -157,11 +157,11 @@ def _record_adapters(record: Record, family: str) -> None:
 
 def _record_noise(record: Record, family: str) -> None:
     base = save_base(family, record.workplace / f"{family}-{torch.float32}")
-    for mode, noise_class in itertools.product(PRESETS, (NormNoise, LinearNoise)):
-        name = f"noise/{family}/{mode}/{noise_class.__name__}"
+    for mode in PRESETS:
+        name = f"noise/{family}/{mode}"
         with record.errors(name):
             model = load(base, mode)
-            noise = noise_class(model, 3)
+            noise = NormNoise(model, 3)
             with noise.active(2, 0.05):
                 record_generation(record, f"{name}/on", model)
             record_generation(record, f"{name}/off", model)

@@ -93,9 +93,6 @@ def _record_formats(record: Record, x: torch.Tensor) -> None:
     for rule, search in (("mse", "static"), ("even", "dynamic"), ("rceil", "blockwise")):
         options = {"scale_rule": rule, "macro_block": 128, "macro_search": search}
         record.tensor(f"importance/{rule}", fake_quantize(x, **options, importance=importance))
-    for threshold in (0.01, 1.0):
-        options = {"outlier_fallback": 0.5, "fallback_rate": 0.1, "fallback_threshold": threshold}
-        record.tensor(f"threshold/{threshold}", fake_quantize(x, **options))
     record.tensor("e4m3/values", numerics.fake_quantize_e4m3(x))
     for text in ("rceil", "mxfp4+even+mbs128-dynamic", "floor+of0.5@0.2+stochastic+32x32", "mse+mbsrow-static"):
         record.text(f"scheme text/{text}", str(numerics.parse_scheme(text)))

@@ -34,9 +34,7 @@ RUNS: dict[str, tuple[str, dict, bool, dict]] = {
     "lora qat": (DENSE, {}, True, {}),
     "experts": (MOE, {}, False, {"router_every": 1, "router_replay": True, "report_every": 2}),
     "experts lora": (MOE, {"mode": "packed"}, True, {"router_every": 2}),
-    "linear noise": (DENSE, {}, False, {"aqn_targets": "both", "aqn_linear_sigma_scale": 0.5}),
     "fallback rate": (DENSE, {"outlier_fallback_rate": 0.2}, False, {"rollout_correction": True}),
-    "closed loop": (DENSE, {}, False, {"aqn_schedule": "entropy", "aqn_target_entropy": 2.0}),
     "without noise": (DENSE, {}, False, {"aqn": False, "beta": 0.05, "quantize_reference": True}),
     "two iterations": (
         DENSE,

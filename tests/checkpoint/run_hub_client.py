@@ -66,7 +66,8 @@ def push(folder: Path) -> dict:
     packed.push_to_hub("org/sharded")
     packed.push_to_hub("org/sharded", max_shard_size="20KB")
     (folder / "mine").mkdir()
-    (folder / "mine" / "notes.txt").write_text("not part of the model")
+    for name in ("notes.txt", "train.py", "adapter_config.json", "adapter_model.safetensors"):
+        (folder / "mine" / name).write_text("not part of the model")
     packed.save_pretrained(folder / "mine", push_to_hub=True, repo_id="org/mine")
     packed.push_to_hub("org/carded")
     return results

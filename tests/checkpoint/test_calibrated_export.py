@@ -88,7 +88,7 @@ def test_the_command_reads_both_kinds_of_files(plain, tmp_path):
     lines.write_text("\n".join(json.dumps({"question": text, "answer": "4", "n": 1}) for text in TEXTS))
     (tmp_path / "texts.txt").write_text("\n\n".join(f"{text}\n4" for text in TEXTS))
     for name in ("texts.jsonl", "texts.txt"):
-        arguments = ["export", plain, tmp_path / name[-3:], "--format", "quark", "--calibrate", tmp_path / name]
+        arguments = ["export", plain, tmp_path / name[-3:], "--format", "quark", "--text", tmp_path / name]
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         assert result.exit_code == 0 and "tokens of calibration texts" in result.output, result.output
     one, other = (tensors_in(tmp_path / name) for name in ("onl", "txt"))

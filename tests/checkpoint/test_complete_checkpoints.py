@@ -4,11 +4,13 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hf_mxfp4._logging import get_logger
 from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
-from hf_mxfp4.checkpoint.io.complete import MANIFEST, checkpoint_step, has_manifest, invalidate, write_manifest
-from hf_mxfp4.files import draft_of
+from hf_mxfp4.checkpoint.io.complete import checkpoint_step, invalidate, why_damaged, write_whole_manifest
+from hf_mxfp4.checkpoint.io.manifest import MANIFEST
 
 
 @pytest.fixture
@@ -16,11 +18,11 @@ def make(tmp_path):
     def checkpoint(step, manifest=True):
         folder = tmp_path / f"checkpoint-{step}"
         (folder / "global_step").mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "optimizer.pt").write_bytes(b"weights")
         (folder / "global_step" / "shard.pt").write_bytes(b"shard")
         (folder / "README.md").write_text("card")
         if manifest:
-            assert write_manifest(folder) == 2
+            assert write_whole_manifest(folder) == 2
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
         return folder
 
@@ -43,7 +45,7 @@ def test_the_step_is_in_the_name(name, step):
 
 def test_a_whole_one_is_taken_and_its_card_may_change(make):
     folder = make(3)
-    assert why_incomplete(folder) is None and has_manifest(folder)
+    assert why_incomplete(folder) is None
     (folder / "README.md").write_text("edited by hand")
     (folder / "notes.txt").write_text("added later")
     assert why_incomplete(folder) is None
@@ -55,10 +57,10 @@ def test_a_whole_one_is_taken_and_its_card_may_change(make):
         (lambda f: (f / "trainer_state.json").unlink(), "it has no trainer_state.json: saving it was not finished"),
         (lambda f: (f / "trainer_state.json").write_text('{"global_st'), "its trainer_state.json is cut short"),
         (lambda f: (f / "trainer_state.json").write_text(""), "its trainer_state.json is cut short"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"w"), "model.safetensors has 1 bytes instead of 7"),
-        (lambda f: (f / "global_step" / "shard.pt").unlink(), "global_step/shard.pt is missing"),
-        (lambda f: (f / "mxfp4_manifest.json").write_text("{"), "its mxfp4_manifest.json cannot be read"),
-        (lambda f: (f / "mxfp4_manifest.json").write_text("[]"), "its mxfp4_manifest.json cannot be read"),
+        (lambda f: (f / "optimizer.pt").write_bytes(b"w"), "optimizer.pt: it has 1 bytes instead of 7"),
+        (lambda f: (f / "global_step" / "shard.pt").unlink(), "global_step/shard.pt: it is missing"),
+        (lambda f: (f / "mxfp4_manifest.json").write_text("{"), "mxfp4_manifest.json is damaged"),
+        (lambda f: (f / "mxfp4_manifest.json").write_text("[]"), "mxfp4_manifest.json is damaged"),
     ],
 )
 def test_what_is_damaged_is_said(make, damage, reason):
@@ -73,14 +75,14 @@ def test_a_missing_folder_is_not_whole(tmp_path):
 
 def test_the_checkpoint_of_another_trainer_is_taken_as_it_is(make):
     folder = make(3, manifest=False)
-    assert why_incomplete(folder) is None and not has_manifest(folder)
+    assert why_incomplete(folder) is None
 
 
 def test_one_that_is_written_over_counts_no_more(make):
     folder = make(3)
     invalidate(folder)
     assert why_incomplete(folder) == "it has no trainer_state.json: saving it was not finished"
-    assert (folder / "model.safetensors").is_file()
+    assert (folder / "optimizer.pt").is_file()
     invalidate(folder)  # again, or of a new folder: nothing to do
 
 
@@ -88,7 +90,7 @@ def test_the_newest_whole_one_by_number(make, tmp_path, caplog):
     for step in (2, 9, 10, 11):
         make(step)
     (tmp_path / "checkpoint-30").write_text("a file")
-    (tmp_path / "checkpoint-11" / "model.safetensors").unlink()
+    (tmp_path / "checkpoint-11" / "optimizer.pt").unlink()
     logger = get_logger()
     logger.addHandler(caplog.handler)
     try:
@@ -96,7 +98,7 @@ def test_the_newest_whole_one_by_number(make, tmp_path, caplog):
     finally:
         logger.removeHandler(caplog.handler)
     assert [record.getMessage().rpartition("/")[2] for record in caplog.records] == [
-        "checkpoint-11 is not resumed from: model.safetensors is missing"
+        "checkpoint-11 is not resumed from: optimizer.pt: it is missing"
     ]
 
 
@@ -109,5 +111,37 @@ def test_the_draft_of_a_killed_process_is_no_part_of_the_manifest(tmp_path):
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     (folder / "trainer_state.json").write_text('{"global_step": 3}')
-    draft_of(folder / MANIFEST).write_text("{")
-    assert write_manifest(folder) == 0 and why_incomplete(folder) is None
+    (folder / ".draft-0123").write_text("{")
+    assert write_whole_manifest(folder) == 0 and why_incomplete(folder) is None
+
+
+def test_sizes_alone_do_not_make_a_checkpoint_whole(make):
+    folder = make(3)
+    assert why_damaged(folder) is None
+    (folder / "optimizer.pt").write_bytes(b"weighty")
+    assert why_incomplete(folder) is None
+    assert why_damaged(folder).startswith("optimizer.pt is damaged: its checksum is ")
+
+
+def test_a_manifest_of_sizes_is_still_read(make):
+    folder = make(3)
+    (folder / MANIFEST).write_text('{"files": {"optimizer.pt": 7, "global_step/shard.pt": 5}}')
+    assert why_damaged(folder) is None
+    (folder / "optimizer.pt").write_bytes(b"w")
+    assert why_damaged(folder) == "optimizer.pt: it has 1 bytes instead of 7"
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a\0b"])
+def test_a_manifest_that_points_outside_is_refused(make, name):
+    folder = make(3)
+    (folder / MANIFEST).write_text(json.dumps({"files": {name: 1}}))
+    assert "outside of the folder" in why_incomplete(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_resumed_from(make, value):
+    folder = make(3)
+    tensors = {"a": torch.ones(2), "codes": torch.ones(2, dtype=torch.uint8), "b": torch.tensor([1.0, value]).half()}
+    save_file(tensors, folder / "model.safetensors")
+    write_whole_manifest(folder)
+    assert why_damaged(folder) == "b in model.safetensors holds NaN or infinity"

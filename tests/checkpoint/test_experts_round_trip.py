@@ -232,11 +232,11 @@ NAME = "model.layers.1.mlp.experts."
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda t: t.pop(f"{NAME}down_proj_scale"), f"{NAME}down_proj_scale is in no file of the checkpoint"),
-        (lambda t: t.pop(f"{NAME}gate_up_proj"), f"{NAME}gate_up_proj is in no file of the checkpoint"),
+        (lambda t: t.pop(f"{NAME}down_proj_scale"), f"has no tensor {NAME}down_proj_scale"),
+        (lambda t: t.pop(f"{NAME}gate_up_proj"), f"has no tensor {NAME}gate_up_proj"),
         (
             lambda t: [t.pop(name) for name in list(t) if name.startswith(NAME)],
-            f"{NAME}gate_up_proj is in no file of the checkpoint",
+            f"has no tensor {NAME}down_proj .6 missing",
         ),
         (
             lambda t: t.update({f"{NAME}down_proj_macro": t[f"{NAME}down_proj_macro"][:, :63].clone()}),
@@ -248,7 +248,7 @@ NAME = "model.layers.1.mlp.experts."
         ),
         (
             lambda t: t.update({f"{NAME}down_proj_residual": t[f"{NAME}down_proj"].clone()}),
-            f"{NAME}down_proj_residual is not part of the scheme",
+            f"has the tensor {NAME}down_proj_residual",
         ),
         (
             lambda t: t.update({"model.layers.0.mlp.other.gate_up_proj_scale": torch.zeros(2, 2, 1, dtype=U8)}),

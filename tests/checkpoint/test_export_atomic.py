@@ -18,7 +18,6 @@ import hf_mxfp4
 from hf_mxfp4.checkpoint import atomic_folder
 from hf_mxfp4.checkpoint.io.atomic import FolderError
 from hf_mxfp4.checkpoint.io.reader import StoredTensor, read_header, read_rows
-from hf_mxfp4.checkpoint.io.saved_files import file_metadata
 from hf_mxfp4.checkpoint.io.writer import ShardWriter, TensorSpec
 
 
@@ -47,6 +46,23 @@ def test_after_an_error_all_is_as_before(error, existing, tmp_path):
         raise error
     assert list(tmp_path.iterdir()) == ([target] if existing else [])
     assert not existing or contents(target) == {"config.json": "old"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_interruption_between_the_two_renames_brings_the_old_folder_back(tmp_path, monkeypatch, error):
+    target, rename = tmp_path / "out", Path.rename
+    target.mkdir()
+    (target / "config.json").write_text("old")
+
+    def interrupted(self, to):
+        if ".partial-" in self.name:
+            raise error
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(error), atomic_folder(target, overwrite=True) as folder:
+        (folder / "config.json").write_text("new")
+    assert list(tmp_path.iterdir()) == [target] and contents(target) == {"config.json": "old"}
 
 
 def test_an_empty_folder_is_used_and_a_checkpoint_replaced_on_request_only(tmp_path):
@@ -151,7 +167,7 @@ def specs(tensors):
 
 
 def test_the_writer_writes_what_safetensors_does(tmp_path):
-    save_file(TENSORS, tmp_path / "reference.safetensors", file_metadata(TENSORS, {"format": "pt"}))
+    save_file(TENSORS, tmp_path / "reference.safetensors", {"format": "pt"})
     with ShardWriter(tmp_path, specs(TENSORS)) as writer:
         for name in reversed(TENSORS):
             writer.write(name, TENSORS[name])
@@ -171,7 +187,7 @@ def test_parts_of_several_tensors_may_take_turns(tmp_path):
 
 
 def test_tensors_may_come_in_parts_and_from_files(tmp_path):
-    save_file(TENSORS, tmp_path / "reference.safetensors", file_metadata(TENSORS, {"format": "pt"}))
+    save_file(TENSORS, tmp_path / "reference.safetensors", {"format": "pt"})
     with ShardWriter(tmp_path, specs(TENSORS)) as writer:
         for stored in read_header(tmp_path / "reference.safetensors"):
             if stored.name == "b.float":
@@ -191,7 +207,7 @@ def test_metadata_may_shrink_at_the_end(final, tmp_path):
     loaded = load_file(tmp_path / "model.safetensors")
     assert loaded.keys() == TENSORS.keys() and torch.equal(loaded["b.float"], TENSORS["b.float"])
     with safe_open(tmp_path / "model.safetensors", "pt") as opened:
-        assert opened.metadata() == file_metadata(TENSORS, {"format": "pt", "k": final})
+        assert opened.metadata() == {"format": "pt", "k": final}
 
 
 def test_the_writer_finds_mistakes(tmp_path):

@@ -66,7 +66,7 @@ def test_packed_logits_are_those_of_the_trained_model(pulled):
 def test_what_is_pushed_is_the_model_and_its_card(pushed):
     hub = pushed[0]
     assert set(hub.repos["org/qat"].files()) == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors"
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "mxfp4_manifest.json"
     }  # fmt: skip
     files = set(hub.repos["org/packed"].files())
     assert "model.safetensors.index.json" in files and "model.safetensors" not in files
@@ -101,7 +101,9 @@ def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(pushed):
 
 
 def test_files_that_lie_beside_the_model_are_not_uploaded(pushed):
-    assert "notes.txt" not in pushed[0].repos["org/mine"].files()
+    assert set(pushed[0].repos["org/mine"].files()) == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "mxfp4_manifest.json"
+    }  # fmt: skip
     assert (pushed[1] / "mine" / "notes.txt").read_text() == "not part of the model"
 
 

@@ -13,11 +13,13 @@ import torch
 from processes import run, script
 from safetensors.torch import load_file, save_file
 
+from hf_mxfp4.checkpoint import verify_folder
 from hf_mxfp4.checkpoint.io import replace
-from hf_mxfp4.checkpoint.io.replace import checkpoint_files, staged
+from hf_mxfp4.checkpoint.io.replace import staged
 
 
 INDEX = "model.safetensors.index.json"
+FILES = ["config.json", "generation_config.json", "mxfp4_manifest.json"]
 SHAPES = {"one": 1, "three": 3, "four": 4}
 
 
@@ -85,7 +87,7 @@ def save(folder: Path, shards: int, number: int) -> None:
 @pytest.mark.parametrize("old", SHAPES)
 def test_killed_at_every_change(tmp_path, old, new):
     seen, killed = [], True
-    for changes in range(20):
+    for changes in range(30):
         folder = tmp_path / str(changes)
         save(folder, SHAPES[old], 1)
         (folder / "trainer_state.json").write_text("{}")
@@ -98,12 +100,12 @@ def test_killed_at_every_change(tmp_path, old, new):
                 pass
         assert (folder / "trainer_state.json").is_file()
         seen += read(folder)
+        assert not verify_folder(folder).problems
         # What the killed process left does not disturb the next save, of any shape.
         for number, shards in enumerate([4, 3, 3, 1], start=3):
             save(folder, shards, number)
             assert read(folder) == {number}
-        assert checkpoint_files(folder) == ["config.json", "generation_config.json", "model.safetensors"]
-        assert {path.name for path in folder.iterdir()} == {*checkpoint_files(folder), "trainer_state.json"}
+        assert {path.name for path in folder.iterdir()} == {*FILES, "model.safetensors", "trainer_state.json"}
         if not killed:  # more changes than a save makes: nothing new
             break
     assert not killed and seen == sorted(seen) and set(seen) == {1, 2}
@@ -115,7 +117,8 @@ def test_nothing_of_the_old_checkpoint_is_left(tmp_path, old, new):
     save(tmp_path, SHAPES[old], 1)
     save(tmp_path, SHAPES[new], 2)
     assert read(tmp_path) == {2}
-    assert set(checkpoint_files(tmp_path)) == {path.name for path in tmp_path.iterdir()}
+    others = [path.name for path in tmp_path.iterdir() if "safetensors" not in path.name]
+    assert sorted(others) == FILES
     assert len(list(tmp_path.glob("*.safetensors"))) == SHAPES[new]
 
 
@@ -124,6 +127,15 @@ def test_a_variant_leaves_the_other_weights_alone(tmp_path):
     with staged(tmp_path, "fp16") as staging:
         save_file({"t0": torch.tensor([2])}, staging / "model.fp16.safetensors")
     assert read(tmp_path) == {1} and (tmp_path / "model.fp16.safetensors").is_file()
+
+
+def test_saves_at_the_same_time_do_not_remove_each_others_files(tmp_path):
+    with staged(tmp_path) as one:
+        with staged(tmp_path) as other:
+            write(other, 3, 2)
+        assert read(tmp_path) == {2} and one.is_dir()
+        write(one, 1, 1)
+    assert read(tmp_path) == {1} and not list(tmp_path.glob(".saving-*"))
 
 
 def test_an_exception_leaves_the_folder_as_it_was(tmp_path):

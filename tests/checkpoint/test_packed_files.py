@@ -13,12 +13,10 @@ from tiny_models import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import check_packed_files
 from hf_mxfp4.checkpoint.io.mapped import release_mapped, resolved
 
 
 LAYER = "model.layers.0.mlp.up_proj"  # [96, 64]
-SHAPES = {"a.b": {"weight": (4, 32), "weight_scale": (4, 2)}}
 PACKED = MXFP4RLConfig(mode="packed")
 
 
@@ -134,9 +132,11 @@ def test_packed_weights_without_their_config(saved):
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    for options in ({}, {"quantization_config": PACKED}):
-        with pytest.raises((RuntimeError, ValueError)):
-            AutoModelForCausalLM.from_pretrained(folder, **options)
+    with pytest.raises((RuntimeError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(folder)
+    for config in (PACKED, MXFP4RLConfig()):
+        message = refusal(folder, quantization_config=config)
+        assert "model.safetensors holds packed weights" in message and "restore the config.json" in message
 
 
 def test_a_source_without_a_weight_or_with_one_of_another_shape(checkpoint, tmp_path):
@@ -148,48 +148,6 @@ def test_a_source_without_a_weight_or_with_one_of_another_shape(checkpoint, tmp_
     save_file({**tensors, f"{LAYER}.weight": weight[:, :32].contiguous()}, folder / "model.safetensors")
     with pytest.raises(RuntimeError, match="issues during automatic conversion"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=PACKED)
-
-
-def files_with(tmp_path, *contents: dict[str, torch.Tensor]) -> list[str]:
-    names = [str(tmp_path / f"part{i}.safetensors") for i in range(len(contents))]
-    for name, tensors in zip(names, contents, strict=True):
-        save_file(tensors, name)
-    return names
-
-
-def codes(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("name", ["a.b", "model.a.b"])
-@pytest.mark.parametrize("prefix", ["", "model"])
-def test_names_of_base_models_and_of_models_with_heads(prefix, name, tmp_path):
-    files = files_with(tmp_path, {f"{name}.weight": codes(4, 32)}, {f"{name}.weight_scale": codes(4, 2)})
-    check_packed_files(files, SHAPES, prefix)
-    check_packed_files(files, {"model.a.b": SHAPES["a.b"]}, prefix)
-
-
-def test_a_name_in_two_files(tmp_path):
-    part = {"a.b.weight": codes(4, 32)}
-    files = files_with(tmp_path, {**part, "a.b.weight_scale": codes(4, 2)}, part)
-    with pytest.raises(ValueError, match=r"a.b.weight is both in part0.safetensors and in part1.safetensors"):
-        check_packed_files(files, SHAPES)
-
-
-def test_pickles_are_refused(tmp_path):
-    torch.save({"a.b.weight": codes(4, 32)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="pytorch_model.bin is not a safetensors file"):
-        check_packed_files([str(tmp_path / "pytorch_model.bin")], SHAPES)
-
-
-def test_a_truncated_file(tmp_path):
-    (file,) = files_with(tmp_path, {"a.b.weight": codes(4, 32), "a.b.weight_scale": codes(4, 2)})
-    check_packed_files([file], SHAPES)
-    contents = Path(file).read_bytes()
-    for size in (0, 7, 20, len(contents) - 1):
-        Path(file).write_bytes(contents[:size])
-        with pytest.raises(ValueError, match=r"part0.safetensors is truncated"):
-            check_packed_files([file], SHAPES)
 
 
 def test_released_pages_are_read_again(tmp_path):

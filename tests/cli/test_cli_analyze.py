@@ -33,6 +33,18 @@ def run(*arguments):
     return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
 
 
+def test_names_from_a_file_are_text_and_nothing_else(tmp_path):
+    """A stranger's file names its tensors: no markup, no escape codes for the terminal, no formulas in the plots."""
+    name = "model.layers.0.\x1b[2J[red]a[/blue]$\\frac$"
+    save_file(
+        {f"{name}.weight": torch.ones(8, 64), "model.layers.1.up_proj.weight": torch.ones(8, 64)},
+        tmp_path / "x.safetensors",
+    )
+    done = run(tmp_path / "x.safetensors", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "\x1b" not in done.output and "\\x1b[2J[red]a[/blue]$\\frac$" in done.output
+
+
 def contents(folder):
     return {name: Path(folder, name).read_bytes() for name in REPORTS}
 
@@ -67,7 +79,7 @@ def test_the_default_folder_and_json_alone_on_standard_output(checkpoint, tmp_pa
     done = run(folder, "--scheme", "rceil", "--scheme", "mxfp4+even", "--json")
     summary = json.loads(done.stdout)
     assert summary["schemes"] == ["mxfp4+rceil", "mxfp4+even"] and "tensors" not in summary
-    out = tmp_path / "analysis" / folder.name
+    out = tmp_path / "analysis" / "--".join(folder.parts[-2:])
     assert sorted(path.name for path in out.iterdir()) == sorted(["progress.jsonl", *REPORTS])
     report = json.loads((out / "report.json").read_text())
     assert {key: report[key] for key in summary} == summary
@@ -85,7 +97,7 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
 
 
 def test_include_and_exclude(checkpoint, tmp_path):
-    patterns = ("--include", "layers.0", "--exclude", "self_attn")
+    patterns = ("--include", "layers.0", "--skip", "self_attn")
     done = run(checkpoint(), *patterns, "--scheme", "rceil", "--json", "--out", tmp_path)
     summary = json.loads(done.stdout)
     assert list(summary["kinds"]["weight"]["by_layer_type"]["mxfp4+rceil"]) == [
@@ -93,7 +105,7 @@ def test_include_and_exclude(checkpoint, tmp_path):
         "mlp.gate_proj",
         "mlp.up_proj",
     ]
-    assert summary["skipped"]["--exclude"]["count"] == 4 + 3  # weights and biases of layer 0
+    assert summary["skipped"]["--skip"]["count"] == 4 + 3  # weights and biases of layer 0
 
 
 @pytest.mark.parametrize(
@@ -102,9 +114,9 @@ def test_include_and_exclude(checkpoint, tmp_path):
         (["--scheme", "rciel"], "no scale rule 'rciel'; did you mean 'rceil'?"),
         (["--include", "layers.9"], "matches the pattern 'layers.9'"),
         (["--include", "norm"], "would be quantized; skipped"),
-        (["--activations"], "--activations and --dataset go together"),
-        (["--dataset", "d.jsonl"], "--activations and --dataset go together"),
-        (["--activations", "--dataset", "gone.jsonl"], "gone.jsonl cannot be read"),
+        (["--activations"], "--activations and --text go together"),
+        (["--text", "d.jsonl"], "--activations and --text go together"),
+        (["--activations", "--text", "gone.jsonl"], "gone.jsonl cannot be read"),
     ],
 )
 def test_wrong_usage(checkpoint, tmp_path, arguments, message):
@@ -231,7 +243,7 @@ def analyzed_activations(folder, tmp_path):
     rows = [{"prompt": f"{i}+{i}="} for i in range(12)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run(
-        *(folder, "--scheme", "rceil", "--out", tmp_path / "out", "--activations", "--dataset", tmp_path / "d.jsonl"),
+        *(folder, "--scheme", "rceil", "--out", tmp_path / "out", "--activations", "--text", tmp_path / "d.jsonl"),
         *("--samples", 3, "--max-length", 3),
     )
     assert done.exit_code == 0, done.stderr

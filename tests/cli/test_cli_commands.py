@@ -155,6 +155,9 @@ def test_environment():
     assert {row["fprop"]["engine"] for row in data["products"] if row["hardware"] == "sm_80"} == {"dense"}
     assert data["self_checks"]["no GPU"]["fp8 products of experts"] == "not checked (no GPU)"
     assert len(data["self_checks"]["no GPU"]) == 11
+    lines = run("env").stdout.splitlines()
+    assert len(lines) <= 16 and f"hf-mxfp4      {hf_mxfp4.__version__}" in lines and "GPUs          none" in lines
+    assert lines[-1].endswith("hf-mxfp4 env --verbose")
 
 
 def test_environment_on_screen(monkeypatch):
@@ -166,11 +169,14 @@ def test_environment_on_screen(monkeypatch):
     monkeypatch.setattr(self_check, "check_all", lambda device: states[1])
     assert json.loads(run("env", "--json").stdout)["self_checks"] == {"cuda:0": states[0]}
     assert json.loads(run("env", "--json", "--check").stdout)["self_checks"] == {"cuda:0": states[1]}
-    text = run("env").stdout
+    short = run("env").stdout
+    assert "GPU 0         A GPU, compute capability 9.0" in short and "kernels on cuda:0: 1 not checked yet" in short
+    assert len(short.splitlines()) <= 18 and "quantization on cuda: " in short
+    text = run("env", "--verbose").stdout
     assert "what self-checks found" in text and "not checked yet" in text
     assert "what multiplies" in text and "1: x is in full precision" in text and "fp8" in text
     assert "A GPU, compute capability 9.0" in text and "GPU 0" in text
-    assert text.count("cuda") == 7 and "covered by the Triton kernels" in text
+    assert text.count("cuda") == 9 and "covered by the Triton kernels" in text
 
 
 def test_lines_where_there_is_no_terminal(monkeypatch, capsys):

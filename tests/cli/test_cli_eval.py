@@ -3,6 +3,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run(folder, "--text", text, "--scheme", "w4a16:rceil", "--scheme", "even+mbs128-blockwise")
     assert done.exit_code == 0, done.stderr
-    out = tmp_path / "evaluation" / folder.name
+    out = tmp_path / "evaluation" / "--".join(folder.parts[-2:])
     assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, "progress.jsonl"])
     report = json.loads((out / "evaluation.json").read_text())
     assert [row["name"] for row in report["rows"]] == ["full precision", "w4a16:rceil", "even+mbs128-blockwise"]
@@ -112,6 +113,45 @@ def test_ctrl_c_and_on(folder, text, tmp_path, monkeypatch):
     assert run(*arguments, tmp_path / "whole", "--samples", 2).exit_code == 2
     again = run(*arguments, tmp_path / "whole", "--samples", 2, "--overwrite")
     assert json.loads(again.stdout)["texts"] == 2
+
+
+def test_a_second_evaluation_keeps_the_schemes_of_the_first(folder, text, tmp_path):
+    arguments = (folder, "--text", text, "--json", "--out", tmp_path / "out", "--scheme")
+    first = json.loads(run(*arguments, "rceil").stdout)["rows"]
+    second = json.loads(run(*arguments, "w4a16:even").stdout)["rows"]
+    assert [row["name"] for row in second] == ["full precision", "w4a16:even", "rceil"]
+    assert second[0] == first[0] and second[2] == first[1]
+
+
+def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
+    arguments = ("--text", text, "--json", "--out", tmp_path / "out", "--without-each")
+    done = run(folder, *arguments, "layer", "--scheme", "w4a16:floor")
+    assert done.exit_code == 0, done.stderr
+    plain, whole, *parts = json.loads(done.stdout)["rows"]
+    assert [row["name"] for row in parts] == [f"w4a16:floor without model.layers.{i}" for i in (0, 1)]
+    # The layers are alike: half of the weights in 16 bits, the others in 4.25.
+    assert [row["bits"] for row in (whole, *parts)] == [4.25, 10.125, 10.125]
+    config = MXFP4RLConfig(
+        preset="w4a16", scale_rule="floor", macro_block=None, outlier_fallback=None, modules_to_not_convert=["layers.1"]
+    )
+    quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    assert parts[1]["nats"]["value"] == pytest.approx(losses(quantized), rel=1e-6)
+    by_type = json.loads(run(folder, *arguments, "type", "--scheme", "w4a16:floor").stdout)["rows"]
+    assert [row["name"] for row in by_type[2:5]] == [f"w4a16:floor without self_attn.{x}_proj" for x in "qkv"]
+    assert [row["name"] for row in by_type[-2:]] == [row["name"] for row in parts]  # those of before
+    refused = run(folder, "--text", text, "--without-each", "layer", "--scheme", "own", "--out", tmp_path / "other")
+    assert refused.exit_code == 2
+
+
+def test_folders_of_reports_are_told_apart(folder, text, tmp_path, monkeypatch):
+    """Two policies in folders of the same name, as every run of the recipe has them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        shutil.copytree(folder, tmp_path / name / "policy", copy_function=shutil.copy)
+        assert run(f"{name}/policy", "--text", text, "--scheme", "rceil").exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "evaluation").iterdir()) == ["one--policy", "two--policy"]
+    done = run("one/policy", "--text", text, "--out", "evaluation/two--policy")
+    assert done.exit_code == 2 and "holds results for other files of the model than there are now" in done.stderr
 
 
 @pytest.mark.parametrize(

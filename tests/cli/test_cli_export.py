@@ -184,7 +184,7 @@ def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(run, plain, tmp_
             ["export", "qat", "out", "--format", "quark", "--skip", "mlp", "--skip", "v_proj"],
             "out --skip mlp --skip v_",
         ),
-        (["import", "plain", "out"], "is not quantized; what can be imported"),
+        (["import", "plain", "out"], "is not quantized; there is nothing to import"),
         (["export", "plain", "out", "--format", "bf16", "--preset", "w4a4"], "--preset w4a4 has no effect in format"),
         (["export", "plain", "out", "--format", "quark", "--scale-rule", "ceil"], "'ceil' is not one of"),
         (["export", "plain", "out", "--format", "quark", "--skip", "nonsense"], "'nonsense', which matches no module"),

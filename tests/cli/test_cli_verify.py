@@ -2,12 +2,13 @@
 """`hf-mxfp4 verify`: what it finds in folders, files and repositories, what it prints, and its exit codes."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import verify_folder
+from hf_mxfp4.checkpoint.io.manifest import MANIFEST
 from hf_mxfp4.checkpoint.io.reader import read_header
 from hf_mxfp4.cli import app
 
@@ -49,17 +51,19 @@ def flip(file: Path, *names: str) -> None:
     file.write_bytes(content)
 
 
-def save_anew(file: Path) -> None:
-    """As another tool does, that drops metadata."""
-    save_file({name: tensor.clone() for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+def forget(folder: Path, file: Path) -> None:
+    """Take a file out of the manifest."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["files"][file.name]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
 def where(folder: Path) -> list[str]:
-    return [problem.where for problem in verify_folder(folder).all_problems]
+    return [problem.where for problem in verify_folder(folder).problems]
 
 
 def test_a_checkpoint_as_it_was_written(saved):
-    n_bytes = sum(tensor.nbytes for tensor in read_header(saved["packed"] / "model.safetensors"))
+    n_bytes = (saved["packed"] / "model.safetensors").stat().st_size
     done = run(saved["packed"])
     assert (done.exit_code, done.stderr) == (0, "")
     size = f"43 tensors in 1 files, {n_bytes / 1e6:.1f} MB"
@@ -67,30 +71,26 @@ def test_a_checkpoint_as_it_was_written(saved):
     done = run(saved["master"], "--json")
     assert done.exit_code == 0 and json.loads(done.stdout) == {
         "model": str(saved["master"]),
-        "checked": [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)],
+        "checked": [*(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)), INDEX],
         "unchecked": [],
         "tensors": 15,
-        "bytes": sum(tensor.nbytes for file in shards(saved["master"]) for tensor in read_header(file)),
+        "bytes": sum(file.stat().st_size for file in [*shards(saved["master"]), saved["master"] / INDEX]),
         "problems": [],
         "notes": [],
     }
 
 
-def test_every_damaged_tensor_is_named(copy):
+def test_every_damaged_file_is_named(copy):
     folder = copy("master")
     first, *_, last = shards(folder)
     flip(first, "lm_head.weight", "model.embed_tokens.weight")
     flip(last, "model.norm.weight")
     done = run(folder)
-    assert done.exit_code == 1 and "3 problems" in done.stdout.splitlines()[-1]
-    for file, name in ((first, "lm_head"), (first, "model.embed_tokens"), (last, "model.norm")):
-        assert f"{file.name} is damaged: the data of {name}.weight has the checksum " in done.stdout
+    assert done.exit_code == 1 and "2 problems" in done.stdout.splitlines()[-1]
+    for file in (first, last):
+        assert f"{file.name} is damaged: its checksum is " in done.stdout
     problems = json.loads(run(folder, "--json").stdout)["problems"]
-    assert [problem["where"] for problem in problems] == [
-        "lm_head.weight",
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-    ]
+    assert [problem["where"] for problem in problems] == [first.name, last.name]
     assert run(last).exit_code == 1 and run(shards(folder)[1]).exit_code == 0
 
 
@@ -102,7 +102,9 @@ def test_files_that_are_missing_truncated_or_of_another_checkpoint(copy, saved):
     assert where(folder) == [files[0].name, files[1].name]
     shutil.copy(saved["master"] / files[0].name, files[1])
     shutil.copy(saved["master"] / files[0].name, files[0])
-    assert set(where(folder)) == {INDEX}
+    assert set(where(folder)) == {files[1].name, INDEX}
+    (folder / MANIFEST).unlink()
+    assert run(folder, "--add").exit_code == 1 and set(where(folder)) == {INDEX}
 
 
 @pytest.mark.parametrize("what", ["place", "name", "size", "text", "nothing", "outside"])
@@ -123,7 +125,7 @@ def test_an_index_that_does_not_fit(copy, what):
     done = run(folder)
     assert done.exit_code == 1 and set(where(folder)) == {INDEX}
     assert all(line.startswith(f"{INDEX} is damaged: ") for line in done.stdout.splitlines()[:-1])
-    if what != "size":  # nobody reads that
+    if what not in ("size", "place", "name"):  # every file that it names is read whole
         with pytest.raises(ValueError, match=INDEX):
             AutoModelForCausalLM.from_pretrained(folder)
 
@@ -153,12 +155,13 @@ def test_an_architecture_that_transformers_has_not_is_a_note(copy):
 def test_nothing_to_compare(saved, tmp_path):
     done = run(saved["plain"])
     assert (
-        done.exit_code == 2 and "no checksums are in model.safetensors: save_pretrained, hf-mxfp4 pack" in done.stderr
+        done.exit_code == 2
+        and "not compared, without checksums: model.safetensors. save_pretrained, hf-mxfp4 pack" in done.stderr
     )
     save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
     done = run(tmp_path)
-    assert done.exit_code == 2 and "no checksums are in adapter_model.safetensors" in done.stderr
+    assert done.exit_code == 2 and "without checksums: adapter_model.safetensors" in done.stderr
     (tmp_path / "empty").mkdir()
     assert run(tmp_path / "empty").exit_code == 2
     done = run(tmp_path / "nowhere")
@@ -171,25 +174,25 @@ def test_a_file_of_another_tool_beside_and_among_the_others(copy):
     done = run(folder)
     assert done.exit_code == 0 and "not compared, without checksums: adapter_model.safetensors" in done.stdout
     folder = copy("master")
-    save_anew(shards(folder)[1])
+    forget(folder, shards(folder)[1])
     done = run(folder)
-    assert done.exit_code == 1
-    assert f"{shards(folder)[1].name} carries no checksums, other files do: it was written anew" in done.stdout
+    assert done.exit_code == 2
+    assert f"error: not compared, without checksums: {shards(folder)[1].name}. save_pretrained" in done.stderr
 
 
 def test_adding_checksums(copy):
     folder = copy("master")
     files = shards(folder)
-    save_anew(files[1])
+    forget(folder, files[1])
     done = run(folder, "--add")
     assert done.exit_code == 0 and "checksums added to 1 files" in done.stderr, done.stdout
-    assert "15 tensors in 3 files" in done.stdout
+    assert "15 tensors in 4 files" in done.stdout
     flip(files[1], "model.layers.0.mlp.up_proj.weight")
-    assert where(folder) == ["model.layers.0.mlp.up_proj.weight"]
+    assert where(folder) == [files[1].name]
     before = files[0].read_bytes()
     done = run(folder, "--add")
     assert done.exit_code == 1 and "no checksums were added to what is damaged" in done.stderr
-    assert files[0].read_bytes() == before
+    assert files[0].read_bytes() == before and where(folder) == [files[1].name]
     done = run(files[0], "--add")
     assert done.exit_code == 2 and "--add writes into a folder" in done.stderr
 
@@ -198,8 +201,7 @@ def test_a_plain_checkpoint_gets_checksums_and_is_then_checked(copy):
     folder = copy("plain")
     assert run(folder, "--add").exit_code == 0
     flip(folder / "model.safetensors", "lm_head.weight")
-    with pytest.raises(ValueError, match="the data of lm_head.weight"):
-        AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig())
+    assert run(folder).exit_code == 1
 
 
 def test_a_repository_file_by_file(copy, monkeypatch):
@@ -212,10 +214,10 @@ def test_a_repository_file_by_file(copy, monkeypatch):
     monkeypatch.setattr("hf_mxfp4.analysis.errors.source._hub_download", download)
     done = run("me/model")
     assert done.exit_code == 0 and done.stdout.startswith("me/model: 15 tensors in 3 files"), done.stderr
-    assert asked == ["config.json", INDEX, *(file.name for file in shards(folder))]
+    assert asked == ["config.json", INDEX, MANIFEST, *(file.name for file in shards(folder))]
     flip(shards(folder)[2], "model.norm.weight")
     done = run("me/model")
-    assert done.exit_code == 1 and "the data of model.norm.weight" in done.stdout
+    assert done.exit_code == 1 and f"{shards(folder)[2].name} is damaged" in done.stdout
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["another"] = shards(folder)[0].name
     (folder / INDEX).write_text(json.dumps(index))
@@ -224,3 +226,49 @@ def test_a_repository_file_by_file(copy, monkeypatch):
         (folder / name).write_text(text)
         done = run("me/model")
         assert done.exit_code == 1 and name in done.stdout
+
+
+@pytest.mark.skipif(os.name == "nt", reason="file names are text there")
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_folder_whose_name_is_not_utf_8(copy, tmp_path, damaged):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/na\xefve"))
+    shutil.move(copy("packed"), folder)
+    (folder / MANIFEST).unlink()
+    assert run(folder, "--add").exit_code == 0
+    if damaged:
+        flip(folder / "model.safetensors", "lm_head.weight")
+    done = run(folder)
+    assert (done.exit_code, "na\\udcefve: 43 tensors" in done.stdout) == (int(damaged), True), done.output
+    assert json.loads(run(folder, "--json").stdout)["model"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", "[" * 100_000),
+        (INDEX, '{"metadata": ' + "[" * 100_000),
+        (MANIFEST, '{"files": ' + "[" * 100_000),
+        (INDEX, '{"metadata": {}, "weight_map": {"x": "a\\u0000b.safetensors"}}'),
+        (MANIFEST, '{"files": {"a\\u0000b": 1}}'),
+        ("header", "[" * 100_000),
+        ("header", '{"a\\u0000b": ' + "[" * 100_000),
+    ],
+)
+def test_hostile_files_are_damage_in_one_line(copy, name, text):
+    folder = copy("master")
+    if name == "header":
+        (folder / shards(folder)[0].name).write_bytes(len(text).to_bytes(8, "little") + text.encode())
+    else:
+        (folder / name).write_text(text)
+    done = run(folder)
+    assert done.exit_code == 1 and done.exception.__class__ is SystemExit, done.output
+    assert len(done.output.splitlines()) <= 3
+
+
+def test_what_cannot_be_checked_is_not_damage(copy, monkeypatch):
+    def fail(*arguments):
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr("hf_mxfp4.checkpoint.verify.file_damage", fail)
+    done = run(copy("packed"))
+    assert done.exit_code == 2 and "could not be checked: ZeroDivisionError: a mistake" in done.stderr

@@ -17,8 +17,8 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
+from benchmarks.counters import LiveTensors
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
-from hf_mxfp4.planning import LiveTensors
 from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
 from hf_mxfp4.vllm_plugin.settings import EngineSettings
 
@@ -114,8 +114,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def noise_of_each_rank(trainer: MXFP4GRPOTrainer) -> list[list[float]]:
-    """For each rank, how far norms and linear weights were from the clean ones in its last rollout, to the bit."""
-    reports = [noise.last_report.measured_std for noise in (trainer.noise, trainer.linear_noise)]
+    """For each rank, how far norms were from the clean ones in its last rollout, to the bit."""
+    reports = [trainer.noise.last_report.measured_std]
     mine = torch.tensor([reports], dtype=torch.float64, device=trainer.accelerator.device)
     return trainer.accelerator.gather(mine).tolist()
 
@@ -138,7 +138,7 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
         use_engine(engine, out, mixed_precision, fsdp)
     results = {}
     for kind in ("plain", "grpo", "resumed") if engine else ("plain", "grpo"):
-        build, options = (plain_trainer, {}) if kind == "plain" else (grpo_trainer, {"aqn_targets": "both"})
+        build, options = (plain_trainer, {}) if kind == "plain" else (grpo_trainer, {})
         trainer = build(base, mode, out / kind, bf16=mixed_precision == "bf16", **options)
         if kind == "plain" and not mode.endswith("lora"):
             trainer.add_callback(StepMovementCallback())
@@ -164,13 +164,11 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
 
 def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
     """GRPO with replay where the sequences of rank 1 all end with their first token, and those of rank 0 do not; with
-    quantized copies kept in rollouts, and without. Noise follows the entropy, which is not that of one rank alone. Each
-    rank writes what it saw to ``out/rank<i>.json``."""
+    quantized copies kept in rollouts, and without. Each rank writes what it saw to ``out/rank<i>.json``."""
     use_engine(engine, Path(out))
     rank, seen = os.environ["RANK"], {}
     for kept in (True, False):
         options = {"max_steps": 2, "save_strategy": "no", "max_completion_length": 6, "cache_rollout_weights": kept}
-        options |= {"aqn_schedule": "entropy", "aqn_target_entropy": 4.0, "aqn_rate_limit": 1.0}
         options |= {"rollout_weights": "dense"} if kept else {}  # the bits of those without copies
         trainer = grpo_trainer(base, "moe", Path(out) / f"kept-{kept}", **options)
         if rank == "1":
@@ -189,7 +187,6 @@ def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
         logs = [{name: float(value) for name, value in entry.items()} for entry in trainer.state.log_history[:2]]
         left_out = ("step_time", "quantization/weights_per_step")
         seen[str(kept)] = {"held": held, "logs": [{k: v for k, v in log.items() if k not in left_out} for log in logs]}
-        seen[str(kept)]["controller"] = trainer.noise_controller.state_dict()
     (Path(out) / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
@@ -249,7 +246,7 @@ def push_codes_to_vllm(engine: str | None, base: str, out: str) -> None:
 
 def push_to_vllm(engine: str | None, base: str, out: str) -> None:
     """GRPO of adapters on trainable layers and experts, whose weights are pushed for each rollout to something with the
-    interface of vLLM, under linear noise. Each rank writes what it pushed, and whether the masters are as they were, to
+    interface of vLLM, under noise. Each rank writes what it pushed, and whether the masters are as they were, to
     ``out/pushed<i>.pt``."""
     if engine is not None:
         use_engine(engine, Path(out))
@@ -261,7 +258,7 @@ def push_to_vllm(engine: str | None, base: str, out: str) -> None:
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    options = {"num_generations": 4, "max_completion_length": 4, "aqn_targets": "linears", "report_every": 0}
+    options = {"num_generations": 4, "max_completion_length": 4, "report_every": 0}
     measured = dict.fromkeys(("error_every", "gradient_gain_every", "movement_every"), 0)
     args = arguments(Path(out), MXFP4GRPOConfig, **{**options, **measured, "aqn_num_stages": 1, "max_steps": 1})
     trainer = MXFP4GRPOTrainer(policy, even_digits, args, prompts(), processing_class=TOKENIZER)
@@ -283,7 +280,7 @@ def push_to_vllm(engine: str | None, base: str, out: str) -> None:
     trainer._generate = generate_noted
     trainer.train()
     unwritten = versions["before"] == versions["after"]
-    result = {"weights": pushed[0], "unwritten": unwritten, "noise": trainer.linear_noise.last_report.measured_std}
+    result = {"weights": pushed[0], "unwritten": unwritten, "noise": trainer.noise.last_report.measured_std}
     torch.save(result, Path(out) / f"pushed{os.environ.get('RANK', '0')}.pt")
 
 

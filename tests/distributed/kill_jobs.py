@@ -33,7 +33,7 @@ def train_or_resume(base: str, run: str, dies_writing: str | None = None) -> Non
     trainer = grpo_trainer(base, "qat", folder, **OPTIONS)
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder) is not None)
     state = {"weights": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
-    state |= {"callbacks": trainer.entropy_callback.state_dict(), "random": torch.get_rng_state()}
+    state["random"] = torch.get_rng_state()
     torch.save(state, folder / "final.partial")
     os.replace(folder / "final.partial", folder / "final.pt")
 

@@ -127,10 +127,6 @@ def test_rollouts_get_the_noise_of_their_step(job):
     # Of a mixture of experts the norms before routers get none, and there are norms of queries and keys.
     norms = 7 if mode.startswith("moe") else 5
     assert all(entry["aqn/n_modules"] == norms for entry in results["grpo"]["logs"][1:])
-    linears = [entry["aqn/linear_measured_std"] for entry in results["grpo"]["logs"]]
-    assert linears == pytest.approx(sigmas, rel=0.05)
-    counts = [entry["aqn/n_linears"] for entry in results["grpo"]["logs"]]
-    assert counts == [0] + [results["grpo"]["n_quantized"]] * 3
     first, second = results["grpo"]["noise"]
     assert first == second and all(value > 0 for value in first)
 
@@ -268,7 +264,6 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
     assert answer.codes == [0, 0], answer.output[-4000:]
     # Of queries, keys, values and outputs, and of six experts; float32.
     copies = 4 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 6 * 3 * 32 * 32)
-    sigmas = []
     for rank in (0, 1):
         kept, none = json.loads((out / f"rank{rank}.json").read_text()).values()
         extra = [a - b for a, b in zip(kept["held"], none["held"], strict=True)]
@@ -278,10 +273,6 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
         assert [log["router_replay/coverage"] for log in kept["logs"]] == [1, 1]
         assert [log["completions/min_length"] for log in kept["logs"]] == [1, 1]
         assert all(log["completions/max_length"] == 6 for log in kept["logs"])
-        # Moved by the entropy of all tokens, which is logged, although those of one rank are few.
-        assert kept["controller"]["sigma"] == pytest.approx(1e-3 * (4 / kept["logs"][1]["entropy"]) ** 0.25)
-        sigmas.append(kept["controller"]["sigma"])
-    assert sigmas[0] == sigmas[1] > 1e-3
 
 
 @pytest.mark.parametrize("engine", ["fsdp2_lora", pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED])])

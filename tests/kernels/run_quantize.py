@@ -196,6 +196,17 @@ def package() -> dict:
         values = hf_mxfp4.fake_quantize(x, axis=0, backend=backend, **options)
         return [getattr(packed, name) for name in PARTS] + [values, dequantize(packed, x.dtype, backend)]
 
+    def selective(backend: str) -> list[torch.Tensor]:
+        found = []
+        for text in ("rceil+of1@0.1", "even+mbs128-blockwise+of0.5@0.3", "mse+mbs64-dynamic+of1@0.2"):
+            scheme = numerics.parse_scheme(text)
+            wide = torch.cat([w, w.square()], dim=-1)
+            wide[1, 3] = torch.nan
+            tensor = hf_mxfp4.quantize(wide, backend=backend, **vars(scheme))
+            found += [getattr(tensor, name) for name in PARTS]
+            found.append(hf_mxfp4.fake_quantize(wide, backend=backend, **vars(scheme)))
+        return found
+
     def trained(backend: str) -> list[torch.Tensor]:
         layer = MXFP4Linear(70, 12, config=factors_config(saved_activations="mxfp4", backend=backend))
         with torch.no_grad():
@@ -223,7 +234,7 @@ def package() -> dict:
         with torch.no_grad():
             return [layer.weight, layer.weight_macro, layer(x)]
 
-    return {compute.__name__: both(compute) for compute in (functions, trained, gradients, packed)}
+    return {compute.__name__: both(compute) for compute in (functions, selective, trained, gradients, packed)}
 
 
 def counted(function: Callable, name: str, launches: Counter) -> Callable:

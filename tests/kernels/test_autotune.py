@@ -205,6 +205,20 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(monkeypatch, tmp_path):
         assert ask() is CONFIGS[1]
 
 
+def test_without_a_home_a_temporary_folder_is_used(monkeypatch, tmp_path):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("HF_MXFP4_CACHE")
+    monkeypatch.setattr(_autotune.Path, "home", no_home)
+    monkeypatch.setattr(_autotune.tempfile, "tempdir", str(tmp_path))
+    _autotune._temporary_folder.cache_clear()
+    with pytest.warns(UserWarning, match="there is no home folder"):
+        folder = _autotune.cache_folder()
+    assert folder.parent == tmp_path and folder == _autotune.cache_folder()
+    _autotune._temporary_folder.cache_clear()
+
+
 def test_interpreted_kernels_and_single_configs_need_no_choice():
     with autotune():
         assert choose("matmul", (), CONFIGS, bench(256), torch.device("cpu")) is CONFIGS[0]

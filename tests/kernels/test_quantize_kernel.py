@@ -24,10 +24,11 @@ def test_any_shape_scheme_and_range(run_script):
 def test_the_package_runs_on_the_kernels_where_triton_is_named(run_script):
     report = run_script("run_quantize.py", "package", interpret=True)
     assert {name: found["equal"] for name, found in report.items()} == dict.fromkeys(
-        ("functions", "trained", "gradients", "packed"), True
+        ("functions", "selective", "trained", "gradients", "packed"), True
     )
     launches = {name: found["launches"] for name, found in report.items()}
     assert launches["functions"] == {"quantize": 1, "fake_quantize": 1, "dequantize": 1}
+    assert launches["selective"] == {"quantize": 6, "dequantize": 3}
     assert launches["trained"]["quantize"] == 1 and launches["trained"]["fake_quantize"] > 0
     # Of the output gradient, along its rows and along the tokens.
     assert launches["gradients"]["fake_quantize_e4m3_both"] == 1

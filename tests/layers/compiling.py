@@ -6,7 +6,7 @@ import copy
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from hf_mxfp4.layers import set_quantization_step, update_fallback_thresholds
+from hf_mxfp4.layers import set_quantization_step
 
 
 #: Random numbers in all three products.
@@ -47,8 +47,6 @@ def train(model, function, options, steps=3) -> list[torch.Tensor]:
         found += [out.loss.detach(), out.logits.detach()]
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
-        if options.get("selective"):
-            update_fallback_thresholds(model)
     return found
 
 

@@ -14,7 +14,7 @@ from hf_mxfp4.gemm import quantized_linear
 from hf_mxfp4.gemm.custom_ops import compiled_linear
 from hf_mxfp4.gemm.custom_ops.linear import what_is_saved
 from hf_mxfp4.gemm.groups import Groups, group_by_expert
-from hf_mxfp4.layers import MXFP4PackedExperts, update_fallback_thresholds
+from hf_mxfp4.layers import MXFP4PackedExperts
 from hf_mxfp4.quantizer.swap import quantize_linears
 
 
@@ -81,8 +81,6 @@ def test_experts(family, scheme):
                 layer.set_step(step)
             found.append([tensor.clone() for tensor in passes(function, layer, step, used)])
         assert_equal(*found)
-        if "outlier_fallback_rate" in scheme:
-            update_fallback_thresholds(torch.nn.ModuleList([layer]))
     assert counter.frame_count == 1
 
 

@@ -26,7 +26,7 @@ from hf_mxfp4.experts_layout import unsupported_reason
 from hf_mxfp4.gemm import operands
 from hf_mxfp4.gemm.counts import weight_quantizations
 from hf_mxfp4.gemm.storage import packed
-from hf_mxfp4.layers import fallback_thresholds, random_layers, update_fallback_thresholds
+from hf_mxfp4.layers import random_layers
 from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
 from hf_mxfp4.quantizer.swap import quantize_linears
 
@@ -290,16 +290,6 @@ def test_random_numbers_belong_to_layer_and_expert_and_follow_the_step():
     assert random_layers(layer) == [layer] and random_layers(quantized()) == []
 
 
-def test_thresholds_of_selective_fallback_are_one_per_projection():
-    layer = quantized(dtype=torch.float32, outlier_fallback_rate=0.1)
-    assert set(layer.fallback_thresholds) == {"gate_up_proj", "down_proj"}
-    holder = nn.ModuleList([layer])
-    assert fallback_thresholds(holder) == list(layer.fallback_thresholds.values())
-    layer(*routing(200, dtype=torch.float32))
-    assert update_fallback_thresholds(holder) == pytest.approx(0.1, abs=0.02)
-    assert all(threshold.value > 0 for threshold in fallback_thresholds(holder))
-
-
 def test_wrong_inputs_are_refused():
     layer = quantized(dtype=torch.float32)
     states, index, weights = routing(dtype=torch.float32)
@@ -363,7 +353,8 @@ def test_a_class_of_ones_own_is_refused():
     model.experts = MyExperts()
     with pytest.raises(ValueError, match="cannot be quantized .experts: MyExperts is not made by.*add 'experts' to"):
         quantize_linears(model, factors_config())
-    assert quantize_linears(model, factors_config(modules_to_not_convert=["experts"])) == (["0"], ["experts"])
+    quantized, skipped = quantize_linears(model, factors_config(modules_to_not_convert=["experts"]))
+    assert quantized == ["0"] and skipped == {"experts": "modules_to_not_convert"}
 
 
 def test_experts_without_a_gate_and_with_a_norm_behind_them():

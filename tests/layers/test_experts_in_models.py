@@ -127,14 +127,11 @@ def test_missing_weights_are_initialised_by_the_models_own_rule():
 
 
 @pytest.mark.parametrize(
-    ("options", "metrics"),
-    [
-        pytest.param({}, [], marks=pytest.mark.large),
-        ({**STOCHASTIC, "outlier_fallback_rate": 0.2}, ["fallback/rate"]),
-    ],
+    "options",
+    [pytest.param({}, marks=pytest.mark.large), {**STOCHASTIC, "outlier_fallback_rate": 0.2}],
     ids=["w4a4", "stochastic"],
 )
-def test_grpo_trains_experts(options, metrics, tmp_path):
+def test_grpo_trains_experts(options, tmp_path):
     config = {"layers": 2, "hidden": 32, "moe_intermediate_size": 32}
     policy = make_model("qwen3_moe", **config)
     quantize_linears(policy, factors_config(**options))
@@ -146,4 +143,4 @@ def test_grpo_trains_experts(options, metrics, tmp_path):
     layers = {entry["layer"] for entry in trainer.error_callback.history}
     assert len(layers) == 3 and any(".mlp.experts." in name for name in layers)
     logged = trainer.state.log_history[0]
-    assert all(name in logged for name in ("error/grid", "aqn/sigma", *metrics))
+    assert all(name in logged for name in ("error/grid", "aqn/sigma"))

@@ -12,9 +12,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack
 from hf_mxfp4.gemm.shared_input import shared_input_counts
-from hf_mxfp4.layers import fallback_thresholds, update_fallback_thresholds
 from hf_mxfp4.quantizer.swap import quantize_linears
-from hf_mxfp4.rl.noise.linears import LinearNoise
 
 
 #: Of mode "qat": the packed twin of each is what is tested.
@@ -75,12 +73,6 @@ def test_the_codes_are_those_of_the_operand_that_the_trainable_layer_multiplies_
 def test_outputs_and_gradients_are_the_trainable_ones_where_both_multiply_dense_values(name, dtype):
     trained, packed = pair(name, dtype, backend="eager")
     x = inputs(dtype)
-    if fallback_thresholds(trained):
-        with torch.no_grad():
-            trained(x)
-        update_fallback_thresholds(trained)
-        packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "a.layer")
-        assert packed.fallback_threshold is trained.fallback_threshold
     taken = [x.clone().requires_grad_() for _ in range(2)]
     outs = [layer(each) for layer, each in zip((trained, packed), taken, strict=True)]
     assert torch.equal(*outs)
@@ -130,8 +122,6 @@ def test_a_weight_in_portions_has_the_same_codes(monkeypatch):
 @ALL
 def test_compiled_layers_have_the_bits_of_eager_ones(name):
     _, packed = pair(name)
-    if fallback_thresholds(packed):
-        packed.fallback_threshold.value = 0.7
     taken = [inputs().requires_grad_()]
     taken.append(taken[0].detach().clone().requires_grad_())
     compiled = torch.compile(packed, backend="aot_eager", fullgraph=True)
@@ -219,20 +209,6 @@ def with_weight(weight: torch.Tensor) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight = nn.Parameter(weight)
     return linear
-
-
-def test_noise_is_put_on_the_values_that_the_product_takes():
-    _, packed = pair("both", backend="eager")
-    model, x = nn.Sequential(packed), inputs()
-    noise = LinearNoise(model, seed=3)
-    with torch.no_grad():
-        clean = model(x)
-        with noise.active(step=1, sigma=1e-6):
-            torch.testing.assert_close(model(x), clean, rtol=1e-3, atol=1e-2)
-        with noise.active(step=1, sigma=0.1):
-            noisy = model(x)
-    assert 0.02 < (noisy - clean).norm() / clean.norm() < 0.5
-    assert noise.last_report.measured_std == pytest.approx(0.1, rel=0.05)
 
 
 @pytest.mark.usefixtures("dense_products")

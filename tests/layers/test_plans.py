@@ -14,7 +14,6 @@ from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, cached_weights, fake_quanti
 from hf_mxfp4.gemm import linear as linear_module
 from hf_mxfp4.gemm import plan as plan_module
 from hf_mxfp4.gemm.storage import packed as packed_module
-from hf_mxfp4.numerics import FallbackThreshold
 
 
 pytestmark = pytest.mark.usefixtures("dense_products")
@@ -145,24 +144,6 @@ def test_an_exchanged_spec_is_noticed(plans):
         layer(X)
         layer.state.spec = other.state.spec
         assert torch.equal(layer(X), expected("qat w4a4")) and len(plans) == 2
-
-
-@pytest.mark.parametrize("layer_class", [MXFP4Linear, MXFP4PackedLinear])
-def test_an_exchanged_threshold_is_noticed(layer_class):
-    mode = "qat" if layer_class is MXFP4Linear else "packed"
-    config = factors_config(
-        mode=mode, preset="w4a4", macro_search="static", outlier_fallback=0.5, outlier_fallback_rate=0.25
-    )
-    torch.manual_seed(0)
-    layer = layer_class.from_linear(nn.Linear(64, 48), config, "block.layer")
-    weight = layer.to_linear().weight
-    with torch.no_grad():
-        layer(X)
-        for value in (0.0, 1e9):  # all blocks with an error, and none
-            layer.fallback_threshold = FallbackThreshold(0.25)
-            layer.fallback_threshold.value = value
-            x = fake_quantize(X, **SCHEME, fallback_rate=0.25, fallback_threshold=value)
-            assert torch.equal(layer(X), F.linear(x, weight, layer.bias))
 
 
 # ---- packed parameters ----------------------------------------------------------------------------------------------

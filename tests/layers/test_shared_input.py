@@ -135,7 +135,6 @@ def test_gradient_checkpointing_computes_again_what_it_shares(counted, reentrant
         (("", ""), {}),
         (("a.q", "a.k"), {"fprop": {"x": "rceil+stochastic"}}),
         (("a.q", "a.k"), {"fprop": {"rotation": "random-32"}}),
-        (("a.q", "a.k"), {"outlier_fallback_rate": 0.25}),
         (("a.q", "a.k"), {"preset": "w4a16"}),
     ],
 )

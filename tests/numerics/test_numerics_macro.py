@@ -235,12 +235,12 @@ def test_a_bad_block_spoils_itself_alone():
 def test_other_macro_sizes_are_refused(size):
     with pytest.raises(ValueError, match="'blockwise' needs macro_block=128"):
         fake_quantize(torch.ones(2, 256), macro_block=size, macro_search="blockwise")
-    with pytest.raises(ValueError, match="'blockwise' needs macro_block=128"):
+    with pytest.raises(ValueError, match="'block_mantissas' needs macro_block=128"):
         MXFP4RLConfig(macro_block=size, macro_search="blockwise")
 
 
 def test_both_operands_of_a_model_get_it():
-    config = MXFP4RLConfig(macro_search="blockwise")
+    config = MXFP4RLConfig(macro_search="block_mantissas")
     assert config.weight_scheme.macro_search == config.activation_scheme.macro_search == "blockwise"
     assert MXFP4RLConfig.from_dict(config.to_dict()) == config
 

@@ -101,12 +101,12 @@ class Block:
 class Reference:
     """Bytes, codes and values of a matrix of float32 numbers."""
 
-    def __init__(self, x, rule, macro_block, search, alpha, block_rows, rate, threshold, importance):
+    def __init__(self, x, rule, macro_block, search, alpha, block_rows, rate, importance):
         n, k = x.shape
         self.rule, self.alpha = rule, alpha
         weight = np.ones(k, np.float32) if importance is None else (importance / importance.max()).astype(np.float32)
         per_factor = {None: 1, "row": -(-k // 32)}.get(macro_block) or macro_block // 32
-        self.blocks, self.macros = [], np.zeros((n, -(-k // (32 * per_factor))), np.int64)
+        self.blocks, self.bands, self.macros = [], [], np.zeros((n, -(-k // (32 * per_factor))), np.int64)
         for top in range(0, n, block_rows):
             band = []
             for left in range(0, k, 32):
@@ -116,6 +116,7 @@ class Reference:
                 row_weights = np.broadcast_to(weight[columns], (len(rows), len(columns)))
                 band.append(Block(where, x[where].ravel(), row_weights.ravel()))
             self.blocks += band
+            self.bands.append(band)
             if macro_block:
                 for i in range(0, len(band), per_factor):
                     byte = self.scale_group(band[i : i + per_factor], search)
@@ -123,7 +124,7 @@ class Reference:
         for block in self.blocks:
             self.quantize(block)
         if alpha is not None:
-            self.fall_back(rate, threshold)
+            self.fall_back(rate)
 
     def scale_group(self, group: list[Block], search: str) -> int:
         if search == "blockwise":
@@ -161,24 +162,20 @@ class Reference:
         in_x = np.float32(count) / np.float32(2**23) / factor * np.float32(float(block.multiply) ** 2)
         block.outputs["error"] = float(in_x) * 4.0 ** exponent_of(float(np.abs(z).max()) or 1.0)
 
-    def fall_back(self, rate: float | None, threshold: float | None) -> None:
-        errors = [block.outputs["error"] for block in self.blocks]
-        if rate is None:
-            chosen = set(range(len(errors)))
-        elif threshold is not None:
-            chosen = {i for i, error in enumerate(errors) if error > threshold}
-        else:
-            count = math.ceil(Fraction(str(rate)) * len(errors))
-            order = sorted(range(len(errors)), key=lambda i: (-errors[i], i))
-            chosen = {i for i in order[:count] if errors[i] > 0}
-        for i, block in enumerate(self.blocks):
-            codes, value = np.zeros(block.x.size, np.int64), np.zeros(block.x.size, np.float32)
-            if i in chosen:
-                residual = block.outputs["residual"]
-                block.residual_byte, codes, value = one_pass(residual, self.rule, block.weight)
-            block.outputs["residual_codes"] = codes
-            with np.errstate(over="ignore"):
-                block.outputs["value"] = block.outputs["value"] + np.float32(self.alpha) * value
+    def fall_back(self, rate: float | None) -> None:
+        for band in self.bands:
+            errors = [block.outputs["error"] for block in band]
+            count = len(band) if rate is None else math.ceil(Fraction(str(rate)) * len(band))
+            order = sorted(range(len(band)), key=lambda i: (-errors[i], i))
+            chosen = {i for i in order[:count] if rate is None or errors[i] > 0}
+            for i, block in enumerate(band):
+                codes, value = np.zeros(block.x.size, np.int64), np.zeros(block.x.size, np.float32)
+                if i in chosen:
+                    residual = block.outputs["residual"]
+                    block.residual_byte, codes, value = one_pass(residual, self.rule, block.weight)
+                block.outputs["residual_codes"] = codes
+                with np.errstate(over="ignore"):
+                    block.outputs["value"] = block.outputs["value"] + np.float32(self.alpha) * value
 
     def gather(self, shape, name: str, dtype) -> np.ndarray:
         out = np.zeros(shape, dtype)
@@ -199,7 +196,7 @@ class Reference:
         return out
 
 
-def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1, rate=None, threshold=None, importance=None):
+def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1, rate=None, importance=None):
     """``x`` is [rows, K]."""
     scheme = dict(
         scale_rule=rule,
@@ -208,13 +205,12 @@ def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1, rate=None, 
         outlier_fallback=alpha,
         block_rows=block_rows,
         fallback_rate=rate,
-        fallback_threshold=threshold,
         importance=importance,
     )
     packed, values = quantize(x, **scheme), fake_quantize(x, **scheme)
     n, k = x.shape
     weights = None if importance is None else importance.double().numpy()
-    expected = Reference(x.float().numpy(), rule, *macro, alpha, block_rows, rate, threshold, weights)
+    expected = Reference(x.float().numpy(), rule, *macro, alpha, block_rows, rate, weights)
     assert packed.scale.tolist() == expected.bytes_per_row((n, k), "byte").tolist()
     if macro[0]:
         assert packed.macro.tolist() == expected.macros.tolist()
@@ -247,7 +243,6 @@ def rows_of(block_rows: int) -> int:
 
 
 SEARCHES = [(None, "static"), (64, "static"), (64, "dynamic"), (128, "blockwise")]
-SEARCH_IDS = ["plain", "static", "dynamic", "blockwise"]
 ALPHAS = [None, 0.5, 1.0, 0.3]
 
 
@@ -267,12 +262,6 @@ def test_several_macro_blocks_in_a_row():
 )
 def test_exact_share_of_fallback(rule, macro, rate, block_rows):
     check(matrix(rows_of(block_rows), 150, 2), rule, macro, 0.5, block_rows, rate)
-
-
-@pytest.mark.parametrize("macro", SEARCHES, ids=SEARCH_IDS)
-def test_threshold_of_fallback(macro):
-    for threshold in (0.3, 1.0, 50.0):
-        check(matrix(3, 150, 3), "even", macro, 1.0, 1, 0.3, threshold)
 
 
 @pytest.mark.parametrize("block_rows", [1, 32])

@@ -69,7 +69,7 @@ def test_searches_and_tiles_are_no_obstacle_on_a_gpu(scheme, dtype):
     ("scheme", "dtype", "word"),
     [
         (QuantScheme("rceil", "row", block_rows=32), torch.float32, "row"),
-        (QuantScheme("rceil", None, "static", 0.5, fallback_rate=0.1), torch.float32, "fallback_rate"),
+        (QuantScheme("rceil", None, "static", 0.5, block_rows=32, fallback_rate=0.1), torch.float32, "fallback_rate"),
         (STATIC, torch.float64, "float64"),
     ],
     ids=["row", "fallback_rate", "float64"],

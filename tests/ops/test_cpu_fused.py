@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused C++ functions: the bits of the eager reference, over schemes, dtypes, shapes and special values."""
 
+import dataclasses
 import itertools
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +19,8 @@ import hf_mxfp4
 from hf_mxfp4 import numerics
 from hf_mxfp4.backends import backend_for, cpu
 from hf_mxfp4.backends.cpu import library
-from hf_mxfp4.backends.cpu.threads import in_threads, openmp_parallel
-from hf_mxfp4.numerics import FallbackThreshold, MXFP4Tensor, QuantScheme
+from hf_mxfp4.backends.select import rotate_rows
+from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
 
 
 pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU functions: {library.load()[1]}")
@@ -106,35 +109,29 @@ def test_selective_fallback_has_the_bits_of_the_reference(rule, macro, alpha, dt
         assert_same_parts(cpu.quantize(x, scheme, 1), numerics.quantize(x, **vars(scheme)))
 
 
-@pytest.mark.parametrize(("rule", "macro", "dtype"), pairwise_params(RULES, MACROS, DTYPES))
-def test_delayed_fallback_has_the_bits_thresholds_and_counts_of_the_reference(rule, macro, dtype):
-    """The first tensor starts the threshold, others meet it as it is, and steps move it alike."""
-    scheme = QuantScheme(rule, *macro, 1.0, fallback_rate=0.2)
-    ours, theirs = FallbackThreshold(0.2), FallbackThreshold(0.2)
-    generator = torch.Generator().manual_seed(7)
-    for step in range(4):
-        x = (torch.randn(6, 5, 300, generator=generator) * 2.0 ** (3 * step)).to(dtype)
-        assert_same_bits(cpu.fake_quantize(x, scheme, ours), numerics.apply_scheme_delayed(x, scheme, theirs))
-        assert_same_parts(cpu.quantize(x, scheme, 2, ours), numerics.quantize_delayed(x, scheme, theirs))
-        assert ours.state_dict() == theirs.state_dict() and ours.state_dict()["total"] == 600
-        assert ours.update() == theirs.update() > 0
-
-
 def test_selection_of_nothing_and_of_values_without_errors():
     scheme = QuantScheme(outlier_fallback=1.0, fallback_rate=0.5)
-    threshold = FallbackThreshold(0.5)
-    assert cpu.fake_quantize(torch.zeros(0, 64), scheme, threshold).shape == (0, 64)
+    assert cpu.fake_quantize(torch.zeros(0, 64), scheme).shape == (0, 64)
     on_grid = torch.tensor([[6.0, 4.0, -3.0, -0.0] * 8])
-    assert_same_bits(cpu.fake_quantize(on_grid, scheme, threshold), numerics.apply_scheme(on_grid, scheme))
-    assert threshold.value is None and threshold.state_dict() == {"value": None, "selected": 0, "total": 1}
+    assert_same_bits(cpu.fake_quantize(on_grid, scheme), numerics.apply_scheme(on_grid, scheme))
     assert torch.equal(cpu.quantize(on_grid, scheme, 1).residual_scale, torch.zeros(1, 1, dtype=torch.uint8))
 
 
-def test_ties_of_errors_go_to_the_first_blocks():
-    x = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)).repeat(7, 3)
+def test_ties_of_errors_go_to_the_first_blocks_of_each_row():
+    x = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)).repeat(3, 21)
     scheme = QuantScheme(outlier_fallback=1.0, fallback_rate=0.2)
-    chosen = cpu.quantize(x, scheme, 1).residual_scale.flatten().nonzero().flatten()
-    assert chosen.tolist() == [0, 1, 2, 3, 4]  # ceil(.2 * 21) of 21
+    chosen = cpu.quantize(x, scheme, 1).residual_scale.bool()
+    assert chosen.tolist() == [[True] * 5 + [False] * 16] * 3  # ceil(.2 * 21)
+
+
+def test_sums_of_errors_under_a_rate_are_those_of_the_values():
+    x = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) ** 3
+    for text in ("rceil+of1@0.1", "even+mbs128-blockwise+of0.5@0.3"):
+        scheme = numerics.parse_scheme(text)
+        sums, _ = cpu.error_sums(x, scheme)
+        error = numerics.apply_scheme(x, scheme).double() - x.double()
+        total = sums.deadzone + sums.scale_bias + 2 * sums.scale_dot_grid + sums.grid
+        assert total == pytest.approx(error.square().sum().item(), rel=1e-9)
 
 
 def test_every_code_and_scale_byte_dequantizes_as_the_reference_says():
@@ -174,20 +171,60 @@ def test_any_shape_and_spread(rows, columns, scheme, dtype, seed, spread):
     assert_same_bits(cpu.fake_quantize(x, scheme), numerics.apply_scheme(x, scheme))
 
 
-def test_threads_change_nothing():
+def test_threads_change_nothing(threads):
     x = torch.randn(37, 40_000).bfloat16()
-    scheme = QuantScheme("rceil", 128, "dynamic", 0.5)
-    before = torch.get_num_threads()
-    results = []
+    scheme, results = QuantScheme("rceil", 128, "dynamic", 0.5), []
+    for count in (1, 3, 8, 50):
+        threads(count)
+        packed = cpu.quantize(x, scheme, 1)
+        results.append((cpu.fake_quantize(x, scheme), packed.codes, packed.macro, cpu.dequantize(packed, x.dtype)))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+def test_no_signal_is_lost_while_threads_quantize(threads):
+    """Whatever a signal handler raises reaches the caller."""
+    x, sent, raised, lost = torch.randn(64, 40_000), 0, 0, 0
+    armed = False
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        nonlocal armed, sent
+        if armed:
+            armed, sent = False, sent + 1
+            raise Stop
+
+    threads(2)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.002, 0.002)
     try:
-        for threads in (1, 3, 8):
-            torch.set_num_threads(threads)
-            results.append((cpu.fake_quantize(x, scheme), cpu.quantize(x, scheme, 1)))
+        while sent < 60:
+            try:
+                armed = True
+                while armed:
+                    cpu.fake_quantize(x, QuantScheme())
+                lost += 1
+            except Stop:
+                raised += 1
     finally:
-        torch.set_num_threads(before)
-    for values, packed in results[1:]:
-        assert torch.equal(values, results[0][0])
-        assert torch.equal(packed.codes, results[0][1].codes) and torch.equal(packed.macro, results[0][1].macro)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert (raised, lost) == (60, 0)
+
+
+def test_the_threads_are_those_that_torch_has(monkeypatch):
+    """No second OpenMP is loaded, and no more threads run than torch was told to use."""
+    path = Path(library.load()[0]._name)
+    assert not path.exists() or b"libgomp" not in path.read_bytes()
+    x, asked = torch.randn(64, 40_000), []
+    function = library.load()[0].mxfp4_quantize
+    monkeypatch.setattr(library.load()[0], "mxfp4_quantize", lambda *a: asked.append(a[5]) or function(*a))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    cpu.fake_quantize(x, QuantScheme())
+    cpu.fake_quantize(x[:1, :64], QuantScheme())
+    assert asked == [7, 1]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -208,44 +245,6 @@ def test_a_forked_child_starts_threads_of_its_own():
     finally:
         torch.set_num_threads(before)
     assert status == (child, 0)
-
-
-@pytest.fixture(params=["openmp", "pool"])
-def threads(request, monkeypatch):
-    if request.param == "pool":
-        monkeypatch.setattr("hf_mxfp4.backends.cpu.threads._openmp", None)
-    elif openmp_parallel() is None:
-        pytest.skip("torch computes without GOMP_parallel here")
-
-
-@pytest.mark.usefixtures("threads")
-def test_an_error_in_a_thread_reaches_the_caller():
-    before = torch.get_num_threads()
-
-    def work(first, last):
-        if first:
-            raise RuntimeError("in a thread")
-
-    try:
-        torch.set_num_threads(2)
-        with pytest.raises(RuntimeError, match="in a thread"):
-            in_threads(work, count=10, cost=2**22)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("count", [1, 2, 7, 1000])
-def test_the_ranges_make_up_all_rows(count):
-    before, spans = torch.get_num_threads(), []
-    try:
-        torch.set_num_threads(5)
-        in_threads(lambda first, last: spans.append((first, last)), count=count, cost=2**30)
-    finally:
-        torch.set_num_threads(before)
-    spans.sort()
-    assert spans[0][0] == 0 and spans[-1][1] == count and len(spans) == min(5, count)
-    assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -345,16 +344,93 @@ def test_error_sums_are_those_of_the_decomposition(rule, macro, alpha, dtype):
     assert sum(bins) == sums.blocks
 
 
-def test_error_sums_count_blocks_that_are_not_finite_and_do_not_depend_on_threads():
-    x = torch.randn(64, 20_000)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(cpu.error_sums(x, QuantScheme("even", 128)))
-    finally:
-        torch.set_num_threads(before)
+def test_error_sums_count_blocks_that_are_not_finite_and_do_not_depend_on_threads(threads):
+    x, results = torch.randn(64, 20_000), []
+    for count in (1, 2, 5):
+        threads(count)
+        results.append(cpu.error_sums(x, QuantScheme("even", 128)))
     assert results[0] == results[1] == results[2]
     x[5, 7], x[6, 9] = float("nan"), float("inf")
     assert cpu.error_sums(x, QuantScheme())[0].not_finite == 2
+
+
+NOT_PLAIN = {
+    "negated": torch._neg_view,
+    "zero": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    "negated columns": lambda x: torch._neg_view(x.t().contiguous().t()),
+}
+
+
+@pytest.mark.parametrize("make", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_tensors_whose_memory_says_something_else(make):
+    x, scheme = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)), QuantScheme("rceil", 32)
+    plain = make(x) + 0.0
+    expected = numerics.apply_scheme(plain, scheme)
+    for quantize in (
+        lambda x: hf_mxfp4.fake_quantize(x, **vars(scheme)),
+        lambda x: hf_mxfp4.quantize(x, **vars(scheme)).dequantize(),
+        lambda x: cpu.fake_quantize(x, scheme),
+        lambda x: cpu.quantize(x, scheme, 1).dequantize(),
+        cpu.quantizer(x.dtype, scheme, 64),
+        lambda x: torch.ops.hf_mxfp4.fake_quantize(x, str(scheme), "auto"),
+    ):
+        assert torch.equal(quantize(make(x)), expected)
+    assert torch.equal(rotate_rows(make(x), 64), rotate_rows(plain, 64))
+    assert cpu.error_sums(make(x), scheme) == cpu.error_sums(plain, scheme)
+
+
+def test_transforms_of_functions_run_eagerly():
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
+    expected = numerics.fake_quantize(x)
+    assert torch.equal(torch.vmap(hf_mxfp4.fake_quantize)(x), expected)
+    assert torch.equal(torch.func.jvp(hf_mxfp4.fake_quantize, (x,), (x,))[0], expected)
+    assert torch.equal(torch.vmap(torch.vmap(lambda x: hf_mxfp4.fake_quantize(x)), 1, 1)(x), expected)
+    assert torch.equal(torch.vmap(lambda x: hf_mxfp4.quantize(x).dequantize())(x), expected)
+    assert torch.equal(torch.func.jvp(lambda x: hf_mxfp4.quantize(x).dequantize(), (x,), (x,))[0], expected)
+    assert torch.equal(torch.vmap(lambda x: rotate_rows(x, 64))(x), numerics.rotate(x, 64))
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_freed_storage_is_an_error(size):
+    x = torch.randn(40, 64)
+    packed = cpu.quantize(x, QuantScheme(), 1)
+    for storage in (x, packed.codes):
+        storage.untyped_storage().resize_(size)
+    calls = (
+        lambda: cpu.fake_quantize(x, QuantScheme()),
+        lambda: cpu.fake_quantize(x[:, ::2], QuantScheme()),
+        lambda: cpu.quantizer(x.dtype, QuantScheme(), 64)(x),
+        lambda: cpu.quantize(x, QuantScheme(), 1),
+        lambda: cpu.quantize(x, QuantScheme(), 0),
+        lambda: cpu.dequantize(packed, x.dtype),
+        lambda: cpu.rotate(x, 64),
+        lambda: cpu.error_sums(x, QuantScheme()),
+        lambda: hf_mxfp4.fake_quantize(x),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match="was freed|out of bounds for storage"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "message"),
+    [
+        (QuantScheme(), {"length": 6400}, r"codes .* \[3, 32\]; .* need torch.uint8 \[3, 3200\]"),
+        (QuantScheme(), {"scale": torch.zeros(3, 1, dtype=torch.uint8)}, r"scale .* need torch.uint8 \[3, 2\]"),
+        (QuantScheme(), {"scale": torch.zeros(2, 2, dtype=torch.uint8)}, r"scale .* need torch.uint8 \[3, 2\]"),
+        (QuantScheme(), {"scale": torch.zeros(3, 2)}, r"scale .* is torch.float32"),
+        (QuantScheme("rceil", 32), {"macro": None}, "macro .* is missing"),
+        (QuantScheme(), {"scheme": QuantScheme("rceil", 32)}, "macro .* is missing"),
+        (QuantScheme(outlier_fallback=1.0), {"residual_scale": torch.zeros(3, 0, dtype=torch.uint8)}, "residual_scale"),
+        (QuantScheme(outlier_fallback=1.0), {"scheme": QuantScheme()}, "residual_codes .* need none"),
+    ],
+    ids=["length", "blocks", "rows", "dtype", "no macro", "scheme", "residual", "no residual"],
+)
+def test_parts_that_do_not_fit_together_are_refused(scheme, change, message):
+    tensor = hf_mxfp4.quantize(torch.randn(3, 64), **vars(scheme))
+    wrong = dataclasses.replace(tensor, **change)
+    with pytest.raises(ValueError, match=message):
+        wrong.dequantize()
+    parts = wrong.codes, wrong.scale, wrong.macro, wrong.residual_codes, wrong.residual_scale
+    with pytest.raises(ValueError, match=message):
+        torch.ops.hf_mxfp4.dequantize(*parts, wrong.length, str(wrong.scheme), torch.float32, "auto")

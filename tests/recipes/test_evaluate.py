@@ -102,6 +102,22 @@ def test_estimates_are_those_of_the_completions(whole):
     assert len({line["completion"] for line in samples.values()}) > 10
 
 
+def test_the_reward_of_training_is_the_mean_over_problems(whole, policy, tmp_path, capsys):
+    folder, result = whole
+    shutil.copytree(folder, tmp_path / "out")
+    (tmp_path / "f.py").write_text("def length(completions, **kwargs): return [len(text) for text in completions]")
+    reward = f"--reward={tmp_path}/f.py:length"
+    rewarded = main([policy, *TASK, *SAMPLED, reward, f"--output_dir={tmp_path / 'out'}"])
+    assert rewarded["generated"] == 0 and rewarded["scores"] == result["scores"]
+    for name, file in (("greedy", "greedy.jsonl"), ("sampled", "samples.jsonl")):
+        texts = [line["completion"] for line in completions(folder, file).values()]
+        of = rewarded["reward"][name]
+        assert of["value"] == pytest.approx(sum(map(len, texts)) / len(texts)) and of["n"] == 30
+        assert f"mean reward, {name}" in capsys.readouterr().out or name == "sampled"
+    with pytest.raises(SystemExit, match="has no function 'size'"):
+        main([policy, *TASK, f"--reward={tmp_path}/f.py:size", f"--output_dir={tmp_path / 'other'}"])
+
+
 def test_the_scheme_is_printed_before_anything_is_generated(policy, tmp_path, capsys, monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
@@ -313,8 +329,6 @@ def test_your_own_file_can_be_trained_on_too(tmp_path):
     assert reward(completions=["it is 3", "4"], answer=["3", "5"]) == [1.0, 0.0]
     with pytest.raises(ValueError, match="the task 'file' needs train_file"):
         load_task("file", test_file=file)
-    with pytest.raises(ValueError, match="does not take dataset_name"):
-        load_task("file", test_file=file, test_only=True, dataset_name="x")
     write(tmp_path / "mine.jsonl", [{"prompt": "?", "answer": "three"}])
     with pytest.raises(ValueError, match="mine.jsonl:1: not a decimal number"):
         load_task("file", test_file=file, test_only=True, score="number")

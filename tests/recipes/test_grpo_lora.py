@@ -4,11 +4,13 @@
 import contextlib
 import io
 import json
+import shutil
 from pathlib import Path
 
 import processes
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_grpo import TINY
 from test_grpo_two_processes import launch
 from tiny_models import make_model
@@ -20,6 +22,7 @@ from hf_mxfp4.quantizer.swap import quantize_linears
 from recipes.grpo import main
 from recipes.post_training.arguments import parse
 from recipes.post_training.checksum import frozen_checksum
+from recipes.post_training.policy import find_start
 
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -94,8 +97,55 @@ def test_a_packed_checkpoint_as_the_start(whole, tmp_path):
     start = f"--model_name_or_path={tmp_path / 'packed'}"
     summary = short_run(tmp_path / "second", start)
     assert summary["n_quantized"] == 14 and summary["reloaded"]["identical"] == 16
-    with pytest.raises(SystemExit, match="was saved under the scheme w4a16 .*, not w4a4"):
+    with pytest.raises(SystemExit, match=r"saved with another scheme: preset=w4a16 \(not w4a4\)"):
         short_run(tmp_path / "third", start, "--preset=w4a4")
+
+
+def adapter_weights(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def distance(first, second):
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.parametrize("options", [[], ["--use_peft=false"]], ids=["recipe", "no-lora-config"])
+def test_an_adapter_as_the_start_is_trained_further(whole, tmp_path, options):
+    """A step without a learning rate leaves the adapter as it was: it is that one, and no fresh one."""
+    start = tmp_path / "start"
+    shutil.copytree(whole[0] / "policy", start)
+    torch.manual_seed(1)
+    weights = {name: 0.1 * torch.randn_like(tensor) for name, tensor in adapter_weights(start).items()}
+    save_file(weights, start / "adapter_model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "rewards.py").write_text("def length(completions, **kwargs): return [len(c) for c in completions]")
+    short = [f"--model_name_or_path={start}", f"--reward={tmp_path}/rewards.py:length", "--max_steps=1", *options]
+    short_run(tmp_path / "still", *short, "--learning_rate=0", "--reload_check=0")
+    assert distance(weights, adapter_weights(tmp_path / "still" / "policy")) == 0
+    moved = short_run(tmp_path / "moved", *short, "--warmup_steps=0", "--learning_rate=1e-3")
+    assert 0 < distance(weights, adapter_weights(tmp_path / "moved" / "policy")) < 0.01
+    assert moved["reloaded"] == {"compared": 16, "identical": 16} and moved["adapter"]
+    assert moved["n_quantized"] == 14 and moved["scheme"] == PACKED.describe()
+    assert moved["base_checksum"]["before"] == moved["base_checksum"]["after"]
+    saved = json.loads((tmp_path / "moved" / "policy" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(whole[0] / "base") and saved["r"] == 2
+
+
+def test_the_start_says_which_scheme_and_adapter_options_it_has(whole, tmp_path):
+    adapter = f"--model_name_or_path={whole[0] / 'policy'}"
+    on_the_cpu = ["--use_cpu=true", "--bf16=false", f"--output_dir={tmp_path}"]
+    start = find_start(parse([adapter, *on_the_cpu]))
+    assert start.is_adapter and start.scheme == PACKED and start.stored.weights == str(whole[0] / "base")
+    lora = ["--config", str(CONFIGS / "tiny_cpu_lora.yaml"), adapter]
+    with pytest.raises(SystemExit, match="has r=2, not lora_r=16; leave lora_r out, or start from its base"):
+        find_start(parse(lora))
+    with pytest.raises(SystemExit, match=r"another scheme: preset=w4a16 \(not w4a4\); .* leave out .*preset"):
+        find_start(parse([*lora, "--lora_r=2", "--preset=w4a4"]))
+    (whole[0] / "policy" / "adapter_config.json").rename(tmp_path / "away")
+    try:
+        with pytest.raises(SystemExit, match="cannot load the model"):
+            find_start(parse([adapter, *on_the_cpu]))
+    finally:
+        (tmp_path / "away").rename(whole[0] / "policy" / "adapter_config.json")
 
 
 @pytest.mark.parametrize(
@@ -138,6 +188,8 @@ def test_two_recipes_of_one_task_differ_only_where_they_should():
     for name in ("tiny_cpu", "tiny_cpu_lora"):
         recipe, quantization, training, model = parse(["--config", str(CONFIGS / f"{name}.yaml")])
         options[name] = {**vars(recipe), **training.to_dict(), **vars(model), **quantization.to_dict()}
+    for option in options.values():
+        del option["named"]
     first, second = options["tiny_cpu"], options["tiny_cpu_lora"]
     different = {key for key in first if first[key] != second[key]}
     assert different <= {

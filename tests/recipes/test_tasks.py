@@ -48,7 +48,7 @@ def test_signature_of_load_task():
     assert list(parameters) == [
         "name", "train_file", "test_file", "dataset_name", "dataset_config", "seed", "n_train", "n_test",
         "prompt_template", "conversational", "problem_count", "problem_steps", "test_only", "prompt_column",
-        "answer_column", "score",
+        "answer_column", "score", "reward",
     ]  # fmt: skip
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "name")
 

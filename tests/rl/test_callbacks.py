@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks of a training run: entropy, error components, fallback thresholds, layers' steps; what reaches trackers and
+"""Callbacks of a training run: entropy, error components, layers' steps; what reaches trackers and
 what a report says of the model."""
 
 import pytest
@@ -11,11 +11,11 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from hf_mxfp4.analysis.errors.statistics import ErrorStatistics
-from hf_mxfp4.layers import fallback_thresholds, random_layers
+from hf_mxfp4.layers import random_layers
 from hf_mxfp4.numerics import ErrorDecomposition, QuantScheme, decompose, decompose_scheme
 from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, ErrorCallback, QuantizationStepCallback
-from hf_mxfp4.rl.callbacks.base import FallbackCallback, error_parts, spread_layers
+from hf_mxfp4.rl.callbacks.base import error_parts, spread_layers
 from hf_mxfp4.rl.callbacks.run_facts import count_parameters
 
 
@@ -98,22 +98,22 @@ def test_error_components_are_those_of_the_weights():
 
 
 @pytest.mark.parametrize(
-    "scheme, threshold, fused",
+    "scheme, fused",
     [
-        (QuantScheme("rceil", 128, "dynamic", 0.5), None, True),
-        (QuantScheme("rceil", 128, "static", 0.5, fallback_rate=0.25), 0.01, False),
-        (QuantScheme("rceil", block_rows=32), None, False),
+        (QuantScheme("rceil", 128, "dynamic", 0.5), True),
+        (QuantScheme("rceil", 128, "static", 0.5, fallback_rate=0.25), True),
+        (QuantScheme("rceil", block_rows=32), False),
     ],
 )
-def test_components_by_fused_sums_are_those_of_the_decomposition(scheme, threshold, fused):
+def test_components_by_fused_sums_are_those_of_the_decomposition(scheme, fused):
     x = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) ** 3
-    parts, whole = error_parts(x, scheme, threshold), decompose_scheme(x, scheme, fallback_threshold=threshold)
+    parts, whole = error_parts(x, scheme), decompose_scheme(x, scheme)
     assert isinstance(parts, ErrorStatistics if fused else ErrorDecomposition)
     assert parts.energy_ratio == pytest.approx(whole.energy_ratio, rel=1e-9)
     assert parts.sqnr_db == pytest.approx(whole.sqnr_db, rel=1e-9)
     x[0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
-        error_parts(x, scheme, threshold)
+        error_parts(x, scheme)
 
 
 def test_chosen_layers_span_the_depth():
@@ -126,44 +126,6 @@ def test_chosen_layers_span_the_depth():
 def test_error_callback_needs_a_quantized_layer():
     with pytest.raises(ValueError, match="no MXFP4 layer"):
         ErrorCallback().on_train_begin(None, TrainerState(), None, model=torch.nn.Linear(2, 2))
-
-
-# ---- fallback thresholds --------------------------------------------------------------------------------------------
-
-
-def test_a_step_moves_thresholds_and_reports():
-    model, recorded = make_model(), []
-    quantize_linears(model, factors_config(outlier_fallback_rate=0.2))
-    callback = FallbackCallback(record=lambda name, value: recorded.append((name, value)))
-    callback.on_step_end(None, TrainerState(), TrainerControl(), model=model)
-    assert recorded == [], "nothing was computed yet"
-    model(torch.arange(16).view(1, 16))
-    before = [threshold.value for threshold in fallback_thresholds(model)]
-    callback.on_step_end(None, TrainerState(), TrainerControl(), model=model)
-    values = dict(recorded)
-    assert list(values) == ["fallback/rate", "fallback/threshold_mean"]
-    assert values["fallback/rate"] == pytest.approx(0.2, abs=0.05)
-    after = [threshold.value for threshold in fallback_thresholds(model)]
-    assert values["fallback/threshold_mean"] == pytest.approx(sum(after) / len(after))
-    assert len(before) == len(after) == 14
-
-
-def test_a_model_without_thresholds_is_refused():
-    model = make_model()
-    quantize_linears(model, factors_config())
-    with pytest.raises(ValueError, match="no layer with selective outlier fallback"):
-        FallbackCallback(record=print).on_step_end(None, TrainerState(), TrainerControl(), model=model)
-
-
-def test_a_run_logs_rate_and_threshold(build):
-    assert callbacks_of(build(), FallbackCallback) == []
-    scheme = factors_config(macro_block=None, outlier_fallback=1.0, outlier_fallback_rate=0.2)
-    trainer = build(scheme=scheme, max_steps=3, gradient_checkpointing=True)
-    assert len(callbacks_of(trainer, FallbackCallback)) == 1
-    trainer.train()
-    rates, thresholds = logged(trainer, "fallback/rate"), logged(trainer, "fallback/threshold_mean")
-    assert list(rates) == list(thresholds) == [1, 2, 3]
-    assert all(0.05 < rate < 0.6 for rate in rates.values()) and all(mean > 0 for mean in thresholds.values())
 
 
 # ---- the step of layers with random numbers -------------------------------------------------------------------------

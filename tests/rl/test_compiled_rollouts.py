@@ -22,7 +22,7 @@ from hf_mxfp4.rl.rollout.generation import _static_caches
 
 
 IDS = torch.tensor([[0, 2, 3, 4], [5, 6, 7, 8]])
-#: Blocks above a threshold that moves from step to step.
+#: Blocks of largest error of each row.
 SELECTIVE = {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.1}
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"}
 #: Noise that changes tokens: none at the first of four steps, then less and less.

@@ -216,17 +216,6 @@ def test_weights_that_are_not_finite_are_passed_over():
     assert [entry["step"] for entry in callback.history] == [3]
 
 
-def test_a_resumed_callback_goes_on():
-    callback = StepMovementCallback(every=4)
-    run(callback, layer(), [add(5, STEP)] * 2, SimpleNamespace(global_step=0, max_steps=8, log_history=[]))
-    kept = callback.state_dict()
-    resumed = StepMovementCallback(every=4)
-    resumed.load_state_dict(kept)
-    run(resumed, layer(), [add(5, STEP)] * 6, SimpleNamespace(global_step=2, max_steps=8, log_history=[]))
-    assert [entry["step"] for entry in resumed.history] == [1, 4, 8]
-    assert [entry["step"] for entry in kept["history"]] == [1]
-
-
 # ---- what -----------------------------------------------------------------------------------------------------------
 
 

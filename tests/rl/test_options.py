@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `MXFP4GRPOConfig` refuses, what it accepts, and where options come from."""
 
-import math
+import inspect
 
 import pytest
 from trl import TrlParser
@@ -23,19 +23,14 @@ REFUSED = [
     ({"aqn_num_stages": 0}, "aqn_num_stages"),
     ({"aqn_sigma_start": 1e-4}, "aqn_sigma_start"),
     ({"aqn_sigma_end": 1e-4, "aqn_schedule": "constant"}, "aqn_sigma_end"),
-    ({"aqn_targets": "weights"}, "aqn_targets"),
+    ({"aqn_targets": "both"}, "aqn_targets='both' was removed: noise is on norms alone; leave the option out"),
     ({"aqn_schedule": "stepwise"}, "aqn_schedule"),
-    ({"aqn_linear_sigma_scale": 2.0}, "aqn_linear_sigma_scale"),
-    ({"aqn_linear_sigma_scale": 0.0, "aqn_targets": "both"}, "aqn_linear_sigma_scale"),
+    ({"aqn_linear_sigma_scale": 2.0}, "aqn_linear_sigma_scale=2.0 was removed"),
     ({"aqn_layers": ["re:("]}, "aqn_layers"),
     ({"aqn_layers": "layers.0"}, "aqn_layers"),
-    # Noise that follows the entropy.
-    ({"aqn_target_entropy": 0.3}, "aqn_target_entropy"),
-    ({"aqn_target_entropy": 0.0, "aqn_schedule": "entropy"}, "aqn_target_entropy"),
-    ({"aqn_target_entropy": math.inf, "aqn_schedule": "entropy"}, "aqn_target_entropy"),
-    ({"aqn_rate_limit": 0.0, "aqn_schedule": "entropy"}, "aqn_rate_limit"),
-    ({"aqn_rate_limit": math.nan, "aqn_schedule": "entropy"}, "aqn_rate_limit"),
-    ({"aqn_sigma_start": 1e-4, "aqn_schedule": "entropy"}, "aqn_sigma_start"),
+    ({"aqn_target_entropy": 0.3}, "aqn_target_entropy=0.3 was removed.*use_adaptive_entropy of TRL"),
+    ({"aqn_rate_limit": 0.1}, "aqn_rate_limit=0.1 was removed"),
+    ({"aqn_schedule": "entropy"}, "aqn_schedule='entropy' was removed: choose 'exponential'"),
     # Rollouts.
     ({"rollout_weights": "sparse"}, "rollout_weights"),
     ({"rollout_weights": "packed", "cache_rollout_weights": False}, "rollout_weights"),
@@ -176,7 +171,19 @@ def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
     found = parsed(tmp_path, yaml, "--vllm_importance_sampling_correction", "true")
     assert limits_in_force(found) == ("sequence_mask", 4.0, None)
     assert limits_in_force(parsed(tmp_path, yaml, "--vllm_importance_sampling_correction", "false")) is None
-    yaml = "aqn_layers: [layers.0, 're:.*norm']\naqn_targets: both\n"
+    yaml = "aqn_layers: [layers.0, 're:.*norm']\naqn_targets: norms\naqn_rate_limit: 0.05\n"
     for more, layers in (([], ["layers.0", "re:.*norm"]), (["--aqn_layers", "layers.1", "norm"], ["layers.1", "norm"])):
         found = parsed(tmp_path, yaml, "--aqn_schedule", "cosine", *more)
-        assert (found.aqn_layers, found.aqn_targets, found.noise_schedule.shape) == (layers, "both", "cosine")
+        assert (found.aqn_layers, found.noise_schedule.shape) == (layers, "cosine")
+
+
+def test_misspelt_options_name_the_nearest(tmp_path):
+    for name, nearest in {"aqn_sigma_strat": "aqn_sigma_start", "learning_rte": "learning_rate"}.items():
+        with pytest.raises(TypeError, match=f"^MXFP4GRPOConfig has no option '{name}'; did you mean .*'{nearest}'"):
+            config(tmp_path, **{name: 1})
+
+
+def test_signature_and_help_list_the_options():
+    assert inspect.signature(MXFP4GRPOConfig).parameters["aqn_num_stages"].default == 10
+    assert "aqn_num_stages (int, default 10): Equal parts of training" in MXFP4GRPOConfig.__doc__
+    assert "learning_rate" not in MXFP4GRPOConfig.__doc__  # TRL's, described there

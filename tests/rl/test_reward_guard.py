@@ -66,6 +66,12 @@ def test_callable_objects_are_guarded():
         guard_reward(Judge())(completions=["x"])
 
 
+def test_rewards_beyond_float32_are_refused():
+    assert guard_reward(lambda completions, **kwargs: [3.4e38])(completions=["x"]) == [3.4e38]
+    with pytest.raises(RewardError, match=r"returned -1e\+39, which is no finite float32 number"):
+        guard_reward(lambda completions, **kwargs: [-1e39])(completions=["x"])
+
+
 def test_reward_models_and_names_are_left_alone():
     model = nn.Linear(1, 1)
     assert guard_reward(model) is model

@@ -113,18 +113,6 @@ def test_each_matrix_of_experts_once(build, tmp_path, dense_products):
         assert_equal(other, found[0])
 
 
-def test_noise_on_linear_weights_is_put_on_what_the_step_keeps(build, tmp_path):
-    found = []
-    for form, times in (("auto", 1), ("packed", 1), ("none", 5)):
-        noise = {"aqn_targets": "both", "aqn_num_stages": 1, "aqn_sigma_start": 0.5, "aqn_sigma_end": 0.5}
-        trainer = build(step_weights=form, output_dir=str(tmp_path / form), **ACCUMULATED, **noise)
-        trainer.train()
-        assert counts(trainer) == [14 * times] * 2 and logged(trainer, "aqn/n_linears") == {1: 14, 2: 14}
-        found.append(ended(trainer))
-    assert_equal(found[0], found[2])
-    assert_equal(found[1], found[2])
-
-
 EVENTS = ("step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log", "save", "evaluate")
 
 

@@ -16,6 +16,7 @@ from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4Linear, MXFP4RLConf
 from hf_mxfp4.quantizer.swap import quantize_linears
 from hf_mxfp4.rl import NoiseSchedule, RewardError
 from hf_mxfp4.rl.rollout.generation import describe_rollout_weights
+from recipes.tasks.tiny_model import build_char_tokenizer
 
 
 def snapshot(model):
@@ -101,7 +102,7 @@ def test_evaluation_is_the_same_with_noise_on_and_off(build, tmp_path):
 
 
 def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
-    """Neither by the random numbers of its rollouts, nor by what its forward passes count for the fallback."""
+    """Its rollouts draw random numbers of their own."""
     ends = []
     for options in ({}, {"eval_dataset": prompts(1), "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
         trainer = build(
@@ -112,7 +113,7 @@ def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
             **options,
         )
         trainer.train()
-        logs = [logged(trainer, key) for key in ("loss", "entropy", "fallback/rate", "completions/mean_length")]
+        logs = [logged(trainer, key) for key in ("loss", "entropy", "completions/mean_length")]
         ends.append((snapshot(trainer.model), logs, torch.get_rng_state()))
     assert sorted(logged(trainer, "eval_loss")) == [0, 1, 2]
     assert_same(*ends)
@@ -201,6 +202,18 @@ def test_a_dataset_without_prompts_is_refused(build):
         build(dataset=Dataset.from_dict({"prompt": []}))
     with pytest.raises(ValueError, match="train_dataset has no column 'prompt'; it has question"):
         build(dataset=Dataset.from_dict({"question": ["1+1="]}))
+
+
+def test_prompts_and_tokenizers_that_generation_fails_on_are_refused(build):
+    empty = Dataset.from_dict({"prompt": ["1+1=", ""]})
+    with pytest.raises(ValueError, match="row 1 of train_dataset has an empty prompt"):
+        build(dataset=empty)
+    with pytest.raises(ValueError, match="row 1 of eval_dataset sums has an empty prompt"):
+        build(eval_dataset={"sums": empty})
+    endless = build_char_tokenizer("0123456789+=")
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="has no end-of-sequence token, so no completion could end: set tokenizer.eos"):
+        build(tokenizer=endless)
 
 
 def test_masters_that_round_updates_away_are_pointed_out(build, capsys):

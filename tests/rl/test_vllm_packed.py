@@ -271,7 +271,6 @@ def test_bytes_in_16_bits_are_those_of_the_plain_model():
 @pytest.mark.parametrize(
     ("made", "settings", "options", "message"),
     [
-        ({}, EngineSettings(), {"aqn_targets": "both"}, 'aqn_targets=.both. puts noise on them.*"weights": "dense"'),
         ({"target_modules": ["q_proj"]}, EngineSettings("packed", 3), {}, 'rank 3.*have rank 4.*"adapter_rank": 4'),
         ({}, EngineSettings("native"), {}, 'none can be pushed.*"weights": "packed"'),
         ({"scheme": W4A16}, EngineSettings(), {}, "quantizes weights by .* and the policy by .*of0.5"),

@@ -181,7 +181,9 @@ def test_b22_heads_and_embeddings_keep_full_precision(tie):
     plain = copy.deepcopy(model)
     _, skipped = quantize_linears(model, factors_config())
     assert (
-        skipped == ["lm_head"] and type(model.lm_head) is nn.Linear and type(model.model.embed_tokens) is nn.Embedding
+        list(skipped) == ["lm_head"]
+        and type(model.lm_head) is nn.Linear
+        and type(model.model.embed_tokens) is nn.Embedding
     )
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
     x = torch.randn(3, 64)

@@ -65,10 +65,18 @@ def test_plain_weights_are_handed_to_the_kernels_of_vllm(tmp_path, monkeypatch):
             served_model(llm).load_weights([("model.layers.0.mlp.down_proj.weight", torch.zeros(256, 256).byte())])
 
 
-@pytest.mark.parametrize("name", ["qwen2 with biases", "qwen3"])
-def test_w4a4_is_the_packed_model_but_for_edges_of_the_grid(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen2 with biases", {}),
+        ("qwen3", {}),
+        ("qwen3", {"outlier_fallback": 1.0, "outlier_fallback_rate": 0.1}),
+    ],
+    ids=str,
+)
+def test_w4a4_is_the_packed_model_but_for_edges_of_the_grid(tmp_path, name, options):
     """An activation at the edge between two values of the grid falls to either side in two orders of summation."""
-    folder, expected, _ = packed_folder(tmp_path, *MODELS[name], preset="w4a4")
+    folder, expected, _ = packed_folder(tmp_path, *MODELS[name], preset="w4a4", **options)
     weights_only = AutoModelForCausalLM.from_pretrained(
         folder.parent / "base", quantization_config=MXFP4RLConfig(mode="packed")
     )

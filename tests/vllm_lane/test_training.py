@@ -225,16 +225,3 @@ def test_experts(tmp_path, differences):
     assert {look.n_compared for look in looks} == {2 * (4 + 2) * 3} and not any(look.wrong for look in looks)
     assert max(differences) < 1e-4 and len(differences) > 40
     assert set(logged(trainer, "vllm/sync_bytes").values()) == {n_bytes(trainer)}
-
-
-def test_noise_on_linear_layers(tmp_path):
-    """Weights that are not those of 4 bits are kept dense."""
-    policy = load(checkpoint(tmp_path / "full"), preset="w4a16")
-    noise = {"aqn_schedule": "constant", "aqn_sigma_start": 0.02, "aqn_targets": "both"}
-    trainer = colocated(tmp_path, policy, eval_dataset=prompts(4), eval_strategy="steps", eval_steps=1, **noise)
-    looks = looked_at(trainer, is_dense=True)
-    trainer.train()
-    assert [look.is_training for look in looks] == [True, False, False] * 2
-    assert {look.n_compared for look in looks} == {14}
-    assert looks[3].noise == pytest.approx((0.02, 0.02), rel=0.1)
-    assert {look.noise for look in looks[:3] + looks[4:]} == {(0.0, 0.0)}

@@ -150,6 +150,7 @@ def load_for_activations(model: str) -> tuple[nn.Module, object]:
         raise SourceError("activations need a model's folder or hub id, with its config and tokenizer, not one file")
     name = str(path) if path.exists() else model
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval(), AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False).eval()
+        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise SourceError(f"{model} cannot be loaded to run it: {error}") from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...backends import cpu
+from ...backends.select import is_torchs_own
 from ...numerics import BLOCK_SIZE, QuantScheme, decompose_scheme
 
 
@@ -173,8 +174,8 @@ class ErrorStatistics:
 def error_statistics(x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1) -> ErrorStatistics:
     """Statistics of quantizing ``x`` with blocks along ``axis``; memory beyond ``x`` itself does not grow with it.
 
-    The tensor is taken in chunks of whole rows along ``axis``: the share of blocks that a scheme with a
-    ``fallback_rate`` selects is that share of each chunk. Stochastic rounding starts from the same seed in every call.
+    The tensor is taken in chunks of whole rows along ``axis``. Stochastic rounding starts from the same seed in every
+    call.
 
     Raises:
         TypeError: ``x`` is not a floating-point tensor.
@@ -199,8 +200,7 @@ def fused_statistics(x: torch.Tensor, scheme: QuantScheme) -> ErrorStatistics | 
 
     Raises `ValueError` when ``x`` holds NaN or infinity.
     """
-    is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"
-    if not is_plain or scheme.fallback_rate is not None or cpu.unsupported_reason(x.dtype, scheme):
+    if not (x.is_cpu and is_torchs_own(x)) or cpu.unsupported_reason(x.dtype, scheme):
         return None
     sums, histogram = cpu.error_sums(x, scheme)
     if sums.not_finite:

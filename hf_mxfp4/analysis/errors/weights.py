@@ -46,7 +46,7 @@ class Selection:
         if self.include and not any(name_matches(name, pattern) for pattern in self.include):
             return TensorDecision(skipped="not in --include")
         if any(name_matches(name, pattern) for pattern in self.exclude):
-            return TensorDecision(skipped="--exclude")
+            return TensorDecision(skipped="--skip")
         return classify(tensor.name, tensor.shape, tensor.dtype, self.model_type, self.skips)
 
     def unmatched(self, names: Sequence[str]) -> list[str]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint evaluated on texts of the user's own, resumable."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ... import __version__
+from ...config import MXFP4RLConfig
 from ..errors.source import SourceError
 from ..texts import TextOptions
 from .evaluate import OnTokens, evaluate
@@ -65,6 +67,15 @@ class Job:
         facts = {"dtype": model.dtype, "device": model.model.device.type, "reference": compared}
         header = header_of(__version__, model.name, model.identity, self.batches, **facts)
         return ScoreLog(path, header, overwrite=overwrite)
+
+    def with_earlier(self, log: ScoreLog) -> "Job":
+        """Return this job with the schemes that an earlier one has measured on the same texts."""
+        schemes = list(self.schemes)
+        for key, name in log.complete(len(self.batches)).items():
+            config = MXFP4RLConfig.from_dict(json.loads(key))
+            if all(scheme.config != config and scheme.name != name for scheme in schemes):
+                schemes.append(ModelScheme(name, config))
+        return replace(self, schemes=schemes)
 
     def run(self, log: ScoreLog | None = None, on_tokens: OnTokens = lambda count, name: None) -> Evaluation:
         """Measure what the log does not know. Raises [`SourceError`] where a scheme does not fit the model, and for a

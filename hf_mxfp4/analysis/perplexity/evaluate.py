@@ -117,7 +117,7 @@ class _Run:
         if missing:
             with swapped(model, scheme.config) as sqnr_db:
                 if self._log is not None:
-                    self._log.add_sqnr_db(key, sqnr_db)
+                    self._log.add_sqnr_db(key, sqnr_db, scheme.name)
                 score(model, against, self._batches, on_text=on_text, only=missing)
         return Row(scheme.name, self.scores(key), scheme, sqnr_db)
 

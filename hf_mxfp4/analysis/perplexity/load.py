@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...checkpoint import remove_scheme
+from ...checkpoint.io.folder import refuse_kernels
 from ...config import QUANT_METHOD, MXFP4RLConfig
 from ..errors.source import SourceError
 
@@ -47,7 +49,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
 
     Raises [`SourceError`] when it cannot be loaded.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
     path = Path(model).expanduser()
     if path.is_file():
@@ -58,14 +60,15 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        config = AutoConfig.from_pretrained(name)
+        refuse_kernels(PreTrainedConfig.get_config_dict(name)[0], name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         options = getattr(config, "quantization_config", None)
         own = _own_config(options)
         if own is not None:
-            del config.quantization_config  # the master weights, as they are
+            remove_scheme(config)  # the master weights, as they are
         precision = dtype if dtype == "auto" else getattr(torch, dtype)
-        loaded = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=precision)
-        loaded, tokenizer = loaded.eval().to(device), AutoTokenizer.from_pretrained(name)
+        loaded = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=precision, trust_remote_code=False)
+        loaded, tokenizer = loaded.eval().to(device), AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise SourceError(f"{model} cannot be loaded to run it: {error}") from error
     shown = path.resolve().name if path.exists() else model

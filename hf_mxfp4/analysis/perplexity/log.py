@@ -50,8 +50,14 @@ class ScoreLog(ResumeLog):
         """The known signal to quantization noise ratio of the weights under a scheme."""
         return self._done.get((scheme, -1), {}).get("weight_sqnr_db")
 
-    def add_sqnr_db(self, scheme: str, sqnr_db: float | None) -> None:
-        self._append({"scheme": scheme, "text": -1, "weight_sqnr_db": json_clean(sqnr_db)})
+    def add_sqnr_db(self, scheme: str, sqnr_db: float | None, name: str) -> None:
+        """Add what is known of a scheme before its scores, and what the user calls it."""
+        self._append({"scheme": scheme, "text": -1, "weight_sqnr_db": json_clean(sqnr_db), "name": name})
+
+    def complete(self, texts: int) -> dict[str, str]:
+        """Return the schemes with scores of all ``texts``, and the name of each."""
+        named = {scheme: line["name"] for (scheme, text), line in self._done.items() if text < 0 and "name" in line}
+        return {scheme: name for scheme, name in named.items() if len(self.scores(scheme)) == texts}
 
 
 def header_of(

@@ -5,13 +5,10 @@ The model is called with its decoder replaced by something that returns the stat
 and logits around its head (scaling, soft-capping) is done to these.
 """
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
-from ...layers import QUANTIZED, fallback_thresholds
+from ...layers import QUANTIZED
 from ...module_names import split_linears
 
 
@@ -47,8 +44,7 @@ class Replay:
         outputs: list = []
         handle = decoder.register_forward_hook(lambda module, args, output: outputs.append(output))
         try:
-            with same_thresholds(model):
-                logits = model(input_ids=ids, use_cache=False).logits
+            logits = model(input_ids=ids, use_cache=False).logits
         finally:
             handle.remove()
         states = getattr(outputs[0], "last_hidden_state", None) if len(outputs) == 1 else None
@@ -118,14 +114,3 @@ def _decoders(model: nn.Module) -> list[nn.Module]:
     named = [getattr(model, "base_model", None), getattr(model, "get_decoder", lambda: None)()]
     found = [module for module in named if isinstance(module, nn.Module) and module is not model]
     return list(dict.fromkeys(found))
-
-
-@contextlib.contextmanager
-def same_thresholds(model: nn.Module) -> Iterator[None]:
-    """Thresholds of selective fallback are afterwards what they were."""
-    states = [(threshold, threshold.state_dict()) for threshold in fallback_thresholds(model)]
-    try:
-        yield
-    finally:
-        for threshold, state in states:
-            threshold.load_state_dict(state)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...files import json_clean, replace_file, write_json
 from ..page import render_page
-from ..report.figures import Figure
+from ..report.figures import Figure, plain
 from .results import Evaluation, Mean, Row
 
 
@@ -94,7 +94,7 @@ def front_figure(evaluation: Evaluation, title: str = "") -> Figure:
         for row in (row for row in rows if row.scheme.operands == operands):
             kl: Mean = row.kl
             style = {"fmt": "o" if row in front else "x", "color": f"C{color}"}
-            label = f"{numbers[row.name]}  {row.name}"
+            label = f"{numbers[row.name]}  {plain(row.name)}"
             axes.errorbar(row.scheme.bits, kl.value, kl.error or 0.0, capsize=3, markersize=5, label=label, **style)
             # Of schemes of the same bits every second has its number a little aside.
             better = sum(other.scheme.bits == row.scheme.bits and other.kl.value < kl.value for other in rows)

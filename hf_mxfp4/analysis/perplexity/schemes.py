@@ -2,13 +2,18 @@
 """Schemes as a user writes them for a whole model: which operands are quantized, and how each is."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ...config import MXFP4RLConfig
+from ...module_names import find_layers
 from ...numerics import QuantScheme, parse_scheme
 from ...presets import PRESETS
+from ..errors.layer_names import location_of
 from ..errors.schemes import bits_per_element
 from ..errors.source import SourceError
 from .swapped import for_evaluation
@@ -21,6 +26,8 @@ SPELLINGS = (
     "checkpoint) or 'config:FILE' (options of MXFP4RLConfig as JSON or YAML)"
 )
 _OPERANDS = ("w4a16", "w4a4")
+#: Bits of a weight that is left in full precision.
+FULL_BITS = 16.0
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,8 @@ class ModelScheme:
     """A scheme of a whole model, and what it is called.
 
     Attributes:
-        average: bits of an operand where layers in full precision are counted too, see
-            [`hf_mxfp4.analysis.perplexity.operands.average_bits`]; `None` for those of quantized layers.
+        average: bits of an operand where layers in full precision are counted too, as by [`without_each`]; `None` for
+            those of quantized layers.
     """
 
     name: str
@@ -83,6 +90,35 @@ def read_schemes(texts: list[str], own: MXFP4RLConfig | None = None) -> list[Mod
     return list(found.values())
 
 
+def without_each(scheme: ModelScheme, model: nn.Module, unit: str) -> list[ModelScheme]:
+    """Return ``scheme`` once for each part of a full-precision ``model``, with that part left in full precision (16
+    bits): how much less the divergence is then says what quantizing the part costs.
+
+    Args:
+        unit: what a part is: all layers of one ``type`` (``mlp.down_proj``) or a decoder ``layer``.
+
+    Raises [`SourceError`] where the model has nothing to quantize.
+    """
+    left = tuple(scheme.config.modules_to_not_convert or ())
+    try:
+        layers = find_layers(model, left)[0]
+    except ValueError as error:
+        raise SourceError(str(error)) from error
+    parts: dict[str, list[str]] = {}
+    for name in layers:
+        decoder_layer = re.match(r"(.*?\.\d+)\.", name)
+        by_layer = decoder_layer[1] if decoder_layer else name
+        parts.setdefault(by_layer if unit == "layer" else location_of(name).layer_type, []).append(name)
+    sizes = {name: sum(p.numel() for p in layer.parameters() if p.dim() > 1) for name, layer in layers.items()}
+    found = []
+    for part, names in parts.items():
+        share = sum(sizes[name] for name in names) / sum(sizes.values())
+        config = replace(scheme.config, modules_to_not_convert=(*left, *names))
+        average = scheme.bits + (FULL_BITS - scheme.bits) * share
+        found.append(ModelScheme(f"{scheme.name} without {part}", config, average))
+    return found
+
+
 def _read(text: str, own: MXFP4RLConfig | None) -> MXFP4RLConfig:
     if text == "own":
         if own is None:
@@ -124,16 +160,13 @@ def _checked(text: str) -> str:
 
 def _options(file: Path) -> dict[str, Any]:
     """The options in a file, which may be a checkpoint's config.json."""
+    import yaml
+
     try:
         content = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            options = json.loads(content)
-        else:
-            import yaml
-
-            options = yaml.safe_load(content)
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{file} cannot be read: {error}") from error
+        options = json.loads(content) if file.suffix == ".json" else yaml.safe_load(content)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SourceError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if isinstance(options, dict):
         options = options.get("quantization_config", options)
     if not isinstance(options, dict):

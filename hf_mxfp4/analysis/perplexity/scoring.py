@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ...layers import QUANTIZED, cached_weights, fallback_thresholds, full_precision
+from ...layers import QUANTIZED, cached_weights, full_precision
 from ..policy.predictions import evaluation_mode
-from .replay import Logits, Replay, same_thresholds
+from .replay import Logits, Replay
 
 
 #: Elements of logits that exist at a time, a few times in float32 (32 MB each), and the rows that there are at least.
@@ -128,11 +128,8 @@ def score(
     seen = range(len(batches)) if reference is None else reference.scores
     if unseen := [index for index in indices if index not in seen]:
         raise ValueError(f"the reference has not seen text {unseen[0]}; make it of the same texts")
-    with torch.no_grad(), evaluation_mode(model), same_thresholds(model), cached_weights("dense"):
+    with torch.no_grad(), evaluation_mode(model), cached_weights("dense"):
         replay = Replay.of(model, batches[indices[0]].to(_device(model))) if indices else None
-        if indices and indices[0] != 0 and fallback_thresholds(model):
-            # Thresholds start from the first text, whichever texts are left to do.
-            Logits(model, batches[0].to(_device(model)), replay)
         for index in indices:
             ids = batches[index].to(_device(model))
             logits = Logits(model, ids, replay)

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from ...backends import fake_quantize
-from ...config import OPERANDS, MXFP4RLConfig
+from ...config import MXFP4RLConfig
 from ...gemm import autocast_dtype, quantized_linear
 from ...gemm.weight_cache import WeightCache
 from ...layers import MXFP4Experts, MXFP4Linear
 from ...module_names import fused_experts, name_matches, split_linears
 from ...numerics import COMPONENTS, QuantScheme, apply_component
 from ...numerics.schemes import one_of
+from ...presets import OPERANDS
 
 
 #: What can be injected: one component, the whole error, or nothing (full precision).
@@ -84,8 +85,7 @@ def inject_component(
     these stop quantizing for as long as the context lasts, so ``"none"`` gives a quantized model's full precision.
     Gradients pass straight through, and the backward products run on the operands of the forward ones, as in
     [`hf_mxfp4.gemm.quantized_linear`], whatever a config says of them. Under w4a4 and w4a16 ``"all"`` gives the bits of
-    the quantized model, forward and backward (but not those of selective outlier fallback, whose threshold follows
-    activations over steps: here each call selects anew).
+    the quantized model, forward and backward.
     Substitutes of weights are made in each pass, within [`hf_mxfp4.cached_weights`] once, at the cost of one more copy
     of the weights. Adapters on a plain model are linear layers like others: name them in ``modules_to_not_convert``.
 

@@ -35,7 +35,7 @@ def cosine_figure(layers: Mapping[str, ErrorStatistics], title: str = "") -> Fig
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set(title=title or "Pairwise cosines of the error components", ylabel="cosine", ylim=(-1.05, 1.05))
     if len(layers) <= 40:
-        axes.set_xticks(list(positions), list(layers), rotation=75, ha="right", fontsize=7)
+        axes.set_xticks(list(positions), list(map(plain, layers)), rotation=75, ha="right", fontsize=7)
     else:
         axes.set_xlabel("layer, in order of the model")
     axes.legend(fontsize=8)
@@ -110,7 +110,9 @@ def ratio_figure(by_scheme: Mapping[str, Mapping[str | int, ErrorStatistics]], a
         if numeric:
             axes.xaxis.get_major_locator().set_params(integer=True)
         if not numeric:
-            axes.set_xticks(list(positions), [str(group) for group in groups], rotation=75, ha="right", fontsize=7)
+            axes.set_xticks(
+                list(positions), [plain(str(group)) for group in groups], rotation=75, ha="right", fontsize=7
+            )
         axes.grid(alpha=0.3)
     columns[0].set_ylabel("energy / energy of the tensor, %")
     columns[0].set_ylim(bottom=0)
@@ -125,6 +127,11 @@ def layer_labels(names: Sequence[str]) -> list[str]:
     while all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1 and len(parts) > 1:
         shared += 1
     return [".".join(p[shared:]) for p in parts]
+
+
+def plain(name: str) -> str:
+    """Return ``name`` for a figure, where dollar signs would begin a formula."""
+    return name.replace("$", r"\$")
 
 
 def _figure(size: tuple[float, float]) -> Figure:

@@ -8,6 +8,8 @@ from ..errors.schemes import bits_per_element, parse_scheme
 from ..errors.statistics import ErrorStatistics
 
 
+#: Energies of the components that sum to more than so many times the energy of the error nearly cancel.
+_CANCEL = 20.0
 #: Cosines below this are rounding of the sums, not correlation.
 _EXACT = 1e-9
 #: What the ranking by error does not say.
@@ -67,12 +69,23 @@ def _deadzone_angles(by_scheme: Mapping[str, ErrorStatistics]) -> list[str]:
 
 
 def _grid_angles(by_scheme: Mapping[str, ErrorStatistics]) -> list[str]:
-    known = [s for s in by_scheme.values() if not math.isnan(s.paper_cosines["scale_bias/grid"])]
+    known = {k: s for k, s in by_scheme.items() if not math.isnan(s.paper_cosines["scale_bias/grid"])}
+    cancelling = [scheme for scheme, s in known.items() if sum(s.energy_ratio.values()) > _CANCEL]
+    sentences = []
+    if cancelling:
+        sentences.append(
+            f"Under {_listed(cancelling)} the three components nearly cancel each other, since a residual is added "
+            "back: their shares of the error that is left say little; compare SQNR."
+        )
+    known = [s for scheme, s in known.items() if scheme not in cancelling]
     if not known:
-        return []
+        return sentences
     cosines = _range((s.paper_cosines["scale_bias/grid"] for s in known), "+.2f")
     sums = _range((sum(s.energy_ratio.values()) for s in known), ".2f")
-    return [f"Scale bias and grid noise have cosine {cosines}, so the three energies sum to {sums} times the error's."]
+    return [
+        *sentences,
+        f"Scale bias and grid noise have cosine {cosines}, so the three energies sum to {sums} times the error's.",
+    ]
 
 
 def _common_grid_noise(by_scheme: Mapping[str, ErrorStatistics]) -> list[str]:

@@ -37,7 +37,7 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         "Policy entropy",
         "nats per token",
-        (("entropy", "entropy"), ("aqn/target_entropy", "target of the noise")),
+        (("entropy", "entropy"),),
         "A slow fall is normal; near zero the policy no longer explores, and a rise beyond its start is noise winning.",
         "logging_steps",
         extra=entropy_alarms,
@@ -87,8 +87,6 @@ CHARTS: tuple[Chart, ...] = (
         (
             ("aqn/sigma", "intended"),
             ("aqn/measured_std", "measured"),
-            ("aqn/linear_sigma", "intended, linear weights"),
-            ("aqn/linear_measured_std", "measured, linear weights"),
         ),
         "Both lines should lie on each other; a measured zero under an intended noise means that none arrived.",
         "aqn: true",

@@ -3,7 +3,7 @@
 
 from ...files import is_number
 from ...stats import difference_interval, means_with_interval, share_text
-from .check import STATES, Check, graded
+from .check import Check, graded
 from .log import RunRecord
 from .movement import MOVEMENT_ALARM, logged_movements, movement_advice
 
@@ -123,37 +123,20 @@ def entropy(record: RunRecord) -> Check | None:
     return Check("red" if alarms[-1] else "amber", "Entropy", f"{words}; alarms: {found}.", advice)
 
 
-#: Logged names: what sigma is intended, what was measured, on how many of what.
-_NOISE_TARGETS = (
-    ("aqn/sigma", "aqn/measured_std", "aqn/n_modules", "norms"),
-    ("aqn/linear_sigma", "aqn/linear_measured_std", "aqn/n_linears", "linear weights"),
-)
-
-
 def noise(record: RunRecord) -> Check | None:
     """Whether adaptive quantization noise was measured as it was intended; `None` where the log does not say."""
-    found = [_noise_on(record, *names) for names in _NOISE_TARGETS if all(map(record.values, names[:2]))]
-    if not found:
+    sigmas, stds = record.values("aqn/sigma"), record.values("aqn/measured_std")
+    if not sigmas or not stds:
         off = record.facts.get("options", {}).get("aqn") is False
         return Check("none", "Noise", "Adaptive quantization noise is off (aqn: false).") if off else None
-    worst = min(found, key=lambda check: STATES.index(check.state))
-    if worst.state == "green" and any(record.values("aqn/saturated")):
-        share = sum(map(bool, record.values("aqn/saturated"))) / len(record.values("aqn/saturated"))
-        words = f"{worst.finding} Sigma was at its bound in {share:.0%} of the logged values."
-        return Check("amber", "Noise", words, "Widen the bounds of sigma, or choose another target entropy.")
-    return Check(worst.state, "Noise", " ".join(check.finding for check in found), worst.advice)
-
-
-def _noise_on(record: RunRecord, sigma: str, measured: str, count: str, target: str) -> Check:
-    sigmas, stds = record.values(sigma), record.values(measured)
     intended, real = sum(sigmas) / len(sigmas), sum(stds) / len(stds)
     if intended == 0:
         advice = "The first of aqn_num_stages stages is noise-free; nothing is wrong if the run ended in it."
-        return Check("none", "Noise", f"No noise on {target} was intended so far.", advice)
-    modules = max(record.values(count), default=0)
+        return Check("none", "Noise", "No noise on norms was intended so far.", advice)
+    modules = max(record.values("aqn/n_modules"), default=0)
     words = (
         f"Noise was on: intended {max(sigmas):.2g} at most, {intended:.2g} on average; measured {real:.2g} on average "
-        f"({real / intended:.0%} of it) on {modules:.0f} {target}."
+        f"({real / intended:.0%} of it) on {modules:.0f} norms."
     )
     if real < _NOISE_ABSENT * intended or modules == 0:
         return Check("red", "Noise", words, "The noise did not reach the policy that samples.")

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <type_traits>
 #include <vector>
 
@@ -247,6 +248,7 @@ struct Scheme {
     int64_t macro_blocks;  // blocks per macro block; 1 without
     int32_t fallback;
     float alpha;
+    int64_t fallback_blocks;  // blocks of each row with a second pass, those of largest error; 0 for all
 };
 
 // Squared error of one block under a macro factor.
@@ -341,15 +343,24 @@ struct Result {
     Block value;           // dequantized
 };
 
-// Which blocks get outlier fallback. As in functions.py.
-enum SelectedBy { kMask = 0, kThreshold = 1, kNothing = 2 };
-
-struct Selection {
-    int32_t by;
-    float threshold;  // on the errors of blocks
-    uint8_t* mask;    // per block, 1 for those with a second pass: read, or written where the threshold says it
-    float* errors;    // per block, of the first pass, where they are all that is asked for
+// A block between its first pass and the choice of the row's blocks for outlier fallback.
+struct FirstPass {
+    Block x;
+    uint32_t amax, scaled_amax;
+    float factor;
+    Quantized one;
 };
+
+// Marks the `count` largest of `n` errors that are not zero, of equal ones the first; see select_blocks in
+// numerics/fallback.py. `keys` is memory for n of them.
+inline void select_blocks(const float* errors, int64_t n, int64_t count, uint64_t* keys, uint8_t* chosen) {
+    for (int64_t i = 0; i < n; ++i)
+        keys[i] = static_cast<uint64_t>(bits_of(errors[i])) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(i));
+    std::nth_element(keys, keys + count - 1, keys + n, std::greater<uint64_t>());
+    for (int64_t i = 0; i < n; ++i) chosen[i] = 0;
+    for (int64_t i = 0; i < count; ++i)
+        if (keys[i] >> 32) chosen[0xFFFFFFFFu - static_cast<uint32_t>(keys[i])] = 1;
+}
 
 // Squared error of the first pass in the domain of x; see block_errors in numerics/fallback.py, also for the order.
 inline float block_error(const Block& residual, uint32_t amax, float factor, MacroSearch search) {
@@ -365,16 +376,43 @@ inline float block_error(const Block& residual, uint32_t amax, float factor, Mac
     return std::min(std::max(error, 1.1754943508222875e-38f), kMaxFloat);
 }
 
-// Calls sink.block(row, index, result) and, after the blocks of a macro block, sink.macro(row, index, byte).
+// Calls sink.block(row, index, result) for each block and sink.macro(row, index, byte) for each macro block.
 template <MacroSearch kSearch, bool kFallback, class Sink>
-void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, const Selection* selection,
-                    Sink& sink) {
+void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, Sink& sink) {
     // Without macro blocks, portions of some blocks keep more loads under way.
     const int64_t per_macro = kSearch == kNone ? 8 : scheme.macro_blocks;
     const int64_t n_macro = (x.blocks() + per_macro - 1) / per_macro;
     std::vector<Block> z(per_macro);
     std::vector<uint32_t> amax(per_macro);
-    const bool only_errors = kFallback && selection != nullptr && selection->by == kNothing;
+    const bool selects = kFallback && scheme.fallback_blocks > 0;
+    const size_t in_row = selects ? static_cast<size_t>(x.blocks()) : 0;
+    std::vector<FirstPass> passes(in_row);
+    std::vector<float> errors(in_row);
+    std::vector<uint64_t> keys(in_row);
+    std::vector<uint8_t> chosen(in_row);
+
+    const auto scaled_by = [](const Block& block, float factor) {
+        if (kSearch == kBlockwise) return over(block, factor);
+        return kSearch == kNone ? block : times(block, factor);
+    };
+    const auto residual_of = [&](const Block& scaled, const Quantized& one) {
+        return one.byte == kNaNByte ? Block{} : minus(scaled, times(one.q, scale_value(one.byte)));
+    };
+    const auto finish = [&](int64_t row, int64_t index, const FirstPass& pass, bool again) {
+        Quantized two{};
+        Block value = times(pass.one.q, scale_value(pass.one.byte));
+        if (kFallback) {
+            if (again) {
+                const Block residual = residual_of(scaled_by(pass.x, pass.factor), pass.one);
+                two = quantize_block(residual, amax_bits(residual), scheme.rule);
+            }
+            // Also of nothing: negative zeros end as positive ones, as the reference has them.
+            value = plus(value, times(times(two.q, scale_value(two.byte)), scheme.alpha));
+        }
+        if (kSearch == kBlockwise) value = times(value, pass.factor);
+        if (kSearch == kStatic || kSearch == kDynamic) value = over(value, pass.factor);
+        sink.block(row, index, Result{pass.x, pass.amax, pass.scaled_amax, pass.one, two, value});
+    };
 
     for (int64_t row = first; row < last; ++row) {
         for (int64_t m = 0; m < n_macro; ++m) {
@@ -392,60 +430,41 @@ void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& 
             if (kSearch == kDynamic) m8 = search_macro(z.data(), amax.data(), blocks, macro_amax, scheme.rule);
             const float common = macro_factor(m8);
             for (int64_t b = 0; b < blocks; ++b) {
-                Block scaled = z[b];
                 uint32_t scaled_amax = amax[b];
                 float factor = common;
                 if (kSearch == kBlockwise) {
                     const int mantissa = search_mantissa(z[b], amax[b], scheme.rule);
                     m8 |= mantissa << (2 * b);
                     factor = mantissa_factor(mantissa);
-                    scaled = over(scaled, factor);
                     scaled_amax = bits_of(as_float(scaled_amax) / factor) & 0x7FFFFFFF;
                 } else if (kSearch != kNone) {
-                    scaled = times(scaled, factor);
                     scaled_amax = bits_of(as_float(scaled_amax) * factor) & 0x7FFFFFFF;
                 }
-                const Quantized one = quantize_block(scaled, scaled_amax, scheme.rule);
-                Quantized two{};
-                Block value = times(one.q, scale_value(one.byte));
-                if (kFallback) {
-                    const Block residual = one.byte == kNaNByte ? Block{} : minus(scaled, value);
-                    bool again = true;
-                    if (selection != nullptr) {
-                        const int64_t index = row * x.blocks() + start + b;
-                        if (selection->by != kMask) {
-                            const float error = block_error(residual, scaled_amax, factor, kSearch);
-                            if (only_errors) {
-                                selection->errors[index] = error;
-                                continue;
-                            }
-                            selection->mask[index] = error > selection->threshold;
-                        }
-                        again = selection->mask[index];
-                    }
-                    if (again) two = quantize_block(residual, amax_bits(residual), scheme.rule);
-                    // Also of nothing: negative zeros end as positive ones, as the reference has them.
-                    value = plus(value, times(times(two.q, scale_value(two.byte)), scheme.alpha));
+                const Block scaled = scaled_by(z[b], factor);
+                const FirstPass pass{z[b], amax[b], scaled_amax, factor, quantize_block(scaled, scaled_amax, scheme.rule)};
+                if (selects) {
+                    errors[start + b] = block_error(residual_of(scaled, pass.one), scaled_amax, factor, kSearch);
+                    passes[start + b] = pass;
+                } else {
+                    finish(row, start + b, pass, true);
                 }
-                if (kSearch == kBlockwise) value = times(value, factor);
-                if (kSearch == kStatic || kSearch == kDynamic) value = over(value, factor);
-                sink.block(row, start + b, Result{z[b], amax[b], scaled_amax, one, two, value});
             }
-            if (kSearch != kNone && !only_errors) sink.macro(row, m, m8);
+            if (kSearch != kNone) sink.macro(row, m, m8);
         }
+        if (!selects) continue;
+        select_blocks(errors.data(), x.blocks(), scheme.fallback_blocks, keys.data(), chosen.data());
+        for (int64_t b = 0; b < x.blocks(); ++b) finish(row, b, passes[b], chosen[b]);
     }
 }
 
-// Without a `selection`, every block gets the scheme's outlier fallback.
 template <class Sink>
-void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, const Selection* selection,
-                    Sink& sink) {
+void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, Sink& sink) {
     const auto run = [&](auto search) {
         constexpr MacroSearch kSearch = decltype(search)::value;
         if (scheme.fallback)
-            for_each_block<kSearch, true>(x, first, last, scheme, selection, sink);
+            for_each_block<kSearch, true>(x, first, last, scheme, sink);
         else
-            for_each_block<kSearch, false>(x, first, last, scheme, selection, sink);
+            for_each_block<kSearch, false>(x, first, last, scheme, sink);
     };
     if (scheme.search == kNone) run(std::integral_constant<MacroSearch, kNone>{});
     if (scheme.search == kStatic) run(std::integral_constant<MacroSearch, kStatic>{});

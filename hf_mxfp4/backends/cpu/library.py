@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared library of the fused CPU functions: compiled on first use and kept in the user's cache."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,36 +17,26 @@ from pathlib import Path
 from ..._logging import get_logger
 
 
-_FILES = (
-    "blocks.h",
-    "decode.h",
-    "lanes.h",
-    "product.h",
-    "product_amx.h",
-    "product_bf16.h",
-    "product_float.h",
-    "product.cpp",
-    "quantize.cpp",
-    "rotate.cpp",
-    "statistics.cpp",
-)
-SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
+SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h")))
 #: Folder of the compiled libraries, instead of the user's cache folder.
 CACHE_VARIABLE = "HF_MXFP4_CACHE"
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
 # The results must be those of the arithmetic as written; the last two drop only error flags that nobody reads.
 _EXACT = ("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math")
 #: Instructions that the library is compiled for: those of this processor, or fewer, to compare them.
 VARIANT_VARIABLE = "HF_MXFP4_CPU"
+_NATIVE = (("-march=native",), ("-mcpu=native",), ())
 #: Options by variant; the first that the compiler accepts.
 _TUNING = {
-    "native": (("-march=native",), ("-mcpu=native",), ()),
-    "avx512": (("-march=native", "-mno-amx-bf16"),),
+    "native": _NATIVE,
+    "avx512": _NATIVE,  # from when there was code for AMX
     "avx2": (("-march=x86-64-v3",),),
     "portable": ((),),
     "sanitized": (("-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"),),
 }
 _COMPILE_SECONDS = 600
+#: The process that may have torch's OpenMP threads: one that is forked from it has none.
+_PROCESS = os.getpid()
 
 
 class SchemeStruct(ctypes.Structure):
@@ -59,21 +50,11 @@ class SchemeStruct(ctypes.Structure):
         ("macro_blocks", ctypes.c_int64),
         ("fallback", ctypes.c_int32),
         ("alpha", ctypes.c_float),
+        ("fallback_blocks", ctypes.c_int64),
     ]
 
 
 _POINTER = ctypes.c_void_p
-
-
-class SelectionStruct(ctypes.Structure):
-    """The C struct `Selection` of blocks.h, field by field; ``by`` is one of its ways to select."""
-
-    _fields_ = [
-        ("by", ctypes.c_int),
-        ("threshold", ctypes.c_float),
-        ("mask", _POINTER),
-        ("errors", _POINTER),
-    ]
 
 
 class ProductStruct(ctypes.Structure):
@@ -97,67 +78,82 @@ class ProductStruct(ctypes.Structure):
         ("n_experts", ctypes.c_int64),
         ("y", _POINTER),
         ("threads", ctypes.c_int64),
-        ("parallel", _POINTER),
     ]
 
 
-# Matrix, its type and length, the scheme, and the range of rows.
+# Matrix, its type and length, the scheme, rows and threads.
 _COMMON = (_POINTER, ctypes.c_int, ctypes.c_int64, ctypes.POINTER(SchemeStruct), ctypes.c_int64, ctypes.c_int64)
 _SIGNATURES = {
-    "mxfp4_quantize": (*_COMMON, ctypes.POINTER(SelectionStruct), *[_POINTER] * 6),
+    "mxfp4_quantize": (*_COMMON, *[_POINTER] * 6),
     "mxfp4_dequantize": (*_COMMON, *[_POINTER] * 5),
     "mxfp4_rotate": (
         *(_POINTER, ctypes.c_int, _POINTER, ctypes.c_int),
         *(ctypes.c_int64, ctypes.c_float, ctypes.c_int64, ctypes.c_int64),
     ),
-    "mxfp4_statistics": (*_COMMON, _POINTER, _POINTER),
+    "mxfp4_statistics": (*_COMMON, ctypes.c_int64, _POINTER, _POINTER),
     "mxfp4_product": (ctypes.POINTER(ProductStruct),),
-    "mxfp4_product_rows": (ctypes.c_int64,),
+    "mxfp4_product_rows": (),
 }
 
 
 class CompilationError(RuntimeError):
-    """The library could not be compiled or loaded; the message says why."""
+    """The library could not be compiled; the message says why."""
 
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str | None]:
-    """The library, or `None` and the reason. Tried once per process."""
+    """Return the library, or `None` and the reason, which is logged. Tried once per process."""
     try:
         library = _open()
-    except (CompilationError, OSError) as error:
-        get_logger().info("CPU quantization runs eagerly, without the fused functions: %s", error)
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int64 if "_rows" in name else None
+        ctypes.c_int.in_dll(library, "mxfp4_process").value = _PROCESS
+    except (CompilationError, OSError, AttributeError, ValueError) as error:
+        get_logger().warning("CPU quantization runs eagerly, without the fused functions: %s", error)
         return None, str(error)
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, ctypes.c_int64 if "_rows" in name else None
     return library, None
 
 
 def _open() -> ctypes.CDLL:
-    path = _compiled()
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:  # damaged in the cache
-        path.unlink(missing_ok=True)
-        return ctypes.CDLL(str(_compiled()))
+    key = _key()
+    folder, problem = _cache_folder()
+    for path in sorted(folder.glob(f"{key}-*.so")) if folder is not None else ():
+        with contextlib.suppress(OSError):  # not readable, or of a machine with another C library
+            if _is_private(path) and path.stem == f"{key}-{_digest(path)}":
+                return ctypes.CDLL(str(path))
+    if folder is not None and os.access(folder, os.W_OK):
+        return ctypes.CDLL(str(_compiled(folder, key)))
+    with tempfile.TemporaryDirectory(prefix="hf_mxfp4-") as temporary:
+        library = ctypes.CDLL(str(_compiled(Path(temporary), key)))
+    problem = problem or f"{folder} cannot be written"
+    get_logger().warning(
+        "the compiled CPU functions are not kept: %s; set %s to a folder that only you can write to",
+        *(problem, CACHE_VARIABLE),
+    )
+    return library
 
 
-def _compiled() -> Path:
-    compiler = _compiler()
-    # A cache folder may be shared by machines with other processors and compilers.
+def _key() -> str:
+    """What results depend on: a cache folder may be shared by machines with other processors."""
     sources = b"".join(source.read_bytes() for source in SOURCES)
-    identity = (sources, compiler, _version(compiler), _processor(), repr((_FLAGS, _EXACT, _tuning())))
-    key = hashlib.sha256("\n".join(map(str, identity)).encode()).hexdigest()[:20]
-    folder = _cache_folder()
-    target = folder / f"cpu-{key}.so"
-    if target.exists():
-        return target
-    started = time.perf_counter()
-    descriptor, name = tempfile.mkstemp(suffix=".so", dir=folder)
+    identity = "\n".join(map(str, (sources, _processor(), _FLAGS, _EXACT, _tuning())))
+    return f"cpu-{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
+
+
+def _digest(path: Path) -> str:
+    """Of a library's bytes, in its name: a damaged one would end the process that loads it."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def _compiled(folder: Path, key: str) -> Path:
+    compiler, started = _compiler(), time.perf_counter()
+    descriptor, name = tempfile.mkstemp(suffix=".part", dir=folder)
     os.close(descriptor)
     try:
-        _compile(compiler, Path(name))
+        _compile(compiler, name)
+        target = folder / f"{key}-{_digest(Path(name))}.so"
+        os.chmod(name, 0o700)
         os.replace(name, target)  # other processes see all of it or nothing
     finally:
         Path(name).unlink(missing_ok=True)
@@ -165,11 +161,11 @@ def _compiled() -> Path:
     return target
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, target: str) -> None:
     message = ""
     files = [str(source) for source in SOURCES if source.suffix == ".cpp"]
     for tuning in _tuning():
-        command = [compiler, *_FLAGS, *tuning, *_EXACT, *files, "-o", str(target)]
+        command = [compiler, *_FLAGS, *tuning, *_EXACT, *files, "-o", target]
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -196,14 +192,6 @@ def _compiler() -> str:
     raise CompilationError("no C++ compiler was found (install g++ or clang++, or set CXX)")
 
 
-def _version(compiler: str) -> str:
-    try:
-        result = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_COMPILE_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompilationError(f"{compiler} did not run: {error}") from error
-    return result.stdout
-
-
 def _processor() -> str:
     """What `-march=native` depends on."""
     description = [platform.machine(), platform.processor(), sys.platform]
@@ -216,33 +204,23 @@ def _processor() -> str:
     return "\n".join(description)
 
 
-def _cache_folder() -> Path:
-    """A folder that only the user can write to: what lies there is loaded as code."""
+def _cache_folder() -> tuple[Path | None, str | None]:
+    """Return the folder of compiled libraries, or `None` and why it cannot be used: what lies there is run as code."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(chosen) if chosen else root / "hf_mxfp4"
     try:
+        folder = Path(chosen or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = folder if chosen else folder / "hf_mxfp4"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable and chosen is None:
-        return Path(_process_folder())
-    if not writable:
-        raise CompilationError(f"{CACHE_VARIABLE}={folder} cannot be written")
-    status = folder.stat()
-    if hasattr(os, "getuid") and (status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o002):
-        raise CompilationError(
-            f"the cache folder {folder} can be written by others; set {CACHE_VARIABLE} to a private one"
-        )
-    return folder
+        if not chosen and not _is_private(folder):
+            folder.chmod(0o700)
+        if not _is_private(folder):
+            return None, f"other users can write to {folder}"
+    except (OSError, RuntimeError) as error:  # no home, or not a folder
+        return None, str(error)
+    return folder, None
 
 
-@functools.cache
-def _process_folder() -> str:
-    """For a home that cannot be written: a folder of this process alone, compiled into anew each time."""
-    import atexit
-
-    folder = tempfile.mkdtemp(prefix="hf_mxfp4-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+def _is_private(path: Path) -> bool:
+    """Whether nobody but this user and root can write to it."""
+    status = path.stat()
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022

@@ -10,15 +10,23 @@ import torch
 import torch.nn.functional as F
 
 from ...numerics import MXFP4Tensor, QuantScheme
-from .functions import TYPES, addresses_of, description, fake_quantize, parts_of
+from .functions import (
+    TYPES,
+    checked_parts,
+    dequantize_into,
+    description,
+    fake_quantize,
+    in_memory,
+    part_sizes,
+    parts_of,
+)
 from .library import ProductStruct, load
-from .threads import in_threads, openmp_parallel
 
 
 #: Multiplications that are worth waking a thread for.
 _WORTH_A_THREAD = 1 << 17
 #: Elements of a panel, and the least rows, on one thread and on several: torch's product with fewer is slow. oneDNN
-#: computes some with fewer than 1024, of 512 x 512 by AMX among them, on one thread whatever their number.
+#: computes some with fewer than 1024 on one thread whatever their number.
 _PANEL, _PANEL_ROWS = 1 << 20, (512, 1024)
 
 
@@ -31,10 +39,11 @@ class OnCodes:
         dtype: of inputs and bias: float32, bfloat16 or float16.
     """
 
-    __slots__ = ("_common", "_described", "_function", "in_features", "out_features")
+    __slots__ = ("_common", "_described", "_function", "_sizes", "dtype", "in_features", "out_features")
 
     def __init__(self, scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype):
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+        self._sizes = part_sizes(scheme, in_features)
         self._function, self._described = load()[0].mxfp4_product, description(scheme, in_features)
         self._common = ProductStruct(
             type=TYPES[dtype],
@@ -52,34 +61,34 @@ class OnCodes:
         inputs: QuantScheme | None = None,
         ends: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Arguments and result as of [`product`], with ``ends`` of [`grouped_product`], and with the parts of the
-        weight. Those that do not fit together are not noticed."""
+        """Arguments, result and errors are those of [`product`], with the parts of the weight, and of experts with the
+        ``ends`` of [`grouped_product`]."""
         out_features = self.out_features
+        leading = (out_features,) if ends is None else (len(ends), out_features)
+        _check(x, bias, self.dtype, self.in_features, leading)
+        parts = checked_parts(parts, leading, self._sizes)
         out = x.new_empty((*x.shape[:-1], out_features))
         size = out.numel()
         if not size:
             return out
-        x, n_rows = x.contiguous(), size // out_features
-        held, places = addresses_of(parts)
+        x, n_rows = in_memory(x), size // out_features
+        places = [None if part is None else part.data_ptr() for part in parts]
         arguments = ProductStruct.from_buffer_copy(self._common)
         arguments.x, arguments.y, arguments.n_rows = x.data_ptr(), out.data_ptr(), n_rows
         arguments.codes, arguments.scale, arguments.macro = places[:3]
         if places[3] is not None:
             arguments.residual_codes, arguments.residual_scale = places[3:]
         if bias is not None:
-            bias = bias.contiguous()
+            bias = in_memory(bias)
             arguments.bias = bias.data_ptr()
         if inputs is not None:
             described = description(inputs, self.in_features)
             arguments.inputs = ctypes.addressof(described)
         if ends is not None:
+            ends = _checked_ends(ends, n_rows)
             arguments.ends, arguments.n_experts = ends.data_ptr(), len(ends)
-        threads = torch.get_num_threads()
-        if threads > 1:
-            threads = min(threads, size * self.in_features // _WORTH_A_THREAD)
-        if threads > 1:
-            arguments.parallel = openmp_parallel()
-        arguments.threads = max(1, threads)
+        worth_threads = size * self.in_features >= 2 * _WORTH_A_THREAD
+        arguments.threads = torch.get_num_threads() if worth_threads else 1
         self._function(ctypes.byref(arguments))
         return out
 
@@ -112,11 +121,10 @@ def product(
 
     Raises:
         ValueError: ``x``, the weight and the bias do not fit together.
-        RuntimeError: one of them is not on the CPU.
+        RuntimeError: one of them is not on the CPU, or its memory was freed.
     """
-    _check(x, weight, bias)
     out_features = weight.codes.shape[0]
-    if x.shape[:-1].numel() > most_rows(x.dtype) and out_features:
+    if x.shape[:-1].numel() > most_rows() and out_features:
         return _by_panels(x if inputs is None else fake_quantize(x, inputs), weight, bias)
     if prepared is None or prepared.out_features != out_features:
         prepared = on_codes(weight.scheme, weight.length, out_features, x.dtype)
@@ -142,50 +150,58 @@ def grouped_product(
     Returns:
         ``[S, N]`` in the dtype of ``x``.
     """
-    _check(x, weight, bias)
     prepared = on_codes(weight.scheme, weight.length, weight.codes.shape[1], x.dtype)
     return prepared(x, parts_of(weight), bias, inputs, ends)
 
 
 @functools.cache
-def most_rows(dtype: torch.dtype) -> int:
-    """Up to how many rows of this dtype products are computed on the codes: beyond, panels are faster on this
-    processor."""
-    return load()[0].mxfp4_product_rows(TYPES[dtype])
+def most_rows() -> int:
+    """Return up to how many rows products are computed on the codes: beyond, panels are faster on this processor."""
+    return load()[0].mxfp4_product_rows()
 
 
-def _check(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> None:
-    """Before addresses are handed on."""
-    if x.shape[-1] != weight.length:
-        raise ValueError(f"an input of {x.shape[-1]} columns meets a weight of {weight.length}")
+def _check(
+    x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, in_features: int, leading: tuple[int, ...]
+) -> None:
+    """Raise the errors of [`product`] for ``x`` and the bias; ``leading`` is the shape of the bias."""
+    if x.shape[-1] != in_features:
+        raise ValueError(f"an input of {x.shape[-1]} columns meets a weight of {in_features}")
+    if x.dtype is not dtype:
+        raise ValueError(f"the input is {x.dtype}; expected {dtype}")
     if bias is None:
         return
-    if bias.dtype is not x.dtype or bias.shape != weight.codes.shape[:-1]:
-        expected = f"{x.dtype} {list(weight.codes.shape[:-1])}"
-        raise ValueError(f"the bias is {bias.dtype} {list(bias.shape)}; expected {expected}")
+    if bias.dtype is not dtype or bias.shape != leading:
+        raise ValueError(f"the bias is {bias.dtype} {list(bias.shape)}; expected {dtype} {list(leading)}")
     if not bias.is_cpu:
         raise RuntimeError(f"the bias is on {bias.device}, the input on cpu; move one of them")
+
+
+def _checked_ends(ends: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """Return where the rows of experts end, in memory. Raises `ValueError` where they do not make up all rows."""
+    places = [0, *ends.flatten().tolist()]
+    if ends.dtype is not torch.int32 or ends.dim() != 1 or places != sorted(places) or places[-1] != n_rows:
+        raise ValueError(
+            f"the rows of experts end at {ends.dtype} {list(ends.shape)} {places[1:]}; expected an int32 vector that "
+            f"rises to the number of rows, {n_rows}"
+        )
+    return in_memory(ends.cpu())
 
 
 def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A product with the dequantized values of some rows of the weight after the other, in memory that is used again:
     fresh memory as large as the weight costs more than to fill it."""
     out_features, length = weight.codes.shape[0], weight.length
+    _check(x, bias, x.dtype, length, (out_features,))
     least = _PANEL_ROWS[torch.get_num_threads() > 1]
     rows = min(out_features, max(least, _PANEL // max(1, length)))
     panel = torch.empty(rows, length, dtype=x.dtype)
-    held, places = addresses_of(parts_of(weight))
-    scheme, function = ctypes.byref(description(weight.scheme, length)), load()[0].mxfp4_dequantize
+    parts = checked_parts(parts_of(weight), (out_features,), part_sizes(weight.scheme, length))
     out = x.new_empty(*x.shape[:-1], out_features) if rows < out_features else None
     for start in range(0, out_features, rows):
         stop = min(start + rows, out_features)
-        origin = panel.data_ptr() - start * length * panel.element_size()
-
-        def fill(first: int, last: int, start: int = start, origin: int = origin) -> None:
-            function(origin, TYPES[x.dtype], length, scheme, start + first, start + last, *places)
-
-        in_threads(fill, count=stop - start, cost=(stop - start) * length)
-        values = F.linear(x, panel[: stop - start], None if bias is None else bias[start:stop])
+        some = panel[: stop - start]
+        dequantize_into(some, [None if part is None else part[start:stop] for part in parts], weight.scheme)
+        values = F.linear(x, some, None if bias is None else bias[start:stop])
         if out is None:
             return values
         out[..., start:stop] = values

@@ -2,16 +2,15 @@
 // y = x W^T + b on packed weights, of one weight or of all experts. Every element of y is computed alike whatever the
 // number of threads.
 
-#include <atomic>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <thread>
 
-#include "product_amx.h"
+#include "product_bf16.h"
 #include "product_float.h"
+#include "threads.h"
 
-extern "C" void mxfp4_quantize(const char*, int, int64_t, const Scheme*, int64_t, int64_t, const Selection*, char*,
+int mxfp4_process = 0;
+
+extern "C" void mxfp4_quantize(const char*, int, int64_t, const Scheme*, int64_t, int64_t, char*,
                                uint8_t*, uint8_t*, uint8_t*, uint8_t*, uint8_t*);
 
 namespace {
@@ -30,13 +29,10 @@ struct Arguments {
     int64_t n_experts;    // 1 without
     char* y;
     int64_t threads;
-    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // OpenMP's GOMP_parallel, or null
 };
 
 struct Expert {
     int64_t index, first_tile, last_tile;
-    int64_t first_row, rows;
-    const char* ordered;  // for AMX, or null
 };
 
 constexpr int64_t kNearestCache = 1 << 15;
@@ -91,20 +87,14 @@ class Product {
         const int32_t* ends = a_.ends == nullptr ? one_end : a_.ends;
         for (int64_t e = 0, first = 0; e < a_.n_experts; first = ends[e++]) add_expert(e, first, ends[e]);
         chunks_ = (a_.out_features + kColumns - 1) / kColumns;
-#ifdef MXFP4_AMX
-        if (std::is_same_v<Kernel, BFloat16Kernel> && !all_rare_ && AmxKernel::takes(*a_.weights)) order_for_tiles();
-#endif
+        if (!all_rare_) order_rows();
     }
 
     void run() {
-        const auto threads = static_cast<unsigned>(std::min<int64_t>(a_.threads, items()));
-        if (threads <= 1) return work();
-        if (a_.parallel != nullptr)
-            return a_.parallel([](void* self) { static_cast<Product*>(self)->work(); }, this, threads, 0);
-        std::vector<std::thread> others;
-        for (unsigned i = 1; i < threads; ++i) others.emplace_back([this] { work(); });
-        work();
-        for (auto& other : others) other.join();
+        std::atomic<int64_t> next{0};
+        in_each(items() > 1 ? a_.threads : 1, [&] {
+            for (int64_t item = next++; item < items(); item = next++) columns(item);
+        });
     }
 
   private:
@@ -119,19 +109,15 @@ class Product {
             const int rows = static_cast<int>(std::min<int64_t>(Kernel::kMostRows, last - row));
             tiles_.push_back({nullptr, row, rows, rows <= 2 ? rows : rows <= 4 ? 4 : Kernel::kMostRows});
         }
-        experts_.push_back({index, begin, static_cast<int64_t>(tiles_.size()), first, last - first, nullptr});
-    }
-
-    static char* aligned(std::unique_ptr<char[]>& memory, int64_t size) {
-        memory.reset(new char[static_cast<size_t>(size + 64)]);
-        return memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
+        experts_.push_back({index, begin, static_cast<int64_t>(tiles_.size())});
     }
 
     void order_rows() {
         const int64_t units = (x_.length + Kernel::kUnit - 1) / Kernel::kUnit;
         int64_t size = 0;
         for (const Tile& tile : tiles_) size += tile.capacity * units * Kernel::kUnitBytes;
-        char* out = aligned(ordered_, size);
+        ordered_.reset(new char[static_cast<size_t>(size + 64)]);
+        char* out = ordered_.get() + (64 - reinterpret_cast<uintptr_t>(ordered_.get()) % 64) % 64;
         for (Tile& tile : tiles_) {
             tile.ordered = out;
             for (int64_t unit = 0; unit < units; ++unit)
@@ -143,91 +129,28 @@ class Product {
         }
     }
 
-    void work() {
-#ifdef MXFP4_AMX
-        std::optional<TileConfiguration> configuration;
-        if (for_tiles_ != nullptr) configuration.emplace();
-#endif
-        for (int64_t item = next_++; item < items(); item = next_++) {
-            const Expert& expert = experts_[static_cast<size_t>(item / chunks_)];
-            const int64_t first = item % chunks_ * kColumns;
-            const int64_t count = std::min<int64_t>(kColumns, a_.out_features - first);
-#ifdef MXFP4_AMX
-            if (expert.ordered != nullptr &&
-                AmxKernel::takes_rows(weight_, expert.index * a_.out_features + first, count)) {
-                tiles_of_columns(expert, first, count);
-                continue;
-            }
-#endif
-            if (!all_rare_) std::call_once(are_ordered_, [this] { order_rows(); });
-            for (int64_t t = expert.first_tile; t < expert.last_tile; ++t) columns(expert, tiles_[t], first, count);
-        }
+    // 16 columns of the rows of an expert, or the fewer that there are.
+    void columns(int64_t item) {
+        const Expert& expert = experts_[static_cast<size_t>(item / chunks_)];
+        const int64_t first = item % chunks_ * kColumns;
+        const int64_t count = std::min<int64_t>(kColumns, a_.out_features - first);
+        for (int64_t t = expert.first_tile; t < expert.last_tile; ++t) columns(expert, tiles_[t], first, count);
     }
 
-#ifdef MXFP4_AMX
-    int64_t tile_stride() const { return (x_.length + 2 * kBlock - 1) / (2 * kBlock) * AmxKernel::kUnitBytes; }
-
-    // The rows of experts that have several.
-    void order_for_tiles() {
-        int64_t tiles = 0;
-        for (const Expert& expert : experts_)
-            if (expert.rows > 1) tiles += (expert.rows + kTileRows - 1) / kTileRows;
-        if (tiles == 0 || !tiles_are_allowed()) return;
-        char* out = aligned(for_tiles_, tiles * tile_stride());
-        for (Expert& expert : experts_) {
-            if (expert.rows <= 1) continue;
-            expert.ordered = out;
-            for (int64_t m = 0; m < expert.rows; m += kTileRows)
-                for (int64_t at = 0; at < x_.length; at += 2 * kBlock, out += AmxKernel::kUnitBytes)
-                    AmxKernel::order(x_, expert.first_row + m, std::min<int64_t>(kTileRows, expert.rows - m), at, out);
-        }
-    }
-
-    // 16 columns of all rows of an expert, or the fewer that there are.
-    void tiles_of_columns(const Expert& expert, int64_t first, int64_t count) {
-        const int64_t base = expert.index * a_.out_features + first, stride = tile_stride();
-        const int64_t tiles = (expert.rows + kTileRows - 1) / kTileRows;
-        const Floats bias = bias_of(base, count);
-        Sums sums[kMostTiles];
-        for (int64_t t = 0; t < tiles; t += kMostTiles) {
-            const char* ordered = expert.ordered + t * stride;
-            switch (std::min<int64_t>(kMostTiles, tiles - t)) {
-                case 1: AmxKernel::columns<1>(ordered, stride, weight_, base, count, sums); break;
-                case 2: AmxKernel::columns<2>(ordered, stride, weight_, base, count, sums); break;
-                case 3: AmxKernel::columns<3>(ordered, stride, weight_, base, count, sums); break;
-                default: AmxKernel::columns<4>(ordered, stride, weight_, base, count, sums);
-            }
-            const int64_t row = t * kTileRows, last = std::min(expert.rows, row + kMostTiles * kTileRows);
-            for (int64_t m = row; m < last; ++m) {
-                const float(*of)[kTileRows] = sums[(m - row) / kTileRows].of;
-                Floats sum;
-                for (int n = 0; n < kColumns; ++n) sum[n] = of[n][(m - row) % kTileRows];
-                write(expert.first_row + m, first, count, sum + bias);
-            }
-        }
-    }
-#endif
-
-    Floats bias_of(int64_t base, int64_t count) const {
-        return a_.bias == nullptr ? Floats{} : load_some(x_.type, a_.bias + base * size_of(x_.type), count);
-    }
-
-    void write(int64_t row, int64_t first, int64_t count, Floats values) {
-        store_sums(x_.type, a_.y + (row * a_.out_features + first) * size_of(x_.type), count, values);
-    }
-
-    // 16 columns of the rows of a tile, or the fewer that there are.
+    // The same of a tile.
     void columns(const Expert& expert, const Tile& tile, int64_t first, int64_t count) {
         float sums[kMostRows * kColumns] = {};
         const int64_t base = expert.index * a_.out_features + first;
         for (int n = 0; n < count; ++n)
             if (all_rare_ || has_rare(weight_, base + n)) add_rare(x_, tile, weight_, base + n, all_rare_, sums + n);
         if (!all_rare_) sum_columns(tile, base, count, sums);
-        const Floats bias = bias_of(base, count);
+        Floats bias{};
+        if (a_.bias != nullptr) bias = load_some(x_.type, a_.bias + base * size_of(x_.type), count);
         for (int m = 0; m < tile.rows; ++m) {
             Floats sum;
             std::memcpy(&sum, sums + m * kColumns, sizeof sum);
-            write(tile.first + m, first, count, sum + bias);
+            char* out = a_.y + ((tile.first + m) * a_.out_features + first) * size_of(x_.type);
+            store_sums(x_.type, out, count, sum + bias);
         }
     }
 
@@ -262,15 +185,13 @@ class Product {
     int64_t chunks_ = 0;
     std::vector<Tile> tiles_;
     std::vector<Expert> experts_;
-    std::unique_ptr<char[]> ordered_, for_tiles_, quantized_;
-    std::once_flag are_ordered_;
-    std::atomic<int64_t> next_{0};
+    std::unique_ptr<char[]> ordered_, quantized_;
 };
 
 template <class Kernel>
 void Product<Kernel>::quantize_input() {
     quantized_.reset(new char[static_cast<size_t>(a_.n_rows * x_.length * size_of(x_.type))]);
-    mxfp4_quantize(x_.data, x_.type, x_.length, a_.inputs, 0, a_.n_rows, nullptr, quantized_.get(), nullptr, nullptr,
+    mxfp4_quantize(x_.data, x_.type, x_.length, a_.inputs, a_.n_rows, a_.threads, quantized_.get(), nullptr, nullptr,
                    nullptr, nullptr, nullptr);
     x_.data = quantized_.get();
 }
@@ -279,11 +200,7 @@ void Product<Kernel>::quantize_input() {
 
 // Up to how many rows products on codes are faster than panels of dequantized weights with a library's product, as
 // measured.
-extern "C" int64_t mxfp4_product_rows(int64_t type) {
-#ifdef MXFP4_AMX
-    if (type == kBFloat16 && tiles_are_allowed()) return 128;
-#endif
-    static_cast<void>(type);
+extern "C" int64_t mxfp4_product_rows() {
 #if defined(__AVX512F__) || defined(MXFP4_AVX2)
     return 32;
 #else

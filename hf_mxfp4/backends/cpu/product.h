@@ -33,11 +33,6 @@ struct Span {
     int64_t first, last;
 };
 
-// Sums of 16 columns of the output and 16 rows of x.
-struct Sums {
-    alignas(64) float of[kColumns][16];
-};
-
 // Rows of x in the order in which a kernel reads them, zeros where there are none.
 struct Tile {
     const char* ordered;

@@ -3,6 +3,7 @@
 // else touches memory.
 
 #include "decode.h"
+#include "threads.h"
 
 namespace {
 
@@ -124,24 +125,28 @@ void dequantize_rows(const Matrix& x, int64_t first, int64_t last, const Scheme&
 
 }  // namespace
 
-// Rows `first` to `last` of the matrix. Either `values`, or the packed tensors, or the errors of the selection.
-extern "C" void mxfp4_quantize(const char* input, int type, int64_t length, const Scheme* scheme, int64_t first,
-                               int64_t last, const Selection* selection, char* values, uint8_t* codes, uint8_t* scale,
-                               uint8_t* macro, uint8_t* residual_codes, uint8_t* residual_scale) {
+// Either `values` or the packed tensors.
+extern "C" void mxfp4_quantize(const char* input, int type, int64_t length, const Scheme* scheme, int64_t n_rows,
+                               int64_t threads, char* values, uint8_t* codes, uint8_t* scale, uint8_t* macro,
+                               uint8_t* residual_codes, uint8_t* residual_scale) {
     const Matrix x{input, static_cast<Type>(type), length};
     const Packed packed{codes, scale, macro, residual_codes, residual_scale};
-    if (values != nullptr) {
-        StoreValues sink{x, values};
-        for_each_block(x, first, last, *scheme, selection, sink);
-    } else {
-        StorePacked sink{x, *scheme, packed};
-        for_each_block(x, first, last, *scheme, selection, sink);
-    }
+    in_threads(n_rows, threads, [&](int64_t first, int64_t last) {
+        if (values != nullptr) {
+            StoreValues sink{x, values};
+            for_each_block(x, first, last, *scheme, sink);
+        } else {
+            StorePacked sink{x, *scheme, packed};
+            for_each_block(x, first, last, *scheme, sink);
+        }
+    });
 }
 
-extern "C" void mxfp4_dequantize(char* values, int type, int64_t length, const Scheme* scheme, int64_t first,
-                                 int64_t last, uint8_t* codes, uint8_t* scale, uint8_t* macro, uint8_t* residual_codes,
+extern "C" void mxfp4_dequantize(char* values, int type, int64_t length, const Scheme* scheme, int64_t n_rows,
+                                 int64_t threads, uint8_t* codes, uint8_t* scale, uint8_t* macro, uint8_t* residual_codes,
                                  uint8_t* residual_scale) {
     const Matrix x{nullptr, static_cast<Type>(type), length};
-    dequantize_rows(x, first, last, *scheme, Packed{codes, scale, macro, residual_codes, residual_scale}, values);
+    const Packed packed{codes, scale, macro, residual_codes, residual_scale};
+    in_threads(n_rows, threads,
+               [&](int64_t first, int64_t last) { dequantize_rows(x, first, last, *scheme, packed, values); });
 }

@@ -3,6 +3,7 @@
 // order, the scale last. Each element is read once and written once.
 
 #include "blocks.h"
+#include "threads.h"
 
 namespace {
 
@@ -49,12 +50,13 @@ void rotate_blocks(Type type, const char* in, Type written, char* out, int64_t f
 
 }  // namespace
 
-// Blocks `first` to `last` of 16, 32, 64 or 128 elements, one after the other; written as float32 or bfloat16.
-extern "C" void mxfp4_rotate(const char* in, int type, char* out, int written, int64_t size, float scale, int64_t first,
-                             int64_t last) {
+// `count` blocks of 16, 32, 64 or 128 elements, one after the other; written as float32 or bfloat16.
+extern "C" void mxfp4_rotate(const char* in, int type, char* out, int written, int64_t size, float scale, int64_t count,
+                             int64_t threads) {
     const Type from = static_cast<Type>(type), to = static_cast<Type>(written);
-    if (size == 16) rotate_blocks<1>(from, in, to, out, first, last, scale);
-    if (size == 32) rotate_blocks<2>(from, in, to, out, first, last, scale);
-    if (size == 64) rotate_blocks<4>(from, in, to, out, first, last, scale);
-    if (size == 128) rotate_blocks<8>(from, in, to, out, first, last, scale);
+    const auto rotate = size == 16   ? rotate_blocks<1>
+                        : size == 32 ? rotate_blocks<2>
+                        : size == 64 ? rotate_blocks<4>
+                                     : rotate_blocks<8>;
+    in_threads(count, threads, [&](int64_t first, int64_t last) { rotate(from, in, to, out, first, last, scale); });
 }

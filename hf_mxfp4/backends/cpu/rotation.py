@@ -8,9 +8,8 @@ import torch
 
 from ... import numerics
 from ..._logging import get_logger
-from .functions import TYPES, library_problem
+from .functions import TYPES, in_memory, library_problem, threads_for
 from .library import load
-from .threads import WORTH_A_THREAD, in_threads
 
 
 #: What the library writes; other types are made of float32.
@@ -25,7 +24,9 @@ def takes_rotation(x: torch.Tensor) -> bool:
 def rotate(x: torch.Tensor, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """[`hf_mxfp4.numerics.rotate`] of a CPU tensor in float32, bfloat16 or float16 along its last axis, which ``size``
     (16, 32, 64 or 128) divides: computed in float32, rounded to ``dtype`` once. It is its own inverse."""
-    return _rotator(x.dtype, size, dtype)(x.detach())
+    if size not in numerics.ROTATION_SIZES or x.shape[-1] % size:
+        raise ValueError(f"rows of {x.shape[-1]} elements cannot be rotated in blocks of {size}")
+    return _rotator(x.dtype, size, dtype)(x)
 
 
 @functools.cache
@@ -46,13 +47,10 @@ def _rotator(read: torch.dtype, size: int, dtype: torch.dtype) -> Callable[[torc
     function, kinds, scale = load()[0].mxfp4_rotate, (TYPES[read], TYPES[written]), size**-0.5
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        rows = x.contiguous()
+        rows = in_memory(x)
         out = torch.empty_like(rows, dtype=written)
-        count, places = rows.numel() // size, (rows.data_ptr(), kinds[0], out.data_ptr(), kinds[1])
-        if rows.numel() <= WORTH_A_THREAD:
-            function(*places, size, scale, 0, count)
-        else:
-            in_threads(lambda first, last: function(*places, size, scale, first, last), count, rows.numel())
+        places, count = (rows.data_ptr(), kinds[0], out.data_ptr(), kinds[1]), rows.numel() // size
+        function(*places, size, scale, count, threads_for(rows.numel()))
         return out if written is dtype else out.to(dtype)
 
     return run

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "blocks.h"
+#include "threads.h"
 
 namespace {
 
@@ -122,11 +123,17 @@ struct AddUp {
 
 }  // namespace
 
-// Rows `first` to `last` of the matrix. Adds to `sums` and `bins`, whose layout functions.py knows.
-extern "C" void mxfp4_statistics(const char* input, int type, int64_t length, const Scheme* scheme, int64_t first,
-                                 int64_t last, double* sums, int64_t* bins) {
-    AddUp sink{length};
-    for_each_block(Matrix{input, static_cast<Type>(type), length}, first, last, *scheme, nullptr, sink);
-    for (int i = 0; i < kSums; ++i) sums[i] += sink.sums[i];
-    for (int i = 0; i < kBins; ++i) bins[i] += sink.bins[i];
+// Sums and bins of each portion of rows, in whose layout functions.py knows them. Added up by portion, so that they do not
+// depend on the number of threads.
+extern "C" void mxfp4_statistics(const char* input, int type, int64_t length, const Scheme* scheme, int64_t n_rows,
+                                 int64_t threads, int64_t portion, double* sums, int64_t* bins) {
+    in_threads((n_rows + portion - 1) / portion, threads, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+            AddUp sink{length};
+            const int64_t end = std::min((i + 1) * portion, n_rows);
+            for_each_block(Matrix{input, static_cast<Type>(type), length}, i * portion, end, *scheme, sink);
+            std::copy_n(sink.sums, kSums, sums + i * kSums);
+            std::copy_n(sink.bins, kBins, bins + i * kBins);
+        }
+    });
 }

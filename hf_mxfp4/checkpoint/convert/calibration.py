@@ -34,7 +34,7 @@ class Calibration:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder.path)
+            tokenizer = AutoTokenizer.from_pretrained(folder.path, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"calibration texts need the tokenizer of {folder.path}: {error}") from error
         numbers = tokenizer("\n\n".join(texts), return_tensors="pt").input_ids[0, :MAX_TOKENS]
@@ -42,7 +42,8 @@ class Calibration:
         if not self.n_tokens:
             raise CheckpointError(f"the calibration texts have {len(numbers)} tokens; give {WINDOW} or more")
         self._windows = numbers[: self.n_tokens].view(-1, WINDOW)
-        self._model = AutoModelForCausalLM.from_pretrained(folder.path, dtype="auto").eval()
+        loaded = AutoModelForCausalLM.from_pretrained(folder.path, dtype="auto", trust_remote_code=False)
+        self._model = loaded.eval()
         self._layers, self._max_bytes = dict(layers), max_bytes
         self._grams: dict[str, torch.Tensor] = {}
 

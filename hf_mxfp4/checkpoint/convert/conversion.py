@@ -9,7 +9,7 @@ from typing import Any
 
 from ...files import write_json
 from ..io.atomic import FolderError, atomic_folder
-from ..io.integrity import check_data
+from ..io.manifest import refuse_damage, weight_files, write_manifest
 from ..io.writer import MAX_SHARD_SIZE, OtherTensor, ShardWriter, TensorSpec, TensorStream
 from .costs import ConversionReport, LayerCost
 from .sources import LayerSource
@@ -36,11 +36,12 @@ class KeptLayer(LayerWriter):
 
     def __init__(self, source: LayerSource, layer: str):
         self.source, self.layer = source, layer
-        self.specs = packed_specs(layer, source.shapes[layer], source.config)
+        self._name = source.in_packed_files(layer)
+        self.specs = packed_specs(self._name, source.shapes[layer], source.config)
 
     def write(self, writer: TensorStream) -> LayerCost:
         shape = self.source.shapes[self.layer]
-        names = packed_names(self.layer, shape, self.source.config)
+        names = packed_names(self._name, shape, self.source.config)
         for expert in shape.matrices:
             for field, tensor in self.source.read(self.layer, expert).items():
                 writer.append(names[field], tensor)
@@ -75,16 +76,17 @@ def convert(
         final_metadata: takes its place when all is written; it must not be longer.
         finish: called with the new folder before it gets its name, to write more files into it.
 
-    Raises `FolderError` when ``out`` cannot be written, and `ShardError` when the source cannot be read or does not
-    agree with the checksums that it carries.
+    Raises `FolderError` when ``out`` cannot be written, and `ShardError` when the source cannot be read or differs from
+    its checksums.
     """
     target = Path(out).expanduser().resolve()
     origin = source.folder.origin
     if target == origin or origin in target.parents or target in origin.parents:
         raise FolderError(f"{target} and the checkpoint {origin} must be apart, neither inside of the other")
-    check_data(sorted({tensor.file for tensor in source.folder.tensors.values()}), is_ours=False)
+    refuse_damage(sorted({tensor.file for tensor in source.folder.tensors.values()}))
     with atomic_folder(target, overwrite=overwrite) as folder:
         specs = _ordered_specs(layers, others)
+        report.notes += source.notes_on_rest()
         report.bytes_before = source.total_bytes
         report.bytes_after = sum(spec.nbytes for spec in specs.values())
         with open_writer(folder, specs, max_shard_size, metadata) as writer:
@@ -107,6 +109,7 @@ def convert(
             write_json(folder / report_file, report.to_dict(), sort_keys=True)
         if finish is not None:
             finish(folder)
+        write_manifest(folder, weight_files(folder))
     return report
 
 

@@ -17,13 +17,14 @@ from ..card.export import write_export_card
 from ..formats import FORMATS, Format, PackedFormat
 from ..formats.base import plain_sizes
 from ..io.folder import ArgumentError, CheckpointError, Spelling, model_dtype, open_checkpoint
+from ..io.guard import without_scheme
 from ..io.validate import WIDEST_FLOAT, make_record
 from ..io.writer import MAX_SHARD_SIZE, OtherTensor
 from .calibration import Calibration
 from .conversion import OnBytes, convert
 from .costs import ORIGINAL, PACKED, ConversionReport
 from .exported_layer import Decision, ExportedLayer, decide
-from .other_tensors import all_model_tensors, file_tensors
+from .other_tensors import model_tensors, plain_model_tensors
 from .sources import LayerSource, MasterSource, PackedSource, own_config
 
 
@@ -113,8 +114,8 @@ def export(
     if scale_rule is not None and own is not None:
         _check_rule_counts(source, scale_rule, decisions)
     quantized = {layer for layer, decision in decisions.items() if decision.action not in ("dequantized", "left")}
-    plain = file_tensors(source)
-    others = plain if target.plain_names else all_model_tensors(source)
+    plain = plain_model_tensors(source)
+    others = plain if target.plain_names else model_tensors(source)
     names = ignored_layers(source, plain, quantized), sorted(quantized)
     options = target.quantization_config(source.config, *names) if quantized else None
     report = ConversionReport(
@@ -249,7 +250,7 @@ def ignored_layers(source: LayerSource, others: Sequence[OtherTensor], quantized
         name: size
         for layer, shape in source.shapes.items()
         if layer not in quantized
-        for name, size in plain_sizes(layer, shape).items()
+        for name, size in plain_sizes(source.in_plain_files(layer), shape).items()
     }
     modules = dict(source.model.named_modules(remove_duplicate=False))
     linears = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -259,6 +260,7 @@ def ignored_layers(source: LayerSource, others: Sequence[OtherTensor], quantized
         if name.endswith(".weight") and len(shape) == 2
     }
     embeddings = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
+    embeddings |= {source.names.stored.get(f"{name}.weight", "").removesuffix(".weight") for name in embeddings}
     return sorted((linears | matrices) - embeddings - quantized)
 
 
@@ -352,7 +354,7 @@ def _metadata(
 
 def _config(config: Mapping[str, Any], options: dict[str, Any] | None) -> dict[str, Any]:
     """`config.json` of a bfloat16 model, with another `quantization_config` or none."""
-    rest = _in_bf16({key: value for key, value in config.items() if key != "quantization_config"})
+    rest = _in_bf16(without_scheme(config))
     return rest if options is None else {**rest, "quantization_config": options}
 
 

@@ -64,10 +64,11 @@ class ExportedLayer(LayerWriter):
     ):
         self._source, self._layer, self._format, self._decision = source, layer, format, decision
         self._shape, self._written, self._calibration = source.shapes[layer], written, calibration
+        self._name = source.in_plain_files(layer) if format.plain_names else layer
         if isinstance(format, PackedFormat) and decision.action not in ("dequantized", "left"):
-            self.specs = format.specs(layer, self._shape)
+            self.specs = format.specs(self._name, self._shape)
         else:
-            self.specs = format.full_specs(layer, self._shape)
+            self.specs = format.full_specs(self._name, self._shape)
 
     def write(self, writer: TensorStream) -> LayerCost:
         action, matrices = self._decision.action, self._shape.n_matrices
@@ -78,7 +79,7 @@ class ExportedLayer(LayerWriter):
         return cost
 
     def _tensors(self, action: str, expert: int | None, cost: LayerCost) -> dict[str, torch.Tensor]:
-        place = (self._layer, self._shape, expert)
+        place = (self._name, self._shape, expert)
         if action == "left":
             return self._format.full_tensors(*place, self._source.master(self._layer, expert).to(torch.bfloat16))
         if action == "dequantized":

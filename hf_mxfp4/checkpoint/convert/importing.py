@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 
 from ..card.folder import write_packed_card
-from ..formats import FORMATS, PackedFormat
 from ..formats.gguf import is_gguf, open_gguf
 from ..io.folder import CheckpointError, model_dtype, open_checkpoint
+from ..io.guard import with_scheme
 from ..io.validate import RECORD, make_record
 from ..io.writer import MAX_SHARD_SIZE
 from .conversion import KeptLayer, OnBytes, convert
 from .costs import PACKED, ConversionReport
-from .other_tensors import model_tensors
-from .sources import ForeignSource
+from .other_tensors import packed_model_tensors
+from .sources import NOT_IMPORTED, ForeignSource, importable
 
 
 def import_checkpoint(
@@ -39,19 +39,20 @@ def import_checkpoint(
     """
     folder = open_gguf(source_dir) if is_gguf(source_dir) else open_checkpoint(source_dir)
     method = folder.quantization.get("quant_method")
-    known = {format.quant_method: format for format in FORMATS.values() if isinstance(format, PackedFormat)}
-    if method not in known:
-        names = ", ".join(format.name for format in known.values())
-        what = f"is quantized by {method!r}" if method else "is not quantized"
-        raise CheckpointError(f"{folder.path} {what}; what can be imported are MXFP4 checkpoints of {names}")
+    known = importable()
+    if str(method) not in known:
+        what = f"is quantized by {method!r}; {NOT_IMPORTED}"
+        if not method:
+            what = "is not quantized; there is nothing to import, use hf-mxfp4 pack or export on it"
+        raise CheckpointError(f"{folder.path} {what}")
     source = ForeignSource(folder, known[method])
     sqnr_db = _recorded_sqnr(source)
     return convert(
         source,
         out_dir,
         {layer: KeptLayer(source, layer) for layer in source.shapes},
-        source.format.restored(model_tensors(source), model_dtype(folder)),
-        {**folder.config, "quantization_config": source.config.to_dict()},
+        source.format.restored(packed_model_tensors(source), model_dtype(folder)),
+        with_scheme(folder.config, source.config),
         ConversionReport(
             Path(out_dir),
             "mxfp4_rl",

@@ -13,7 +13,7 @@ from ...experts_layout import unsupported_reason
 from ..formats import LayerShape
 from ..io.folder import CheckpointFolder
 from ..io.reader import StoredTensor, read_rows
-from ..io.tensor_names import FileNames
+from ..io.tensor_names import FileNames, unknown_layout
 from ..io.writer import OtherTensor
 from .sources import LayerSource
 from .stored_weights import join_pieces, layer_shapes
@@ -22,43 +22,42 @@ from .stored_weights import join_pieces, layer_shapes
 _PORTION = 1 << 22
 
 
-def stored_tensors(source: LayerSource) -> list[OtherTensor]:
-    """Everything beside the quantized weights, as the files have it."""
-    return [_copied(name, tensor) for name, tensor in source.rest.items()]
+def packed_model_tensors(source: LayerSource) -> list[OtherTensor]:
+    """Everything but the quantized weights, by the names that `save_pretrained` of the packed model gives. Experts that
+    are not quantized are one tensor."""
+    return model_tensors(source) if source.has_experts else _stored(source)
+
+
+def plain_model_tensors(source: LayerSource) -> list[OtherTensor]:
+    """The same by the names of a plain model's files. Experts that are not quantized are as many tensors as there."""
+    return _renamed(source, to_files=True) if source.has_experts else _stored(source)
 
 
 def model_tensors(source: LayerSource) -> list[OtherTensor]:
-    """The same by the names of the model, as a model with packed experts is saved: experts that are not quantized are
-    one tensor again."""
-    return _renamed(source, source.names, to_files=False)
+    """The same by the names that the model has in memory."""
+    return _renamed(source, to_files=False)
 
 
-def all_model_tensors(source: LayerSource) -> list[OtherTensor]:
-    """The same where no experts are quantized, too."""
-    return _renamed(source, source.names or FileNames(source.model), to_files=False)
+def _stored(source: LayerSource) -> list[OtherTensor]:
+    return [_copied(name, tensor) for name, tensor in source.rest.items()]
 
 
-def file_tensors(source: LayerSource) -> list[OtherTensor]:
-    """The same by the names that files of a plain model have: experts that are not quantized are one tensor each."""
-    return _renamed(source, source.names, to_files=True)
-
-
-def _renamed(source: LayerSource, names: FileNames | None, to_files: bool) -> list[OtherTensor]:
-    if names is None:  # no experts are quantized: the names are those of a plain model already
-        return stored_tensors(source)
-    rest, renamed = dict(source.rest), []
-    for name, other in names.whole.items():
-        for found in {name, other} & rest.keys():
-            renamed.append(_copied(other if to_files else name, rest.pop(found)))
+def _renamed(source: LayerSource, to_files: bool) -> list[OtherTensor]:
+    names, rest, renamed = source.names, dict(source.rest), []
     for name, shape in _unquantized(source.model, names, source.shapes.keys()).items():
-        if name in rest:
-            tensor = rest.pop(name)
+        if (stored := names.stored.get(name, name)) in rest:
+            tensor = rest.pop(stored)
             renamed += _split(tensor, shape) if to_files else [_copied(name, tensor)]
         elif all(piece.name in rest for piece in shape.pieces):
             pieces = [rest.pop(piece.name) for piece in shape.pieces]
             as_is = [_copied(piece.name, piece) for piece in pieces]
             renamed += as_is if to_files else [_joined(name, pieces[0].dtype, shape, source.folder)]
-    return renamed + [_copied(name, tensor) for name, tensor in rest.items()]
+    for stored, tensor in rest.items():
+        if not to_files and stored in names.converted:
+            raise unknown_layout(source.model, names.converted[stored])
+        name = names.places.get(stored, stored)
+        renamed.append(_copied(names.whole.get(name, stored) if to_files else name, tensor))
+    return renamed
 
 
 def _unquantized(model: nn.Module, names: FileNames, quantized: set[str]) -> dict[str, LayerShape]:

@@ -8,14 +8,16 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...gemm.storage.packed_weight import weight_values
+from ...module_names import full_precision_record, skip_reasons
 from ...report import ErrorEnergy, add_packed
 from ..card.folder import write_packed_card
 from ..io.folder import open_checkpoint
+from ..io.guard import with_scheme
 from ..io.validate import WIDEST_FLOAT, make_record
 from ..io.writer import MAX_SHARD_SIZE, TensorStream
 from .conversion import LayerWriter, OnBytes, convert
 from .costs import ConversionReport, LayerCost
-from .other_tensors import model_tensors
+from .other_tensors import packed_model_tensors
 from .sources import MasterSource
 from .stored_weights import packed_names, packed_specs
 
@@ -55,12 +57,14 @@ def pack_checkpoint(
     folder = open_checkpoint(source_dir)
     source = MasterSource(folder, config)
     energy = ErrorEnergy()
+    reasons = skip_reasons(source.model, source.config.modules_to_not_convert or ())
+    config_saved = source.config.keeping(full_precision_record(source.model, reasons))
     return convert(
         source,
         out_dir,
         {layer: _PackedLayer(source, layer, energy) for layer in source.shapes},
-        model_tensors(source),
-        {**folder.config, "quantization_config": source.config.to_dict()},
+        packed_model_tensors(source),
+        with_scheme(folder.config, config_saved),
         ConversionReport(Path(out_dir), "mxfp4_rl", source.config.describe(), weights=str(source.config.weight_scheme)),
         overwrite=overwrite,
         max_shard_size=max_shard_size,
@@ -75,11 +79,12 @@ def pack_checkpoint(
 class _PackedLayer(LayerWriter):
     def __init__(self, source: MasterSource, layer: str, energy: ErrorEnergy):
         self._source, self._layer, self._energy = source, layer, energy
-        self.specs = packed_specs(layer, source.shapes[layer], source.config)
+        self._name = source.in_packed_files(layer)
+        self.specs = packed_specs(self._name, source.shapes[layer], source.config)
 
     def write(self, writer: TensorStream) -> LayerCost:
         config, shape = self._source.config, self._source.shapes[self._layer]
-        names = packed_names(self._layer, shape, config)
+        names = packed_names(self._name, shape, config)
         cost = LayerCost(self._layer, "packed", matrices=shape.n_matrices)
         for expert in shape.matrices:
             master = self._source.master(self._layer, expert)

@@ -30,7 +30,7 @@ def quantizable_layers(model: nn.Module, config: MXFP4RLConfig) -> dict[str, nn.
     return {name: layer for name, layer in layers.items() if first.setdefault(id(layer), name) == name}
 
 
-def layer_shapes(layers: Mapping[str, nn.Module], names: FileNames | None) -> dict[str, LayerShape]:
+def layer_shapes(layers: Mapping[str, nn.Module], names: FileNames) -> dict[str, LayerShape]:
     """The weights of linear layers by the layers' names, the fused ones of experts by their own."""
     shapes: dict[str, LayerShape] = {}
     for name, layer in layers.items():

@@ -179,6 +179,10 @@ class PackedFormat(Format):
             return f"in_features={shape.in_features} is not a multiple of {BLOCK_SIZE}"
         return None
 
+    def plain_name(self, name: str) -> str:
+        """Return the name that a plain checkpoint has for a stored weight of this format; others as they are."""
+        return name
+
     @abstractmethod
     def marks(self, tensor: StoredTensor) -> bool:
         """Whether a tensor of the files is one, of [`specs`], that only quantized layers have: their scales, say."""
@@ -218,6 +222,10 @@ class RenamedFormat(PackedFormat):
         if shape.experts is not None and not shape.pieces:
             return "the architecture has all experts in one tensor, and this format one matrix in each"
         return super().shape_misfit(shape)
+
+    def plain_name(self, name: str) -> str:
+        end = f".{self.names['weight']}"
+        return f"{name.removesuffix(end)}.weight" if name.endswith(end) else name
 
     def marks(self, tensor: StoredTensor) -> bool:
         return tensor.name.endswith(f".{self.names['weight_scale']}")

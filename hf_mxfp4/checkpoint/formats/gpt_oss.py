@@ -36,6 +36,9 @@ class GptOssFormat(PackedFormat):
     def leaves_out(self, shape: LayerShape) -> str | None:
         return "only experts are MXFP4 in this format" if shape.experts is None else None
 
+    def plain_name(self, name: str) -> str:
+        return name.removesuffix("_blocks")
+
     def marks(self, tensor: StoredTensor) -> bool:
         return tensor.name.endswith("_scales")
 

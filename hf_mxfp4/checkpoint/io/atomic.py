@@ -33,8 +33,9 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
     target = Path(path).expanduser().resolve()
     _check_replaceable(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    mark = secrets.token_hex(4)
+    mark = secrets.token_hex(8)
     partial = target.with_name(f".{target.name}.partial-{mark}")
+    old = target.with_name(f".{target.name}.replaced-{mark}")
     partial.mkdir()
     try:
         yield partial
@@ -43,18 +44,14 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
                 sync_to_disk(file)
         sync_to_disk(partial)
         _check_replaceable(target, overwrite)
-        old = target.with_name(f".{target.name}.replaced-{mark}")
         if target.exists():
             target.rename(old)
-        try:
-            partial.rename(target)
-        except OSError:
-            if old.exists():
-                old.rename(target)
-            raise
+        partial.rename(target)
         sync_to_disk(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
+        if old.exists() and not target.exists():  # an error, or Ctrl-C, between the two
+            old.rename(target)
         shutil.rmtree(partial, ignore_errors=True)
 
 

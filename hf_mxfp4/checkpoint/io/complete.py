@@ -3,8 +3,8 @@
 
 A Trainer writes into the final folder, `trainer_state.json` last, and takes the folder with the largest number to
 resume from: after a kill, the half-written one. Here a checkpoint counts only when its `trainer_state.json` can be
-read, and all files that the manifest lists have the sizes that it says. The manifest is written when every other file
-is, before `trainer_state.json`. Sizes tell a copy that was cut short as well.
+read, and all files that the manifest lists have the sizes that it says; a run is resumed only from one whose checksums
+agree too. The manifest is written when every other file is, before `trainer_state.json`.
 """
 
 import json
@@ -13,11 +13,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import safe_open
+
 from ..._logging import get_logger
-from ...files import draft_of, write_json
+from ...files import is_draft
+from .manifest import MANIFEST, file_damage, read_manifest, size_problem, weight_files, write_manifest
+from .reader import ShardError
 
 
-MANIFEST = "mxfp4_manifest.json"
 TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -34,25 +37,18 @@ def invalidate(folder: str | os.PathLike) -> None:
         Path(folder, name).unlink(missing_ok=True)
 
 
-def write_manifest(folder: str | os.PathLike) -> int:
-    """List all files under ``folder`` with their sizes in its manifest; their number. To be called when all processes
-    have written theirs. The model card is left out: people edit it."""
+def write_whole_manifest(folder: str | os.PathLike) -> int:
+    """Record all files under ``folder``, to be called when all processes have written theirs; return their number. The
+    model card is left out because people edit it."""
     folder = Path(folder)
-    left_out = {MANIFEST, draft_of(MANIFEST).name, TRAINER_STATE, "README.md"}
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    sizes = {name: (folder / name).stat().st_size for name in names if name not in left_out}
-    write_json(folder / MANIFEST, {"files": sizes})
-    return len(sizes)
-
-
-def has_manifest(folder: str | os.PathLike) -> bool:
-    """Whether the checkpoint was written with a manifest; those of other trainers have none."""
-    return Path(folder, MANIFEST).is_file()
+    left_out = {MANIFEST, TRAINER_STATE, "README.md"}
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return write_manifest(folder, [name for name in names if name not in left_out and not is_draft(Path(name).name)])
 
 
 def why_incomplete(folder: str | os.PathLike) -> str | None:
-    """Why a checkpoint cannot be resumed from; `None` when nothing is known to be wrong with it. Of a checkpoint
-    without a manifest, only `trainer_state.json` can be looked at."""
+    """Return why a checkpoint cannot be resumed from, without reading its large files; `None` when nothing is known to
+    be wrong with it. Of a checkpoint without a manifest, only `trainer_state.json` can be looked at."""
     folder = Path(folder)
     if not folder.is_dir():
         return "there is no such folder"
@@ -63,18 +59,42 @@ def why_incomplete(folder: str | os.PathLike) -> str | None:
         return f"it has no {TRAINER_STATE}: saving it was not finished"
     except (OSError, ValueError, KeyError, TypeError):
         return f"its {TRAINER_STATE} is cut short"
-    if not has_manifest(folder):
-        return None
     try:
-        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name, size in sizes.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes instead of {size}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
+        records = read_manifest(folder)
+    except ShardError as error:
+        return str(error)
+    for name, record in records.items():
+        if (problem := size_problem(folder / name, record)) is not None:
+            return f"{name}: {problem}"
+    return None
+
+
+def why_damaged(folder: str | os.PathLike) -> str | None:
+    """Return why a checkpoint must not be resumed from, after reading all of it: [`why_incomplete`], a file that does
+    not have its checksum, or a weight that is not finite."""
+    folder = Path(folder)
+    if (reason := why_incomplete(folder)) is not None:
+        return reason
+    records = read_manifest(folder)
+    try:
+        for name in sorted({*records, *weight_files(folder)}):
+            for problem in file_damage(folder / name, records.get(name)) or []:
+                return problem
+        for name in weight_files(folder):
+            if name.endswith(".safetensors") and (tensor := first_not_finite(folder / name)) is not None:
+                return f"{tensor} in {name} holds NaN or infinity"
+    except ShardError as error:
+        return str(error)
+    return None
+
+
+def first_not_finite(file: Path) -> str | None:
+    """Return the name of the first floating-point tensor of a file that holds NaN or infinity; `None` for none."""
+    with safe_open(file, "pt") as opened:
+        for name in opened.keys():
+            tensor = opened.get_tensor(name)
+            if tensor.is_floating_point() and not tensor.float().isfinite().all():
+                return name
     return None
 
 

@@ -18,14 +18,14 @@ def read_index(index: Path) -> dict[str, str]:
         content = json.loads(index.read_text(encoding="utf-8"))
     except OSError as error:
         raise ShardError(f"{index.name} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShardError(f"{index.name} is damaged: it is not JSON ({error})") from error
     parts = content if isinstance(content, dict) else {}
     places = parts.get("weight_map")
     if not isinstance(places, dict) or not places or not isinstance(parts.get("metadata"), dict):
         raise ShardError(f"{index.name} is damaged: it has no weight_map with the files of tensors, or no metadata")
     for name, file in places.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
             raise ShardError(f"{index.name} is damaged: it gives {name} the place {file!r}, which names no file beside")
     return places
 

@@ -150,11 +150,13 @@ def load_header(file: Path) -> tuple[dict[str, Any], int, int]:
                     f"file has {size}"
                 )
             text = stream.read(length)
-    except OSError as error:
-        raise ShardError(f"{file.name} cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: NUL in the name
+        if isinstance(error, ShardError):
+            raise
+        raise ShardError(f"{file.name!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShardError(f"{file.name} is damaged: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise ShardError(f"{file.name} is damaged: its header is not a JSON object")
@@ -200,6 +202,8 @@ def slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> Ite
 
 
 def _entry(file: Path, name: str, entry: object, start: int) -> StoredTensor:
+    if any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise ShardError(f"{_problem(file, name)} has a name that is not Unicode text")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         raise ShardError(f"{_problem(file, name)} has not exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -12,10 +12,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ...files import sync_to_disk, write_json
+from ...files import one_writer, sync_to_disk, write_json
+from .manifest import MANIFEST, FileRecord, read_manifest, weight_files, write_manifest
+from .reader import ShardError
+from .writer import sort_metadata
 
 
 CONFIG = "config.json"
@@ -24,26 +27,37 @@ _SHARD = re.compile(r"(?P<stem>.*?)(?P<tag>-b)?(?P<count>-\d{5}-of-\d{5})\.safet
 
 
 @contextmanager
-def staged(folder: str | os.PathLike, variant: str | None = None) -> Iterator[Path]:
-    """A new folder inside ``folder`` to save a checkpoint into; its files move up when the context ends well.
+def staged(folder: str | os.PathLike, variant: str | None = None, written: list[str] | None = None) -> Iterator[Path]:
+    """A new folder inside ``folder`` to save a checkpoint into; its files move up when the context ends well, with a
+    manifest of the weights. Several processes may save into one folder: the last one to finish wins.
 
     Killed at any moment before the last file has moved, ``folder`` still holds the old checkpoint, or already the new
     one; what a killed process leaves in ``.saving-*`` and in shards that no index names is removed by the next save. If
     `config.json` changes as well, it moves right after the weights.
 
     After an exception ``folder`` is what it was. Raises `OSError` when it cannot be written.
+
+    Args:
+        written: gets the names of the files that moved up.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    staging = folder / f"{_STAGING}{secrets.token_hex(4)}"
-    staging.mkdir()
-    try:
+    staging = folder / f"{_STAGING}{secrets.token_hex(8)}"
+    with ExitStack() as stack:
+        with one_writer(folder):
+            staging.mkdir()
+            stack.callback(shutil.rmtree, staging, ignore_errors=True)
+            stack.enter_context(one_writer(staging))  # others see that it is in use
+        # The folder is not locked while the context lasts: several ranks may have to save together.
         yield staging
-        _move_in(staging, folder, variant)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    for left in folder.glob(f"{_STAGING}*"):
-        shutil.rmtree(left, ignore_errors=True)
+        with one_writer(folder):
+            names = _move_in(staging, folder, variant)
+            for left in folder.glob(f"{_STAGING}*"):
+                with one_writer(left, wait=False) as is_unused:
+                    if is_unused:
+                        shutil.rmtree(left, ignore_errors=True)
+        if written is not None:
+            written.extend(names)
 
 
 def weight_names(variant: str | None) -> tuple[str, str]:
@@ -52,31 +66,31 @@ def weight_names(variant: str | None) -> tuple[str, str]:
     return f"model{infix}.safetensors", f"model.safetensors.index{infix}.json"
 
 
-def checkpoint_files(folder: Path, variant: str | None = None) -> list[str]:
-    """Names of the files in ``folder`` that `save_pretrained` writes: weights, configuration, adapters, custom code."""
-    single, index = weight_names(variant)
-    weights = {single} if (folder / single).is_file() else {index, *shards_of(folder / index)}
-    patterns = (CONFIG, "generation_config.json", "adapter_config.json", "adapter_model*.safetensors", "*.py")
-    others = {path.name for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(name for name in weights | others if (folder / name).is_file())
-
-
 def is_shard(name: str, single: str) -> bool:
     """Whether ``name`` is one of the files that the weights of the file ``single`` are split into."""
     match = _SHARD.fullmatch(name)
     return match is not None and match["stem"] == single.removesuffix(".safetensors")
 
 
-def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
+def _move_in(staging: Path, folder: Path, variant: str | None) -> list[str]:
+    """Move the files of a new checkpoint up, and return their names."""
     single, index = weight_names(variant)
     old_shards = shards_of(folder / index)
     if (staging / index).is_file():
         _rename_shards(staging, index, old_shards)
     new_shards = shards_of(staging / index)
+    for name in {single, *new_shards}:
+        if (staging / name).is_file():
+            sort_metadata(staging / name)
+    new_weights = (staging / single).is_file() or (staging / index).is_file()
+    if new_weights:
+        write_manifest(staging, weight_files(staging), _kept_records(staging, folder, variant))
     files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
-    decisive = [Path(name) for name in (single, index, CONFIG)]
+    decisive = [Path(name) for name in (single, index, CONFIG, MANIFEST)]
     for file in files:
         sync_to_disk(staging / file)
+    if new_weights:
+        (folder / MANIFEST).unlink(missing_ok=True)
     for file in files:
         if file not in decisive:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -88,13 +102,30 @@ def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
         (folder / single).unlink(missing_ok=True)
     if Path(CONFIG) in files:
         os.replace(staging / CONFIG, folder / CONFIG)
+    if new_weights:
+        os.replace(staging / MANIFEST, folder / MANIFEST)
     sync_to_disk(folder)
     if Path(single) in files:
         (folder / index).unlink(missing_ok=True)
-    if Path(single) in files or Path(index) in files:
+    if new_weights:
         for path in folder.iterdir():
             if is_shard(path.name, single) and path.name not in new_shards:
                 path.unlink()
+    return [file.as_posix() for file in files]
+
+
+def _kept_records(staging: Path, folder: Path, variant: str | None) -> dict[str, FileRecord]:
+    """Return what the manifest of a folder records of files that stay."""
+    single, index = weight_names(variant)
+    try:
+        records = read_manifest(folder)
+    except ShardError:
+        return {}
+    return {
+        name: record
+        for name, record in records.items()
+        if name not in (single, index) and not is_shard(name, single) and not (staging / name).exists()
+    }
 
 
 def _rename_shards(staging: Path, index: str, taken: set[str]) -> None:

@@ -2,20 +2,24 @@
 """Check the files of a quantized checkpoint, by their headers alone, before transformers loads them.
 
 transformers only warns of tensors that are missing or have no place, casts other dtypes, and knows nothing of what
-packed bytes mean. Each file says in its header under which scheme it was written; that record is checked too. Changes
-inside the data of a tensor are found by [`hf_mxfp4.checkpoint.io.integrity.check_data`].
+packed bytes mean. Which tensor goes where is transformers' decision, see [`hf_mxfp4.checkpoint.io.tensor_names`]. Each
+file says in its header under which scheme it was written; that record is checked too. Changes inside the data of a
+tensor are found by `hf-mxfp4 verify`.
 """
 
+import copy
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...config import FORMAT_VERSION, MXFP4RLConfig
+from ...gemm.storage.packed_weight import PACKED_SUFFIXES
+from .folder import model_class
 from .reader import (
     AnyFile,
     FileHeader,
@@ -26,6 +30,7 @@ from .reader import (
     read_headers,
     tensors_by_name,
 )
+from .tensor_names import FileNames
 
 
 #: Where the record stands in the metadata of a safetensors file.
@@ -41,20 +46,23 @@ Stored = Mapping[str, StoredTensor]
 def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
     """Metadata for the files of a checkpoint: how the bytes of packed weights are to be read, and their SQNR in
     decibels, where it was measured. None for master weights, which mean the same under any scheme: their files are
-    those of the plain model, but for the checksums."""
+    those of the plain model."""
     if config.mode == "qat":
         return {}
     record = {"format_version": FORMAT_VERSION, "meaning": _meaning(config), "weight_sqnr_db": sqnr_db}
     return {RECORD: json.dumps(record)}
 
 
-def check_checkpoint(files: Sequence[AnyFile], model: nn.Module, config: MXFP4RLConfig) -> dict[str, Any]:
-    """Raise `ValueError` (file and tensor are named) unless ``files`` are an undamaged checkpoint of ``model``.
+def check_checkpoint(
+    files: Sequence[AnyFile], model: nn.Module, config: MXFP4RLConfig, quantized: Collection[str] = ()
+) -> dict[str, Any]:
+    """Raise `ValueError` (file and tensor are named) unless ``files`` hold the tensors of ``model`` under ``config``.
 
     Args:
         files: all weight files of the checkpoint, or their headers.
         model: with its quantized layers in place and not loaded yet (meta tensors).
         config: the scheme that `config.json` gives.
+        quantized: names of the quantized modules, whose weights must be in the files of a model of another class too.
 
     Returns:
         The record that [`make_record`] left, empty for files written by something else.
@@ -69,27 +77,22 @@ def check_checkpoint(files: Sequence[AnyFile], model: nn.Module, config: MXFP4RL
     stored = tensors_by_name(headers)
     if not stored:
         raise ShardError(f"{headers[0].file.name} holds no tensors")
-    _check_index(headers, stored)
-    _check_tensors(stored, model)
-    _check_names(stored, model)
+    names = FileNames(model, stored)
+    _check_tensors(stored, names, model)
+    _check_names(stored, names, model, quantized)
     _check_experts(stored, model)
     return _check_record(headers, config)
 
 
-def _check_index(headers: Sequence[FileHeader], stored: Stored) -> None:
-    names = {header.file.name for header in headers}
-    for index in headers[0].file.parent.glob("*.safetensors.index*.json"):
-        try:
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError):
-            continue  # transformers read an index that is whole
-        if not isinstance(places, dict) or set(places.values()) != names:
-            continue
-        for name, file in places.items():
-            if name not in stored or stored[name].file.name != file:
-                raise ValueError(f"{file} has no tensor {name}, which {index.name} places there")
-        for name in stored.keys() - places.keys():
-            raise ValueError(f"{stored[name].file.name} has the tensor {name}, which {index.name} does not list")
+def check_unquantized(files: Sequence[AnyFile]) -> None:
+    """Raise `ValueError` for files of packed weights that are about to be loaded as if they were in full precision."""
+    for header in files:
+        record = header.metadata.get(RECORD) if isinstance(header, FileHeader) else None
+        if record is not None and '"packed"' in record:
+            raise ValueError(
+                f"{header.file.name} holds packed weights, but config.json has no quantization_config; restore the "
+                "config.json that they were saved with, and pass no quantization_config"
+            )
 
 
 def _check_record(headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[str, Any]:
@@ -119,40 +122,49 @@ def _check_record(headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[
     return record
 
 
-def _check_names(stored: Stored, model: nn.Module) -> None:
-    """That the files hold every tensor of the model and no other, or of its base model, if they are of another
-    class."""
-    experts = tuple(
-        f"{name}." for name, module in model.named_modules() if any(p.dim() == 3 for p in module.parameters(False))
-    )
-    prefix = getattr(model, "base_model_prefix", "")
-    architectures = getattr(model.config, "architectures", None) or []
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    expected, found = set(model.state_dict()) - tied, set(stored)
-    if type(model).__name__ not in architectures and prefix:
-        inner = hasattr(model, prefix)
-        expected = {name for name in expected if not inner or name.startswith(f"{prefix}.")}
-        expected = {name.removeprefix(f"{prefix}.") for name in expected}
-        found = {name.removeprefix(f"{prefix}.") for name in found if name.startswith(f"{prefix}.")} or found
-    missing = {name for name in expected - found if not name.startswith(experts)}
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    unexpected = {
-        name
-        for name in found - expected - tied
-        if not name.startswith(experts) and not any(re.search(pattern, name) for pattern in ignored)
-    }
-    if missing and unexpected and _renames(model):
-        return  # names that transformers translates while it loads: what is missing is found afterwards
+def _check_names(stored: Stored, names: FileNames, model: nn.Module, quantized: Collection[str]) -> None:
+    """Check that the files hold what the class that was saved needs, and the quantized layers of ``model``, which may
+    be of another class with a new head. They must hold nothing else, or nothing packed if the class is another."""
+    kind, saved = type(model).__name__, _saved_class(model)
+    packed = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.uint8}
+    missing, unwanted = set(names.missing), names.unwanted()
+    if saved is not type(model):
+        layers = tuple(f"{name}." for name in quantized)
+        missing = {name for name in missing if name in packed or name.startswith(layers)}
+        bases = tuple(f".{name.rpartition('.')[2]}" for name in packed)
+        unwanted = {name for name in unwanted if name.endswith(bases) and not name.endswith(".weight")}
+        if saved is not None and not missing:
+            with torch.device("meta"):
+                missing = FileNames(saved(copy.deepcopy(model.config)), stored).missing
+            kind = saved.__name__
+    extra = f"{stored[min(unwanted)].file.name} has the tensor {min(unwanted)}" if unwanted else ""
     if missing:
+        advice = "complete the files, or pack the weights again"
+        if not missing & packed:
+            advice = (
+                "complete the files, or, to initialize such tensors randomly, add patterns of their names to "
+                f"{kind}._keys_to_ignore_on_load_missing"
+            )
         raise ValueError(
-            f"{_where(stored)} has no tensor {min(missing)} ({len(missing)} missing in all), which a "
-            f"{type(model).__name__} of this config.json needs"
+            f"{_where(stored)} has no tensor {min(missing)} ({len(missing)} missing in all), which a {kind} of this "
+            f"config.json needs{f' ({extra}, for which it has no place)' if extra else ''}; {advice}"
         )
-    if unexpected:
+    if unwanted:
+        advice = "restore the config.json that was saved with these packed weights"
+        if not any(name.endswith(PACKED_SUFFIXES[1:]) for name in unwanted):
+            advice = (
+                "restore the config.json that was saved with the files, or, to ignore such tensors, add patterns of "
+                f"their names to {kind}._keys_to_ignore_on_load_unexpected"
+            )
         raise ValueError(
-            f"{_where(stored)} has the tensor {min(unexpected)} ({len(unexpected)} such in all), for which a "
-            f"{type(model).__name__} of this config.json has no place"
+            f"{extra} ({len(unwanted)} such in all), for which a {kind} of this config.json has no place; {advice}"
         )
+
+
+def _saved_class(model: nn.Module) -> type[nn.Module] | None:
+    """Return the class of the model that the checkpoint was saved from; `None` if transformers has it not."""
+    named = (getattr(model.config, "architectures", None) or [None])[0]
+    return type(model) if type(model).__name__ == named else model_class(named)
 
 
 def _check_experts(stored: Stored, model: nn.Module) -> None:
@@ -172,12 +184,12 @@ def _check_experts(stored: Stored, model: nn.Module) -> None:
             )
 
 
-def _check_tensors(stored: Stored, model: nn.Module) -> None:
+def _check_tensors(stored: Stored, names: FileNames, model: nn.Module) -> None:
     for name, parameter in model.state_dict().items():
-        tensor = stored.get(name)
+        tensor = stored.get(names.stored.get(name, ""))
         if tensor is None:
             continue
-        what = f"{tensor.file.name}: {name} is {tensor.dtype} {list(tensor.shape)}"
+        what = f"{tensor.file.name}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}"
         # Floating-point tensors are converted to the dtype that the user asks for, by transformers.
         both_float = parameter.is_floating_point() and tensor.dtype.is_floating_point
         if not both_float and tensor.dtype != parameter.dtype:
@@ -196,7 +208,7 @@ def _meaning(config: MXFP4RLConfig) -> dict[str, Any]:
         **rotated,
         "mode": config.mode,
         "macro_block": scheme.macro_block,
-        "blockwise": scheme.macro_block is not None and config.macro_search == "blockwise",
+        "blockwise": scheme.macro_search == "blockwise",
         "outlier_fallback": scheme.outlier_fallback,
     }
 
@@ -208,10 +220,3 @@ def _spell(meaning: Any) -> str:
 def _where(stored: Stored) -> str:
     files = sorted({tensor.file.name for tensor in stored.values()})
     return files[0] if len(files) == 1 else f"the checkpoint ({files[0]} to {files[-1]})"
-
-
-def _renames(model: nn.Module) -> bool:
-    """Whether transformers translates the names in checkpoints of this architecture."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    return bool(get_checkpoint_conversion_mapping(getattr(model.config, "model_type", "")))

@@ -2,7 +2,7 @@
 """Write safetensors shards tensor by tensor, in any order: memory use is that of one tensor.
 
 The files are those that `save_pretrained` writes for the same tensors: same split into shards, same order within them,
-same header, with checksums that are made of the bytes as they are written.
+same header.
 """
 
 import json
@@ -14,10 +14,9 @@ from typing import Any, BinaryIO
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from xxhash import xxh3_64
 
 from ...files import write_json
-from .checksums import UNKNOWN, checksum_metadata, tensor_bytes
+from .reader import load_header
 
 
 INDEX = "model.safetensors.index.json"
@@ -87,8 +86,6 @@ class TensorStream:
         self._specs = specs
         self._places: dict[str, tuple[BinaryIO, int]] = {}
         self._written: dict[str, int] = {}
-        #: Of the tensors whose checksums are wanted.
-        self._checksums: dict[str, xxh3_64] = {}
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Raises `ValueError` for a tensor that is not the one announced, or that was written already."""
@@ -115,13 +112,11 @@ class TensorStream:
         spec, (stream, offset) = self._specs[name], self._places[name]
         if part.dtype != spec.dtype:
             raise ValueError(f"{name} is {part.dtype}, but {spec.dtype} was announced")
-        data = tensor_bytes(part)
+        data = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
         done = self._written.get(name, 0)
         if done + len(data) > spec.nbytes:
             raise ValueError(f"{name} came as {done + len(data)} bytes or more, but {spec.nbytes} were announced")
         self._written[name] = done + len(data)
-        if name in self._checksums:
-            self._checksums[name].update(data)
         stream.seek(offset + done)
         for start in range(0, len(data), _COPY_BYTES):
             stream.write(data[start : start + _COPY_BYTES])
@@ -138,8 +133,8 @@ class ShardWriter(TensorStream):
     Args:
         specs: every tensor that will be written; their order decides which go together in a shard.
         max_shard_size: as `save_pretrained` takes it.
-        metadata: for the header of every file, beside the checksums. May be replaced before the context ends by
-            something no longer, if it depends on what is written.
+        metadata: for the header of every file. May be replaced before the context ends by something no longer, if it
+            depends on what is written.
     """
 
     def __init__(
@@ -156,7 +151,6 @@ class ShardWriter(TensorStream):
             max_shard_size=max_shard_size,
         )
         super().__init__(specs)
-        self._checksums = {name: xxh3_64() for name in specs}
         self._folder = folder
         self.metadata = dict(metadata or {})
         self._shards = {file: names for file, names in split.filename_to_tensors.items() if names}
@@ -192,14 +186,9 @@ class ShardWriter(TensorStream):
             self._files[file].write(header)
 
     def _header(self, names: Iterable[str], size: int = 0) -> tuple[bytes, dict[str, int]]:
-        """The bytes before the data of a file, at least ``size``, and where in the data each tensor starts. The
-        checksums are those of what has been written in full."""
+        """The bytes before the data of a file, at least ``size``, and where in the data each tensor starts."""
         specs = {name: self._specs[name] for name in names}
-        whole = {name for name in names if self._written.get(name) == specs[name].nbytes}
-        checksums = {name: self._checksums[name].hexdigest() if name in whole else UNKNOWN for name in names}
-        metadata = {"format": "pt", **self.metadata}
-        contents = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
-        return _header(specs, {**metadata, **checksum_metadata(contents, checksums, metadata)}, size)
+        return _header(specs, {"format": "pt", **self.metadata}, size)
 
 
 def header_bytes(entries: Mapping[str, Any], size: int = 0) -> bytes:
@@ -207,6 +196,16 @@ def header_bytes(entries: Mapping[str, Any], size: int = 0) -> bytes:
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * max(-len(text) % 8, size - 8 - len(text))
     return len(text).to_bytes(8, "little") + text
+
+
+def sort_metadata(file: Path) -> None:
+    """Sort the metadata in a header, whose order safetensors leaves to chance: the same model gives the same bytes."""
+    header, start, _ = load_header(file)
+    metadata = dict(sorted((header.get("__metadata__") or {}).items()))
+    ordered = header_bytes({**header, "__metadata__": metadata}, start)
+    if metadata and len(ordered) == start:
+        with open(file, "r+b") as stream:
+            stream.write(ordered)
 
 
 def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], size: int) -> tuple[bytes, dict[str, int]]:

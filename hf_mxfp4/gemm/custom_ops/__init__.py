@@ -7,7 +7,7 @@ never in them. Three things make that one graph that is never compiled again:
 
 * An operator is a function of tensors and of what shapes depend on (dtypes, schemes as text, what is kept of an input).
   It keeps nothing for its backward pass but its outputs, and returns no tensor that it was given.
-* State that moves from step to step (random numbers, thresholds, cached weights) is found through the layer's number
+* State that moves from step to step (random numbers, cached weights) is found through the layer's number
   when the operator runs ([`hf_mxfp4.gemm.state`]). Such operators are tagged `cudagraph_unsafe`, so that a CUDA graph
   never replays the numbers of one step; those without state or counts that the host reads are not.
   A packed copy of a trainable weight, kept for a rollout, is an input like a packed layer's ([`WeightCache.share`]).

@@ -2,7 +2,7 @@
 """The trainable linear layer, of one weight or of all experts, as an operator: the very passes of
 [`hf_mxfp4.gemm.linear`], opaque to compiled code.
 
-Arguments hold the tensors and what shapes depend on; random numbers, thresholds and cached weights are found through
+Arguments hold the tensors and what shapes depend on; random numbers and cached weights are found through
 the layer's number when the operator runs. It is tagged as unsafe in CUDA graphs: these would replay one step's numbers,
 and where no kernel takes the operands of experts, the host reads where their rows end.
 """

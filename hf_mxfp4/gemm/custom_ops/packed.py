@@ -18,7 +18,6 @@ from ..groups import Groups
 from ..linear import as_dtype, autocast_dtype
 from ..operands import nearest_input, unrotated_gradient
 from ..spec import PackedSpec
-from ..state import GemmState, state_of
 from ..storage.packed import grad_bias, packed_forward, packed_grad_x
 from ..storage.packed_weight import PackedWeight
 from .linear import groups_of
@@ -33,7 +32,6 @@ def compiled_packed_linear(
     packed: PackedWeight,
     bias: torch.Tensor | None,
     spec: PackedSpec,
-    state: GemmState,
     groups: Groups | None = None,
     read_on_gpus: bool = False,
 ) -> torch.Tensor:
@@ -44,13 +42,7 @@ def compiled_packed_linear(
     """
     dtype, inputs = autocast_dtype(x) or x.dtype, spec.input_text
     if spec.rotation is not None:
-        selects = state.threshold is not None
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # blocks are selected as they are rotated
-        rotated = wide if selects else dtype
-        x = torch.ops.hf_mxfp4.rotated_input(x, spec.rotation.size, "" if selects else inputs, rotated, spec.backend)
-        inputs = inputs if selects else ""
-    if state.threshold is not None:
-        x, inputs = torch.ops.hf_mxfp4.delayed_input(x, state.layer_id), ""
+        x, inputs = torch.ops.hf_mxfp4.rotated_input(x, spec.rotation.size, inputs, dtype, spec.backend), ""
     ends, operator = None, torch.ops.hf_mxfp4.packed_linear
     if groups is not None:
         ends = groups.offsets(x.device)
@@ -76,7 +68,7 @@ def _forward(
     packed = codes, scale, macro, residual_codes, residual_scale
     if ends is None and not input_scheme and x.dtype is dtype:
         on_codes = _on_codes(x.device.type, dtype, weight_scheme, x.shape[-1], codes.shape[0], backend)
-        if on_codes is not None and x.shape[:-1].numel() <= on_cpu.most_rows(dtype):
+        if on_codes is not None and x.shape[:-1].numel() <= on_cpu.most_rows():
             return on_codes(x.detach(), packed, as_dtype(bias, dtype))
     spec = _spec(weight_scheme, input_scheme, x.shape[-1], backend)
     return packed_forward(x.detach(), packed, bias, spec, groups_of(ends, x.shape[0]), dtype).contiguous()
@@ -163,29 +155,12 @@ _define("packed_linear", ())
 _define("packed_experts", (torch.Tag.cudagraph_unsafe,))
 
 
-@torch.library.custom_op("hf_mxfp4::delayed_input", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _delayed_input(x: torch.Tensor, layer_id: torch.Tensor) -> torch.Tensor:
-    """``Q(x)`` under the fallback threshold of a packed layer, straight through; of an input that is rotated already
-    where the layer rotates."""
-    state = state_of(layer_id)
-    spec = state.spec
-    return nearest_input(x.detach(), x.dtype, spec.inputs, state.threshold, spec.backend).contiguous()
-
-
-@_delayed_input.register_fake
-def _(x, layer_id):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-_delayed_input.register_autograd(lambda ctx, grad: (grad, None))
-
-
 @torch.library.custom_op("hf_mxfp4::rotated_input", mutates_args=())
 def _rotated_input(x: torch.Tensor, size: int, scheme: str, dtype: torch.dtype, backend: str) -> torch.Tensor:
     """``Q(x)`` of the input rotated in blocks of ``size``, in ``dtype``, straight through; ``scheme`` is ``""`` where
     it is not quantized."""
     inputs = read_scheme(scheme) if scheme else None
-    return nearest_input(x.detach(), dtype, inputs, None, backend, Rotation(size)).contiguous()
+    return nearest_input(x.detach(), dtype, inputs, backend, Rotation(size)).contiguous()
 
 
 @torch.library.custom_op("hf_mxfp4::rotated_input_backward", mutates_args=())

@@ -89,7 +89,7 @@ def of_expert(packed: MXFP4Tensor, expert: int) -> MXFP4Tensor:
 def quantized_at_once(scheme: QuantScheme, weight: torch.Tensor, backend: str) -> bool:
     """Whether the weights ``[E, N, K]`` of all experts are quantized in one launch: where rows are independent, each
     expert has no random numbers of its own, and no eager function, which takes several times its input, does it."""
-    by_row = scheme.block_rows == 1 and scheme.fallback_rate is None and scheme.rounding == "nearest"
+    by_row = scheme.block_rows == 1 and scheme.rounding == "nearest"
     return by_row and backends.choose_backend(weight, scheme, backend) != "eager"
 
 

@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable
 from ...backends import select as backends
 from ...backends import triton as triton_kernels
 from ...backends.cpu import packed_product as on_cpu
-from ...numerics import FallbackThreshold, MXFP4Tensor, QuantScheme
+from ...numerics import MXFP4Tensor, QuantScheme
 from .. import grouped
 from ..groups import Groups
-from ..linear import as_dtype, autocast_dtype, needs_gradient
+from ..linear import as_dtype, autocast_dtype, needs_gradient, not_a_view
 from ..operands import nearest_input, unrotated_gradient
 from ..spec import PackedSpec
 from ..state import GemmState
@@ -51,7 +51,7 @@ def packed_linear(
     """
     dtype = autocast_dtype(x) or x.dtype
     if not needs_gradient(x, bias):
-        return packed_forward(x, packed, bias, state.spec, groups, dtype, state.threshold, state.cache)
+        return packed_forward(x, packed, bias, state.spec, groups, dtype, state.cache)
     return _PackedLinear.apply(x, bias, state, groups, dtype, None, *packed)
 
 
@@ -79,17 +79,16 @@ def packed_forward(
     spec: PackedSpec,
     groups: Groups | None,
     dtype: torch.dtype,
-    threshold: FallbackThreshold | None = None,
     cache: WeightCache | None = None,
 ) -> torch.Tensor:
     """The forward pass of [`packed_linear`], without a gradient. ``cache`` keeps dequantized values of one weight."""
     weight = _tensor(packed, spec, dtype)
     bias = as_dtype(bias, dtype)
     inputs = None
-    if spec.inputs is not None and _quantizes_within(x, dtype, weight, spec, threshold):
+    if spec.inputs is not None and _quantizes_within(x, dtype, weight, spec):
         inputs = spec.inputs
     else:
-        x = nearest_input(x, dtype, spec.inputs, threshold, spec.backend, spec.rotation)
+        x = nearest_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
     if groups is None:
         return packed_product(x, weight, bias, lambda: _values(packed, weight, spec, cache), spec.backend, inputs)
     return packed_groups(x, weight, bias, groups, spec.backend, inputs)
@@ -158,8 +157,8 @@ class _PackedLinear(torch.autograd.Function):
         ctx.state, ctx.groups, ctx.input_dtype = state, groups, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         if plan is not None:
-            return _planned_forward(x, bias, state, plan)
-        return packed_forward(x, packed, bias, state.spec, groups, dtype, state.threshold, state.cache)
+            return not_a_view(_planned_forward(x, bias, state, plan))
+        return not_a_view(packed_forward(x, packed, bias, state.spec, groups, dtype, state.cache))
 
     @staticmethod
     @once_differentiable
@@ -192,11 +191,9 @@ def _matrix(weight: MXFP4Tensor, expert: int, dtype: torch.dtype, backend: str) 
     return backends.dequantize(of_expert(weight, expert), dtype, backend)
 
 
-def _quantizes_within(
-    x: torch.Tensor, dtype: torch.dtype, weight: MXFP4Tensor, spec: PackedSpec, threshold: FallbackThreshold | None
-) -> bool:
+def _quantizes_within(x: torch.Tensor, dtype: torch.dtype, weight: MXFP4Tensor, spec: PackedSpec) -> bool:
     """Whether the CPU's product quantizes its input."""
-    if x.dtype != dtype or threshold is not None or spec.rotation is not None:
+    if x.dtype != dtype or spec.rotation is not None:
         return False
     if _backend(x, weight.scheme, spec.backend) != "cpu":
         return False
@@ -211,7 +208,7 @@ def _experts_on_cpu(
     inputs: QuantScheme | None,
 ) -> torch.Tensor:
     """``[S, N]``, all experts at once where each has few rows."""
-    if max(groups.counts, default=0) <= on_cpu.most_rows(x.dtype):
+    if max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(x, weight, groups.offsets(x.device), bias, inputs)
     out = x.new_empty(x.shape[0], weight.codes.shape[1])
     for expert, rows in groups:
@@ -270,7 +267,7 @@ def packed_product_route(
     weight after the other, ``"eager"`` on values that this backend dequantizes."""
     name, reason = backends.backend_for(device_type, dtype, backends.as_read(scheme), backend)
     if name == "cpu":
-        most = on_cpu.most_rows(dtype)
+        most = on_cpu.most_rows()
         return ("fused", f"up to {most} rows") if n_tokens <= most else ("panels", f"more than {most} rows")
     if name != "triton":
         return name, reason or f"the tensor is on {device_type}"

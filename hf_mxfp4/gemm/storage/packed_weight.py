@@ -85,8 +85,7 @@ def quantize_weight(
         shapes = packed_shapes(*weight.shape, scheme)
         return {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
     rows, eager = weight.shape[0], backends.choose_backend(weight, scheme, backend) == "eager"
-    # Selective fallback ranks the blocks of the whole weight.
-    if scheme.fallback_rate is None and (eager or rotation is not None):
+    if eager or rotation is not None:
         rows = max(1, PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
     portions = [
         quantize(_rotated(portion, rotation, backend), **vars(scheme), backend=backend)
@@ -136,7 +135,7 @@ def pack_rows(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> MX
 
     Raises `ValueError` for a scheme under which rows are not independent, or a backend that cannot do it.
     """
-    if scheme.rounding != "nearest" or scheme.block_rows != 1 or scheme.fallback_rate is not None:
+    if scheme.rounding != "nearest" or scheme.block_rows != 1:
         raise ValueError(f"{scheme} quantizes rows that depend on each other")
     portions = _split(x.detach())
     if len(portions) == 1 or backends.choose_backend(x, scheme, backend) != "eager":

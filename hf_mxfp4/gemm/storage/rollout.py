@@ -104,7 +104,7 @@ def share_copy(weight: torch.Tensor, state: GemmState) -> None:
     # Of a prompt, which runs in eager mode before compiled code takes single tokens.
     if state.cache.shared is not None or not copies_are_shared():
         return
-    if state.threshold is None and not state.spec.draws_forward:
+    if not state.spec.draws_forward:
         packed = packed_copy(weight, state)
         state.cache.share(tuple(getattr(packed, field) for field in PACKED_FIELDS.values()))
 

@@ -53,14 +53,6 @@ class ActivationErrorCallback(TrainerCallback):
         due = step == 1 or step % self.every == 0 or step == state.max_steps
         self._step = step if due else None
 
-    def state_dict(self) -> dict:
-        """Return what a resumed run continues from."""
-        return {"history": list(self.history)}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what [`state_dict`] returned."""
-        self.history = list(state["history"])
-
     @contextlib.contextmanager
     def observing(self, attention_mask: torch.Tensor) -> Iterator[None]:
         """Around a training forward pass: of the first one of a step that is due, the layers' inputs are measured.
@@ -115,7 +107,7 @@ def _observer(found: dict[str, dict[str, float]], name: str, layer: nn.Module, m
         if len(rows) == 0 or not torch.isfinite(rows).all():
             found[name] = _metrics_of(math.nan, {})
             return
-        parts = error_parts(rows, layer.config.activation_scheme, _threshold(layer))
+        parts = error_parts(rows, layer.config.activation_scheme)
         found[name] = _metrics_of(parts.sqnr_db if math.isfinite(parts.sqnr_db) else math.nan, parts.energy_ratio)
 
     return observe
@@ -124,9 +116,3 @@ def _observer(found: dict[str, dict[str, float]], name: str, layer: nn.Module, m
 def _metrics_of(sqnr_db: float, energy_ratio: dict[str, float]) -> dict[str, float]:
     parts = {f"error/activations/{part}": energy_ratio.get(part, math.nan) for part in COMPONENTS}
     return {**parts, "error/activations/sqnr_db": sqnr_db}
-
-
-def _threshold(layer: nn.Module) -> float | None:
-    """The threshold of selective fallback for what enters a layer, where it has one."""
-    found = [getattr(layer, "fallback_threshold", None), *getattr(layer, "fallback_thresholds", {}).values()]
-    return next((threshold.value for threshold in found if threshold is not None), None)

@@ -10,14 +10,7 @@ from transformers import TrainerCallback
 
 from ..._logging import get_logger
 from ...analysis.errors.statistics import ErrorStatistics, fused_statistics
-from ...layers import (
-    WeightMatrix,
-    fallback_thresholds,
-    gathered,
-    set_quantization_step,
-    trainable_matrices,
-    update_fallback_thresholds,
-)
+from ...layers import WeightMatrix, gathered, set_quantization_step, trainable_matrices
 from ...numerics import ErrorDecomposition, QuantScheme, decompose_scheme
 
 
@@ -51,6 +44,9 @@ class EntropyCallback(TrainerCallback):
         self.alarms: list[tuple[int, str, float]] = []
         self._state = ""
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.history = [(entry["step"], entry["entropy"]) for entry in state.log_history if "entropy" in entry]
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         entropy = (logs or {}).get("entropy")
         if entropy is None:
@@ -69,14 +65,6 @@ class EntropyCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(values)
         logs.update(values)
-
-    def state_dict(self) -> dict:
-        """Return what a resumed run continues from."""
-        return {"history": self.history, "alarms": self.alarms, "state": self._state}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what [`state_dict`] returned."""
-        self.history, self.alarms, self._state = list(state["history"]), list(state["alarms"]), state["state"]
 
     def slope(self) -> float:
         """Nats per step over the last 20 logged values; 0 for fewer than two."""
@@ -125,16 +113,8 @@ class ErrorCallback(TrainerCallback):
         self._chosen = spread_layers(model, self.layers)
         if not self._chosen:
             raise ValueError(f"{type(model).__name__} has no MXFP4 layer whose error could be measured")
-        if state.global_step == 0 or not self.history:  # a resumed run goes on with what it measured before
+        if state.global_step == 0:
             self._measure(state.global_step)
-
-    def state_dict(self) -> dict:
-        """Return what a resumed run continues from."""
-        return {"history": self.history}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what [`state_dict`] returned."""
-        self.history = list(state["history"])
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
@@ -154,29 +134,6 @@ class ErrorCallback(TrainerCallback):
                 self.record(key, sum(metrics[key] for metrics in measured) / len(measured))
 
 
-class FallbackCallback(TrainerCallback):
-    """Moves the thresholds of selective outlier fallback after every step, and reports the share of activation blocks
-    that fell back.
-
-    Metrics: `fallback/rate`, and `fallback/threshold_mean` (squared error of a block), means over the layers.
-
-    Args:
-        record: called with a metric's name and value, normally the trainer's log.
-
-    Raises `ValueError` when the model has no such layer.
-    """
-
-    def __init__(self, record: Callable[[str, float], None]):
-        self.record = record
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        rate = update_fallback_thresholds(model)
-        values = [threshold.value for threshold in fallback_thresholds(model) if threshold.value is not None]
-        if values:  # the layers have computed something
-            self.record("fallback/rate", rate)
-            self.record("fallback/threshold_mean", sum(values) / len(values))
-
-
 class QuantizationStepCallback(TrainerCallback):
     """Tells the layers that draw random numbers which step they are in, so that a resumed run repeats them.
 
@@ -187,19 +144,14 @@ class QuantizationStepCallback(TrainerCallback):
         set_quantization_step(model, state.global_step)
 
 
-def error_parts(
-    x: torch.Tensor, scheme: QuantScheme, fallback_threshold: float | None = None
-) -> ErrorStatistics | ErrorDecomposition:
+def error_parts(x: torch.Tensor, scheme: QuantScheme) -> ErrorStatistics | ErrorDecomposition:
     """Give what has ``energy_ratio`` and ``sqnr_db`` of a tensor's error, blocks along its last axis: sums of the fused
     functions where they take it, in a fraction of the time and memory of the whole decomposition.
 
     Raises `ValueError` when it holds NaN or infinity.
     """
-    if scheme.fallback_rate is None:
-        found = fused_statistics(x, scheme)
-        if found is not None:
-            return found
-    return decompose_scheme(x, scheme, fallback_threshold=fallback_threshold)
+    found = fused_statistics(x, scheme)
+    return decompose_scheme(x, scheme) if found is None else found
 
 
 def spread_layers(model: nn.Module, count: int) -> dict[str, WeightMatrix]:

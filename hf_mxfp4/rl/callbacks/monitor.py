@@ -10,10 +10,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..._logging import get_logger
-from ...layers import QUANTIZED, TRAINABLE, fallback_thresholds, random_layers
+from ...layers import QUANTIZED, TRAINABLE, random_layers
 from ..config import MXFP4GRPOConfig
 from .activation_errors import ActivationErrorCallback, spread_modules
-from .base import EntropyCallback, ErrorCallback, FallbackCallback, QuantizationStepCallback
+from .base import EntropyCallback, ErrorCallback, QuantizationStepCallback
 from .movement import StepMovementCallback, movement_unsupported_reason
 from .policy import GradientGainCallback, TemperatureCallback, TrainingBatch, can_compare
 from .report import RunReportCallback
@@ -75,9 +75,6 @@ class PolicyMonitor:
             self._watch_gradients(model, sharding)
         if args.movement_every:
             self._watch_movement(model)
-        if fallback_thresholds(model):
-            # Ahead of all callbacks that may fail: a step that is counted has moved the thresholds.
-            self.first.insert(0, FallbackCallback(record))
         if random_layers(model):
             self.last.append(QuantizationStepCallback())
         if args.router_every:

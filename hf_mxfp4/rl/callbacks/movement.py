@@ -135,8 +135,7 @@ class StepMovementCallback(TrainerCallback):
     Cost: evenly spaced rows of all trained matrices are copied before the step and compared after it, about
     ``max_weights`` elements (in float32 4 bytes each; under DeepSpeed, which steps in the backward pass, they are held
     during the forward pass too), and quantized twice, a million at a time. Under FSDP2 and ZeRO-3 each weight is
-    gathered twice, one at a time. Every process measures, on the same numbers. Under `fallback_rate` the blocks that
-    fall back are chosen within the rows that are watched.
+    gathered twice, one at a time. Every process measures, on the same numbers.
 
     Args:
         every: steps between measurements.
@@ -165,14 +164,6 @@ class StepMovementCallback(TrainerCallback):
         self._due = True
         self._before: list[torch.Tensor] | None = None
         self._unlogged: dict[str, float] = {}
-
-    def state_dict(self) -> dict:
-        """Return what a resumed run continues from."""
-        return {"history": list(self.history), "due": self._due}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what [`state_dict`] returned."""
-        self.history, self._due = list(state["history"]), state["due"]
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.samples = sample_weights(model, self.max_weights)

@@ -2,9 +2,8 @@
 """Callbacks that compute the policy in full precision beside its quantized self, on sequences of the last training
 batch: how its distribution and its gradients differ."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from transformers import TrainerCallback
 from ...analysis.policy.gradient_gain import training_gradient_gain
 from ...analysis.policy.predictions import IGNORED, policy_logits
 from ...analysis.policy.temperature import effective_temperature
-from ...layers import PACKED, fallback_thresholds, full_precision
+from ...layers import PACKED, full_precision
 
 
 #: What is measured on, to bound time and memory: 8 sequences, more if they have few tokens; of the logits those of 256
@@ -86,18 +85,9 @@ class _LastBatchCallback(TrainerCallback):
         batch = self.batch()
         if batch is None:
             return
-        with thresholds_kept(model):
-            metrics = self._measure(model, batch.sample(self.max_tokens), state.global_step, args)
+        metrics = self._measure(model, batch.sample(self.max_tokens), state.global_step, args)
         for name, value in metrics.items():
             self.record(name, value if math.isfinite(value) else math.nan)
-
-    def state_dict(self) -> dict:
-        """Return what a resumed run continues from."""
-        return {"history": list(self.history)}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what [`state_dict`] returned."""
-        self.history = list(state["history"])
 
     def _measure(self, model: nn.Module, sample: Sample, step: int, args) -> dict[str, float]:
         raise NotImplementedError
@@ -202,15 +192,3 @@ def _thinned(labels: torch.Tensor) -> torch.Tensor:
 def can_compare(model: nn.Module) -> bool:
     """Whether the policy has its weights in full precision beside the quantized ones."""
     return not any(isinstance(module, PACKED) for module in model.modules())
-
-
-@contextlib.contextmanager
-def thresholds_kept(model: nn.Module) -> Iterator[None]:
-    """What is computed in this context does not move the thresholds of selective outlier fallback."""
-    thresholds = fallback_thresholds(model)
-    states = [threshold.state_dict() for threshold in thresholds]
-    try:
-        yield
-    finally:
-        for threshold, state in zip(thresholds, states, strict=True):
-            threshold.load_state_dict(state)

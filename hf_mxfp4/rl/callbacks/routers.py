@@ -13,7 +13,6 @@ from ..._logging import get_logger
 from ...analysis import router_statistics
 from ...layers import full_precision
 from ...routing import find_routers
-from .policy import thresholds_kept
 
 
 #: In the output folder: one line of JSON for each measurement of each router.
@@ -62,8 +61,7 @@ class RouterCallback(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step % self.every and state.global_step != state.max_steps:
             return
-        with thresholds_kept(model):
-            measured = router_statistics(model, *self.batch(), compare=self.compares)
+        measured = router_statistics(model, *self.batch(), compare=self.compares)
         rows = [statistics.to_dict() for statistics in measured]
         for name in ("agreement", "load_entropy", "load_max_over_mean", "dead_experts"):
             values = [row[name] for row in rows if row[name] is not None]

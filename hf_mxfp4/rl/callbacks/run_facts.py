@@ -9,6 +9,7 @@ from torch import nn
 from transformers import Trainer
 
 from ...environment import machine, package_versions
+from ...files import replace_file
 
 
 #: What TRL's template makes of a base model, and of a repository, that has no name on the Hub.
@@ -83,4 +84,4 @@ def mend_card(path: Path, base: str, quantized: bool) -> None:
     text = text.replace(_NO_REPOSITORY, 'model="path/to/this/model"')
     if quantized:
         text = text.replace(_PIPELINE, f"import hf_mxfp4  # the layers\n{_PIPELINE}")
-    path.write_text(text, encoding="utf-8")
+    replace_file(path, text)

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...backends.devices import widest_float
 from ...gemm import autocast_dtype
 from ...gemm.weight_cache import WeightCache
-from ...module_names import OTHER_MODALITIES, name_matches
+from ...model_structure import text_part
+from ...module_names import name_matches
 from ...routing import present_routers
 from .targets import chosen_names, plain_name
 
@@ -40,14 +40,12 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
     model's decoder are.
     """
     norms = {}
-    routers, decoder = router_names(model), _decoder_of_many(model)
+    routers, decoder = router_names(model), text_part(model)
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or any(module.children()):
             continue
         if decoder is not None and module not in decoder:
-            continue
-        if any(name_matches(plain_name(name), tower) for tower in OTHER_MODALITIES):
             continue
         place = plain_name(name).rpartition(".")[2]
         if "norm" not in type(module).__name__.lower() and "norm" not in place.lower():
@@ -62,15 +60,6 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
         if (_owner(name) not in routed or name_matches(name, "input_layernorm"))
         and not any(name_matches(plain_name(name), router) for router in routers)
     }
-
-
-def _decoder_of_many(model: nn.Module) -> set[nn.Module] | None:
-    """The modules of the language model's decoder in a model that has more than that; else `None`."""
-    whole = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if whole is None or whole.config.get_text_config() is whole.config:
-        return None
-    decoder = whole.get_decoder()
-    return None if decoder is None or decoder is whole else set(decoder.modules())
 
 
 def router_names(model: nn.Module) -> set[str]:
@@ -138,7 +127,7 @@ class NormNoise:
         if norms and not self.norms:
             raise ValueError(
                 f"aqn_layers={list(layers)} chooses none of the {len(norms)} norms that noise can be put on, such as "
-                f"{next(iter(norms))}; set aqn_targets='linears' if linear layers were meant"
+                f"{next(iter(norms))}"
             )
         if not norms:
             raise ValueError(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How strong adaptive quantization noise is at each step of training, as a closed form of step and total steps.
 
-Exponential stages are those of QeRL (arXiv 2510.11696, section 3.3), used for MXFP4 in arXiv 2605.20402. The closed
-loop, which is none of these forms, is [`hf_mxfp4.rl.noise.controller.EntropyNoiseController`].
+Exponential stages are those of QeRL (arXiv 2510.11696, section 3.3), used for MXFP4 in arXiv 2605.20402.
 """
 
 import math

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What adaptive quantization noise is put on: kinds of layers, and the ones that are chosen by name."""
+"""What adaptive quantization noise is put on: the layers that are chosen by name."""
 
 from collections.abc import Iterable, Sequence
 
 from ...module_names import name_matches
 from ...suggestions import nearest_names
-
-
-#: What `aqn_targets` can be.
-TARGETS = ("norms", "linears", "both")
 
 
 def plain_name(name: str) -> str:
@@ -24,18 +20,14 @@ def chosen_names(names: Iterable[str], patterns: Sequence[str] | None) -> list[s
     return [name for name in names if any(name_matches(plain_name(name), pattern) for pattern in patterns)]
 
 
-def check_patterns(patterns: Sequence[str], names: Sequence[str], what: str) -> None:
-    """Raise `ValueError` for a pattern that matches none of ``names``, with those that are nearest.
-
-    Args:
-        names: plain names of all layers that noise can be put on.
-        what: those layers, in words.
-    """
+def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise `ValueError` for a pattern that matches none of ``names``, the plain names of all norms that noise can be
+    put on, with those that are nearest."""
     for pattern in patterns:
         if not any(name_matches(name, pattern) for name in names):
             nearest = nearest_names(pattern.removeprefix("re:"), names)
             raise ValueError(
-                f"aqn_layers has {pattern!r}, which matches none of the {len(names)} {what} that noise can be put on; "
+                f"aqn_layers has {pattern!r}, which matches none of the {len(names)} norms that noise can be put on; "
                 f"nearest: {', '.join(nearest) or 'none'}. Give whole dotted name parts such as "
                 "'layers.0' or 'input_layernorm', or 're:<regex on the full name>'"
             )

@@ -4,29 +4,33 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback, TrainerState
 
-from .state import random_states, restore_random_states
+from .state import not_finite, random_states, restore_random_states
 
 
 class StepBoundary(TrainerCallback):
-    """Remembers random states and the state of the process as they are before a step begins.
+    """Remembers random states and the state of the process before each step, and stops an update that is not finite.
 
     Args:
         process_state: returns the state to remember; what it refers to is kept, not copied.
-
+        skips_overflow: whether the optimizer itself leaves out updates that are not finite, as in float16.
     """
 
-    def __init__(self, process_state: Callable[[], dict[str, Any]]):
-        self.process_state = process_state
+    def __init__(self, process_state: Callable[[], dict[str, Any]], skips_overflow: bool = False):
+        self.process_state, self.skips_overflow = process_state, skips_overflow
         self._update: tuple[TrainerState, int] | None = None
         self._waiting: BaseException | None = None
+        #: Whether a step of this run has begun: before, its state may not have been restored.
+        self.has_begun = False
         self._step: int | None = None
         self._random: dict[str, Any] = {}
         self._state: dict[str, Any] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._step = self._update = self._waiting = None
+        self.has_begun = False
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.remember(state.global_step)
@@ -35,9 +39,11 @@ class StepBoundary(TrainerCallback):
         # An epoch's data loader draws a number before its first step: there, the state before it counts.
         if self._step != state.global_step:
             self.remember(state.global_step)
+        self.has_begun = True
         self.raise_what_waits()
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.check_gradients(state.global_step, model)
         self._update = state, state.global_step
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -70,6 +76,16 @@ class StepBoundary(TrainerCallback):
             return None
         restore_random_states(self._random)
         return self._state
+
+    def check_gradients(self, step: int, model: nn.Module) -> None:
+        """Raise `FloatingPointError` before an update that would make weights NaN or infinite."""
+        if self.skips_overflow or (name := not_finite(model, gradients=True)) is None:
+            return
+        raise FloatingPointError(
+            f"the gradient of step {step + 1} holds NaN or infinity, among others that of {name}; the weights were not "
+            "changed. Look for such values in the rewards and logs of this step; a run that is resumed repeats it "
+            "unless learning_rate, the scheme, seed or data change"
+        )
 
     def remember(self, step: int) -> None:
         """Take the states of now for those of the end of optimizer step ``step``."""

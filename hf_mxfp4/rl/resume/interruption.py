@@ -24,8 +24,9 @@ class Terminated(SystemExit):
 
 
 def why_unsaved(step: int, processes: int, boundary: StepBoundary, output_dir: str) -> str | None:
-    """Why a run that ends early after ``step`` optimizer steps leaves no checkpoint of its own, to go on a sentence
-    with; `None` where it can."""
+    """Return why a run that ends early after ``step`` optimizer steps leaves no checkpoint of its own, to continue a
+    sentence with; `None` where it can. ``step`` is 0 for a resumed run that has not begun a step: its optimizer may not
+    have been restored."""
     if step == 0:
         return "; nothing was trained yet, so nothing was saved"
     if processes > 1:

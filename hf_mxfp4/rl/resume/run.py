@@ -27,13 +27,13 @@ class RunCheckpoints:
 
     def __init__(self, trainer: GRPOTrainer):
         self.trainer = trainer
-        self.boundary = StepBoundary(trainer._process_state)
+        self.boundary = StepBoundary(trainer._process_state, trainer.accelerator.scaler is not None)
         self._epochs_begun = 0
 
     # ---- the state of a process -----------------------------------------------------------------------------------
 
     def process_state(self) -> dict[str, Any]:
-        """Return where the run is among its rollouts, what waits for the next log, and the entropy coefficient."""
+        """Return where the run is among its rollouts, and the entropy coefficient."""
         trainer = self.trainer
         # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.
         rollouts = {
@@ -42,10 +42,9 @@ class RunCheckpoints:
             "tokens_seen": trainer.state.num_input_tokens_seen,
             "split": self.batch_split(),
         }
-        metrics = {name: [float(value) for value in values] for name, values in trainer._metrics["train"].items()}
         # TRL writes these two as well, but after the checkpoint is complete.
         entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
-        return {"rollouts": rollouts, "metrics": metrics, "entropy": entropy}
+        return {"rollouts": rollouts, "entropy": entropy}
 
     def batch_split(self) -> dict[str, int]:
         """Return what decides which micro-batch of which rollout an optimizer step trains on."""
@@ -56,7 +55,7 @@ class RunCheckpoints:
         }
 
     def load_process_state(self, state: dict[str, Any], exact: bool) -> None:
-        """Take over what [`process_state`] returned; unless ``exact``, that of another process."""
+        """Restore what [`process_state`] returned; unless ``exact``, in another process."""
         trainer = self.trainer
         if exact:
             rollouts = state["rollouts"]
@@ -72,8 +71,6 @@ class RunCheckpoints:
                     ", ".join(f"{name}={value}" for name, value in split.items()),
                 )
             trainer.state.num_input_tokens_seen = rollouts["tokens_seen"]
-            trainer._metrics["train"].clear()  # of what the step that failed had added to them
-            trainer._metrics["train"].update(state["metrics"])
         if trainer.use_adaptive_entropy:
             trainer.entropy_coef = state["entropy"]["coefficient"]
             trainer._last_world_entropy = state["entropy"]["last"]
@@ -116,7 +113,7 @@ class RunCheckpoints:
     def _save_before_leaving(self, error: BaseException) -> None:
         trainer, logger = self.trainer, get_logger()
         step, output_dir = trainer.state.global_step, trainer.args.output_dir
-        trained = step if trainer.optimizer is not None else 0
+        trained = step if self.boundary.has_begun else 0
         what = f"training stopped at step {step} by {type(error).__name__}: {error}"
         reason = why_unsaved(trained, trainer.accelerator.num_processes, self.boundary, output_dir)
         if reason is not None:
@@ -128,6 +125,7 @@ class RunCheckpoints:
                 state = self.boundary.rewind(step)
                 if state is not None:
                     trainer._load_process_state(state, exact=True)
+                    trainer._metrics["train"].clear()  # of what the step that failed had added
                 elif trainer.control.should_log:
                     self._log_what_there_is()
                 trainer._save_checkpoint(trainer.model, trial=None)

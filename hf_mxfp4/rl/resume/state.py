@@ -2,7 +2,6 @@
 """Training checkpoints that are whole, and that a run continues from to the bit."""
 
 import contextlib
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +15,12 @@ from torch import nn
 from ..._logging import get_logger
 from ...checkpoint.io.complete import (
     checkpoint_step,
-    has_manifest,
     invalidate,
     last_complete_checkpoint,
-    why_incomplete,
-    write_manifest,
+    why_damaged,
+    write_whole_manifest,
 )
-from ...checkpoint.io.integrity import why_damaged
-from ...layers import named_fallback_thresholds, random_layers
+from ...layers import random_layers
 from ..callbacks.base import QuantizationStepCallback
 
 
@@ -31,10 +28,10 @@ class ExactResumeMixin:
     """Checkpoints of a [`transformers.Trainer`] that a stopped or killed run continues from as if it had never stopped.
 
     For classes of your own: `class MyTrainer(ExactResumeMixin, Trainer)`; [`MXFP4GRPOTrainer`] has it. Beside what a
-    Trainer saves (weights, optimizer, schedule, random state of each process) a checkpoint then holds, for each
-    process, the thresholds of selective outlier fallback and the state of callbacks that have a `state_dict`, and
+    Trainer saves (weights, optimizer, schedule, random state of each process):
 
-    * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, and one that is not is refused by name;
+    * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, with the checksums that were written with
+      it and finite weights, and one that is not is refused by name; weights that are not finite are not saved as one;
     * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single
       experts, which its resuming passes over with a warning), and a checkpoint that lacks weights is refused;
     * layers that draw random numbers are told the step, as by [`QuantizationStepCallback`], so that they draw the same;
@@ -50,6 +47,13 @@ class ExactResumeMixin:
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        name = not_finite(self.model)
+        if self.accelerator.reduce(torch.tensor(float(name is not None), device=self.args.device)).item():
+            raise ValueError(
+                f"step {self.state.global_step}: {name or 'a weight of another process'} holds NaN or infinity, so no "
+                f"checkpoint is written; resume from an older one in {self.args.output_dir} with a lower learning_rate "
+                "or another seed"
+            )
         if self.args.should_save and folder.is_dir():
             invalidate(folder)
         self.accelerator.wait_for_everyone()
@@ -62,7 +66,7 @@ class ExactResumeMixin:
         torch.save(self._process_state(), _state_file(output_dir, self.args.process_index))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            write_manifest(output_dir)
+            write_whole_manifest(output_dir)
 
     def _save(self, output_dir=None, state_dict=None):
         if self.is_deepspeed_enabled:
@@ -92,13 +96,7 @@ class ExactResumeMixin:
 
     def _process_state(self) -> dict[str, Any]:
         """What this process adds to a checkpoint: numbers, strings, tensors, and lists and dictionaries of them."""
-        callbacks = {type(c).__name__: c.state_dict() for c in self._stateful_callbacks()}
-        thresholds = {name: t.state_dict() for name, t in named_fallback_thresholds(self.model).items()}
-        return {"world_size": self.args.world_size, "fallback_thresholds": thresholds, "callbacks": callbacks}
-
-    def _stateful_callbacks(self) -> list:
-        found = self.callback_handler.callbacks
-        return [c for c in found if hasattr(c, "state_dict") and hasattr(c, "load_state_dict")]
+        return {"world_size": self.args.world_size}
 
     # ---- resuming -------------------------------------------------------------------------------------------------
 
@@ -121,8 +119,8 @@ class ExactResumeMixin:
         # One process looks: the others may see the folder later than it is complete.
         found: list = [None, None]
         if self.accelerator.is_main_process:
-            path = last_complete_checkpoint(self.args.output_dir, _why_not) if choice is True else str(choice)
-            found = [path, _why_not(path) if path is not None and choice is not True else None]
+            path = last_complete_checkpoint(self.args.output_dir, why_damaged) if choice is True else str(choice)
+            found = [path, why_damaged(path) if path is not None and choice is not True else None]
         path, reason = broadcast_object_list(found)
         if path is None:
             raise ValueError(
@@ -144,16 +142,15 @@ class ExactResumeMixin:
         super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _restore_process(self, checkpoint: str) -> None:
-        if not has_manifest(checkpoint):
+        file = _state_file(checkpoint, self.args.process_index)
+        file = file if file.is_file() else _state_file(checkpoint, 0)
+        if not file.is_file():
             get_logger().warning(
                 "%s was not written by a trainer with ExactResumeMixin, or holds the model alone (save_only_model): "
                 "what it lacks starts anew, so that this run does not repeat one that was never stopped",
                 checkpoint,
             )
             return
-        file = _state_file(checkpoint, self.args.process_index)
-        if not file.is_file():
-            file = _state_file(checkpoint, 0)
         device = "cpu" if self.args.device.type == "cpu" else self.args.device  # torch.load knows no "cpu:0"
         state = torch.load(file, map_location=device, weights_only=True)
         exact = state["world_size"] == self.args.world_size
@@ -169,18 +166,7 @@ class ExactResumeMixin:
         get_logger().info("resuming from %s", checkpoint)
 
     def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
-        """Take over what [`_process_state`] returned; unless ``exact``, that of another process."""
-        thresholds = named_fallback_thresholds(self.model)
-        if set(thresholds) != set(state["fallback_thresholds"]):
-            raise ValueError(
-                f"the checkpoint has fallback thresholds of {len(state['fallback_thresholds'])} layers and the model "
-                f"{len(thresholds)} layers that need one, or of other names: resume under the scheme of the checkpoint"
-            )
-        for name, threshold in thresholds.items():
-            threshold.load_state_dict(state["fallback_thresholds"][name])
-        for callback in self._stateful_callbacks():
-            if type(callback).__name__ in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][type(callback).__name__])
+        """Restore what [`_process_state`] returned; unless ``exact``, in another process."""
 
     def _issue_warnings_after_load(self, load_result):
         missing = missing_parameters(self.model, load_result.missing_keys)
@@ -212,6 +198,20 @@ def replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) ->
             state_dict[name] = master.view(state_dict[name].shape).cpu()
             replaced += 1
     return replaced
+
+
+def not_finite(model: nn.Module, gradients: bool = False) -> str | None:
+    """Return the name of the first trained parameter that holds NaN or infinity, or whose gradient does; `None` for
+    none. Sharded ones are looked at where this process has them."""
+    named = [(n, p.grad if gradients else p.detach()) for n, p in model.named_parameters() if p.requires_grad]
+    local = [(n, getattr(t, "_local_tensor", t)) for n, t in named if t is not None and t.numel()]
+    # The largest magnitude is NaN or infinite where any element is; a norm of large numbers could overflow.
+    largest = [torch.linalg.vector_norm(tensor, torch.inf) for _, tensor in local if tensor.numel()]
+    names = [name for name, tensor in local if tensor.numel()]
+    if not largest:
+        return None
+    finite = torch.stack([value.float().to(largest[0].device) for value in largest]).isfinite().tolist()
+    return next((name for name, good in zip(names, finite, strict=True) if not good), None)
 
 
 def missing_parameters(model: nn.Module, missing_keys: list[str]) -> list[str]:
@@ -250,11 +250,6 @@ def random_states_kept() -> Iterator[None]:
         yield
     finally:
         restore_random_states(states)
-
-
-def _why_not(checkpoint: str | os.PathLike) -> str | None:
-    """Why a checkpoint is not resumed from: it is not whole, or its weights do not have the checksums they carry."""
-    return why_incomplete(checkpoint) or why_damaged(checkpoint)
 
 
 def _state_file(checkpoint: str, rank: int) -> Path:

@@ -3,11 +3,14 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+
+
+LARGEST_REWARD = torch.finfo(torch.float32).max
 
 
 class RewardError(RuntimeError):
@@ -77,7 +80,11 @@ def _checked(rewards: Any, name: str, completions: list | None) -> list[float | 
             f"reward function {name!r} must return one number (or None) per completion, got {rewards!r:.200}"
         ) from error
     for index, reward in enumerate(rewards):
-        if reward is not None and not math.isfinite(reward):
+        # Rewards become float32 tensors, in which larger numbers are infinite.
+        if reward is not None and not abs(reward) <= LARGEST_REWARD:
             completion = repr(completions[index])[:200] if completions and index < len(completions) else "unknown"
-            raise RewardError(f"reward function {name!r} returned {reward} for completion {index}: {completion}")
+            raise RewardError(
+                f"reward function {name!r} returned {reward}, which is no finite float32 number, for completion "
+                f"{index}: {completion}"
+            )
     return rewards

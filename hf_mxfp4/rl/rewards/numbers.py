@@ -225,11 +225,12 @@ def exact_match_reward(completions: Sequence[Any], answer: Sequence[str], **kwar
 
 def math_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
     """1.0 where the final answer of the completion, boxed or not, is mathematically equal to the gold answer (LaTeX or
-    text), else 0.0. As `gsm8k_strict_reward` otherwise.
+    text), else 0.0. As `gsm8k_strict_reward` otherwise. A comparison has 5
+    seconds, and all completions together a minute.
 
     Raises:
         ModuleNotFoundError: math-verify is not installed (the extra ``eval``).
     """
-    from .math import is_math_correct  # needs more than the standard library
+    from .math import are_math_correct  # needs more than the standard library
 
-    return rewards_of(is_math_correct, completions, answer)
+    return [float(verdict) for verdict in are_math_correct([_text(completion) for completion in completions], answer)]

@@ -29,7 +29,6 @@ from ...backends.devices import widest_float
 from ...layers import MXFP4Linear, MXFP4PackedLinear, trainable_matrices
 from ...layers.experts_base import ExpertsBase
 from ..config import MXFP4GRPOConfig
-from ..noise.linears import LinearNoise
 from ..noise.norms import NoiseReport, NormNoise
 from ..noise.rollouts import RolloutNoise
 from ..noise.targets import plain_name
@@ -122,9 +121,7 @@ class VLLMPolicy:
             self.held.forget()
         changing = set(merged) | deltas.keys()
         if self._noise is not None and self._rollout()[1] > 0:
-            norms, linears = self._noise.norms, self._noise.linears
-            changing |= set() if norms is None else {f"{plain_name(name)}.weight" for name in norms.norms}
-            changing |= set() if linears is None else linears.parameters.keys()
+            changing |= {f"{plain_name(name)}.weight" for name in self._noise.norms.norms}
         self.held.begin(is_push, changing)
 
     @property
@@ -144,9 +141,9 @@ class VLLMPolicy:
         self._begin(is_push, merged, deltas)
         # From the first tensor on, and until all of them are clean again.
         self.has_noise = self.has_noise or sigma > 0
-        norms, linears = (None, None) if self._noise is None else (self._noise.norms, self._noise.linears)
+        norms = None if self._noise is None else self._noise.norms
         pushed = rollout_parameters(
-            named, model, norms, step, sigma, linears, deltas, self.engine.dtype,
+            named, model, norms, step, sigma, deltas, self.engine.dtype,
             factors=factors, packs=self.engine.is_packed, held=self.held, merged=merged,
         )  # fmt: skip
         rounded, n_bytes, n_tensors = self._rounded_names(), 0, 0
@@ -226,7 +223,6 @@ def rollout_parameters(
     noise: NormNoise | None = None,
     step: int = 0,
     sigma: float = 0.0,
-    linear_noise: LinearNoise | None = None,
     deltas: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     dtype: torch.dtype | None = None,
     *,
@@ -235,11 +231,11 @@ def rollout_parameters(
     held: HeldWeights | None = None,
     merged: Set[str] = frozenset(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of norms and
-    linear layers: that of a rollout in this process, at the same step.
+    """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of
+    norms: that of a rollout in this process, at the same step.
 
     What the noise changed, after rounding to the dtype that is pushed and to that of vLLM, is left in the
-    ``last_report`` of both.
+    ``last_report`` of ``noise``.
 
     Args:
         deltas: what adapters add to parameters, see [`adapter_sums`]; added in float32, after quantization.
@@ -254,9 +250,6 @@ def rollout_parameters(
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them, or
     when an adapter's did not.
     """
-    noisy_weights = linear_noise.parameters if linear_noise is not None and sigma > 0 else {}
-    if noisy_weights:
-        linear_noise.begin()
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
     deltas, factors = dict(deltas or {}), dict(factors or {})
     norms = (
@@ -269,7 +262,7 @@ def rollout_parameters(
         owner, matrix = name.removesuffix(".weight"), quantized.get(name)
         n_quantized += matrix is not None
         delta = deltas.pop(name, None)
-        has_noise = name in noisy_weights or name.endswith(".weight") and owner in norms
+        has_noise = name.endswith(".weight") and owner in norms
         is_clean = delta is None and not has_noise
         if is_clean and held is not None and name in held.left_out:
             pass
@@ -279,10 +272,7 @@ def rollout_parameters(
         else:
             clean = tensor.detach() if matrix is None else matrix.layer_values(tensor)
             adapted = clean if delta is None else (clean.float() + delta()).to(clean.dtype)
-            if name in noisy_weights:
-                without = clean if matrix is not None and delta is not None else None
-                yield name, linear_noise.noisy_values(name, adapted, step, sigma, without, dtype)
-            elif has_noise:
+            if has_noise:
                 n_noisy += 1
                 noisy = (adapted.float() + noise.noise(norms[owner], adapted, step, sigma)).to(adapted.dtype)
                 energy += _energy(noisy, adapted, dtype or adapted.dtype)
@@ -304,8 +294,6 @@ def rollout_parameters(
         raise RuntimeError("adaptive quantization noise reached none of the weights pushed to vLLM")
     if norms:
         noise.last_report = NoiseReport(sigma, math.sqrt(energy / n_elements), n_noisy, n_elements)
-    if noisy_weights:
-        linear_noise.finish(sigma * linear_noise.scale)
 
 
 def _energy(noisy: torch.Tensor, clean: torch.Tensor, dtype: torch.dtype) -> float:

@@ -92,7 +92,7 @@ class VLLMEngine:
         elif trained is not None and trained.modules_to_not_convert != skips:
             what = f"has modules_to_not_convert={skips} and the policy {trained.modules_to_not_convert}"
         else:
-            what = needs_dense(model, args)
+            what = needs_dense(model)
         if what:
             raise ValueError(
                 f"vLLM keeps weights in 4 bits, and {what}: start it in the scheme of the policy, with "
@@ -134,10 +134,8 @@ class VLLMEngine:
         )
 
 
-def needs_dense(model: nn.Module, args: MXFP4GRPOConfig) -> str | None:
+def needs_dense(model: nn.Module) -> str | None:
     """Why the weights that the policy samples with are not those of 4 bits; `None` where they are."""
-    if args.aqn and args.aqn_targets != "norms":
-        return f"aqn_targets={args.aqn_targets!r} puts noise on them"
     if has_inseparable_adapters(model):
         return "adapters on experts are added to them"
     return None

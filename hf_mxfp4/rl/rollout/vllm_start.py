@@ -8,6 +8,7 @@ vLLM's `hf_overrides` take it: nothing is written, and vLLM reads and caches wha
 
 import contextlib
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -80,7 +81,7 @@ def quantization_config(model: nn.Module, args: MXFP4GRPOConfig) -> tuple[dict[s
     reason = _unsupported_reason(model, name, stored, args)
     if reason:
         return None, reason
-    dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else needs_dense(model, args)
+    dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else needs_dense(model)
     dense_reason = dense_reason or _slow_experts(model)
     settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
     mode = (stored.get("quantization_config") or {}).get("mode", "qat")
@@ -99,12 +100,11 @@ def tell_how_to_serve(model: nn.Module, args: MXFP4GRPOConfig) -> None:
     if config is None:
         get_logger().info("the vLLM server cannot be started in the scheme of the policy: %s", words)
         return
+    overrides = json.dumps({"quantization_config": config})
     get_logger().info(
-        "the vLLM server keeps weights in 16 bits. One in the scheme of the policy, %s, is started by vllm serve %s "
-        "--hf-overrides '%s'",
+        "the vLLM server keeps weights in 16 bits. One in the scheme of the policy, %s, is started by %s",
         words,
-        model.name_or_path,
-        json.dumps({"quantization_config": config}),
+        shlex.join(["vllm", "serve", model.name_or_path, "--host", "127.0.0.1", "--hf-overrides", overrides]),
     )
 
 
@@ -149,10 +149,4 @@ def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], arg
         packed = MXFP4RLConfig.from_dict(theirs)
         if scheme.mode != "packed" or packed.weight_scheme != scheme.weight_scheme:
             return f"its checkpoint is packed by another scheme, {packed.describe()}"
-    inputs = scheme.activation_scheme
-    if inputs is not None and inputs.fallback_rate is not None:
-        return (
-            f"outlier_fallback_rate={scheme.outlier_fallback_rate} selects blocks of activations by a threshold that "
-            "is learned in training, and vLLM has none"
-        )
     return None

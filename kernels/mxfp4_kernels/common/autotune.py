@@ -125,9 +125,21 @@ def gpu_name(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "_", module.get_device_name(device).lower()).strip("_") or device.type
 
 
+@functools.lru_cache(maxsize=1)
+def _temporary_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="hf_mxfp4-")
+    warnings.warn(f"there is no home folder, so {folder} is used; set HF_MXFP4_CACHE to a folder", stacklevel=3)
+    return Path(folder)
+
+
 def cache_folder() -> Path:
-    """Where what was found out about this machine is kept."""
-    return Path(os.environ.get("HF_MXFP4_CACHE") or Path.home() / ".cache" / "hf_mxfp4")
+    """Return where what was found out about this machine is kept: a temporary folder where there is no home."""
+    if chosen := os.environ.get("HF_MXFP4_CACHE"):
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "hf_mxfp4"
+    except RuntimeError:
+        return _temporary_folder()
 
 
 def cache_file(gpu: str) -> Path:

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...._logging import get_logger
 from ...io.folder import CheckpointError, CheckpointFolder, read_json
+from ...io.guard import without_scheme
 from ...io.reader import ShardError, StoredTensor, read_rows
 from .architectures import Architecture, of_file, of_model
 from .blocks import row_bytes
@@ -179,7 +180,7 @@ def _stored(file: Path, tensor: "ReaderTensor") -> StoredTensor:
 def _config_beside(file: Path, architecture: Architecture) -> dict[str, Any] | None:
     if not (file.parent / "config.json").is_file():
         return None
-    config = {k: v for k, v in read_json(file.parent / "config.json").items() if k != "quantization_config"}
+    config = without_scheme(read_json(file.parent / "config.json"))
     kind = config.get("model_type")
     if of_model(kind) is not architecture:
         raise CheckpointError(

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the options of a run come from: the command line, a YAML file, the demo, and a preset over them."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.presets import PRESETS
+from recipes.ablations.arguments import parse as parse_ablation
+from recipes.ablations.grid import Run, check_cells, parse_run, read_grid
+from recipes.common.options import bare_flags
+from recipes.common.schemes import preset_of
+from recipes.evaluation.arguments import parse as parse_evaluation
+from recipes.post_training.arguments import load_task_or_exit, parse
+from recipes.pretraining.arguments import parse as parse_study
+
+
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
+CPU = ["--use_cpu=true", "--bf16=false"]
+
+
+def of_file(name):
+    return ["--config", str(CONFIGS / f"{name}.yaml"), *CPU]
+
+
+# ---- a preset or mode on the command line is exactly that -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("words", [[], of_file("qwen2.5_3b_gsm8k")], ids=["demo", "qwen"])
+def test_a_preset_on_the_command_line_is_exactly_that_preset(preset, words, capsys):
+    scheme = parse([*words, f"--preset={preset}"])[1]
+    assert scheme == MXFP4RLConfig(preset=preset) and preset_of(scheme) == f"exactly the preset {preset}"
+    told = capsys.readouterr().out
+    assert f"--preset {preset} resets what" in told and "scale_rule=even, macro_block=128" in told
+
+
+def test_paper_a_has_the_options_of_the_paper():
+    weights = parse(["--preset", "paper_a"])[1].weight_scheme
+    assert str(weights).replace("mxfp4+", "") == "rceil+mbs128-static+of0.5"
+
+
+@pytest.mark.parametrize("words", [[], of_file("qwen2.5_3b_gsm8k")], ids=["demo", "qwen"])
+def test_another_mode_on_the_command_line_resets_the_scheme_too(words):
+    assert parse([*words, "--mode=packed", "--use_peft"])[1] == MXFP4RLConfig(mode="packed")
+
+
+def test_options_beside_the_preset_on_the_command_line_count_and_others_stay(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("scale_rule: floor\nmodules_to_not_convert: [layers.0]\nstochastic_seed: 3\nbackend: eager\n")
+    scheme = parse(["--config", str(path), *CPU, "--preset=paper_b", "--scale_rule=even"])[1]
+    kept = {"modules_to_not_convert": ["layers.0"], "stochastic_seed": 3, "backend": "eager"}
+    assert scheme == MXFP4RLConfig(preset="paper_b", scale_rule="even", **kept)
+    assert "resets" not in capsys.readouterr().out  # the command line names the one that would be
+
+
+def test_a_preset_in_the_file_keeps_the_options_beside_it(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("preset: paper_a\noutlier_fallback: null\n")
+    scheme = parse(["--config", str(path), *CPU])[1]
+    assert scheme == MXFP4RLConfig(preset="paper_a", outlier_fallback=None)
+    assert preset_of(scheme) == "the preset paper_a but for outlier_fallback=None (not 0.5)"
+
+
+def test_options_that_make_up_another_preset_are_called_that():
+    scheme = parse(["--scale_rule=rceil", "--macro_search=static", "--outlier_fallback=0.5"])[1]
+    assert preset_of(scheme) == "exactly the preset paper_a (written as w4a4)"
+    assert preset_of(MXFP4RLConfig(mode="packed")) == "exactly the preset w4a16"
+    assert "wgrad=" in preset_of(MXFP4RLConfig(preset="paper_b", wgrad={"rotation": "none"}))
+
+
+def grid_of(path, **changes):
+    content = {
+        "output_dir": str(path.parent / "out"),
+        "seeds": [0],
+        "task": {"task": "arithmetic"},
+        "base": {"model_name_or_path": "model"},
+        "train": {"scale_rule": "rceil", "macro_block": None, "outlier_fallback": None, "use_cpu": True, "bf16": False},
+        "cells": {
+            "bf16": {"options": {"full_precision": True}},
+            "mxfp4": {},
+            "paper": {"options": {"preset": "paper_a"}},
+            "of": {"options": {"preset": "paper_a", "outlier_fallback": 1.0}},
+        },
+        **changes,
+    }
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def schemes_of(grid):
+    return {run.cell.name: parse_run(run.config).quantization for run in grid.runs}
+
+
+def test_a_cell_with_a_preset_is_exactly_that_preset(tmp_path, capsys):
+    grid = read_grid(grid_of(tmp_path / "grid.yaml"))
+    check_cells(grid)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "cell paper its own preset or mode resets scale_rule=rceil, macro_block=None, outlier_fallback=None" in told
+    assert "cell mxfp4" not in told
+    schemes = schemes_of(grid)
+    assert schemes["paper"] == MXFP4RLConfig(preset="paper_a")
+    assert schemes["of"] == MXFP4RLConfig(preset="paper_a", outlier_fallback=1.0)
+    assert schemes["mxfp4"] == MXFP4RLConfig(scale_rule="rceil", macro_block=None, outlier_fallback=None)
+
+
+# ---- options of grpo.py for a whole grid, in place of a rehearsal ---------------------------------------------------
+
+
+def test_options_for_all_cells_and_another_start(tmp_path):
+    path = grid_of(tmp_path / "grid.yaml", launcher="accelerate launch")
+    words = ["--config", str(path), "--max_steps", "2", "--model_name_or_path=small", "--launcher", "", "--dry-run"]
+    arguments, options = parse_ablation("", words)
+    assert arguments.dry_run and options == {"max_steps": 2, "model_name_or_path": "small"}
+    grid = read_grid(arguments.config, launcher=arguments.launcher, options=options)
+    assert grid.models[0].launcher == ()
+    assert {(run.config["max_steps"], run.config["model_name_or_path"]) for run in grid.runs} == {(2, "small")}
+    preset = read_grid(path, options={"preset": "paper_a"}, only=["mxfp4"])
+    assert schemes_of(preset) == {"mxfp4": MXFP4RLConfig(preset="paper_a")}
+    assert next(preset.runs).folder == Run(grid, grid.models[0], preset.models[0].cells[0], 0).folder
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_stepz": 2}, "the command line has no option 'max_stepz'; did you mean 'max_steps'"),
+        ({"outlier_fallback": 1.0}, "the cell of has outlier_fallback of its own"),
+        ({"seed": 2}, "the command line: seed is set for each run"),
+    ],
+)
+def test_options_for_all_cells_that_cannot_be(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        check_cells(read_grid(grid_of(tmp_path / "grid.yaml"), options=options), options)
+
+
+def test_a_rehearsal_says_what_to_do_instead():
+    with pytest.raises(ValueError, match="--rehearse is gone: .* --max_steps 2"):
+        parse_ablation("", ["--config", "grid.yaml", "--rehearse"])
+
+
+def test_grids_of_earlier_versions_are_read(tmp_path):
+    base = {"model_name_or_path": "model", "architecture": "qwen2", "sizes": {"tie_word_embeddings": True}}
+    assert read_grid(grid_of(tmp_path / "grid.yaml", base=base)).models[0].base == {"model_name_or_path": "model"}
+
+
+# ---- without a configuration ----------------------------------------------------------------------------------------
+
+
+def test_the_demo_is_run_without_a_configuration():
+    recipe, _, training, _ = parse(["--max_steps=3"])
+    assert training.max_completion_length == 4 and training.learning_rate == 1e-4 and training.max_steps == 3
+    assert recipe.sft_steps == 400 and training.use_cpu
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--model_name_or_path", "some/model"], ["--task=gsm8k"], ["--task", "file", "--train-file", "x.jsonl"]],
+    ids=["model", "task", "file"],
+)
+def test_options_of_the_demo_are_not_those_of_another_model_or_task(words, capsys):
+    _, scheme, training, _ = parse([*words, *CPU])
+    assert training.max_completion_length is None and training.learning_rate == 1e-6
+    assert training.per_device_train_batch_size == 8 and training.max_steps == -1
+    assert scheme == MXFP4RLConfig()
+    assert "is not the demo's: options that are not named have their defaults" in capsys.readouterr().out
+
+
+def test_completions_are_as_long_as_the_task_needs_where_nobody_says(tmp_path):
+    recipe, _, training, _ = parse([*CPU, "--task=word_problems", "--problem_count=100"])
+    load_task_or_exit(recipe, training)
+    assert training.max_completion_length == 13 * 4 + 16
+    _, _, training, _ = parse([*CPU, "--task=word_problems", "--max-completion-length=9"])
+    assert training.max_completion_length == 9
+
+
+# ---- spellings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--overwrite"], ["--overwrite", "true"], ["--overwrite=True"]])
+def test_a_flag_may_have_a_value_or_none(words):
+    assert parse(words)[0].overwrite is True
+    assert parse_evaluation([*words, "model"]).overwrite is True
+    assert parse_evaluation(["model", *words]).model == "model"
+
+
+def test_a_flag_may_be_false():
+    assert parse(["--overwrite", "false"])[0].overwrite is False
+    assert parse_evaluation(["model", "--overwrite", "false", "--use-cpu=false"]).overwrite is False
+    assert bare_flags(["--a", "false", "b", "--c-d=true", "--e", "true"], ["--a", "--c_d"]) == [
+        "b", "--c_d", "--e", "true",
+    ]  # fmt: skip
+
+
+def test_modules_to_leave_out_have_one_name_and_earlier_ones_warn(tmp_path, capsys):
+    expected = MXFP4RLConfig(modules_to_not_convert=["layers.0", "down_proj"])
+    for word in ("--modules_to_not_convert", "--modules-to-not-convert"):
+        assert parse([word, "layers.0", "down_proj"])[1] == expected
+    assert "warning" not in capsys.readouterr().out
+    path = tmp_path / "run.yaml"
+    path.write_text("exclude: [layers.0, down_proj]\n")
+    for words in (["--skip", "layers.0", "down_proj"], ["--config", str(path), *CPU]):
+        assert parse(words)[1] == expected
+        assert "is called modules_to_not_convert here" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="is given more than once; give all modules after one"):
+        parse(["--skip", "layers.0", "--skip", "down_proj"])
+
+
+def test_a_second_configuration_is_refused():
+    with pytest.raises(ValueError, match="--config is given more than once"):
+        parse([*of_file("tiny_cpu"), *of_file("tiny_cpu_lora")])
+
+
+def test_hyphens_in_the_study():
+    assert parse_study(["--max-steps=40", "--extra_tokens=0"]).total_steps == 40
+    with pytest.raises(ValueError, match="the command line has no option 'skip'"):
+        parse_study(["--skip", "layers.0"])

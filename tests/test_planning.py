@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 plan`: estimates against counted bytes of real steps on the CPU, and what the command prints."""
+
+import json
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from benchmarks.memory import architecture, make_model, measure
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.cli import app
+from hf_mxfp4.planning import Setup, plan, sizes_of
+
+
+SEQUENCES, TOKENS, RANK = 3, 64, 4
+
+
+def config():
+    small = architecture(layers=2, hidden=128)
+    small.vocab_size = 512
+    return small
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("options", [None, {"preset": "w4a16"}, {"mode": "packed"}], ids=["full", "w4a16", "packed"])
+def test_a_step_takes_about_what_was_estimated(options, checkpointing):
+    ids = torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS) % 512
+    packed = options == {"mode": "packed"}
+    model = make_model(config(), options, torch.bfloat16 if packed else torch.float32, checkpointing, RANK)
+    measured = measure(model, ids, torch.bfloat16, checkpointing)
+    quantization = None if options is None else MXFP4RLConfig(**options)
+    setup = Setup(quantization, batch=SEQUENCES, length=TOKENS, checkpointing=checkpointing, lora_rank=RANK)
+    planned = plan(sizes_of(config(), quantization), setup)
+    states = {name: planned[name] for name in ("weights", "gradients", "optimizer")}
+    if not packed:  # PEFT's adapters have the dtype of their base here, and float32 in a run of the recipe
+        assert states["gradients"] == measured["gradients"]
+        assert states == pytest.approx({name: measured[name] for name in states}, rel=0.01)
+    if not checkpointing:
+        saved = measured["saved"] - 512 * SEQUENCES * TOKENS * 4  # the logits' softmax
+        saved -= planned["copies of weights"] if options is None else 0  # autocast's, which its cache holds
+        assert 0.75 * saved < planned["activations"] < 1.33 * saved
+
+
+def test_what_is_spread_over_gpus():
+    sizes = sizes_of(config(), None)
+    one, four = (plan(sizes, Setup(None, "fsdp2", gpus)) for gpus in (1, 4))
+    for part in ("weights", "gradients", "optimizer"):
+        assert four[part] == one[part] / 4
+    assert four["activations"] == one["activations"] and one["weights"] == 4 * sizes.elements
+    zero2, zero3 = (plan(sizes, Setup(None, engine, 4)) for engine in ("zero2", "zero3"))
+    assert zero2["weights"] == 2 * sizes.elements + sizes.elements
+    assert zero3["weights"] == 2 * sizes.elements / 4 + sizes.elements
+    with pytest.raises(ValueError, match="engine='fsdp' is not known; choose one of ddp, fsdp2, zero2, zero3"):
+        plan(sizes, Setup(None, "fsdp"))
+
+
+def test_experts_are_quantized_too():
+    mixture = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    sizes = sizes_of(mixture, MXFP4RLConfig(mode="packed"))
+    assert sizes.quantized == 2 * (64 * 32 * 3 * 4 + 64 * 64 * 2 + 64 * 32 * 2)
+    assert plan(sizes, Setup(MXFP4RLConfig(mode="packed")))["weights"] == pytest.approx(
+        sizes.quantized * 4.3125 / 8 + 2 * (sizes.elements - sizes.quantized) + 4 * 16 * sizes.adapter
+    )
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_the_command(tmp_path):
+    config().save_pretrained(tmp_path)
+    found = json.loads(run(tmp_path, "--gpus", 2, "--json").stdout)["engines"]
+    assert list(found) == ["ddp", "fsdp2", "zero2", "zero3"] and all(each["fits"] for each in found.values())
+    table = run(tmp_path / "config.json", "--mode", "packed").stdout
+    assert "optimizer" in table and "fits 72.0 GB" in table and "fsdp2" not in table
+    largest = found["ddp"]["largest_batch"]
+    assert run(tmp_path, "--gpus", 2, "--engine", "ddp", "--batch", largest).exit_code == 0
+    full = run(tmp_path, "--gpus", 2, "--engine", "ddp", "--batch", largest + 1)
+    assert full.exit_code == 1 and "nothing fits into 72.0 GB per GPU; use more GPUs" in full.stderr
+    unknown = run(tmp_path, "--preset", "w4a5")
+    assert unknown.exit_code == 2 and "preset='w4a5' is not supported" in unknown.stderr
+    missing = run(tmp_path / "none")
+    assert missing.exit_code == 2 and "is no folder with a config.json" in missing.stderr
