@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from .documents import (
     ablation_tables,
+    architecture_tables,
     component_tables,
     cpu_tables,
     error_tables,
@@ -35,6 +36,7 @@ DOCUMENTS = (
     "docs/gptq.md",
     "docs/checkpoints.md",
     "docs/lora.md",
+    "docs/models.md",
     "docs/moe.md",
     "docs/performance.md",
     "docs/robustness.md",
@@ -67,6 +69,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "readme_evidence evidence_schemes evidence_front evidence_claims encoder_evidence gptq",
         ),
         (component_tables, "evidence_components evidence_predictors"),
+        (architecture_tables, "architectures"),
         (ablation_tables, "ablation ablation_claims ablation_diagnostics"),
     )
     for name in names.split()

@@ -75,10 +75,13 @@ class _Source:
                 path = self._path(node.value)
                 if path is not None and len(path) > 1:
                     self.aliases.setdefault(node.targets[0].id, path)
-            elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
-                path = self._path(node.iter)
-                if path is not None:
-                    self.aliases.setdefault(node.target.id, (*path, _EACH))
+            elif isinstance(node, (ast.For, ast.comprehension)):
+                # Also of `enumerate` and `zip`: a name then stands for elements of the first container.
+                iterables = node.iter.args if isinstance(node.iter, ast.Call) else [node.iter]
+                path = next(filter(None, map(self._path, iterables)), None)
+                for target in ast.walk(node.target) if path is not None else ():
+                    if isinstance(target, ast.Name):
+                        self.aliases.setdefault(target.id, (*path, _EACH))
         attributes = [path for node in ast.walk(tree) if (path := self._path(node)) and path[0] == "self"]
         self.methods = [path[1] for path in attributes if len(path) == 2]
 

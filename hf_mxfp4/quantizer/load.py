@@ -21,14 +21,23 @@ class PackOnLoad(ConversionOps):
         self._config, self._energy, self._source_files = config, energy, source_files
 
     def convert(self, input_dict, full_layer_name: str = "", model=None, **kwargs) -> dict[str, torch.Tensor]:
-        """Maps ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names.
+        """Map ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names. Of several weights,
+        which one tensor of the files is split into, each name is a full one.
 
-        Raises `ValueError` when the weight is not of the layer's shape, which transformers does not check here.
+        Raises `ValueError` when a weight is not of the layer's shape, which transformers does not check here.
         """
-        (value,) = input_dict.values()
-        weight = value[0] if isinstance(value, list) else value
+        names = [full_layer_name] if len(input_dict) == 1 else list(input_dict)
+        found: dict[str, torch.Tensor] = {}
+        for name, value in zip(names, input_dict.values(), strict=True):
+            found |= self._pack(model, name, value[0] if isinstance(value, list) else value)
+        return found
+
+    def _pack(self, model: nn.Module, full_layer_name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         owner, _, own = full_layer_name.rpartition(".")
         layer = model.get_submodule(owner)
+        is_packed = isinstance(layer, PACKED) and own in (getattr(layer, "projections", None) or ("weight",))
+        if not is_packed:
+            return {full_layer_name: weight}
         needed = getattr(layer, own).shape  # the placeholder's
         if weight.shape != needed:
             raise ValueError(

@@ -30,7 +30,8 @@ def _reason(device: torch.device, model: nn.Module, copies: bool) -> str | None:
         return "its weights are read when training begins"
     if not _waits(model, device):
         return None
-    needed = _MARGIN * model.get_memory_footprint() * (2 if copies else 1)
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    needed = _MARGIN * weights * (2 if copies else 1)
     free = torch.accelerator.get_memory_info(device)[0]
     if needed <= free:
         return None

@@ -112,9 +112,9 @@ def test_nan_inputs_are_problems():
 
 def test_a_layer_that_no_text_reaches_is_a_problem():
     model = make_model("qwen2")
-    model.spare = torch.nn.Linear(32, 32)
+    model.model.layers[0].spare = torch.nn.Linear(32, 32)
     _, problems = analyze_activations(model, batches(), SCHEMES)
-    assert [(p.where, p.reason) for p in problems] == [("spare", "no text reached this layer")]
+    assert [(p.where, p.reason) for p in problems] == [("model.layers.0.spare", "no text reached this layer")]
 
 
 def test_a_model_without_such_layers():

@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers import MistralForCausalLM as PlainMistral
 
+from hf_mxfp4 import MXFP4Linear
 from hf_mxfp4.analysis.perplexity import scoring
 from hf_mxfp4.analysis.perplexity.replay import Replay
 from hf_mxfp4.analysis.perplexity.scoring import Score, reference_of, score
@@ -163,9 +164,9 @@ def test_logits_exist_for_a_few_rows_at_a_time(monkeypatch):
     assert rows[18:23] == trial and len(rows) == 23 + 2 * len(portions) and max(rows[23:]) == 16
 
 
-def test_what_is_beside_the_decoder_and_would_be_quantized_is_not_replayed():
+def test_a_quantized_layer_beside_the_decoder_is_not_replayed():
     model = make_model("llama")
-    model.projection = torch.nn.Linear(32, 32)
+    model.projection = MXFP4Linear(32, 32)
     assert Replay.of(model, TEXTS[0]) is None and reference_of(model, TEXTS).replay is None
 
 

@@ -100,7 +100,7 @@ def test_no_header(tmp_path, contents):
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(ShardError, match="gone.safetensors cannot be read: No such file"):
+    with pytest.raises(ShardError, match="'gone.safetensors' cannot be read: No such file"):
         read_header(tmp_path / "gone.safetensors")
 
 

@@ -20,6 +20,7 @@ def test_every_layer_is_measured_beside_the_plain_one(records):
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
 def test_a_call_with_a_kept_weight_makes_few_python_calls(records, preset):
-    """They are 32 and 36, of packed layers 24 and 28, on the codes; fewer with dense copies."""
-    assert records[f"MXFP4Linear, {preset}, weight kept"]["calls"] <= 36
-    assert records[f"MXFP4PackedLinear, {preset}, weight kept"]["calls"] <= 28
+    """They are 36 and 41, of packed layers 25 and 32, on the codes; fewer with dense copies. Five of them check that a
+    tensor is in memory and that shapes fit, before C++ reads it."""
+    assert records[f"MXFP4Linear, {preset}, weight kept"]["calls"] <= 41
+    assert records[f"MXFP4PackedLinear, {preset}, weight kept"]["calls"] <= 32

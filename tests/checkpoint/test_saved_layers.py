@@ -136,3 +136,31 @@ def test_a_layer_that_is_missing_is_still_an_error(tmp_path):
     save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="intermediate.dense.weight is in no file of the checkpoint"):
         load(tmp_path, "packed", AutoModelForSequenceClassification, num_labels=3)
+
+
+def test_every_way_to_pack_records_the_same(t5, tmp_path):
+    from hf_mxfp4 import pack
+    from hf_mxfp4.checkpoint import pack_checkpoint
+
+    config = MXFP4RLConfig(mode="packed")
+    load(t5, "packed").save_pretrained(tmp_path / "loaded")
+    pack(load(t5), config).save_pretrained(tmp_path / "packed")
+    pack_checkpoint(t5, tmp_path / "folder", config)
+    kept = {name: scheme_in(tmp_path / name)["full_precision"] for name in ("loaded", "packed", "folder")}
+    assert kept["loaded"] == kept["packed"] == kept["folder"] and len(kept["loaded"]) == 3
+
+
+def test_a_model_that_saves_itself_by_passing_its_arguments_on(tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    class Own(Qwen2ForCausalLM):
+        def save_pretrained(self, save_directory, *args, **kwargs):
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = Own(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0))
+    model.save_pretrained(tmp_path / "plain")
+    model = load(tmp_path / "plain", "qat", Own)
+    model.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "saved", None, Own)(IDS).logits, model(IDS).logits)

@@ -107,9 +107,9 @@ def test_residuals_are_rounded_too(scheme, rotation):
 
 def test_residuals_by_hand():
     """Inputs that are not alike leave the nearest values and their residuals, where these are kept."""
-    weight = torch.zeros(4, 32)
-    weight[:, 0], weight[:, 1] = 6.0, torch.tensor([2.2, 2.4, 2.0, 2.1])
-    found = round_weight(weight, torch.eye(32), parse_scheme("rceil+of1@0.25"))
+    weight = torch.zeros(1, 4, 32)
+    weight[..., 0], weight[..., 1] = 6.0, torch.tensor([2.2, 2.4, 2.0, 2.1])
+    found = round_weight(weight.view(1, 128), torch.eye(128), parse_scheme("rceil+of1@0.25")).view(4, 32)
     # Of four blocks one has a residual: the one whose error, of 2.4, is largest: .4 is .375 in steps of 2**-5.
     assert found[:, 1].tolist() == [2.0, 2.375, 2.0, 2.0] and (found[:, 0] == 6).all()
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import remove_scheme
 from hf_mxfp4.layers import QUANTIZED
 from recipes.evaluation import policy as policy_module
 from recipes.evaluation.policy import folder_digest, load_policy
@@ -143,11 +144,13 @@ def test_a_model_without_a_scheme_is_called_that_and_has_no_control(folders):
 
 def test_a_scheme_that_quantized_nothing_is_refused(folders, monkeypatch):
     load = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        policy_module.AutoModelForCausalLM,
-        "from_pretrained",
-        lambda name, **options: load(name, **{**options, "quantization_config": None}),
-    )
+
+    def load_plain(name, **options):
+        config = AutoConfig.from_pretrained(name)
+        remove_scheme(config)
+        return load(name, **{**options, "config": config})
+
+    monkeypatch.setattr(policy_module.AutoModelForCausalLM, "from_pretrained", load_plain)
     with pytest.raises(ValueError, match="carries the scheme w4a4 .* not one layer of Qwen2ForCausalLM was quantized"):
         load_policy(folders["policy"])
 

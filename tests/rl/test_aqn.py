@@ -61,14 +61,6 @@ def test_of_a_model_of_images_the_decoder_gets_noise():
     ]
 
 
-def test_towers_are_left_out_by_name_too():
-    tower = nn.ModuleDict({"norm": nn.RMSNorm(4)})
-    model = nn.ModuleDict(
-        {"vision_tower": tower, "audio_tower": tower, "layers": nn.ModuleDict({"norm": nn.RMSNorm(4)})}
-    )
-    assert list(find_norms(model)) == ["layers.norm"]
-
-
 def test_model_without_norm_is_refused():
     with pytest.raises(ValueError, match="found no RMSNorm in Linear"):
         NormNoise(nn.Linear(2, 2), seed=0)

@@ -177,12 +177,13 @@ def _check(
 
 
 def _checked_ends(ends: torch.Tensor, n_rows: int) -> torch.Tensor:
-    """Return where the rows of experts end, in memory. Raises `ValueError` where they do not make up all rows."""
+    """Return where the rows of experts end, in memory; rows after them belong to experts of other processes. Raises
+    `ValueError` where they are no rows."""
     places = [0, *ends.flatten().tolist()]
-    if ends.dtype is not torch.int32 or ends.dim() != 1 or places != sorted(places) or places[-1] != n_rows:
+    if ends.dtype is not torch.int32 or ends.dim() != 1 or places != sorted(places) or places[-1] > n_rows:
         raise ValueError(
             f"the rows of experts end at {ends.dtype} {list(ends.shape)} {places[1:]}; expected an int32 vector that "
-            f"rises to the number of rows, {n_rows}"
+            f"rises to at most the number of rows, {n_rows}"
         )
     return in_memory(ends.cpu())
 

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architectures of transformers: each that was tried is right, or refused by name."""
+
+import pytest
+import torch
+
+from benchmarks import architectures
+from benchmarks.records import records
+from benchmarks.tiny_architectures import shrunk
+from hf_mxfp4 import module_names
+
+
+FOUND = {record["name"]: record for record in records("architectures")}
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_moe", "smolvlm", "t5"])
+def test_an_architecture_of_each_kind_is_right(name):
+    assert architectures.try_architecture(name)["outcome"] == "right"
+
+
+def test_an_architecture_on_conv1d_is_refused():
+    found = architectures.try_architecture("gpt2")
+    assert found["outcome"] == "refused" and "Conv1D" in found["detail"]
+
+
+def test_a_layer_that_model_code_goes_around_is_noticed(monkeypatch):
+    """T5 casts to the dtype of a weight: with stored bytes there, it cannot be right."""
+    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    found = architectures.try_architecture("t5")
+    assert found["outcome"] == "wrong" and found["detail"].startswith("packed: ")
+
+
+def test_a_difference_to_the_twin_is_noticed():
+    expected = torch.ones(4)
+    architectures._compare(expected * (1 + 1e-6), expected)
+    for other in (expected * 1.001, expected * float("nan")):
+        with pytest.raises(ValueError, match="differ from those of the dequantized model"):
+            architectures._compare(other, expected)
+
+
+def test_configs_are_shrunk_in_all_their_parts():
+    options = {
+        "vocab_size": 50000,
+        "attention_dropout": 0.1,
+        "text_config": {"hidden_size": 4096, "num_hidden_layers": 4, "layer_types": ["a", "a", "a", "b"]},
+    }
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "layer_types": ["a", "b"]}
+    assert shrunk(options) == {"vocab_size": 256, "attention_dropout": 0.0, "text_config": text}
+
+
+def test_the_record_has_enough_architectures():
+    outcomes = [record["outcome"] for record in FOUND.values()]
+    assert sum(outcome in ("right", "refused") for outcome in outcomes) >= 80
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", [name for name, record in FOUND.items() if record["outcome"] != "not tried"])
+def test_the_record_is_true(name):
+    assert architectures.try_architecture(name)["outcome"] == FOUND[name]["outcome"]
