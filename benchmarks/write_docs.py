@@ -50,8 +50,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for module, names in (
         (
             error_tables,
-            "schemes tie_movement tie_start weighted mantissas alphas components statements rollouts gradients "
-            "readme_schemes",
+            "schemes tie_movement tie_start weighted mantissas alphas components statements readme_schemes",
         ),
         (
             run_tables,
