@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate` on the CPU: quantized models in their several forms, bfloat16, both also compiled, and llama.cpp.
+"""`generate` on the CPU: quantized models in their several forms, and bfloat16, both also compiled.
 
     python -m benchmarks.generate_cpu --model FOLDER      # a checkpoint, as of SmolLM2-135M-Instruct
     python -m benchmarks.generate_cpu --shape llama-1b --tokens 4 --add   # random weights in the shape of Llama 3.2 1B
-    python -m benchmarks.generate_cpu --model FOLDER --llama-cpp FOLDER   # llama.cpp's `llama-bench` of the same model
     python -m benchmarks.generate_cpu --rounds 1 --batches 1 --threads 1 --eager --out -
 
 Greedy, a fixed number of new tokens after a prompt of random ones. In every round each contender generates once, one
@@ -11,7 +10,7 @@ after the other, with one thread and with two; `value` is the median of its toke
 included), `ratio` the median over the rounds of its speed over that of bfloat16 in the same round. Seconds are those of
 the clock and, as `cpu_*`, those that processors spent on this process, in which other work on the machine shows less.
 Compiled contenders have a static cache, and transformers compiles the forward pass of single tokens; what that takes is
-`compile_seconds`, and not timed. llama.cpp reads and writes as many tokens of one sequence (`benchmarks/llama_cpp.py`).
+`compile_seconds`, and not timed.
 """
 
 import argparse
@@ -19,24 +18,21 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, PreTrainedModel
 
 from hf_mxfp4 import MXFP4RLConfig, cached_weights
 from recipes.common.hardware import hardware
 
-from . import llama_cpp
 from .macro_factors import FACTORS, FACTORS_OF
 from .records import made, median_ratio, option_parser, write
 
@@ -47,17 +43,16 @@ PLAIN, CACHED, KEPT = "QAT w4a4", "QAT w4a4 in cached_weights()", "QAT w4a4, fur
 ROLLOUT = 'QAT w4a4, further calls in one cached_weights("packed")'
 PACKED, PACKED_CACHED = "packed w4a16", "packed w4a16 in cached_weights()"
 COMPILED = ", compiled"
-LLAMA_CPP = {"bf16": "llama.cpp BF16", "mxfp4": "llama.cpp MXFP4"}
 #: Contender to the one whose tokens it must repeat, and which its time is compared with.
 SAME = {PLAIN: CACHED, KEPT: CACHED, PACKED: PACKED_CACHED}
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """What one call took: by the clock, and of processors (NaN where that is not known)."""
+    """What one call took: by the clock, and of processors."""
 
     wall: float
-    cpu: float = math.nan
+    cpu: float
 
 
 @dataclass(frozen=True)
@@ -97,18 +92,6 @@ def _compile_config() -> CompileConfig:
     config = CompileConfig(mode=None)
     config._compile_all_devices = True  # otherwise transformers leaves CPUs out, silently
     return config
-
-
-@dataclass(frozen=True)
-class LlamaCpp:
-    """A GGUF file, and the folder of llama.cpp."""
-
-    folder: Path
-    model: Path
-
-    def run(self, prompt: int, tokens: int) -> Seconds:
-        """Seconds for one sequence on as many threads as torch has."""
-        return Seconds(llama_cpp.llama_bench(self.folder, self.model, torch.get_num_threads(), prompt, tokens))
 
 
 def smollm2_config() -> LlamaConfig:
@@ -183,22 +166,14 @@ def contenders(folder: Path, compiled: bool = True) -> dict[str, Contender]:
     return found
 
 
-def measure(
-    found: dict[str, Contender],
-    ids: torch.Tensor,
-    tokens: int,
-    rounds: int,
-    others: Mapping[str, LlamaCpp] = MappingProxyType({}),
-) -> dict[str, list[Seconds]]:
-    """Seconds by contender and round, which take turns; ``others`` have one sequence.
+def measure(found: dict[str, Contender], ids: torch.Tensor, tokens: int, rounds: int) -> dict[str, list[Seconds]]:
+    """Seconds by contender and round, which take turns.
 
     Raises `RuntimeError` when one that must give the tokens of another does not, or another number of them than asked.
     """
-    times: dict[str, list[Seconds]] = {name: [] for name in (*found, *others)}
+    times: dict[str, list[Seconds]] = {name: [] for name in found}
     for _ in range(rounds):
         outputs = {}
-        for name, other in others.items():
-            times[name].append(other.run(ids.shape[1], tokens))
         for name, contender in found.items():
             outputs[name], seconds = contender.run(ids, tokens)
             times[name].append(seconds)
@@ -227,9 +202,9 @@ def records_of(times: dict[str, list[Seconds]], written: int) -> list[dict]:
             "ratio": 1 / over(name, BASELINE, "wall"),
             "ceiling_fraction": None,
             "rounds": len(seconds),
+            "cpu_value": written / cpu,
+            "cpu_ratio": 1 / over(name, BASELINE, "cpu"),
         }
-        if not math.isnan(cpu):
-            record |= {"cpu_value": written / cpu, "cpu_ratio": 1 / over(name, BASELINE, "cpu")}
         if SAME.get(name) in times:
             record |= {"compared_with": SAME[name], "time_over_it": over(name, SAME[name], "wall")}
             record |= {"cpu_time_over_it": over(name, SAME[name], "cpu")}
@@ -240,8 +215,6 @@ def records_of(times: dict[str, list[Seconds]], written: int) -> list[dict]:
 def command(options: argparse.Namespace) -> str:
     """What makes such records again."""
     model = f" --shape {options.shape}" if options.model is None else " --model FOLDER"
-    model += " --tokenizer FOLDER" if options.tokenizer else ""
-    model += "" if options.llama_cpp is None else " --llama-cpp FOLDER"
     threads = " ".join(map(str, options.threads))
     return f"{COMMAND}{model} --tokens {options.tokens} --threads {threads} --rounds {options.rounds}"
 
@@ -249,10 +222,8 @@ def command(options: argparse.Namespace) -> str:
 def described(record: dict) -> str:
     text = (
         f"{record['threads']} threads, batch {record['batch']}, {record['name']}: {record['value']:.1f} tokens/s "
-        f"({record['ratio']:.2f}x of {BASELINE})"
+        f"({record['ratio']:.2f}x of {BASELINE}), {record['cpu_value']:.1f} per CPU second ({record['cpu_ratio']:.2f}x)"
     )
-    if "cpu_value" in record:
-        text += f", {record['cpu_value']:.1f} per CPU second ({record['cpu_ratio']:.2f}x)"
     if "compile_seconds" in record:
         text += f"; compiled in {record['compile_seconds']:.0f} s"
     if "compared_with" in record:
@@ -265,15 +236,12 @@ class Bench:
 
     Args:
         found: its contenders.
-        others: those of llama.cpp, for one sequence.
         options: of the command line.
         name: of the model.
     """
 
-    def __init__(
-        self, found: dict[str, Contender], others: dict[str, LlamaCpp], options: argparse.Namespace, name: str
-    ):
-        self._found, self._others, self._options, self._name = found, others, options, name
+    def __init__(self, found: dict[str, Contender], options: argparse.Namespace, name: str):
+        self._found, self._options, self._name = found, options, name
         self._load = os.getloadavg()[0]
 
     def records(self, batch: int, threads: int, ids: torch.Tensor) -> list[dict]:
@@ -283,7 +251,7 @@ class Bench:
         compile_seconds = {
             name: contender.prepare(ids, tokens) for name, contender in self._found.items() if contender.compiled
         }
-        times = measure(self._found, ids, tokens, self._options.rounds, self._others if batch == 1 else {})
+        times = measure(self._found, ids, tokens, self._options.rounds)
         common = {
             "shape": [batch, ids.shape[1], tokens],
             "model": self._name,
@@ -308,7 +276,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = option_parser(__doc__, "generate_cpu")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint; without it, random weights")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2", help="of random weights")
-    parser.add_argument("--tokenizer", help="of random weights; llama.cpp's converter needs one that it knows")
     parser.add_argument("--name", help="of the model, for the records; default: the folder's")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -317,27 +284,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="leave compiled contenders out")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of contenders beside bfloat16, as the records have")
-    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="a source tree with build/bin")
     parser.add_argument("--add", action="store_true", help="keep the file's records of other models")
     options = parser.parse_args(arguments)
-    if options.llama_cpp and not (options.model or options.tokenizer):
-        parser.error("--llama-cpp converts a checkpoint with its tokenizer: give --model, or --tokenizer")
     name = options.name or (options.model.name if options.model else SHAPES[options.shape][0])
     kept = records_of_others(options.out, name) if options.add else []
     generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
     records: list[dict] = []
     try:
-        with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(model_folder(options.model, SHAPES[options.shape][1]))
-            if options.tokenizer and options.model is None:
-                AutoTokenizer.from_pretrained(options.tokenizer).save_pretrained(folder)
+        with model_folder(options.model, SHAPES[options.shape][1]) as folder:
             found = chosen(contenders(folder, not options.eager), options.only)
-            others: dict[str, LlamaCpp] = {}
-            if options.llama_cpp is not None:
-                target = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                files = llama_cpp.gguf_files(options.llama_cpp, folder, target)
-                others = {LLAMA_CPP[kind]: LlamaCpp(options.llama_cpp, file) for kind, file in files.items()}
-            bench = Bench(found, others, options, name)
+            bench = Bench(found, options, name)
             vocabulary = found[BASELINE].model.config.vocab_size
             for threads in options.threads:
                 torch.set_num_threads(threads)

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with packed weights on the CPU, beside torch in bfloat16 and, where it is there, llama.cpp.
+"""Products with packed weights on the CPU, beside torch in bfloat16.
 
     python -m benchmarks.packed_product_cpu                                    # about five minutes
-    python -m benchmarks.packed_product_cpu --llama-cpp FOLDER --variants native avx2
+    python -m benchmarks.packed_product_cpu --variants native avx2
     python -m benchmarks.packed_product_cpu --shapes 256x512 --rows 1 --rounds 2 --out -
 
 A product is ``x W^T`` of ``rows`` tokens with a weight ``N x K``: the forward pass of `MXFP4PackedLinear` without
 gradients, by scheme, and that of `nn.Linear` in bfloat16. In every round each contender runs once, one after the other,
 and before each run the processor's caches are filled with something else: a model's weights do not fit into them.
 `value` is the median of its times, `ratio` the median over the rounds of bfloat16's time over its own of the same
-round. What a contender computes is checked first. llama.cpp computes the same products on its own MXFP4 values (it
-rounds activations to 8 bits), through its shared libraries in this process (see `benchmarks/llama_cpp.py`); "repacked"
-is the order that it gives weights as it loads them.
+round. What a contender computes is checked first.
 
 A variant is the instruction set that our library is compiled for, chosen by HF_MXFP4_CPU: ``native`` leaves it unset.
 """
@@ -33,7 +31,6 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import MXFP4PackedLinear
 from recipes.common.hardware import hardware
 
-from . import llama_cpp
 from .records import made, median_ratio, option_parser, write
 
 
@@ -48,16 +45,9 @@ SCHEMES = {
     "even, macro blockwise": {"scale_rule": "even", "macro_search": "blockwise"},
     "rceil, fallback": {"scale_rule": "rceil", "macro_block": None, "outlier_fallback": 0.5},
 }
-#: Kind of weight and whether it is repacked, by the name of the contender.
-LLAMA_CPP = {
-    "llama.cpp BF16": ("bf16", False),
-    "llama.cpp MXFP4": ("mxfp4", False),
-    "llama.cpp MXFP4, repacked": ("mxfp4", True),
-}
 SHAPES = ("4096x4096", "4096x14336", "14336x4096")
-#: Largest relative error of a product against the one with the values that it stands for, and of one whose values are
-#: llama.cpp's own against the product in full precision.
-_TOLERANCE, _THEIRS = 0.01, 0.25
+#: Largest relative error of a product against the one with the values that it stands for.
+_TOLERANCE = 0.01
 
 Run = Callable[[], object]
 
@@ -114,11 +104,10 @@ class Bench:
 
     Args:
         rounds: as of [`measure`].
-        libraries: of llama.cpp; `None` without.
     """
 
-    def __init__(self, rounds: int, libraries: llama_cpp.Libraries | None):
-        self._rounds, self._libraries, self._fill = rounds, libraries, cache_filler()
+    def __init__(self, rounds: int):
+        self._rounds, self._fill = rounds, cache_filler()
         self._load = os.getloadavg()[0]
 
     @torch.no_grad()
@@ -130,28 +119,15 @@ class Bench:
             x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
             self._check(layers, x)
             runs: dict[str, Run] = {name: lambda layer=layer, x=x: layer(x) for name, layer in layers.items()}
-            theirs = self._theirs(weight, x, layers[BASELINE](x))
             for count in threads:
                 torch.set_num_threads(count)
-                runs |= {name: lambda product=p, count=count: product.run(count) for name, p in theirs.items()}
                 records += self._records(measure(runs, self._rounds, self._fill), [m, n, k], count)
-            for product in theirs.values():
-                product.close()
         return records
 
     def _check(self, layers: dict[str, nn.Module], x: torch.Tensor) -> None:
         for name, layer in layers.items():
             if name != BASELINE:
                 check(name, layer(x), nn.functional.linear(x, layer.dequantized_weight(x.dtype)), _TOLERANCE)
-
-    def _theirs(self, weight: torch.Tensor, x: torch.Tensor, expected: torch.Tensor) -> dict[str, llama_cpp.Product]:
-        found = {}
-        for name, (kind, repacked) in LLAMA_CPP.items() if self._libraries is not None else ():
-            found[name] = llama_cpp.Product(self._libraries, weight, kind, repacked, len(x))
-            found[name].set_input(x)
-            found[name].run(torch.get_num_threads())
-            check(name, found[name].output(), expected, _TOLERANCE if kind == "bf16" else _THEIRS)
-        return found
 
     def _records(self, times: dict[str, list[float]], shape: list[int], threads: int) -> list[dict]:
         records = []
@@ -168,7 +144,7 @@ class Bench:
                 "variant": os.environ.get(VARIABLE, NATIVE),
                 "rounds": self._rounds,
                 **made(
-                    COMMAND + (" --llama-cpp FOLDER" if self._libraries is not None else ""),
+                    COMMAND,
                     ("torch", "hf-mxfp4"),
                     f"{hardware(threads)}, load average {self._load:.1f} as it began",
                 ),
@@ -192,14 +168,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 512], help="tokens of an input")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, torch.get_num_threads()}))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="a source tree with build/bin")
     parser.add_argument("--variants", nargs="+", default=[NATIVE], help="native, avx2 or portable")
     options = parser.parse_args(arguments)
     if options.variants != [os.environ.get(VARIABLE, NATIVE)]:
         write(each_variant(options.variants, sys.argv[1:] if arguments is None else arguments), options.out)
         return
-    libraries = None if options.llama_cpp is None else llama_cpp.Libraries(options.llama_cpp)
-    bench, before, records = Bench(options.rounds, libraries), torch.get_num_threads(), []
+    bench, before, records = Bench(options.rounds), torch.get_num_threads(), []
     try:
         for shape in options.shapes:
             n, k = map(int, shape.split("x"))

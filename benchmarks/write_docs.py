@@ -52,14 +52,13 @@ TABLES: dict[str, Callable[[], str]] = {
     for module, names in (
         (
             error_tables,
-            "schemes tie_movement tie_start weighted mantissas alphas components statements rollouts gradients "
-            "readme_schemes",
+            "schemes tie_movement tie_start weighted mantissas alphas components statements readme_schemes",
         ),
         (
             run_tables,
-            "quantize_cpu demo lora moe merge_cost packed_loading memory saved_error pretrain soak "
-            "export_perplexity gguf_perplexity gguf_agreement scheme_perplexity scheme_perplexity_time smoothing "
-            "layer_host_cost vllm_bytes vllm_agreement",
+            "quantize_cpu demo lora moe memory saved_error pretrain soak "
+            "export_perplexity gguf_perplexity scheme_perplexity scheme_perplexity_time smoothing "
+            "layer_host_cost vllm_agreement",
         ),
         (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),
         (gpu_tables, "gpu"),

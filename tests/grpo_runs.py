@@ -29,7 +29,7 @@ def prompts(count=8):
 
 
 #: What a run measures of its policy by itself, often enough for four steps.
-MEASURED = {"error_every": 2, "gradient_gain_every": 2, "movement_every": 2}
+MEASURED = {"error_every": 2, "movement_every": 2}
 
 
 def logged(trainer, key):
@@ -77,7 +77,6 @@ def trainer_factory(tmp_path, layers=2):
             "aqn_num_stages": 4,
             "error_every": 0,
             "error_layers": 2,
-            "gradient_gain_every": 0,
             "movement_every": 0,
             "report_every": 0,
             **options,

@@ -12,7 +12,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.analysis.policy.injection import inject_component
 from hf_mxfp4.checkpoint.convert.pack_folder import pack_checkpoint
 from hf_mxfp4.checkpoint.io.folder import CheckpointError
 from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, QuantScheme, Rotation, ScaleRule
@@ -246,9 +245,6 @@ def test_a_forward_product_that_weights_cannot_express_is_not_packed_or_pushed(t
         list(rollout_parameters(model.named_parameters(), model))
     with pytest.raises(ValueError, match="cannot be packed: its fprop rotates"):
         hf_mxfp4.pack(random)
-    with pytest.raises(ValueError, match="no error of their own to inject: its fprop rotates"):
-        with inject_component(model, "grid", MXFP4RLConfig(**ROTATED)):
-            pass
 
 
 def test_the_reported_error_is_that_of_what_is_computed(checkpoint):

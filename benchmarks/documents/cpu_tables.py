@@ -3,8 +3,13 @@
 
 from collections.abc import Iterator
 
-from ..phases import PHASES, REST
 from ..records import records, table
+
+
+#: Of a GRPO step, in their order.
+PHASES = (
+    "generation", "scoring", "log-probabilities", "forward", "backward", "optimizer", "callbacks", "logging", "rest",
+)  # fmt: skip
 
 
 def packed_product_cpu() -> str:
@@ -41,7 +46,7 @@ def generate_cpu() -> str:
 def grpo_step_cpu() -> str:
     parts = []
     for model, found in _groups("grpo_step_cpu", "model"):
-        phases = [phase for phase in (*PHASES, REST) if any(_cpu(r, phase) >= 0.005 for r in found)]
+        phases = [phase for phase in PHASES if any(_cpu(r, phase) >= 0.005 for r in found)]
         rows = []
         for r in found:
             times = [

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of quantization errors and of what they do to a policy."""
-
-from statistics import fmean
+"""Tables of quantization errors."""
 
 from ..records import DATA, DISTRIBUTIONS, percent, records, scheme_error, table
 
@@ -137,53 +135,6 @@ def statements() -> str:
         ),
     ]
     return table(["statement of arXiv 2605.20402", "measured"], [list(row) for row in rows])
-
-
-def rollouts() -> str:
-    found = {record["name"]: record for record in records("pathways")}
-    rows = []
-    for name, r in found.items():
-        kind, scheme, component = name.split(" / ")
-        if kind != "rollout" or (component in ("deadzone", "grid") and scheme != "rceil"):
-            continue
-        t = r["temperature"]
-        rows.append(
-            [
-                scheme,
-                component.replace("_", " "),
-                f"{r['value']:.3f}",
-                " ".join(f"{100 * change:+.1f}" for change in r["accuracy_change"]),
-                f"{fmean(r['kl']):.4f}",
-                " ".join(f"{change:+.3f}" for change in r["entropy_change"]),
-                percent(fmean(r["weight_energy"])),
-                f"{fmean(r['kl']) / fmean(r['weight_energy']):.1f}",
-                " / ".join(f"{fmean(t[key]):.3f}" for key in ("predicted", "measured", "entropy_matched")),
-            ]
-        )
-    columns = ["scheme", "component alone", "accuracy", "change in points, by seed", "KL, nats", "entropy, by seed"]
-    return table([*columns, "energy %", "KL / energy", "T: predicted / measured / by entropy"], rows)
-
-
-def gradients() -> str:
-    rows = []
-    for r in records("pathways"):
-        kind, scheme, component = r["name"].split(" / ")
-        if kind != "gradient" or (component in ("deadzone", "grid") and scheme != "rceil"):
-            continue
-        alone, whole = r["by_depth_backward_only"], r["by_depth"]
-        rows.append(
-            [
-                scheme,
-                component.replace("_", " "),
-                f"{alone['log2_gain'][-1]:+.3f} ± {alone['log2_gain_spread'][-1]:.3f}",
-                f"{alone['predicted_sd'][-1]:.2f}",
-                f"{alone['cosine'][-1]:.4f}",
-                f"{alone['relative_error'][1]:.3f} → {alone['relative_error'][-1]:.3f}",
-                f"{whole['relative_error'][0]:.2f} → {whole['relative_error'][-1]:.2f}",
-            ]
-        )
-    columns = ["scheme", "component alone", "log2 gain, 12 layers", "predicted spread", "cosine"]
-    return table([*columns, "relative error, 1 → 12 layers", "both passes, 0 → 12 layers"], rows)
 
 
 def readme_schemes() -> str:

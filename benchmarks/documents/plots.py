@@ -26,7 +26,7 @@ def draw_all(folder: Path) -> None:
     """Every plot, as SVG but for those of many lines; the same records give the same files."""
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "hf-mxfp4", "font.size": 9}):
-        for draw in (schemes, pathways, quantize_cpu, pretrain_curves, pretrain_overheads):
+        for draw in (schemes, quantize_cpu, pretrain_curves, pretrain_overheads):
             draw().savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None})
         evidence_tables.evidence_plot().savefig(folder / "evidence_front.svg", metadata={"Date": None})
         for name, figure in gpu_tables.figures().items():
@@ -48,28 +48,6 @@ def schemes() -> Figure:
     axes.set_ylabel("relative squared error, %")
     axes.legend(ncols=2, fontsize=8)
     axes.grid(axis="y", alpha=0.3)
-    return figure
-
-
-def pathways() -> Figure:
-    """What each component does alone: divergence of the policy against the energy of the error."""
-    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    markers = {"scale_bias": "o", "deadzone": "s", "grid": "^", "all": "x"}
-    for component, marker in markers.items():
-        runs = [
-            r for r in records("pathways") if r["name"].startswith("rollout") and r["name"].endswith(f"/ {component}")
-        ]
-        left.loglog([100 * e for r in runs for e in r["weight_energy"]], [k for r in runs for k in r["kl"]], marker)
-        runs = [r for r in records("pathways") if r["name"] == f"gradient / rceil / {component}"]
-        for r in runs:
-            depths = r["by_depth_backward_only"]["relative_error"]
-            right.plot(range(len(depths)), depths, marker=marker, markersize=4, label=component.replace("_", " "))
-    left.set(xlabel="energy of the error on weights, %", ylabel="KL from full precision, nats", title="Rollouts")
-    right.set(xlabel="layers passed", ylabel="relative error of the gradient", title="Way back alone, rceil")
-    right.legend(fontsize=8)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
     return figure
 
 

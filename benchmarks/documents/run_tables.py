@@ -35,28 +35,6 @@ def moe() -> str:
     return "".join(f"{line} {value} |\n" for line, value in zip(lines, agreements, strict=True))
 
 
-def merge_cost() -> str:
-    rows = [
-        [r["name"], f"{r['value']:.3f}", " ".join(f"{accuracy:.3f}" for accuracy in r["by_run"])]
-        + [" ".join("" if sqnr is None else f"{sqnr:.1f}" for sqnr in r["change_sqnr_db"])]
-        for r in records("merge_cost")
-    ]
-    return table(["adapters", "accuracy", "by run", "SQNR of their change, dB"], rows)
-
-
-def vllm_bytes() -> str:
-    found: dict[tuple, dict] = {}
-    for r in records("vllm_bytes"):
-        found.setdefault((r["model"], r["push"]), {})[r["scheme"]] = r
-    schemes = list(dict.fromkeys(r["scheme"] for r in records("vllm_bytes")))
-    bits = {r["scheme"]: r["bits"] for r in records("vllm_bytes")}
-    rows = []
-    for (model, push), by_scheme in found.items():
-        cells = [f"{by_scheme[s]['value']:,.0f} ({by_scheme[s]['needed']:,.0f})" for s in schemes]
-        rows.append([model, push, *cells, f"{by_scheme[schemes[0]]['baseline']:,.0f}"])
-    return table(["shapes of", "push", *(f"{bits[s]:.4g} bits, {s}" for s in schemes), "all weights in 16 bits"], rows)
-
-
 def vllm_agreement() -> str:
     rows = []
     for r in records("vllm_agreement"):
@@ -121,13 +99,6 @@ def gguf_perplexity() -> str:
     return table([*columns, "divergence, nats", "same likeliest token, %"], rows)
 
 
-def gguf_agreement() -> str:
-    rows = [
-        [r["name"], f"{r['value']:.3f}", f"{r['baseline']:.3f}", f"{r['nats']:+.4f}"] for r in records("gguf_agreement")
-    ]
-    return table(["file; in transformers", "llama.cpp", "transformers", "difference, nats per token"], rows)
-
-
 def smoothing() -> str:
     """A row for each scheme, and what it loses by strength."""
     found: dict[str, dict[object, dict]] = {}
@@ -143,19 +114,6 @@ def smoothing() -> str:
     one = records("smoothing")[0]
     what = f"KL in nats per token ± standard error (perplexity; {one['baseline']:.2f} in bfloat16), {one['model']}."
     return f"{table(['scheme', 'bits of an operand', *columns], rows)}\n{what}\n"
-
-
-def packed_loading() -> str:
-    found = {tuple(r["name"].split(" / ")): r for r in records("packed_loading")}
-    rows = []
-    for scheme in dict.fromkeys(scheme for _, scheme in found):
-        peak, disk = found["peak memory of the process", scheme], found["size on disk", scheme]
-        sizes = [peak["peak"], peak["before"], peak["footprint"]]
-        rows.append(
-            [scheme, *(f"{size / 1e9:.2f}" for size in sizes), f"{peak['seconds']:.1f}", f"{disk['value']:.4f}"]
-        )
-    columns = ["scheme", "peak resident memory, GB", "before loading, GB", "model, GB", "seconds"]
-    return table([*columns, "bits per quantized weight on disk"], rows)
 
 
 def layer_host_cost() -> str:

@@ -12,7 +12,6 @@ _LAZY = {
     "EntropyCallback": "callbacks.base",
     "ErrorCallback": "callbacks.base",
     "ExactResumeMixin": "resume.state",
-    "GradientGainCallback": "callbacks.policy",
     "MXFP4AsyncGRPOTrainer": "asynchronous",
     "MXFP4GRPOConfig": "config",
     "MXFP4GRPOTrainer": "trainer",
@@ -24,7 +23,6 @@ _LAZY = {
     "RouterCallback": "callbacks.routers",
     "RunReportCallback": "callbacks.report",
     "StepMovementCallback": "callbacks.movement",
-    "TemperatureCallback": "callbacks.policy",
     "VLLMServerError": "rollout.vllm_server",
 }
 

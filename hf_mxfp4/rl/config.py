@@ -30,6 +30,11 @@ _REMOVED = {
     "aqn_linear_sigma_scale": (1.0, _NO_LINEARS),
     "aqn_target_entropy": (None, _NO_ENTROPY),
     "aqn_rate_limit": (0.05, _NO_ENTROPY),
+    "gradient_gain_every": (
+        0,
+        "gradients are no longer compared with full precision; leave the option out (error_every measures the "
+        "quantization error itself)",
+    ),
 }
 
 #: What `vllm_weights` can be.
@@ -205,18 +210,12 @@ class MXFP4GRPOConfig(GRPOConfig):
     error_every: int = field(
         default=50,
         metadata={
-            "help": "Steps between measurements of the quantization error's components, of weights and of activations, "
-            "and of the effective temperature; 0: never."
+            "help": "Steps between measurements of the quantization error's components, of weights and of activations; "
+            "0: never."
         },
     )
     error_layers: int = field(default=4, metadata={"help": "Number of layers decomposed, spread over the depth."})
-    gradient_gain_every: int = field(
-        default=50,
-        metadata={
-            "help": "Steps between comparisons of the gradients at each depth with those in full precision, on 8 "
-            "sequences of the last training batch, more of few tokens, fewer if they have over 2048 together; 0: never."
-        },
-    )
+    gradient_gain_every: int | None = field(default=None, metadata={"help": "Removed with the gradient gain."})
     movement_every: int = field(
         default=50,
         metadata={
@@ -251,6 +250,7 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        self._check_removed()
         self._check_noise()
         check_correction(self)
         share_with_trl(self)
@@ -260,7 +260,7 @@ class MXFP4GRPOConfig(GRPOConfig):
                 "dynamic_sampling=False"
             )
         self._check_overlong_penalty()
-        cadences = ("error_every", "gradient_gain_every", "movement_every", "report_every", "router_every")
+        cadences = ("error_every", "movement_every", "report_every", "router_every")
         for name in ("entropy_collapse", "entropy_explosion", "error_layers", *cadences):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -337,12 +337,14 @@ class MXFP4GRPOConfig(GRPOConfig):
         """Whether an option has another value than by default."""
         return getattr(self, name) != self._default(name)
 
-    def _check_noise(self) -> None:
+    def _check_removed(self) -> None:
         for name, (inert, reason) in _REMOVED.items():
             if getattr(self, name) not in (None, inert):
                 raise ValueError(f"{name}={getattr(self, name)!r} was removed: {reason}")
         if self.aqn_schedule == "entropy":
             raise ValueError(f"aqn_schedule='entropy' was removed: {_NO_ENTROPY}")
+
+    def _check_noise(self) -> None:
         self.noise_schedule  # noqa: B018  it checks its own numbers
         constant = self.aqn and self.aqn_schedule == "constant"
         if constant and self._is_set("aqn_sigma_end") and self.aqn_sigma_end != self.aqn_sigma_start:

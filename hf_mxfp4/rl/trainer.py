@@ -82,8 +82,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         n_quantized: weight matrices of the policy that are in MXFP4.
         noise: on norms, in rollouts; `None` without.
         routing: what records and replays experts, under `router_replay`; else `None`.
-        entropy_callback, error_callback, activation_callback, temperature_callback, gradient_gain_callback,
-        movement_callback, router_callback, report_callback: what watches; `None` where it is off.
+        entropy_callback, error_callback, activation_callback, movement_callback, router_callback, report_callback: what
+            watches; `None` where it is off.
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
@@ -150,7 +150,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         if args.overlong_buffer:
             self._punish_long_completions(args)
         facts = functools.partial(run_facts, self)  # gathered when training begins
-        self.monitor = PolicyMonitor(model, args, self.n_quantized, sharding, self._record, self._record_mean, facts)
+        self.monitor = PolicyMonitor(model, args, self.n_quantized, self._record, self._record_mean, facts)
         self.replay: RouterReplay | None = None
         if args.router_replay:
             check_router_replay(bool(self.tools) or is_custom or self.environment_factories is not None)
@@ -383,8 +383,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     entropy_callback = property(lambda self: self.monitor.entropy)
     error_callback = property(lambda self: self.monitor.errors)
     activation_callback = property(lambda self: self.monitor.activations)
-    temperature_callback = property(lambda self: self.monitor.temperature)
-    gradient_gain_callback = property(lambda self: self.monitor.gradient_gain)
     movement_callback = property(lambda self: self.monitor.movement)
     router_callback = property(lambda self: self.monitor.routers)
     report_callback = property(lambda self: self.monitor.report)

@@ -52,7 +52,7 @@ RUNS: dict[str, tuple[str, dict, bool, dict]] = {
         DENSE,
         {},
         False,
-        {"dynamic_sampling": True, "overlong_buffer": 2, "movement_every": 1, "gradient_gain_every": 2},
+        {"dynamic_sampling": True, "overlong_buffer": 2, "movement_every": 1},
     ),
 }
 

@@ -18,7 +18,6 @@ from benchmarks.generate_cpu import (
     PLAIN,
     ROLLOUT,
     Contender,
-    LlamaCpp,
     Seconds,
 )
 
@@ -68,30 +67,6 @@ def test_compiled_contenders_run_in_one_graph_each(tmp_path):
         assert found[name].run(ids, 6)[0].shape == (1, 10)
         counters = torch._dynamo.utils.counters
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], name
-
-
-def test_llama_cpp_has_one_sequence_and_no_cpu_seconds(monkeypatch):
-    asked = []
-
-    def bench(folder, model, threads, prompt, tokens):
-        asked.append((folder, model, prompt, tokens))
-        return 0.5
-
-    monkeypatch.setattr(generate_cpu.llama_cpp, "llama_bench", bench)
-    model = make_model("llama")
-    times = generate_cpu.measure(
-        {BASELINE: Contender(model)}, torch.arange(2, 6)[None], 3, 2, {"theirs": LlamaCpp("folder", "file")}
-    )
-    assert asked == [("folder", "file", 4, 3)] * 2 and [seconds.wall for seconds in times["theirs"]] == [0.5, 0.5]
-    base, theirs = generate_cpu.records_of(times, written=3)
-    assert theirs["value"] == 6.0 and "cpu_value" not in theirs and base["cpu_value"] > 0
-    assert "CPU" not in generate_cpu.described({**theirs, "threads": 1, "batch": 1})
-
-
-def test_random_weights_need_a_tokenizer_for_llama_cpp(capsys):
-    with pytest.raises(SystemExit):
-        generate_cpu.main(["--llama-cpp", "folder", "--out", "-"])
-    assert "give --model, or --tokenizer" in capsys.readouterr().err
 
 
 def test_contenders_are_chosen_by_name_beside_the_baseline():

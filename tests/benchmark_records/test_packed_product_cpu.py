@@ -28,7 +28,7 @@ def test_it_runs_on_a_small_weight(tmp_path, monkeypatch):
 
 def test_a_ratio_above_one_is_ahead_of_the_baseline(monkeypatch):
     monkeypatch.setenv(VARIABLE, "avx2")
-    bench = packed_product_cpu.Bench(3, None)
+    bench = packed_product_cpu.Bench(3)
     found = bench._records({BASELINE: [2.0, 8.0, 4.0], "other": [1.0, 2.0, 4.0]}, [1, 64, 96], threads=1)
     assert [(r["value"], r["ratio"], r["variant"]) for r in found] == [(4000.0, 1.0, "avx2"), (2000.0, 2.0, "avx2")]
 

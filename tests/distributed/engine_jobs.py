@@ -236,7 +236,7 @@ def push_codes_to_vllm(engine: str | None, base: str, out: str) -> None:
     torch.manual_seed(0)
     policy = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"]))
     options = {"num_generations": 4, "max_completion_length": 4, "aqn": False, "report_every": 0, "max_steps": 2}
-    measured = dict.fromkeys(("error_every", "gradient_gain_every", "movement_every"), 0)
+    measured = dict.fromkeys(("error_every", "movement_every"), 0)
     args = arguments(Path(out), MXFP4GRPOConfig, **{**options, **measured})
     trainer = MXFP4GRPOTrainer(policy, even_digits, args, prompts(), processing_class=TOKENIZER)
     pushed = with_simulated_vllm(trainer, scheme=scheme, settings=EngineSettings("packed", 2))
@@ -259,7 +259,7 @@ def push_to_vllm(engine: str | None, base: str, out: str) -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     options = {"num_generations": 4, "max_completion_length": 4, "report_every": 0}
-    measured = dict.fromkeys(("error_every", "gradient_gain_every", "movement_every"), 0)
+    measured = dict.fromkeys(("error_every", "movement_every"), 0)
     args = arguments(Path(out), MXFP4GRPOConfig, **{**options, **measured, "aqn_num_stages": 1, "max_steps": 1})
     trainer = MXFP4GRPOTrainer(policy, even_digits, args, prompts(), processing_class=TOKENIZER)
     pushed = with_simulated_vllm(trainer)

@@ -188,18 +188,18 @@ def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
     """The step is counted by then, and its log is not there yet."""
     options = {
         "max_steps": 3,
-        "gradient_gain_every": 2,
-        "error_every": 0,
+        "error_every": 2,
     }
     whole = end_of(build, tmp_path / "whole", **options)
     trainer = build(output_dir=str(tmp_path / "parts"), **options)
-    measure = trainer.gradient_gain_callback._measure
+    measure = trainer.error_callback.on_step_end
 
-    def interrupted(*args):
-        send(signal.SIGTERM)
-        return measure(*args)
+    def interrupted(args, state, *others, **named):
+        if state.global_step == 2:
+            send(signal.SIGTERM)
+        return measure(args, state, *others, **named)
 
-    trainer.gradient_gain_callback._measure = interrupted
+    trainer.error_callback.on_step_end = interrupted
     with pytest.raises(SystemExit):
         trainer.train()
     assert checkpoints(tmp_path / "parts") == ["checkpoint-2"]

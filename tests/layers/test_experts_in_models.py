@@ -11,7 +11,6 @@ from torch import nn
 
 from hf_mxfp4 import fake_quantize
 from hf_mxfp4.adapters.rollout import policy_parameters
-from hf_mxfp4.analysis.policy.injection import inject_component
 from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.numerics import FP8, FULL, QuantScheme
 from hf_mxfp4.quantizer.swap import quantize_linears
@@ -106,16 +105,6 @@ def test_matrices_one_by_one():
     assert linear.siblings == 1 and linear.weight().shape == (64, 64)
     chosen = list(spread_layers(model, 3))
     assert chosen == ["model.layers.0.self_attn.q_proj", *[list(found)[i] for i in (6, 11)]]
-
-
-def test_no_error_is_injected_beside_quantized_experts():
-    for model in (quantized(layers=1), quantized(layers=1, modules_to_not_convert=["self_attn"])):
-        with pytest.raises(ValueError, match="Qwen3MoeForCausalLM keeps experts in fused 3-D weights"):
-            with inject_component(model, "grid", QuantScheme()):
-                pass
-    model = quantized(layers=1, modules_to_not_convert=["experts"])
-    with inject_component(model, "grid", QuantScheme()) as injection:
-        assert injection.n_layers == 4
 
 
 def test_missing_weights_are_initialised_by_the_models_own_rule():

@@ -194,7 +194,7 @@ def test_two_recipes_of_one_task_differ_only_where_they_should():
     different = {key for key in first if first[key] != second[key]}
     assert different <= {
         "mode", "preset", "outlier_fallback", "output_dir", "logging_dir", "run_name", "learning_rate", "use_peft",
-        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "error_every", "gradient_gain_every",
+        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "error_every",
     }  # fmt: skip
 
 

@@ -184,10 +184,8 @@ def test_error_components_are_not_claimed_for_a_rotated_forward_product(build):
 EXPECTED = {
     "entropy/slope",
     "entropy/alarm",
-    "entropy/effective_temperature",
     "error/grid",
     "error/activations/grid",
-    "gradient_gain/first",
     "aqn/sigma",
     "aqn/measured_std",
     "completions/mean_length",

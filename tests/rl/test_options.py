@@ -15,7 +15,7 @@ REFUSED = [
     ({"entropy_collapse": -0.1}, "entropy_collapse"),
     # Cadences.
     ({"error_every": -1}, "error_every"),
-    ({"gradient_gain_every": -1}, "gradient_gain_every=-1 must not be negative"),
+    ({"gradient_gain_every": 50}, "gradient_gain_every=50 was removed: gradients are no longer compared"),
     ({"report_every": -1}, "report_every=-1 must not be negative"),
     ({"router_every": -1}, "router_every=-1 must not be negative"),
     ({"movement_every": -1}, "movement_every=-1 must not be negative"),

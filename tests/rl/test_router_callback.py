@@ -58,8 +58,7 @@ def test_routers_are_measured_every_few_steps_and_after_the_last(build, tmp_path
     lines = (tmp_path / "run" / ROUTER_FILE).read_text().splitlines()
     assert [json.loads(line) for line in lines] == history
     # The last measurement is of the policy as it is now, on the last batch.
-    batch = trainer.monitor.last_batch
-    again = router_statistics(trainer.model, batch.input_ids, batch.attention_mask)
+    again = router_statistics(trainer.model, *trainer.monitor.last_batch)
     assert [row["agreement"] for row in history[-2:]] == [statistics.agreement for statistics in again]
 
 

@@ -194,7 +194,7 @@ def test_full_precision_policy_is_refused_unless_asked_for(build):
     trainer = build(policy=policy, allow_full_precision=True, max_steps=1, **MEASURED)
     trainer.train()
     assert trainer.n_quantized == 0
-    assert trainer.error_callback is trainer.gradient_gain_callback is trainer.movement_callback is None
+    assert trainer.error_callback is trainer.movement_callback is None
 
 
 def test_a_dataset_without_prompts_is_refused(build):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantization does to a policy: its predictions, gradients, sampling temperature and routing."""
+"""What quantization does to a policy: its routing."""

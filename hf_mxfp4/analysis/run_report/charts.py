@@ -10,7 +10,6 @@ from .drawing import (
     accuracies,
     constant_rewards,
     entropy_alarms,
-    gain_profiles,
     smoothed_reward,
     step_movement,
 )
@@ -41,20 +40,6 @@ CHARTS: tuple[Chart, ...] = (
         "A slow fall is normal; near zero the policy no longer explores, and a rise beyond its start is noise winning.",
         "logging_steps",
         extra=entropy_alarms,
-    ),
-    Chart(
-        "Effective temperature",
-        "temperature",
-        (("entropy/effective_temperature", "of quantization"),),
-        "The temperature that quantization amounts to: 1 is no change, above it the policy is flatter.",
-        "error_every (needs master weights: mode='qat')",
-    ),
-    Chart(
-        "Distance from full precision",
-        "nats per token",
-        (("entropy/quantization_kl", "KL(quantized, full precision)"),),
-        "How far quantization moves the policy; what grows here is lost when the policy is served in full precision.",
-        "error_every (needs master weights: mode='qat')",
     ),
     Chart(
         "Response length",
@@ -149,26 +134,6 @@ CHARTS: tuple[Chart, ...] = (
         (("error/sqnr_db", "weights"), ("error/activations/sqnr_db", "activations")),
         "Higher is better; 3 dB less is twice the error energy.",
         "error_every",
-    ),
-    Chart(
-        "Gradient gain by depth",
-        "log2 gain",
-        (),
-        "log2 of the gradient's norm over that in full precision: 0 is ideal; a line that climbs or falls steadily is "
-        "an error that multiplies from layer to layer.",
-        "gradient_gain_every (needs master weights: mode='qat')",
-        extra=gain_profiles,
-    ),
-    Chart(
-        "Gradient gain over training",
-        "log2 gain",
-        (
-            ("gradient_gain/last", "last layer"),
-            ("gradient_gain/middle", "middle"),
-            ("gradient_gain/first", "first layer"),
-        ),
-        "The gain at three layers; drifting apart means that the depth profile steepens.",
-        "gradient_gain_every (needs master weights: mode='qat')",
     ),
     Chart(
         "Step movement",

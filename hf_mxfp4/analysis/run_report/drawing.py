@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...files import is_number
 from ...stats import wilson_interval
 from .log import RunRecord
 from .movement import logged_movements, movement_kinds
@@ -123,20 +122,6 @@ def constant_rewards(axes: Axes, record: RunRecord) -> bool:
     if not steps or record.values("dynamic_sampling/zero_variance_share"):
         return False
     axes.plot(steps, values, marker=".", linewidth=1.2, label="all rewards equal")
-    return True
-
-
-def gain_profiles(axes: Axes, record: RunRecord) -> bool:
-    """Draw the gradient gain by depth, at the first, the middle and the last measurement."""
-    profiles = [profile for profile in record.profiles if any(is_number(gain) for gain in profile["log2_gain"])]
-    if not profiles:
-        return False
-    middle = profiles[len(profiles) // 2]
-    for step, profile in {p["step"]: p for p in (profiles[0], middle, profiles[-1])}.items():
-        gains = [(depth, gain) for depth, gain in enumerate(profile["log2_gain"]) if is_number(gain)]
-        axes.plot(*zip(*gains, strict=True), marker=".", label=f"step {step}")
-    axes.axhline(0, color="0.6", linewidth=0.8)
-    axes.set_xlabel("layers that the gradient passed through")
     return True
 
 

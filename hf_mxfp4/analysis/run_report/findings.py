@@ -12,8 +12,6 @@ from .movement import MOVEMENT_ALARM, logged_movements, movement_advice
 _NOISE_OFF, _NOISE_ABSENT = 0.15, 0.5
 #: Fall of an SQNR over the run, in dB, that is amber, and red.
 _SQNR_FALL = (1.0, 3.0)
-#: |log2| of the gradient gain over all layers, that is amber, and red.
-_GRADIENT_GAIN = (0.5, 1.0)
 #: Movement of quantized weights over that of masters, below and above which, beyond two standard errors, it is amber.
 _MOVEMENT = (0.5, 1.5)
 
@@ -173,18 +171,6 @@ def sqnr(record: RunRecord) -> Check | None:
         return None
     advice = "Outliers grow: outlier_fallback or macro_block hold the error down; a lower learning_rate slows it."
     return graded("Quantization error", f"SQNR of {', '.join(words)}.", max(falls), _SQNR_FALL, advice)
-
-
-def gradient(record: RunRecord) -> Check | None:
-    """Say how far quantization changes the gradient by the first layer; `None` where it was not measured."""
-    values = record.values("gradient_gain/first")
-    if not values:
-        return None
-    cosines = record.values("gradient_gain/cosine")
-    direction = f", cosine of the direction {cosines[-1]:.3f}" if cosines else ""
-    words = f"At the first layer gradients are {2 ** values[-1]:.2f} times those in full precision{direction}."
-    advice = "An error multiplies from layer to layer: try macro_block: 128 or outlier_fallback."
-    return graded("Gradient gain", words, abs(values[-1]), _GRADIENT_GAIN, advice)
 
 
 def movement(record: RunRecord) -> Check | None:

@@ -21,10 +21,6 @@ def _last(values: Sequence[float]) -> float:
     return values[-1]
 
 
-def _last_from_one(values: Sequence[float]) -> float:
-    return abs(values[-1] - 1)
-
-
 def _mean_of_last_fifth(values: Sequence[float]) -> float:
     return _mean(values[-max(1, len(values) // 5) :])
 
@@ -109,15 +105,6 @@ CHECKS: tuple[Callable[[RunRecord], Check | None], ...] = (
         "Raise max_completion_length, or reward shorter answers.",
         beside="completions/mean_length",
     ),
-    Rule(
-        "Effective temperature",
-        ("entropy/effective_temperature",),
-        _last_from_one,
-        (0.1, 0.3),
-        "Quantization acts like a sampling temperature of {last:.3f} (1: no effect).",
-        "Quantization changes the policy much: keep more precision (macro_block, outlier_fallback, w4a16).",
-    ),
-    findings.gradient,
     findings.movement,
     findings.finite,
     Rule(

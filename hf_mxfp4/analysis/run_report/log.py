@@ -33,7 +33,6 @@ class RunRecord:
             again, the later.
         starts: one entry for each time that training began or was resumed: `step`, `time`, `max_steps` and the facts.
         evaluations: entries with `when`, `step` and `scores`: by name `accuracy`, `standard_error` and `n`.
-        profiles: gradient gain by depth: `step`, `log2_gain` and `cosine` from the output to the first layer's input.
         end: `reason` and `error` of the last end, `None` when the run was killed or still goes on.
         damaged: lines that could not be read.
     """
@@ -43,7 +42,6 @@ class RunRecord:
     logs: list[dict[str, Any]] = field(default_factory=list)
     starts: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    profiles: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     damaged: int = 0
 
@@ -83,7 +81,6 @@ class RunRecord:
         if kind == "start":
             # What an earlier process did beyond the checkpoint that this one resumed from is done again.
             self.logs = [old for old in self.logs if old["step"] <= step]
-            self.profiles = [old for old in self.profiles if old["step"] <= step]
             self.evaluations = [old for old in self.evaluations if old["step"] <= step]
             self.starts.append(entry)
             self.end = None
@@ -92,11 +89,9 @@ class RunRecord:
         elif kind == "evaluation":
             # A resumed run evaluates its start again.
             self.evaluations = [old for old in self.evaluations if old["when"] != entry["when"]] + [entry]
-        elif kind == "gradient_gain":
-            self.profiles.append(entry)
         elif kind == "end":
             self.end = entry
-        else:
+        elif kind != "gradient_gain":  # which earlier versions wrote
             raise ValueError(f"unknown kind of line: {kind}")
 
 
@@ -173,7 +168,6 @@ def _read_state(checkpoint: Path) -> RunRecord:
     beside = checkpoint.parent / RUN_LOG
     whole = _read_lines(beside) if beside.is_file() else RunRecord(checkpoint, "")
     record.starts = whole.starts or [{"step": 0, "max_steps": max_steps, "facts": {}}]
-    record.profiles = [entry for entry in whole.profiles if entry["step"] <= step]
     record.evaluations = [entry for entry in whole.evaluations if entry["step"] <= step]
     record.logs = [entry for entry in history if "step" in entry]
     return record

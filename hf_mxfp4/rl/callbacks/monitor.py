@@ -15,7 +15,6 @@ from ..config import MXFP4GRPOConfig
 from .activation_errors import ActivationErrorCallback, spread_modules
 from .base import EntropyCallback, ErrorCallback, QuantizationStepCallback
 from .movement import StepMovementCallback, movement_unsupported_reason
-from .policy import GradientGainCallback, TemperatureCallback, TrainingBatch, can_compare
 from .report import RunReportCallback
 from .routers import RouterCallback
 
@@ -31,14 +30,14 @@ class PolicyMonitor:
         model: the policy.
         args: of the trainer.
         n_quantized: how many of its weight matrices are in MXFP4.
-        sharding: what shards the weights over processes, in words; `None` where every process has them all.
         record: adds to the next training log.
         record_mean: the same, of the mean over all processes, which must all call it.
         facts: as of [`RunReportCallback`].
 
     Attributes:
-        entropy, report, errors, activations, temperature, gradient_gain, movement, routers: the callbacks.
-        last_batch: that was trained on; `None` before, and where the model needs more than its tokens.
+        entropy, report, errors, activations, movement, routers: the callbacks.
+        last_batch: token ids and attention mask ``[batch, length]`` that were trained on; `None` before, and where the
+            model needs more than its tokens.
         first, last: all callbacks, those that go before the trainer's own and those that go after them.
     """
 
@@ -47,7 +46,6 @@ class PolicyMonitor:
         model: nn.Module,
         args: MXFP4GRPOConfig,
         n_quantized: int,
-        sharding: str | None,
         record: Record,
         record_mean: Record,
         facts: Callable[[], dict[str, Any]],
@@ -55,31 +53,26 @@ class PolicyMonitor:
         self._args, self._record, self._record_mean = args, record, record_mean
         self.errors: ErrorCallback | None = None
         self.activations: ActivationErrorCallback | None = None
-        self.temperature: TemperatureCallback | None = None
-        self.gradient_gain: GradientGainCallback | None = None
         self.movement: StepMovementCallback | None = None
         self.report: RunReportCallback | None = None
         self.routers: RouterCallback | None = None
-        self.last_batch: TrainingBatch | None = None
+        self.last_batch: tuple[torch.Tensor, torch.Tensor] | None = None
         self.entropy = EntropyCallback(args.entropy_collapse, args.entropy_explosion)
         # First in line: what the one adds to the logs reaches the trackers, which are callbacks too, and the other has
         # written it down when a tracker fails.
         self.first: list[TrainerCallback] = [self.entropy]
         self.last: list[TrainerCallback] = []
         if args.report_every:
-            self.report = RunReportCallback(args.report_every, facts, profiles=self._gradient_profiles)
+            self.report = RunReportCallback(args.report_every, facts)
             self.first.append(self.report)
         if args.error_every and args.error_layers:
             self._watch_errors(model, n_quantized)
-        if args.gradient_gain_every:
-            self._watch_gradients(model, sharding)
         if args.movement_every:
             self._watch_movement(model)
         if random_layers(model):
             self.last.append(QuantizationStepCallback())
         if args.router_every:
-            tokens = lambda: (self.last_batch.input_ids, self.last_batch.attention_mask)  # noqa: E731
-            self.routers = RouterCallback(model, args.router_every, tokens, record)
+            self.routers = RouterCallback(model, args.router_every, lambda: self.last_batch, record)
             self.last.append(self.routers)
 
     @contextlib.contextmanager
@@ -88,11 +81,7 @@ class PolicyMonitor:
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         # A model of images needs more than the tokens, and is not measured on them.
         if inputs.get("pixel_values") is None:
-            self.last_batch = TrainingBatch(
-                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                attention_mask,
-                torch.cat([torch.zeros_like(inputs["prompt_mask"]), inputs["completion_mask"]], dim=1),
-            )
+            self.last_batch = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1), attention_mask
         with contextlib.nullcontext() if self.activations is None else self.activations.observing(attention_mask):
             yield
 
@@ -109,35 +98,12 @@ class PolicyMonitor:
         if not reason and not self._args.torch_compile and spread_modules(model, layers):
             self.activations = ActivationErrorCallback(model, every, layers, self._record_mean)
             self.last.append(self.activations)
-        if trainable is not None and can_compare(model):
-            self.temperature = TemperatureCallback(model, every, lambda: self.last_batch, self._record_mean)
-            self.last.append(self.temperature)
         get_logger().info(
-            "errors every %d steps: weights %s, activations %s, effective temperature %s",
+            "errors every %d steps: weights %s, activations %s",
             every,
             f"of {min(layers, n_quantized)} layers" if self.errors else "no",
             f"of {len(self.activations.chosen)} layers" if self.activations else "no",
-            "yes" if self.temperature else "no",
         )
-
-    def _watch_gradients(self, model: nn.Module, sharding: str | None) -> None:
-        if sharding is not None:
-            reason = "weights are sharded, and its backward passes go past the engine that gathers them"
-        elif _trainable_layer(model) is None:
-            reason = "the model has no quantized layer with master weights to compare with"
-        elif not can_compare(model):
-            reason = "some weights are packed, and exist in 4 bits only"
-        else:
-            every = self._args.gradient_gain_every
-            self.gradient_gain = GradientGainCallback(model, every, lambda: self.last_batch, self._record_mean)
-            self.last.append(self.gradient_gain)
-            get_logger().info(
-                "gradient gain every %d steps, on at most %d tokens of the last training batch",
-                every,
-                self.gradient_gain.max_tokens,
-            )
-            return
-        get_logger().info("gradient gain is not measured: %s", reason)
 
     def _watch_movement(self, model: nn.Module) -> None:
         trainable = _trainable_layer(model)
@@ -147,9 +113,6 @@ class PolicyMonitor:
         elif movement_unsupported_reason(model) is None:  # frozen and packed weights do not move
             self.movement = StepMovementCallback(self._args.movement_every, record=self._record)
             self.last.append(self.movement)
-
-    def _gradient_profiles(self) -> list[dict]:
-        return self.gradient_gain.history if self.gradient_gain is not None else []
 
 
 def _trainable_layer(model: nn.Module) -> nn.Module | None:

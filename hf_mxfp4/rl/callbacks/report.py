@@ -23,18 +23,16 @@ class RunReportCallback(TrainerCallback):
     Args:
         every: steps between reports.
         facts: gives what the report says about the run besides its numbers, once it begins.
-        profiles: gives the measurements of gradient gain so far.
 
     Attributes:
         path: of the report last written, `None` before.
     """
 
-    def __init__(self, every: int, facts: Callable[[], dict[str, Any]], profiles: Callable[[], list[dict]]):
-        self.every, self.facts, self.profiles = every, facts, profiles
+    def __init__(self, every: int, facts: Callable[[], dict[str, Any]]):
+        self.every, self.facts = every, facts
         self.path = None
         self._log: RunLog | None = None
         self._pending: list[dict[str, Any]] = []
-        self._profiles_written = 0
         self._has_values = self._warned = False
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -46,7 +44,6 @@ class RunReportCallback(TrainerCallback):
             self._log = RunLog(args.output_dir)
             self._log.start(state.global_step, state.max_steps, facts, state.log_history)
             self._has_values = bool(state.log_history)
-            self._profiles_written = len(self.profiles())
             for evaluation in self._pending:
                 self._log.write("evaluation", **evaluation)
 
@@ -56,9 +53,6 @@ class RunReportCallback(TrainerCallback):
         with self._harmless(args.output_dir):
             self._has_values = True
             self._log.write("log", **{**state.log_history[-1], "step": state.global_step})
-            for profile in self.profiles()[self._profiles_written :]:
-                self._log.write("gradient_gain", **profile)
-                self._profiles_written += 1
 
     def on_step_end(self, args, state, control, **kwargs):
         # The last step's report comes with the end of training.
