@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..config import MXFP4RLConfig
-from .io.replace import staged
+from .io.replace import is_staging, staged
 from .state_dict import set_aside
 
 
@@ -58,6 +58,8 @@ def _wrap_save(original):
         extra = call.arguments.pop("kwargs", {})
         options = {**call.arguments, **extra}
         state_dict, folder = options["state_dict"], options["save_directory"]
+        if is_staging(folder):  # the save of a subclass, within which that of its parent class is called
+            return original(self, *args, **kwargs)
         with set_aside(self, state_dict):
             # Of a checkpoint that all ranks write together, none can tell when it is complete.
             if options.get("distributed_checkpoint") or not _writes(self, options["is_main_process"]):

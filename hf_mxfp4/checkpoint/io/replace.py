@@ -60,6 +60,11 @@ def staged(folder: str | os.PathLike, variant: str | None = None, written: list[
             written.extend(names)
 
 
+def is_staging(folder: str | os.PathLike) -> bool:
+    """Whether ``folder`` is one that [`staged`] made: what is saved there is a part of a save that is going on."""
+    return Path(folder).name.startswith(_STAGING)
+
+
 def weight_names(variant: str | None) -> tuple[str, str]:
     """Names of the file of all weights and of the index of shards, as transformers has them."""
     infix = "" if variant is None else f".{variant}"
