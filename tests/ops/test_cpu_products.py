@@ -247,8 +247,8 @@ def test_operators_check_shapes_before_addresses(rows):
             call(**changed)
 
 
-@pytest.mark.parametrize("ends", ([2, 9, 5], [-1, 3, 5], [1, 3, 50], [1, 2, 4], [5], [1, 2, 3, 5]))
-def test_rows_of_experts_that_do_not_make_up_all_rows_are_refused(ends):
+@pytest.mark.parametrize("ends", ([2, 9, 5], [-1, 3, 5], [1, 3, 50], [5], [1, 2, 3, 5]))
+def test_ends_of_experts_that_are_no_rows_are_refused(ends):
     scheme = SCHEMES["plain"]
     parts = hf_mxfp4.quantize(random(3, 12, 64), **vars(scheme))
     parts = {name: getattr(parts, name) for name in PARTS}
