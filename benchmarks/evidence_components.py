@@ -15,12 +15,12 @@ from statistics import fmean
 import torch
 from torch import nn
 
-from hf_mxfp4.analysis.errors.activations import analyze_activations, quantized_layers
-from hf_mxfp4.analysis.errors.statistics import ErrorStatistics, error_statistics
-from hf_mxfp4.analysis.perplexity.checkpoint import texts_to_predict
-from hf_mxfp4.analysis.perplexity.load import load
-from hf_mxfp4.analysis.perplexity.schemes import read_schemes
-from hf_mxfp4.analysis.texts import TextOptions
+from hf_mxfp4.lab.errors.activations import analyze_activations, quantized_layers
+from hf_mxfp4.lab.errors.statistics import ErrorStatistics, error_statistics
+from hf_mxfp4.lab.perplexity.checkpoint import texts_to_predict
+from hf_mxfp4.lab.perplexity.load import load
+from hf_mxfp4.lab.perplexity.schemes import read_schemes
+from hf_mxfp4.lab.texts import TextOptions
 from hf_mxfp4.numerics import QuantScheme
 
 from .evidence import AS_IT_IS

@@ -24,7 +24,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hf_mxfp4
-import hf_mxfp4.adapters
+import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights
 
 from .call_counts import Counter

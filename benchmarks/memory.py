@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 from .counters import LiveTensors, SavedTensors, state_bytes
 from .macro_factors import FACTORS, FACTORS_OF
@@ -67,7 +67,7 @@ def make_model(
         if quantization.mode == "packed":
             from peft import LoraConfig, get_peft_model
 
-            import hf_mxfp4.adapters  # noqa: F401  PEFT learns of packed layers
+            import hf_mxfp4.integrations.peft  # noqa: F401  PEFT learns of packed layers
 
             model = get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules="all-linear"))
             if checkpointing:

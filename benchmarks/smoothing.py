@@ -9,12 +9,12 @@ The model as it is, and after `hf-mxfp4 smooth` at several strengths on texts of
 
 from pathlib import Path
 
-from hf_mxfp4.analysis.perplexity.checkpoint import texts_to_predict
-from hf_mxfp4.analysis.perplexity.evaluate import evaluate
-from hf_mxfp4.analysis.perplexity.load import load
-from hf_mxfp4.analysis.perplexity.schemes import read_schemes
-from hf_mxfp4.analysis.texts import TextOptions
-from hf_mxfp4.smoothing import smooth_model
+from hf_mxfp4.lab.perplexity.checkpoint import texts_to_predict
+from hf_mxfp4.lab.perplexity.evaluate import evaluate
+from hf_mxfp4.lab.perplexity.load import load
+from hf_mxfp4.lab.perplexity.schemes import read_schemes
+from hf_mxfp4.lab.texts import TextOptions
+from hf_mxfp4.lab.smoothing import smooth_model
 
 from .records import made, option_parser, write
 from .scheme_perplexity import compared

@@ -55,7 +55,7 @@ def by_vllm(folder: str, prompts: list[list[int]]) -> tuple[torch.Tensor, Any]:
     """The same by vLLM, and the bytes that its weights take."""
     import vllm
 
-    from hf_mxfp4.vllm_plugin.served import served_bytes
+    from hf_mxfp4.integrations.vllm.served import served_bytes
 
     llm = vllm.LLM(folder, max_model_len=1 + max(map(len, prompts)), **ENGINE)
     options = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)

@@ -18,7 +18,7 @@ register_with_tables()
 
 if TYPE_CHECKING:
     from .config import MXFP4RLConfig
-    from .quantizer import MXFP4RLQuantizer
+    from .integrations.transformers import MXFP4RLQuantizer
 
 _LAZY = {
     "ErrorDecomposition": "numerics",
@@ -29,7 +29,7 @@ _LAZY = {
     "MXFP4PackedExperts": "layers",
     "MXFP4PackedLinear": "layers",
     "MXFP4RLConfig": "config",
-    "MXFP4RLQuantizer": "quantizer",
+    "MXFP4RLQuantizer": "integrations.transformers",
     "MXFP4Tensor": "numerics",
     "QuantScheme": "numerics",
     "ScaleRule": "numerics",
@@ -37,8 +37,8 @@ _LAZY = {
     "decompose": "numerics",
     "dither_masters": "dither",
     "fake_quantize": "gemm",
-    "merge_adapters": "adapters",
-    "pack": "quantizer.pack_model",
+    "merge_adapters": "integrations.peft",
+    "pack": "integrations.transformers.pack_model",
     "quantize": "gemm",
     "set_quantization_step": "layers",
     "uncached_weights": "layers",
@@ -48,7 +48,7 @@ __all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__"]
 __all__ += [name for name in _LAZY if name not in __all__]
 
 #: Parts that code may name after `import hf_mxfp4` alone.
-_PARTS = ("adapters", "backends", "checkpoint", "config", "dither", "gemm", "layers", "numerics", "quantizer", "report")
+_PARTS = ("backends", "checkpoint", "config", "dither", "gemm", "layers", "moe", "numerics", "report")
 
 __getattr__ = lazy_names(__name__, _LAZY, parts=_PARTS)
 

@@ -19,7 +19,7 @@ from typing import Any
 QUANT_METHOD = "mxfp4_rl"
 _PACKAGE = "transformers.quantizers"
 TABLES = f"{_PACKAGE}.auto"
-_QUANTIZER = "hf_mxfp4.quantizer.quantizer"
+_QUANTIZER = "hf_mxfp4.integrations.transformers.quantizer"
 
 #: Logger to what its messages contain that are not shown. transformers imports torchao, where that is installed,
 #: together with its tables. torchao then warns of each of its GPU libraries that does not fit this machine, and torch
@@ -28,7 +28,7 @@ _NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subcla
 
 
 class StandIn:
-    """Stands for a class of [`hf_mxfp4.quantizer.quantizer`] in a table: the class is imported when the stand-in is
+    """Stands for a class of [`hf_mxfp4.integrations.transformers.quantizer`] in a table: the class is imported when the stand-in is
     called or asked for an attribute."""
 
     def __init__(self, class_name: str):

@@ -34,7 +34,7 @@ ROOT = TESTS.parent
 PATHS = (ROOT, ROOT / "kernels", TESTS, TESTS / "distributed")
 #: What the servers import; Triton looks at TRITON_INTERPRET when kernels are defined.
 _COMMON = (
-    "hf_mxfp4.analysis", "hf_mxfp4.checkpoint", "hf_mxfp4.layers", "hf_mxfp4.quantizer.quantizer",
+    "hf_mxfp4.lab", "hf_mxfp4.checkpoint", "hf_mxfp4.layers", "hf_mxfp4.integrations.transformers.quantizer",
     "hf_mxfp4.rl", "hypothesis", "mxfp4_kernels",
     "transformers.models.qwen2.modeling_qwen2", "triton.language", "torch._inductor.compile_fx",
 )  # fmt: skip

@@ -17,7 +17,7 @@ import mxfp4_kernels
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.gemm import Groups
 from hf_mxfp4.gemm.storage.packed_weight import packed_tensor, quantize_weight
-from hf_mxfp4.vllm_plugin.experts_product import experts
+from hf_mxfp4.integrations.vllm.experts_product import experts
 
 
 E, HIDDEN, INNER, TOKENS = 4, 128, 64, 6

@@ -193,7 +193,7 @@ def test_a_packed_and_a_plain_model_again(checkpoint, quantizations, monkeypatch
     assert torch.equal(logits(model), expected)
     model.dequantize()
     entered = []
-    monkeypatch.setattr("hf_mxfp4.quantizer.generation.cached_for_call", lambda: entered.append(1))
+    monkeypatch.setattr("hf_mxfp4.integrations.transformers.generation.cached_for_call", lambda: entered.append(1))
     torch.testing.assert_close(logits(model), expected)
     assert not entered and not any(isinstance(module, QUANTIZED) for module in model.modules())
 
@@ -231,7 +231,7 @@ def test_models_that_cannot_generate_load_as_ever(checkpoint):
 
 def test_plain_models_of_the_class_generate_as_ever(checkpoint, monkeypatch):
     load(checkpoint)
-    monkeypatch.setattr("hf_mxfp4.quantizer.generation.cached_for_call", None)
+    monkeypatch.setattr("hf_mxfp4.integrations.transformers.generation.cached_for_call", None)
     assert generate(make_model("qwen2")).shape == (1, IDS.shape[1] + TOKENS)
 
 

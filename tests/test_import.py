@@ -114,7 +114,7 @@ print("hf_mxfp4.layers" in sys.modules, quantizers["mxfp4_rl"].requires_calibrat
 config = AutoQuantizationConfig.from_dict({"quant_method": "mxfp4_rl", "preset": "w4a16"})
 print(type(config) is hf_mxfp4.MXFP4RLConfig, config.preset)
 from hf_mxfp4 import config as config_module
-from hf_mxfp4.quantizer import quantizer
+from hf_mxfp4.integrations.transformers import quantizer
 for module in (hf_mxfp4, quantizer, config_module, quantizer, hf_mxfp4):
     importlib.reload(module)
 print(configs["mxfp4_rl"] is hf_mxfp4.MXFP4RLConfig, quantizers["mxfp4_rl"] is hf_mxfp4.MXFP4RLQuantizer)
@@ -129,7 +129,7 @@ print(anew is hf_mxfp4, type(made) is anew.MXFP4RLConfig)
 
 IN_THREADS = """
 import sys, threading, traceback
-names = ["hf_mxfp4", "transformers.quantizers", "hf_mxfp4.quantizer.quantizer", "transformers.modeling_utils"]
+names = ["hf_mxfp4", "transformers.quantizers", "hf_mxfp4.integrations.transformers.quantizer", "transformers.modeling_utils"]
 failed, barrier = [], threading.Barrier(len(names))
 def work(name):
     barrier.wait()
@@ -305,4 +305,4 @@ def test_every_folder_of_the_sources_is_a_package_that_the_build_finds():
     folders = set()
     for top in (PACKAGE, KERNELS):
         folders |= {str(path.parent.relative_to(top.parent)).replace("/", ".") for path in top.rglob("*.py")}
-    assert found == folders and "mxfp4_kernels" in found and "hf_mxfp4.smoothing" in found
+    assert found == folders and "mxfp4_kernels" in found and "hf_mxfp4.lab.smoothing" in found

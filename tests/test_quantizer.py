@@ -18,7 +18,7 @@ from transformers.trainer_utils import validate_quantization_for_training
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLQuantizer, fake_quantize
 from hf_mxfp4._logging import get_logger
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma"]

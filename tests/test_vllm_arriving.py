@@ -9,11 +9,11 @@ from torch import nn
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.backends.select import dequantize
 from hf_mxfp4.gemm.storage.packed_weight import packed_shapes, packed_tensor, quantize_weight
-from hf_mxfp4.vllm_plugin.adapters import add_adapters, make_room
-from hf_mxfp4.vllm_plugin.arriving_linears import ArrivingLinears
-from hf_mxfp4.vllm_plugin.expected import ExpectedLayers
-from hf_mxfp4.vllm_plugin.served import WeightBytes, served_bytes
-from hf_mxfp4.vllm_plugin.settings import EngineSettings
+from hf_mxfp4.integrations.vllm.adapters import add_adapters, make_room
+from hf_mxfp4.integrations.vllm.arriving_linears import ArrivingLinears
+from hf_mxfp4.integrations.vllm.expected import ExpectedLayers
+from hf_mxfp4.integrations.vllm.served import WeightBytes, served_bytes
+from hf_mxfp4.integrations.vllm.settings import EngineSettings
 
 
 NAME = "model.layers.0.mlp.down_proj"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm_experts import ACTIVATIONS, ENGINE, NAME, SIZES, Engine, packed_experts, plugin_with_stand_ins, tokens
 
-from hf_mxfp4.vllm_plugin.experts_product import experts as experts_operator
+from hf_mxfp4.integrations.vllm.experts_product import experts as experts_operator
 
 
 SCHEMES = [

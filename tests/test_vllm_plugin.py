@@ -24,9 +24,9 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.backends.select import dequantize
 from hf_mxfp4.gemm.storage.packed_weight import packed_shapes, packed_tensor
 from hf_mxfp4.layers import MXFP4PackedLinear
-from hf_mxfp4.vllm_plugin.activations import quantize_input
-from hf_mxfp4.vllm_plugin.expected import ExpectedLayers
-from hf_mxfp4.vllm_plugin.settings import EngineSettings
+from hf_mxfp4.integrations.vllm.activations import quantize_input
+from hf_mxfp4.integrations.vllm.expected import ExpectedLayers
+from hf_mxfp4.integrations.vllm.settings import EngineSettings
 
 
 ROOT = Path(hf_mxfp4.__file__).parents[1]
@@ -142,7 +142,7 @@ STAND_INS = {
         "ModelWeightParameter": ModelWeightParameter,
     },
 }
-MODULES = [f"hf_mxfp4.vllm_plugin.{name}" for name in ("quantization", "linears", "native")]
+MODULES = [f"hf_mxfp4.integrations.vllm.{name}" for name in ("quantization", "linears", "native")]
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +154,8 @@ def plugin():
             patch.setitem(sys.modules, name, module)
         for name in MODULES:
             patch.delitem(sys.modules, name, raising=False)
-        importlib.import_module("hf_mxfp4.vllm_plugin").register()
-        yield importlib.import_module("hf_mxfp4.vllm_plugin.quantization")
+        importlib.import_module("hf_mxfp4.integrations.vllm").register()
+        yield importlib.import_module("hf_mxfp4.integrations.vllm.quantization")
     for name in MODULES:
         sys.modules.pop(name, None)
 
@@ -224,7 +224,7 @@ IDS = [" ".join(map(str, scheme.values())) or "default" for scheme in SCHEMES]
 
 def test_registering_names_the_method(plugin):
     assert REGISTERED["mxfp4_rl"] is plugin.MXFP4RLVLLMConfig
-    hf_mxfp4.vllm_plugin.register()
+    hf_mxfp4.integrations.vllm.register()
     assert REGISTERED["mxfp4_rl"] is plugin.MXFP4RLVLLMConfig
 
 
@@ -236,7 +236,7 @@ def test_the_entry_point_names_register():
 
 
 def test_importing_the_plugin_needs_no_vllm():
-    code = "import sys, hf_mxfp4.vllm_plugin; print('vllm' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, hf_mxfp4.integrations.vllm; print('vllm' in sys.modules, 'torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.split()[0] == "False", done.stderr

@@ -15,9 +15,9 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import MXFP4PackedExperts
-from hf_mxfp4.vllm_plugin.arriving_experts import ArrivingExperts
-from hf_mxfp4.vllm_plugin.expected import ExpectedLayers
-from hf_mxfp4.vllm_plugin.settings import EngineSettings
+from hf_mxfp4.integrations.vllm.arriving_experts import ArrivingExperts
+from hf_mxfp4.integrations.vllm.expected import ExpectedLayers
+from hf_mxfp4.integrations.vllm.settings import EngineSettings
 
 
 NAME = "model.layers.0.mlp.experts"
@@ -75,9 +75,9 @@ def plugin_with_stand_ins() -> Iterator[types.ModuleType]:
             module = types.ModuleType(name)
             module.__dict__.update(members)
             patch.setitem(sys.modules, name, module)
-        patch.delitem(sys.modules, "hf_mxfp4.vllm_plugin.experts", raising=False)
-        yield importlib.import_module("hf_mxfp4.vllm_plugin.experts")
-    sys.modules.pop("hf_mxfp4.vllm_plugin.experts", None)
+        patch.delitem(sys.modules, "hf_mxfp4.integrations.vllm.experts", raising=False)
+        yield importlib.import_module("hf_mxfp4.integrations.vllm.experts")
+    sys.modules.pop("hf_mxfp4.integrations.vllm.experts", None)
 
 
 class Engine:

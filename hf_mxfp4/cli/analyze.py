@@ -20,9 +20,9 @@ from .options import (
 
 
 if TYPE_CHECKING:
-    from ..analysis.errors.results import Analysis
-    from ..analysis.errors.source import Source
-    from ..analysis.texts import TextOptions
+    from ..lab.errors.results import Analysis
+    from ..lab.errors.source import Source
+    from ..lab.texts import TextOptions
     from ..config import MXFP4RLConfig
     from ..numerics import QuantScheme
 
@@ -83,9 +83,9 @@ def analyze(
         fail("--activations and --text go together")
     wanted = schemes_of(scheme) if scheme else None
     with told_errors("the same command resumes where it stopped"):
-        from ..analysis.errors.source import SourceError, open_source
-        from ..analysis.errors.weights import own_config
-        from ..analysis.texts import TEXT_FIELDS, TextOptions
+        from ..lab.errors.source import SourceError, open_source
+        from ..lab.errors.weights import own_config
+        from ..lab.texts import TEXT_FIELDS, TextOptions
 
         options = TextOptions(text or "", text_field, samples, max_length, TEXT_FIELDS)
         texts = [] if text is None else options.read()
@@ -107,7 +107,7 @@ def analyze(
 
 
 def _default_schemes(own: "MXFP4RLConfig | None", kind: str) -> list["QuantScheme"]:
-    from ..analysis.errors.schemes import PAPER_SCHEMES
+    from ..lab.errors.schemes import PAPER_SCHEMES
 
     if own is None:
         return schemes_of(PAPER_SCHEMES)
@@ -116,8 +116,8 @@ def _default_schemes(own: "MXFP4RLConfig | None", kind: str) -> list["QuantSchem
 
 def _analyze_weights(source: "Source", own, wanted, include, exclude, folder: Path, overwrite: bool) -> "Analysis":
     from .. import __version__
-    from ..analysis.errors.progress import ProgressLog
-    from ..analysis.errors.weights import analyze_weights, bytes_to_analyze, selection_for
+    from ..lab.errors.progress import ProgressLog
+    from ..lab.errors.weights import analyze_weights, bytes_to_analyze, selection_for
     from .console import ByteProgress
 
     schemes = wanted or _default_schemes(own, "weight")
@@ -134,7 +134,7 @@ def _analyze_weights(source: "Source", own, wanted, include, exclude, folder: Pa
 
 
 def _add_activations(analysis: "Analysis", model: str, own, wanted, options: "TextOptions", texts: list[str]) -> None:
-    from ..analysis.errors.activations import analyze_activations, load_for_activations
+    from ..lab.errors.activations import analyze_activations, load_for_activations
     from ..module_names import fused_experts
 
     typer.echo(f"loading the whole model into memory to run {len(texts)} texts", err=True)
@@ -163,9 +163,9 @@ def _add_perplexity(
     folder: Path,
     overwrite: bool,
 ) -> None:
-    from ..analysis.perplexity.checkpoint import Job, texts_to_predict
-    from ..analysis.perplexity.load import load
-    from ..analysis.perplexity.schemes import read_schemes
+    from ..lab.perplexity.checkpoint import Job, texts_to_predict
+    from ..lab.perplexity.load import load
+    from ..lab.perplexity.schemes import read_schemes
     from .evaluate import measured
 
     typer.echo(f"loading the whole model into memory to measure perplexity on {len(texts)} texts", err=True)
@@ -178,8 +178,8 @@ def _add_perplexity(
 
 def _finish(analysis: "Analysis", source: "Source", folder: Path, as_json: bool) -> None:
     from .. import __version__
-    from ..analysis.errors.weights import describe_source
-    from ..analysis.report.files import build_summary, write_reports
+    from ..lab.errors.weights import describe_source
+    from ..lab.report.files import build_summary, write_reports
     from .console import out, print_summary, report_problems
 
     facts = describe_source(source)

@@ -12,8 +12,8 @@ from .options import ExcludeOption, IncludeOption, JsonOption, SchemeOption, fai
 
 
 if TYPE_CHECKING:
-    from ..analysis.comparison.checkpoints import Comparison
-    from ..analysis.errors.source import Source
+    from ..lab.comparison.checkpoints import Comparison
+    from ..lab.errors.source import Source
     from ..numerics import QuantScheme
 
 
@@ -48,8 +48,8 @@ def compare(
     if other is not None and len(schemes) > 1:
         fail("two checkpoints are compared under one scheme; give --scheme once at most")
     with told_conversion_errors():
-        from ..analysis.comparison.packed import is_packed
-        from ..analysis.errors.source import open_source
+        from ..lab.comparison.packed import is_packed
+        from ..lab.errors.source import open_source
 
         if other is None:
             result = _two_schemes(model, schemes, include or (), exclude or ())
@@ -72,8 +72,8 @@ def compare(
 
 
 def _with_packed(original: "Source", packed: "Source", include, exclude) -> "Comparison":
-    from ..analysis.comparison.packed import bytes_to_compare, compare_packed
-    from ..analysis.errors.weights import Selection
+    from ..lab.comparison.packed import bytes_to_compare, compare_packed
+    from ..lab.errors.weights import Selection
     from .console import ByteProgress
 
     with ByteProgress(bytes_to_compare(original, packed)) as progress:
@@ -81,8 +81,8 @@ def _with_packed(original: "Source", packed: "Source", include, exclude) -> "Com
 
 
 def _two_models(model: "Source", other: "Source", schemes: list["QuantScheme"], include, exclude) -> "Comparison":
-    from ..analysis.comparison.checkpoints import compare_checkpoints
-    from ..analysis.errors.weights import bytes_to_analyze, own_config, selection_for
+    from ..lab.comparison.checkpoints import compare_checkpoints
+    from ..lab.errors.weights import bytes_to_analyze, own_config, selection_for
     from .console import ByteProgress
 
     sources = (model, other)
@@ -96,9 +96,9 @@ def _two_models(model: "Source", other: "Source", schemes: list["QuantScheme"], 
 
 
 def _two_schemes(model: str, schemes: list["QuantScheme"], include, exclude) -> "Comparison":
-    from ..analysis.comparison.checkpoints import compare_schemes
-    from ..analysis.errors.source import open_source
-    from ..analysis.errors.weights import analyze_weights, bytes_to_analyze, own_config, selection_for
+    from ..lab.comparison.checkpoints import compare_schemes
+    from ..lab.errors.source import open_source
+    from ..lab.errors.weights import analyze_weights, bytes_to_analyze, own_config, selection_for
     from .console import ByteProgress
 
     source = open_source(model)
@@ -136,7 +136,7 @@ def _show(result: "Comparison", as_json: bool) -> None:
 
 def _write(result: "Comparison", folder: Path) -> None:
     from .. import __version__
-    from ..analysis.comparison.report import write_comparison
+    from ..lab.comparison.report import write_comparison
 
     paths = write_comparison(result, __version__, folder)
     typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)

@@ -19,15 +19,15 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ..analysis.errors.results import Analysis, Problem
-from ..analysis.errors.statistics import ErrorStatistics
-from ..analysis.report.columns import COLUMNS, LEGEND, number
-from ..analysis.report.statements import SQNR_NOTE, bits_text, least_error, statements
+from ..lab.errors.results import Analysis, Problem
+from ..lab.errors.statistics import ErrorStatistics
+from ..lab.report.columns import COLUMNS, LEGEND, number
+from ..lab.report.statements import SQNR_NOTE, bits_text, least_error, statements
 from ..files import printable
 
 
 if TYPE_CHECKING:  # it brings the layers along, which other commands do without
-    from ..analysis.perplexity.results import Evaluation
+    from ..lab.perplexity.results import Evaluation
 
 
 #: Seconds between lines where there is no terminal to draw a bar on.
@@ -210,7 +210,7 @@ def print_summary(analysis: Analysis, console: Console) -> None:
 
 def print_evaluation(evaluation: "Evaluation", console: Console) -> None:
     """Print what `hf-mxfp4 eval` says: perplexity and divergence of every scheme."""
-    from ..analysis.perplexity.report import columns, legend, summary, table
+    from ..lab.perplexity.report import columns, legend, summary, table
 
     console.print(plain_table(summary(evaluation), columns(evaluation), table(evaluation)))
     say(legend(evaluation), console)

@@ -87,7 +87,7 @@ def show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> No
 
 def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
     """A row for all layers of a type that the same was done to."""
-    from ..analysis.errors.layer_names import location_of
+    from ..lab.errors.layer_names import location_of
     from ..checkpoint.convert.costs import bits_per_weight
 
     groups: dict[tuple[str, str], list[LayerCost]] = {}

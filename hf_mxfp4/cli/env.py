@@ -178,7 +178,7 @@ def _kernel_coverage(torch: Any) -> dict[str, str | None]:
     """Scheme to `None`, or to why the Triton kernels do not cover it for bfloat16 tensors."""
     import mxfp4_kernels
 
-    from ..analysis.errors.schemes import parse_scheme
+    from ..lab.errors.schemes import parse_scheme
 
     coverage = {}
     for text in _KERNEL_SCHEMES:

@@ -12,10 +12,10 @@ from .options import JsonOption, fail, report_folder, told_errors
 
 
 if TYPE_CHECKING:
-    from ..analysis.perplexity.checkpoint import Job
-    from ..analysis.perplexity.load import Loaded
-    from ..analysis.perplexity.results import Evaluation
-    from ..analysis.perplexity.schemes import ModelScheme
+    from ..lab.perplexity.checkpoint import Job
+    from ..lab.perplexity.load import Loaded
+    from ..lab.perplexity.results import Evaluation
+    from ..lab.perplexity.schemes import ModelScheme
 
 
 #: What a checkpoint without a scheme of its own is measured under where nothing is asked for.
@@ -23,7 +23,7 @@ DEFAULT_SCHEMES = ("w4a16:rceil", "w4a16:even+mbs128-blockwise", "rceil", "even+
 
 
 class Dtype(str, Enum):
-    """The names in [`hf_mxfp4.analysis.perplexity.load.DTYPES`]."""
+    """The names in [`hf_mxfp4.lab.perplexity.load.DTYPES`]."""
 
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
@@ -32,7 +32,7 @@ class Dtype(str, Enum):
 
 
 class Unit(str, Enum):
-    """What a part of a model is, see [`hf_mxfp4.analysis.perplexity.schemes.without_each`]."""
+    """What a part of a model is, see [`hf_mxfp4.lab.perplexity.schemes.without_each`]."""
 
     TYPE = "type"
     LAYER = "layer"
@@ -113,10 +113,10 @@ def evaluate(
     with told_errors("the same command resumes where it stopped"):
         if card and not Path(model).expanduser().is_dir():
             fail("--card writes into a checkpoint's folder; MODEL is none")
-        from ..analysis.perplexity.checkpoint import PROGRESS_NAME, Job, texts_to_predict
-        from ..analysis.perplexity.load import load
-        from ..analysis.perplexity.schemes import without_each as parts_left_out
-        from ..analysis.texts import TextOptions
+        from ..lab.perplexity.checkpoint import PROGRESS_NAME, Job, texts_to_predict
+        from ..lab.perplexity.load import load
+        from ..lab.perplexity.schemes import without_each as parts_left_out
+        from ..lab.texts import TextOptions
 
         options = TextOptions(text, text_field, samples, max_length)
         texts = options.read()
@@ -150,7 +150,7 @@ def measured(job: "Job", log_path: Path, overwrite: bool) -> "Evaluation":
 
 
 def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[ModelScheme]":
-    from ..analysis.perplexity.schemes import read_schemes
+    from ..lab.perplexity.schemes import read_schemes
 
     if wanted is None:
         wanted = [] if loaded.stored else ["own"] if loaded.own is not None else list(DEFAULT_SCHEMES)
@@ -160,7 +160,7 @@ def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[Mo
 
 
 def _check_card(folder: Path) -> None:
-    from ..analysis.errors.source import SourceError
+    from ..lab.errors.source import SourceError
     from ..checkpoint.card.model import read_generated
 
     try:
@@ -171,7 +171,7 @@ def _check_card(folder: Path) -> None:
 
 def _finish(evaluation: "Evaluation", folder: Path, card: Path | None, as_json: bool) -> None:
     from .. import __version__
-    from ..analysis.perplexity.report import write_reports
+    from ..lab.perplexity.report import write_reports
     from ..checkpoint import add_perplexity
     from ..files import json_clean
     from .console import out, print_evaluation

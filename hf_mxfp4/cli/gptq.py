@@ -57,10 +57,10 @@ def gptq(
     packing, LoRA on packed weights, and export.
     """
     with told_errors("nothing was written"):
-        from ..analysis.errors.source import SourceError
-        from ..analysis.perplexity.schemes import read_schemes
-        from ..analysis.texts import TextOptions
-        from ..gptq import round_checkpoint
+        from ..lab.errors.source import SourceError
+        from ..lab.perplexity.schemes import read_schemes
+        from ..lab.texts import TextOptions
+        from ..lab.gptq import round_checkpoint
 
         config = read_schemes([scheme])[0].config
         options = TextOptions(text, text_field, samples, max_length)

@@ -106,7 +106,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
     """The schemes that the user named, each once; leaves with a message when one cannot be read."""
-    from ..analysis.errors.schemes import parse_scheme
+    from ..lab.errors.schemes import parse_scheme
 
     try:
         return list(dict.fromkeys(parse_scheme(text) for text in texts))
@@ -125,8 +125,8 @@ def report_folder(model: str) -> str:
 @contextlib.contextmanager
 def told_errors(when_interrupted: str) -> Iterator[None]:
     """Turn what a user can mend into a message and exit code 2, and Ctrl-C into a message and 130."""
-    from ..analysis.errors.source import SourceError
-    from ..analysis.resume_log import ProgressMismatch
+    from ..lab.errors.source import SourceError
+    from ..lab.resume_log import ProgressMismatch
 
     try:
         yield

@@ -18,7 +18,7 @@ class Mode(str, Enum):
 
 
 class Engine(str, Enum):
-    """The names in [`hf_mxfp4.planning.ENGINES`]."""
+    """The names in [`hf_mxfp4.lab.planning.ENGINES`]."""
 
     DDP = "ddp"
     FSDP2 = "fsdp2"
@@ -27,7 +27,7 @@ class Engine(str, Enum):
 
 
 class Optimizer(str, Enum):
-    """The names in [`hf_mxfp4.planning.OPTIMIZERS`]."""
+    """The names in [`hf_mxfp4.lab.planning.OPTIMIZERS`]."""
 
     ADAMW = "adamw"
     ADAMW_8BIT = "adamw_8bit"
@@ -59,8 +59,8 @@ def plan(
     A tenth of each GPU is left for the CUDA context and fragmentation. Exit code 1 when nothing fits.
     """
     from ..config import MXFP4RLConfig
-    from ..planning import ENGINES, Setup, read_config, sizes_of
-    from ..planning import plan as planned
+    from ..lab.planning import ENGINES, Setup, read_config, sizes_of
+    from ..lab.planning import plan as planned
 
     try:
         options = {} if preset is None else {"preset": preset}

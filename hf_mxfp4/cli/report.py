@@ -27,8 +27,8 @@ def report(
     """
     if out is not None and png is not None:
         fail("--out and --png are two commands")
-    from ..analysis.run_report.log import RunLogError
-    from ..analysis.run_report.report import write_run_picture, write_run_report
+    from ..lab.run_report.log import RunLogError
+    from ..lab.run_report.report import write_run_picture, write_run_report
 
     with told_errors("nothing was written"):
         try:

@@ -12,7 +12,7 @@ from .options import JsonOption, SchemeOption, fail, schemes_of
 
 
 class Distribution(str, Enum):
-    """The names in [`hf_mxfp4.analysis.errors.distributions`]."""
+    """The names in [`hf_mxfp4.lab.errors.distributions`]."""
 
     GAUSSIAN = "gaussian"
     LAPLACE = "laplace"
@@ -34,10 +34,10 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure schemes on random data, whose rows have standard deviations spread over one octave."""
-    from ..analysis.errors.distributions import sample
-    from ..analysis.errors.schemes import PAPER_SCHEMES
-    from ..analysis.errors.statistics import error_statistics
-    from ..analysis.report.columns import LEGEND
+    from ..lab.errors.distributions import sample
+    from ..lab.errors.schemes import PAPER_SCHEMES
+    from ..lab.errors.statistics import error_statistics
+    from ..lab.report.columns import LEGEND
     from .console import out, statistics_table
 
     if not df > 2:

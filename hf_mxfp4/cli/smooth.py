@@ -42,9 +42,9 @@ def smooth(
     What comes out is a plain checkpoint, for training, packing and export as any other.
     """
     with told_errors("nothing was written"):
-        from ..analysis.errors.source import SourceError
-        from ..analysis.texts import TextOptions
-        from ..smoothing import smooth_checkpoint
+        from ..lab.errors.source import SourceError
+        from ..lab.texts import TextOptions
+        from ..lab.smoothing import smooth_checkpoint
 
         options = TextOptions(text, text_field, samples, max_length)
         texts = options.read()

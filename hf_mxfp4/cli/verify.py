@@ -44,7 +44,7 @@ def verify(
     Exit code 0: nothing is. 1: something is. 2: files have no checksums, there is no such checkpoint, or it could not
     be checked.
     """
-    from ..analysis.errors.source import SourceError
+    from ..lab.errors.source import SourceError
     from ..checkpoint.io.folder import CheckpointError
     from ..checkpoint.io.reader import ShardError
 
@@ -77,7 +77,7 @@ def _verified(model: str) -> "Verification":
     if path.is_dir():
         with ByteProgress(bytes_in(path)) as progress:
             return verify_folder(path, progress)
-    from ..analysis.errors.source import DamagedSourceError, open_source
+    from ..lab.errors.source import DamagedSourceError, open_source
 
     found = Verification()
     try:

@@ -13,7 +13,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.adapters.merge.merge_cost import merge_cost
+from hf_mxfp4.integrations.peft.merge.merge_cost import merge_cost
 
 
 IDS = torch.arange(2, 14).view(2, 6)

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, numerics, pack, quantize
-from hf_mxfp4.adapters import merge_adapters
-from hf_mxfp4.analysis.comparison.packed import compare_packed
-from hf_mxfp4.analysis.errors.source import open_source
-from hf_mxfp4.analysis.errors.weights import Selection
+from hf_mxfp4.integrations.peft import merge_adapters
+from hf_mxfp4.lab.comparison.packed import compare_packed
+from hf_mxfp4.lab.errors.source import open_source
+from hf_mxfp4.lab.errors.weights import Selection
 from hf_mxfp4.checkpoint import export, pack_checkpoint
 from hf_mxfp4.checkpoint.io.folder import CheckpointError
 from hf_mxfp4.cli import app
@@ -179,7 +179,7 @@ def test_vllm_is_refused(packed_folder):
 
 
 def test_adapters_of_a_trainable_model_merge_into_a_packed_one():
-    from hf_mxfp4.quantizer.swap import quantize_linears
+    from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
     model = make_model()
     quantize_linears(model, MXFP4RLConfig(preset="w4a16", outlier_fallback=None, **SCHEME))

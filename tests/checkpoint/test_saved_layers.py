@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_mxfp4 import MXFP4RLConfig, module_names
-from hf_mxfp4.quantizer import quantizer
+from hf_mxfp4.integrations.transformers import quantizer
 
 
 SIZES = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}

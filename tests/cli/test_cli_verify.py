@@ -211,7 +211,7 @@ def test_a_repository_file_by_file(copy, monkeypatch):
         asked.append(file)
         return str(folder / file)
 
-    monkeypatch.setattr("hf_mxfp4.analysis.errors.source._hub_download", download)
+    monkeypatch.setattr("hf_mxfp4.lab.errors.source._hub_download", download)
     done = run("me/model")
     assert done.exit_code == 0 and done.stdout.startswith("me/model: 15 tensors in 3 files"), done.stderr
     assert asked == ["config.json", INDEX, MANIFEST, *(file.name for file in shards(folder))]

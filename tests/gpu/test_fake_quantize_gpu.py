@@ -8,7 +8,7 @@ from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.backends import backend_for
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -8,7 +8,7 @@ from tiny_models import make_model
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

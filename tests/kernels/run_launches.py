@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-import hf_mxfp4.adapters  # noqa: F401  (makes PEFT know the layers)
+import hf_mxfp4.integrations.peft  # noqa: F401  (makes PEFT know the layers)
 from benchmarks.gpu.model.gpus import GPUS
 from benchmarks.gpu.model.stub import cuda_of, stub_gpu
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights

@@ -28,7 +28,7 @@ from hf_mxfp4.gemm.counts import weight_quantizations
 from hf_mxfp4.gemm.storage import packed
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]

@@ -11,7 +11,7 @@ from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig, pack
 from hf_mxfp4.layers import MXFP4Linear, full_precision
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 IDS = torch.arange(2, 18).view(2, 8)

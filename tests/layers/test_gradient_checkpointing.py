@@ -8,9 +8,9 @@ import torch
 from lora_models import gradients, with_lora
 from tiny_models import make_model
 
-import hf_mxfp4.adapters
+import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 STOCHASTIC = {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}}
@@ -40,7 +40,7 @@ MODELS = {
     ],
 )
 def test_the_gradients_are_those_of_a_plain_backward_pass(name, reentrant, autocast):
-    assert hf_mxfp4.adapters.MXFP4LoraModel  # registered by its import
+    assert hf_mxfp4.integrations.peft.MXFP4LoraModel  # registered by its import
     family, scheme, lora = MODELS[name]
     found, calls = [], []
     for checkpointing in (False, True):

@@ -11,7 +11,7 @@ from tables import CONFIGS
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4Linear, cached_weights, fake_quantize
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 WEIGHT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}

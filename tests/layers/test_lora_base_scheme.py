@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.adapters import MXFP4LoraConfig
+from hf_mxfp4.integrations.peft import MXFP4LoraConfig
 
 
 ROOT = Path(__file__).resolve().parents[2]

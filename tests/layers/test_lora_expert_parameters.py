@@ -13,12 +13,12 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from tiny_models import make_model
 
-import hf_mxfp4.adapters
+import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.adapters import MXFP4LoraExpertParameter
+from hf_mxfp4.integrations.peft import MXFP4LoraExpertParameter
 from hf_mxfp4.layers import MXFP4Experts, cached_weights, full_precision
 from hf_mxfp4.numerics import apply_scheme
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
@@ -27,7 +27,7 @@ BLOCK = "base_model.model.model.layers.0.mlp"
 
 
 def qat(family="qwen3_moe", layers=1, dtype=torch.float32, **scheme):
-    assert hf_mxfp4.adapters.MXFP4LoraModel  # registered by its import; loading a model does it too
+    assert hf_mxfp4.integrations.peft.MXFP4LoraModel  # registered by its import; loading a model does it too
     model = make_model(family, layers=layers, dtype=dtype)
     quantize_linears(model, MXFP4RLConfig(**{"preset": "w4a16", **scheme}))
     return model

@@ -15,7 +15,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig, merge_adapters, quantize
-from hf_mxfp4.adapters import MXFP4LoraExperts, MXFP4LoraLinear, policy_parameters
+from hf_mxfp4.integrations.peft import MXFP4LoraExperts, MXFP4LoraLinear, policy_parameters
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, fake_quantize
-from hf_mxfp4.adapters import MXFP4LoraLinear, MXFP4LoraMasterLinear
+from hf_mxfp4.integrations.peft import MXFP4LoraLinear, MXFP4LoraMasterLinear
 
 
 #: Mode -> the class of quantized layers, and of those with adapters.

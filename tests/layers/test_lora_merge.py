@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4PackedLinear, merge_adapters, quantize
-from hf_mxfp4.adapters import MXFP4LoraLinear
-from hf_mxfp4.adapters.merge.merge_report import MergeError, MergeReport
+from hf_mxfp4.integrations.peft import MXFP4LoraLinear
+from hf_mxfp4.integrations.peft.merge.merge_report import MergeError, MergeReport
 
 
 SCHEME = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic"}

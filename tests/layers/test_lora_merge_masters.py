@@ -13,11 +13,11 @@ from peft import LoraConfig
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-import hf_mxfp4.adapters
+import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, fake_quantize, merge_adapters
-from hf_mxfp4.adapters import MXFP4LoraMasterLinear
+from hf_mxfp4.integrations.peft import MXFP4LoraMasterLinear
 from hf_mxfp4.layers import MXFP4Experts
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -25,7 +25,7 @@ ROTATED = {"fprop": {"x": "full", "weight": "rceil", "rotation": "deterministic-
 
 
 def qat(family="qwen2", dtype=torch.float32, layers=1, **scheme):
-    assert hf_mxfp4.adapters.MXFP4LoraModel  # registered by its import; loading a model does it too
+    assert hf_mxfp4.integrations.peft.MXFP4LoraModel  # registered by its import; loading a model does it too
     model = make_model(family, layers=layers, dtype=dtype)
     quantize_linears(model, factors_config(**{"preset": "w4a16", **scheme}))
     return model

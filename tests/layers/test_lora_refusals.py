@@ -10,17 +10,17 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from torch import nn
 
-import hf_mxfp4.adapters
+import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
-from hf_mxfp4.adapters import strict_targets
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.peft import strict_targets
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 IDS = torch.arange(2, 14).view(2, 6)
 
 
 def model_of(mode="packed", **options):
-    assert hf_mxfp4.adapters.MXFP4LoraModel  # registered by its import; loading a model does it too
+    assert hf_mxfp4.integrations.peft.MXFP4LoraModel  # registered by its import; loading a model does it too
     model = make_model(**options)
     quantize_linears(model, MXFP4RLConfig(mode=mode, preset="w4a16"))
     return model

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import adapters
+from hf_mxfp4.integrations import peft as adapters
 
 
 class Kind(NamedTuple):

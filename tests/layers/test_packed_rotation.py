@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack
 from hf_mxfp4.gemm.shared_input import shared_input_counts
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 #: Of mode "qat": the packed twin of each is what is tested.

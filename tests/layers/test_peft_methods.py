@@ -13,7 +13,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4.adapters.methods import SUPPORTED, TRAINABLE_ONLY
+from hf_mxfp4.integrations.peft.methods import SUPPORTED, TRAINABLE_ONLY
 from hf_mxfp4.gemm.storage.packed_weight import PACKED_FIELDS
 from hf_mxfp4.layers import QUANTIZED
 
@@ -129,7 +129,7 @@ def test_a_supported_method_computes_and_trains_as_on_plain_weights(load, method
 
 
 def merging_is_refused(model):
-    if isinstance(model.base_model, hf_mxfp4.adapters.MXFP4LoraModel):
+    if isinstance(model.base_model, hf_mxfp4.integrations.peft.MXFP4LoraModel):
         return  # tests of LoRA are elsewhere
     adapted = [
         m for m in model.modules() if isinstance(m, BaseTunerLayer) and isinstance(m.get_base_layer(), QUANTIZED)

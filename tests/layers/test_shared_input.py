@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, fake_quantize
 from hf_mxfp4.gemm import shared_input as module
 from hf_mxfp4.gemm.shared_input import shared_input_counts
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 IDS = torch.arange(2, 14).view(2, 6)

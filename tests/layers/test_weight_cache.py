@@ -16,7 +16,7 @@ from torch import nn
 from hf_mxfp4 import MXFP4Linear, cached_weights, fake_quantize, uncached_weights
 from hf_mxfp4.gemm import operands
 from hf_mxfp4.gemm.storage import copies
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 WEIGHT_ONLY = factors_config(preset="w4a16", macro_search="static")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from undrawn import leave_figures_undrawn
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from recipes.grpo import main
 from recipes.post_training.arguments import parse
 from recipes.post_training.checksum import frozen_checksum

@@ -11,7 +11,7 @@ from test_grpo import TINY
 from test_grpo_two_processes import launch
 from transformers import AutoConfig
 
-from hf_mxfp4.routing import find_routers
+from hf_mxfp4.moe import find_routers
 from recipes.grpo import main
 from recipes.post_training.arguments import parse
 from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen3_moe

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from tiny_models import make_model
 
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from recipes.pretraining.arguments import StudyArguments, parse
 from recipes.pretraining.arms import BASELINE, NAMED_ARMS, choose_arms, quantized_operands
 from recipes.pretraining.corpus import load_corpus

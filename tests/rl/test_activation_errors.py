@@ -10,7 +10,7 @@ from transformers import TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.numerics import decompose_scheme
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import ActivationErrorCallback
 from hf_mxfp4.rl.callbacks.activation_errors import spread_modules
 

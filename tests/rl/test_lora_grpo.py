@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, cached_weights
-from hf_mxfp4.adapters import is_packed_with_adapters, policy_parameters
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.peft import is_packed_with_adapters, policy_parameters
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl.noise.norms import NormNoise, find_norms
 from hf_mxfp4.rl.rollout.generation import generating_module
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl.checks import count_quantized
 
 

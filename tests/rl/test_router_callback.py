@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.analysis import router_statistics
+from hf_mxfp4.lab import router_statistics
 from hf_mxfp4.rl.callbacks.routers import ROUTER_FILE
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.rl.rollout.replay import BATCH_KEY, RouterReplay, routed_tokens
-from hf_mxfp4.routing import RouterReplayError, find_routers, recorded_choices
+from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices
 
 
 SCHEME = MXFP4RLConfig()

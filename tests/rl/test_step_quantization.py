@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 #: Four micro-batches of two sequences, of two groups.

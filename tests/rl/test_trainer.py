@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import NoiseSchedule, RewardError
 from hf_mxfp4.rl.rollout.generation import describe_rollout_weights
 from recipes.tasks.tiny_model import build_char_tokenizer

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl.rollout.vllm_start import quantization_config, tell_how_to_serve, vllm_in_scheme
-from hf_mxfp4.vllm_plugin.settings import EngineSettings
+from hf_mxfp4.integrations.vllm.settings import EngineSettings
 
 
 PACKED, DENSE = {"weights": "packed", "adapter_rank": 0}, {"weights": "dense", "adapter_rank": 0}

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl.noise.norms import NormNoise
 from hf_mxfp4.rl.rollout.vllm import VLLMPolicy, rollout_parameters
 from hf_mxfp4.rl.rollout.vllm_engine import VLLMEngine

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, NormNoise
 
 

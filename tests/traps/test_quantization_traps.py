@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, fake_quantize, pack, quantize
 from hf_mxfp4.layers import QUANTIZED, MXFP4PackedLinear
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 IDS = torch.arange(24).reshape(2, 12) % 32

@@ -17,7 +17,7 @@ from same_bits import assert_same, weights
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.quantizer.swap import quantize_linears
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, NormNoise
 from recipes.grpo import main
 from recipes.post_training.arguments import parse

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.vllm_plugin.served import served_bytes
+from hf_mxfp4.integrations.vllm.served import served_bytes
 
 
 pytestmark = pytest.mark.vllm

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums over the error of quantizing a matrix: those of hf_mxfp4/analysis/errors/statistics.py, in one pass and in float64.
+// Sums over the error of quantizing a matrix: those of hf_mxfp4/lab/errors/statistics.py, in one pass and in float64.
 
 #include <cmath>
 

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 
 from ..._logging import get_logger
-from ...analysis.run_report.log import RunLog
-from ...analysis.run_report.report import write_run_report
+from ...lab.run_report.log import RunLog
+from ...lab.run_report.report import write_run_report
 
 
 class RunReportCallback(TrainerCallback):

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..._logging import get_logger
-from ...analysis import router_statistics
+from ...lab import router_statistics
 from ...layers import full_precision
-from ...routing import find_routers
+from ...moe import find_routers
 
 
 #: In the output folder: one line of JSON for each measurement of each router.
@@ -24,7 +24,7 @@ class RouterCallback(TrainerCallback):
 
     Metrics, means over the routers: `router/agreement` (share of the choices that full precision would make too),
     `router/load_entropy`, `router/load_max_over_mean`, `router/dead_experts`; and `router/agreement_min_layer`, the
-    least agreement of a router. See [`hf_mxfp4.analysis.RouterStatistics`]. The agreement is left out, with a warning,
+    least agreement of a router. See [`hf_mxfp4.lab.RouterStatistics`]. The agreement is left out, with a warning,
     for a model without master weights in full precision or without quantized layers.
 
     Args:

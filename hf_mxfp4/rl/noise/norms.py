@@ -22,7 +22,7 @@ from ...gemm import autocast_dtype
 from ...gemm.weight_cache import WeightCache
 from ...model_structure import text_part
 from ...module_names import name_matches
-from ...routing import present_routers
+from ...moe import present_routers
 from .targets import chosen_names, plain_name
 
 

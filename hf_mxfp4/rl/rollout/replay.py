@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..._logging import get_logger
-from ...routing import ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
-from ...routing.replay import UNRECORDED
+from ...moe import ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
+from ...moe.replay import UNRECORDED
 from .served_experts import ServedChoices
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from trl.generation import vllm_generation
 
-from ...routing import RouterReplayError
+from ...moe import RouterReplayError
 from ..config import MXFP4GRPOConfig
 from .vllm_options import given_to_vllm
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..._logging import get_logger
-from ...adapters import (
+from ...integrations.peft import (
     adapted_parameters,
     adapter_factors,
     adapter_sums,

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantizer that transformers calls: which modules it replaces, how weights are loaded and packed, the report."""
+
+from ..._lazy import lazy_names
+
+
+__all__ = ["MXFP4RLQuantizer"]
+
+__getattr__ = lazy_names(__name__, {"MXFP4RLQuantizer": "quantizer"})

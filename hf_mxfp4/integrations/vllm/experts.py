@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in vLLM: on packed weights, or with quantized inputs, by a product of our own; on dequantized weights alone
+by vLLM's kernels for 16-bit experts."""
+
+import math
+from types import MethodType
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.utils import set_weight_attrs
+
+from ...config import MXFP4RLConfig
+from ...gemm.grouped import reads_packed_on_gpus
+from ...gemm.storage.packed_weight import packed_shapes
+from ...numerics import BLOCK_SIZE, QuantScheme
+from .expected import ExpectedLayers
+from .experts_product import ACTIVATIONS, INTERLEAVED, experts
+from .experts_storage import VLLM_NAMES, ExpertsTarget, Share, packed_parameters, parameter_name, write
+from .served import WeightBytes
+
+
+def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, name: str) -> Any:
+    """What computes quantized experts, which are made known to ``expected``.
+
+    Raises `ValueError` for what it could not compute, before any weight is read.
+    """
+    method, is_packed = MXFP4RLExpertsMethod, expected.settings.weights != "dense"
+    if not is_packed and scheme.activation_scheme is None:
+        method = MXFP4RLDenseExpertsMethod
+    else:
+        _check_supported(layer, name)
+    # vLLM's, while it makes layers.
+    expected.device, expected.dtype = torch.get_default_device(), torch.get_default_dtype()
+    expected.n_layers += 1
+    expected.projection_names = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+    target = expected.experts[name] = _target(layer, scheme, name)
+    if is_packed:
+        target.layer = layer
+    return method(layer.moe_config, scheme, expected, target)
+
+
+class _FromOurCheckpoint:
+    """What methods share: that they do not run on weights which reached them unconverted."""
+
+    def __init__(self, moe: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, target: ExpertsTarget):
+        super().__init__(moe)
+        self.scheme, self.expected, self.target = scheme, expected, target
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raise unless both projections came, all of them, through the plugin.
+
+        Raises:
+            ValueError: the checkpoint lacks some of it.
+            RuntimeError: vLLM loaded this model past the plugin, and would read codes as numbers.
+        """
+        target = self.target
+        missing = [name for projection in VLLM_NAMES for name in target.missing(projection)]
+        if missing and not any(target.arrived.values()) and not target.parts:
+            raise RuntimeError(
+                f"{', '.join(missing)}: nothing came, or vLLM loads this model's weights past the plugin; export the "
+                "checkpoint with hf-mxfp4 export --format bf16"
+            )
+        if missing:
+            raise ValueError(f"{', '.join(missing)}: in no file of the checkpoint; the scheme in config.json needs it")
+        self.expected.is_done(self.weight_bytes(layer))
+        super().process_weights_after_loading(layer)
+
+    def weight_bytes(self, layer: torch.nn.Module) -> WeightBytes:
+        """What the weights take in this process."""
+        found = WeightBytes()
+        for projection, (rows, columns) in self.target.own_sizes().items():
+            tensors = packed_parameters(layer, projection)
+            found += WeightBytes.of(tensors, len(self.target.share.experts) * rows, columns, self.target.scheme)
+        return found
+
+
+class MXFP4RLDenseExpertsMethod(_FromOurCheckpoint, UnquantizedFusedMoEMethod):
+    """vLLM's method for 16-bit experts, on weights that were dequantized on their way."""
+
+
+class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
+    """Experts as the policy computes them: both inputs quantized where the scheme does that, on packed weights or on
+    dequantized ones ([`mxfp4_rl::experts`](experts_product.py)).
+
+    Parameters of the layer with packed weights, for good, filled in place: ``w13_weight`` and ``w2_weight`` uint8
+    ``[E, N, K / 2]``, ``w13_weight_scale``, ``w13_weight_macro`` and so on, those that the scheme has.
+    """
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Parameters for the experts of this process.
+
+        Raises `ValueError` when tensor parallelism would cut a block, or the kernels do not read the scheme.
+        """
+        target, weights, inputs = self.target, self.scheme.weight_scheme, self.scheme.activation_scheme
+        _check_cut(target, weights if target.is_packed else None, inputs)
+        if target.is_packed:
+            _check_graphs(target.name, weights, self.scheme.backend)
+        for projection, (rows, columns) in target.own_sizes().items():
+            prefix = VLLM_NAMES[projection]
+            if target.is_packed:
+                own = {"weight_loader": MethodType(write, layer)}
+                for part, shape in packed_shapes(rows, columns, weights).items():
+                    _register(layer, parameter_name(projection, part), (num_experts, *shape), torch.uint8, own)
+            else:
+                shape = num_experts, rows, columns
+                _register(layer, f"{prefix}_weight", shape, params_dtype, extra_weight_attrs)
+            if self.moe.has_bias:
+                _register(layer, f"{prefix}_bias", (num_experts, rows), params_dtype, extra_weight_attrs)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        return None  # of vLLM's kernels, which are not used
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        gate_up, down = (packed_parameters(layer, projection) for projection in VLLM_NAMES)
+        biases = [layer.w13_bias, layer.w2_bias] if self.moe.has_bias else []
+        weights, inputs = self.scheme.weight_scheme, self.scheme.activation_scheme
+        return experts(
+            x,
+            topk_weights,
+            topk_ids,
+            layer.expert_map,
+            gate_up,
+            down,
+            biases,
+            str(weights) if self.target.is_packed else "",
+            "" if inputs is None else str(inputs),
+            layer.activation.value,
+            self.scheme.backend,
+        )
+
+
+def _register(
+    layer: torch.nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, attributes: dict[str, Any]
+) -> None:
+    make = torch.empty if dtype == torch.uint8 else torch.zeros
+    parameter = torch.nn.Parameter(make(shape, dtype=dtype), requires_grad=False)
+    layer.register_parameter(name, parameter)
+    set_weight_attrs(parameter, attributes)
+
+
+def _target(layer: Any, scheme: MXFP4RLConfig, name: str) -> ExpertsTarget:
+    moe, manager = layer.moe_config, layer.expert_map_manager
+    parallel = moe.moe_parallel_config
+    share = Share(
+        moe.num_experts,
+        tuple(manager.get_local_expert_ids()),
+        parallel.tp_rank,
+        parallel.tp_size,
+        moe.activation.value in INTERLEAVED,
+    )
+    columns = moe.intermediate_size
+    sizes = {"gate_up_proj": (2 * columns, moe.hidden_dim), "down_proj": (moe.hidden_dim, columns)}
+    return ExpertsTarget(name, share, scheme.weight_scheme, sizes)
+
+
+def _check_supported(layer: Any, name: str) -> None:
+    """Raise `ValueError` for experts that [`experts`] would compute otherwise than vLLM."""
+    moe = layer.moe_config
+    parallel, lora = moe.moe_parallel_config, get_current_vllm_config().lora_config
+    reason = None
+    if moe.activation.value not in ACTIVATIONS:
+        reason = f"their activation is {moe.activation.value!r}; known are {', '.join(ACTIVATIONS)}"
+    elif moe.swiglu_limit is not None:
+        reason = "their activation has a limit (swiglu_limit)"
+    elif layer.apply_router_weight_on_input:
+        reason = "their inputs are multiplied by the router's weights"
+    elif parallel.dp_size > 1 or parallel.pcp_size > 1 or parallel.is_sequence_parallel:
+        reason = "they are spread over processes that have tokens of their own (data or sequence parallelism)"
+    elif parallel.enable_eplb:
+        reason = "vLLM would move them among processes (enable_eplb)"
+    elif lora is not None and (lora.target_modules is None or name.rpartition(".")[2] in lora.target_modules):
+        reason = "vLLM's LoRA of experts is part of its own kernels; name other modules in lora_target_modules"
+    if reason:
+        raise ValueError(
+            f"{name}: these experts cannot be computed from packed weights, or with quantized inputs, in vLLM: "
+            f"{reason}; with preset='w4a16' they can be dequantized: quantization_config[\"vllm\"] = "
+            '{"weights": "dense"} in config.json'
+        )
+
+
+def _check_cut(target: ExpertsTarget, weights: QuantScheme | None, inputs: QuantScheme | None) -> None:
+    """Raise `ValueError` when the columns of a process's share of ``down_proj`` cut what is quantized together."""
+    columns, size = target.sizes["down_proj"][1], target.share.size
+    if size == 1:
+        return
+    if inputs is not None and (inputs.macro_block == "row" or inputs.fallback_rate is not None):
+        raise ValueError(
+            f"{target.name}.down_proj: tensor parallelism splits its inputs, and {inputs} needs whole rows; use "
+            "enable_expert_parallel=True"
+        )
+    blocks = [scheme.macro_block or BLOCK_SIZE for scheme in (weights, inputs) if scheme is not None]
+    # One factor for a row of weights is true of every part of it.
+    unit = math.lcm(BLOCK_SIZE, *(block for block in blocks if block != "row"))
+    if columns // size % unit:
+        raise ValueError(
+            f"{target.name}.down_proj: tensor parallelism gives each process {columns // size} of {columns} columns, "
+            f"which cuts blocks of {unit}; choose a smaller tensor_parallel_size, or enable_expert_parallel=True"
+        )
+
+
+def _check_graphs(name: str, weights: QuantScheme, backend: str) -> None:
+    """Raise `ValueError` when CUDA graphs are to hold a product in which the host reads where rows of experts end."""
+    if torch.get_default_device().type != "cuda" or reads_packed_on_gpus(weights, backend):
+        return
+    if not get_current_vllm_config().model_config.enforce_eager:
+        raise ValueError(
+            f"{name}: no kernel multiplies with experts packed by {weights} (backend={backend!r}), and one after the "
+            'other they cannot be in a CUDA graph; set enforce_eager=True, or quantization_config["vllm"] = '
+            '{"weights": "dense"} in config.json'
+        )

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Analysis of checkpoints: against whole tensors, and with files that are broken in every way."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hf_mxfp4
+import mxfp4_kernels
+from hf_mxfp4.lab import error_statistics, parse_scheme
+from hf_mxfp4.lab.errors import weights as module
+from hf_mxfp4.lab.errors.progress import ProgressLog
+from hf_mxfp4.lab.errors.source import SourceError, open_source
+from hf_mxfp4.lab.errors.weights import Selection, analyze_weights, bytes_to_analyze, own_config, selection_for
+from hf_mxfp4.numerics import QuantScheme
+
+
+RCEIL = QuantScheme()
+
+
+def analyzed(folder, schemes=(RCEIL,), include=(), exclude=(), **options):
+    source = open_source(str(folder))
+    return analyze_weights(source, schemes, selection_for(source, include, exclude, own_config(source)), **options)
+
+
+def tensors_of(folder):
+    return {name: x for file in Path(folder).glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def test_every_weight_of_a_sharded_checkpoint(checkpoint):
+    folder = checkpoint(shard_size="60KB")
+    schemes = [parse_scheme(text) for text in ("rceil", "even+mbs128-blockwise")]
+    analysis = analyzed(folder, schemes)
+    tensors = tensors_of(folder)
+    assert len(analysis.results) == 14 and analysis.problems == []
+    for result in analysis.results:
+        x = tensors.pop(result.name)
+        assert (result.shape, result.dtype, result.kind) == (tuple(x.shape), "float32", "weight")
+        assert result.statistics == {str(scheme): error_statistics(x, scheme) for scheme in schemes}
+        assert result.sweep.energy == result.statistics["mxfp4+rceil"].energy
+    skipped = {name for names in analysis.skipped.values() for name in names}
+    assert skipped == set(tensors)
+    assert {reason: len(names) for reason, names in analysis.skipped.items()} == {
+        "head, router or other tower": 1,
+        "embedding": 1,
+        "norm, bias or other vector": 11,
+    }
+
+
+def test_groups_and_totals(checkpoint):
+    analysis = analyzed(checkpoint())
+    total = analysis.total("weight", "mxfp4+rceil")
+    types, depths = analysis.by_layer_type("weight", "mxfp4+rceil"), analysis.by_depth("weight", "mxfp4+rceil")
+    assert list(depths) == [0, 1] and len(types) == 7 and "mlp.down_proj" in types
+    for groups in (types, depths):
+        assert (
+            sum(s.elements for s in groups.values()) == total.elements == 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 96)
+        )
+        assert sum(s.total for s in groups.values()) == pytest.approx(total.total, rel=1e-12)
+    worst = analysis.worst("weight", "mxfp4+rceil", 3)
+    errors = [r.statistics["mxfp4+rceil"].relative_mse for r in analysis.results]
+    assert [r.statistics["mxfp4+rceil"].relative_mse for r in worst] == sorted(errors, reverse=True)[:3]
+
+
+def test_slices_give_the_whole(checkpoint, monkeypatch):
+    folder = checkpoint()
+    whole = analyzed(folder, [QuantScheme(block_rows=32)])
+    monkeypatch.setattr(module, "SLICE_ELEMENTS", 64 * 32)
+    sliced = analyzed(folder, [QuantScheme(block_rows=32)])
+    for a, b in zip(whole.results, sliced.results, strict=True):
+        x, y = a.statistics["mxfp4+rceil+32x32"], b.statistics["mxfp4+rceil+32x32"]
+        assert x.histogram == y.histogram and x.total == pytest.approx(y.total, rel=1e-12)
+
+
+def test_fused_experts(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(3, 64, 96)
+    for model_type, axis in (("qwen3_moe", -1), ("gpt_oss", 1)):
+        folder = tmp_path / model_type
+        folder.mkdir()
+        save_file({"model.layers.0.mlp.experts.down_proj": x}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        [result] = analyzed(folder).results
+        expected = error_statistics(x, RCEIL, axis=axis)
+        found = result.statistics["mxfp4+rceil"]
+        assert found.histogram == expected.histogram and found.total == pytest.approx(expected.total, rel=1e-12)
+    assert error_statistics(x, RCEIL, axis=1).total != error_statistics(x, RCEIL).total
+
+
+def test_include_and_exclude(checkpoint):
+    folder = checkpoint()
+    names = [r.name for r in analyzed(folder, include=["layers.1"], exclude=["mlp"]).results]
+    assert names == [f"model.layers.1.self_attn.{p}_proj.weight" for p in "koqv"]
+    assert len(analyzed(folder, include=["re:.*up_proj"]).results) == 2
+
+
+@pytest.mark.parametrize("options", [{"include": ["layer.1"]}, {"exclude": ["layers.1", "mlpp"]}])
+def test_a_pattern_that_matches_nothing_is_an_error(checkpoint, options):
+    with pytest.raises(SourceError, match="matches the pattern '(layer.1|mlpp)'"):
+        analyzed(checkpoint(shard_size="60KB"), **options)
+
+
+def test_nothing_selected_is_an_error(checkpoint):
+    with pytest.raises(SourceError, match="no weight of .* would be quantized; skipped: .*1 embedding"):
+        analyzed(checkpoint(), include=["embed_tokens", "norm"])
+
+
+def test_a_model_of_conv1d_is_told_so(tmp_path):
+    save_file({"transformer.h.0.attn.c_attn.weight": torch.ones(32, 96)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(SourceError, match="skipped: 1 not the weight of a linear layer. This .* Conv1D, as GPT-2 does"):
+        analyzed(tmp_path)
+
+
+def test_own_scheme_and_skips(checkpoint, tmp_path):
+    config = hf_mxfp4.MXFP4RLConfig(scale_rule="even", modules_to_not_convert=["layers.0"])
+    folder = Path(checkpoint())
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config.to_dict()}))
+    assert own_config(open_source(str(folder))) == config
+    analysis = analyzed(folder, [config.weight_scheme])
+    assert len(analysis.results) == 7 and len(analysis.skipped["modules_to_not_convert"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "fp8"}, "stores quantized weights already \\(quant_method 'fp8'"),
+        ({"quant_method": "mxfp4_rl", "mode": "packed"}, "quant_method 'mxfp4_rl', mode='packed'"),
+        ({"bits": 4}, "quant_method None"),
+        ({"quant_method": "mxfp4_rl", "preset": "w9"}, "quantization_config of .* cannot be read: preset='w9'"),
+    ],
+)
+def test_quantized_checkpoints_are_refused(checkpoint, quantization, message):
+    folder = Path(checkpoint())
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": quantization}))
+    with pytest.raises(SourceError, match=message):
+        analyzed(folder)
+
+
+def test_quantized_tensors_are_refused(tmp_path):
+    save_file({"layers.0.up_proj.weight": torch.zeros(8, 16, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=re.escape("such as layers.0.up_proj.weight (uint8)")):
+        analyzed(tmp_path)
+
+
+def test_a_truncated_shard(checkpoint):
+    folder = Path(checkpoint(shard_size="60KB"))
+    healthy = analyzed(folder)
+    source = open_source(str(folder))
+    broken = max(source.shards, key=lambda shard: len(source.expected[shard]))
+    file = folder / broken
+    file.write_bytes(file.read_bytes()[:-100])
+    analysis = analyzed(folder)
+    [problem] = analysis.problems
+    assert problem.where == broken
+    assert problem.reason.startswith(f"{broken} is truncated: its tensors end at byte")
+    assert problem.reason.endswith(f"({len(source.expected[broken])} tensors)")
+    left = [r for r in healthy.results if r.name not in source.expected[broken]]
+    assert analysis.results == left and left
+
+
+def test_a_missing_shard_and_a_damaged_header(checkpoint):
+    folder = Path(checkpoint(shard_size="60KB"))
+    shards = open_source(str(folder)).shards
+    (folder / shards[0]).unlink()
+    contents = bytearray((folder / shards[2]).read_bytes())
+    contents[8] ^= 1
+    (folder / shards[2]).write_bytes(contents)
+    analysis = analyzed(folder)
+    assert [problem.where for problem in analysis.problems] == [shards[0], shards[2]]
+    assert "is missing" in analysis.problems[0].reason and "is damaged" in analysis.problems[1].reason
+    assert analysis.results
+
+
+def test_a_tensor_that_the_index_promises(checkpoint):
+    folder = Path(checkpoint(shard_size="60KB"))
+    shard = open_source(str(folder)).shards[-1]
+    tensors = load_file(folder / shard)
+    lost = sorted(tensors)[0]
+    save_file({name: x for name, x in tensors.items() if name != lost}, folder / shard)
+    [problem] = analyzed(folder).problems
+    assert problem.where == lost and shard in problem.reason
+
+
+def test_everything_broken_is_a_report_of_problems(checkpoint):
+    folder = Path(checkpoint())
+    (folder / "model.safetensors").write_bytes(b"x")
+    analysis = analyzed(folder)
+    assert analysis.results == [] and len(analysis.problems) == 1
+
+
+def test_nan_and_infinity_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SLICE_ELEMENTS", 64)
+    x = torch.ones(8, 64)
+    x[1, 2], x[6, :3] = float("nan"), float("inf")
+    tensors = {"layers.0.a.weight": x, "layers.0.b.weight": torch.ones(8, 64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    analysis = analyzed(tmp_path)
+    assert [r.name for r in analysis.results] == ["layers.0.b.weight"]
+    [problem] = analysis.problems
+    assert (problem.where, problem.reason) == ("layers.0.a.weight", "4 of 512 elements are NaN or infinite")
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    for file in "ab":
+        save_file({"layers.0.w.weight": torch.ones(8, 64)}, tmp_path / f"{file}.safetensors")
+    analysis = analyzed(tmp_path)
+    assert len(analysis.results) == 1
+    [problem] = analysis.problems
+    assert (problem.where, problem.reason) == (
+        "layers.0.w.weight",
+        "is in b.safetensors too; the one in a.safetensors counts",
+    )
+
+
+def test_zero_and_empty_tensors(tmp_path):
+    tensors = {"layers.0.a.weight": torch.zeros(8, 64), "layers.0.b.weight": torch.zeros(0, 64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    analysis = analyzed(tmp_path)
+    assert len(analysis.results) == 2 and analysis.worst("weight", "mxfp4+rceil") == []
+
+
+def test_bytes_are_counted_as_they_are_read(checkpoint):
+    folder = checkpoint(shard_size="60KB")
+    source = open_source(str(folder))
+    seen = []
+    analyzed(folder, on_bytes=lambda count, name: seen.append((count, name)))
+    assert sum(count for count, _ in seen) == bytes_to_analyze(source, Selection()) == 4 * 61440
+    assert len({name for _, name in seen}) == 14
+
+
+def test_finished_tensors_are_not_read_again(checkpoint, tmp_path):
+    folder = checkpoint(shard_size="60KB")
+    seen = []
+    with ProgressLog(tmp_path / "p.jsonl", "m", ["mxfp4+rceil"], "1") as log:
+        first = analyzed(folder, progress=log)
+    with ProgressLog(tmp_path / "p.jsonl", "m", ["mxfp4+rceil"], "1") as log:
+        again = analyzed(folder, progress=log, on_bytes=lambda count, name: seen.append(name))
+    assert seen == [] and again == first
+
+
+def test_a_repaired_shard_is_taken_up(checkpoint, tmp_path):
+    folder = Path(checkpoint(shard_size="60KB"))
+    healthy = analyzed(folder)
+    shard = folder / open_source(str(folder)).shards[1]
+    shutil.copy(shard, tmp_path / "good")
+    shard.write_bytes(shard.read_bytes()[:-4])
+    with ProgressLog(tmp_path / "p.jsonl", "m", ["mxfp4+rceil"], "1") as log:
+        assert len(analyzed(folder, progress=log).problems) == 1
+    shutil.copy(tmp_path / "good", shard)
+    with ProgressLog(tmp_path / "p.jsonl", "m", ["mxfp4+rceil"], "1") as log:
+        assert analyzed(folder, progress=log) == healthy
+
+
+MEMORY = """
+import json, resource, struct, sys
+import torch
+from hf_mxfp4.lab.errors.source import open_source
+from hf_mxfp4.lab.errors.weights import Selection, analyze_weights
+from hf_mxfp4.numerics import QuantScheme
+
+def checkpoint(path, rows, columns):
+    size = rows * columns * 4
+    entry = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [0, size]}
+    header = json.dumps({"layers.0.up_proj.weight": entry}).encode()
+    block = torch.randn(64, columns, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
+    with open(path, "wb") as stream:
+        stream.write(struct.pack("<Q", len(header)) + header)
+        for _ in range(rows // 64):
+            stream.write(block)
+
+def peak(path):
+    analysis = analyze_weights(open_source(path), [QuantScheme()], Selection())
+    assert len(analysis.results) == 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+folder = sys.argv[1]
+checkpoint(f"{folder}/small.safetensors", 64, 8192)
+checkpoint(f"{folder}/large.safetensors", 9216, 8192)
+small = peak(f"{folder}/small.safetensors")
+print(peak(f"{folder}/large.safetensors") - small)
+"""
+
+
+@pytest.mark.large
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_tensor(tmp_path):
+    """One tensor of 302 MB; growth of the peak, in KiB."""
+    # A new process: a forked one shares memory, and has not touched what it shares.
+    path = os.pathsep.join(str(Path(m.__file__).parents[1]) for m in (hf_mxfp4, mxfp4_kernels))
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 250 * 1024

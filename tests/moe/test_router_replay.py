@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaying recorded choices: the same experts, the architecture's own weights, gradients into the router."""
+
+import pytest
+import torch
+from moe_models import FAMILIES, make_moe, tokens
+from torch import nn
+
+from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices, replayed_choices
+
+
+ALL = torch.ones(3, 7, dtype=torch.bool)
+
+
+def other_choices(model, seed=1):
+    """Two distinct experts of six for each token and layer, at random: ``[3, 7, layers, 2]``."""
+    shape = (3, 7, len(find_routers(model)), 6)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).argsort()[..., :2]
+
+
+def free_choices(model):
+    routers = find_routers(model)
+    with torch.no_grad(), recorded_choices(routers) as choices:
+        model(tokens())
+    return torch.stack([passes[0].view(3, 7, 2) for passes in choices.values()], dim=2)
+
+
+def weights_of(family, logits, chosen):
+    """Independent of the models: what each architecture makes of the chosen logits."""
+    if family == "deepseek_v3":
+        picked = logits.sigmoid().gather(1, chosen)
+        return picked / picked.sum(1, keepdim=True) * 2.5
+    if family in ("gpt_oss", "granitemoe"):
+        return logits.gather(1, chosen).softmax(1)
+    picked = logits.softmax(1).gather(1, chosen)
+    return picked if family in ("qwen2_moe", "olmoe") else picked / picked.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_recorded_experts_are_chosen_with_the_weights_of_the_architecture(family):
+    model = make_moe(family)
+    routers, wanted = find_routers(model), other_choices(model)
+    assert not torch.equal(free_choices(model).sort().values, wanted.sort().values)
+    outputs = []
+    handles = [r.register_forward_hook(lambda m, args, out: outputs.append(out)) for r in routers.values()]
+    with torch.no_grad(), replayed_choices(routers, wanted, ALL) as report:
+        model(tokens())
+    for handle in handles:
+        handle.remove()
+    assert len(outputs) == len(routers)
+    for layer, output in enumerate(outputs):
+        logits = next(t for t in output if t.shape[-1] == 6)
+        weights, chosen = (next(t for t in output if t.shape[-1] == 2 and t.is_floating_point() == f) for f in (1, 0))
+        assert torch.equal(chosen, wanted[:, :, layer].flatten(0, 1))
+        torch.testing.assert_close(weights, weights_of(family, logits, chosen))
+    assert report.coverage == 1 and report.tokens == 21 and 0 < report.changed < 1
+
+
+class FixedRouter(nn.Module):
+    """A router by itself: chooses what it is told, whatever the logits, and weighs it as ``family`` does."""
+
+    def __init__(self, family, router, chosen):
+        super().__init__()
+        self.family, self.weight, self.bias, self.chosen = family, router.weight, getattr(router, "bias", None), chosen
+
+    def forward(self, x):
+        logits = nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        return logits, weights_of(self.family, logits, self.chosen), self.chosen
+
+
+def loss_of(model):
+    ids = tokens()
+    return nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
+def test_gradients_are_those_of_a_model_that_has_no_choice(family):
+    model, reference = make_moe(family), make_moe(family)
+    wanted = other_choices(model)
+    with replayed_choices(find_routers(model), wanted, ALL):
+        loss_of(model).backward()
+    for layer, (name, router) in enumerate(find_routers(reference).items()):
+        reference.set_submodule(name, FixedRouter(family, router, wanted[:, :, layer].flatten(0, 1)))
+    loss_of(reference).backward()
+    ours, theirs = gradients(model), gradients(reference)
+    assert set(ours) == set(theirs)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], msg=name)
+    assert all(ours[f"{name}.weight"].abs().max() > 1e-6 for name in find_routers(model))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_replays_again(reentrant):
+    model, wanted = make_moe().train(), other_choices(make_moe())
+    with replayed_choices(find_routers(model), wanted, ALL):
+        loss_of(model).backward()
+    plain = gradients(model)
+    model.zero_grad()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    routers = find_routers(model)
+    with replayed_choices(routers, wanted, ALL), recorded_choices(routers) as choices:
+        loss_of(model).backward()
+    assert all(len(passes) == 2 and torch.equal(*passes) for passes in choices.values())  # forward, and once more
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, plain[name], msg=name)
+
+
+def test_tokens_without_a_recording_route_freely():
+    model = make_moe()
+    routers, wanted, free = find_routers(model), other_choices(model), free_choices(model)
+    wanted[:, 3:] = -1
+    required = wanted[..., 0, 0] >= 0
+    with torch.no_grad(), recorded_choices(routers) as choices, replayed_choices(routers, wanted, required):
+        model(tokens())
+    first = choices["model.layers.0.mlp.gate"][0].view(3, 7, 2)  # whose input does not depend on choices
+    assert torch.equal(first[:, :3], wanted[:, :3, 0]) and torch.equal(first[:, 3:], free[:, 3:, 0])
+
+
+def test_what_would_have_been_chosen_anyway_changes_nothing():
+    model = make_moe()
+    with torch.no_grad():
+        before = model(tokens()).logits
+        with replayed_choices(find_routers(model), free_choices(model).to(torch.int16), ALL) as report:
+            after = model(tokens()).logits
+    assert torch.equal(before, after) and report.changed == 0
+    assert report.agreement == {"model.layers.0.mlp.gate": 1.0, "model.layers.1.mlp.gate": 1.0}
+
+
+def test_the_share_of_changed_choices_is_counted_over_required_tokens():
+    model = make_moe()
+    wanted, required = free_choices(model), ALL.clone()
+    # In the last layer, so that nothing else changes: one of two experts, for two required and one other token.
+    for row, position in ((0, 1), (2, 6), (1, 4)):
+        pair = wanted[row, position, 1]
+        pair[0] = next(expert for expert in range(6) if expert not in pair.tolist())
+    required[1, 4] = False
+    with torch.no_grad(), replayed_choices(find_routers(model), wanted, required) as report:
+        model(tokens())
+    assert report.tokens == 20
+    assert report.agreement["model.layers.1.mlp.gate"] == pytest.approx(1 - 1 / 20)
+    assert report.changed == pytest.approx(1 / 40)
+
+
+def test_a_batch_in_parts_gets_the_recording_of_its_rows():
+    model = make_moe()
+    routers, wanted, ids = find_routers(model), other_choices(model), tokens()
+    with torch.no_grad(), replayed_choices(routers, wanted, ALL) as report, recorded_choices(routers) as choices:
+        for part in (ids[:2], ids[2:], ids[:1], ids[1:2], ids[2:]):
+            model(part)
+    for layer, passes in enumerate(choices.values()):
+        twice = torch.cat([wanted[:, :, layer].flatten(0, 1)] * 2)
+        assert torch.equal(torch.cat(passes), twice)
+    assert report.tokens == 21 and set(report.agreement) == set(routers)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_missing_choices_are_an_error_with_numbers():
+    model = make_moe()
+    wanted = other_choices(model)
+    wanted[1, 2:4] = -1
+    wanted[2, 0, 1, 0] = -1
+    with pytest.raises(RouterReplayError, match=r"covers 18 of 21 tokens \(85.7%\): in 2 of 3 sequences"):
+        with replayed_choices(find_routers(model), wanted, ALL):
+            pytest.fail("not entered")
+
+
+def test_passes_that_do_not_fit_the_recording():
+    model = make_moe()
+    routers, wanted = find_routers(model), other_choices(model)
+    with pytest.raises(RouterReplayError, match="got 28 tokens where 3 sequences of 7 are left"):
+        with replayed_choices(routers, wanted, ALL):
+            model(tokens(batch=4))
+    with pytest.raises(RouterReplayError, match="got 18 tokens"):
+        with replayed_choices(routers, wanted, ALL):
+            model(tokens(length=6))
+    with pytest.raises(RouterReplayError, match="got 2 of 3 sequences in a pass with gradients"):
+        with replayed_choices(routers, wanted, ALL):
+            model(tokens()[:2])
+    with pytest.raises(RouterReplayError, match="chose for 2 of 3 sequences"):
+        with torch.no_grad(), replayed_choices(routers, wanted, ALL):
+            model(tokens()[:2])
+    with pytest.raises(RouterReplayError, match="chose for 0 of 3 sequences"):
+        with replayed_choices(routers, wanted, ALL):
+            pass
+    with pytest.raises(ValueError, match="must be .batch, length, 2 routers, k."):
+        with replayed_choices(routers, wanted[:, :, :1], ALL):
+            pass
+
+
+def test_a_router_that_chooses_in_another_way_is_named():
+    model = make_moe()
+    router = model.model.layers[0].mlp.gate
+    router.forward = lambda x: (None, None, torch.zeros(21, 2, dtype=torch.long))
+    with pytest.raises(RouterReplayError, match="Qwen3MoeTopKRouter. chose 0 times by torch.topk"):
+        with torch.no_grad(), replayed_choices(find_routers(model), other_choices(model), ALL):
+            model(tokens())
+
+
+def test_nothing_is_left_behind_by_an_exception():
+    model = make_moe()
+    router = model.model.layers[0].mlp.gate
+    own = router.forward
+    router.forward = own  # as accelerate's hooks leave it
+    before = free_choices(model)
+    with pytest.raises(ZeroDivisionError):
+        with replayed_choices(find_routers(model), other_choices(model), ALL):
+            raise ZeroDivisionError
+    assert router.__dict__["forward"] is own and "forward" not in model.model.layers[1].mlp.gate.__dict__
+    assert torch.equal(free_choices(model), before)
