@@ -11,7 +11,6 @@ move into them.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import statistics
@@ -22,20 +21,14 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
-from hf_mxfp4.lab.perplexity.schemes import ModelScheme, read_schemes
-from hf_mxfp4.lab.perplexity.swapped import swapped
-from hf_mxfp4.lab.texts import TextOptions
-from hf_mxfp4.lab.gptq.rounding import second_moments
-from hf_mxfp4.lab.gptq.weight import round_weight
+from hf_mxfp4.lab import ModelScheme, TextOptions, read_schemes, round_weight, second_moments, swapped
 from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.module_names import find_layers
-from hf_mxfp4.numerics import QuantScheme
 
 from .evidence import (
     AS_IT_IS,
     OURS,
     ROUNDED,
-    ROUNDED_FOR_BOTH,
     ROUNDING_TEXTS,
     WITH_RESIDUALS,
     products,
@@ -70,17 +63,13 @@ def nearest(vectors: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def round_encoder(model: nn.Module, batches: list[torch.Tensor], scheme: ModelScheme) -> int:
-    """Round all linear layers in the order in which they stand, which is that of their calls; how many there were. For
-    quantized inputs where the scheme has such."""
+    """Round all linear layers in the order in which they stand, which is that of their calls; how many there were."""
     layers, _ = find_layers(model)
-    quantized = isinstance(scheme.config.gemms().fprop.left, QuantScheme)
-    with swapped(model, scheme.config) if quantized else contextlib.nullcontext():
-        for name in layers:
-            linear = model.get_submodule(name)
-            with cached_weights("dense"):
-                moments = second_moments(linear, (model(input_ids=ids) for ids in batches))
-            fprop = scheme.config.gemms(name).fprop
-            linear.weight.copy_(round_weight(linear.weight, moments, fprop.right, fprop.rotation))
+    for name in layers:
+        linear = model.get_submodule(name)
+        moments = second_moments(linear, (model(input_ids=ids) for ids in batches))
+        fprop = scheme.config.gemms(name).fprop
+        linear.weight.copy_(round_weight(linear.weight, moments, fprop.right, fprop.rotation))
     return len(layers)
 
 
@@ -92,7 +81,6 @@ def variants() -> Iterator[tuple[str, ModelScheme | None, list[ModelScheme]]]:
     yield "GPTQ for H64", with_rotation(weights), rotated(ROUNDED)
     residuals = with_rotation(read_schemes([f"w4a16:{OURS}+of1@0.25"])[0])
     yield "GPTQ with residuals for H64", residuals, rotated(WITH_RESIDUALS)
-    yield "GPTQ for H64 and quantized inputs", rotated((OURS,))[0], rotated(ROUNDED_FOR_BOTH)
 
 
 def main() -> None:

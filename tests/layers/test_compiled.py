@@ -24,10 +24,10 @@ from hf_mxfp4 import (
     quantize,
     uncached_weights,
 )
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.layers import set_quantization_step
 from hf_mxfp4.numerics import MXFP4Tensor
 from hf_mxfp4.presets import PRESETS
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 @pytest.fixture(autouse=True)

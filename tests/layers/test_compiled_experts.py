@@ -14,8 +14,8 @@ from hf_mxfp4.gemm import quantized_linear
 from hf_mxfp4.gemm.custom_ops import compiled_linear
 from hf_mxfp4.gemm.custom_ops.linear import what_is_saved
 from hf_mxfp4.gemm.groups import Groups, group_by_expert
-from hf_mxfp4.layers import MXFP4PackedExperts
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import MXFP4PackedExperts
 
 
 OPS = torch.ops.hf_mxfp4

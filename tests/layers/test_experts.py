@@ -26,9 +26,9 @@ from hf_mxfp4.experts_layout import unsupported_reason
 from hf_mxfp4.gemm import operands
 from hf_mxfp4.gemm.counts import weight_quantizations
 from hf_mxfp4.gemm.storage import packed
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]

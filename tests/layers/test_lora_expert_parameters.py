@@ -16,9 +16,9 @@ from tiny_models import make_model
 import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.peft import MXFP4LoraExpertParameter
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.layers import MXFP4Experts, cached_weights, full_precision
 from hf_mxfp4.numerics import apply_scheme
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]

@@ -14,8 +14,8 @@ from torch import nn
 from hf_mxfp4 import MXFP4Linear, cached_weights, fake_quantize, quantize, uncached_weights
 from hf_mxfp4.gemm.counts import weight_quantizations
 from hf_mxfp4.gemm.weight_cache import StepWeights, cached_for_call
-from hf_mxfp4.numerics import MXFP4Tensor
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.numerics import MXFP4Tensor
 
 
 WEIGHT_ONLY = factors_config(preset="w4a16", macro_search="static")

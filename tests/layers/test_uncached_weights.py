@@ -13,8 +13,8 @@ from tiny_models import make_model
 from benchmarks.counters import LiveTensors
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, cached_weights, pack, uncached_weights
 from hf_mxfp4.gemm.storage.packed_weight import packed_shapes
-from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import trainable_matrices
 
 
 IDS = tokens(2, 5)

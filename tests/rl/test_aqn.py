@@ -13,10 +13,10 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from hf_mxfp4 import cached_weights
 from hf_mxfp4.backends.devices import widest_float
+from hf_mxfp4.moe import find_routers
 from hf_mxfp4.rl.noise import norms as aqn
 from hf_mxfp4.rl.noise.norms import NormNoise, find_norms
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters
-from hf_mxfp4.moe import find_routers
 
 
 IDS = torch.arange(24).reshape(2, 12) % 32

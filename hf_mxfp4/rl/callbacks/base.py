@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..._logging import get_logger
-from ...lab.errors.statistics import ErrorStatistics, fused_statistics
+from ...lab.statistics import ErrorStatistics, fused_statistics
 from ...layers import WeightMatrix, gathered, set_quantization_step, trainable_matrices
 from ...numerics import ErrorDecomposition, QuantScheme, decompose_scheme
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, GenerationMixin, StaticCache
 
 from ..._logging import get_logger
-from ...lab.policy.predictions import evaluation_mode
+from ...hooks import evaluation_mode
 from ...layers import MXFP4Experts, MXFP4Linear, cached_weights, uncached_weights
 from ..config import MXFP4GRPOConfig
 
