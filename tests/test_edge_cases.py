@@ -19,8 +19,8 @@ from transformers import (
 
 import hf_mxfp4.report as report_module
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.module_names import fused_experts, split_linears
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.module_names import fused_experts, split_linears
 
 
 IDS = torch.arange(2, 14).view(2, 6)
