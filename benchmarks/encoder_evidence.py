@@ -51,7 +51,7 @@ def tokens(tokenizer, texts: list[str]) -> Iterator[torch.Tensor]:
 @torch.no_grad()
 def embeddings(model: nn.Module, tokenizer, texts: list[str]) -> torch.Tensor:
     """Unit vectors ``[texts, hidden]``: the mean of the last hidden states over a text's tokens, one text at a time."""
-    with cached_weights("dense"):
+    with cached_weights(model, "dense"):
         found = [model(input_ids=ids).last_hidden_state[0].double().mean(0) for ids in tokens(tokenizer, texts)]
     return nn.functional.normalize(torch.stack(found), dim=1)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .backends.select import dequantize
-from .gemm.storage.packed_weight import packed_tensor, quantize_weight
+from .gemm import packed_tensor, quantize_weight
 from .numerics import BLOCK_SIZE, QuantScheme
 from .numerics.dither import Cells
 

@@ -9,14 +9,10 @@ import torch
 
 def main() -> None:
     model = torch.load(sys.argv[1], weights_only=False)
-    from hf_mxfp4.gemm import operands
-    from hf_mxfp4.gemm.storage import copies
+    from hf_mxfp4.gemm import weight_quantizations
 
-    calls, quantize, pack = [], operands.weight_operand, copies.quantize_weight
-    operands.weight_operand = lambda *args: calls.append(1) or quantize(*args)
-    copies.quantize_weight = lambda *args: calls.append(1) or pack(*args)
     tokens = model.generate(torch.arange(2, 8)[None], max_new_tokens=4, min_new_tokens=4, do_sample=False)
-    print(json.dumps({"tokens": tokens.tolist(), "quantizations": len(calls)}))
+    print(json.dumps({"tokens": tokens.tolist(), "quantizations": weight_quantizations()["fprop"]}))
 
 
 if __name__ == "__main__":

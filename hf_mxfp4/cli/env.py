@@ -95,7 +95,7 @@ def _quantization(devices: list[str]) -> list[dict[str, Any]]:
 def _products(devices: list[Any]) -> list[dict[str, Any]]:
     """Per preset, hardware and product, what multiplies and why; without a GPU, on hardware as it is sold."""
     from ..config import MXFP4RLConfig
-    from ..gemm import hardware_of, select_kernel
+    from ..gemm import hardware_of, select_matmul
     from ..numerics import GEMM_OPERANDS
     from ..presets import PRESETS
 
@@ -104,7 +104,7 @@ def _products(devices: list[Any]) -> list[dict[str, Any]]:
         scheme = MXFP4RLConfig(preset=preset).gemms()
         for hardware in list(dict.fromkeys(map(hardware_of, devices))) or _TYPICAL_HARDWARE:
             for gemm in GEMM_OPERANDS:
-                layer, experts = (select_kernel(gemm, scheme, hardware, experts=of) for of in (False, True))
+                layer, experts = (select_matmul(gemm, scheme, hardware, experts=of) for of in (False, True))
                 rows.append(
                     {
                         "preset": preset,

@@ -14,7 +14,7 @@ from ..checkpoint.io.folder import open_checkpoint
 from ..checkpoint.io.reader import ShardError, StoredTensor, read_rows
 from ..config import QUANT_METHOD
 from ..files import json_clean
-from ..gemm.storage.packed_weight import quantize_weight, weight_values
+from ..gemm import quantize_weight, weight_values
 from ..numerics import QuantScheme
 from .layers import Selection, location_of, natural_key
 from .page import number

@@ -115,7 +115,7 @@ def score(
     Raises `ValueError` as [`Reference.measure`] does.
     """
     found = []
-    with evaluation_mode(model), cached_weights("dense"):
+    with evaluation_mode(model), cached_weights(model, "dense"):
         for index in _indices(batches, only):
             ids = batches[index]
             logits = _logits(model, ids)

@@ -128,7 +128,7 @@ def test_an_expert_by_hand_with_quantized_inputs():
 def test_kept_weights_and_full_precision():
     model = with_lora(qat(), std=0.05)
     expected = model(IDS).logits
-    with cached_weights():
+    with cached_weights(model):
         assert torch.equal(model(IDS).logits, expected) and torch.equal(model(IDS).logits, expected)
     plain = with_lora(make_model("qwen3_moe", layers=1), std=0.05)(IDS).logits
     with full_precision(model):

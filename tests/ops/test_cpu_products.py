@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
 from hf_mxfp4.backends.cpu import grouped_product, packed_product, product, unsupported_reason
-from hf_mxfp4.gemm.storage.packed_weight import packed_tensor, quantize_weight
+from hf_mxfp4.gemm import packed_tensor, quantize_weight
 from hf_mxfp4.layers import MXFP4PackedLinear
 from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
 

@@ -195,7 +195,7 @@ def test_frozen_weights_that_were_written_are_pushed_again():
 
 
 def packed_scale(layer):
-    from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
+    from hf_mxfp4.gemm import quantize_weight
 
     return quantize_weight(layer.weight, PLAIN.weight_scheme)["weight_scale"]
 
