@@ -60,7 +60,7 @@ class Contender:
     """A model, and the context that each call of `generate` is made in."""
 
     model: PreTrainedModel
-    context: Callable[[Any], AbstractContextManager] = contextlib.nullcontext
+    context: Callable[[PreTrainedModel], AbstractContextManager] = contextlib.nullcontext
     # Whether the weights are quantized already as a call begins.
     warm: bool = False
     compiled: bool = False
