@@ -38,7 +38,6 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.rewards import get_soft_overlong_punishment
 
 from .._logging import get_logger
-from ..integrations.peft import strict_targets
 from ..checkpoint.card.model import decoration
 from .callbacks.monitor import PolicyMonitor
 from .callbacks.run_facts import mend_card, run_facts
@@ -94,7 +93,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "mxfp4", "hf-mxfp4"]
 
-    @strict_targets()
     def __init__(
         self,
         model: Any,
