@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_experts import ACTIVATIONS, ENGINE, NAME, SIZES, Engine, packed_experts, plugin_with_stand_ins, tokens
+from vllm_stand_ins import ACTIVATIONS, ENGINE, NAME, SIZES, Engine, packed_experts, plugin_with_stand_ins, tokens
 
-from hf_mxfp4.integrations.vllm.experts_product import experts as experts_operator
+from hf_mxfp4.integrations.vllm import experts_operator
 
 
 SCHEMES = [
@@ -25,7 +25,7 @@ IDS = [" ".join(map(str, scheme.values())) for scheme in SCHEMES]
 @pytest.fixture(scope="module")
 def plugin():
     with plugin_with_stand_ins() as plugin:
-        yield plugin
+        yield plugin.experts
 
 
 @pytest.mark.parametrize("family", ACTIVATIONS)
@@ -39,9 +39,6 @@ def test_packed_experts_compute_what_the_packed_layer_does(plugin, family, optio
     x, ids, weights = tokens()
     assert torch.equal(engine(x, ids, weights), source(x, ids, weights))
     assert {name: parameter.data_ptr() for name, parameter in engine.layer.named_parameters()} == places
-    needed = sum(value.numel() for value in (getattr(source, name) for name in source.shapes()))
-    size = engine.method.weight_bytes(engine.layer)
-    assert size.stored == size.needed == needed
 
 
 @pytest.mark.parametrize("family", ACTIVATIONS)
@@ -70,15 +67,9 @@ def test_dense_experts_have_quantized_inputs(plugin, family):
     assert torch.equal(engine(x, ids, weights), source(x, ids, weights))
 
 
-def test_dense_experts_whose_inputs_are_not_quantized_are_those_of_vllm(plugin):
-    source, config, _ = packed_experts("qwen3_moe", {"preset": "w4a16"})
-    engine = Engine(plugin, source, config, "qwen3_moe", weights="dense", activation=SimpleNamespace(value="other"))
-    assert type(engine.method) is plugin.MXFP4RLDenseExpertsMethod
-
-
 @pytest.mark.parametrize("by_expert", [False, True], ids=["by columns", "by experts"])
 @pytest.mark.parametrize("family", ACTIVATIONS)
-@pytest.mark.parametrize("options", [*SCHEMES[:2], {"preset": "w4a16", "macro_block": "row"}, *SCHEMES[3:5]], ids=str)
+@pytest.mark.parametrize("options", [SCHEMES[1], {"preset": "w4a16", "macro_block": "row"}, SCHEMES[4]], ids=str)
 def test_two_processes_have_a_share_each(plugin, family, options, by_expert):
     source, config, plain = packed_experts(family, options)
     x, ids, weights = tokens()
@@ -88,9 +79,6 @@ def test_two_processes_have_a_share_each(plugin, family, options, by_expert):
         engine.push_codes(source)
         engine.method.process_weights_after_loading(engine.layer)
         parts.append(engine(x, ids, weights))
-        assert 2 * engine.method.weight_bytes(engine.layer).values == sum(
-            n * rows * columns for n, rows, columns in source.sizes.values()
-        )
         again = Engine(plugin, source, config, family, rank=rank, size=2, by_expert=by_expert)
         for projection in source.projections:
             assert again.push(f"{NAME}.{projection}", getattr(plain, projection).detach()) == []

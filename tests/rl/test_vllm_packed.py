@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a vLLM that keeps weights in 4 bits is given, without vLLM; with it: `tests/vllm_lane/test_training.py`."""
+"""What a vLLM that keeps weights in 4 bits is given, without vLLM; with it: `tests/vllm_integration/test_training.py`."""
 
 import logging
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from hf_mxfp4.integrations.peft import policy_parameters
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl.noise.norms import NormNoise
 from hf_mxfp4.rl.rollout.vllm import VLLMPolicy
-from hf_mxfp4.integrations.vllm.settings import EngineSettings
+from hf_mxfp4.integrations.vllm import EngineSettings
 
 
 W4A16 = factors_config(preset="w4a16")
@@ -261,7 +261,6 @@ def test_bytes_in_16_bits_are_those_of_the_plain_model():
     ("made", "settings", "options", "message"),
     [
         ({"target_modules": ["q_proj"]}, EngineSettings("packed", 3), {}, 'rank 3.*have rank 4.*"adapter_rank": 4'),
-        ({}, EngineSettings("native"), {}, 'none can be pushed.*"weights": "packed"'),
         ({"scheme": W4A16}, EngineSettings(), {}, "quantizes weights by .* and the policy by .*of0.5"),
         (
             {"family": "qwen3_moe", "target_parameters": ["experts.down_proj"], "target_modules": []},

@@ -21,7 +21,7 @@ from ..._logging import get_logger
 from ...config import MXFP4RLConfig
 from ...gemm.grouped import reads_packed_on_gpus
 from ...integrations.peft import adapter_rank, base_scheme
-from ...integrations.vllm.settings import SETTINGS_KEY, EngineSettings
+from ...integrations.vllm import SETTINGS_KEY, EngineSettings
 from ...layers import QUANTIZED
 from ...layers.experts_base import ExpertsBase
 from ...registration import QUANT_METHOD
