@@ -307,16 +307,6 @@ def named_values(source, names):
     return found
 
 
-def test_names_with_more_or_less_before_the_layers(plugin):
-    source, config, _ = packed_experts("qwen3_moe", {"preset": "w4a16"})
-    for name in (f"language_model.{EXPERTS}", EXPERTS.removeprefix("model.")):
-        engine = Engine(plugin, source, config, "qwen3_moe")
-        assert engine.push(f"{name}.down_proj", source.down_proj.detach()) == []
-        assert torch.equal(engine.layer.w2_weight, source.down_proj)
-    other = f"{EXPERTS.replace('0', '1')}.down_proj"  # a layer of another process
-    assert engine.push(other, source.down_proj) == [(other, source.down_proj)]
-
-
 @pytest.mark.parametrize("weights", ["packed", "dense"])
 def test_what_did_not_come_is_named(plugin, weights):
     source, config, plain = packed_experts("qwen3_moe", {"preset": "w4a16"})
@@ -346,11 +336,3 @@ def test_packed_tensors_of_another_scheme_are_refused(plugin, weights):
         engine.push(f"{EXPERTS}.down_proj_macro", torch.zeros(4, 128, 8, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"weight_residual is .* no such tensor"):
         engine.push(f"{EXPERTS}.down_proj_residual", torch.zeros(4, 128, 8, dtype=torch.uint8))
-
-
-def test_weights_that_come_past_the_plugin_are_refused(plugin):
-    source, config, _ = packed_experts("qwen3_moe", {"preset": "w4a16"})
-    engine = Engine(plugin, source, config, "qwen3_moe")
-    with pytest.raises(RuntimeError, match='"weights": "dense"'):
-        options = {"weight_name": "w2_weight", "shard_id": "w2", "expert_id": 0, "return_success": True}
-        engine.layer.w2_weight.weight_loader(param=engine.layer.w2_weight, loaded_weight=torch.zeros(1), **options)

@@ -146,8 +146,7 @@ def test_the_card_names_the_scheme_and_its_code_loads_the_adapter(load, saved_ba
     model.save_pretrained(tmp_path / "adapter")
     text = card(tmp_path / "adapter")
     assert "More Information Needed" not in text and "# LoRA adapter for Qwen2ForCausalLM in MXFP4" in text
-    assert f"| scheme | `{(scheme or PACKED).describe()}` |" in text
-    assert "| rank | 2 |\n| alpha | 6 |\n| targets | `q_proj` |" in text
+    assert f"`{(scheme or PACKED).describe()}`" in text and "(rank 2, alpha 6, on `q_proj`)" in text
     data = ModelCard.load(tmp_path / "adapter" / "README.md").data
     assert data.library_name == "peft" and {"lora", "mxfp4", "hf-mxfp4"} <= set(data.tags)
     assert data.base_model is None and not any(tag.startswith("base_model:") for tag in data.tags)
@@ -174,7 +173,7 @@ def test_a_card_that_somebody_wrote_or_edited_stays(load, tmp_path):
     adapter(load(PACKED), tmp_path)
     assert "For nothing in particular." in card(tmp_path) and "How to load" not in card(tmp_path)
     model = adapter(load(PACKED), tmp_path / "edited")
-    (tmp_path / "edited/README.md").write_text(card(tmp_path / "edited").replace("## Merging", "My words."))
+    (tmp_path / "edited/README.md").write_text(card(tmp_path / "edited").replace("## Evaluation", "My words."))
     model.save_pretrained(tmp_path / "edited")
     assert card(tmp_path / "edited").count("My words.") == 1
     adapter(load(), tmp_path / "plain")

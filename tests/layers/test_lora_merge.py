@@ -234,7 +234,7 @@ def test_an_update_that_packing_swallows_is_pointed_out(load, capsys, alpha, los
     assert ("part of what was trained is lost" in text and "merge_adapters(model, into='bf16')" in text) == lossy
 
 
-# ---- merged into masters: what it costs -------------------------------------------------------------------------------
+# ---- merged into masters: what it costs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("std", "loses_more_than_half"), [(1e-3, True), (1e-2, False)])

@@ -143,8 +143,8 @@ def _card_text(config: MXFP4LoraConfig, base: str, adapter: str, architecture: s
     targets = ", ".join(f"`{name}`" for name in [*named, *sorted(config.target_parameters or ())])
     return f"""# LoRA adapter for {base if "<" not in base else architecture} in MXFP4
 
-Low-rank adapters in full precision on a frozen `{architecture}` whose linear layers compute in MXFP4, by hf-mxfp4 and
-PEFT.
+Low-rank adapters in full precision (rank {config.r}, alpha {config.lora_alpha:g}, on {targets}) for a frozen
+`{architecture}` whose linear layers compute in MXFP4: `{scheme.describe()}`, mode `{scheme.mode}`.
 
 ## How to load
 
@@ -157,23 +157,8 @@ base = {auto}.from_pretrained("{base}"{scheme_argument})
 model = PeftModel.from_pretrained(base, "<this repository or folder>"{subfolder})
 ```
 
-On a base of another scheme, or in full precision, the adapter gives other outputs, and a warning names both schemes.
-
-## Adapter and base
-
-| | |
-|---|---|
-| mode of the base | `{scheme.mode}` |
-| preset | `{scheme.preset}` |
-| scheme | `{scheme.describe()}` |
-| rank | {config.r} |
-| alpha | {config.lora_alpha:g}{", rsLoRA" if config.use_rslora else ""} |
-| targets | {targets} |
-
-## Merging
-
-`merge_and_unload()` quantizes the sum of weight and adapter again and reports what that costs; keeping the adapter
-beside its base costs nothing, and `hf_mxfp4.merge_adapters(model, into="bf16")` rounds the sum to 16 bits only.
+On a base of another scheme, or in full precision, the adapter gives other outputs. `merge_and_unload()` quantizes the
+sum again and reports what that costs; `hf_mxfp4.merge_adapters(model, into="bf16")` rounds it to 16 bits.
 
 ## Evaluation
 

@@ -146,20 +146,9 @@ class MergesIntoMasters(Merges):
     what the quantizer makes of it is measured.
 
     Before a merge the layer computes with ``Q(W) + delta``, afterwards with ``Q(W + delta)``: `merge_error` is of the
-    difference of the two. A subclass says what its weight is.
+    difference of the two. A subclass has `master()`, the parameter ``W``; `quantized(weight)`, the values of a master
+    weight in the forward product, in its layout and in float32; and `delta(adapter)`, likewise.
     """
-
-    def master(self) -> nn.Parameter:
-        """Return the master weight that adapters are merged into."""
-        raise NotImplementedError
-
-    def quantized(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the values that the forward product takes for a master weight, in its layout, in float32."""
-        raise NotImplementedError
-
-    def delta(self, adapter: str) -> torch.Tensor:
-        """Return what an adapter adds, in the layout of the weight, in float32."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
