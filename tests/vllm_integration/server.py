@@ -115,7 +115,7 @@ def _environment(work: Path) -> dict[str, str]:
         metadata.parent.mkdir()
         version = metadata.parent.name.removeprefix("vllm-").removesuffix(".dist-info")
         metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    paths = [work, ROOT / "tests" / "vllm_lane", ROOT / "tests", ROOT, ROOT / "kernels"]
+    paths = [work, ROOT / "tests" / "vllm_integration", ROOT / "tests", ROOT, ROOT / "kernels"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

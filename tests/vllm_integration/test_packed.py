@@ -3,12 +3,9 @@
 
 import pytest
 import torch
-from decoding import DecodingKernel
-from harness import engine, model_logprobs, served_model, tiny_model, vllm_logprobs
+from harness import engine, model_logprobs, served_model, tiny_model, vllm_logprobs, with_settings
 from transformers import AutoModelForCausalLM
 from vllm import EngineArgs, SamplingParams
-from vllm.model_executor.kernels import linear
-from vllm.platforms.interface import PlatformEnum
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
@@ -53,18 +50,6 @@ def test_other_schemes(tmp_path, scheme):
         assert (vllm_logprobs(llm) - expected).abs().max() < 1e-4
 
 
-def test_plain_weights_are_handed_to_the_kernels_of_vllm(tmp_path, monkeypatch):
-    monkeypatch.setitem(linear._POSSIBLE_MXFP4_KERNELS, PlatformEnum.CPU, [DecodingKernel])
-    monkeypatch.setenv("MXFP4_RL_VLLM_WEIGHTS", "native")
-    folder, expected, _ = packed_folder(tmp_path, "qwen2", {}, macro_block=None)
-    with engine(folder) as llm:
-        layer = served_model(llm).model.layers[0].mlp.down_proj
-        assert hasattr(layer, "decoded") and not hasattr(layer, "weight")
-        assert (vllm_logprobs(llm) - expected).abs().max() < 1e-4
-        with pytest.raises(ValueError, match="rearranged the weights; set weights='packed'"):
-            served_model(llm).load_weights([("model.layers.0.mlp.down_proj.weight", torch.zeros(256, 256).byte())])
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -86,16 +71,14 @@ def test_w4a4_is_the_packed_model_but_for_edges_of_the_grid(tmp_path, name, opti
     assert difference.median() < 0.02 * typical, (difference.median(), typical)
 
 
-def test_graphs_of_other_settings_are_not_taken_from_vllms_cache(tmp_path, monkeypatch):
-    """vLLM keeps what it compiles by a hash of its config, in which environment variables of ours are not."""
+def test_graphs_of_other_settings_are_not_taken_from_vllms_cache(tmp_path):
+    """vLLM keeps what it compiles by a hash of its config."""
     folder, _, _ = packed_folder(tmp_path, "qwen2", {})
     found = set()
-    for settings in ({}, {"WEIGHTS": "dense"}, {"ADAPTER_RANK": "4"}):
-        with monkeypatch.context() as patch:
-            for name, value in settings.items():
-                patch.setenv(f"MXFP4_RL_VLLM_{name}", value)
-            options = {"max_model_len": 64, "dtype": "float32", "skip_tokenizer_init": True}
-            found.add(EngineArgs(model=str(folder), **options).create_engine_config().compute_hash())
+    for settings in ({}, {"weights": "dense"}, {"adapter_rank": 4}):
+        options = {"max_model_len": 64, "dtype": "float32", "skip_tokenizer_init": True}
+        engine_args = EngineArgs(model=str(with_settings(folder, **settings)), **options)
+        found.add(engine_args.create_engine_config().compute_hash())
     assert len(found) == 3
 
 

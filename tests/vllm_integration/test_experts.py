@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.integrations.vllm.served import served_bytes
 
 
 pytestmark = pytest.mark.vllm
@@ -86,12 +85,7 @@ def test_w4a16_experts_stay_packed(tmp_path, family, scheme):
     folder, expected, unquantized = packed_folder(tmp_path, family, preset="w4a16", **scheme)
     with engine(folder) as llm:
         found, methods, is_as_on_disk = vllm_logprobs(llm), kinds(llm), has_the_codes_of(llm, folder)
-        size = served_bytes(served_model(llm)).quantized
     assert methods == {"MXFP4RLExpertsMethod"} and is_as_on_disk
-    assert (
-        size.stored <= 1.1 * size.needed
-        and size.needed < 0.3 * (2 if "outlier_fallback" in scheme else 1) * size.in_16_bits
-    )
     assert (found - expected).abs().max() < 1e-4
     assert (expected - unquantized).abs().max() > 0.05  # of which quantization is seen
 

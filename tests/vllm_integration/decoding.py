@@ -77,8 +77,7 @@ class DecodingKernel(MxFp4LinearKernel):
         del layer.weight
 
     def apply_weights(self, layer, x, bias=None):
-        # Layers of this package's plugin have no scheme of vLLM's, and quantize no inputs here.
-        inputs = _inputs_of(getattr(layer, "scheme", None), self.config.activation_quant_key)
+        inputs = _inputs_of(layer.scheme, self.config.activation_quant_key)
         return torch.nn.functional.linear(inputs(x), layer.decoded.to(x.dtype), bias)
 
 
