@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
-from hf_mxfp4.lab.gptq.rounding import second_moments
-from hf_mxfp4.lab.gptq.weight import round_weight
 from hf_mxfp4.lab.perplexity.schemes import ModelScheme, read_schemes
 from hf_mxfp4.lab.perplexity.swapped import swapped
 from hf_mxfp4.lab.texts import TextOptions
+from hf_mxfp4.lab.gptq.rounding import second_moments
+from hf_mxfp4.lab.gptq.weight import round_weight
 from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.module_names import find_layers
 from hf_mxfp4.numerics import QuantScheme
