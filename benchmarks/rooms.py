@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from recipes.common.text import markdown_table
+from recipes.common.records import markdown_table
 
 from .records import ROOT
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions on disk: appended as they come, so that an evaluation that was stopped goes on where it was."""
+"""Completions on disk: appended as they come, so that an evaluation that was stopped continues."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -32,10 +32,6 @@ class ScoredCompletion:
         return self.sample, self.problem
 
 
-class FingerprintError(ValueError):
-    """Completions on disk were made in another way than those to be added."""
-
-
 class CompletionFile:
     """A JSON-lines file: first what the completions depend on (the fingerprint), then one completion per line.
 
@@ -45,16 +41,14 @@ class CompletionFile:
         overwrite: forget what the file holds.
 
     Raises:
-        FingerprintError: the file was made under another fingerprint; the message names the differences.
-        ValueError: a line is damaged. The last one may be cut short, by a process that was killed as it wrote.
+        ValueError: the file was made under another fingerprint, or a line is damaged. The last one may be cut short, by
+            a process that was killed as it wrote.
     """
 
     def __init__(self, path: Path, fingerprint: Mapping[str, Any], overwrite: bool = False):
         self.path = path
         #: What the file holds, by sample and problem.
         self.found: dict[tuple[int | None, int], ScoredCompletion] = {}
-        #: Bytes of a last line that was cut short.
-        self.cut = 0
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._end = 0
         if path.is_file() and not overwrite:
@@ -63,9 +57,8 @@ class CompletionFile:
     def _read(self) -> None:
         content = self.path.read_bytes()
         self._end = content.rfind(b"\n") + 1
-        self.cut = len(content) - self._end
-        lines = content[: self._end].splitlines()
-        for number, line in enumerate(lines, start=1):
+        stored: dict[str, Any] = self._fingerprint
+        for number, line in enumerate(content[: self._end].splitlines(), start=1):
             try:
                 record = json.loads(line)
                 if number == 1:
@@ -78,17 +71,17 @@ class CompletionFile:
                     "start again with --overwrite"
                 ) from error
             self.found[completion.key] = completion
-        if lines and stored != self._fingerprint:
-            names = [key for key in {**stored, **self._fingerprint} if stored.get(key) != self._fingerprint.get(key)]
+        names = [key for key in {**stored, **self._fingerprint} if stored.get(key) != self._fingerprint.get(key)]
+        if names:
             differences = "; ".join(f"{key}: {stored.get(key)!r}, now {self._fingerprint.get(key)!r}" for key in names)
-            raise FingerprintError(
+            raise ValueError(
                 f"{self.path} holds completions made in another way ({differences}); give the options that they were "
                 "made with to go on, another --output_dir to keep both, or --overwrite to start again"
             )
 
     def open(self) -> None:
-        """Make the file ready to append to: a new one gets its first line, a line that was cut short goes. For one
-        process."""
+        """Make the file ready to append to: write the first line of a new one, remove a line that was cut short. For
+        one process."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             file.truncate(self._end)
