@@ -9,14 +9,10 @@ import threading
 import accelerate
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from tiny_models import make_model
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     GenerationMixin,
     Qwen2ForCausalLM,
-    TextIteratorStreamer,
 )
 
 import hf_mxfp4
@@ -84,14 +80,6 @@ def test_experts_are_quantized_once_per_call(checkpoint, count):
     assert count() == matrices > 2 * 4 + 2 * 2
 
 
-def test_the_base_of_adapters_is_kept_too(checkpoint, count):
-    model = load(checkpoint)
-    policy = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
-    count()
-    generate(policy)
-    assert count() == LINEARS
-
-
 CHANGES = {
     "data": lambda weight, _: weight.data.mul_(-1.5),
     "no-grad": lambda weight, _: weight.detach().neg_(),
@@ -139,14 +127,6 @@ def test_copies_of_a_model_generate_with_their_own_weights(checkpoint, count):
     assert torch.equal(logits(model), expected)
 
 
-def test_a_model_that_was_pickled(checkpoint, tmp_path, run_script):
-    model = load(checkpoint)
-    torch.save(model, tmp_path / "model.pt")
-    found = run_script("run_unpickled_model.py", str(tmp_path / "model.pt"), interpret=False)
-    assert found == {"tokens": model.generate(IDS, max_new_tokens=4, min_new_tokens=4, do_sample=False).tolist(),
-                     "quantizations": LINEARS}  # fmt: skip
-
-
 def test_a_packed_and_a_plain_model_again(checkpoint, monkeypatch):
     model = load(checkpoint, preset="w4a16")
     expected = logits(model)
@@ -168,12 +148,6 @@ def test_the_method_looks_like_the_one_it_wraps(checkpoint):
     assert own.__doc__ == original.__doc__ and own.__name__ == "generate"
 
 
-def test_a_replaced_method_of_the_base_class_is_called(checkpoint, monkeypatch):
-    model = load(checkpoint)
-    monkeypatch.setattr(GenerationMixin, "generate", lambda self, *args, **kwargs: (self, args, kwargs))
-    assert model.generate(IDS, top_k=3) == (model, (IDS,), {"top_k": 3})
-
-
 def test_a_class_that_generates_in_its_own_way(checkpoint):
     class Own(Qwen2ForCausalLM):
         def generate(self, *args, **kwargs):
@@ -182,18 +156,6 @@ def test_a_class_that_generates_in_its_own_way(checkpoint):
     model = Own.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
     mark, tokens = generate(model)
     assert mark == "own" and tokens.shape == (1, IDS.shape[1] + TOKENS)
-
-
-def test_models_that_cannot_generate_load_as_ever(checkpoint):
-    config = MXFP4RLConfig()
-    model = AutoModelForSequenceClassification.from_pretrained(checkpoint("qwen2"), quantization_config=config)
-    assert not hasattr(model, "generate")
-
-
-def test_plain_models_of_the_class_generate_as_ever(checkpoint, monkeypatch):
-    load(checkpoint)
-    monkeypatch.setattr("hf_mxfp4.integrations.transformers.generation.cached_weights", None)
-    assert generate(make_model("qwen2")).shape == (1, IDS.shape[1] + TOKENS)
 
 
 def test_outer_contexts_decide(checkpoint, count):
@@ -236,25 +198,6 @@ def test_the_call_ends_with_an_exception(checkpoint):
     old = logits(model)
     model.model.layers[0].mlp.down_proj.weight.data.neg_()
     assert not torch.equal(logits(model), old)
-
-
-class Letters:
-    """A tokenizer for streamers."""
-
-    def decode(self, ids, **options):
-        return "".join(chr(97 + int(i)) for i in ids)
-
-
-def test_streaming_from_a_thread(checkpoint, count):
-    model = load(checkpoint)
-    expected = Letters().decode(generate(model)[0])
-    streamer = TextIteratorStreamer(Letters(), timeout=60)
-    count()
-    thread = threading.Thread(target=generate, args=(model,), kwargs={"streamer": streamer})
-    thread.start()
-    assert "".join(streamer) == expected
-    thread.join()
-    assert count() == LINEARS and nothing_is_open(model)
 
 
 def test_another_thread_trains_meanwhile(checkpoint):

@@ -40,10 +40,7 @@ VARIANTS = {
     "saved mxfp4": ("qat", {"preset": "w4a4g4", "wgrad": {"x": "reuse"}, "saved_activations": "mxfp4"}),
     "saved fp8": ("qat", {"saved_activations": "fp8"}),
     "skipped": ("qat", {"modules_to_not_convert": ["layers.0", "re:.*v_proj"], "dither_ties": False}),
-    "overrides": (
-        "qat",
-        {"preset": "w4a4g8", "layer_overrides": [{"modules": "down_proj", "dgrad": {"grad": "full"}}]},
-    ),
+    "gradients": ("qat", {"preset": "w4a4g8", "dgrad": {"grad": "full"}}),
     "forward rotation": ("qat", {"fprop": {"rotation": "deterministic-16"}}),
     "packed fallback": ("packed", {"preset": "w4a4", "outlier_fallback": 0.5, "scale_rule": "even"}),
     "packed plain": ("packed", {"macro_block": None}),
