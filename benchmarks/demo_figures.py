@@ -11,13 +11,10 @@ import matplotlib
 from hf_mxfp4.lab import (
     PAPER_SCHEMES,
     ErrorStatistics,
-    PrecisionSweep,
     cosine_figure,
     delta_figure,
     error_statistics,
     layer_labels,
-    precision_figure,
-    precision_sweep,
 )
 from hf_mxfp4.module_names import split_linears
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
@@ -38,12 +35,10 @@ def main() -> None:
         text: sum((error_statistics(w, parse_scheme(text)) for w in weights.values()), ErrorStatistics())
         for text in (*PAPER_SCHEMES, "even+mbs128-blockwise")
     }
-    sweep = sum((precision_sweep(weight) for weight in weights.values()), PrecisionSweep())
     PLOTS.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "hf-mxfp4"}):
         for name, figure in (
             ("cosines", cosine_figure(by_layer, "Error components of the demo's model, rceil")),
-            ("precision", precision_figure(sweep)),
             ("delta", delta_figure(by_scheme)),
         ):
             figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None})
