@@ -8,12 +8,19 @@
 
 import matplotlib
 
-from hf_mxfp4.lab.errors.schemes import PAPER_SCHEMES, parse_scheme
-from hf_mxfp4.lab.errors.statistics import ErrorStatistics, error_statistics
-from hf_mxfp4.lab.errors.sweep import PrecisionSweep, precision_sweep
-from hf_mxfp4.lab.report.figures import cosine_figure, delta_figure, layer_labels, precision_figure
+from hf_mxfp4.lab import (
+    PAPER_SCHEMES,
+    ErrorStatistics,
+    PrecisionSweep,
+    cosine_figure,
+    delta_figure,
+    error_statistics,
+    layer_labels,
+    precision_figure,
+    precision_sweep,
+)
 from hf_mxfp4.module_names import split_linears
-from hf_mxfp4.numerics import QuantScheme
+from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 from .records import PLOTS
 from .scheme_error import trained_model

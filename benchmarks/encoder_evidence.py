@@ -22,11 +22,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
-from hf_mxfp4.lab.gptq.rounding import second_moments
-from hf_mxfp4.lab.gptq.weight import round_weight
-from hf_mxfp4.lab.perplexity.schemes import ModelScheme, read_schemes
-from hf_mxfp4.lab.perplexity.swapped import swapped
-from hf_mxfp4.lab.texts import TextOptions
+from hf_mxfp4.lab import ModelScheme, TextOptions, read_schemes, round_weight, second_moments, swapped
 from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.module_names import find_layers
 from hf_mxfp4.numerics import QuantScheme
@@ -35,7 +31,6 @@ from .evidence import (
     AS_IT_IS,
     OURS,
     ROUNDED,
-    ROUNDED_FOR_BOTH,
     ROUNDING_TEXTS,
     WITH_RESIDUALS,
     products,
@@ -70,8 +65,7 @@ def nearest(vectors: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def round_encoder(model: nn.Module, batches: list[torch.Tensor], scheme: ModelScheme) -> int:
-    """Round all linear layers in the order in which they stand, which is that of their calls; how many there were. For
-    quantized inputs where the scheme has such."""
+    """Round all linear layers in the order in which they stand, which is that of their calls; how many there were."""
     layers, _ = find_layers(model)
     quantized = isinstance(scheme.config.gemms().fprop.left, QuantScheme)
     with swapped(model, scheme.config) if quantized else contextlib.nullcontext():
@@ -92,7 +86,6 @@ def variants() -> Iterator[tuple[str, ModelScheme | None, list[ModelScheme]]]:
     yield "GPTQ for H64", with_rotation(weights), rotated(ROUNDED)
     residuals = with_rotation(read_schemes([f"w4a16:{OURS}+of1@0.25"])[0])
     yield "GPTQ with residuals for H64", residuals, rotated(WITH_RESIDUALS)
-    yield "GPTQ for H64 and quantized inputs", rotated((OURS,))[0], rotated(ROUNDED_FOR_BOTH)
 
 
 def main() -> None:

@@ -19,15 +19,20 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.lab.gptq import round_model
-from hf_mxfp4.lab.perplexity.checkpoint import texts_to_predict
-from hf_mxfp4.lab.perplexity.evaluate import reference_of, score
-from hf_mxfp4.lab.perplexity.load import load
-from hf_mxfp4.lab.perplexity.results import FULL_PRECISION, Row
-from hf_mxfp4.lab.perplexity.schemes import ModelScheme, read_schemes
-from hf_mxfp4.lab.perplexity.swapped import swapped
-from hf_mxfp4.lab.smoothing import smooth_model
-from hf_mxfp4.lab.texts import TextOptions
+from hf_mxfp4.lab import (
+    FULL_PRECISION,
+    ModelScheme,
+    Row,
+    TextOptions,
+    load,
+    read_schemes,
+    reference_of,
+    round_model,
+    score,
+    smooth_model,
+    swapped,
+    texts_to_predict,
+)
 from hf_mxfp4.numerics import QuantScheme
 
 from .records import made, option_parser, write
@@ -88,7 +93,6 @@ SMOOTHED = (
 )
 ACTIVATIONS = (OURS, f"{OURS}+of1@0.05", f"{OURS}+of1@0.1", f"{OURS}+of1@0.25", f"{OURS}+of1")
 ROUNDED = (f"w4a16:{OURS}", *(OURS if each == OURS else f"w4a4:{OURS}/{each}" for each in ACTIVATIONS))
-ROUNDED_FOR_BOTH = tuple(ROUNDED[index] for index in (1, 4, 2, 0))
 WITH_RESIDUALS = tuple(f"w4a4:{OURS}+of1@0.25/{OURS}+of1{rate}" for rate in ("@0.25", "@0.5", "@0.75", ""))
 
 Prepare = Callable[[nn.Module, Callable[[int], list[torch.Tensor]]], None]
@@ -104,10 +108,10 @@ def rotated(names: Sequence[str]) -> list[ModelScheme]:
     return [with_rotation(scheme) for scheme in read_schemes(list(names))]
 
 
-def rounded_for(config: MXFP4RLConfig, inputs: str = "full") -> Prepare:
+def rounded_for(config: MXFP4RLConfig) -> Prepare:
     def prepare(model: nn.Module, texts: Callable[[int], list[torch.Tensor]]) -> None:
         smoothed(model, texts)
-        found = round_model(model, texts(ROUNDING_TEXTS), config, inputs=inputs)
+        found = round_model(model, texts(ROUNDING_TEXTS), config)
         print(f"rounded {len(found.layers)} layers, {found.gain_db:.2f} dB", flush=True)
 
     return prepare
@@ -130,8 +134,6 @@ def variants() -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
     yield "smoothed, GPTQ for H64", rounded_for(with_rotation(weights).config), rotated(ROUNDED)
     residuals = with_rotation(read_schemes([f"w4a16:{OURS}+of1@0.25"])[0])
     yield "smoothed, GPTQ with residuals for H64", rounded_for(residuals.config), rotated(WITH_RESIDUALS)
-    both = rotated((OURS,))[0].config
-    yield "smoothed, GPTQ for H64 and quantized inputs", rounded_for(both, "quantized"), rotated(ROUNDED_FOR_BOTH)
 
 
 def products(config: MXFP4RLConfig) -> float | None:

@@ -15,12 +15,16 @@ from statistics import fmean
 import torch
 from torch import nn
 
-from hf_mxfp4.lab.errors.activations import analyze_activations, quantized_layers
-from hf_mxfp4.lab.errors.statistics import ErrorStatistics, error_statistics
-from hf_mxfp4.lab.perplexity.checkpoint import texts_to_predict
-from hf_mxfp4.lab.perplexity.load import load
-from hf_mxfp4.lab.perplexity.schemes import read_schemes
-from hf_mxfp4.lab.texts import TextOptions
+from hf_mxfp4.lab import (
+    ErrorStatistics,
+    TextOptions,
+    analyze_activations,
+    error_statistics,
+    load,
+    quantized_layers,
+    read_schemes,
+    texts_to_predict,
+)
 from hf_mxfp4.numerics import QuantScheme
 
 from .evidence import AS_IT_IS

@@ -18,7 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from statistics import median
 
-from recipes.common.text import markdown_table
+from recipes.common.records import markdown_table
 
 from .records import ROOT
 

@@ -18,13 +18,18 @@ from pathlib import Path
 
 import torch
 
-from hf_mxfp4.cli.console import TokenProgress
-from hf_mxfp4.lab.perplexity.checkpoint import Job, texts_to_predict
-from hf_mxfp4.lab.perplexity.evaluate import evaluate, reference_of
-from hf_mxfp4.lab.perplexity.load import load
-from hf_mxfp4.lab.perplexity.results import Evaluation, Row
-from hf_mxfp4.lab.perplexity.schemes import read_schemes
-from hf_mxfp4.lab.texts import TextOptions
+from hf_mxfp4.cli.console import WorkProgress
+from hf_mxfp4.lab import (
+    Evaluation,
+    Row,
+    TextOptions,
+    evaluate,
+    evaluate_checkpoint,
+    load,
+    read_schemes,
+    reference_of,
+    texts_to_predict,
+)
 
 from .memory import resident
 from .records import made, median_ratio, option_parser, write
@@ -157,9 +162,10 @@ def main() -> None:
     memory = memory_records(str(options.model), ids)
     schemes = read_schemes(list(SCHEMES))
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(loaded, source, batches, schemes)
-        with job.open_log(Path(folder, "progress.jsonl")) as log, TokenProgress(job.total) as progress:
-            evaluation = job.run(log, progress)
+        log = Path(folder, "progress.jsonl")
+        tokens = (1 + len(schemes)) * sum(ids.shape[-1] - 1 for ids in batches)
+        with WorkProgress(tokens, "tokens", 1) as progress:
+            evaluation = evaluate_checkpoint(loaded, text, batches, schemes, None, log, on_tokens=progress)
     shared = {
         "model": options.model.name,
         "text": text,

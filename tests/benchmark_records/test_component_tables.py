@@ -6,7 +6,7 @@ from tiny_models import make_model
 
 from benchmarks.documents import component_tables
 from benchmarks.evidence_components import of_activations, of_weights, relative
-from hf_mxfp4.lab.errors.statistics import error_statistics
+from hf_mxfp4.lab import error_statistics
 from hf_mxfp4.numerics import QuantScheme
 
 

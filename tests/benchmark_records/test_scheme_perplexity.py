@@ -8,9 +8,7 @@ from tiny_models import make_model
 from benchmarks.perplexity import losses, mean_loss
 from benchmarks.records import records
 from benchmarks.scheme_perplexity import SCHEMES, WAYS, as_record, plain_loop, times
-from hf_mxfp4.lab.perplexity.evaluate import evaluate
-from hf_mxfp4.lab.perplexity.results import Evaluation
-from hf_mxfp4.lab.perplexity.schemes import read_schemes
+from hf_mxfp4.lab import Evaluation, evaluate, read_schemes
 
 
 TEXTS = [torch.tensor([[3, 5, 7, 9, 2]]), torch.tensor([[4, 6]])]
