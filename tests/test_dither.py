@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.dither import dither_masters, sixteen_bit_dtype
-from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
+from hf_mxfp4.gemm import quantize_weight
 from hf_mxfp4.layers import trainable_matrices
 
 

@@ -16,9 +16,7 @@ from transformers import (
 )
 
 from hf_mxfp4 import MXFP4RLConfig, cached_weights, uncached_weights
-from hf_mxfp4.backends import select as backends
-from hf_mxfp4.gemm import operands
-from hf_mxfp4.gemm.storage import copies
+from hf_mxfp4.gemm import gemm_states, weight_quantizations
 
 
 pytestmark = pytest.mark.usefixtures("dense_products")
@@ -43,68 +41,33 @@ def logits(model):
 
 
 @pytest.fixture
-def quantizations(monkeypatch):
-    """What tells the layers that quantized (or dequantized) their weights so far, one entry each time."""
-    calls = []
-    quantize, pack, dequantize = operands.weight_operand, copies.quantize_weight, backends.dequantize
+def count():
+    """Gives how many weight matrices were quantized since it was last asked."""
+    seen = [weight_quantizations()["fprop"]]
 
-    def quantized(weight, dtype, state):
-        calls.append(state)
-        return quantize(weight, dtype, state)
+    def ask() -> int:
+        before, seen[0] = seen[0], weight_quantizations()["fprop"]
+        return seen[0] - before
 
-    def packed(weight, *args):
-        calls.append(weight)
-        return pack(weight, *args)
-
-    def dequantized(weight, *args):
-        calls.append(weight.codes.data_ptr())
-        return dequantize(weight, *args)
-
-    monkeypatch.setattr(operands, "weight_operand", quantized)
-    monkeypatch.setattr(copies, "quantize_weight", packed)
-    monkeypatch.setattr(backends, "dequantize", dequantized)
-    return calls
+    return ask
 
 
-def nothing_is_kept(model):
-    return not any(layer.state.cache.value is not None for layer in model.modules() if hasattr(layer, "state"))
+def nothing_is_open(model):
+    return all(state.cache is None for state in gemm_states(model))
 
 
-def test_each_weight_is_quantized_once_per_call(checkpoint, quantizations):
+def test_each_weight_is_quantized_once_per_call(checkpoint, count):
     model = load(checkpoint)
-    quantizations.clear()
-    with uncached_weights():
+    count()
+    with uncached_weights(model):
         expected = logits(model)
-    assert len(quantizations) == LINEARS * TOKENS  # what it costs without
-    for calls in (1, 2):
-        quantizations.clear()
+    assert count() == LINEARS * TOKENS  # what it costs without
+    for _ in range(2):
         assert torch.equal(logits(model), expected)
-        assert len(quantizations) == LINEARS and len(set(quantizations)) == LINEARS, calls
-        assert nothing_is_kept(model)
-    quantizations.clear()
-    with cached_weights():
+        assert count() == LINEARS and nothing_is_open(model)
+    with cached_weights(model):
         assert torch.equal(logits(model), expected) and torch.equal(logits(model), expected)
-    assert len(quantizations) == LINEARS
-
-
-@pytest.mark.parametrize(("backend", "kept"), [("cpu", 0), ("eager", LINEARS)])
-def test_packed_weights_are_dequantized_where_they_are_used_unless_asked(checkpoint, backend, kept):
-    """Whoever loads 4-bit weights for their memory does not get a dense copy of all of them unasked; and where products
-    need none, none at all."""
-    model = load(checkpoint, mode="packed", backend=backend)
-    sizes = []
-
-    def look(module, args, output):
-        sizes.append(sum(layer.state.cache.value is not None for layer in model.modules() if hasattr(layer, "state")))
-
-    handle = model.lm_head.register_forward_hook(look)
-    plain = logits(model)
-    assert sizes == [0] * TOKENS
-    sizes.clear()
-    with cached_weights():
-        assert torch.equal(logits(model), plain)
-    assert sizes == [kept] * TOKENS and nothing_is_kept(model)
-    handle.remove()
+    assert count() == LINEARS
 
 
 CHANGES = {
@@ -129,28 +92,28 @@ def step(model, optimizer, **options):
     optimizer(model.parameters(), lr=0.3, **options).step()
 
 
-@pytest.mark.parametrize("before", [contextlib.nullcontext, cached_weights])
+@pytest.mark.parametrize("before", [lambda _: contextlib.nullcontext(), cached_weights], ids=["plain", "cached"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_two_calls_is_seen(change, before, checkpoint):
     model = load(checkpoint)
-    with before():
+    with before(model):
         old = logits(model)
     CHANGES[change](model.model.layers[0].mlp.down_proj.weight, model)
     new = logits(model)
-    with uncached_weights():
+    with uncached_weights(model):
         assert torch.equal(logits(model), new)
     assert not torch.equal(new, old)
 
 
-def test_copies_of_a_model_generate_with_their_own_weights(checkpoint, quantizations):
+def test_copies_of_a_model_generate_with_their_own_weights(checkpoint, count):
     model = load(checkpoint)
     expected = logits(model)
     other = copy.deepcopy(model)
     torch.testing.assert_close(logits(other), expected)  # a mapped file is aligned otherwise: an ulp on some CPUs
     other.model.layers[1].mlp.up_proj.weight.data.neg_()
-    quantizations.clear()
+    count()
     assert not torch.allclose(logits(other), expected)
-    assert len(quantizations) == LINEARS
+    assert count() == LINEARS
     assert torch.equal(logits(model), expected)
 
 
@@ -173,18 +136,18 @@ def test_a_class_that_generates_in_its_own_way(checkpoint):
     assert mark == "own" and tokens.shape == (1, IDS.shape[1] + TOKENS)
 
 
-def test_outer_contexts_decide(checkpoint, quantizations):
+def test_outer_contexts_decide(checkpoint, count):
     model = load(checkpoint)
-    quantizations.clear()
-    with uncached_weights():
+    count()
+    with uncached_weights(model):
         generate(model)
-        assert len(quantizations) == LINEARS * TOKENS
-    quantizations.clear()
-    with cached_weights():
+        assert count() == LINEARS * TOKENS
+    count()
+    with cached_weights(model):
         old = logits(model)
         model.model.layers[0].mlp.down_proj.weight.data.neg_()
         assert torch.equal(logits(model), old)  # the context's promise was broken
-        assert len(quantizations) == LINEARS
+        assert count() == LINEARS
     assert not torch.equal(logits(model), old)
 
 
@@ -196,14 +159,14 @@ def test_the_call_ends_with_an_exception(checkpoint):
 
     with pytest.raises(KeyboardInterrupt):
         generate(model, logits_processor=[fail])
-    assert nothing_is_kept(model)
+    assert nothing_is_open(model)
     old = logits(model)
     model.model.layers[0].mlp.down_proj.weight.data.neg_()
     assert not torch.equal(logits(model), old)
 
 
 def test_another_thread_trains_meanwhile(checkpoint):
-    """A call trusts weights in its own thread alone."""
+    """A call trusts the weights of its own model alone."""
     sampler, policy = load(checkpoint), load(checkpoint, "llama")
     inside, go_on, failed = threading.Event(), threading.Event(), []
 
@@ -229,11 +192,11 @@ def test_another_thread_trains_meanwhile(checkpoint):
     assert not torch.equal(seen[0], seen[2]) and not torch.equal(seen[1], seen[3])
 
 
-def test_models_that_are_offloaded_keep_no_copies(checkpoint, quantizations):
+def test_models_that_are_offloaded_keep_no_copies(checkpoint, count):
     """Their weights come to the device one layer at a time, since they do not fit there together."""
     model = load(checkpoint)
     expected = generate(model)
     accelerate.cpu_offload(model, torch.device("cpu"))
-    quantizations.clear()
+    count()
     assert torch.equal(generate(model), expected)
-    assert len(quantizations) == LINEARS * TOKENS
+    assert count() == LINEARS * TOKENS

@@ -170,9 +170,9 @@ def _record_modes(record: Record, family: str) -> None:
     half = save_base(family, record.workplace / f"{family}-{torch.bfloat16}", torch.bfloat16)
     with record.errors(f"modes/{family}/cached"):
         model = load(base)
-        with hf_mxfp4.cached_weights():
+        with hf_mxfp4.cached_weights(model):
             record_generation(record, f"modes/{family}/cached", model)
-        with hf_mxfp4.uncached_weights():
+        with hf_mxfp4.uncached_weights(model):
             record_generation(record, f"modes/{family}/uncached", model)
     with record.errors(f"modes/{family}/checkpointing"):
         model = load(base, preset="w4a4g4", saved_activations="mxfp4", wgrad={"x": "reuse"})

@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_mxfp4 import fake_quantize
 from hf_mxfp4.integrations.peft.rollout import policy_parameters
-from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.rl.callbacks.base import spread_layers
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 

@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.numerics import decompose
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, ErrorCallback, QuantizationStepCallback
 from hf_mxfp4.rl.callbacks.base import spread_layers
 from hf_mxfp4.rl.callbacks.run_facts import count_parameters

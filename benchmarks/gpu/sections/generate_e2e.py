@@ -70,7 +70,7 @@ def _build(bench: Bench) -> tuple[dict[str, PreTrainedModel], dict[str, Exceptio
 def _ours(bench: Bench, name: str, probe: torch.Tensor) -> PreTrainedModel:
     config, machine = OURS[name], bench.machine
     model = models.quantized(models.build(machine, torch.bfloat16), config, machine)
-    with cached_weights():
+    with cached_weights(model):
         out = models.logits(model, probe)
     eager = models.quantized(models.build(machine, torch.bfloat16), replace(config, backend="eager"), machine)
     expect_close(f"{name}: logits", out, models.logits(eager, probe), BOUNDS[name])
@@ -86,7 +86,7 @@ def _nf4(bench: Bench, plain: PreTrainedModel, probe: torch.Tensor) -> PreTraine
 
 def _context(name: str) -> contextlib.AbstractContextManager:
     """What rollouts of an arm run in: what the trainer runs them in."""
-    return cached_weights() if name in OURS else contextlib.nullcontext()
+    return cached_weights(model) if name in OURS else contextlib.nullcontext()
 
 
 def _notes(missing: dict[str, Exception]) -> dict[str, dict]:
