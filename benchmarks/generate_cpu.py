@@ -31,7 +31,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, PreTrainedModel
 
 from hf_mxfp4 import MXFP4RLConfig, cached_weights
-from recipes.common.hardware import hardware
+from recipes.common.records import hardware
 
 from .macro_factors import FACTORS, FACTORS_OF
 from .records import made, median_ratio, option_parser, write
@@ -60,7 +60,7 @@ class Contender:
     """A model, and the context that each call of `generate` is made in."""
 
     model: PreTrainedModel
-    context: Callable[[Any], AbstractContextManager] = contextlib.nullcontext
+    context: Callable[[PreTrainedModel], AbstractContextManager] = contextlib.nullcontext
     # Whether the weights are quantized already as a call begins.
     warm: bool = False
     compiled: bool = False

@@ -25,14 +25,15 @@ class FP8Operand(NamedTuple):
 
 
 def to_fp8(values: torch.Tensor) -> FP8Operand:
-    """A matrix of quantized values as elements and scales of its rows. NaN stays NaN, and its row's other elements with
-    it."""
+    """A matrix of quantized values as elements and scales of its rows. NaN and infinite values become NaN."""
     wide = values.float()
-    _, exponent = torch.frexp(wide.abs().amax(dim=1, keepdim=True))
-    scale = torch.ldexp(torch.ones_like(wide[:, :1]), (exponent - 9).clamp(-126, 127))
-    scale = torch.where(wide.abs().amax(dim=1, keepdim=True) > scale * _LARGEST, scale * 2, scale)
-    elements = (wide / scale).to(torch.float8_e4m3fn)
-    count_inexact((elements.float() * scale != wide).logical_and(wide == wide).sum())
+    finite = wide.isfinite()
+    top = torch.where(finite, wide.abs(), 0).amax(dim=1, keepdim=True)
+    _, exponent = torch.frexp(top)
+    scale = torch.ldexp(torch.ones_like(top), (exponent - 9).clamp(-126, 126))
+    scale = torch.where(top > scale * _LARGEST, scale * 2, scale)
+    elements = torch.where(finite, wide / scale, torch.nan).to(torch.float8_e4m3fn)
+    count_inexact((elements.float() * scale != wide).logical_and(finite).sum())
     return FP8Operand(elements.contiguous(), scale)
 
 
