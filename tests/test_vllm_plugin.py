@@ -32,7 +32,7 @@ from vllm_stand_ins import (
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.gemm.storage.packed_weight import packed_shapes
+from hf_mxfp4.gemm import packed_shapes
 from hf_mxfp4.integrations.vllm import EngineSettings, register
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from .._logging import get_logger
-from ..layers import QUANTIZED, random_layers
 from ..integrations.vllm import SETTINGS_KEY
+from ..layers import QUANTIZED, random_layers
 from .callbacks.base import QuantizationStepCallback
 from .checks import check_scheme, count_quantized, warn_of_16_bit_masters
 from .rollout.vllm import Parameters, rollout_parameters

@@ -147,5 +147,3 @@ def test_a_source_without_a_weight_or_with_one_of_another_shape(checkpoint, tmp_
     save_file({**tensors, f"{LAYER}.weight": weight[:, :32].contiguous()}, folder / "model.safetensors")
     with pytest.raises(RuntimeError, match="issues during automatic conversion"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=PACKED)
-
-

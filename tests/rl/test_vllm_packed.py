@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a vLLM that keeps weights in 4 bits is given, without vLLM; with it: `tests/vllm_integration/test_training.py`."""
+"""What a vLLM that keeps weights in 4 bits is given, without vLLM; with it:
+`tests/vllm_integration/test_training.py`."""
 
 import logging
 from types import SimpleNamespace
@@ -17,9 +18,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig, pack
 from hf_mxfp4.integrations.peft import policy_parameters
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl.noise.norms import NormNoise
 from hf_mxfp4.rl.rollout.vllm import VLLMPolicy
-from hf_mxfp4.integrations.vllm import EngineSettings
 
 
 W4A16 = factors_config(preset="w4a16")
@@ -184,7 +185,7 @@ def test_frozen_weights_that_were_written_are_pushed_again():
 
 
 def packed_scale(layer):
-    from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
+    from hf_mxfp4.gemm import quantize_weight
 
     return quantize_weight(layer.weight, PLAIN.weight_scheme)["weight_scale"]
 

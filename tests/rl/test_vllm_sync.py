@@ -257,7 +257,9 @@ def test_layers_outside_of_the_scheme_are_pushed_with_their_adapters():
 
 def test_adapters_that_cannot_be_pushed_are_refused_at_the_start():
     model = with_adapters(quantized_model(), target_modules=["lm_head"], use_dora=True)
-    with pytest.raises(ValueError, match="lm_head has an adapter of Linear that does more than add.*set use_vllm=False"):
+    with pytest.raises(
+        ValueError, match="lm_head has an adapter of Linear that does more than add.*set use_vllm=False"
+    ):
         pushed_by_trl(model)
     model = with_adapters(quantized_model(), target_modules=["q_proj", "embed_tokens"])
     with pytest.raises(ValueError, match="embed_tokens has an adapter of Embedding"):

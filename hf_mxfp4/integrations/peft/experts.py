@@ -16,9 +16,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ...gemm import Groups, quantized_linear
-from ...gemm.custom_ops import compiled_linear
-from ...gemm.storage.packed_weight import PACKED_FIELDS
+from ...gemm import PACKED_FIELDS, Groups, compiled_linear, quantized_linear
 from ...layers import MXFP4Experts, is_full_precision
 from .merging import MergesIntoMasters, MergesIntoPacked
 

@@ -12,9 +12,8 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 
 from ...backends import fake_quantize
 from ...config import MXFP4RLConfig
-from ...gemm.custom_ops import packed as _operators  # noqa: F401  (registers operators)
-from ...gemm.custom_ops.tensors import read_scheme
-from ...gemm.storage.packed_weight import PACKED_FIELDS, check_rotation, packed_shapes
+from ...gemm import PACKED_FIELDS, check_rotation, packed_shapes, read_scheme
+from ...gemm import packed as _operators  # noqa: F401  (registers operators)
 from ...numerics import BLOCK_SIZE, QuantScheme
 from .adapters import add_adapters, make_room
 from .weight_loading import ExpectedLayers

@@ -14,7 +14,7 @@ import torch
 
 from ...backends.select import dequantize
 from ...config import MXFP4RLConfig
-from ...gemm.storage.packed_weight import (
+from ...gemm import (
     PACKED_FIELDS,
     PACKED_SUFFIXES,
     check_packed,

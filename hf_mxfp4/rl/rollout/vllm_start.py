@@ -19,7 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..._logging import get_logger
 from ...config import MXFP4RLConfig
-from ...gemm.grouped import reads_packed_on_gpus
+from ...gemm import reads_packed_on_gpus
 from ...integrations.peft import adapter_rank, base_scheme
 from ...integrations.vllm import SETTINGS_KEY, EngineSettings
 from ...layers import QUANTIZED
