@@ -11,9 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
-from matplotlib.figure import Figure
-
-from recipes.ablations.plots import draw_all
 from recipes.ablations.results import markdown, models
 
 from ..records import RESULTS, table
@@ -41,15 +38,13 @@ _DIAGNOSTICS = (
 def ablation(folder: Path = RESULTS) -> str:
     """The table of each model that there are records of, in words where there is none."""
     parts = []
-    for path, found in _recorded(folder):
+    for _, found in _recorded(folder):
         for model in models(found):
             runs = [r for r in found if r["model"] == model]
             first, hours = runs[0], sum(r["seconds"] for r in runs) / 3600
             made = f"{first['shape']}; {len(runs)} runs, {hours:.1f} h on {first['hardware']}"
             parts.append(f"**{model}**: {made}; `{first['command']}`, {first['date']}\n")
             parts.append(markdown(found, model))
-            names = [_file(path, found, model, name) for name in draw_all(found, model)]
-            parts.append("".join(f"![{model}](plots/{name}.png)\n" for name in names))
     return "\n".join(parts) if parts else NONE_YET
 
 
@@ -94,22 +89,8 @@ def _numbers(values: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(set(values))))
 
 
-def figures(folder: Path = RESULTS) -> dict[str, Figure]:
-    """Every figure by file name."""
-    made = {}
-    for path, found in _recorded(folder):
-        for model in models(found):
-            made |= {_file(path, found, model, name): figure for name, figure in draw_all(found, model).items()}
-    return made
-
-
 def _recorded(folder: Path) -> list[tuple[Path, list[dict]]]:
     """The records of every ablation, by name from the last to the first: real models before the small ones of
     ``ablation_cpu``."""
     paths = sorted(folder.glob("ablation_*.json"), reverse=True)
     return [(path, json.loads(path.read_text())) for path in paths]
-
-
-def _file(path: Path, found: list[dict], model: str, name: str) -> str:
-    several = models(found)
-    return f"{path.stem}_{name}" if len(several) == 1 else f"{path.stem}_{several.index(model) + 1}_{name}"

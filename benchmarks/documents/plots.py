@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from recipes.pretraining.plots import draw_curves, draw_overheads
 
 from ..records import DATA, records, scheme_error
-from . import ablation_tables, evidence_tables, gpu_tables
+from . import evidence_tables, gpu_tables
 
 
 SHOWN = (
@@ -31,8 +31,6 @@ def draw_all(folder: Path) -> None:
         evidence_tables.evidence_plot().savefig(folder / "evidence_front.svg", metadata={"Date": None})
         for name, figure in gpu_tables.figures().items():
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-        for name, figure in ablation_tables.figures().items():
-            figure.savefig(folder / f"{name}.png", dpi=110, metadata={"Software": None})
 
 
 def schemes() -> Figure:
