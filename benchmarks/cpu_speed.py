@@ -23,9 +23,8 @@ from torch import nn
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import MXFP4PackedLinear
-from recipes.common.hardware import hardware
 
-from .records import RESULTS, made, median_ratio, write
+from .records import RESULTS, hardware, made, median_ratio, write
 
 
 Run = Callable[[], object]
