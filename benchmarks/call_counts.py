@@ -27,6 +27,7 @@ import sys
 import tempfile
 import timeit
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,21 @@ def forward(backend: str) -> Flow:
     return lambda: layer(x)
 
 
+def to_kernels(stack: ExitStack) -> Flow:
+    """Return the forward pass of a linear layer up to the launches of kernels."""
+    stack.enter_context(without_kernels())
+    return forward("triton")
+
+
+def kept(stack: ExitStack) -> Flow:
+    """Return the forward pass of a linear layer without gradients whose weight is cached."""
+    from hf_mxfp4 import cached_weights
+
+    layer, x = linear("cpu")
+    stack.enter_context(cached_weights(layer))
+    return torch.no_grad()(lambda: layer(x))
+
+
 def packed() -> Flow:
     """Return the forward pass of a packed layer."""
     from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
@@ -106,7 +122,7 @@ def packed() -> Flow:
     torch.manual_seed(0)
     config = MXFP4RLConfig(mode="packed", **FACTORS)
     layer, x = MXFP4PackedLinear.from_linear(torch.nn.Linear(256, 128), config, "layer"), torch.randn(8, 256)
-    return lambda: layer(x)
+    return torch.no_grad()(lambda: layer(x))
 
 
 def train() -> Flow:
@@ -165,12 +181,13 @@ def tiny_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def weight(folder: Path) -> Flow:
+def weight(stack: ExitStack) -> Flow:
     """Return how a checkpoint of 14 matrices is loaded, packed and saved."""
     from transformers import AutoModelForCausalLM
 
     from hf_mxfp4 import MXFP4RLConfig
 
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     source = tiny_model(folder)
 
     def flow() -> None:
@@ -191,13 +208,14 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")
 
 
-def trainer(folder: Path) -> Flow:
+def trainer(stack: ExitStack) -> Flow:
     """Return one training step of GRPO on a quantized model of two layers."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
 
     from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     model = AutoModelForCausalLM.from_pretrained(tiny_model(folder), quantization_config=MXFP4RLConfig(**FACTORS))
     args = MXFP4GRPOConfig(
         output_dir=str(folder),
@@ -221,26 +239,27 @@ def trainer(folder: Path) -> Flow:
     return made.train
 
 
-LAYERS: dict[str, Callable[[], Flow]] = {
-    "eager": lambda: forward("eager"),
-    "cpu": lambda: forward("cpu"),
-    "kept": lambda: forward("cpu"),
-    "packed": packed,
-    "train": train,
-    "triton": lambda: forward("triton"),
-    "experts": experts,
+FLOWS: dict[str, Callable[[ExitStack], Flow]] = {
+    "eager": lambda _: forward("eager"),
+    "cpu": lambda _: forward("cpu"),
+    "kept": kept,
+    "packed": lambda _: packed(),
+    "train": lambda _: train(),
+    "triton": to_kernels,
+    "experts": lambda _: experts(),
+    "weight": weight,
+    "trainer": trainer,
 }
-RUNS: dict[str, Callable[[Path], Flow]] = {"weight": weight, "trainer": trainer}
+#: Flows that are too long to be timed here.
+RUNS = ("weight", "trainer")
 
 
-def of_layer(name: str) -> tuple[Counter, float]:
-    """Return what a flow of `LAYERS` calls, and the microseconds that it takes."""
-    from hf_mxfp4 import cached_weights
-
-    kept = cached_weights() if name == "kept" else contextlib.nullcontext()
-    with without_kernels() if name == "triton" else contextlib.nullcontext(), kept:
-        flow = LAYERS[name]()
-        return counted(flow), 1e6 * min(timeit.repeat(flow, number=1, repeat=200))
+def count(name: str) -> tuple[Counter, float | None]:
+    """Return what a flow calls, and the microseconds that it takes, of layers."""
+    with ExitStack() as stack:
+        flow = FLOWS[name](stack)
+        counter = counted(flow, warm=name != "trainer")
+        return counter, None if name in RUNS else 1e6 * min(timeit.repeat(flow, number=1, repeat=200))
 
 
 def main() -> None:
@@ -250,16 +269,12 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", choices=[*LAYERS, *RUNS], default=[*LAYERS, *RUNS])
+    parser.add_argument("--only", nargs="*", choices=FLOWS, default=list(FLOWS))
     print("| flow | calls | depth | files | us |\n|---|---|---|---|---|")
     for name in parser.parse_args().only:
-        if name in LAYERS:
-            counter, microseconds = of_layer(name)
-            time = f"{microseconds:.0f}"
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                counter, time = counted(RUNS[name](Path(folder)), warm=name != "trainer"), ""
-        print(f"| {name} | {counter.calls} | {counter.depth} | {len(counter.files)} | {time} |", flush=True)
+        counter, time = count(name)
+        shown = "" if time is None else f"{time:.0f}"
+        print(f"| {name} | {counter.calls} | {counter.depth} | {len(counter.files)} | {shown} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def generate(bench: Bench) -> None:
 
     def measured(arm: str) -> dict[str, Any]:
         model = build(bench, arm)
-        with torch.no_grad(), cached_weights() if arm in OURS else contextlib.nullcontext():
+        with torch.no_grad(), cached_weights(model) if arm in OURS else contextlib.nullcontext():
             if arm in OURS:
                 expected = build(bench, arm, backend="eager")(ids).logits
                 expect_close(f"{arm}: logits", model(ids).logits, expected, TOLERANCES[arm])
