@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of quantization errors."""
 
-from ..records import DATA, DISTRIBUTIONS, percent, records, scheme_error, table
+from ..records import DATA, DISTRIBUTIONS, percent, scheme_error, table
 
 
 def schemes() -> str:
@@ -140,27 +140,3 @@ def readme_schemes() -> str:
         ["scheme", *DISTRIBUTIONS],
         [[shown, *(percent(found[on, name]["value"]) for on in DISTRIBUTIONS)] for name, shown in names.items()],
     )
-
-
-def tie_movement() -> str:
-    found = {r["name"].removeprefix("movement / "): r["movement"] for r in records("tie_dither") if "movement" in r}
-    rows = []
-    for scheme in (name.removeprefix("model / ") for name in found if name.startswith("model / ")):
-        rows.append([scheme])
-        for weights in ("Gaussian", "model"):
-            movement = found[f"{weights} / {scheme}"]
-            for step in movement["with"]:
-                without, (ratio, error, _) = (movement[kind][step] for kind in ("without", "with"))
-                rows[-1].append(f"{without[0]:.3g} → {ratio:.2f} ± {error:.2f}")
-    steps = [float(step) for step in movement["with"]]
-    return table(["scheme", *(f"{name}, {step:g}" for name in ("Gaussian", "SmolLM2") for step in steps)], rows)
-
-
-def tie_start() -> str:
-    rows = []
-    for r in records("tie_dither"):
-        if r["name"].startswith("start / "):
-            _, scheme, dither = r["name"].split(" / ")
-            nats = "" if dither == "none" else f"{r['nats']:+.3f} ± {r['standard_error']:.3f}"
-            rows.append([scheme, dither, f"{r['nats_per_token']:.3f}", nats])
-    return table(["scheme", "dither", "nats per token", "difference to none"], rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and a plot of schemes on real models: `benchmarks.evidence` and `benchmarks.encoder_evidence`."""
+"""Tables and a plot of schemes on real models, from the records of `benchmarks.evidence` and some of before."""
 
 import math
 from dataclasses import dataclass
@@ -102,85 +102,37 @@ def _short(text: str) -> str:
     return "GSM8K" if text.startswith("gsm8k") else "Shakespeare" if "shakespeare" in text else text
 
 
-def evidence_schemes() -> str:
-    """Every scheme on every text."""
-    texts = _by_text()
-    first, *others = texts.values()
-    rows = []
-    for (variant, scheme), r in first.items():
-        other = [each.get((variant, scheme)) for each in others]
-        rows.append(
-            [variant, f"`{scheme}`", _number(r["bits"]), "" if r["products"] is None else _number(r["products"])]
-            + [cell for each in (r, *other) for cell in (_kl(each), "" if each is None else f"{each['value']:.2f}")]
-        )
-    columns = [cell for text in texts for cell in (f"KL, {_short(text)}", "perplexity")]
-    said = "; ".join(
-        f"{_short(text)}: {r['shape'][0]} texts, {r['shape'][1]:,} tokens, {r['baseline']:.2f} in bfloat16"
-        for text, r in ((text, next(iter(found.values()))) for text, found in texts.items())
-    )
-    return f"{table(['checkpoint', 'scheme', 'bits', 'products', *columns], rows)}\n{said}\n"
-
-
 def _both_operands(found: dict[tuple[str, str], dict]) -> list[dict]:
     return [r for r in found.values() if r["products"] is not None]
 
 
-def _encoder() -> dict[tuple[str, str], dict]:
-    """Records of the encoder by variant, as it is named for the decoder, and scheme. Nothing is smoothed there."""
-    return {
-        (f"smoothed, {r['variant']}" if "GPTQ" in r["variant"] else r["variant"], r["name"]): r
-        for r in records("encoder_evidence")
-    }
-
-
-def _on_encoder(encoder: dict[tuple[str, str], dict], best: dict, paper: dict | None) -> str:
-    """By how much the encoder's embeddings turn under the best scheme of a budget and under the papers'."""
-    keys = [(best["variant"], best["name"]), (AS_IT_IS, paper["name"] if paper else "")]
-    found = [encoder.get(key) for key in keys]
-    return ", ".join("" if r is None else f"{r['value']:.4f}" for r in found)
-
-
 def evidence_front() -> str:
-    """For each budget of bits the best scheme of weights and activations, and the best of the papers'."""
+    """Return for each budget of bits the best scheme of weights and activations, and the best of the papers'."""
     first, *others = _by_text().values()
-    encoder = _encoder()
     rows = []
     for budget in BUDGETS:
         within = [r for r in _both_operands(first) if r["bits"] <= budget]
-        if not within:
-            continue
         best = min(within, key=lambda r: r["kl"])
         theirs = [r for r in within if r["variant"] == AS_IT_IS and r["name"] in PAPERS]
-        paper = min(theirs, key=lambda r: r["kl"]) if theirs else None
+        paper = min(theirs, key=lambda r: r["kl"])
         again = [_kl(each.get((best["variant"], best["name"]))) for each in others]
-        again.append(_on_encoder(encoder, best, paper))
-        rows.append(
-            [f"{budget:g}", f"{best['variant']}: `{best['name']}`", _number(best["bits"]), _kl(best)]
-            + [f"{best['value']:.2f}", *again]
-            + ([f"`{paper['name']}`", _kl(paper), f"{paper['value']:.2f}"] if paper else ["", "", ""])
-        )
-    texts = [_short(text) for text in _by_text()]
-    columns = ["bits at most", "best: checkpoint and scheme", "bits", f"KL, {texts[0]}", "perplexity"]
-    columns += [f"KL, {text}" for text in texts[1:]]
-    columns.append(f"{records('encoder_evidence')[0]['model']}, 1 - cos: ours, papers'")
-    return table([*columns, "best of the papers'", "KL", "perplexity"], rows)
+        rows.append([f"{budget:g}", f"{best['variant']}: `{best['name']}`", _number(best["bits"]), _kl(best)])
+        rows[-1] += [f"{best['value']:.2f}", *again, f"`{paper['name']}`", _kl(paper)]
+    texts = [f"KL, {_short(text)}" for text in _by_text()]
+    columns = ["bits at most", "best: checkpoint and scheme", "bits", texts[0], "perplexity", *texts[1:]]
+    return table([*columns, "best of the papers'", "KL"], rows)
 
 
 def evidence_claims() -> str:
-    """Differences of two schemes on each model and text, and whether they hold."""
-    columns = [(_short(text), found) for text, found in _by_text().items()]
-    encoder = _encoder()
+    """Return differences of two schemes on each model and text, and whether they hold."""
+    model, encoder = records("evidence")[0]["model"], records("encoder_evidence")
+    columns = {f"{model}, {_short(text)}: KL": found for text, found in _by_text().items()}
+    columns[f"{encoder[0]['model']}: 1 - cos"] = {(r["variant"], r["name"]): r for r in encoder}
     rows = []
     for claim in CLAIMS:
-        cells = []
-        for _, found in (*columns, ("", encoder)):
-            better, worse = (found.get((AS_IT_IS, name)) for name in (claim.better, claim.worse))
-            cells.append(_verdict(better, worse))
-        if any(cells):
-            rows.append([claim.text, *cells])
-    model = records("evidence")[0]["model"]
-    names = [f"{model}, {text}: KL" for text, _ in columns] + [f"{records('encoder_evidence')[0]['model']}: 1 - cos"]
-    return table(["claim", *names], rows)
+        pairs = [[found.get((AS_IT_IS, name)) for name in (claim.better, claim.worse)] for found in columns.values()]
+        rows.append([claim.text, *(_verdict(*pair) for pair in pairs)])
+    return table(["claim", *columns], rows)
 
 
 def _verdict(better: dict | None, worse: dict | None) -> str:
@@ -195,17 +147,6 @@ def _verdict(better: dict | None, worse: dict | None) -> str:
 
 def _value(r: dict) -> tuple[float, float]:
     return (r["kl"], r["kl_standard_error"]) if "kl" in r else (r["value"], r["standard_error"])
-
-
-def encoder_evidence() -> str:
-    rows = [
-        [r["variant"], f"`{r['name']}`", _number(r["bits"]), "" if r["products"] is None else _number(r["products"])]
-        + [f"{r['value']:.5f} ± {r['standard_error']:.5f}", f"{100 * r['same_nearest']:.1f}"]
-        for r in records("encoder_evidence")
-    ]
-    one = records("encoder_evidence")[0]
-    columns = ["checkpoint", "scheme", "bits", "products", "1 - cos of embeddings", "same nearest sentence, %"]
-    return f"{table(columns, rows)}\n{one['model']}, {one['shape'][0]} questions of GSM8K; `{one['command']}`\n"
 
 
 def evidence_plot() -> Figure:
@@ -254,3 +195,44 @@ def gptq() -> str:
         rows.append([variant, f"`{name}`", _number(next(iter(texts.values()))[variant, name]["bits"]), *cells])
     columns = [cell for text in texts for cell in (f"KL, {_short(text)}", "perplexity")]
     return table(["checkpoint", "scheme", "bits", *columns], rows)
+
+
+def smoothing() -> str:
+    """A row for each scheme, and what it loses by strength."""
+    found: dict[str, dict[object, dict]] = {}
+    for r in records("smoothing"):
+        found.setdefault(r["name"], {})[r["strength"]] = r
+    strengths = list(dict.fromkeys(strength for row in found.values() for strength in row))
+    rows = [
+        [name, f"{next(iter(row.values()))['bits']:.4g}"]
+        + [f"{r['kl']:.3f} ± {r['kl_standard_error']:.3f} ({r['value']:.2f})" for r in (row[s] for s in strengths)]
+        for name, row in found.items()
+    ]
+    columns = [f"strength {s}" if isinstance(s, float) else "as it is" for s in strengths]
+    one = records("smoothing")[0]
+    what = f"KL in nats per token ± standard error (perplexity; {one['baseline']:.2f} in bfloat16), {one['model']}."
+    return f"{table(['scheme', 'bits of an operand', *columns], rows)}\n{what}\n"
+
+
+def export_perplexity() -> str:
+    rows = []
+    for r in records("export_perplexity"):
+        sqnr, packed = r["weight_sqnr_db"], r["nats_to_packed"]
+        nats = "" if r["ratio"] == 1 else f"{r['nats_to_bf16']:+.3f} ± {r['standard_error']:.3f}"
+        rows.append([r["name"], f"{r['value']:.2f}", nats])
+        rows[-1] += ["" if packed is None else f"{packed:+.4f}", "" if sqnr is None else f"{sqnr:.2f}"]
+    columns = ["weights", "perplexity", "nats per token to bfloat16", 'to `mode="packed"`, same rule']
+    return table([*columns, "SQNR, dB"], rows)
+
+
+def gguf_perplexity() -> str:
+    rows = [
+        [r["name"], f"{r['bits_per_weight']:.4g}", f"{r['value']:.2f}", f"{r['ratio']:.3f}"]
+        + [f"{r['nats_to_bf16']:+.3f} ± {r['standard_error']:.3f}", f"{r['divergence']:.3f}"]
+        + [f"{r['same_top_percent']:.1f}"]
+        for r in records("gguf_perplexity")
+    ]
+    baseline = records("gguf_perplexity")[0]
+    rows.insert(0, ["BF16", "16", f"{baseline['baseline']:.2f}", "1", "", "", ""])
+    columns = ["file", "bits per weight of the layers", "perplexity", "over BF16", "nats per token to BF16"]
+    return table([*columns, "divergence, nats", "same likeliest token, %"], rows)

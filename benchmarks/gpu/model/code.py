@@ -1,16 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instructions of compiled kernels: read, put into loops, and counted by the pipe that they take.
+"""Launches compiled for NVIDIA GPUs that are not there, and the instructions of their code, counted by pipe.
 
-A loop is what lies between a branch back and its target. How often each runs is for the caller to say, in the order in
-which loops begin; what runs once counts once. A loop that does not run takes the branch around it along: the largest
-part of the code that some branch skips and that has no loop which runs. Of two ways, one or the other of which a branch
-takes, the one that divides more by the slow way does not run. Code behind the last exit (the slow way itself, waiting
-for barriers that are ready) does not count.
+A loop is what lies between a branch back and its target. The caller says how often each runs, in the order in which
+loops begin; what runs once counts once. A loop that does not run takes the branch around it along: the largest part of
+the code that some branch skips and that has no loop which runs. Of two ways that a branch chooses between, the one that
+divides more by the slow way does not run. Code behind the last exit (slow divisions, waiting) does not count.
 """
 
+import contextlib
 import re
-from collections.abc import Sequence
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from .gpus import GPU
+from .stub import Launch
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code of one kernel.
+
+    Attributes:
+        code: SASS with its addresses.
+        registers: of a thread.
+        shared: bytes of a program.
+        spilled: bytes of a thread that do not fit into registers.
+        warps: of a program.
+    """
+
+    code: str
+    registers: int
+    shared: int
+    spilled: int
+    warps: int
+
+
+_compiled: dict[str, Compiled] = {}
+
+
+class _Driver:
+    """What Triton asks about a GPU before it compiles."""
+
+    def __init__(self, gpu: GPU):
+        self._target = GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], gpu.warp)
+        self._number = gpu.number
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+def compile_launch(launch: Launch, gpu: GPU) -> Compiled:
+    """Compile what a launch needs, specialized by its arguments as Triton does it. A second time it comes from Triton's
+    cache."""
+    with _driven_by(gpu):
+        made = launch.kernel.run(*launch.arguments, grid=launch.grid, warmup=True, **launch.constants)
+    if made.hash not in _compiled:
+        code = _disassemble(made.asm["cubin"])
+        registers, spilled = resources(code)
+        _compiled[made.hash] = Compiled(code, registers, made.metadata.shared, spilled, made.metadata.num_warps)
+    return _compiled[made.hash]
+
+
+@contextlib.contextmanager
+def _driven_by(gpu: GPU) -> Iterator[None]:
+    driver = triton.runtime.driver
+    with mock.patch.object(type(driver), "active", property(lambda _: _Driver(gpu))):
+        yield
+
+
+def resources(sass: str) -> tuple[int, int]:
+    """Return registers, and bytes of stack and local memory, from what `cuobjdump -res-usage` prints."""
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", sass)
+    if found is None:
+        raise ValueError("cuobjdump printed no line of resources")
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def _disassemble(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tools = triton.knobs.nvidia
+        command: list[Any] = [tools.cuobjdump.path, "-sass", "-res-usage", file.name]
+        environment = {"PATH": tools.nvdisasm.path.rpartition("/")[0]}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,24 +153,8 @@ def read_sass(text: str) -> list[Instruction]:
     return found
 
 
-def read_amdgcn(text: str) -> list[Instruction]:
-    """Of assembly with labels."""
-    found: list[tuple[str, str]] = []
-    labels = {}
-    for line in text.splitlines():
-        line = line.partition(";")[0].rstrip()
-        if label := re.match(r"(\.?\w+):$", line):
-            labels[label[1]] = len(found)
-        elif found_here := re.match(r"\s+((?:v|s|ds|global|buffer|flat|scratch)_\w+)(.*)", line):
-            found.append((found_here[1], found_here[2].strip()))
-    return [
-        Instruction(at, name, labels.get(rest) if "branch" in name else None, name.startswith("s_cbranch"))
-        for at, (name, rest) in enumerate(found)
-    ]
-
-
 def is_exit(instruction: Instruction) -> bool:
-    return instruction.name in ("EXIT", "s_endpgm")
+    return instruction.name == "EXIT"
 
 
 def body(code: Sequence[Instruction]) -> list[Instruction]:
@@ -170,7 +248,7 @@ _ARITHMETIC = ("special", "float", "multiply", "integer", "scalar", "other")
 
 
 def _divides_slowly(one: Instruction) -> bool:
-    return one.name.startswith(("CALL", "v_div_fixup"))
+    return one.name.startswith("CALL")
 
 
 # ---- pipes ----------------------------------------------------------------------------------------------------------
@@ -186,35 +264,19 @@ _SASS_PIPES = {
     "VOTE MOV CS2R",
 }
 _PIPE_OF_SASS = {name: pipe for pipe, names in _SASS_PIPES.items() for name in names.split()}
-_AMD_SPECIAL = re.compile(r"v_(?:rcp|rsq|sqrt|exp|log|sin|cos)_")
-_AMD_FLOAT = re.compile(r"v_(?:pk_)?(?:fma|fmac|add|mul|sub|mad|div_\w+|ldexp)(?:_legacy)?_f(?:16|32)|v_cvt")
-_AMD_MULTIPLY = re.compile(r"v_(?:mul|mad)_\w*[ui]\d+")
 
 
 def pipe_of(name: str) -> str:
     """What takes an instruction: ``"matrix"``, ``"special"``, ``"loads"`` (and stores, and what goes between threads),
     ``"float"``, ``"multiply"`` (of integers), ``"integer"`` (and logic, comparisons, most conversions), ``"scalar"``
     (one for a warp), or ``"other"``."""
-    if name[0].islower():
-        return _amd_pipe(name)
     first = name.partition(".")[0]
     if first in _PIPE_OF_SASS:
         return _PIPE_OF_SASS[first]
     return "scalar" if first.startswith("U") or first in ("LDC", "R2UR", "S2UR", "LDCU") else "other"
 
 
-def _amd_pipe(name: str) -> str:
-    if "mfma" in name:
-        return "matrix"
-    if not name.startswith("v_"):
-        return "scalar" if name.startswith("s_") else "loads"
-    for pipe, pattern in (("special", _AMD_SPECIAL), ("float", _AMD_FLOAT), ("multiply", _AMD_MULTIPLY)):
-        if pattern.match(name):
-            return pipe
-    return "integer"
-
-
-_WIDTH = re.compile(r"[._](?:(128|M88\.4|b128|dwordx4)|(64|M88\.2|b64|dwordx2))\b")
+_WIDTH = re.compile(r"\.(?:(128|M88\.4)|(64|M88\.2))\b")
 
 
 def lines_of(name: str) -> float:

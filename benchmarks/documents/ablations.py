@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The claims of arXiv 2605.20402 about RL, one by one, against the records of an ablation."""
+"""Tables of the ablations whose records are in `benchmarks/results/ablation_*.json`.
 
-from collections.abc import Mapping, Sequence
+python recipes/ablation.py --config recipes/configs/ablation_cpu.yaml
+cp outputs/ablation_cpu/ablation.json benchmarks/results/ablation_cpu.json
+python -m benchmarks.write_docs
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.stats import t_interval
+from recipes.ablations.results import markdown, models
 
-from ..records import table
+from ..records import RESULTS, table
 
 
 #: What is claimed, the cell that should be better (or, with -1, worse) than the other, in points of the sign given.
@@ -37,7 +45,31 @@ CLAIMS = (
 )
 
 
-def claims_table(records: Sequence[Mapping[str, Any]], model: str) -> str:
+def ablation(folder: Path = RESULTS) -> str:
+    """Return the table of each model, with what ran where."""
+    return _of_each_model(folder, _results)
+
+
+def ablation_claims(folder: Path = RESULTS) -> str:
+    """Return the claims of arXiv 2605.20402 that the recorded cells of each model can be asked about."""
+    return _of_each_model(folder, lambda runs, model: f"**{model}**\n\n{claims_table(runs)}")
+
+
+def _of_each_model(folder: Path, text_of: Callable[[list[dict], str], str]) -> str:
+    """Real models come before the small ones of ``ablation_cpu``."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("ablation_*.json"), reverse=True)]
+    return "\n".join(
+        text_of([r for r in runs if r["model"] == model], model) for runs in found for model in models(runs)
+    )
+
+
+def _results(runs: list[dict], model: str) -> str:
+    first, hours = runs[0], sum(r["seconds"] for r in runs) / 3600
+    made = f"{first['shape']}; {len(runs)} runs, {hours:.1f} h on {first['hardware']}"
+    return f"**{model}**: {made}; `{first['command']}`, {first['date']}\n\n{markdown(runs, model)}"
+
+
+def claims_table(records: Sequence[Mapping[str, Any]]) -> str:
     """Differences of accuracies after RL in points, paired by seed, with 95 % intervals over seeds.
 
     *Holds* and *contradicted*: the interval is on one side of zero. *Points that way* and *points the other way*: it is
@@ -46,9 +78,8 @@ def claims_table(records: Sequence[Mapping[str, Any]], model: str) -> str:
     values: dict[str, dict[int, float]] = {}
     papers: dict[str, Mapping[str, float]] = {}
     for record in records:
-        if record["model"] == model:
-            values.setdefault(record["cell"], {})[record["seed"]] = 100 * record["value"]
-            papers[record["cell"]] = record["paper"]
+        values.setdefault(record["cell"], {})[record["seed"]] = 100 * record["value"]
+        papers[record["cell"]] = record["paper"]
     rows = []
     for claim, cell, other, sign in CLAIMS:
         seeds = sorted(set(values.get(cell, {})) & set(values.get(other, {})))
@@ -63,12 +94,11 @@ def claims_table(records: Sequence[Mapping[str, Any]], model: str) -> str:
             [
                 claim,
                 text,
-                " ".join(f"{value:+.1f}" for value in differences),
                 verdict([sign * value for value in differences], found["interval"]),
                 _in_the_paper(papers[cell], papers[other]),
             ]
         )
-    return table(["claim", "measured, points", "by seed", "verdict", "in the paper"], rows)
+    return table(["claim", "measured, points", "verdict", "in the paper"], rows)
 
 
 def verdict(in_favour: Sequence[float], interval: Sequence[float] | None) -> str:
