@@ -261,9 +261,7 @@ def imported_at_once(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    "part", ["*.py", "numerics", "backends", "gemm", "layers", "moe", "checkpoint"]
-)
+@pytest.mark.parametrize("part", ["*.py", "numerics", "backends", "gemm", "layers", "moe", "checkpoint"])
 def test_optional_packages_are_imported_on_use(part):
     files = list(PACKAGE.glob(part) if part.endswith(".py") else (PACKAGE / part).rglob("*.py"))
     assert files

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export with calibration texts: rounding that takes back its own errors in the outputs."""
 
-
 import pytest
 import torch
 from export_files import save_packed, save_plain
