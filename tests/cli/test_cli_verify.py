@@ -212,10 +212,6 @@ def test_a_repository(copy, monkeypatch):
     flip(shards(folder)[2], "model.norm.weight")
     done = run("me/model")
     assert done.exit_code == 1 and f"{shards(folder)[2].name} is damaged" in done.stdout
-    for name, text in ((INDEX, '{"weight_map": {}}'), (INDEX, "[]"), ("config.json", '{"model_type')):
-        (folder / name).write_text(text)
-        done = run("me/model")
-        assert done.exit_code == 1 and name in done.stdout
 
 
 @pytest.mark.skipif(os.name == "nt", reason="file names are text there")
