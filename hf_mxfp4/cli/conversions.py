@@ -15,7 +15,7 @@ from .options import fail, told_errors
 
 
 if TYPE_CHECKING:
-    from ..checkpoint.convert.costs import ConversionReport, LayerCost
+    from ..checkpoint.report import ConversionReport, LayerCost
 
 
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: a new or an empty one.")]
@@ -39,15 +39,11 @@ _ACTIONS = {
 @contextlib.contextmanager
 def told_conversion_errors(when_interrupted: str = "nothing was written") -> Iterator[None]:
     """Turn what a user can mend into a message and exit code 2, and Ctrl-C into a message and 130."""
-    from ..checkpoint.io.atomic import FolderError
-    from ..checkpoint.io.folder import ArgumentError, CheckpointError
-    from ..checkpoint.io.reader import ShardError
+    from ..checkpoint import CheckpointError, FolderError, ShardError
 
     with told_errors(when_interrupted):
         try:
             yield
-        except ArgumentError as error:
-            fail(error.on_command_line())
         except (CheckpointError, FolderError, ShardError) as error:
             fail(str(error))
 
@@ -60,7 +56,7 @@ def bytes_in(folder: Path) -> int:
 
 def show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> None:
     """Print what was done to each type of layer, what it cost and what it saved, on standard output."""
-    from ..checkpoint.convert.costs import bits_per_weight
+    from ..checkpoint.report import bits_per_weight
     from .console import out, plain_table, say
 
     if as_json:
@@ -87,8 +83,8 @@ def show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> No
 
 def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
     """A row for all layers of a type that the same was done to."""
+    from ..checkpoint.report import bits_per_weight
     from ..lab.errors.layer_names import location_of
-    from ..checkpoint.convert.costs import bits_per_weight
 
     groups: dict[tuple[str, str], list[LayerCost]] = {}
     for cost in costs:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 pack`, `export` and `import`: to packed checkpoints, and to and from the formats of other engines."""
 
-import json
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,7 +96,7 @@ def pack(
     }
     given = {name: value for name, value in options.items() if value is not None}
     with told_conversion_errors():
-        from ..checkpoint.convert.pack_folder import pack_checkpoint
+        from ..checkpoint import pack_checkpoint
         from .console import ByteProgress
 
         config = _scheme_for(source, given)
@@ -147,9 +146,7 @@ def export(
         Path | None,
         typer.Option(
             "--text",
-            metavar="FILE",
-            help="Texts like those that the model will read, plain or JSON lines: round the weights for the least "
-            "change of outputs on them (GPTQ). Loads the model.",
+            hidden=True,
         ),
     ] = None,
     overwrite: OverwriteOption = False,
@@ -160,8 +157,12 @@ def export(
 
     Full-precision weights are quantized once, to plain MXFP4; packed ones of plain MXFP4 keep their bytes.
     """
+    if text is not None:
+        fail(
+            f"export has no --text; run hf-mxfp4 gptq {source} ROUNDED --scheme even --text {text}, and export ROUNDED"
+        )
     with told_conversion_errors():
-        from ..checkpoint.convert.export import export as export_checkpoint
+        from ..checkpoint import export as export_checkpoint
         from .console import ByteProgress
 
         with ByteProgress(bytes_in(source)) as progress:
@@ -173,7 +174,6 @@ def export(
                 scale_rule=scale_rule and scale_rule.value,
                 preset=preset and preset.value,
                 modules_to_not_convert=skip,
-                calibration=None if text is None else _texts_in(text),
                 overwrite=overwrite,
                 on_bytes=progress,
             )
@@ -194,7 +194,7 @@ def import_(
 ) -> None:
     """Turn another engine's MXFP4 checkpoint into a packed one, bit for bit."""
     with told_conversion_errors():
-        from ..checkpoint.convert.importing import import_checkpoint
+        from ..checkpoint import import_checkpoint
         from .console import ByteProgress
 
         with ByteProgress(bytes_in(source)) as progress:
@@ -202,22 +202,9 @@ def import_(
     show(report, as_json)
 
 
-def _texts_in(file: Path) -> list[str]:
-    """The texts of a file: of JSON lines all strings of each line, or else the whole file."""
-    text = file.read_text(encoding="utf-8")
-    if file.suffix != ".jsonl":
-        return [text]
-    try:
-        lines = [json.loads(line) for line in text.split("\n") if line.strip()]  # not at U+2028
-    except ValueError as error:
-        fail(f"{file} is not in JSON lines: {error}")
-    return ["\n".join(part for part in line.values() if isinstance(part, str)) for line in lines]
-
-
 def _scheme_for(source: Path, given: dict[str, Any]) -> "MXFP4RLConfig | None":
     """The scheme for a plain checkpoint; nothing for one that has its own, unless options contradict that."""
-    from ..checkpoint.convert.sources import own_config
-    from ..checkpoint.io.folder import open_checkpoint
+    from ..checkpoint import open_checkpoint, own_config
     from ..config import MXFP4RLConfig
 
     if not given and own_config(open_checkpoint(source)) is not None:

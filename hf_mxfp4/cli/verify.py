@@ -13,7 +13,7 @@ from .options import JsonOption, fail
 
 
 if TYPE_CHECKING:
-    from ..checkpoint.verify import Verification
+    from ..checkpoint import Verification
 
 
 _HOW = "save_pretrained, hf-mxfp4 pack, export and import write them; hf-mxfp4 verify --add does for a folder as it is"
@@ -44,9 +44,8 @@ def verify(
     Exit code 0: nothing is. 1: something is. 2: files have no checksums, there is no such checkpoint, or it could not
     be checked.
     """
+    from ..checkpoint import CheckpointError, ShardError
     from ..lab.errors.source import SourceError
-    from ..checkpoint.io.folder import CheckpointError
-    from ..checkpoint.io.reader import ShardError
 
     with told_conversion_errors("nothing was written"):
         try:
@@ -68,9 +67,7 @@ def verify(
 
 
 def _verified(model: str) -> "Verification":
-    from ..checkpoint.io.manifest import MANIFEST
-    from ..checkpoint.io.reader import ShardError
-    from ..checkpoint.verify import Verification, verify_folder
+    from ..checkpoint import MANIFEST, ShardError, Verification, verify_folder
     from .console import ByteProgress
 
     path = Path(model).expanduser()
@@ -106,7 +103,7 @@ def _verified(model: str) -> "Verification":
 
 
 def _add(folder: Path) -> None:
-    from ..checkpoint.verify import add_to_folder, verify_folder
+    from ..checkpoint import add_to_folder, verify_folder
     from .console import ByteProgress
 
     if not folder.is_dir():

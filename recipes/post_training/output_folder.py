@@ -7,8 +7,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from hf_mxfp4 import MXFP4GRPOConfig
-from hf_mxfp4.checkpoint import last_complete_checkpoint
-from hf_mxfp4.checkpoint.io.complete import checkpoint_step, invalidate
+from hf_mxfp4.checkpoint import checkpoint_step, invalidate, last_complete_checkpoint
 from recipes.post_training.arguments import RecipeArguments
 
 

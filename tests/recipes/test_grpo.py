@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import integration_utils
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
 from hf_mxfp4.lab.run_report.log import RUN_LOG
-from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.stats import wilson
 from recipes.evaluation import generate as evaluation
 from recipes.grpo import main

@@ -13,9 +13,8 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 
 from ..._logging import get_logger
-from ...checkpoint.card.auto_class import auto_class
-from ...checkpoint.card.model import CARD, TAGS, base_model_of, decoration, is_generated, read_card, signed_card
-from ...checkpoint.card.sections import HERE, INSTALLATION, code
+from ...checkpoint.card import CARD, TAGS, base_model_of, decoration, is_generated, read_card, signed_card
+from ...checkpoint.card_text import HERE, INSTALLATION, auto_class, code
 from ...config import MXFP4RLConfig
 from .merge.merge_cost import LOSSY_DB, merge_cost
 

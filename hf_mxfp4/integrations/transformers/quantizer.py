@@ -10,16 +10,15 @@ from transformers.quantizers import HfQuantizer
 
 from ..._logging import get_logger
 from ...checkpoint import (
+    FileHeader,
     check_checkpoint,
-    check_local_index,
     check_unquantized,
     make_record,
+    read_headers,
     take_state_dict,
     unguard,
     wrap_saving,
 )
-from ...checkpoint.io.mapped import resolved
-from ...checkpoint.io.reader import FileHeader, read_headers
 from ...config import MXFP4RLConfig
 from ...dither import dither_masters
 from ...layers import (
@@ -58,9 +57,8 @@ class MXFP4RLQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._swapped: tuple[list[str], dict[str, str]] = ([], {})
         self._loads = True
-        #: The error of packing a full-precision checkpoint, and the files that it is read from.
+        #: The error of packing a full-precision checkpoint.
         self.error_energy = ErrorEnergy()
-        self.source_files: frozenset[str] = frozenset()
         #: What the files of a quantized checkpoint say of themselves.
         self.record: dict = {}
         #: Of the model, whose methods know of quantized layers.
@@ -91,11 +89,8 @@ class MXFP4RLQuantizer(HfQuantizer):
             )
 
     def update_attn_implementation(self, config):
-        # Called for something else: the only time before transformers reads the index of shards, in which it stops at
-        # damage without a word of the file, and stops at a config.json of ours.
+        # Called for something else: the only time before transformers stops at a config.json of ours.
         unguard(config)
-        if self.pre_quantized:
-            check_local_index(getattr(config, "name_or_path", None), getattr(config, "_commit_hash", None))
         return super().update_attn_implementation(config)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
@@ -120,12 +115,9 @@ class MXFP4RLQuantizer(HfQuantizer):
             layer._is_hf_initialized = True
         if self.pre_quantized and files:
             tie_packed(model)
-            quantized = [name for name, module in model.named_modules() if isinstance(module, QUANTIZED)]
-            self.record = check_checkpoint(files, model, self.quantization_config, quantized)
+            self.record = check_checkpoint(files, model, self.quantization_config)
         elif files:
             check_unquantized(files)
-        if self._packs_on_load:
-            self.source_files = resolved(checkpoint_files or ())
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
@@ -143,7 +135,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         return 0.5 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def get_quantize_ops(self):
-        return PackOnLoad(self.quantization_config, self.error_energy, self.source_files)
+        return PackOnLoad(self.quantization_config, self.error_energy)
 
     def attach(self, model, quantized: Sequence[str], skipped: Mapping[str, str], energy: ErrorEnergy) -> None:
         """Make this the quantizer of a model whose layers were swapped by hand, so that it saves and reports as if it

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from ...checkpoint.io.reader import FileHeader, tensors_by_name
+from ...checkpoint import FileHeader, tensors_by_name
 from ...config import MXFP4RLConfig
 from ...experts_layout import projections, unsupported_reason
 from ...module_names import BY_OPTION, full_names, fused_experts, is_skipped_by_name

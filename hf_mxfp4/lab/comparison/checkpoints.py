@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...checkpoint.io.reader import ShardError, StoredTensor
+from ...checkpoint import ShardError, StoredTensor
 from ...files import json_clean
 from ...numerics import QuantScheme
 from ..errors.layer_names import location_of

@@ -8,10 +8,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...checkpoint.convert.sources import ForeignSource, LayerSource, MasterSource, PackedSource, own_config
-from ...checkpoint.formats import FORMATS, PackedFormat
-from ...checkpoint.io.folder import CheckpointFolder, open_checkpoint
-from ...checkpoint.io.reader import ShardError, StoredTensor, read_rows
+from ...checkpoint import (
+    FORMATS,
+    CheckpointFolder,
+    ForeignSource,
+    LayerSource,
+    MasterSource,
+    PackedFormat,
+    PackedSource,
+    ShardError,
+    StoredTensor,
+    open_checkpoint,
+    own_config,
+)
 from ...config import QUANT_METHOD
 from ...files import json_clean
 from ...gemm.storage.packed_weight import quantize_weight, weight_values
@@ -241,7 +250,7 @@ def _same_values(a: StoredTensor, b: StoredTensor) -> bool:
     step = max(1, SLICE_ELEMENTS // max(1, math.prod(a.shape[1:])))
     starts = range(0, a.shape[0], step)
     ends = [min(start + step, a.shape[0]) for start in starts]
-    pairs = ((read_rows(a, *rows).float(), read_rows(b, *rows).float()) for rows in zip(starts, ends, strict=True))
+    pairs = ((a.read(*rows).float(), b.read(*rows).float()) for rows in zip(starts, ends, strict=True))
     return all(torch.equal(x, y) for x, y in pairs)
 
 

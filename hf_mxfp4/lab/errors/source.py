@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.io.reader import ShardError
+from ...checkpoint import ShardError
 
 
 INDEX = "model.safetensors.index.json"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.io.reader import ShardError, StoredTensor, read_header, slices
+from ...checkpoint import ShardError, StoredTensor, read_header
 from ...config import QUANT_METHOD, MXFP4RLConfig
 from ...module_names import CONV1D_HINT, CONV1D_MODELS, name_matches
 from ...numerics import QuantScheme
@@ -166,12 +166,23 @@ def analyze_tensor(
     return TensorResult(tensor.name, "weight", tensor.shape, dtype, statistics, sweep)
 
 
+def _slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> Iterator[torch.Tensor]:
+    """Yield a tensor with two or three axes as matrices ``[rows, columns]`` of at most about ``max_elements``, each
+    within one matrix of the tensor; all but the last of a matrix have a multiple of ``multiple_of`` rows."""
+    *matrices, rows, columns = tensor.shape
+    step = max(1, max_elements // max(1, columns) // multiple_of) * multiple_of
+    for index in range(matrices[0]) if matrices else (None,):
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            yield tensor.read(start, stop) if index is None else tensor.read(index, index + 1)[0, start:stop]
+
+
 def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[QuantScheme]) -> Iterator[torch.Tensor]:
     """Matrices whose last axis is the contraction axis, in a fixed order and size."""
     if axis == -1:
-        yield from slices(tensor, SLICE_ELEMENTS, max(scheme.block_rows for scheme in schemes))
+        yield from _slices(tensor, SLICE_ELEMENTS, max(scheme.block_rows for scheme in schemes))
     else:
-        for matrix in slices(tensor, tensor.shape[-2] * tensor.shape[-1]):
+        for matrix in _slices(tensor, tensor.shape[-2] * tensor.shape[-1]):
             yield matrix.t()
 
 
@@ -190,7 +201,7 @@ def readable_shards(source: Source, problems: list[Problem]) -> Iterator[tuple[s
         try:
             path = source.path(shard)
             identity = source.identity(path)
-            tensors = read_header(path)
+            tensors = read_header(path).tensors
         except ShardError as error:
             lost = f" ({len(expected)} tensors)" if expected else ""
             problems.append(Problem(shard, f"{error}{lost}"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.io.complete import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
+from ...checkpoint import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
 from ...files import append_lines, is_number, json_clean
 
 
