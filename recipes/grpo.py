@@ -21,6 +21,7 @@ from accelerate import PartialState
 from trl import get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOTrainer
+from hf_mxfp4.lab import RunReportCallback
 from recipes.common.process_group import leave_together
 from recipes.common.progress import TrainingBar
 from recipes.common.schemes import describe
@@ -72,10 +73,18 @@ def main(argv: list[str]) -> dict:
     evaluate = PolicyEvaluation(trainer, task, recipe)
     if recipe.evaluate_every:
         trainer.add_callback(EvaluationCallback(evaluate, recipe.evaluate_every, recipe.evaluate_every_n))
+    report = RunReportCallback(training.report_every) if training.report_every else None
+    if report is not None:
+        trainer.add_callback(report)
     checksums = {"before": frozen_checksum(evaluate.model)} if model_args.use_peft else None
     before = evaluate.before_training() if recipe.evaluate_before else None
     evaluate.report("before RL", before)
-    trainer.train(resume_from_checkpoint=resume_choice(training))
+    try:
+        trainer.train(resume_from_checkpoint=resume_choice(training))
+    except BaseException:
+        if report is not None and trainer.is_world_process_zero() and trainer.state.log_history:
+            report.write(output)
+        raise
     after = evaluate("evaluating after RL")
     evaluate.report("after RL", after)
     if checksums is not None:
@@ -88,7 +97,10 @@ def main(argv: list[str]) -> dict:
     summary: dict = {}
     if trainer.is_world_process_zero():
         seconds = round(time.monotonic() - started, 1)
-        summary = write_results(output, trainer, task, before, after, saved, origin, checksums, seconds)
+        if report is not None:
+            report.write(output)  # with the evaluation
+        written = report and report.path
+        summary = write_results(output, trainer, task, before, after, saved, origin, checksums, seconds, written)
     # Only now, and when nobody writes any more: a second model beside the states of training may not fit into memory.
     trainer.accelerator.wait_for_everyone()
 

@@ -11,8 +11,10 @@ _LAZY = {
     "check_checkpoint": "io.validate",
     "check_local_index": "io.index",
     "check_unquantized": "io.validate",
+    "checkpoint_step": "io.complete",
     "export": "convert.export",
     "import_checkpoint": "convert.importing",
+    "invalidate": "io.complete",
     "last_complete_checkpoint": "io.complete",
     "make_record": "io.validate",
     "pack_checkpoint": "convert.pack_folder",
@@ -22,6 +24,7 @@ _LAZY = {
     "verify_folder": "verify",
     "why_incomplete": "io.complete",
     "wrap_saving": "save",
+    "write_whole_manifest": "io.complete",
 }
 
 __all__ = sorted(_LAZY)

@@ -6,6 +6,7 @@ from .errors.statistics import ErrorStatistics, error_statistics
 from .errors.sweep import PrecisionSweep, precision_sweep
 from .plots import plot_training
 from .policy.routers import RouterStatistics, router_agreement, router_statistics
+from .run_report.callback import RunReportCallback
 
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "ErrorStatistics",
     "PrecisionSweep",
     "RouterStatistics",
+    "RunReportCallback",
     "error_statistics",
     "parse_scheme",
     "plot_training",

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mxfp4 import MXFP4GRPOTrainer
-from hf_mxfp4.lab import plot_training
 from hf_mxfp4.checkpoint import add_evaluation
 from hf_mxfp4.files import replace_file
+from hf_mxfp4.lab import plot_training
 from hf_mxfp4.stats import share_text
 from recipes.common.terminal import console, tell
 from recipes.evaluation.generate import Evaluation, write_completions
@@ -28,13 +28,14 @@ def write_results(
     model: str,
     base_checksum: dict[str, str] | None,
     seconds: float,
+    report: Path | None,
 ) -> dict[str, Any]:
     """Write all that is known once the policy is trained and saved: completions, plot, logged values, the evaluation in
     the card of the saved policy, and `summary.json`. For one process; the summary."""
     write_completions(after, task.test, output / "completions_after.jsonl")
     replace_file(output / "log_history.json", json.dumps(trainer.state.log_history) + "\n")
     plot = plot_training(trainer.state.log_history, output / "training.png")
-    summary = summarize(trainer, task, before, after, saved, plot, model)
+    summary = summarize(trainer, task, before, after, saved, plot, model, report)
     summary |= {"base_checksum": base_checksum, "seconds": seconds}
     write_summary(output, summary)
     if saved is not None:
@@ -58,11 +59,11 @@ def summarize(
     saved: Path | None,
     plot: Path,
     model: str,
+    run_report: Path | None,
 ) -> dict[str, Any]:
     """Everything the closing table shows, as JSON, but for what is found by reloading."""
     history = [entry for entry in trainer.state.log_history if "entropy" in entry]
     sigmas = [entry["aqn/sigma"] for entry in history if "aqn/sigma" in entry]
-    written = trainer.report_callback and trainer.report_callback.path
     report = getattr(trainer.accelerator.unwrap_model(trainer.model), "quantization_report", None)
     return {
         "task": task.name,
@@ -85,7 +86,7 @@ def summarize(
         "saved": saved and str(saved),
         "adapter": saved is not None and (saved / "adapter_config.json").is_file(),
         "plot": str(plot),
-        "run_report": str(written) if written else None,
+        "run_report": run_report and str(run_report),
         "reloaded": None,
         "reload_error": None,
     }

@@ -20,7 +20,7 @@ from hf_mxfp4.checkpoint import export, pack_checkpoint
 from hf_mxfp4.checkpoint.io.folder import CheckpointError
 from hf_mxfp4.cli import app
 from hf_mxfp4.layers import MXFP4PackedExperts
-from hf_mxfp4.rl.rollout.vllm_start import check_forward
+from hf_mxfp4.rl.rollout.vllm_engine import check_forward
 
 
 IDS = torch.arange(2, 14).view(2, 6)

@@ -8,8 +8,9 @@ import pytest
 
 from hf_mxfp4.lab.run_report.charts import CHARTS, charts_figure
 from hf_mxfp4.lab.run_report.health import health_checks, overall, summary
-from hf_mxfp4.lab.run_report.log import PREVIOUS_LOG, RUN_LOG, RunLog, RunLogError, read_run
+from hf_mxfp4.lab.run_report.log import RunLogError, read_run
 from hf_mxfp4.lab.run_report.report import render_run, write_run_picture
+from hf_mxfp4.rl import PREVIOUS_LOG, RUN_LOG, RunLog
 from hf_mxfp4.stats import means_with_interval
 
 

@@ -253,10 +253,10 @@ def test_the_command_line_wins_over_yaml(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("preset: w4a16\nmacro_block: 64\noutlier_fallback: null\nuse_cpu: true\nbf16: false\n")
     _, quantization, training, _ = parse(
-        ["--config", str(path), f"--output_dir={tmp_path}", "--macro_block=row", "--aqn_seed", "7"]
+        ["--config", str(path), f"--output_dir={tmp_path}", "--macro_block=row", "--aqn_num_stages", "7"]
     )
     assert quantization == MXFP4RLConfig(preset="w4a16", macro_block="row", outlier_fallback=None)
-    assert training.aqn_seed == 7
+    assert training.aqn_num_stages == 7
 
 
 def test_none_on_the_command_line_switches_off(tmp_path):

@@ -119,28 +119,25 @@ def test_math_reward_and_unreadable_gold_answers():
         math_answers.is_boxed_correct(r"\boxed{1}", " ")
 
 
-@pytest.mark.parametrize("in_thread", [False, True], ids=["main thread", "other thread"])
-def test_a_completion_that_would_take_hours_counts_as_wrong(in_thread, monkeypatch, caplog):
+def test_a_completion_that_would_take_hours_counts_as_wrong(monkeypatch):
     pytest.importorskip("math_verify")
-    math_answers.check_math_answer("2")  # the process is running
-    monkeypatch.setattr(math_answers, "ANSWER_SECONDS", 0.3)
-    texts, found = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2}"], []
+    monkeypatch.setattr(math_answers, "ANSWER_SECONDS", 1)
+    texts = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2}"]
+    assert [math_answers.is_math_correct(text, "2") for text in texts] == [False, True]
 
-    def judge():
-        found.extend(math_answers.are_math_correct(texts[:2], ["2"] * 2))
-        found.extend(math_answers.are_math_correct(texts[2:], ["2"] * 2, seconds=0.2))
 
-    thread = threading.Thread(target=judge)
-    thread.start() if in_thread else judge()
-    if in_thread:
-        thread.join(timeout=60)
-    assert found == [False, True, False, False]
-    assert "1 of 2 completions count as wrong" in caplog.text and "2 of 2 completions" in caplog.text
+def test_in_another_thread_there_is_no_time_limit():
+    pytest.importorskip("math_verify")
+    found = []
+    thread = threading.Thread(target=lambda: found.append(math_answers.is_math_correct(r"\boxed{2}", "2")))
+    thread.start()
+    thread.join(timeout=60)
+    assert found == [True]
 
 
 def test_without_math_verify_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(math_answers.importlib.util, "find_spec", lambda name: None)
-    math_answers._is_readable.cache_clear()
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    math_answers._read_gold.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf-mxfp4\[eval\]'"):
         math_answers.is_math_correct("1", "1")
 

@@ -10,13 +10,12 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
-from hf_mxfp4.lab.errors.statistics import ErrorStatistics
-from hf_mxfp4.layers import random_layers
-from hf_mxfp4.numerics import ErrorDecomposition, QuantScheme, decompose, decompose_scheme
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import random_layers
+from hf_mxfp4.numerics import decompose
 from hf_mxfp4.rl import EntropyCallback, ErrorCallback, QuantizationStepCallback
-from hf_mxfp4.rl.callbacks.base import error_parts, spread_layers
-from hf_mxfp4.rl.callbacks.run_facts import count_parameters
+from hf_mxfp4.rl.callbacks.errors import spread_layers
+from hf_mxfp4.rl.callbacks.run_log import count_parameters
 
 
 def callbacks_of(trainer, kind):
@@ -97,25 +96,6 @@ def test_error_components_are_those_of_the_weights():
     assert [entry["step"] for entry in callback.history] == [0, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "scheme, fused",
-    [
-        (QuantScheme("rceil", 128, "dynamic", 0.5), True),
-        (QuantScheme("rceil", 128, "static", 0.5, fallback_rate=0.25), True),
-        (QuantScheme("rceil", block_rows=32), False),
-    ],
-)
-def test_components_by_fused_sums_are_those_of_the_decomposition(scheme, fused):
-    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) ** 3
-    parts, whole = error_parts(x, scheme), decompose_scheme(x, scheme)
-    assert isinstance(parts, ErrorStatistics if fused else ErrorDecomposition)
-    assert parts.energy_ratio == pytest.approx(whole.energy_ratio, rel=1e-9)
-    assert parts.sqnr_db == pytest.approx(whole.sqnr_db, rel=1e-9)
-    x[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="NaN"):
-        error_parts(x, scheme)
-
-
 def test_chosen_layers_span_the_depth():
     model = make_model(layers=4)
     names, _ = quantize_linears(model, factors_config())
@@ -164,10 +144,6 @@ def test_a_run_repeats_itself(build, tmp_path, checkpointing):
         assert {layer.rng.step for layer in random_layers(trainer.model)} == {1}
         weights.append([p.detach().clone() for p in trainer.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-def test_a_run_without_random_numbers_has_no_callback(build):
-    assert callbacks_of(build(scheme=factors_config(preset="w4a4g4")), QuantizationStepCallback) == []
 
 
 def test_error_components_are_not_claimed_for_a_rotated_forward_product(build):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.rl import VLLMServerError
-from hf_mxfp4.rl.noise.targets import plain_name
+from hf_mxfp4.rl import plain_name
 from recipes.tasks.tiny_model import build_byte_tokenizer
 
 

@@ -2,10 +2,11 @@
 """Checks of a training run that take more than one logged quantity and its limits."""
 
 from ...files import is_number
+from ...rl import MOVEMENT_ALARM, movement_advice
 from ...stats import difference_interval, means_with_interval, share_text
 from .check import Check, graded
 from .log import RunRecord
-from .movement import MOVEMENT_ALARM, logged_movements, movement_advice
+from .movement import logged_movements
 
 
 #: Measured over intended noise may be off by this before it is pointed out, and before it is called absent.

@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_log.jsonl`: what a training run says about itself, line by line, so that a killed run leaves all but its last
-moments; and reading it back, or the log history of a checkpoint in its place."""
+"""Reading the `run_log.jsonl` of a training run, or the log history of a checkpoint in its place."""
 
 import json
-import os
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...checkpoint.io.complete import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
-from ...files import append_lines, is_number, json_clean
-
-
-RUN_LOG = "run_log.jsonl"
-#: The log of the run before, when a new one begins in the same folder.
-PREVIOUS_LOG = "run_log.previous.jsonl"
+from ...files import is_number
+from ...rl import RUN_LOG
 
 
 class RunLogError(ValueError):
@@ -95,30 +87,6 @@ class RunRecord:
             raise ValueError(f"unknown kind of line: {kind}")
 
 
-class RunLog:
-    """Appends lines to the `run_log.jsonl` of one folder; each is on its way to the disk when the call returns."""
-
-    def __init__(self, folder: str | Path):
-        self.path = Path(folder) / RUN_LOG
-
-    def start(self, step: int, max_steps: int, facts: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
-        """Begin a run anew at step 0, and set the log of an earlier one aside; at a later step go on, with what
-        ``history`` (the log history of the checkpoint) has and the file has not."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if step == 0 and self.path.is_file():
-            os.replace(self.path, self.path.with_name(PREVIOUS_LOG))
-        known = {_identity(entry) for entry in _read_lines(self.path).logs} if self.path.is_file() else set()
-        for entry in history:
-            if _identity(entry) not in known:
-                self.write("log", **entry)
-        self.write("start", step=step, max_steps=max_steps, facts=facts)
-
-    def write(self, kind: str, **entry: Any) -> None:
-        """Append one line; numbers that JSON has no word for become null."""
-        line = json_clean({"kind": kind, "time": round(time.time(), 3), **entry})
-        append_lines(self.path, [line], allow_nan=False, default=str)
-
-
 def read_run(folder: str | Path) -> RunRecord:
     """The training run in a folder: an output folder, or one of its checkpoints, whose history ends where it was saved.
 
@@ -171,8 +139,3 @@ def _read_state(checkpoint: Path) -> RunRecord:
     record.evaluations = [entry for entry in whole.evaluations if entry["step"] <= step]
     record.logs = [entry for entry in history if "step" in entry]
     return record
-
-
-def _identity(entry: dict[str, Any]) -> tuple[int, bool]:
-    """What tells the values of one logging step from those of an evaluation at it."""
-    return entry["step"], any(key.startswith("eval_") for key in entry)

@@ -10,10 +10,6 @@ from ...files import is_number
 from .log import RunRecord
 
 
-#: From here on, beyond two standard errors, quantized weights jump.
-MOVEMENT_ALARM = 3.0
-
-
 @dataclass(frozen=True)
 class LoggedMovement:
     """One measurement: ``total`` within ``interval`` (two standard errors) of all weights, and ``kinds``, the ratios of
@@ -45,20 +41,6 @@ def movement_kinds(logged: Iterable[str]) -> list[str]:
     """The layer types among logged names: ``"q_proj"`` of ``"movement/q_proj"``."""
     kinds = {key.removeprefix("movement/") for key in logged if key.startswith("movement/")}
     return sorted(kinds - {"total", "flipped_share"})
-
-
-def movement_advice(is_first: bool) -> str:
-    """Say what it means that quantized weights move much further than masters, in the first step or in a later one."""
-    if is_first:
-        return (
-            "Many masters lie exactly between two quantized values (ties of a checkpoint in 16 bits), and any step, "
-            "however small, moves them all: load the model with dtype=torch.float32, and leave dither_ties of "
-            "MXFP4RLConfig on."
-        )
-    return (
-        "Masters have gathered at the boundaries between quantized values, or were rounded to 16 bits on the way: keep "
-        "them in float32, lower learning_rate, or add OscillationResetCallback."
-    )
 
 
 def _read(entry: dict[str, Any]) -> LoggedMovement:
