@@ -29,7 +29,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import MXFP4PackedLinear
-from recipes.common.hardware import hardware
+from recipes.common.records import hardware
 
 from .records import made, median_ratio, option_parser, write
 

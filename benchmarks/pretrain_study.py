@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from recipes.common.hardware import hardware
+from recipes.common.records import hardware
 from recipes.pretraining.arms import BASELINE
 from recipes.pretraining.plots import PAPER
 

@@ -51,11 +51,9 @@ def by_transformers(model: torch.nn.Module, prompts: list[list[int]]) -> torch.T
     return torch.cat(found)
 
 
-def by_vllm(folder: str, prompts: list[list[int]]) -> tuple[torch.Tensor, Any]:
-    """The same by vLLM, and the bytes that its weights take."""
+def by_vllm(folder: str, prompts: list[list[int]]) -> torch.Tensor:
+    """The same by vLLM."""
     import vllm
-
-    from hf_mxfp4.integrations.vllm.served import served_bytes
 
     llm = vllm.LLM(folder, max_model_len=1 + max(map(len, prompts)), **ENGINE)
     options = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -65,8 +63,7 @@ def by_vllm(folder: str, prompts: list[list[int]]) -> tuple[torch.Tensor, Any]:
         for prompt, output in zip(prompts, outputs, strict=True)
         for token, chosen in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
     ]
-    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
-    return torch.tensor(found), served_bytes(model).quantized
+    return torch.tensor(found)
 
 
 def with_other_last_bits(model: torch.nn.Module, prompts: list[list[int]]) -> torch.Tensor:
@@ -109,15 +106,13 @@ def measure(name: str, checkpoint: str, prompts: list[list[int]], out: str) -> N
     expected, changed = by_transformers(model, prompts), with_other_last_bits(model, prompts)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        found, weights = by_vllm(folder, prompts)
+        found = by_vllm(folder, prompts)
     record = {
         "scheme": name,
         "tokens": len(expected),
         "vllm": differences(found, expected),
         "last_bits": differences(changed, expected),
         "quantization": differences(expected, unquantized),
-        "stored_over_needed": weights.stored / weights.needed,
-        "bits": 8 * weights.stored / weights.values,
     }
     Path(out).write_text(json.dumps(record))
 

@@ -16,52 +16,98 @@ of a small model and another folder: `--max_steps 2 --n_train 64 --n_test 8 --mo
 if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  parts are found as recipes.*
 
+import json
 import os
 import shlex
+import signal
 import sys
 import warnings
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import yaml
+from rich.table import Table
+from rich.text import Text
 
-from recipes.ablations.arguments import parse
-from recipes.ablations.grid import check_cells, read_grid
-from recipes.ablations.report import describe, report
-from recipes.ablations.results import stored_seeds
-from recipes.ablations.runner import leaving_on_sigterm, locked, prepare_bases, run_grid
+from hf_mxfp4.files import lock, replace_file
+from recipes.ablations.grid import Grid, read_grid, with_stored_seeds
+from recipes.ablations.plots import draw_all
+from recipes.ablations.results import make_records, markdown, models, table_rows
+from recipes.ablations.runner import prepare_bases, run_grid
+from recipes.common.options import read_command, read_words
+from recipes.common.schemes import preset_of
 from recipes.common.terminal import console, tell
+from recipes.post_training.arguments import GROUPS
 
 
 # TRL's own default still has the old name of this option.
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
+_REMOVED = {
+    "rehearse": (
+        False,
+        "try the cells on a small model with --max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL_MODEL "
+        "--launcher '' --out FOLDER (and on the CPU --use_cpu true --bf16 false)",
+    ),
+    "records": ("", "copy the output folders of the other machines into this one, and give --report_only"),
+    "rerun": (False, "remove the folders of the runs that are to be made again"),
+}
+
+
+@dataclass
+class GridArguments:
+    """Options of a grid; lists are separated by commas."""
+
+    out: str | None = field(default=None, metadata={"help": "Folder; by default the grid's output_dir."})
+    jobs: int = field(default=1, metadata={"help": "Runs at a time; each gets its share of the cores."})
+    only: str | None = field(default=None, metadata={"help": "Cells to run."})
+    models: str | None = field(default=None, metadata={"help": "Models to run."})
+    seeds: str | None = field(default=None, metadata={"help": "Seeds instead of the grid's."})
+    launcher: str | None = field(default=None, metadata={"help": "Instead of the grid's; '' for none."})
+    dry_run: bool = field(default=False, metadata={"help": "Print the cells and what differs, and stop."})
+    report_only: bool = field(default=False, metadata={"help": "Write the results of what is finished, run nothing."})
+
+
+def parse(argv: Sequence[str]) -> tuple[str, GridArguments, dict[str, Any]]:
+    """Parse the command line: the file of the grid, its options, and those of `grpo.py`. Raises `ValueError` for words
+    that are neither."""
+    own, words = read_words(argv, (GridArguments,), removed=_REMOVED, description=__doc__)
+    path = own.pop("config", None)
+    if not path:
+        raise ValueError("name a grid with --config, such as recipes/configs/ablation_cpu.yaml")
+    return path, GridArguments(**own), read_command(words, GROUPS)
 
 
 def main(argv: list[str]) -> int:
-    """Run what is missing of a grid and write its results; the exit code."""
+    """Run what is missing of a grid and write its results; return the exit code."""
     if not sys.stdout.isatty():
         console.width = 140  # of the tables in a log
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # in a log, bars are a line now and then
+    failed = []
     try:
-        arguments, options = parse(__doc__, argv)
+        path, arguments, options = parse(argv)
         changes = {"output": arguments.out, "launcher": arguments.launcher, "options": options}
-        grid = read_grid(
-            arguments.config, seeds=arguments.seeds, only=arguments.only, models=arguments.models, **changes
-        )
-        check_cells(grid, options)
+        only, chosen, seeds = (text and text.split(",") for text in (arguments.only, arguments.models, arguments.seeds))
+        grid = read_grid(path, only=only, models=chosen, seeds=seeds and [int(seed) for seed in seeds], **changes)
+        for run in grid.runs:
+            run.parse()
         if arguments.dry_run:
             describe(grid)
             return 0
-        with leaving_on_sigterm(), locked(grid.output) as lock:
-            failed = []
+        grid.output.mkdir(parents=True, exist_ok=True)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs end with this process
+        with (grid.output / ".lock").open("w") as file:
+            if not lock(file.fileno(), wait=False):
+                raise ValueError(f"another process is at work in {grid.output}, or a run that it started still is")
             if not arguments.report_only:
-                bases = prepare_bases(grid, rerun=arguments.rerun, tell=tell)
-                failed = run_grid(grid, bases, lock, jobs=arguments.jobs, rerun=arguments.rerun, tell=tell)
+                prepare_bases(grid)
+                failed = run_grid(grid, file, jobs=arguments.jobs)
             # Everything that is there, not only the part that was asked for.
-            whole = read_grid(arguments.config, **changes)
-            whole = replace(whole, seeds=stored_seeds(whole))
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-            report(whole, "python recipes/ablation.py " + shlex.join(["--config", arguments.config, *words]))
+            command = "python recipes/ablation.py " + shlex.join(["--config", path, *words])
+            report(with_stored_seeds(read_grid(path, **changes)), command)
     except FileNotFoundError as error:
         raise SystemExit(f"error: no file {error.filename}") from error
     except (RuntimeError, ValueError, yaml.YAMLError) as error:
@@ -69,6 +115,50 @@ def main(argv: list[str]) -> int:
     if failed:
         tell("failed", ", ".join(failed))
     return 1 if failed else 0
+
+
+def describe(grid: Grid) -> None:
+    """Print every model, what its cells share, and what each cell differs in."""
+    for model in grid.models.values():
+        tell("model", f"{model.label}: " + ", ".join(f"{name}={value}" for name, value in model.base.items()))
+        tell("shared", ", ".join(f"{name}={value}" for name, value in model.shared.items()))
+        table = Table(title=f"{len(model.cells)} cells x {len(grid.seeds)} seeds {list(grid.seeds)}")
+        for column in ("cell", "label", "differs in", "scheme"):
+            table.add_column(column, overflow="fold")
+        for run in grid.runs:
+            if run.model is model and run.seed == grid.seeds[0]:
+                options = ", ".join(f"{name}={value}" for name, value in run.cell.options.items())
+                recipe, scheme, *_ = run.parse()
+                text = "full precision" if recipe.full_precision else preset_of(scheme)
+                table.add_row(*map(Text, (run.cell.name, run.cell.label, options or "(nothing)", text)))
+        console.print(table)
+
+
+def report(grid: Grid, command: str) -> None:
+    """Write records, tables and plots of the finished runs, and print the tables."""
+    records, left_out = make_records(grid, command)
+    if left_out:
+        tell("left out", f"run with other settings: {', '.join(left_out)}")
+    if not records:
+        raise RuntimeError("no run has finished, so there is nothing to report")
+    replace_file(grid.output / "ablation.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    texts = []
+    plots = Path(grid.output / "plots")
+    plots.mkdir(exist_ok=True)
+    keys = {model.label: key for key, model in grid.models.items()}
+    for model in models(records):
+        columns, rows = table_rows(records, model)
+        table = Table(title=f"{model}, greedy accuracy in %")
+        for column in columns:
+            table.add_column(column)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        texts.append(f"{model}\n\n{markdown(records, model)}")
+        for name, figure in draw_all(records, model).items():
+            figure.savefig(plots / (f"{keys[model]}_{name}.png" if len(keys) > 1 else f"{name}.png"), dpi=120)
+    (grid.output / "table.md").write_text("\n".join(texts))
+    tell("results", f"{grid.output}: ablation.json, table.md, plots/")
 
 
 if __name__ == "__main__":

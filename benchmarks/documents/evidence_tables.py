@@ -31,11 +31,7 @@ FIRST_PAGE = (
     ("the paper's MBS + OF", AS_IT_IS, "rceil+mbs128-hybrid+of0.5"),
     ("**ours, the default**: `even`, block mantissas, whole residuals", AS_IT_IS, f"{OURS}+of1"),
     ("ours in 4 bits: `even`, block mantissas", AS_IT_IS, OURS),
-    ("+ smoothing", SMOOTHED, OURS),
-    ("+ GPTQ", ROUNDED, OURS),
-    ("+ rotation by H64", ROTATED, f"{OURS}, H64"),
-    ("+ residuals of 5 % of the blocks of activations", ROTATED, f"w4a4:{OURS}/{OURS}+of1@0.05, H64"),
-    ("+ residuals of all activations", ROTATED, f"w4a4:{OURS}/{OURS}+of1, H64"),
+    ("the same after smoothing, GPTQ and rotation", ROTATED, f"{OURS}, H64"),
 )
 
 

@@ -14,7 +14,7 @@ from .rollout.correction import check_correction, share_with_trl
 
 
 #: What `step_weights` and `vllm_weights` can be.
-STEP_WEIGHTS = (*WEIGHT_FORMS, "none")
+STEP_WEIGHTS = WEIGHT_FORMS
 VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
 
 _NO_LINEARS = "noise is on norms alone; leave the option out"
@@ -22,6 +22,7 @@ _NO_ENTROPY = "use_adaptive_entropy of TRL keeps the policy entropy at a target"
 _NO_SAMPLING = "raise num_generations, or train with trl.experimental's GRPOWithReplayBufferTrainer"
 #: Options that are gone: the values that had no effect, and what to use.
 _REMOVED = {
+    "aqn_schedule": (("exponential",), "for constant noise set aqn_sigma_end to aqn_sigma_start"),
     "aqn_layers": ((), "noise is on all norms; leave the option out"),
     "aqn_seed": ((), "noise follows seed"),
     "aqn_targets": (("norms",), _NO_LINEARS),
@@ -67,29 +68,19 @@ class MXFP4GRPOConfig(_OlderConfig):
             "and nowhere else. False switches all `aqn_*` options off."
         },
     )
-    aqn_schedule: str = field(
-        default="exponential",
-        metadata={
-            "help": "Standard deviation over training: 'exponential' stages (QeRL, arXiv 2605.20402) or 'constant', "
-            "noise-free in the first of `aqn_num_stages` parts of training."
-        },
-    )
     aqn_sigma_start: float = field(
         default=1e-2,
         metadata={"help": "Standard deviation of the noise where it sets in, absolute."},
     )
     aqn_sigma_end: float = field(
         default=1e-3,
-        metadata={
-            "help": "Standard deviation at the end of training: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL. None "
-            "under 'constant'."
-        },
+        metadata={"help": "Standard deviation at the end of training: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL."},
     )
     aqn_num_stages: int = field(
         default=10,
         metadata={
-            "help": "Equal parts of training, the first of them noise-free (1: none is). Exponential noise has one "
-            "standard deviation in each."
+            "help": "Equal parts of training, the first of them noise-free (1: none is), with one standard "
+            "deviation in each, falling geometrically (QeRL, arXiv 2605.20402)."
         },
     )
     rollout_correction: bool = field(
@@ -237,8 +228,7 @@ class MXFP4GRPOConfig(_OlderConfig):
     @property
     def noise_schedule(self) -> NoiseSchedule:
         """The standard deviation over training that the `aqn_*` options describe."""
-        end = self.aqn_sigma_start if self.aqn_schedule == "constant" else self.aqn_sigma_end
-        return NoiseSchedule(self.aqn_sigma_start, end, self.aqn_num_stages, self.aqn_schedule)
+        return NoiseSchedule(self.aqn_sigma_start, self.aqn_sigma_end, self.aqn_num_stages)
 
     def _check_removed(self) -> None:
         for name, (inert, advice) in _REMOVED.items():
@@ -246,8 +236,6 @@ class MXFP4GRPOConfig(_OlderConfig):
             if value is not None and str(value).lower() not in inert:
                 raise ValueError(f"{name}={value!r} was removed: {advice}")
             setattr(self, name, None)
-        if self.aqn_schedule in ("entropy", "linear", "cosine"):
-            raise ValueError(f"aqn_schedule={self.aqn_schedule!r} was removed: choose 'exponential' or 'constant'")
 
     def _check_overlong_penalty(self) -> None:
         if self.overlong_buffer < 0:

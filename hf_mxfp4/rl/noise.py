@@ -23,27 +23,22 @@ from ..module_names import name_matches
 from ..moe import present_routers
 
 
-#: Closed forms of [`NoiseSchedule`].
-SHAPES = ("exponential", "constant")
 #: Where models whose routers are plain linear layers (those of other repositories) keep them.
 _ROUTER_NAMES = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "feed_forward.router", "feed_forward.gate")
 
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Standard deviation over training, of which the first of ``stages`` equal parts is noise-free.
+    """Standard deviation over training in ``stages`` equal parts (QeRL): the first is noise-free, and the others fall
+    geometrically from ``start`` to ``end``; with two stages the second has ``start``. A single stage has ``start``
+    throughout. With fewer steps than stages step 0 alone is noise-free.
 
-    After that part ``"exponential"`` has one value in each of the other stages, geometric from ``start`` to ``end``
-    (with two stages the second has ``start``), and ``"constant"`` has ``start``. A single stage has no noise-free part
-    and ``start`` throughout. With fewer steps than stages step 0 alone is noise-free.
-
-    Raises `ValueError` unless ``start >= end > 0``, ``stages >= 1``, and ``shape`` is one of `SHAPES`.
+    Raises `ValueError` unless ``start >= end > 0`` and ``stages >= 1``.
     """
 
     start: float = 1e-2
     end: float = 1e-3
     stages: int = 10
-    shape: str = "exponential"
 
     def __post_init__(self):
         if not (math.isfinite(self.start) and self.start >= self.end > 0):
@@ -53,8 +48,6 @@ class NoiseSchedule:
             )
         if self.stages < 1:
             raise ValueError(f"aqn_num_stages={self.stages} must be at least 1")
-        if self.shape not in SHAPES:
-            raise ValueError(f"aqn_schedule={self.shape!r} is not known; choose one of {', '.join(SHAPES)}")
 
     def sigma(self, step: int, max_steps: int) -> float:
         """Return the value at optimizer step ``step`` (the number of steps taken before) of ``max_steps``: a function
@@ -62,7 +55,7 @@ class NoiseSchedule:
         max_steps = max(max_steps, 1)
         if self.stages > 1 and step * self.stages < max_steps:
             return 0.0
-        if self.shape == "constant" or self.stages <= 2:
+        if self.stages <= 2:
             return self.start
         stage = min(step * self.stages // max_steps, self.stages - 1)
         return self.start * (self.end / self.start) ** ((stage - 1) / (self.stages - 2))

@@ -37,8 +37,7 @@ from trl.rewards import get_soft_overlong_punishment
 from .._logging import get_logger
 from ..checkpoint.card.model import decoration
 from ..files import replace_file
-from ..integrations.peft import strict_targets
-from ..layers import QUANTIZED, TRAINABLE, cached_weights, random_layers, uncached_weights
+from ..layers import QUANTIZED, TRAINABLE, cached_weights, random_layers
 from .callbacks.entropy import EntropyCallback, QuantizationStepCallback
 from .callbacks.errors import LAYERS, ActivationErrorCallback, ErrorCallback, spread_modules
 from .callbacks.movement import StepMovementCallback, sample_weights
@@ -93,7 +92,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "mxfp4", "hf-mxfp4"]
 
-    @strict_targets()
     def __init__(
         self,
         model: Any,
@@ -124,10 +122,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         self._make_components(args)
         self._add_callbacks(args)
         get_logger().info(
-            "MXFP4GRPOTrainer: n_quantized=%d, noise on %d norms (%s), rollout correction %s",
+            "MXFP4GRPOTrainer: n_quantized=%d, noise on %d norms, rollout correction %s",
             self.n_quantized,
             len(self.noise.norms) if self.noise is not None else 0,
-            args.aqn_schedule if args.aqn else "off",
             args.rollout_correction_mode if args.rollout_correction else "off",
         )
 
@@ -217,8 +214,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         batch = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return batch
-        is_same = self.vllm_policy is not None and self.vllm_policy.is_what_trains()
-        self.correction.check(batch, self.state.global_step, is_same)
+        self.correction.check(batch, self.state.global_step)
         if self.routing is not None:
             batch[BATCH_KEY] = self.routing.padded(batch["prompt_mask"], batch["completion_ids"])
             if "old_per_token_logps" in batch and not self.routing.is_scored_by_trl:
@@ -254,7 +250,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     def _weight_copies(self) -> contextlib.AbstractContextManager[None]:
         """Within this context each quantized weight is copied once (`cache_rollout_weights`, `rollout_weights`)."""
-        return cached_weights(self.args.rollout_weights) if self.args.cache_rollout_weights else uncached_weights()
+        return cached_weights(self.model, self.args.rollout_weights if self.args.cache_rollout_weights else "none")
 
     def _sigma(self) -> float:
         """Standard deviation of the noise at this step; 0 outside of training."""

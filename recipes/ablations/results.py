@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runs of a grid say: records, statistics over seeds, and the table."""
 
-from __future__ import annotations
-
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from hf_mxfp4.stats import t_interval
-from recipes.common.text import markdown_table, with_interval
+from recipes.common.records import markdown_table, with_interval
 
-from .base import stored_base
 from .grid import Grid, Run
-from .runner import finished, stored_state, summary
+from .runner import finished, stored_base
 
 
 #: What is logged and says nothing in the mean.
@@ -27,45 +23,29 @@ _POINTS = 40
 Record = Mapping[str, Any]
 
 
-def stored_seeds(grid: Grid) -> tuple[int, ...]:
-    """The seeds that there are runs of, beside the grid's."""
-    found = {
-        int(name[1])
-        for model in grid.models
-        for folder in (grid.output / model.key / "cells").glob("*/seed*")
-        if (name := re.fullmatch(r"seed(\d+)", folder.name))
-    }
-    return tuple(dict.fromkeys([*grid.seeds, *sorted(found)]))
-
-
 def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """One record for every complete run, in the order of the grid, and the names of runs with other settings.
+    """Make one record for every complete run, in the order of the grid, and name the runs with other settings.
 
     `value` is the accuracy after RL under the cell's own scheme (0 to 1), `baseline` that of the reference with the
     same seed.
     """
-    found, parameters, left_out = {}, {}, []
+    found, left_out = [], []
     for run in grid.runs:
-        key = run.model.key, run.cell.name, run.seed
         try:
-            base = stored_base(grid, run.model, run.seed)
-            complete = base is not None and finished(run, base["fingerprint"])
+            base = stored_base(run.model)
+            result = base and finished(run, base["settings"])
         except ValueError:
             left_out.append(run.name)
-            complete = False
-        found[key] = summary(run) if complete else None
-        parameters[key] = base["parameters"] if complete else None
-    records = []
-    for run in grid.runs:
-        key = run.model.key, run.cell.name, run.seed
-        result = found[key]
-        if result is None:
             continue
-        state = stored_state(run.folder)
+        if result:
+            found.append((run, base["parameters"], result))
+    accuracies = {run.folder: next(iter(result["accuracy_after"].values())) for run, _, result in found}
+    records = []
+    for run, parameters, result in found:
         score = next(iter(result["accuracy_after"]))
-        reference = found.get((run.model.key, grid.reference, run.seed))
-        after, baseline = result["accuracy_after"][score], reference and reference["accuracy_after"][score]
-        size = f"{parameters[key] / 1e6:.2f} M parameters, " if parameters[key] else ""
+        after = accuracies[run.folder]
+        baseline = accuracies.get(run.model.folder / "cells" / grid.reference / f"seed{run.seed}")
+        size = f"{parameters / 1e6:.2f} M parameters, " if parameters else ""
         records.append(
             {
                 "name": f"{grid.name}/{run.name}",
@@ -86,16 +66,12 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "before": result["accuracy_before"] and result["accuracy_before"][score],
                 "standard_error": result["standard_error_after"][score],
                 "scores": result["accuracy_after"],
-                "n_test": result["n_test"],
-                "steps": result["steps"],
                 "entropy": [result["entropy_first"], result["entropy_last"]],
                 "entropy_alarms": len(result["entropy_alarms"]),
-                "scheme": result["scheme"],
-                "n_quantized": result["n_quantized"],
-                "weight_sqnr_db": result["weight_sqnr_db"],
+                **{key: result[key] for key in ("n_test", "steps", "scheme", "n_quantized", "weight_sqnr_db")},
                 **_logged(run),
-                "seconds": round(result["seconds"] + state.get("earlier", 0.0), 1),
-                **{key: state[key] for key in ("hardware", "versions", "date")},
+                "seconds": round(result["seconds"] + result["state"].get("earlier", 0.0), 1),
+                **{key: result["state"][key] for key in ("hardware", "versions", "date")},
                 "command": command,
             }
         )
@@ -122,7 +98,7 @@ def _logged(run: Run) -> dict[str, Any]:
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most that many points: means over neighbours, at the last of their steps."""
+    """Return at most that many points: means over neighbours, at the last of their steps."""
     width = -(-len(points) // most)
     groups = [points[i : i + width] for i in range(0, len(points), width)]
     return [(group[-1][0], fmean(value for _, value in group)) for group in groups]
@@ -132,7 +108,7 @@ def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
 
 
 def models(records: Sequence[Record]) -> list[str]:
-    """The models that records are about, in their order."""
+    """Return the models that records are about, in their order."""
     return list(dict.fromkeys(record["model"] for record in records))
 
 

@@ -15,23 +15,16 @@ def leave_together() -> None:
 
     To be called as the last thing of a run that succeeded. Exit handlers are run and output is written, but the
     interpreter is not taken apart: while it is, a process can be aborted ("terminate called without an active
-    exception": a thread of the process group may still hold a tensor, even of one that was ended). The launcher takes
-    that for a failure of the job, and kills the process that writes the results. A process that failed must not call
-    this: the others are not on their way here.
+    exception": a thread of the process group may still hold a tensor). The launcher takes that for a failure of the
+    job, and kills the process that writes the results.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     state = PartialState()
     state.wait_for_everyone()
     state.destroy_process_group()
-    _end_process()
-
-
-def _end_process() -> None:
-    """End this process with code 0, after what an interpreter that exits runs first."""
-    for run_handlers in (getattr(threading, "_shutdown", None), getattr(atexit, "_run_exitfuncs", None)):
-        if run_handlers is not None:
-            run_handlers()
+    threading._shutdown()
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

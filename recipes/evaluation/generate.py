@@ -4,7 +4,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +51,21 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn: from the distribution at ``temperature``, of its ``top_p`` most probable mass."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-
-
-@dataclass(frozen=True)
 class Batch:
     """Prompts that are completed together.
 
     Attributes:
         rows: which prompts. A batch without any takes part in sharded computation and yields nothing.
-        sampling: `None`: greedy.
         sample: number of the sample of each prompt; `None`: the greedy one.
         seed: of the draws.
+        temperature, top_p: of the distribution that tokens are drawn from.
     """
 
     rows: tuple[int, ...]
-    sampling: Sampling | None = None
     sample: int | None = None
     seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
 
 
 @torch.no_grad()
@@ -96,7 +89,7 @@ def complete_batches(
     was_training = model.training
     model.eval()
     try:
-        with cached_weights() if cache_weights else uncached_weights():
+        with cached_weights(model) if cache_weights else uncached_weights(model):
             # Sharded weights are gathered by all processes together: all run as many batches.
             for start in range(0, len(batches), state.num_processes):
                 mine = start + state.process_index
@@ -113,18 +106,21 @@ def _complete(
 ) -> list[Completion]:
     inputs = tokenize(tokenizer, prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     inputs.pop("token_type_ids", None)
+    sampled = batch.sample is not None
     # As TRL's rollouts, whatever the checkpoint's generation_config.json has (Qwen2.5-Instruct: 1.05).
-    how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
-    if batch.sampling is not None:
-        how |= {"do_sample": True, **asdict(batch.sampling), "top_k": 0}
+    how = {"do_sample": sampled, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
+    if sampled:
+        how |= {"temperature": batch.temperature, "top_p": batch.top_p, "top_k": 0}
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices, enabled=batch.sampling is not None):
-        if batch.sampling is not None:
+    with torch.random.fork_rng(devices=devices, enabled=sampled):
+        if sampled:
             torch.manual_seed(batch.seed)
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **how)
     written = output[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(written, skip_special_tokens=True)
-    ends = _end_tokens(model, tokenizer)
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    ends = set(ends) if isinstance(ends, list) else {ends}
     return [_completion(text, tokens, ends) for text, tokens in zip(texts, written.tolist(), strict=True)]
 
 
@@ -132,13 +128,6 @@ def _completion(text: str, tokens: list[int], ends: set[int]) -> Completion:
     """What follows the first end of sequence is padding."""
     end = next((place for place, token in enumerate(tokens) if token in ends), None)
     return Completion(text, len(tokens) if end is None else end + 1, end is None)
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids that `generate` stops at."""
-    ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
-    return set(ends) if isinstance(ends, list) else {ends}
 
 
 def evaluate_greedy(

@@ -25,7 +25,6 @@ CONTROLS = {
     "masters": "full precision on the master weights",
     "quantized": "full precision on the dequantized weights",
 }
-_WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 #: Bytes of each file that count for the digest: so many pieces, evenly spaced.
 _PIECES, _PIECE_BYTES = 64, 1 << 16
 
@@ -190,19 +189,19 @@ def _identity(name: str, commit: str | None) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """SHA-256 (12 digits) of a checkpoint's configuration and tokenizer and of evenly spaced pieces of its weights: it
-    changes with training, costs no time, and survives a copy. The result of an evaluation that was written into the
-    folder does not count."""
+    """Return a SHA-256 (12 digits) of a checkpoint's configuration and tokenizer and of evenly spaced pieces of its
+    weights: it changes with training, costs no time, and survives a copy. The result of an evaluation that was written
+    into the folder does not count."""
     digest = hashlib.sha256()
-    found = {path for pattern in _WEIGHTS for path in folder.glob(pattern)}
+    found = {path for ending in ("safetensors", "bin", "json") for path in folder.glob(f"*.{ending}")}
     for path in sorted(found - {folder / RESULT_FILE}):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
+        starts = range(0, size, _PIECE_BYTES)
+        if size > _PIECES * _PIECE_BYTES:
+            starts = [(size - _PIECE_BYTES) * piece // (_PIECES - 1) for piece in range(_PIECES)]
         with path.open("rb") as file:
-            if size <= _PIECES * _PIECE_BYTES:
-                digest.update(file.read())
-                continue
-            for piece in range(_PIECES):
-                file.seek((size - _PIECE_BYTES) * piece // (_PIECES - 1))
+            for start in starts:
+                file.seek(start)
                 digest.update(file.read(_PIECE_BYTES))
     return digest.hexdigest()[:12]

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greedy evaluations of the policy that a trainer holds: before, while and after it trains, and once it is reloaded."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from datasets import Dataset
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from hf_mxfp4 import MXFP4GRPOTrainer
 from recipes.common.terminal import console, tell
 from recipes.evaluation.generate import Evaluation, evaluate_greedy
 from recipes.post_training.arguments import RecipeArguments
-from recipes.post_training.placement import placed, why_not_on
 from recipes.tasks import Task
 
 
@@ -37,7 +40,8 @@ class PolicyEvaluation:
         return self._evaluate(self.model, self.trainer.processing_class, problems, title)
 
     def before_training(self) -> Evaluation | None:
-        """The policy before its first step; None, and a line that says why, where it does not fit on the device."""
+        """Evaluate the policy before its first step; return None, and print why, where it does not fit on the
+        device."""
         training = self.trainer.args
         copies = training.cache_rollout_weights and self.trainer.n_quantized > 0
         reason = why_not_on(training.device, self.model, copies=copies)
@@ -62,24 +66,21 @@ class PolicyEvaluation:
 
     def compare_reloaded(
         self, saved: Path, load_saved: Callable[[], PreTrainedModel], after: Evaluation
-    ) -> dict[str, int] | None:
-        """Load the saved policy afresh, compare its completions with the trained one's, and print some: how many were
-        ``compared`` and are ``identical``; None where nothing is to be compared."""
+    ) -> dict[str, int]:
+        """Load the saved policy, compare its completions with the trained one's, and print some; return how many were
+        ``compared`` and are ``identical``."""
         recipe, training, test = self.recipe, self.trainer.args, self.task.test
-        if recipe.reload_check == 0:
-            return None
-        count = min(recipe.reload_check, len(test))
         # Whole batches of the evaluation, so that padding is the same and completions can be compared to the letter.
-        count = min(-(-count // recipe.greedy_batch_size) * recipe.greedy_batch_size, len(test))
+        count = min(-(-recipe.reload_check // recipe.greedy_batch_size) * recipe.greedy_batch_size, len(test))
         trust = training.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left", trust_remote_code=trust)
         subset = test.select(range(count))
         evaluation = self._evaluate(load_saved().to(training.device), tokenizer, subset, "reloaded policy")
         same = sum(a == b for a, b in zip(evaluation.completions, after.completions, strict=False))
-        for i in range(min(recipe.samples_shown, count) if PartialState().is_main_process else 0):
-            row = subset[i]
-            prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-            console.print(f"  {prompt!r} -> {evaluation.completions[i]!r}  (answer {row['answer']})", markup=False)
+        if PartialState().is_main_process:
+            for row, completion in zip(subset.select(range(min(3, count))), evaluation.completions, strict=False):
+                prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+                console.print(f"  {prompt!r} -> {completion!r}  (answer {row['answer']})", markup=False)
         return {"compared": count, "identical": same}
 
     def _evaluate(
@@ -104,17 +105,10 @@ class EvaluationCallback(TrainerCallback):
 
     Values go to the log history and to the trackers at once and alone, by [`transformers.Trainer.log`] and not TRL's,
     which would end the step's averages before the step does.
-
-    Args:
-        evaluation: of the policy as it is.
-        every: steps between evaluations.
-        most: problems of each.
     """
 
     def __init__(self, evaluation: PolicyEvaluation, every: int, most: int):
-        self.evaluation = evaluation
-        self.every = every
-        self.most = most
+        self.evaluation, self.every, self.most = evaluation, every, most
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0:
@@ -123,3 +117,53 @@ class EvaluationCallback(TrainerCallback):
             values = {f"greedy/{score}": evaluation.accuracy(score) for score in evaluation.correct}
             Trainer.log(self.evaluation.trainer, values)
             control.should_log = due  # what the step itself logs comes still
+
+
+# ---- where a model is evaluated before training has placed it --------------------------------------------------------
+
+
+def why_not_on(device: torch.device, model: nn.Module, *, copies: bool) -> str | None:
+    """Say why a model cannot be evaluated on ``device`` before training; `None` when it can. FSDP and DeepSpeed leave
+    it whole, and on the CPU, until training begins. All processes call it together, and get the same answer.
+
+    Args:
+        copies: whether quantized copies of weights are kept, which take as much memory again at the most.
+    """
+    return next((reason for reason in gather_object([_reason(device, model, copies)]) if reason is not None), None)
+
+
+def _reason(device: torch.device, model: nn.Module, copies: bool) -> str | None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return "its weights are read when training begins"
+    if not _is_waiting(model, device):
+        return None
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    needed = 1.25 * weights * (2 if copies else 1)  # a quarter for keys, values and the like
+    free = torch.accelerator.get_memory_info(device)[0]
+    if needed <= free:
+        return None
+    return (
+        f"the whole model takes about {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free on {device}, and it is "
+        "sharded only when training begins"
+    )
+
+
+def _is_waiting(model: nn.Module, device: torch.device) -> bool:
+    """Return whether the model is on the CPU, whole, until training takes it to ``device``."""
+    parameters = list(model.parameters())
+    sharded = any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in parameters)
+    return device.type != "cpu" and not sharded and all(p.device.type == "cpu" for p in parameters)
+
+
+@contextlib.contextmanager
+def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Keep a model that waits on the CPU on ``device`` within this context; what shards it expects it on the CPU."""
+    if not _is_waiting(model, device):
+        yield
+        return
+    try:
+        model.to(device)
+        yield
+    finally:
+        model.to("cpu")
+        torch.accelerator.empty_cache()

@@ -169,5 +169,5 @@ def test_the_committed_records_are_of_the_shipped_grid():
     root = Path(__file__).resolve().parents[2]
     grid = read_grid(root / "recipes" / "configs" / "ablation_cpu.yaml")
     path = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "ablation_cpu.json"
-    cells = {cell.name: dict(cell.options) for cell in grid.models[0].cells}
+    cells = {cell.name: dict(cell.options) for cell in grid.models[""].cells}
     assert all(record["options"] == cells[record["cell"]] for record in json.loads(path.read_text()))

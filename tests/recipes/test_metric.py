@@ -14,7 +14,7 @@ from huggingface_hub import RepoCard
 
 from hf_mxfp4.rl.rewards import math as math_answers
 from hf_mxfp4.rl.rewards.numbers import gsm8k_gold, math_reward
-from recipes.tasks.gsm8k import strip_annotations
+from recipes.tasks.sources import strip_annotations
 
 
 METRICS = Path(__file__).resolve().parents[2] / "recipes" / "metrics"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.post_training import placement
-from recipes.post_training.placement import placed, why_not_on
+from recipes.post_training import evaluation as placement
+from recipes.post_training.evaluation import placed, why_not_on
 
 
 GPU = torch.device("cuda:0")

@@ -59,7 +59,6 @@ def test_measures_by_hand():
     assert [found[name + key] for key in ("min", "mean", "max", "clipped")] == pytest.approx([0.5, 6.55 / 4, 4, 0.25])
     assert found["sampling/sampling_logp_difference/max"] == pytest.approx(torch.tensor(4.0).log().item())
     assert found["sampling/effective_sample_size"] == pytest.approx(6.55**2 / (4 * (18.25 - 1 + 1.05**2)))
-    assert found["sampling/far_share"] == 0.5  # |log 4|, |log 0.5| > 0.1 >= log 1.05
     by_mode = {
         "token_truncate": (2 + 0.5 + 1 + 1.05) ** 2 / (4 * (4 + 0.25 + 1 + 1.05**2)),
         "token_mask": (0.5 + 1 + 1.05) / 4,  # the mean is below 2.55^2 / (4 * 2.3525)
@@ -69,7 +68,7 @@ def test_measures_by_hand():
         share = measured(ratios.log() * mask, mask, mode=mode)["sampling/effective_sample_size_weights"]
         assert share == pytest.approx(expected), mode
     none_left = measured(torch.full((2, 2), 3.0), mode="sequence_mask")
-    assert none_left["sampling/effective_sample_size_weights"] == 0.0 and none_left["sampling/far_share"] == 1.0
+    assert none_left["sampling/effective_sample_size_weights"] == 0.0
     assert measured(torch.zeros(2, 3), torch.zeros(2, 3)) == {}
 
 

@@ -314,19 +314,19 @@ def test_under_vllm_trl_weights_and_what_it_does_not_measure_is_added(build):
     trainer.use_vllm = trainer.args.use_vllm = trainer.vllm_importance_sampling_correction = True
     assert seen_by_loss(trainer, batch)["advantages"].dim() == 1
     added = {name.removeprefix("sampling/") for name in trainer._metrics["train"] if name.startswith("sampling/")}
-    sizes = {f"effective_sample_size{of}" for of in ("", "_sequence", "_weights")} | {"far_share"}
+    sizes = {f"effective_sample_size{of}" for of in ("", "_sequence", "_weights")}
     assert added == {"kl", "importance_sampling_ratio/clipped", *sizes}
 
 
 # ---- what is warned of ----------------------------------------------------------------------------------------------
 
 
-def judged(build, caplog, shift, is_same_policy=False, **options):
+def judged(build, caplog, shift, **options):
     """Warnings of two steps on a rollout whose log-probabilities are ``shift`` off [8, T]."""
     trainer = build(aqn=False, **options)
     batch = rollout(trainer)
     batch[SAMPLED] = log_probs(trainer, batch) - shift
-    trainer.correction.check(batch, 0, is_same_policy)
+    trainer.correction.check(batch, 0)
     caplog.clear()
     for step in (1, 2):
         trainer.state.global_step = step
@@ -350,10 +350,3 @@ def test_weights_that_leave_little_to_learn_from_are_warned_of_once(build, caplo
     assert len(found) == is_warned_of
     assert all(f"step 1: the importance weights ({mode})" in text for text in found)
     assert judged(build, caplog, shift, rollout_correction_mode=mode, rollout_correction=False) == []
-
-
-@pytest.mark.parametrize(("shift", "expected"), [(0.2, True), (0.05, False)])
-def test_a_sampler_that_is_another_policy_where_it_should_not_be_is_warned_of_once(build, caplog, shift, expected):
-    found = judged(build, caplog, torch.full((8, 1), shift), is_same_policy=True)
-    assert len(found) == expected and all("more than half of the sampled tokens" in text for text in found)
-    assert judged(build, caplog, torch.full((8, 1), shift)) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay of what a colocated vLLM returns, with stand-ins for vLLM; tests/vllm_lane runs the real one."""
+"""Router replay of what a colocated vLLM returns, with stand-ins for vLLM; tests/vllm_integration runs the real one."""
 
 from types import SimpleNamespace
 
@@ -143,11 +143,11 @@ def other_tokens(answer):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (without_experts, "no experts of sequence 1; it was not made with enable_return_routed_experts"),
+        (without_experts, r"experts None of sequence 1.*enable_return_routed_experts"),
         (of_one_layer, r"experts \(4, 1, 2\) of sequence 1"),
         (too_short, r"experts \(3, 2, 2\) of sequence 1, which is not \[4 tokens, layers up to 1"),
         (unrecorded, "the same expert twice for one token of sequence 1: it has not recorded"),
-        (other_tokens, "sequence 1 came back with 2 . 3 tokens that are not those that vLLM generated"),
+        (other_tokens, "sequence 1 came back with other tokens than vLLM generated"),
     ],
 )
 def test_what_does_not_belong_to_the_rollout_is_an_error(change, reason):

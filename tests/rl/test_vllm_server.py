@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that die, and what they are pushed, without vLLM; with it: `tests/vllm_lane`."""
+"""Servers that die, and what they are pushed, without vLLM; with it: `tests/vllm_integration`."""
 
 import pytest
 import torch

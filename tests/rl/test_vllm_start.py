@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the trainer has TRL start a colocated vLLM, without vLLM; with it: `tests/vllm_lane/test_training.py`."""
+"""How the trainer has TRL start a colocated vLLM, without vLLM; with it: `tests/vllm_integration/test_training.py`."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from trl.generation import vllm_generation
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
-from hf_mxfp4.integrations.vllm.settings import EngineSettings
+from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl.rollout.vllm_engine import log_how_to_serve, quantization_config, vllm_in_scheme
 
 
@@ -66,12 +66,12 @@ STARTS = {
         {**PACKED, "adapter_rank": 9},
         "packed",
     ),
-    "overrides of gradients": (
+    "options of gradients": (
         lambda full, tmp: load(
             full,
             stochastic_seed=1,
             dither_ties=False,
-            layer_overrides=[{"modules": "down_proj", "dgrad": {"grad": "rceil+stochastic"}}],
+            dgrad={"grad": "rceil+stochastic"},
         ),
         {},
         PACKED,
@@ -88,7 +88,7 @@ def test_vllm_is_told_the_scheme_of_the_policy(name, full, tmp_path):
     json.dumps(found)
     assert EngineSettings.read(found["vllm"]).to_dict() == settings
     scheme, trained = MXFP4RLConfig.from_dict(found), model.config.quantization_config
-    assert scheme.mode == mode and scheme.layer_overrides is None
+    assert scheme.mode == mode
     assert scheme.gemms().fprop == trained.gemms().fprop
     assert scheme.modules_to_not_convert == trained.modules_to_not_convert
 
@@ -192,7 +192,6 @@ def test_the_trainer_starts_vllm_in_the_scheme(kind, full, tmp_path, made):
     assert given["hf_overrides"]["quantization_config"]["preset"] == "w4a16"
     engine = trainer.vllm_policy.engine
     assert engine.is_packed and engine.settings.adapter_rank == (4 if kind == "lora" else 0)
-    assert trainer.vllm_policy.is_what_trains()
     assert (vllm_generation.VLLMGeneration._init_vllm, vllm_generation.LLM) == before
     if kind == "lora":
         assert trainer.model.peft_config["default"].base_model_name_or_path == str(full)

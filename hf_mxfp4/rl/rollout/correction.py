@@ -36,8 +36,6 @@ _SAMPLED = "sampling_per_token_logps"
 _RECORDED_BY_TRL = ("sampling/importance_sampling_ratio/m", "sampling/sampling_logp_difference/")
 #: Beyond it the exponential says nothing but "too large".
 _LARGEST = 20.0
-#: A token's log-probabilities differ by more, in nats, than rounding makes them.
-FAR = 0.1
 #: An effective sample size of the weights below this share of the sequences (or tokens) is warned of.
 _FEW = 0.3
 
@@ -100,17 +98,10 @@ class RolloutCorrection:
         self._args, self._accelerator, self._record = args, accelerator, record
         self._sums, self._sums_step = MismatchSums(), -1
         self._waiting: tuple[dict[str, Any], torch.Tensor, int] | None = None
-        self._is_same_policy = False
-        self._warned: set[str] = set()
+        self._warned = False
 
-    def check(self, batch: dict[str, Any], step: int, is_same_policy: bool = False) -> None:
-        """Warn, before the first step, of a rollout for training that came without log-probabilities.
-
-        Args:
-            is_same_policy: whether what sampled this batch should differ from what trains by rounding alone, so that a
-                warning is due when it does not.
-        """
-        self._is_same_policy = is_same_policy
+    def check(self, batch: dict[str, Any], step: int) -> None:
+        """Warn, before the first step, of a rollout for training that came without log-probabilities."""
         if _SAMPLED not in batch and self._args.rollout_correction and step == 0:
             get_logger().warning("rollout_func returns no log-probabilities: its rollouts are not corrected")
 
@@ -169,33 +160,19 @@ class RolloutCorrection:
             if not (args.use_vllm and args.rollout_correction and name.startswith(_RECORDED_BY_TRL)):
                 self._record(name, value)
         if measures:
-            self._judge(measures, step)
+            self._judge(measures["sampling/effective_sample_size_weights"], step)
 
-    def _judge(self, measures: dict[str, float], step: int) -> None:
-        """Warn, once each, of weights that leave little to learn from, and of a sampler that is another policy where it
-        should not be."""
-        share, mode = measures["sampling/effective_sample_size_weights"], self._args.rollout_correction_mode
-        if self._args.rollout_correction and share < _FEW:
-            self._warn(
-                "few",
-                "step %d: the importance weights (%s) have an effective sample size of %.2g of the %s: little is "
-                "learnt from the others. What samples is too far from what trains: see sampling/kl, lower the "
-                "noise, quantize alike on both sides, or use rollout_correction_mode='token_truncate'",
-                step, mode, share, "sequences" if mode.startswith("sequence") else "tokens",
-            )  # fmt: skip
-        if self._is_same_policy and measures["sampling/far_share"] > 0.5:
-            self._warn(
-                "far",
-                "step %d: more than half of the sampled tokens have log-probabilities in vLLM that are off by more "
-                "than %g, without noise and with the same quantization on both sides: what vLLM samples from is not "
-                "what was pushed to it (a weight that it has renamed, repacked or not taken), or not what trains",
-                step, FAR,
-            )  # fmt: skip
-
-    def _warn(self, what: str, message: str, *values: Any) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            get_logger().warning(message, *values)
+    def _judge(self, share: float, step: int) -> None:
+        """Warn once of weights that leave little to learn from."""
+        if self._warned or not self._args.rollout_correction or share >= _FEW:
+            return
+        self._warned, mode = True, self._args.rollout_correction_mode
+        get_logger().warning(
+            "step %d: the importance weights (%s) have an effective sample size of %.2g of the %s: little is learnt "
+            "from the others. What samples is too far from what trains: see sampling/kl, lower the noise, quantize "
+            "alike on both sides, or use rollout_correction_mode='token_truncate'",
+            step, mode, share, "sequences" if mode.startswith("sequence") else "tokens",
+        )  # fmt: skip
 
 
 class MismatchSums:
@@ -218,7 +195,7 @@ class MismatchSums:
         parts = [
             torch.ones_like(ratio), ratio, ratio.square(), ratio - 1 - log_ratio, log_ratio.abs(),
             torch.ones_like(by_sequence), by_sequence, by_sequence.square(), clipped.to(exact),
-            torch.ones_like(weights), weights, weights.square(), (log_ratio.abs() > FAR).to(exact),
+            torch.ones_like(weights), weights, weights.square(),
         ]  # fmt: skip
         sums = torch.stack([part.sum() for part in parts])
         largest = [torch.full((), -torch.inf, dtype=exact, device=ratio.device)] * 3
@@ -238,7 +215,7 @@ class MismatchSums:
         sums = rows[:, : len(self._sums)].sum(dim=0).tolist()
         smallest, largest, difference = rows[:, len(self._sums) :].amax(dim=0).tolist()
         tokens, total, squares, k3, absolute, sequences, by_sequence, by_sequence_squares, *sums = sums
-        clipped, judged, weights, weight_squares, far = sums
+        clipped, judged, weights, weight_squares = sums
         if tokens == 0:
             return {}
         # Weights that are all alike and next to nothing count for little, too: no more than their mean.
@@ -254,5 +231,4 @@ class MismatchSums:
             "sampling/effective_sample_size": total**2 / (tokens * squares),
             "sampling/effective_sample_size_sequence": by_sequence**2 / (sequences * by_sequence_squares),
             "sampling/effective_sample_size_weights": effective,
-            "sampling/far_share": far / tokens,
         }

@@ -204,22 +204,15 @@ class ServedChoices:
         return [self._row(number, *sequence) for number, sequence in sequences]
 
     def _row(self, number: int, output: Any, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
-        answer = output.outputs[0]
-        if list(output.prompt_token_ids) != list(prompt) or list(answer.token_ids) != list(completion):
-            raise RouterReplayError(
-                f"router replay: sequence {number} came back with {len(prompt)} + {len(completion)} tokens that are "
-                "not those that vLLM generated; it cannot be replayed"
-            )
+        answer, tokens = output.outputs[0], len(prompt) + len(completion) - 1
         experts = answer.routed_experts  # [tokens, all layers, k]
-        if experts is None:
+        if list(output.prompt_token_ids) != list(prompt) or list(answer.token_ids) != list(completion):
+            raise RouterReplayError(f"router replay: sequence {number} came back with other tokens than vLLM generated")
+        if experts is None or len(experts) != tokens or experts.shape[1] <= max(self._layers):
+            found = None if experts is None else tuple(experts.shape)
             raise RouterReplayError(
-                f"router replay: vLLM returned no experts of sequence {number}; it was not made with {EXPERTS_OPTION}"
-            )
-        tokens = len(prompt) + len(completion) - 1
-        if len(experts) != tokens or experts.shape[1] <= max(self._layers):
-            raise RouterReplayError(
-                f"router replay: vLLM returned experts {tuple(experts.shape)} of sequence {number}, which is not "
-                f"[{tokens} tokens, layers up to {max(self._layers)}, k]"
+                f"router replay: vLLM returned experts {found} of sequence {number}, which is not [{tokens} tokens, "
+                f"layers up to {max(self._layers)}, k]; it is to be made with {EXPERTS_OPTION}"
             )
         row = torch.from_numpy(experts[:, self._layers].astype("int16"))
         ordered = row.sort(dim=-1).values

@@ -67,7 +67,7 @@ class VLLMPolicy:
         rollout: Callable[[], tuple[int, float]],
         record: Callable[[str, float], None],
     ):
-        self._generation, self._model, self._args, self._noise = generation, model, args, noise
+        self._generation, self._model, self._noise = generation, model, noise
         self._rollout, self._record = rollout, record
         self.has_noise, self.n_syncs = False, 0
         self.engine = VLLMEngine.of(generation)
@@ -86,13 +86,6 @@ class VLLMPolicy:
         self._walk, sync = generation._iter_named_params, generation.sync_weights
         generation._iter_named_params = self._parameters
         generation.sync_weights = lambda: self._sync(sync)
-
-    def is_what_trains(self) -> bool:
-        """Whether what vLLM samples from now, and the policy that trains, differ by rounding alone."""
-        args = self._args
-        is_plain = args.top_p == 1 and not args.top_k and not args.min_p and args.repetition_penalty == 1
-        is_plain = is_plain and not args.generation_kwargs and not args.vllm_structured_outputs_regex
-        return is_plain and self._rollout()[1] == 0 and self.engine.quantizes_as(self._model)
 
     def _sync(self, sync: Callable[[], None]) -> None:
         """TRL's push of the weights, which must be one."""

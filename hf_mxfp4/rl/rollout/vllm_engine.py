@@ -23,10 +23,9 @@ from trl.generation import vllm_generation
 
 from ..._logging import get_logger
 from ...config import MXFP4RLConfig
-from ...gemm.grouped import reads_packed_on_gpus
-from ...integrations.peft import adapter_rank, has_inseparable_adapters
-from ...integrations.peft.base_scheme import base_scheme
-from ...integrations.vllm.settings import SETTINGS_KEY, EngineSettings
+from ...gemm import reads_packed_on_gpus
+from ...integrations.peft import adapter_rank, base_scheme, has_inseparable_adapters
+from ...integrations.vllm import SETTINGS_KEY, EngineSettings
 from ...layers import QUANTIZED
 from ...layers.experts_base import ExpertsBase
 from ...registration import QUANT_METHOD
@@ -119,7 +118,7 @@ def quantization_config(model: nn.Module, args: Any) -> tuple[dict[str, Any] | N
     settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
     mode = (stored.get("quantization_config") or {}).get("mode", "qat")
     # What is left out is about gradients alone.
-    scheme = replace(base_scheme(model), mode=mode, layer_overrides=None, stochastic_seed=0)
+    scheme = replace(base_scheme(model), mode=mode, stochastic_seed=0)
     form = f"dense: {dense_reason}" if dense_reason else f"in 4 bits, for adapters up to rank {settings.adapter_rank}"
     words = f"{scheme.describe()} (mode {mode}), quantized weights {form}"
     return {**scheme.to_dict(), SETTINGS_KEY: settings.to_dict()}, words
@@ -246,12 +245,6 @@ class VLLMEngine:
 
     def check(self, model: nn.Module) -> None:
         """Raise `ValueError` where vLLM keeps weights in a form that the policy's cannot be pushed into."""
-        if self.settings is not None and self.settings.weights == "native":
-            raise ValueError(
-                "vLLM has rearranged its weights for kernels of its own, and none can be pushed: "
-                f'start it with {{"{SETTINGS_KEY}": {{"weights": "packed"}}}} inside of quantization_config '
-                "(docs/vllm.md)"
-            )
         if not self.is_packed:
             return
         what = self._differs_from(model) or needs_dense(model)
