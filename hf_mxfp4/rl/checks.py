@@ -20,12 +20,11 @@ def count_quantized(model: nn.Module) -> int:
     return sum(len(matrix_names("", module)) for module in model.modules() if isinstance(module, QUANTIZED))
 
 
-def sharding_of(accelerator: Accelerator) -> str | None:
-    """What shards the weights over processes, in words; `None` where every process has them all."""
-    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        return "FSDP"
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Return whether FSDP or DeepSpeed ZeRO-3 shards the weights over processes."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return "DeepSpeed ZeRO-3" if plugin is not None and plugin.zero_stage == 3 else None
+    is_zero3 = plugin is not None and plugin.zero_stage == 3
+    return is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
 
 
 def check_arguments(

@@ -13,8 +13,7 @@ from .noise import NoiseSchedule
 from .rollout.correction import check_correction, share_with_trl
 
 
-#: What `step_weights` and `vllm_weights` can be.
-STEP_WEIGHTS = WEIGHT_FORMS
+#: What `vllm_weights` can be.
 VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
 
 _NO_LINEARS = "noise is on norms alone; leave the option out"
@@ -29,6 +28,7 @@ _REMOVED = {
     "aqn_linear_sigma_scale": (("1.0", "1"), _NO_LINEARS),
     "aqn_target_entropy": ((), _NO_ENTROPY),
     "aqn_rate_limit": (("0.05",), _NO_ENTROPY),
+    "rollout_weights": (("auto",), "step_weights is the form of the copies that rollouts compute with, too"),
     "rollout_correction_min": ((), "importance ratios have an upper limit alone, rollout_correction_cap"),
     "dynamic_sampling": (("false",), _NO_SAMPLING),
     "dynamic_sampling_max_rounds": (("3",), _NO_SAMPLING),
@@ -136,25 +136,14 @@ class MXFP4GRPOConfig(_OlderConfig):
             "vLLM's own copy."
         },
     )
-    rollout_weights: str = field(
-        default="auto",
-        metadata={
-            "help": "Form of the copies that `cache_rollout_weights` keeps of trainable weights: 'dense' in the dtype "
-            "of products, 'packed' as 4-bit codes and scales, 'auto' packed where products are computed on those "
-            "(GPUs with Triton, CPUs with a C++ compiler), dense elsewhere. Packed copies take about a quarter of the "
-            "memory; the products are the same but for the rounding of the copy and the order of sums."
-        },
-    )
     step_weights: str = field(
         default="auto",
         metadata={
             "help": "What each weight was quantized to, kept from the rollout of an optimizer step to its last "
             "backward pass, so that it is quantized once per step: 'dense' in the dtype of products, 2 or 4 bytes an "
-            "element; 'packed' as 4-bit codes and scales, 4.25 bits (8.56 with outlier fallback and macro blocks), "
-            "from which each use makes the dense operand of one layer; 'none' quantizes again for each forward and "
-            "backward pass. The same bits in all cases. 'auto' is packed where a kernel reads codes (GPUs with "
-            "Triton) and dense elsewhere, but none with cache_rollout_weights=False, and under FSDP and ZeRO-3, which "
-            "shard the weights."
+            "element; 'packed' as 4-bit codes and scales, 4.25 bits (8.56 with outlier fallback and macro blocks); "
+            "'auto' packed where a kernel reads codes and dense elsewhere; 'none' keeps nothing beyond a rollout, nor "
+            "does any of them under FSDP and ZeRO-3, which shard the weights."
         },
     )
     vllm_weights: str = field(
@@ -253,25 +242,14 @@ class MXFP4GRPOConfig(_OlderConfig):
         self.check_overlong_buffer()
 
     def _check_weight_copies(self) -> None:
-        for name, known in (
-            ("step_weights", STEP_WEIGHTS),
-            ("rollout_weights", WEIGHT_FORMS),
-            ("vllm_weights", VLLM_WEIGHTS),
-        ):
+        for name, known in (("step_weights", WEIGHT_FORMS), ("vllm_weights", VLLM_WEIGHTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(known)}")
-        for name, idle, reason in (
-            ("rollout_weights", not self.cache_rollout_weights, "cache_rollout_weights=False, which keeps no copies"),
-            ("rollout_weights", self.use_vllm, "use_vllm=True: vLLM has its own copy of the weights"),
-            (
-                "vllm_weights",
-                not (self.use_vllm and self.vllm_mode == "colocate"),
-                "anything but use_vllm=True and vllm_mode='colocate'; a server is told when it is started "
-                "(docs/vllm.md)",
-            ),
-        ):
-            if idle and self._is_set(name):
-                raise ValueError(f"{name}={getattr(self, name)!r} has no effect with {reason}; leave {name} out")
+        if self._is_set("vllm_weights") and not (self.use_vllm and self.vllm_mode == "colocate"):
+            raise ValueError(
+                f"vllm_weights={self.vllm_weights!r} has no effect without use_vllm=True and vllm_mode='colocate'; a "
+                "server is told when it is started (docs/vllm.md)"
+            )
 
     def _check_replayed_rollouts(self) -> None:
         """Raise `ValueError` where the experts that vLLM chose do not come back."""

@@ -50,8 +50,8 @@ from .checks import (
     check_router_replay,
     check_tokens,
     count_quantized,
+    is_sharded,
     reference_config,
-    sharding_of,
 )
 from .config import MXFP4GRPOConfig
 from .interruption import CheckpointOnExit
@@ -131,8 +131,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     def _make_components(self, args: MXFP4GRPOConfig) -> None:
         """Make what a training step consists of, as the module says."""
         model, accelerator = self.model, self.accelerator
-        sharding = sharding_of(accelerator)
-        self.quantization = StepQuantization(model, self.ref_model, args, accelerator, sharding, self._record)
+        sharded = is_sharded(accelerator)
+        self.quantization = StepQuantization(model, self.ref_model, args, accelerator, sharded, self._record)
         self.noise = NormNoise(model, args.seed) if args.aqn else None
         self._warned_of_noise = False
         self.correction = RolloutCorrection(args, accelerator, self._record)
@@ -249,8 +249,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             self._log_noise(sigma)
 
     def _weight_copies(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context each quantized weight is copied once (`cache_rollout_weights`, `rollout_weights`)."""
-        return cached_weights(self.model, self.args.rollout_weights if self.args.cache_rollout_weights else "none")
+        """Within this context each quantized weight is copied once (`cache_rollout_weights`)."""
+        form = "auto" if self.args.step_weights == "none" else self.args.step_weights
+        return cached_weights(self.model, form if self.args.cache_rollout_weights else "none")
 
     def _sigma(self) -> float:
         """Standard deviation of the noise at this step; 0 outside of training."""

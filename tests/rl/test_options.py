@@ -18,11 +18,9 @@ REFUSED = [
     ({"aqn_num_stages": 0}, "aqn_num_stages"),
     ({"aqn_sigma_start": 1e-4}, "aqn_sigma_start"),
     # Rollouts.
-    ({"rollout_weights": "sparse"}, "rollout_weights"),
-    ({"rollout_weights": "packed", "cache_rollout_weights": False}, "rollout_weights"),
-    ({"rollout_weights": "dense", "use_vllm": True}, "rollout_weights"),
+    ({"step_weights": "sparse"}, "step_weights"),
     ({"vllm_weights": "4bit", "use_vllm": True, "vllm_mode": "colocate"}, "choose one of packed, dense, checkpoint"),
-    ({"vllm_weights": "dense"}, "vllm_weights='dense' has no effect with anything but use_vllm=True"),
+    ({"vllm_weights": "dense"}, "vllm_weights='dense' has no effect without use_vllm=True"),
     ({"vllm_weights": "dense", "use_vllm": True, "vllm_mode": "server"}, "a server is told when it is started"),
     ({"router_replay": True, "use_vllm": True, "vllm_mode": "server"}, "TRL drops them from what a server answers"),
     ({"router_replay": True, "use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=1"),
@@ -53,6 +51,7 @@ REMOVED = {
     "aqn_target_entropy": (0.3, "use_adaptive_entropy of TRL"),
     "aqn_rate_limit": (0.1, "use_adaptive_entropy of TRL"),
     "aqn_schedule": ("constant", "set aqn_sigma_end to aqn_sigma_start"),
+    "rollout_weights": ("dense", "step_weights"),
     "rollout_correction_min": (0.5, "rollout_correction_cap"),
     "dynamic_sampling": (True, "GRPOWithReplayBufferTrainer"),
     "dynamic_sampling_max_rounds": (5, "GRPOWithReplayBufferTrainer"),
@@ -65,10 +64,10 @@ REMOVED = {
 }
 #: Values without effect, as older YAML files have them.
 INERT = {
-    "aqn_schedule": "exponential", "aqn_layers": None, "aqn_seed": None, "aqn_targets": "norms", "aqn_linear_sigma_scale": 1.0, "aqn_rate_limit": 0.05,
-    "rollout_correction_min": None, "dynamic_sampling": False, "dynamic_sampling_max_rounds": 3,
-    "compile_rollouts": False, "entropy_collapse": 0.05, "entropy_explosion": 2.0, "error_layers": 4,
-    "gradient_gain_every": 0, "router_every": 0,
+    "aqn_schedule": "exponential", "aqn_layers": None, "aqn_seed": None, "aqn_targets": "norms", "aqn_rate_limit": 0.05,
+    "aqn_linear_sigma_scale": 1.0, "rollout_weights": "auto", "rollout_correction_min": None, "dynamic_sampling": False,
+    "dynamic_sampling_max_rounds": 3, "compile_rollouts": False, "entropy_collapse": 0.05, "entropy_explosion": 2.0,
+    "error_layers": 4, "gradient_gain_every": 0, "router_every": 0,
 }  # fmt: skip
 ACCEPTED = [
     INERT,

@@ -287,13 +287,3 @@ def test_the_name_of_a_scheme_is_refused_before_anything_is_loaded(tmp_path):
     config.model_init_kwargs = {"quantization_config": "mxfp4_rl"}
     with pytest.raises(TypeError, match=f"^quantization_config in model_init_kwargs {message}"):
         MXFP4GRPOTrainer("no/such-model", even_digits, config, prompts())
-
-
-@pytest.mark.usefixtures("dense_products")
-def test_rollouts_from_packed_copies_train_the_same_weights(build):
-    weights = []
-    for form in ("dense", "packed"):
-        trainer = build(max_steps=1, rollout_weights=form)
-        trainer.train()
-        weights.append(snapshot(trainer.model))
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
