@@ -17,7 +17,7 @@ from hf_mxfp4.cli import app
 from hf_mxfp4.integrations.peft import merge_adapters
 from hf_mxfp4.lab import Selection, compare_packed, open_source
 from hf_mxfp4.layers import MXFP4PackedExperts
-from hf_mxfp4.rl.rollout.vllm_start import check_forward
+from hf_mxfp4.rl.rollout.vllm_engine import check_forward
 
 
 IDS = torch.arange(2, 14).view(2, 6)
