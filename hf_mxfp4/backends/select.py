@@ -167,7 +167,7 @@ def choose_backend(
 
 def works(family: str, device: torch.device) -> bool:
     """Whether the Triton kernels of a family do on a device what they should; see [`hf_mxfp4.backends.self_check`]."""
-    return self_check.problem(device, family) is None
+    return self_check.is_verified(family, device)
 
 
 def _choice(
