@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
+from hf_mxfp4.lab.gptq.rounding import second_moments
+from hf_mxfp4.lab.gptq.weight import round_weight
 from hf_mxfp4.lab.perplexity.schemes import ModelScheme, read_schemes
 from hf_mxfp4.lab.perplexity.swapped import swapped
 from hf_mxfp4.lab.texts import TextOptions
-from hf_mxfp4.lab.gptq.rounding import second_moments
-from hf_mxfp4.lab.gptq.weight import round_weight
 from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.module_names import find_layers
 from hf_mxfp4.numerics import QuantScheme
@@ -58,7 +58,7 @@ def tokens(tokenizer, texts: list[str]) -> Iterator[torch.Tensor]:
 @torch.no_grad()
 def embeddings(model: nn.Module, tokenizer, texts: list[str]) -> torch.Tensor:
     """Unit vectors ``[texts, hidden]``: the mean of the last hidden states over a text's tokens, one text at a time."""
-    with cached_weights("dense"):
+    with cached_weights(model, "dense"):
         found = [model(input_ids=ids).last_hidden_state[0].double().mean(0) for ids in tokens(tokenizer, texts)]
     return nn.functional.normalize(torch.stack(found), dim=1)
 
@@ -77,7 +77,7 @@ def round_encoder(model: nn.Module, batches: list[torch.Tensor], scheme: ModelSc
     with swapped(model, scheme.config) if quantized else contextlib.nullcontext():
         for name in layers:
             linear = model.get_submodule(name)
-            with cached_weights("dense"):
+            with cached_weights(model, "dense"):
                 moments = second_moments(linear, (model(input_ids=ids) for ids in batches))
             fprop = scheme.config.gemms(name).fprop
             linear.weight.copy_(round_weight(linear.weight, moments, fprop.right, fprop.rotation))

@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.lab.gptq import round_model
 from hf_mxfp4.lab.perplexity.checkpoint import texts_to_predict
 from hf_mxfp4.lab.perplexity.evaluate import reference_of, score
 from hf_mxfp4.lab.perplexity.load import load
 from hf_mxfp4.lab.perplexity.results import FULL_PRECISION, Row
 from hf_mxfp4.lab.perplexity.schemes import ModelScheme, read_schemes
 from hf_mxfp4.lab.perplexity.swapped import swapped
-from hf_mxfp4.lab.texts import TextOptions
-from hf_mxfp4.lab.gptq import round_model
-from hf_mxfp4.numerics import QuantScheme
 from hf_mxfp4.lab.smoothing import smooth_model
+from hf_mxfp4.lab.texts import TextOptions
+from hf_mxfp4.numerics import QuantScheme
 
 from .records import made, option_parser, write
 from .scheme_perplexity import compared

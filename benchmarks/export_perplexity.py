@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_mxfp4 import MXFP4RLConfig, QuantScheme
 from hf_mxfp4.backends.select import dequantize
 from hf_mxfp4.checkpoint.convert.costs import LayerCost
-from hf_mxfp4.gemm.storage.packed_weight import packed_tensor
+from hf_mxfp4.gemm import packed_tensor
 
 from . import perplexity
 from .records import RESULTS, made, option_parser, write

@@ -60,13 +60,13 @@ class Contender:
     """A model, and the context that each call of `generate` is made in."""
 
     model: PreTrainedModel
-    context: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    context: Callable[[PreTrainedModel], AbstractContextManager] = contextlib.nullcontext
     # Whether the weights are quantized already as a call begins.
     warm: bool = False
     compiled: bool = False
 
     def run(self, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, Seconds]:
-        with self.context():
+        with self.context(self.model):
             if self.warm:
                 self._generate(ids, 1)
             time.sleep(0.02)  # OpenMP's threads go on turning for a while
@@ -156,7 +156,7 @@ def contenders(folder: Path, compiled: bool = True) -> dict[str, Contender]:
         PLAIN: Contender(qat),
         CACHED: Contender(qat, cached_weights),
         KEPT: Contender(qat, cached_weights, warm=True),
-        ROLLOUT: Contender(qat, functools.partial(cached_weights, "packed"), warm=True),
+        ROLLOUT: Contender(qat, functools.partial(cached_weights, form="packed"), warm=True),
         PACKED: Contender(packed),
         PACKED_CACHED: Contender(packed, cached_weights),
     }

@@ -72,8 +72,8 @@ def contenders() -> dict[str, tuple[nn.Module, bool]]:
     return found
 
 
-def entered(kept: bool) -> contextlib.AbstractContextManager:
-    return cached_weights() if kept else contextlib.nullcontext()
+def entered(layer: nn.Module, kept: bool) -> contextlib.AbstractContextManager:
+    return cached_weights(layer) if kept else contextlib.nullcontext()
 
 
 def seconds(layer: nn.Module, x: torch.Tensor, calls: int) -> float:
@@ -101,11 +101,11 @@ def measure(rounds: int, calls: int) -> list[dict[str, Any]]:
     for _ in range(rounds):
         for (name, grad), own in times.items():
             layer, kept = layers[name]
-            with torch.set_grad_enabled(grad), entered(kept):
+            with torch.set_grad_enabled(grad), entered(layer, kept):
                 own.append(1e6 * seconds(layer, x, calls))
     found = []
     for name, (layer, kept) in layers.items():
-        with torch.no_grad(), entered(kept):
+        with torch.no_grad(), entered(layer, kept):
             record: dict[str, Any] = {"name": name, "shape": [1, SIZE, SIZE], "calls": python_calls(layer, x)}
         for grad, prefix in ((False, ""), (True, "grad_")):
             own, baseline = times[name, grad], times[PLAIN, grad]

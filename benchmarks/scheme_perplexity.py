@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
+from hf_mxfp4.cli.console import TokenProgress
 from hf_mxfp4.lab.perplexity.checkpoint import Job, texts_to_predict
 from hf_mxfp4.lab.perplexity.evaluate import evaluate, reference_of
 from hf_mxfp4.lab.perplexity.load import load
 from hf_mxfp4.lab.perplexity.results import Evaluation, Row
 from hf_mxfp4.lab.perplexity.schemes import read_schemes
 from hf_mxfp4.lab.texts import TextOptions
-from hf_mxfp4.cli.console import TokenProgress
 
 from .memory import resident
 from .records import made, median_ratio, option_parser, write

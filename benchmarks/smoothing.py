@@ -13,8 +13,8 @@ from hf_mxfp4.lab.perplexity.checkpoint import texts_to_predict
 from hf_mxfp4.lab.perplexity.evaluate import evaluate
 from hf_mxfp4.lab.perplexity.load import load
 from hf_mxfp4.lab.perplexity.schemes import read_schemes
-from hf_mxfp4.lab.texts import TextOptions
 from hf_mxfp4.lab.smoothing import smooth_model
+from hf_mxfp4.lab.texts import TextOptions
 
 from .records import made, option_parser, write
 from .scheme_perplexity import compared

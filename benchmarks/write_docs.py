@@ -52,7 +52,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for module, names in (
         (
             error_tables,
-            "schemes tie_movement tie_start weighted mantissas alphas components statements readme_schemes",
+            "schemes tie_movement tie_start mantissas alphas components statements readme_schemes",
         ),
         (
             run_tables,

@@ -8,16 +8,13 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ._logging import get_logger
 from .gemm_options import (
     apply_options,
-    apply_overrides,
     check_products,
     describe,
-    each_overridden,
-    overrides_as_dicts,
     packing_unsupported_reason,
     read_gemm,
-    read_overrides,
     weights_alone_unsupported_reason,
 )
 from .module_names import read_names
@@ -48,7 +45,6 @@ _UNWRITTEN = {
     "fprop": None,
     "dgrad": None,
     "wgrad": None,
-    "layer_overrides": None,
     "stochastic_seed": 0,
     "dither_ties": True,
     "saved_activations": "full",
@@ -162,13 +158,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             "for fprop's values, or a scheme) and rotation."
         },
     )
-    layer_overrides: list[dict[str, Any]] | None = field(
-        default=None,
-        metadata={
-            "help": "Backward options of single layers, a list of mappings with modules (a name or pattern as in "
-            "modules_to_not_convert) and dgrad or wgrad; of several that match, the last one counts."
-        },
-    )
     stochastic_seed: int = field(
         default=0,
         metadata={"help": "Seed of stochastic rounding, of the signs of random rotations and of dither_ties."},
@@ -212,6 +201,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             "'dense' (ordinary products of the values), 'fp8' (FP8 tensor cores) or 'mxfp4' (those for MXFP4)."
         },
     )
+
+    REMOVED = {"layer_overrides": "all layers share dgrad and wgrad; modules_to_not_convert leaves layers out"}
+    layer_overrides = None
 
     #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
     #: Written to `config.json` and read from it, so that a checkpoint keeps its choice of layers.
@@ -272,9 +264,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"{type(self).__name__} is frozen; it keeps {name!r}")
-
     @property
     def weight_scheme(self) -> QuantScheme:
         """How weights are quantized, along their input dimension.
@@ -293,13 +282,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return scheme if isinstance(scheme, QuantScheme) else None
 
     def gemms(self, *names: str) -> LinearScheme:
-        """Return how the three products of a layer are computed: of one that goes by ``names``, or that no override
-        names."""
-        return apply_overrides(self._usual_gemms, self.layer_overrides, names)
+        """Return how the three products of a layer are computed."""
+        return self._gemms
 
     @functools.cached_property
-    def _usual_gemms(self) -> LinearScheme:
-        """Of layers that no override names; every layer of a model asks for it several times."""
+    def _gemms(self) -> LinearScheme:
         hybrid = self.macro_search == "hybrid"
         weights = self._scheme("weights", "dynamic" if hybrid else self.macro_search)
         activations = self._scheme("activations", "static" if hybrid else self.macro_search)
@@ -326,7 +313,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     def _check_gemms(self) -> None:
         for gemm in GEMM_OPERANDS:
             self._set(gemm, read_gemm(gemm, getattr(self, gemm), gemm))
-        self._set("layer_overrides", read_overrides(self.layer_overrides))
         if type(self.dither_ties) is not bool:
             raise ValueError(f"dither_ties={self.dither_ties!r} must be True or False")
         seed = self.stochastic_seed
@@ -334,11 +320,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             raise ValueError(f"stochastic_seed={seed!r} must be a whole number of at least 0")
         if self.mode == "packed" and self.packing_unsupported_reason:
             raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
-        schemes = {"this config": self.gemms(), **each_overridden(self.gemms(), self.layer_overrides)}
-        for owner, scheme in schemes.items():
-            check_products(owner, scheme, self.backend, self.saved_activations)
+        check_products(self.gemms(), self.backend, self.saved_activations)
         dithers = self.dither_ties and self.mode == "qat"
-        if seed and not dithers and not any(scheme.is_random for scheme in schemes.values()):
+        if seed and not dithers and not self.gemms().is_random:
             raise ValueError(f"stochastic_seed={seed} has no effect, since nothing is random here; leave it out")
 
     def _scheme(self, operand: str, macro_search: str) -> QuantScheme:
@@ -356,7 +340,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     def _idle_options(self) -> dict[str, tuple[str, Any]]:
         """Options that would do nothing in packed mode: why, and their default."""
         stored = "whose frozen weights have one product, also for the gradient of the input"
-        backward = [name for name in ("dgrad", "wgrad", "layer_overrides") if getattr(self, name) is not None]
+        backward = [name for name in ("dgrad", "wgrad") if getattr(self, name) is not None]
         idle: dict[str, tuple[str, Any]] = dict.fromkeys(backward, (stored, None))
         if self.outlier_fallback is None and self.outlier_fallback_operands != "both":
             idle["outlier_fallback_operands"] = ("without outlier_fallback, which is off there by default", "both")
@@ -390,7 +374,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     def describe(self) -> str:
         """One line: preset and what is done to each operand."""
-        return describe(self.preset, self.gemms(), self.layer_overrides, self.saved_activations)
+        return describe(self.preset, self.gemms(), self.saved_activations)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
@@ -404,6 +388,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if method != QUANT_METHOD:
             raise ValueError(f"this is a {method!r} quantization config; MXFP4RLConfig reads {QUANT_METHOD!r} only")
         options.pop("vllm", None)
+        if options.pop("layer_overrides", None):
+            get_logger().warning("layer_overrides is no longer an option: all layers train as dgrad and wgrad say")
         full_precision = read_names("full_precision", options.pop("full_precision", None))
         names = {f.name for f in fields(cls) if f.init}
         unused = {key: value for key, value in kwargs.items() if key not in names} if return_unused_kwargs else {}
@@ -418,7 +404,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         options["modules_to_not_convert"] = None if names is None else list(names)
         for gemm in GEMM_OPERANDS:
             options[gemm] = options[gemm] and dict(options[gemm])
-        options["layer_overrides"] = options["layer_overrides"] and overrides_as_dicts(self.layer_overrides)
         for name, default in _UNWRITTEN.items():
             if options[name] == default:
                 del options[name]

@@ -12,7 +12,7 @@ MODES = ("qat", "packed")
 OPERANDS = ("both", "weights", "activations")
 #: Rows x columns of a weight that share a block scale, and the rows of it.
 WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
-#: Values of options that have a fixed set of them. For `engine` see [`hf_mxfp4.gemm.select_kernel`].
+#: Values of options that have a fixed set of them. For `engine` see [`hf_mxfp4.gemm.select_matmul`].
 CHOICES = {
     "scale_rule": tuple(rule.value for rule in ScaleRule),
     "macro_block": (None, *MACRO_BLOCKS),

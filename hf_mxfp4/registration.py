@@ -28,8 +28,8 @@ _NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subcla
 
 
 class StandIn:
-    """Stands for a class of [`hf_mxfp4.integrations.transformers.quantizer`] in a table: the class is imported when the stand-in is
-    called or asked for an attribute."""
+    """Stands for a class of [`hf_mxfp4.integrations.transformers.quantizer`] in a table: the class is imported when the
+    stand-in is called or asked for an attribute."""
 
     def __init__(self, class_name: str):
         self._class_name = class_name

@@ -12,7 +12,7 @@ from torch import nn
 from .backends import fake_quantize
 from .config import MXFP4RLConfig
 from .dither import DitherReport
-from .gemm.storage.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, weight_values
+from .gemm import PACKED_FIELDS, PACKED_SUFFIXES, weight_values
 from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 from .module_names import READS_WEIGHT
 

@@ -15,8 +15,7 @@ import torch
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.gemm import Groups
-from hf_mxfp4.gemm.storage.packed_weight import packed_tensor, quantize_weight
+from hf_mxfp4.gemm import Groups, packed_tensor, quantize_weight
 from hf_mxfp4.integrations.vllm.experts_product import experts
 
 

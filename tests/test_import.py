@@ -129,7 +129,8 @@ print(anew is hf_mxfp4, type(made) is anew.MXFP4RLConfig)
 
 IN_THREADS = """
 import sys, threading, traceback
-names = ["hf_mxfp4", "transformers.quantizers", "hf_mxfp4.integrations.transformers.quantizer", "transformers.modeling_utils"]
+names = ["hf_mxfp4", "transformers.quantizers", "hf_mxfp4.integrations.transformers.quantizer"]
+names += ["transformers.modeling_utils"]
 failed, barrier = [], threading.Barrier(len(names))
 def work(name):
     barrier.wait()

@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.backends.select import dequantize
-from hf_mxfp4.gemm.storage.packed_weight import packed_shapes, packed_tensor, quantize_weight
+from hf_mxfp4.gemm import packed_shapes, packed_tensor, quantize_weight
 from hf_mxfp4.integrations.vllm.adapters import add_adapters, make_room
 from hf_mxfp4.integrations.vllm.arriving_linears import ArrivingLinears
 from hf_mxfp4.integrations.vllm.expected import ExpectedLayers

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.backends.select import dequantize
-from hf_mxfp4.gemm.storage.packed_weight import packed_shapes, packed_tensor
-from hf_mxfp4.layers import MXFP4PackedLinear
+from hf_mxfp4.gemm import packed_shapes, packed_tensor
 from hf_mxfp4.integrations.vllm.activations import quantize_input
 from hf_mxfp4.integrations.vllm.expected import ExpectedLayers
 from hf_mxfp4.integrations.vllm.settings import EngineSettings
+from hf_mxfp4.layers import MXFP4PackedLinear
 
 
 ROOT = Path(hf_mxfp4.__file__).parents[1]

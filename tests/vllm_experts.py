@@ -14,10 +14,10 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.layers import MXFP4PackedExperts
 from hf_mxfp4.integrations.vllm.arriving_experts import ArrivingExperts
 from hf_mxfp4.integrations.vllm.expected import ExpectedLayers
 from hf_mxfp4.integrations.vllm.settings import EngineSettings
+from hf_mxfp4.layers import MXFP4PackedExperts
 
 
 NAME = "model.layers.0.mlp.experts"

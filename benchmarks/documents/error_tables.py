@@ -16,16 +16,6 @@ def schemes() -> str:
     return table(["scheme", *DATA, outputs], rows)
 
 
-def weighted() -> str:
-    found = scheme_error()
-    on, suffix = "outputs of trained layers", ", weighted by the input"
-    rows = []
-    for _, name in (key for key in found if key[0] == on and key[1].endswith(suffix)):
-        plain, with_weights = found[on, name.removesuffix(suffix)]["value"], found[on, name]["value"]
-        rows.append([name.removesuffix(suffix), percent(plain), percent(with_weights), f"{with_weights / plain:.3f}"])
-    return table(["search", "unweighted", "weighted by the input's second moments", "ratio"], rows)
-
-
 def mantissas() -> str:
     found = scheme_error()
     names = [name for on, name in found if on == "Gaussian" and name.startswith("scale factors")]

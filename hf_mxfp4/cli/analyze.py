@@ -20,10 +20,10 @@ from .options import (
 
 
 if TYPE_CHECKING:
+    from ..config import MXFP4RLConfig
     from ..lab.errors.results import Analysis
     from ..lab.errors.source import Source
     from ..lab.texts import TextOptions
-    from ..config import MXFP4RLConfig
     from ..numerics import QuantScheme
 
 

@@ -19,11 +19,11 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from ..files import printable
 from ..lab.errors.results import Analysis, Problem
 from ..lab.errors.statistics import ErrorStatistics
 from ..lab.report.columns import COLUMNS, LEGEND, number
 from ..lab.report.statements import SQNR_NOTE, bits_text, least_error, statements
-from ..files import printable
 
 
 if TYPE_CHECKING:  # it brings the layers along, which other commands do without

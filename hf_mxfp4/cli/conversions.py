@@ -87,8 +87,8 @@ def show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> No
 
 def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
     """A row for all layers of a type that the same was done to."""
-    from ..lab.errors.layer_names import location_of
     from ..checkpoint.convert.costs import bits_per_weight
+    from ..lab.errors.layer_names import location_of
 
     groups: dict[tuple[str, str], list[LayerCost]] = {}
     for cost in costs:

@@ -167,10 +167,10 @@ def _products(torch: Any, gpus: list[str]) -> list[dict[str, Any]]:
 
 
 def _engines(scheme: Any, hardware: str, of_experts: bool) -> dict[str, dict[str, str]]:
-    from ..gemm import select_kernel
+    from ..gemm import select_matmul
     from ..numerics import GEMM_OPERANDS
 
-    found = {gemm: select_kernel(gemm, scheme, hardware, experts=of_experts) for gemm in GEMM_OPERANDS}
+    found = {gemm: select_matmul(gemm, scheme, hardware, experts=of_experts) for gemm in GEMM_OPERANDS}
     return {gemm: {"engine": engine.name, "reason": engine.reason} for gemm, engine in found.items()}
 
 

@@ -160,8 +160,8 @@ def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[Mo
 
 
 def _check_card(folder: Path) -> None:
-    from ..lab.errors.source import SourceError
     from ..checkpoint.card.model import read_generated
+    from ..lab.errors.source import SourceError
 
     try:
         read_generated(folder)
@@ -171,9 +171,9 @@ def _check_card(folder: Path) -> None:
 
 def _finish(evaluation: "Evaluation", folder: Path, card: Path | None, as_json: bool) -> None:
     from .. import __version__
-    from ..lab.perplexity.report import write_reports
     from ..checkpoint import add_perplexity
     from ..files import json_clean
+    from ..lab.perplexity.report import write_reports
     from .console import out, print_evaluation
 
     paths = write_reports(evaluation, __version__, folder)

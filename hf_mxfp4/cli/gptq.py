@@ -58,9 +58,9 @@ def gptq(
     """
     with told_errors("nothing was written"):
         from ..lab.errors.source import SourceError
+        from ..lab.gptq import round_checkpoint
         from ..lab.perplexity.schemes import read_schemes
         from ..lab.texts import TextOptions
-        from ..lab.gptq import round_checkpoint
 
         config = read_schemes([scheme])[0].config
         options = TextOptions(text, text_field, samples, max_length)

@@ -43,8 +43,8 @@ def smooth(
     """
     with told_errors("nothing was written"):
         from ..lab.errors.source import SourceError
-        from ..lab.texts import TextOptions
         from ..lab.smoothing import smooth_checkpoint
+        from ..lab.texts import TextOptions
 
         options = TextOptions(text, text_field, samples, max_length)
         texts = options.read()

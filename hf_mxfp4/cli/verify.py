@@ -44,9 +44,9 @@ def verify(
     Exit code 0: nothing is. 1: something is. 2: files have no checksums, there is no such checkpoint, or it could not
     be checked.
     """
-    from ..lab.errors.source import SourceError
     from ..checkpoint.io.folder import CheckpointError
     from ..checkpoint.io.reader import ShardError
+    from ..lab.errors.source import SourceError
 
     with told_conversion_errors("nothing was written"):
         try:

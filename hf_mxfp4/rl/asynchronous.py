@@ -10,9 +10,9 @@ from torch import nn
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from .._logging import get_logger
-from ..layers import QUANTIZED, random_layers
 from ..integrations.transformers.pushed_weights import pushes_quantized_values
 from ..integrations.vllm.settings import SETTINGS_KEY
+from ..layers import QUANTIZED, random_layers
 from .callbacks.base import QuantizationStepCallback
 from .checks import check_scheme, count_quantized, warn_of_16_bit_masters
 from .rollout.vllm import Parameters, rollout_parameters

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mxfp4 import MXFP4GRPOTrainer
-from hf_mxfp4.lab import plot_training
 from hf_mxfp4.checkpoint import add_evaluation
 from hf_mxfp4.files import replace_file
+from hf_mxfp4.lab import plot_training
 from hf_mxfp4.stats import share_text
 from recipes.common.terminal import console, tell
 from recipes.evaluation.generate import Evaluation, write_completions

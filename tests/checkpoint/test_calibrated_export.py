@@ -14,7 +14,7 @@ from hf_mxfp4 import QuantScheme
 from hf_mxfp4.checkpoint import export
 from hf_mxfp4.checkpoint.convert.calibration import Calibration
 from hf_mxfp4.checkpoint.io.folder import ArgumentError, CheckpointError, open_checkpoint
-from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
+from hf_mxfp4.gemm import quantize_weight
 from hf_mxfp4.lab.gptq.weight import round_weight
 
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_mxfp4
+from hf_mxfp4.cli import app
 from hf_mxfp4.lab import PAPER_SCHEMES
 from hf_mxfp4.lab.errors import weights as weights_module
 from hf_mxfp4.lab.errors.source import open_source
-from hf_mxfp4.cli import app
 from recipes.tasks.tiny_model import build_char_tokenizer
 
 

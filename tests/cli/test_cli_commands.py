@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig, decompose, environment
 from hf_mxfp4 import gemm as ops
-from hf_mxfp4.lab.errors.distributions import DISTRIBUTIONS, sample
 from hf_mxfp4.backends import self_check
 from hf_mxfp4.cli import app, console, main
 from hf_mxfp4.cli.simulate import Distribution
+from hf_mxfp4.lab.errors.distributions import DISTRIBUTIONS, sample
 
 
 def run(*arguments):

@@ -10,8 +10,8 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 
-from hf_mxfp4.lab.errors.source import INDEX, SourceError, open_source
 from hf_mxfp4.checkpoint.io.reader import ShardError
+from hf_mxfp4.lab.errors.source import INDEX, SourceError, open_source
 
 
 def test_a_sharded_folder(checkpoint):

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4.checkpoint.io.tensor_names import FileNames
+from hf_mxfp4.cli import app
 from hf_mxfp4.lab.errors.layer_names import classify
 from hf_mxfp4.lab.errors.source import open_source
 from hf_mxfp4.lab.errors.weights import analyze_weights, own_config, selection_for
-from hf_mxfp4.checkpoint.io.tensor_names import FileNames
-from hf_mxfp4.cli import app
 from hf_mxfp4.numerics import QuantScheme
 
 

@@ -10,8 +10,8 @@ from moe_models import make_moe, tokens
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig, pack
-from hf_mxfp4.lab import RouterStatistics, router_agreement, router_statistics
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.lab import RouterStatistics, router_agreement, router_statistics
 from hf_mxfp4.moe import find_routers, recorded_choices
 
 

@@ -16,9 +16,9 @@ from tiny_models import make_model
 import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.peft import MXFP4LoraExpertParameter
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.layers import MXFP4Experts, cached_weights, full_precision
 from hf_mxfp4.numerics import apply_scheme
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
@@ -128,7 +128,7 @@ def test_an_expert_by_hand_with_quantized_inputs():
 def test_kept_weights_and_full_precision():
     model = with_lora(qat(), std=0.05)
     expected = model(IDS).logits
-    with cached_weights():
+    with cached_weights(model):
         assert torch.equal(model(IDS).logits, expected) and torch.equal(model(IDS).logits, expected)
     plain = with_lora(make_model("qwen3_moe", layers=1), std=0.05)(IDS).logits
     with full_precision(model):

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, fake_quantize, merge_adapters
 from hf_mxfp4.integrations.peft import MXFP4LoraMasterLinear
-from hf_mxfp4.layers import MXFP4Experts
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import MXFP4Experts
 
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]

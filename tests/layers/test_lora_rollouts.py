@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA in rollouts: two products with kept factors, LoRA all the same, and PEFT's wherever it is more than that."""
 
-import copy
-
 import pytest
 import torch
 from lora_models import IDS, UP, delta, fill, with_lora
@@ -51,7 +49,7 @@ def is_fused(layer, x) -> bool:
 def test_a_rollout_adds_in_two_products_what_the_adapter_adds(load, mode, dtype, dense_products):
     _, layer = make(load, mode, dtype)
     x = make_x(dtype)
-    with torch.no_grad(), cached_weights():
+    with torch.no_grad(), cached_weights(layer):
         layer(x)
         with Products() as products:
             found = layer(x)
@@ -70,7 +68,7 @@ def test_logits_of_a_rollout_are_those_of_the_adapters(load, mode):
     model, _ = make(load, mode)
     with torch.no_grad():
         expected = model(IDS).logits
-        with cached_weights():
+        with cached_weights(model):
             found = model(IDS).logits
     assert not torch.equal(found, expected)  # it took the other way
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -81,7 +79,7 @@ def test_under_autocast_factors_are_in_its_dtype(load):
     x = make_x()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = layer(x)
-        with cached_weights():
+        with cached_weights(layer):
             found = layer(x)
             assert is_fused(layer, x)
     assert found.dtype == expected.dtype == torch.bfloat16
@@ -92,15 +90,13 @@ def test_factors_are_kept_in_a_context_that_trusts_weights_alone(load):
     _, layer = make(load)
     x = make_x()
     assert not is_fused(layer, x)
-    with uncached_weights():
+    with uncached_weights(layer):
         assert not is_fused(layer, x)
-    with cached_weights():
-        assert is_fused(layer, x) and layer._factors.value is not None
+    with cached_weights(layer):
+        assert is_fused(layer, x)
         with torch.enable_grad(), Products() as products:
             layer(x)
         assert "mul" in products.names
-    assert layer._factors.value is None
-    assert copy.deepcopy(layer)._factors.value is None
 
 
 def test_one_call_of_generate_keeps_factors_of_its_own(load):
@@ -109,7 +105,7 @@ def test_one_call_of_generate_keeps_factors_of_its_own(load):
     fused = layer._fused
     layer._fused = lambda dtype: made.append(dtype) or fused(dtype)
     model.generate(input_ids=IDS, do_sample=False, max_new_tokens=3)
-    assert made == [torch.float32] and layer._factors.value is None
+    assert made == [torch.float32]
 
 
 # ---- what changes ---------------------------------------------------------------------------------------------------
@@ -159,7 +155,7 @@ def test_what_adapters_become_within_a_context_is_noticed(load, mode, name):
     model.eval()
     x = make_x()
     with torch.no_grad():
-        with cached_weights():
+        with cached_weights(layer):
             before = layer(x)
             changes(model, layer)[name]()
             found = layer(x)
@@ -181,14 +177,14 @@ def test_more_than_plain_lora_is_to_the_bit_what_peft_computes(load, mode, optio
     x = make_x()
     with torch.no_grad():
         expected = layer(x)
-        with cached_weights():
+        with cached_weights(layer):
             assert torch.equal(layer(x), expected)
 
 
 def test_dropout_that_is_on_drops(load):
     _, layer = make(load, lora_dropout=0.5)
     x = make_x()
-    with cached_weights():
+    with cached_weights(layer):
         assert is_fused(layer, x)
         layer.train()
         torch.manual_seed(0)
@@ -203,7 +199,7 @@ def test_dropout_that_is_on_drops(load):
 def test_who_looks_at_a_part_sees_it(load, part):
     _, layer = make(load, lora_dropout=0.5)
     x, seen = make_x(), []
-    with torch.no_grad(), cached_weights():
+    with torch.no_grad(), cached_weights(layer):
         layer(x)
         getattr(layer, part)["default"].register_forward_hook(lambda *_: seen.append(part))
         layer(x)
@@ -215,7 +211,7 @@ def test_what_a_hook_of_the_base_saw_is_not_written(load, dtype):
     _, layer = make(load, dtype=dtype)
     seen = []
     layer.base_layer.register_forward_hook(lambda module, args, output: seen.append((output, output.clone())))
-    with torch.no_grad(), cached_weights():
+    with torch.no_grad(), cached_weights(layer):
         found = layer(make_x(dtype))
     assert not torch.equal(found, seen[0][0])
     assert all(torch.equal(output, copied) for output, copied in seen) and len(seen) == 1
@@ -227,6 +223,6 @@ def test_another_adapter_for_each_sample(load):
     x = make_x()
     with torch.no_grad():
         expected = layer(x, adapter_names=["default", "other"])
-        with cached_weights():
+        with cached_weights(layer):
             layer(x)
             assert torch.equal(layer(x, adapter_names=["default", "other"]), expected)

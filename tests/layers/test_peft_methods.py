@@ -13,8 +13,8 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
+from hf_mxfp4.gemm import PACKED_FIELDS
 from hf_mxfp4.integrations.peft.methods import SUPPORTED, TRAINABLE_ONLY
-from hf_mxfp4.gemm.storage.packed_weight import PACKED_FIELDS
 from hf_mxfp4.layers import QUANTIZED
 
 

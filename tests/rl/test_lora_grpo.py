@@ -203,7 +203,7 @@ def test_no_noise_in_evaluation(build):
 def test_rollout_and_training_log_probabilities_agree_to_rounding():
     model = packed_policy().train()
     expected = model(IDS).logits
-    with torch.no_grad(), cached_weights():
+    with torch.no_grad(), cached_weights(model):
         first, second = model(IDS).logits, model(IDS).logits
     assert torch.equal(first, second)
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)

@@ -14,10 +14,10 @@ from grpo_runs import MEASURED, logged, trainer_factory
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
+from hf_mxfp4.cli import app
 from hf_mxfp4.lab.run_report.charts import CHARTS
 from hf_mxfp4.lab.run_report.log import RUN_LOG, read_run
 from hf_mxfp4.lab.run_report.report import RUN_REPORT
-from hf_mxfp4.cli import app
 
 
 class Stop(Exception):

@@ -12,10 +12,10 @@ from moe_models import make_moe
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
+from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices
 from hf_mxfp4.rl.rollout import served_experts
 from hf_mxfp4.rl.rollout.replay import RouterReplay
 from hf_mxfp4.rl.rollout.served_experts import ServedChoices, experts_returned
-from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices
 
 
 COMPLETION = [5, 7, 9]

@@ -17,9 +17,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig, pack
 from hf_mxfp4.integrations.peft import policy_parameters
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.integrations.vllm.settings import EngineSettings
 from hf_mxfp4.rl.noise.norms import NormNoise
 from hf_mxfp4.rl.rollout.vllm import VLLMPolicy
-from hf_mxfp4.integrations.vllm.settings import EngineSettings
 
 
 W4A16 = factors_config(preset="w4a16")
@@ -195,7 +195,7 @@ def test_frozen_weights_that_were_written_are_pushed_again():
 
 
 def packed_scale(layer):
-    from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
+    from hf_mxfp4.gemm import quantize_weight
 
     return quantize_weight(layer.weight, PLAIN.weight_scheme)["weight_scale"]
 

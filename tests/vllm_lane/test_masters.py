@@ -44,7 +44,7 @@ def test_masters_are_served_as_their_quantized_values(tmp_path, name):
 @pytest.mark.parametrize(
     "scheme",
     [
-        {"outlier_fallback_rate": 0.1, "layer_overrides": [{"modules": "layers.1", "dgrad": {"grad": "fp8"}}]},
+        {"outlier_fallback_rate": 0.1, "dgrad": {"grad": "fp8"}},
         {"macro_block": "row"},
         {"weight_block": "32x32", "macro_block": 32},
     ],

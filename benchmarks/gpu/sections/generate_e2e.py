@@ -70,7 +70,7 @@ def _build(bench: Bench) -> tuple[dict[str, PreTrainedModel], dict[str, Exceptio
 def _ours(bench: Bench, name: str, probe: torch.Tensor) -> PreTrainedModel:
     config, machine = OURS[name], bench.machine
     model = models.quantized(models.build(machine, torch.bfloat16), config, machine)
-    with cached_weights():
+    with cached_weights(model):
         out = models.logits(model, probe)
     eager = models.quantized(models.build(machine, torch.bfloat16), replace(config, backend="eager"), machine)
     expect_close(f"{name}: logits", out, models.logits(eager, probe), BOUNDS[name])
@@ -84,9 +84,9 @@ def _nf4(bench: Bench, plain: PreTrainedModel, probe: torch.Tensor) -> PreTraine
     return model
 
 
-def _context(name: str) -> contextlib.AbstractContextManager:
+def _context(name: str, model: PreTrainedModel) -> contextlib.AbstractContextManager:
     """What rollouts of an arm run in: what the trainer runs them in."""
-    return cached_weights() if name in OURS else contextlib.nullcontext()
+    return cached_weights(model) if name in OURS else contextlib.nullcontext()
 
 
 def _notes(missing: dict[str, Exception]) -> dict[str, dict]:
@@ -105,7 +105,7 @@ def _generate(bench: Bench, built: dict[str, PreTrainedModel], missing: dict[str
     ids = torch.randint(2, 300, (batch, prompt), generator=torch.Generator().manual_seed(1)).to(bench.machine.device)
 
     def generate(name: str) -> None:
-        with _context(name):
+        with _context(name, built[name]):
             out = built[name].generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -150,7 +150,7 @@ def _step(
             raise missing[other]
         return [_one_token(bench, built[other], batch)]
 
-    with torch.no_grad(), _context(name):
+    with torch.no_grad(), _context(name, built[name]):
         calls = [_one_token(bench, built[name], batch)]
         peers = {other: lambda other=other: peer(other) for other in (BF16, NF4)}
         n_bytes = sum(p.numel() * p.element_size() for p in built[name].parameters())

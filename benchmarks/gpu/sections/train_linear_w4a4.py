@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.gemm import gemm_kernel_counts, reset_gemm_kernel_counts
+from hf_mxfp4.gemm import matmul_counts, reset_matmul_counts
 from hf_mxfp4.numerics import GEMM_OPERANDS
 
 from ...macro_factors import FACTORS, FACTORS_OF, PLAIN
@@ -62,7 +62,7 @@ def _measure(bench: Bench, shape: tuple[int, int, int], name: str) -> Measured:
         config = replace(config, backend="triton", macro_search=search, engine=engine)
     step = Step(bench, shape)
     layer = step.layer(config)
-    reset_gemm_kernel_counts()
+    reset_matmul_counts()
     error = step.check(layer, config)
     engines = _engines()
     products = {"fp8": FP8_PRODUCTS.get(name, 0), "bf16": 3 - FP8_PRODUCTS.get(name, 0)}
@@ -90,7 +90,7 @@ def _measure(bench: Bench, shape: tuple[int, int, int], name: str) -> Measured:
 
 def _engines() -> str:
     """What multiplied each product; the dense engine also did for the definition that it was compared with."""
-    counts = gemm_kernel_counts()
+    counts = matmul_counts()
     took = {gemm: next((name for name in counts[gemm] if name != "dense"), "dense") for gemm in GEMM_OPERANDS}
     inexact = counts["inexact_blocks"]
     return ", ".join(f"{gemm} {name}" for gemm, name in took.items()) + (f", {inexact} rounded" if inexact else "")

@@ -11,9 +11,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from ...gemm import Groups, quantized_linear
-from ...gemm.custom_ops import compiled_linear
-from ...gemm.storage.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES
+from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES, Groups, compiled_linear, quantized_linear
 from .merge.merge_report import MergeError
 from .merge.merging import MergesIntoPacked
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...gemm import autocast_dtype
-from ...gemm.weight_cache import WeightCache, form_in_force
+from ...gemm import WeightCache, autocast_dtype
 
 
 class _Part(NamedTuple):
@@ -67,13 +66,12 @@ class FusesFactors:
     biases or variants of LoRA (DoRA), and of layers whose adapters are merged or disabled are PEFT's.
     """
 
-    _factors: WeightCache | None = None
-
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         factors = None
         ordinary = torch.compiler.is_compiling() or args or kwargs or torch.is_grad_enabled()
-        if not ordinary and form_in_force() is not None:
-            factors = self._kept_factors(_dtype_of_factors(x))
+        cache = self._modules["base_layer"].state.cache
+        if not ordinary and cache is not None and cache.form != "none":
+            factors = self._kept_factors(_dtype_of_factors(x), cache)
         if factors is None:
             return super().forward(x, *args, **kwargs)
         base, a = self._modules["base_layer"], factors.a
@@ -86,22 +84,21 @@ class FusesFactors:
             rows = rows.addmm_(inner, factors.b) if own else torch.addmm(rows, inner, factors.b)
         return result if own else rows.view(result.shape)
 
-    def _kept_factors(self, dtype: torch.dtype) -> _Factors | None:
+    def _kept_factors(self, dtype: torch.dtype, cache: WeightCache) -> _Factors | None:
         """The factors of the active adapters in this dtype; `None` where they cannot be fused."""
         if self._disable_adapters or self.merged_adapters or self.lora_variant:
             return None
-        if self._factors is None:
-            self._factors = WeightCache()
         base, make = self._modules["base_layer"], partial(self._fused, dtype)
         weight = base._parameters.get("weight")
         if weight is None:
             weight = base.weight  # of an engine that keeps parameters elsewhere
-        found = self._factors.get(weight, dtype, make)
+        key = self, dtype
+        found = cache.get(weight, key, make)
         if found is not None and not self._are_current(found):
-            self._factors.clear()
-            found = self._factors.get(weight, dtype, make)
+            cache.forget(key)
+            found = cache.get(weight, key, make)
         if found is None:  # not for the rest of the context: it may be otherwise at the next call
-            self._factors.clear()
+            cache.forget(key)
         return found
 
     def _are_current(self, factors: _Factors) -> bool:

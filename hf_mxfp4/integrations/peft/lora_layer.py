@@ -6,7 +6,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from ...gemm.storage.packed_weight import PACKED_FIELDS
+from ...gemm import PACKED_FIELDS
 from .fused_factors import FusesFactors
 from .merge.merge_report import MergeError
 from .merge.merging import MergesIntoPacked

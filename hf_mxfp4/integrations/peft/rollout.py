@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ...gemm.storage.packed_weight import PACKED_FIELDS
+from ...gemm import PACKED_FIELDS
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
 from .expert_lora import MXFP4LoraExperts
 from .lora_layer import MXFP4LoraLinear

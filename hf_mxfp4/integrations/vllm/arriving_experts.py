@@ -9,7 +9,7 @@ import torch
 
 from ...backends.select import dequantize
 from ...config import MXFP4RLConfig
-from ...gemm.storage.packed_weight import PACKED_SUFFIXES, packed_tensor, quantize_weight
+from ...gemm import PACKED_SUFFIXES, packed_tensor, quantize_weight
 from .arriving_linears import DONE, marked
 from .expected import ExpectedLayers
 from .experts_storage import ExpertsTarget

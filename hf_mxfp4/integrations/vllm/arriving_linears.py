@@ -13,7 +13,7 @@ import torch
 
 from ...backends.select import dequantize
 from ...config import MXFP4RLConfig
-from ...gemm.storage.packed_weight import PACKED_FIELDS, check_packed, packed_shapes, packed_tensor, quantize_weight
+from ...gemm import PACKED_FIELDS, check_packed, packed_shapes, packed_tensor, quantize_weight
 from .expected import ExpectedLayers
 
 

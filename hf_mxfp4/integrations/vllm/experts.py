@@ -13,8 +13,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.utils import set_weight_attrs
 
 from ...config import MXFP4RLConfig
-from ...gemm.grouped import reads_packed_on_gpus
-from ...gemm.storage.packed_weight import packed_shapes
+from ...gemm import packed_shapes, reads_packed_on_gpus
 from ...numerics import BLOCK_SIZE, QuantScheme
 from .expected import ExpectedLayers
 from .experts_product import ACTIVATIONS, INTERLEAVED, experts

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...gemm.storage.packed_weight import PACKED_FIELDS, check_packed, packed_shapes
+from ...gemm import PACKED_FIELDS, check_packed, packed_shapes
 from ...numerics import QuantScheme
 
 

@@ -13,8 +13,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
 from ...config import MXFP4RLConfig
-from ...gemm.custom_ops import packed as _operators  # noqa: F401  (registers operators)
-from ...gemm.storage.packed_weight import PACKED_FIELDS, check_rotation, packed_shapes
+from ...gemm import PACKED_FIELDS, check_rotation, packed_shapes
+from ...gemm import packed as _operators  # noqa: F401  (registers operators)
 from ...numerics import BLOCK_SIZE
 from .activations import quantize_input
 from .adapters import PART_INDEX, add_adapters, make_room

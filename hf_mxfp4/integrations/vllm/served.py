@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...gemm.storage.packed_weight import packed_shapes
+from ...gemm import packed_shapes
 from ...numerics import QuantScheme
 
 

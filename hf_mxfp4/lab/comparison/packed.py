@@ -14,7 +14,7 @@ from ...checkpoint.io.folder import CheckpointFolder, open_checkpoint
 from ...checkpoint.io.reader import ShardError, StoredTensor, read_rows
 from ...config import QUANT_METHOD
 from ...files import json_clean
-from ...gemm.storage.packed_weight import quantize_weight, weight_values
+from ...gemm import quantize_weight, weight_values
 from ..errors.results import Problem, natural_key
 from ..errors.source import Source, SourceError
 from ..errors.weights import SLICE_ELEMENTS, OnBytes, Selection

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ...backends import cpu
-from ...backends.select import is_torchs_own
 from ...numerics import BLOCK_SIZE, QuantScheme, decompose_scheme
 
 
@@ -184,48 +182,12 @@ def error_statistics(x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1) ->
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() == 0:
         decompose_scheme(x, scheme, axis=axis)  # raises what fits
     x = x.detach().movedim(axis, -1)
-    fused = fused_statistics(x, scheme)
-    if fused is not None:
-        return fused
     generator = torch.Generator(x.device).manual_seed(0) if scheme.rounding == "stochastic" else None
     whole = ErrorStatistics()
     with torch.no_grad():
         for rows in _chunks(x, scheme):
             whole = whole + _chunk_statistics(rows, scheme, generator)
     return whole
-
-
-def fused_statistics(x: torch.Tensor, scheme: QuantScheme) -> ErrorStatistics | None:
-    """[`error_statistics`] along the last axis by the fused CPU functions; `None` where they cannot compute them.
-
-    Raises `ValueError` when ``x`` holds NaN or infinity.
-    """
-    if not (x.is_cpu and is_torchs_own(x)) or cpu.unsupported_reason(x.dtype, scheme):
-        return None
-    sums, histogram = cpu.error_sums(x, scheme)
-    if sums.not_finite:
-        raise ValueError("cannot decompose the error of a tensor that holds NaN or infinity")
-    return ErrorStatistics(
-        elements=x.numel(),
-        blocks=int(sums.blocks),
-        energy=sums.energy,
-        scale_bias=sums.scale_bias,
-        deadzone=sums.deadzone,
-        grid=sums.grid,
-        total=sums.deadzone + sums.scale_bias + 2 * sums.scale_dot_grid + sums.grid,
-        scale_dot_grid=sums.scale_dot_grid,
-        quantized_dot=sums.quantized_dot,
-        unmasked_scale=sums.scale_bias + sums.hidden_quantized,
-        unmasked_deadzone=sums.hidden_energy,
-        unmasked_dot=0.0 - sums.hidden_dot,
-        deadzone_count=int(sums.deadzone_count),
-        zero_count=int(sums.zero_count),
-        gamma_sum=sums.gamma_sum,
-        gamma_square_sum=sums.gamma_square_sum,
-        delta_sum=sums.delta_sum,
-        delta_square_sum=sums.delta_square_sum,
-        histogram=tuple(histogram),
-    )
 
 
 def _chunks(x: torch.Tensor, scheme: QuantScheme) -> Iterator[torch.Tensor]:

@@ -4,9 +4,9 @@
 import os
 from collections.abc import Callable, Sequence
 
+from ...config import MXFP4RLConfig
 from ..rewrite import rewrite_checkpoint
 from ..texts import TextOptions
-from ...config import MXFP4RLConfig
 from .rounding import Rounding, round_model
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..perplexity.scoring import in_full_precision
-from ..perplexity.swapped import swapped
 from ...config import MXFP4RLConfig
 from ...hooks import hooked_inputs
 from ...layers import MXFP4Linear, cached_weights
 from ...module_names import find_layers, full_names
 from ...numerics import QuantScheme, Rotation, unrotate
+from ..perplexity.scoring import in_full_precision
+from ..perplexity.swapped import swapped
 from .decoder import DecoderRun
 from .weight import output_error, quantized_again, round_weight, unsupported_reason
 
@@ -88,7 +88,7 @@ def round_model(
             with in_full_precision(model):
                 groups = _groups(run, index, [each for each in layer.modules() if each in placed])
             for group in groups:
-                with cached_weights("dense"):
+                with cached_weights(model, "dense"):
                     moments = second_moments(group[0], run.until(index, group[0]))
                 for linear in group:
                     name, *scheme = placed[linear]
@@ -97,7 +97,7 @@ def round_model(
                     except ValueError as error:
                         raise ValueError(f"{name}: {error}") from error
                     on_layer(name)
-            with cached_weights("dense"):
+            with cached_weights(model, "dense"):
                 run.advance(index)
     left = tuple(name for name in found if name not in gains)
     if not gains:

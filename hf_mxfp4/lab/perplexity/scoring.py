@@ -128,7 +128,7 @@ def score(
     seen = range(len(batches)) if reference is None else reference.scores
     if unseen := [index for index in indices if index not in seen]:
         raise ValueError(f"the reference has not seen text {unseen[0]}; make it of the same texts")
-    with torch.no_grad(), evaluation_mode(model), cached_weights("dense"):
+    with torch.no_grad(), evaluation_mode(model), cached_weights(model, "dense"):
         replay = Replay.of(model, batches[indices[0]].to(_device(model))) if indices else None
         for index in indices:
             ids = batches[index].to(_device(model))

@@ -10,12 +10,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..._logging import get_logger
+from ...config import MXFP4RLConfig
 from ...integrations.peft import adapter_rank, has_inseparable_adapters
 from ...integrations.peft.base_scheme import base_scheme
-from ...config import MXFP4RLConfig
+from ...integrations.vllm.settings import SETTINGS_KEY, EngineSettings
 from ...layers import QUANTIZED
 from ...registration import QUANT_METHOD
-from ...integrations.vllm.settings import SETTINGS_KEY, EngineSettings
 from ..config import MXFP4GRPOConfig
 from .correction_options import limits_in_force
 

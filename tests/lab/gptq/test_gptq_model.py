@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.lab.perplexity.evaluate import evaluate
-from hf_mxfp4.lab.perplexity.schemes import read_schemes
-from hf_mxfp4.lab.perplexity.swapped import swapped
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab.gptq import round_model
 from hf_mxfp4.lab.gptq.decoder import DecoderRun
+from hf_mxfp4.lab.perplexity.evaluate import evaluate
+from hf_mxfp4.lab.perplexity.schemes import read_schemes
+from hf_mxfp4.lab.perplexity.swapped import swapped
 from hf_mxfp4.layers import MXFP4Linear
 from hf_mxfp4.numerics import apply_scheme, parse_scheme, rotate
 from recipes.tasks.tiny_model import build_char_tokenizer

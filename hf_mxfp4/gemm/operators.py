@@ -9,10 +9,10 @@ import functools
 
 import torch
 
-from ...backends import functional
-from ...backends import select as backends
-from ...numerics import MXFP4Tensor, QuantScheme, parse_scheme
-from ..storage.packed_weight import PACKED_FIELDS, part_sizes
+from ..backends import functional
+from ..backends import select as backends
+from ..numerics import MXFP4Tensor, QuantScheme, parse_scheme
+from .packed_weight import PACKED_FIELDS, part_sizes
 
 
 parse = functools.lru_cache(maxsize=256)(parse_scheme)

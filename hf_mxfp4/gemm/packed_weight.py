@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from ...backends import select as backends
-from ...backends.functional import quantize
-from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, Rotation
+from ..backends import select as backends
+from ..backends.functional import quantize
+from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, Rotation
 
 
 #: Names of a packed weight's tensors on its layer and on disk -> the fields of [`MXFP4Tensor`] that they hold.
@@ -154,6 +154,12 @@ def cat_rows(tensors: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
         found = [getattr(tensor, name) for tensor in tensors]
         parts[name] = None if found[0] is None else torch.cat(found)
     return replace(tensors[0], **parts)
+
+
+def of_expert(packed: MXFP4Tensor, expert: int) -> MXFP4Tensor:
+    """The weight ``[N, K]`` of one expert, the same memory."""
+    found = {field: getattr(packed, field) for field in PACKED_FIELDS.values()}
+    return replace(packed, **{field: None if part is None else part[expert] for field, part in found.items()})
 
 
 def _shaped(tensor: torch.Tensor | None, leading: Sequence[int]) -> torch.Tensor | None:
