@@ -39,8 +39,8 @@ def is_verified(family: str, device: torch.device) -> bool:
         _found[family, device] = problem = _check(family, device)
         if problem is not None:
             warnings.warn(
-                f"the {family!r} Triton kernels do not work on {device}: {problem}. Slower functions replace them. Please "
-                "report this with the output of `hf-mxfp4 env`",
+                f"the {family!r} Triton kernels do not work on {device}: {problem}. Slower functions replace them. "
+                "Please report this with the output of `hf-mxfp4 env`",
                 stacklevel=3,
             )
     return _found[family, device] is None

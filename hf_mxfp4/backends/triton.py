@@ -107,22 +107,26 @@ def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dty
     return _kernels().from_fp8(elements, byte, dtype)
 
 
+def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.gemm.to_fp8`] of a matrix that the kernels support: elements, scales, and the number of elements that
+    were rounded, a scalar on the device."""
+    inexact = torch.zeros((), dtype=torch.int32, device=x.device)
+    return *_kernels().to_fp8(x, inexact=inexact), inexact
+
+
 def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
     """[`hf_mxfp4.numerics.fake_quantize_e4m3`] of a tensor that the kernels support."""
     return dequantize_e4m3(*quantize_e4m3(x), x.dtype)
 
 
-def unsupported_product(x: torch.Tensor, weight: MXFP4Tensor) -> str | None:
-    """Return why [`linear`] does not multiply ``x`` with the codes of a weight ``[N, K]``, or ``[E, N, K]`` of experts;
-    `None` when it does."""
-    rows, most = x.shape[:-1].numel(), MOST_DECODED_ROWS
-    if weight.codes.dim() == 3:
-        rows, most = rows / max(1, min(rows, weight.codes.shape[0])), MOST_DECODED_ROWS_OF_EXPERTS
+@functools.lru_cache(maxsize=4096)
+def unsupported_product(rows: int, length: int, dtype: torch.dtype, n_experts: int | None = None) -> str | None:
+    """Return why [`linear`] does not multiply so many rows, of all experts or of one weight, with the codes of weights
+    ``[..., N, length]``; `None` when it does."""
+    most = MOST_DECODED_ROWS if n_experts is None else MOST_DECODED_ROWS_OF_EXPERTS * max(1, min(rows, n_experts))
     if rows > most:
-        return "decoding a weight once costs less than once for every tile of so many rows"
-    if (reason := unsupported_reason(x.device.type, x.dtype, weight.scheme)) is not None:
-        return reason
-    return _kernels().unsupported_weight(x.dtype, weight.length, _scheme(weight.scheme))
+        return f"{rows} rows: decoding the weight once costs less than once for every tile of rows"
+    return _kernels().unsupported_weight(dtype, length)
 
 
 def linear(

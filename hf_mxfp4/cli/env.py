@@ -119,8 +119,7 @@ def _self_checks(torch: Any, gpus: list[str], check: bool) -> dict[str, dict[str
 
     if not gpus:
         return {"no GPU": dict.fromkeys(self_check.FAMILIES, "not checked (no GPU)")}
-    asked = self_check.check_all if check else self_check.states
-    return {str(device): asked(device) for device in _devices(torch, gpus)}
+    return {str(device): self_check.states(device, check) for device in _devices(torch, gpus)}
 
 
 def _devices(torch: Any, gpus: list[str]) -> list[Any]:
@@ -176,19 +175,7 @@ def _engines(scheme: Any, hardware: str, of_experts: bool) -> dict[str, dict[str
 
 def _kernel_coverage(torch: Any) -> dict[str, str | None]:
     """Scheme to `None`, or to why the Triton kernels do not cover it for bfloat16 tensors."""
-    import mxfp4_kernels
-
+    from ..backends.triton import unsupported_reason
     from ..lab.errors.schemes import parse_scheme
 
-    coverage = {}
-    for text in _KERNEL_SCHEMES:
-        scheme = parse_scheme(text)
-        coverage[text] = mxfp4_kernels.supports(
-            torch.bfloat16,
-            scale_rule=scheme.scale_rule.value,
-            macro_block=scheme.macro_block,
-            macro_search=scheme.macro_search,
-            outlier_fallback=scheme.outlier_fallback,
-            rounding=scheme.rounding,
-        )
-    return coverage
+    return {text: unsupported_reason("cuda", torch.bfloat16, parse_scheme(text)) for text in _KERNEL_SCHEMES}

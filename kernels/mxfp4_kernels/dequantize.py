@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of codes and scale bytes.
 
-What it computes: ``E2M1(code) * 2**(scale - 127)``, plus the weighted residual, without the macro factor. Tile: 8 rows x
-256 columns. Launch: one program for every tile.
+What it computes: ``E2M1(code) * 2**(scale - 127)``, plus the weighted residual, without the macro factor.
+
+Tile: 8 rows x 256 columns. Launch: one program for every tile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion to FP8 (E4M3) with one power-of-two scale per row, and back.
 
-What it computes: the bits of ``hf_mxfp4.numerics.quantize_e4m3``. The scale of a row is the smallest power of two by
-which nothing clips; a row with NaN or infinity is NaN as a whole. Rows may have any strides, so that the columns of a
-matrix are the rows of its transpose.
+What it computes: the scale of a row is the smallest power of two by which no finite element clips. With scale bytes, a
+row with NaN or infinity is NaN as a whole (``hf_mxfp4.numerics.quantize_e4m3``); with float32 scales these elements
+alone are NaN (``hf_mxfp4.gemm.to_fp8``). Rows may have any strides, so that the columns of a matrix are the rows of its
+transpose.
 
 Tile: a program owns some rows and goes over their columns twice: for the largest magnitude, and to convert. Launch: one
 program for every few rows; elements are converted by integer arithmetic, because not all GPUs have E4M3.
@@ -30,7 +31,7 @@ _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 @triton.jit
 def _e4m3_bits(value):
-    """E4M3 (float8_e4m3fn) bytes of float32 values in [-448, 448] or NaN, to nearest, ties to even."""
+    """E4M3 (float8_e4m3fn) bytes of float32 values in [-448, 448], to nearest, ties to even; NaN of all others."""
     bits = value.to(tl.int32, bitcast=True)
     binade = tl.maximum(bits & EXPONENT_FIELD, _SMALLEST_NORMAL).to(tl.float32, bitcast=True)
     # The products are exact, so that it does not matter whether the sums are fused.
@@ -38,7 +39,7 @@ def _e4m3_bits(value):
     magnitude = rounded.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
     subnormal = (tl.abs(rounded) * 512.0).to(tl.int32)
     code = tl.where(magnitude >= _SMALLEST_NORMAL, (magnitude >> 20) - 960, subnormal)
-    code = tl.where((bits & MAGNITUDE_FIELD) > EXPONENT_FIELD, 0x7F, code)
+    code = tl.where((bits & MAGNITUDE_FIELD) >= EXPONENT_FIELD, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
@@ -71,12 +72,16 @@ def to_fp8_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :].to(tl.int64)
     inside = rows < n_rows
+    BYTES: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
     top = tl.zeros([ROWS, 1], tl.int32)
     col = tl.full([], 0, tl.int64)
     while col < n_cols:
         mask = inside & (cols < n_cols - col)
         x = to_float(tl.load(x_ptr + rows * row_stride + (col + cols) * col_stride, mask=mask, other=0), BF16)
-        top = tl.maximum(top, tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD, axis=1, keep_dims=True))
+        magnitude = x.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
+        if not BYTES:
+            magnitude = tl.where(magnitude < EXPONENT_FIELD, magnitude, 0)
+        top = tl.maximum(top, tl.max(magnitude, axis=1, keep_dims=True))
         col += COLS
     # The largest E4M3 value is 1.75 * 2**8.
     byte = tl.maximum(((tl.minimum(top, EXPONENT_FIELD) + 0x1FFFFF) >> 23) - 8, 1)
@@ -90,12 +95,12 @@ def to_fp8_kernel(
         element = _e4m3_bits(x * inverse)
         tl.store(elements_ptr + rows * n_cols + col + cols, element, mask=mask)
         if inexact_ptr is not None:
-            differs = (_e4m3_values(element) * scale_value(byte) != x) & (x == x)
+            differs = (_e4m3_values(element) * scale_value(byte) != x) & (tl.abs(x) < float("inf"))
             n_inexact += tl.sum(differs.to(tl.int32), axis=1, keep_dims=True)
         col += COLS
     if inexact_ptr is not None:
         tl.atomic_add(inexact_ptr, tl.sum(tl.sum(n_inexact, axis=1), axis=0), sem="relaxed")
-    scale = byte.to(tl.uint8) if scale_ptr.dtype.element_ty == tl.uint8 else scale_value(byte)
+    scale = byte.to(tl.uint8) if BYTES else scale_value(byte)
     tl.store(scale_ptr + rows, scale, mask=inside)
 
 
@@ -131,7 +136,7 @@ def to_fp8(
     Args:
         x: float32, bfloat16 or float16 tensor ``[..., K]`` on a GPU. A matrix may have any strides: ``x.mT`` is
             converted along the columns of ``x``.
-        scale_dtype: float32 for scales, uint8 for their E8M0 bytes.
+        scale_dtype: float32 for scales, uint8 for their E8M0 bytes, where a row with NaN or infinity is NaN as a whole.
         inexact: int32 scalar on the same device, to which the number of elements that were rounded is added, or `None`.
 
     Returns:

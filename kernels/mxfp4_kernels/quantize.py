@@ -5,7 +5,8 @@ What it computes: the bits of the eager definition (`hf_mxfp4.numerics`), block 
 
 Tile: a program owns ``HEIGHT x WIDTH`` elements and goes over them in strips. A strip of rows is read as it is. A strip
 of columns is transposed on the way into registers; from there on it is like any strip of rows. For both directions a
-program goes over its elements twice, the second time out of the caches, so that it needs no more registers than for one.
+program goes over its elements twice, the second time out of the caches, so that it needs no more registers than for
+one.
 
 Launch: the first axis of the grid runs over the tiles of a matrix, the second one over the matrices of a stack.
 """
@@ -19,7 +20,18 @@ import triton.language as tl
 from .common.arguments import Lengths, PackedPointers, Random, Sides, Tile, TileShape
 from .common.blocks import to_float
 from .common.launch import as_stored, bits, launch
-from .common.scheme import BLOCK, Packed, Scheme, Side, check_input, check_output, row_bytes, scheme_constants
+from .common.scheme import (
+    BLOCK,
+    NEAREST,
+    PLAIN,
+    Packed,
+    Scheme,
+    Side,
+    check_input,
+    check_output,
+    row_bytes,
+    scheme_constants,
+)
 from .common.tile import rotated, store_packed, store_values
 
 
@@ -141,7 +153,7 @@ def quantize_kernel(
 
 
 def fake_quantize(
-    x: torch.Tensor, scheme: Scheme = Scheme(), side: Side = Side(), dtype: torch.dtype | None = None
+    x: torch.Tensor, scheme: Scheme = PLAIN, side: Side = NEAREST, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return the MXFP4 values of ``x``: blocks of 32 along the last axis. No gradient flows.
 
@@ -170,9 +182,9 @@ def fake_quantize(
 
 def fake_quantize_both(
     x: torch.Tensor,
-    scheme: Scheme = Scheme(),
-    rows: Side = Side(),
-    columns: Side = Side(),
+    scheme: Scheme = PLAIN,
+    rows: Side = NEAREST,
+    columns: Side = NEAREST,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``fake_quantize(x, scheme, rows)`` and ``fake_quantize(x.mT, scheme, columns)`` from one read of ``x``.
@@ -182,7 +194,7 @@ def fake_quantize_both(
     return _values(*_checked_both("fake_quantize_both", x, scheme, rows, columns), dtype)
 
 
-def quantize(x: torch.Tensor, scheme: Scheme = Scheme(), side: Side = Side()) -> Packed:
+def quantize(x: torch.Tensor, scheme: Scheme = PLAIN, side: Side = NEAREST) -> Packed:
     """Return codes and scales of ``x``, of which `dequantize` makes the bits of [`fake_quantize`]. Arguments and errors
     as there. Under a rotation K of the result is the padded length."""
     x, by_columns, side = _oriented("quantize", x, scheme, side)
@@ -192,7 +204,7 @@ def quantize(x: torch.Tensor, scheme: Scheme = Scheme(), side: Side = Side()) ->
 
 
 def quantize_both(
-    x: torch.Tensor, scheme: Scheme = Scheme(), rows: Side = Side(), columns: Side = Side()
+    x: torch.Tensor, scheme: Scheme = PLAIN, rows: Side = NEAREST, columns: Side = NEAREST
 ) -> tuple[Packed, Packed]:
     """Return ``quantize(x, scheme, rows)`` and ``quantize(x.mT, scheme, columns)`` from one read of ``x``."""
     return _packed(*_checked_both("quantize_both", x, scheme, rows, columns))
@@ -246,7 +258,7 @@ def _launch(x: torch.Tensor, out: Sides, scheme: Scheme, sides: Sides, dtype: to
     stack, n_rows, n_cols = x.shape
     constants = scheme_constants(x.dtype, scheme, dtype)
     tile = tile_shape(scheme, sides)
-    rows, columns = (side or Side() for side in sides)
+    rows, columns = (side or NEAREST for side in sides)
     out_cols, out_cols_t = rows.padded(n_cols), columns.padded(n_rows)
     col_tiles = triton.cdiv(out_cols if sides.rows else n_cols, tile.WIDTH)
     row_tiles = triton.cdiv(out_cols_t if sides.columns else n_rows, tile.HEIGHT)

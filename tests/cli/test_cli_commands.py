@@ -153,8 +153,7 @@ def test_environment():
     assert [fast[gemm]["engine"] for gemm in ("fprop", "dgrad", "wgrad")] == ["mxfp4"] * 3
     assert [fast["experts"][gemm]["engine"] for gemm in ("fprop", "dgrad", "wgrad")] == ["fp8"] * 3
     assert {row["fprop"]["engine"] for row in data["products"] if row["hardware"] == "sm_80"} == {"dense"}
-    assert data["self_checks"]["no GPU"]["fp8 products of experts"] == "not checked (no GPU)"
-    assert len(data["self_checks"]["no GPU"]) == 11
+    assert data["self_checks"]["no GPU"]["packed experts"] == "not checked (no GPU)"
     lines = run("env").stdout.splitlines()
     assert len(lines) <= 16 and f"hf-mxfp4      {hf_mxfp4.__version__}" in lines and "GPUs          none" in lines
     assert lines[-1].endswith("hf-mxfp4 env --verbose")
@@ -165,8 +164,7 @@ def test_environment_on_screen(monkeypatch):
     monkeypatch.setattr(environment, "present_gpus", lambda: [gpu])
     monkeypatch.setattr(ops, "hardware_of", lambda device: "sm_90")
     states = {"decode": "not checked yet"}, {"decode": "failed: off by 1"}
-    monkeypatch.setattr(self_check, "states", lambda device: states[0])
-    monkeypatch.setattr(self_check, "check_all", lambda device: states[1])
+    monkeypatch.setattr(self_check, "states", lambda device, check: states[check])
     assert json.loads(run("env", "--json").stdout)["self_checks"] == {"cuda:0": states[0]}
     assert json.loads(run("env", "--json", "--check").stdout)["self_checks"] == {"cuda:0": states[1]}
     short = run("env").stdout

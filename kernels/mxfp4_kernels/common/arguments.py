@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles of kernel arguments, named tuples that Triton takes apart.
 
-Names in capitals are compile-time constants. Numbers that must not specialize a kernel (seeds, row counts) stay separate
-arguments, because ``do_not_specialize`` goes by name. A kernel function may take a bundle with `None` in it, but Triton
-3.6 cannot compile one that returns it.
+Names in capitals are compile-time constants. Numbers that must not specialize a kernel (seeds, row counts) stay
+separate arguments, because ``do_not_specialize`` goes by name. A kernel function may take a bundle with `None` in it,
+but Triton 3.6 cannot compile one that returns it.
 """
 
 from __future__ import annotations

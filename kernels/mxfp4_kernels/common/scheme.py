@@ -141,8 +141,12 @@ class Side(NamedTuple):
         return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
+#: Blocks of 32 without macro bytes and residual; an axis that is rounded to nearest and not rotated.
+PLAIN, NEAREST = Scheme(), Side()
+
+
 class Packed(NamedTuple):
-    """Contiguous uint8 tensors of a quantized tensor ``[..., K]``. Where rows share blocks, bytes are there for each row.
+    """Contiguous uint8 tensors of a quantized tensor ``[..., K]``. Where rows share blocks, each row has bytes.
 
     Attributes:
         codes: ``[..., ceil(K/2)]``, two E2M1 codes per byte, even index in the low nibble.

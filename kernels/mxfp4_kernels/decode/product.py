@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of a few bfloat16 rows with a packed weight, or with those of experts, whose codes are read once.
 
-What it computes: ``x Q(W)^T + bias``. Every product is exact and summed in float32: scales and block mantissas are exact
-in the bfloat16 operand, macro factors and the weight of the residual multiply float32 sums.
+What it computes: ``x Q(W)^T + bias``. Every product is exact and summed in float32: scales and block mantissas are
+exact in the bfloat16 operand, macro factors and the weight of the residual multiply float32 sums.
 
 Tile: the weight is the left operand, whose ``BN`` rows are decoded in the registers that the tensor cores read, for
 ``BM`` rows of ``x``, ``BK`` columns at a time. Rows of experts are sorted by expert; tiles never straddle experts.
 
-Launch: the first axis of the grid runs over tiles; where these are fewer than the GPU holds, several programs share each
-along K (second axis). How many tiles experts have is known on the device alone, so the grid has the most that there can
-be, and programs without a tile leave at once: nothing is read back, and one CUDA graph serves every routing.
+Launch: the first axis of the grid runs over tiles; where these are fewer than the GPU holds, several programs share
+each along K (second axis). How many tiles experts have is known on the device alone, so the grid has the most that
+there can be, and programs without a tile leave at once: nothing is read back, and one CUDA graph serves every routing.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def decode_kernel(
             tl.store(partial.arrived + pid, 0)
 
 
-def unsupported_weight(dtype: torch.dtype, length: int, scheme: Scheme) -> str | None:
+def unsupported_weight(dtype: torch.dtype, length: int) -> str | None:
     """Return why [`linear_w4a16`] does not multiply rows of a dtype with a packed weight ``[..., N, length]``; `None`
     when it does. Other products are ordinary ones with what `dequantize` returns."""
     if dtype != torch.bfloat16:
@@ -304,8 +304,8 @@ def _check(
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"linear_w4a16 needs a tensor, got {type(x).__name__}")
     if x.dtype != torch.bfloat16:
-        raise TypeError(unsupported_weight(x.dtype, length, scheme))
-    if (reason := unsupported_weight(x.dtype, length, scheme)) is not None:
+        raise TypeError(unsupported_weight(x.dtype, length))
+    if (reason := unsupported_weight(x.dtype, length)) is not None:
         raise ValueError(reason)
     packed.check(length, scheme)
     axes = 2 if offsets is None else 3
