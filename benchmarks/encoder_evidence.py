@@ -79,7 +79,7 @@ def round_encoder(model: nn.Module, batches: list[torch.Tensor], scheme: ModelSc
             linear = model.get_submodule(name)
             with cached_weights(model, "dense"):
                 moments = second_moments(linear, (model(input_ids=ids) for ids in batches))
-            fprop = scheme.config.gemms(name).fprop
+            fprop = scheme.config.gemms().fprop
             linear.weight.copy_(round_weight(linear.weight, moments, fprop.right, fprop.rotation))
     return len(layers)
 

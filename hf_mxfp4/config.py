@@ -265,8 +265,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         scheme = self.gemms().fprop.left
         return scheme if isinstance(scheme, QuantScheme) else None
 
-    def gemms(self, *names: str) -> LinearScheme:
-        """Return how the three products of a layer are computed, of all layers alike."""
+    def gemms(self) -> LinearScheme:
+        """Return how the three products of a layer are computed."""
         return self._gemms
 
     @functools.cached_property

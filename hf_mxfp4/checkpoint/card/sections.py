@@ -180,8 +180,6 @@ def _scheme(config: MXFP4RLConfig, report: QuantizationReport) -> str:
     for gemm, product in (("dgrad", scheme.dgrad), ("wgrad", scheme.wgrad)):
         if product != PLAIN:
             rows[f"backward product {gemm}"] = scheme.describe(gemm)
-    for pattern, options in config.layer_overrides or ():
-        rows[f"backward of {code(pattern)}"] = "; ".join(f"{gemm} {dict(given)}" for gemm, given in options)
     rows["quantized layers"] = str(report.n_quantized)
     n_experts = sum(_EXPERT.search(name) is not None for name in report.quantized)
     if n_experts:

@@ -85,7 +85,7 @@ def quantization_config(model: nn.Module, args: MXFP4GRPOConfig) -> tuple[dict[s
     settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
     mode = (stored.get("quantization_config") or {}).get("mode", "qat")
     # What is left out is about gradients alone.
-    scheme = replace(base_scheme(model), mode=mode, layer_overrides=None, stochastic_seed=0)
+    scheme = replace(base_scheme(model), mode=mode, stochastic_seed=0)
     kept = f"dense: {dense_reason}"
     if not dense_reason:
         kept = f"in 4 bits, with room for adapters of rank {settings.adapter_rank}"
