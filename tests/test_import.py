@@ -62,13 +62,6 @@ def test_importing_and_asking_for_help_load_nothing_heavy():
     assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "None []", "[]", "14 []", "[]"]
 
 
-def test_help_of_the_module_imports_neither_torch_nor_transformers():
-    done = run_python("-X", "importtime", "-m", "hf_mxfp4.cli", "--help")
-    assert "analyze" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "hf_mxfp4.cli.plan" in imported and not {"torch", "transformers"} & imported
-
-
 #: Runs the programs that it is given, each in a fork that has imported what takes longest.
 IN_FORKS = """
 import os, sys, traceback
@@ -158,20 +151,9 @@ def test_public_names():
         assert getattr(hf_mxfp4, name).__name__ == f"hf_mxfp4.{name}"
 
 
-def test_a_name_that_does_not_exist():
-    with pytest.raises(AttributeError, match="'hf_mxfp4' has no attribute 'MXFP5Linear'"):
-        _ = hf_mxfp4.MXFP5Linear
-
-
 @functools.cache
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
-
-
-def files_of(folder: Path) -> list[Path]:
-    files = sorted(folder.rglob("*.py"))
-    assert files
-    return files
 
 
 def imported_at_once(file: Path) -> set[str]:
