@@ -188,11 +188,6 @@ def test_invalid_values_are_named(name):
             assert f"{name}={value!r}" in str(error.value)
 
 
-def test_activation_fallback_without_quantized_activations_is_refused():
-    with pytest.raises(ValueError, match="outlier_fallback_operands='activations'.*preset='w4a16'"):
-        MXFP4RLConfig(preset="w4a16", outlier_fallback_operands="activations")
-
-
 @pytest.mark.parametrize("method", ["mxfp4", "bitsandbytes", "MXFP4_RL"])
 def test_the_config_of_another_method_is_refused(method):
     with pytest.raises(ValueError, match=f"'{method}'.*'mxfp4_rl'"):
@@ -236,14 +231,6 @@ def test_copies_are_equal_frozen_and_hash_alike(options):
         with pytest.raises(dataclasses.FrozenInstanceError):
             other.preset = "w4a16"
     assert {config, *copies} == {config}
-
-
-def test_from_dict_keywords_replace_entries_and_leave_the_rest():
-    source = {"preset": "w4a16", "scale_rule": "floor"}
-    config, unused = MXFP4RLConfig.from_dict(source, return_unused_kwargs=True, preset="w4a4", trust_remote_code=True)
-    assert config == MXFP4RLConfig(preset="w4a4", scale_rule="floor")
-    assert unused == {"trust_remote_code": True}
-    assert source == {"preset": "w4a16", "scale_rule": "floor"}
 
 
 def test_dictionary_form_is_accepted_by_from_pretrained(checkpoint):
