@@ -16,8 +16,7 @@ from transformers import TrainingArguments
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
-from hf_mxfp4.checkpoint import add_evaluation, last_complete_checkpoint
-from hf_mxfp4.checkpoint.io.complete import checkpoint_step, invalidate
+from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import replace_file
 from hf_mxfp4.lab import plot_training
 from hf_mxfp4.stats import share_text

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.io.complete import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
+from ...checkpoint import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
 from ...files import is_number
 from ...run_log import RUN_LOG
 

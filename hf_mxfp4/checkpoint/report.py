@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a conversion did to each layer, and what it cost."""
+"""What a conversion did to each layer, and the error that it added."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
+from ..files import json_clean
+
 
 #: What can happen to a layer: the same bytes, MXFP4 again from its packed values, full precision with the quantized
 #: values, MXFP4 straight from full precision, or full precision as it was.
 ACTIONS = ("kept", "requantized", "dequantized", "packed", "left")
-
-#: What an error is the distance to: full-precision weights that were read, or the values of packed ones.
+#: What an error is measured against: full-precision weights that were read, or the values of packed ones.
 ORIGINAL, PACKED = "the full-precision weights", "the packed values"
+#: Rows that are compared at a time.
+_ROWS = 1024
 
 
 @dataclass
@@ -23,30 +26,30 @@ class LayerCost:
     """What was done to one weight.
 
     Attributes:
-        name: of the layer; of experts, of the one weight that the model has for all of them.
+        name: of the layer; for experts, of the one weight that the model has for all of them.
         action: one of [`ACTIONS`].
-        reason: why, where it was not the user's choice for all layers.
-        matrices: how many linear maps it is, more than one of experts alone.
-        signal, noise: energy of the values before, and of their change; elements that are not finite left out.
+        reason: why, if it was not the user's choice for all layers.
+        matrices: number of linear maps, more than one for experts only.
         n_weights: elements.
-        bytes_before, bytes_after: what its tensors take in the files read and written, biases not counted.
+        signal, noise: energy of the values before, and of their change; elements that are not finite left out.
+        bytes_before, bytes_after: size of its tensors in the files read and written, biases not counted.
     """
 
     name: str
     action: str
     reason: str | None = None
-    signal: float = 0.0
-    noise: float = 0.0
     matrices: int = 1
     n_weights: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
     bytes_before: int = 0
     bytes_after: int = 0
 
     def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Count values before and after the change, in any dtype."""
-        before, after = before.float(), after.float()
-        self.signal += before.square().nansum(dtype=torch.float64).item()
-        self.noise += (after - before).square().nansum(dtype=torch.float64).item()
+        """Count a matrix before and after the change, in any dtypes."""
+        for old, new in zip(before.split(_ROWS), after.split(_ROWS), strict=True):
+            self.signal += old.float().square().nansum(dtype=torch.float64).item()
+            self.noise += (new.float() - old.float()).square().nansum(dtype=torch.float64).item()
 
     @property
     def sqnr_db(self) -> float:
@@ -55,7 +58,7 @@ class LayerCost:
 
 
 def sqnr_db(costs: Iterable[LayerCost]) -> float:
-    """Signal to noise of several layers in decibels, energies summed; infinite when nothing changed."""
+    """Return signal to noise of several layers in decibels, energies summed; infinite when nothing changed."""
     costs = list(costs)
     signal, noise = (math.fsum(getattr(cost, name) for cost in costs) for name in ("signal", "noise"))
     if noise == 0:
@@ -64,7 +67,7 @@ def sqnr_db(costs: Iterable[LayerCost]) -> float:
 
 
 def bits_per_weight(costs: Iterable[LayerCost], when: str = "after") -> float | None:
-    """Bits in the files for each element of some layers, ``"before"`` or ``"after"``; `None` without elements."""
+    """Return bits in the files per element of some layers, ``"before"`` or ``"after"``; `None` without elements."""
     costs = list(costs)
     n_weights = sum(cost.n_weights for cost in costs)
     return 8 * sum(getattr(cost, f"bytes_{when}") for cost in costs) / n_weights if n_weights else None
@@ -80,10 +83,10 @@ class ConversionReport:
         scheme: of the checkpoint read, one line.
         layers: one entry per quantized layer, and per fused weight of experts.
         notes: what else is different, in sentences.
-        weights: the scheme of the weights written, where it is another than that of those read.
+        weights: the scheme of the weights written, if it differs from that of those read.
         against: [`ORIGINAL`] or [`PACKED`], what errors are measured against.
-        source_sqnr_db: of a packed checkpoint that was read, the SQNR of its values against what was packed, in
-            decibels, where that was recorded.
+        source_sqnr_db: of a packed checkpoint that was read, the recorded SQNR of its values against what was packed,
+            in decibels.
         bytes_before, bytes_after: all tensors in the files read and written.
         file: name of the file in ``path`` that holds this report.
     """
@@ -101,13 +104,13 @@ class ConversionReport:
     file: str | None = None
 
     def counts(self) -> dict[str, int]:
-        """Number of linear maps by action, those that happened; each expert's count."""
+        """Return the number of linear maps by action, those that happened; each expert counts."""
         found = {action: sum(c.matrices for c in self.layers if c.action == action) for action in ACTIONS}
         return {action: count for action, count in found.items() if count}
 
     @property
     def n_layers(self) -> int:
-        """Linear maps that are quantized, before or after, or that the format alone leaves in full precision."""
+        """Linear maps that are quantized, before or after, or that only the format leaves in full precision."""
         return sum(layer.matrices for layer in self.layers)
 
     @property
@@ -120,7 +123,7 @@ class ConversionReport:
         return sqnr_db(self.layers)
 
     def error(self) -> str:
-        """The error of all weights in one sentence, and what it is measured against."""
+        """Return the error of all weights in one sentence, and what it is measured against."""
         if self.against == ORIGINAL:
             exact = "no weight differs from the full-precision ones"
             return f"{_sqnr(self.total_sqnr_db)} against {ORIGINAL}" if self.changed else exact
@@ -131,41 +134,28 @@ class ConversionReport:
         return f"{measured} {PACKED}, {before}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-clean; `sqnr_db` is null where nothing changed."""
-        layers = [
+        """Return a value for JSON; `sqnr_db` is null where nothing changed."""
+        shown = ("name", "matrices", "action", "reason", "sqnr_db", "bytes_before", "bytes_after")
+        return json_clean(
             {
-                "name": c.name,
-                "matrices": c.matrices,
-                "action": c.action,
-                "reason": c.reason,
-                "sqnr_db": _finite(c.sqnr_db),
-                "bytes_before": c.bytes_before,
-                "bytes_after": c.bytes_after,
+                "format": self.format,
+                "source_scheme": self.scheme,
+                "weights": self.weights,
+                "n_layers": self.n_layers,
+                "actions": self.counts(),
+                "n_changed": len(self.changed),
+                "sqnr_db": self.total_sqnr_db,
+                "sqnr_against": self.against,
+                "source_sqnr_db": self.source_sqnr_db,
+                "bytes_before": self.bytes_before,
+                "bytes_after": self.bytes_after,
+                "bits_per_weight_before": bits_per_weight(self.layers, "before"),
+                "bits_per_weight_after": bits_per_weight(self.layers),
+                "notes": self.notes,
+                "layers": [{name: getattr(layer, name) for name in shown} for layer in self.layers],
             }
-            for c in self.layers
-        ]
-        return {
-            "format": self.format,
-            "source_scheme": self.scheme,
-            "weights": self.weights,
-            "n_layers": self.n_layers,
-            "actions": self.counts(),
-            "n_changed": len(self.changed),
-            "sqnr_db": _finite(self.total_sqnr_db),
-            "sqnr_against": self.against,
-            "source_sqnr_db": None if self.source_sqnr_db is None else _finite(self.source_sqnr_db),
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "bits_per_weight_before": bits_per_weight(self.layers, "before"),
-            "bits_per_weight_after": bits_per_weight(self.layers),
-            "notes": self.notes,
-            "layers": layers,
-        }
+        )
 
 
 def _sqnr(value: float) -> str:
     return f"SQNR {value:.2f} dB"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints as packed layers, read one at a time: packed ones, full-precision ones, and other engines' formats."""
+"""Checkpoints that are converted, read one matrix at a time: packed, full-precision, and other engines' formats."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...config import QUANT_METHOD, MXFP4RLConfig
-from ...experts_layout import unsupported_reason
-from ...gemm import check_rotation, quantize_weight
-from ...module_names import fused_experts
-from ..formats import FORMATS, LayerShape, PackedFormat
-from ..io.folder import CheckpointError, CheckpointFolder
-from ..io.reader import StoredTensor, read_headers
-from ..io.tensor_names import FileNames, unknown_layout
-from ..io.validate import check_checkpoint
-from .stored_weights import join_pieces, layer_shapes, packed_names, packed_specs, quantizable_layers, read_tensor
+from ..config import QUANT_METHOD, MXFP4RLConfig
+from ..experts_layout import unsupported_reason
+from ..gemm import check_rotation, quantize_weight
+from ..module_names import fused_experts
+from .folder import CheckpointError, CheckpointFolder
+from .formats import FORMATS, PackedFormat
+from .layers import LayerShape, NewLayer, layer_shapes, packed_tensors, plain_tensors, quantizable_layers
+from .scheme import read_record
+from .tensor_names import FileNames, unknown_layout
+from .tensors import NewTensor, StoredTensor, read_header
 
 
 #: What to do with checkpoints of bitsandbytes, GPTQ, AWQ, FP8 and the like.
@@ -31,12 +31,12 @@ NOT_IMPORTED = (
 
 
 class LayerSource(ABC):
-    """A checkpoint whose quantized layers can be had in packed form.
+    """A checkpoint whose quantized layers can be read in packed form.
 
     Attributes:
         folder: what is read.
         config: the scheme, of mode ``"packed"``.
-        model: the model without memory.
+        model: the model on the meta device.
         names: what the files call the tensors of the model.
         has_experts: whether experts are quantized; packed checkpoints then have the model's names.
         shapes: weights to be quantized, in the model's order: linear layers by their names, the fused weights of
@@ -84,26 +84,41 @@ class LayerSource(ABC):
 
     @abstractmethod
     def stored(self, layer: str) -> Iterable[StoredTensor]:
-        """The tensors of the files that make a weight."""
+        """Return the tensors of the files that make up a weight."""
 
     @abstractmethod
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
-        """The packed tensors of one matrix by the names of [`PACKED_FIELDS`]. Raises `ShardError`."""
+        """Return the packed tensors of one matrix by the names of [`PACKED_FIELDS`]. Raises `ShardError`."""
 
-    def find(self, name: str) -> StoredTensor:
-        """Return the tensor of the files for one of the model. Raises [`CheckpointError`] if there is none."""
-        stored = self.names.stored.get(name, name)
-        if stored in self.folder.tensors:
-            return self.folder.tensors[stored]
-        if name in self.names.converted.values():
+    def packed_layer(self, layer: str, make: Callable[[str], dict[str, torch.Tensor]]) -> NewLayer:
+        """Return a layer in our own packed files; ``make(layer)`` makes its packed fields."""
+        name, shape = self.in_packed_files(layer), self.shapes[layer]
+        specs = packed_tensors(name, shape, shape.meta_packed(self.config.weight_scheme))
+        return NewLayer(specs, lambda: packed_tensors(name, shape, make(layer)))
+
+    def find(self, name: str, spec: torch.Tensor | None = None) -> StoredTensor:
+        """Return the tensor of the files for one of the model. Raises [`CheckpointError`] if there is none, or it has
+        not the shape of ``spec``, or another dtype unless both are floating-point."""
+        stored = self.folder.tensors.get(self.names.stored.get(name, name))
+        if stored is None and name in self.names.converted.values():
             raise unknown_layout(self.model, name)
-        raise CheckpointError(
-            f"{self.folder.path} has no {name}, which a {type(self.model).__name__} needs; complete the files, or "
-            "restore the config.json that was saved with them"
-        )
+        if stored is None:
+            raise CheckpointError(
+                f"{self.folder.path} has no {name}, which a {type(self.model).__name__} needs; complete the files, or "
+                "restore the config.json that was saved with them"
+            )
+        if spec is not None:
+            same = stored.dtype == spec.dtype or stored.dtype.is_floating_point and spec.dtype.is_floating_point
+            if not same or stored.shape != tuple(spec.shape):
+                kind = "floating-point" if spec.dtype.is_floating_point else spec.dtype
+                raise CheckpointError(
+                    f"{stored.file.name}: {stored.name} is {stored.dtype} {list(stored.shape)}; the model needs "
+                    f"{kind} {list(spec.shape)}"
+                )
+        return stored
 
     def check_complete(self) -> None:
-        """Raise [`CheckpointError`] where the files lack a tensor that the model needs."""
+        """Raise [`CheckpointError`] if the files lack a tensor that the model needs."""
         if self.names.missing:
             self.find(min(self.names.missing))
 
@@ -118,7 +133,7 @@ class LayerSource(ABC):
         return {name: tensor for name, tensor in self.folder.tensors.items() if name not in out}
 
     def notes_on_rest(self) -> list[str]:
-        """Say which tensors of the files are left out, as transformers ignores them."""
+        """Name the tensors of the files that are left out, as transformers ignores them."""
         ignored = sorted(self.names.unexpected - self._taken)
         if not ignored:
             return []
@@ -134,32 +149,81 @@ class LayerSource(ABC):
     def total_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.folder.tensors.values())
 
+    # ---- tensors that are not quantized ---------------------------------------------------------------------------
+
+    def packed_rest(self) -> list[NewTensor]:
+        """Return all other tensors by the names that `save_pretrained` of the packed model gives."""
+        return self.model_rest() if self.has_experts else _copies(self.rest)
+
+    def plain_rest(self) -> list[NewTensor]:
+        """Return all other tensors by the names in a plain model's files, experts in as many tensors as there."""
+        return self._renamed(to_files=True) if self.has_experts else _copies(self.rest)
+
+    def model_rest(self) -> list[NewTensor]:
+        """Return all other tensors by the names that the model has in memory."""
+        return self._renamed(to_files=False)
+
+    def _renamed(self, to_files: bool) -> list[NewTensor]:
+        names, rest, renamed = self.names, dict(self.rest), []
+        for name, shape in self._unquantized_experts().items():
+            if (stored := names.stored.get(name, name)) in rest:
+                tensor = rest.pop(stored)
+                renamed += _split(tensor, shape) if to_files and shape.pieces else _copies({name: tensor})
+            elif all(piece.name in rest for piece in shape.pieces):
+                pieces = {piece.name: rest.pop(piece.name) for piece in shape.pieces}
+                renamed += _copies(pieces) if to_files else [self._joined(name, shape)]
+        for stored, tensor in rest.items():
+            if not to_files and stored in names.converted:
+                raise unknown_layout(self.model, names.converted[stored])
+            name = names.places.get(stored, stored)
+            renamed += _copies({names.whole.get(name, stored) if to_files else name: tensor})
+        return renamed
+
+    def _unquantized_experts(self) -> dict[str, LayerShape]:
+        """Return the fused weights of experts that are several tensors in files and are not quantized."""
+        owners = {name.rpartition(".")[0] for name in self.names.pieces.keys() - self.shapes.keys()}
+        layers = {name: self.model.get_submodule(name) for name in sorted(owners)}
+        supported = {name: layer for name, layer in layers.items() if unsupported_reason(layer) is None}
+        return layer_shapes(supported, self.names)
+
+    def _joined(self, name: str, shape: LayerShape) -> NewTensor:
+        dtype = self.folder.tensors[shape.pieces[0].name].dtype
+        return NewTensor(
+            name, dtype, shape.full_shape(), lambda: torch.stack([self.join(shape, e) for e in shape.matrices])
+        )
+
+    def join(self, shape: LayerShape, expert: int) -> torch.Tensor:
+        """Return an expert's matrix ``[N, K]`` from the tensors that hold its rows. Raises `ShardError`."""
+        pieces = shape.pieces_of(expert)
+        dtype = self.folder.tensors[pieces[0].name].dtype
+        whole = torch.empty(shape.out_features, shape.in_features, dtype=dtype)
+        for piece in pieces:
+            whole[piece.rows] = self.folder.tensors[piece.name].read()
+        return whole
+
 
 class PackedSource(LayerSource):
-    """A checkpoint that a packed model saved."""
+    """A checkpoint that a packed model saved. ``sqnr_db``: of its weights when they were packed, in decibels, if that
+    was recorded."""
 
     def __init__(self, folder: CheckpointFolder):
         config = own_config(folder)
         if config is None or config.mode != "packed":
             raise CheckpointError(f"{folder.path} is no packed checkpoint")
         super().__init__(folder, config)
-        self._fields = {
-            layer: packed_names(self.in_files(layer), shape, config) for layer, shape in self.shapes.items()
-        }
-        packed = folder.empty_model()
+        self._fields: dict[str, dict[str, StoredTensor]] = {}
         for layer, shape in self.shapes.items():
-            for name, spec in packed_specs(layer, shape, config).items():
-                owner, _, own = name.rpartition(".")
-                tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-                packed.get_submodule(owner).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
-        #: What was recorded of the weights' SQNR when they were packed, in decibels.
-        self.sqnr_db: float | None = check_folder(folder, packed, config).get("weight_sqnr_db")
+            fields = shape.meta_packed(config.weight_scheme)
+            specs = packed_tensors(self.in_files(layer), shape, fields)
+            self._fields[layer] = {field: self.find(*spec) for field, spec in zip(fields, specs.items(), strict=True)}
+        self.check_complete()
+        self.sqnr_db: float | None = _record(folder, config).get("weight_sqnr_db")
 
     def stored(self, layer: str) -> list[StoredTensor]:
-        return [self.folder.tensors[name] for name in self._fields[layer].values()]
+        return list(self._fields[layer].values())
 
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
-        return {field: read_tensor(self.folder.tensors[name], expert) for field, name in self._fields[layer].items()}
+        return {field: _read(tensor, expert) for field, tensor in self._fields[layer].items()}
 
 
 class MasterSource(LayerSource):
@@ -182,37 +246,32 @@ class MasterSource(LayerSource):
             raise CheckpointError(f"{folder.path} was trained under {own.describe()}; {own.packing_unsupported_reason}")
         super().__init__(folder, config or own.packed())
         if own is not None:
-            check_folder(folder, self.model, own)
-        self._whole: dict[str, StoredTensor] = {}
+            _record(folder, own)
+        self._stored: dict[str, list[StoredTensor]] = {}
         for layer, shape in self.shapes.items():
             name = layer if shape.experts is not None else f"{layer}.weight"
-            if name in self.names.stored or not shape.pieces:
-                self._whole[layer] = self.find(name)
-                _check_float(self._whole[layer], shape.full_shape())
-                continue
-            # One tensor for each expert, and often two: neither is ever joined with those of other experts.
-            for piece in shape.pieces:
-                _check_float(self.find(piece.name), (shape.n_rows(piece), shape.in_features))
+            whole = name in self.names.stored or not shape.pieces
+            spec = torch.empty(shape.full_shape(), device="meta")
+            specs = {name: spec} if whole else plain_tensors(name, shape, shape.meta())
+            self._stored[layer] = [self.find(*spec) for spec in specs.items()]
         self.check_complete()
 
     def stored(self, layer: str) -> list[StoredTensor]:
-        if layer in self._whole:
-            return [self._whole[layer]]
-        return [self.folder.tensors[piece.name] for piece in self.shapes[layer].pieces]
+        return self._stored[layer]
 
     def master(self, layer: str, expert: int | None = None) -> torch.Tensor:
-        """One full-precision matrix ``[N, K]``. Raises `ShardError`."""
-        shape = self.shapes[layer]
-        if layer in self._whole:
-            weight = read_tensor(self._whole[layer], expert)
-            return weight.t() if shape.transposed else weight
-        return join_pieces(self.folder, shape, expert)
+        """Return one full-precision matrix ``[N, K]``. Raises `ShardError`."""
+        shape, stored = self.shapes[layer], self._stored[layer]
+        if len(stored) > 1:
+            return self.join(shape, expert)
+        weight = _read(stored[0], expert)
+        return weight.t() if shape.transposed else weight
 
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
         return self.pack(self.master(layer, expert))
 
     def pack(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The packed tensors of a full-precision matrix ``[N, K]``."""
+        """Return the packed tensors of a full-precision matrix ``[N, K]``."""
         config = self.config
         return quantize_weight(master, config.weight_scheme, config.backend, config.weight_rotation)
 
@@ -251,45 +310,32 @@ class ForeignSource(LayerSource):
                 scales -= own
         if scales:
             foreign = min(scales).removesuffix(".weight_scale").removesuffix("_scales")
+            more = f" and {len(scales) - 1} more" if len(scales) > 1 else ""
             raise CheckpointError(
-                f"{folder.path} quantizes {foreign}"
-                + (f" and {len(scales) - 1} more" if len(scales) > 1 else "")
-                + ", which this package keeps in full precision (heads, routers, embeddings) or cannot pack"
+                f"{folder.path} quantizes {foreign}{more}, which this package keeps in full precision (heads, routers, "
+                "embeddings) or cannot pack"
             )
         skips = [*(name for name in candidates if name not in quantized), *left_out]
         super().__init__(folder, _with_skips(imported.config, skips), model, names)
-        self._specs = {layer: format.specs(self.in_files(layer), shape) for layer, shape in self.shapes.items()}
-        for specs in self._specs.values():
-            for name, spec in specs.items():
-                tensor = self.find(name)
-                if tensor.dtype != spec.dtype or tensor.shape != spec.shape:
-                    raise CheckpointError(
-                        f"{tensor.file.name}: {name} is {tensor.dtype} {list(tensor.shape)}; the model needs "
-                        f"{spec.dtype} {list(spec.shape)}"
-                    )
+        self._stored = {
+            layer: [self.find(*spec) for spec in format.specs(self.in_files(layer), shape).items()]
+            for layer, shape in self.shapes.items()
+        }
         if format.plain_names:
             self.check_complete()
 
     def stored(self, layer: str) -> list[StoredTensor]:
-        return [self.folder.tensors[name] for name in self._specs[layer]]
+        return self._stored[layer]
 
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
-        return self.format.read(self.in_files(layer), self.shapes[layer], expert, self._read)
+        def read(name: str, index: int | None = None) -> torch.Tensor:
+            return _read(self.folder.tensors[name], index)
 
-    def _read(self, name: str, index: int | None = None) -> torch.Tensor:
-        return read_tensor(self.folder.tensors[name], index)
-
-
-def _check_float(tensor: StoredTensor, expected: tuple[int, ...]) -> None:
-    if not tensor.dtype.is_floating_point or tensor.shape != expected:
-        raise CheckpointError(
-            f"{tensor.file.name}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}; "
-            f"the model needs floating-point {list(expected)}"
-        )
+        return self.format.read(self.in_files(layer), self.shapes[layer], expert, read)
 
 
 def own_config(folder: CheckpointFolder) -> MXFP4RLConfig | None:
-    """The scheme in a checkpoint's `config.json`; `None` for a plain one. Raises [`CheckpointError`]."""
+    """Return the scheme in a checkpoint's `config.json`; `None` for a plain one. Raises [`CheckpointError`]."""
     options = folder.quantization
     if not options:
         return None
@@ -302,13 +348,11 @@ def own_config(folder: CheckpointFolder) -> MXFP4RLConfig | None:
         raise CheckpointError(f"the quantization_config of {folder.path} cannot be read: {error}") from error
 
 
-def check_folder(folder: CheckpointFolder, model: nn.Module, config: MXFP4RLConfig) -> dict[str, Any]:
-    """[`check_checkpoint`] of a folder. Raises [`CheckpointError`]."""
-    try:
-        files = read_headers(sorted({tensor.file for tensor in folder.tensors.values()}))
-        return check_checkpoint(files, model, config)
-    except ValueError as error:
-        raise CheckpointError(f"{folder.path}: {error}") from None
+def open_own(folder: CheckpointFolder) -> LayerSource:
+    """Return a checkpoint of this package, and check that `config.json` describes its files. Raises
+    [`CheckpointError`]."""
+    config = own_config(folder)
+    return PackedSource(folder) if config is not None and config.mode == "packed" else MasterSource(folder)
 
 
 def importable() -> dict[str, PackedFormat]:
@@ -325,6 +369,27 @@ def _what_is_possible(options: Mapping[str, Any]) -> str:
             return f"it cannot be imported ({error}); {NOT_IMPORTED}"
         return "import it first (hf-mxfp4 import), or use the full-precision checkpoint that it was made from"
     return NOT_IMPORTED
+
+
+def _record(folder: CheckpointFolder, config: MXFP4RLConfig) -> dict[str, Any]:
+    try:
+        return read_record([read_header(file) for file in folder.files], config)
+    except ValueError as error:
+        raise CheckpointError(f"{folder.path}: {error}") from None
+
+
+def _read(tensor: StoredTensor, index: int | None = None) -> torch.Tensor:
+    return tensor.read() if index is None else tensor.read(index, index + 1)[0]
+
+
+def _copies(tensors: Mapping[str, StoredTensor]) -> list[NewTensor]:
+    return [NewTensor(name, tensor.dtype, tensor.shape, tensor.read) for name, tensor in tensors.items()]
+
+
+def _split(tensor: StoredTensor, shape: LayerShape) -> list[NewTensor]:
+    specs = plain_tensors("", shape, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    layer = NewLayer(specs, lambda: plain_tensors("", shape, tensor.read()))
+    return layer.tensors
 
 
 def _owner(names: FileNames, weight: str, shape: LayerShape) -> str:

@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from ...experts_layout import projections, unsupported_reason
-from ...gemm import PACKED_SUFFIXES
-from ...module_names import fused_experts
+from ..experts_layout import projections, unsupported_reason
+from ..gemm import PACKED_SUFFIXES
+from ..module_names import fused_experts
 from .folder import CheckpointError
 
 
@@ -94,16 +94,6 @@ class FileNames:
     def is_tied_away(self, name: str) -> bool:
         """Return whether the files have a tensor of the model only under the name of another that it is tied to."""
         return name in self._shapes and name not in self._found and name not in self.missing
-
-    def unwanted(self) -> set[str]:
-        """Return the unexpected names that transformers would warn of, and not ignore silently."""
-        patterns = set(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        buffers = {name for name, _ in self._model.named_buffers()}
-        # As `PreTrainedModel._adjust_missing_and_unexpected_keys` adds them.
-        patterns |= {r"rotary_emb\.inv_freq"} if any(b.endswith("rotary_emb.inv_freq") for b in buffers) else set()
-        patterns |= {r"(^|\.)position_ids$"} if any(b.endswith("position_ids") for b in buffers) else set()
-        ignored = _matcher(patterns)
-        return {name for name in self.unexpected if not ignored(name)}
 
     @cached_property
     def pieces(self) -> dict[str, tuple[Piece, ...]]:
