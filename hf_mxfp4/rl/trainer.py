@@ -38,7 +38,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.rewards import get_soft_overlong_punishment
 
 from .._logging import get_logger
-from ..checkpoint.card.model import decoration
+from ..checkpoint import decoration
 from .callbacks.monitor import PolicyMonitor
 from .callbacks.run_facts import mend_card, run_facts
 from .checks import (
