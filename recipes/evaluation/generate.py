@@ -91,7 +91,7 @@ def complete_batches(
     was_training = model.training
     model.eval()
     try:
-        with cached_weights() if cache_weights else uncached_weights():
+        with cached_weights(model) if cache_weights else uncached_weights(model):
             # Sharded weights are gathered by all processes together: all run as many batches.
             for start in range(0, len(batches), state.num_processes):
                 mine = start + state.process_index

@@ -51,7 +51,7 @@ class RecipeArguments(TaskArguments):
 
 #: Options of `MXFP4RLConfig` that are mappings or lists of them: nested in a YAML file, as YAML or JSON on the command
 #: line.
-_YAML_OPTIONS = ("fprop", "dgrad", "wgrad", "layer_overrides")
+_YAML_OPTIONS = ("fprop", "dgrad", "wgrad")
 
 
 def _quantization_arguments() -> type:

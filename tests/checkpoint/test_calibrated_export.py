@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export with calibration texts: rounding that takes back its own errors in the outputs."""
 
-import json
-
 import pytest
 import torch
 from export_files import save_packed, save_plain
@@ -14,8 +12,8 @@ from hf_mxfp4 import QuantScheme
 from hf_mxfp4.checkpoint import export
 from hf_mxfp4.checkpoint.convert.calibration import Calibration
 from hf_mxfp4.checkpoint.io.folder import ArgumentError, CheckpointError, open_checkpoint
-from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
-from hf_mxfp4.lab.gptq.weight import round_weight
+from hf_mxfp4.gemm import quantize_weight
+from hf_mxfp4.lab import round_weight
 
 
 TEXTS = TEXT * 12
@@ -77,19 +75,3 @@ def test_texts_that_have_no_effect_or_are_too_short(plain, tmp_path):
     with pytest.raises(ArgumentError, match="has no effect here"):
         export(packed, tmp_path / "out", "gguf", calibration=TEXTS)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command_reads_both_kinds_of_files(plain, tmp_path):
-    from typer.testing import CliRunner
-
-    from hf_mxfp4.cli import app
-
-    lines = tmp_path / "texts.jsonl"
-    lines.write_text("\n".join(json.dumps({"question": text, "answer": "4", "n": 1}) for text in TEXTS))
-    (tmp_path / "texts.txt").write_text("\n\n".join(f"{text}\n4" for text in TEXTS))
-    for name in ("texts.jsonl", "texts.txt"):
-        arguments = ["export", plain, tmp_path / name[-3:], "--format", "quark", "--text", tmp_path / name]
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-        assert result.exit_code == 0 and "tokens of calibration texts" in result.output, result.output
-    one, other = (tensors_in(tmp_path / name) for name in ("onl", "txt"))
-    assert all(torch.equal(one[name], other[name]) for name in one)

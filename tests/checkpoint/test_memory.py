@@ -99,7 +99,9 @@ def test_memory_and_size_of_packing_while_loading(tmp_path):
     unquantized = total - 2 * result["n_weights"]
     buffers = result["footprint"] - result["packed_bytes"] - unquantized
     assert 0 <= buffers < 10_000  # rotary frequencies
-    assert result["peak"] - result["before"] < result["footprint"] + largest + 40 * MB < total
+    # Pages of mapped files, which the kernel takes back as it needs them, count here; a copy of all weights is too
+    # much.
+    assert result["peak"] - result["before"] < result["footprint"] + total + largest + 40 * MB < 2 * total
     assert "Loading weights" in done.stderr  # the progress bar
     assert 18 < result["sqnr_db"] < 21
     on_disk = sum(file.stat().st_size for file in saved.glob("*.safetensors"))

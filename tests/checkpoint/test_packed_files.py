@@ -13,7 +13,6 @@ from tiny_models import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint.io.mapped import release_mapped, resolved
 
 
 LAYER = "model.layers.0.mlp.up_proj"  # [96, 64]
@@ -148,28 +147,3 @@ def test_a_source_without_a_weight_or_with_one_of_another_shape(checkpoint, tmp_
     save_file({**tensors, f"{LAYER}.weight": weight[:, :32].contiguous()}, folder / "model.safetensors")
     with pytest.raises(RuntimeError, match="issues during automatic conversion"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=PACKED)
-
-
-def test_released_pages_are_read_again(tmp_path):
-    from safetensors import safe_open
-
-    expected = {"x": torch.arange(100_000, dtype=torch.int32), "y": torch.arange(50_000, dtype=torch.int32)}
-    save_file(expected, tmp_path / "x.safetensors")
-    link = tmp_path / "link.safetensors"
-    link.symlink_to(tmp_path / "x.safetensors")
-    with safe_open(link, "pt") as file:
-        views = {name: file.get_slice(name)[...] for name in expected}
-    assert int(views["x"].sum()) == int(expected["x"].sum())
-    assert release_mapped(views["x"], frozenset()) == release_mapped(views["x"], resolved([tmp_path / "other"])) == 0
-    assert 390_000 < release_mapped(views["x"], resolved([link])) <= 400_000
-    assert all(torch.equal(views[name], expected[name]) for name in expected)
-
-
-def test_memory_of_other_tensors_is_not_released(tmp_path):
-    save_file({"x": torch.ones(100_000)}, tmp_path / "x.safetensors")
-    files = resolved([tmp_path / "x.safetensors"])
-    own, view = torch.ones(100_000), load_file(tmp_path / "x.safetensors")["x"]
-    assert release_mapped(own, files) == 0 and bool((own == 1).all())
-    assert release_mapped(torch.ones(4), files) == release_mapped(torch.empty(0), files) == 0
-    assert release_mapped(view.view(100, 1000).t(), files) == 0
-    assert release_mapped(torch.empty(100_000, device="meta"), files) == 0

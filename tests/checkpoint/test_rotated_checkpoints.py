@@ -12,13 +12,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, numerics, pack, quantize
-from hf_mxfp4.integrations.peft import merge_adapters
-from hf_mxfp4.lab.comparison.packed import compare_packed
-from hf_mxfp4.lab.errors.source import open_source
-from hf_mxfp4.lab.errors.weights import Selection
 from hf_mxfp4.checkpoint import export, pack_checkpoint
 from hf_mxfp4.checkpoint.io.folder import CheckpointError
 from hf_mxfp4.cli import app
+from hf_mxfp4.integrations.peft import merge_adapters
+from hf_mxfp4.lab import Selection, compare_packed, open_source
 from hf_mxfp4.layers import MXFP4PackedExperts
 from hf_mxfp4.rl.rollout.vllm_start import check_forward
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
-from hf_mxfp4.lab.run_report.log import RUN_LOG
+from hf_mxfp4.run_log import RUN_LOG
 from hf_mxfp4.stats import wilson
 from recipes.evaluation import generate as evaluation
 from recipes.grpo import main
@@ -160,7 +160,6 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
     path.write_text(
         "preset: w4a4g4\nuse_cpu: true\nbf16: false\nmacro_block: null\noutlier_fallback: null\n"
         "dgrad:\n  grad: rceil+stochastic\n"
-        "layer_overrides:\n  - modules: layers.0\n    wgrad: {grad: full, x: reuse}\n"
     )
     words = ["--config", str(path), f"--output_dir={tmp_path}", "--wgrad", "{rotation: deterministic-16}"]
     expected = {
@@ -169,12 +168,10 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
         "outlier_fallback": None,
         "dgrad": {"grad": "rceil+stochastic"},
         "wgrad": {"rotation": "deterministic-16"},
-        "layer_overrides": [{"modules": "layers.0", "wgrad": {"grad": "full", "x": "reuse"}}],
     }
     assert parse(words)[1] == MXFP4RLConfig(**expected)
-    words += ["--dgrad=none", '--layer_overrides=[{"modules": "mlp", "dgrad": {"grad": "fp8"}}]']
-    changed = {"dgrad": None, "layer_overrides": [{"modules": "mlp", "dgrad": {"grad": "fp8"}}]}
-    assert parse(words)[1] == MXFP4RLConfig(**{**expected, **changed})
+    words += ["--dgrad=none"]
+    assert parse(words)[1] == MXFP4RLConfig(**{**expected, "dgrad": None})
     with pytest.raises(ValueError, match="dgrad has no option 'grd'; did you mean 'grad'"):
         parse([*words, "--dgrad={grd: full}"])
     with pytest.raises(ValueError, match="dgrad='{grad: full' is neither YAML nor JSON"):

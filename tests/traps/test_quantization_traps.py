@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, fake_quantize, pack, quantize
-from hf_mxfp4.layers import QUANTIZED, MXFP4PackedLinear
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import QUANTIZED, MXFP4PackedLinear
 
 
 IDS = torch.arange(24).reshape(2, 12) % 32

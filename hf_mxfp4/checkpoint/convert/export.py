@@ -67,8 +67,8 @@ def export(
         preset: for a plain checkpoint: ``"w4a16"`` (default), or ``"w4a4"`` for engines that quantize activations too.
         modules_to_not_convert: for a plain checkpoint: layers to leave alone, as in [`MXFP4RLConfig`].
         calibration: texts like those that the model will read, for full-precision weights of linear layers: these are
-            then rounded so that outputs on the texts change least ([`hf_mxfp4.lab.gptq.weight.round_weight`]). The model is
-            loaded for it.
+            then rounded so that outputs on the texts change least ([`hf_mxfp4.lab.gptq.weight.round_weight`]). The
+            model is loaded for it.
 
     Returns:
         What was done to each layer and what it cost, which is also in `export_report.json` in the folder: the ratio of

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ...backends.select import dequantize
-from ...gemm.storage.packed_weight import packed_tensor, quantize_weight
-from ...lab.gptq.weight import round_weight
+from ...gemm import packed_tensor, quantize_weight
+from ...lab.rounding import round_weight
 from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, unrotate
 from ..formats import Format, LayerShape, PackedFormat
 from ..io.folder import CheckpointError

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...config import FORMAT_VERSION, MXFP4RLConfig
-from ...gemm.storage.packed_weight import PACKED_SUFFIXES
+from ...gemm import PACKED_SUFFIXES
 from .folder import model_class
 from .reader import (
     AnyFile,
