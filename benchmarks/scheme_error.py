@@ -17,11 +17,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_mxfp4
-from hf_mxfp4.lab.errors.statistics import ErrorStatistics, error_statistics
+from hf_mxfp4.lab import ErrorStatistics, error_statistics
 from hf_mxfp4.module_names import split_linears
 from hf_mxfp4.numerics import QuantScheme
-from recipes.tasks import Task, load_task
-from recipes.tasks.arithmetic import ALPHABET
+from recipes.tasks import ALPHABET, Task, load_task
 from recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2, encode_example, supervised_warmup
 
 from .records import RESULTS, made, write

@@ -38,8 +38,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.rewards import get_soft_overlong_punishment
 
 from .._logging import get_logger
-from ..checkpoint.card.model import decoration
-from ..integrations.peft import strict_targets
+from ..checkpoint import decoration
 from .callbacks.monitor import PolicyMonitor
 from .callbacks.run_facts import mend_card, run_facts
 from .checks import (
@@ -94,7 +93,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "mxfp4", "hf-mxfp4"]
 
-    @strict_targets()
     def __init__(
         self,
         model: Any,

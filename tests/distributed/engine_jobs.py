@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 
 from benchmarks.counters import LiveTensors
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
-from hf_mxfp4.integrations.vllm.settings import EngineSettings
+from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
 
 

@@ -318,15 +318,6 @@ def test_a_bfloat16_policy_is_pushed_in_bfloat16():
     assert {tensor.dtype for _, tensor in policy_parameters(model)} == {torch.bfloat16}
 
 
-def test_adapter_biases_are_pushed():
-    model = packed_policy(lora_bias=True, target_modules=["q_proj"])
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    with torch.no_grad():
-        layer.lora_B["default"].bias.fill_(1.0)
-    pushed = dict(policy_parameters(model))["model.layers.0.self_attn.q_proj.bias"]
-    torch.testing.assert_close(pushed, layer.base_layer.bias + layer.scaling["default"])
-
-
 def test_what_cannot_be_pushed_is_named():
     model = packed_policy(target_modules=["q_proj", "lm_head"])
     with pytest.raises(ValueError, match="lm_head has an adapter but is no packed layer"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay of what a colocated vLLM returns, with stand-ins for vLLM; tests/vllm_lane runs the real one."""
+"""Router replay of what a colocated vLLM returns, with stand-ins for vLLM; tests/vllm_integration runs the real one."""
 
 from types import SimpleNamespace
 

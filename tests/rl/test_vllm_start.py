@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the trainer has TRL start a colocated vLLM, without vLLM; with it: `tests/vllm_lane/test_training.py`."""
+"""How the trainer has TRL start a colocated vLLM, without vLLM; with it: `tests/vllm_integration/test_training.py`."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from trl.generation import vllm_generation
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
-from hf_mxfp4.integrations.vllm.settings import EngineSettings
+from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl.rollout.vllm_start import quantization_config, tell_how_to_serve, vllm_in_scheme
 
 

@@ -21,7 +21,7 @@ from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import EntropyCallback, NormNoise
 from recipes.grpo import main
 from recipes.post_training.arguments import parse
-from recipes.post_training.resolved_config import resolved_options, run_id
+from recipes.post_training.output import resolved_options, run_id
 from recipes.tasks import load_task
 
 

@@ -5,20 +5,17 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from ...checkpoint.io.mapped import release_files, release_mapped
 from ...config import MXFP4RLConfig
 from ...layers import PACKED, MXFP4PackedExperts, MXFP4PackedLinear
 from ...report import ErrorEnergy, add_packed, add_packed_experts
 
 
 class PackOnLoad(ConversionOps):
-    """Packs one weight of a checkpoint as transformers reads it, so that full-precision weights exist one at a time.
+    """Packs one weight of a checkpoint as transformers reads it, so that full-precision weights exist one at a time,
+    and adds its error to ``energy``."""
 
-    Its error is added to ``energy``, and the pages of ``source_files`` that it was read from are let go.
-    """
-
-    def __init__(self, config: MXFP4RLConfig, energy: ErrorEnergy, source_files: frozenset[str]):
-        self._config, self._energy, self._source_files = config, energy, source_files
+    def __init__(self, config: MXFP4RLConfig, energy: ErrorEnergy):
+        self._config, self._energy = config, energy
 
     def convert(self, input_dict, full_layer_name: str = "", model=None, **kwargs) -> dict[str, torch.Tensor]:
         """Map ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names. Of several weights,
@@ -46,11 +43,9 @@ class PackOnLoad(ConversionOps):
         if isinstance(layer, MXFP4PackedExperts):
             packed = layer.pack_weight(own, weight)
             add_packed_experts(self._energy, layer, own, weight, packed)
-            release_files(self._source_files)  # the weight is a copy of the experts' own
         else:
             packed = layer.pack_weight(weight)
             add_packed(self._energy, weight, packed, self._config)
-            release_mapped(weight, self._source_files)
         return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}
 
 
@@ -69,12 +64,13 @@ def refuse_parallel_plan(model: nn.Module) -> None:
 
 
 def packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4PackedExperts]:
+    """Return the packed layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PACKED)}
 
 
 def tie_packed(model: nn.Module) -> None:
     """Share all packed tensors of layers whose weights are tied, and add their names to those of tied tensors."""
-    from ...checkpoint.io.tensor_names import tied_weights
+    from ...checkpoint import tied_weights
 
     tied = getattr(model, "all_tied_weights_keys", None)
     layers = packed_layers(model) if tied else {}

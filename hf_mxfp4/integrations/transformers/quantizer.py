@@ -10,16 +10,15 @@ from transformers.quantizers import HfQuantizer
 
 from ..._logging import get_logger
 from ...checkpoint import (
+    FileHeader,
     check_checkpoint,
-    check_local_index,
     check_unquantized,
     make_record,
+    read_headers,
     take_state_dict,
     unguard,
     wrap_saving,
 )
-from ...checkpoint.io.mapped import resolved
-from ...checkpoint.io.reader import FileHeader, read_headers
 from ...config import MXFP4RLConfig
 from ...dither import dither_masters
 from ...layers import (
@@ -35,10 +34,8 @@ from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from .generation import wrap_generation
 from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan, tie_packed
-from .pushed_weights import check_attention
-from .reference import watch_references
-from .saved_layers import reasons_of_checkpoint
-from .swap import placeholder, quantize_linears
+from .swap import placeholder, quantize_linears, reasons_of_checkpoint
+from .trl_trainers import check_trainer, watch_references
 
 
 class MXFP4RLQuantizer(HfQuantizer):
@@ -58,9 +55,8 @@ class MXFP4RLQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._swapped: tuple[list[str], dict[str, str]] = ([], {})
         self._loads = True
-        #: The error of packing a full-precision checkpoint, and the files that it is read from.
+        #: The error of packing a full-precision checkpoint.
         self.error_energy = ErrorEnergy()
-        self.source_files: frozenset[str] = frozenset()
         #: What the files of a quantized checkpoint say of themselves.
         self.record: dict = {}
         #: Of the model, whose methods know of quantized layers.
@@ -91,16 +87,13 @@ class MXFP4RLQuantizer(HfQuantizer):
             )
 
     def update_attn_implementation(self, config):
-        # Called for something else: the only time before transformers reads the index of shards, in which it stops at
-        # damage without a word of the file, and stops at a config.json of ours.
+        # Called for something else: the only time before transformers stops at a config.json of ours.
         unguard(config)
-        if self.pre_quantized:
-            check_local_index(getattr(config, "name_or_path", None), getattr(config, "_commit_hash", None))
         return super().update_attn_implementation(config)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
         refuse_parallel_plan(model)
-        check_attention(model)
+        check_trainer()
         files = read_headers(checkpoint_files or ())
         reasons = skip_reasons(model, self.quantization_config.modules_to_not_convert or ())
         if self.pre_quantized:
@@ -120,12 +113,9 @@ class MXFP4RLQuantizer(HfQuantizer):
             layer._is_hf_initialized = True
         if self.pre_quantized and files:
             tie_packed(model)
-            quantized = [name for name, module in model.named_modules() if isinstance(module, QUANTIZED)]
-            self.record = check_checkpoint(files, model, self.quantization_config, quantized)
+            self.record = check_checkpoint(files, model, self.quantization_config)
         elif files:
             check_unquantized(files)
-        if self._packs_on_load:
-            self.source_files = resolved(checkpoint_files or ())
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
@@ -143,7 +133,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         return 0.5 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def get_quantize_ops(self):
-        return PackOnLoad(self.quantization_config, self.error_energy, self.source_files)
+        return PackOnLoad(self.quantization_config, self.error_energy)
 
     def attach(self, model, quantized: Sequence[str], skipped: Mapping[str, str], energy: ErrorEnergy) -> None:
         """Make this the quantizer of a model whose layers were swapped by hand, so that it saves and reports as if it
@@ -200,28 +190,22 @@ class MXFP4RLQuantizer(HfQuantizer):
         With a ``dtype`` all floating-point parameters are converted to it; without one, none is (transformers would
         fall back to the dtype that the model was loaded in, which may no longer be its own).
         """
-        model = self._dequantize(model, dtype)
-        self.remove_quantization_config(model)
-        return model
-
-    def _dequantize(self, model, dtype=None):
         layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QUANTIZED)}
         if not layers:
             raise ValueError("nothing to dequantize: the model has no MXFP4 layer")
-        if any(isinstance(layer, MXFP4PackedExperts) for layer in layers.values()):
-            model.__dict__.pop("_weight_conversions", None)
-        plain: dict[int, nn.Module] = {}
+        plain: dict[nn.Module, nn.Module] = {}
         for name, layer in layers.items():
-            if id(layer) not in plain:
-                to_plain = layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts
-                plain[id(layer)] = to_plain(dtype)
-            model.set_submodule(name, plain[id(layer)])
-        if dtype is not None:
-            # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
+            if layer not in plain:
+                plain[layer] = (layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts)(dtype)
+            model.set_submodule(name, plain[layer])
+        # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.
+        for parameter in model.parameters():
+            if dtype is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        if any(isinstance(layer, MXFP4PackedExperts) for layer in layers.values()):
+            model.__dict__.pop("_weight_conversions", None)  # it saves as any plain model again
         model.__dict__.pop("quantization_report", None)
+        self.remove_quantization_config(model)
         return model
 
     def get_state_dict_and_metadata(self, model):

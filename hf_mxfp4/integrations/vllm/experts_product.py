@@ -51,7 +51,7 @@ INTERLEAVED = ("swigluoai",)
 
 
 @torch.library.custom_op("mxfp4_rl::experts", mutates_args=())
-def experts(
+def experts_operator(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -100,7 +100,7 @@ def experts(
     return states[places].view(n_tokens, k, states.shape[-1]).sum(dim=1).to(x.dtype)
 
 
-@experts.register_fake
+@experts_operator.register_fake
 def _(
     x,
     topk_weights,

@@ -13,11 +13,11 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from ..._logging import get_logger
-from ...checkpoint.io.complete import (
+from ...checkpoint import (
     checkpoint_step,
     invalidate,
     last_complete_checkpoint,
-    why_damaged,
+    why_incomplete,
     write_whole_manifest,
 )
 from ...layers import random_layers
@@ -30,8 +30,8 @@ class ExactResumeMixin:
     For classes of your own: `class MyTrainer(ExactResumeMixin, Trainer)`; [`MXFP4GRPOTrainer`] has it. Beside what a
     Trainer saves (weights, optimizer, schedule, random state of each process):
 
-    * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, with the checksums that were written with
-      it and finite weights, and one that is not is refused by name; weights that are not finite are not saved as one;
+    * `resume_from_checkpoint=True` takes the newest checkpoint that is complete, with files of the recorded sizes, and
+      one that is not is refused by name; weights that are not finite are not saved as one;
     * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single
       experts, which its resuming passes over with a warning), and a checkpoint that lacks weights is refused;
     * layers that draw random numbers are told the step, as by [`QuantizationStepCallback`], so that they draw the same;
@@ -119,8 +119,8 @@ class ExactResumeMixin:
         # One process looks: the others may see the folder later than it is complete.
         found: list = [None, None]
         if self.accelerator.is_main_process:
-            path = last_complete_checkpoint(self.args.output_dir, why_damaged) if choice is True else str(choice)
-            found = [path, why_damaged(path) if path is not None and choice is not True else None]
+            path = last_complete_checkpoint(self.args.output_dir) if choice is True else str(choice)
+            found = [path, why_incomplete(path) if path is not None and choice is not True else None]
         path, reason = broadcast_object_list(found)
         if path is None:
             raise ValueError(

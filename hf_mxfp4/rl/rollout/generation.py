@@ -19,7 +19,7 @@ from torch import nn
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, GenerationMixin, StaticCache
 
 from ..._logging import get_logger
-from ...lab.policy.predictions import evaluation_mode
+from ...hooks import evaluation_mode
 from ...layers import cached_weights, trainable_matrices
 from ..config import MXFP4GRPOConfig
 

@@ -20,9 +20,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..._logging import get_logger
 from ...config import MXFP4RLConfig
 from ...gemm import reads_packed_on_gpus
-from ...integrations.peft import adapter_rank
-from ...integrations.peft.base_scheme import base_scheme
-from ...integrations.vllm.settings import SETTINGS_KEY, EngineSettings
+from ...integrations.peft import adapter_rank, base_scheme
+from ...integrations.vllm import SETTINGS_KEY, EngineSettings
 from ...layers import QUANTIZED
 from ...layers.experts_base import ExpertsBase
 from ...registration import QUANT_METHOD
