@@ -74,20 +74,6 @@ def environment(check: bool = False) -> dict[str, Any]:
 def _quantization(devices: list[str]) -> list[dict[str, Any]]:
     import torch
 
-<<<<<<< HEAD
-    if not gpus:
-        return {"no GPU": dict.fromkeys(self_check.FAMILIES, "not checked (no GPU)")}
-    return {str(device): self_check.states(device, check) for device in _devices(torch, gpus)}
-
-
-def _devices(torch: Any, gpus: list[str]) -> list[Any]:
-    """Torch's devices of GPUs of these types."""
-    return [torch.device(kind, sum(other == kind for other in gpus[:i])) for i, kind in enumerate(gpus)]
-
-
-def _quantization(torch: Any, devices: list[str]) -> list[dict[str, Any]]:
-=======
->>>>>>> main
     from ..backends import backend_for
     from ..config import MXFP4RLConfig
     from ..numerics import QuantScheme
@@ -129,22 +115,3 @@ def _products(devices: list[Any]) -> list[dict[str, Any]]:
                     }
                 )
     return rows
-<<<<<<< HEAD
-
-
-def _engines(scheme: Any, hardware: str, of_experts: bool) -> dict[str, dict[str, str]]:
-    from ..gemm import select_matmul
-    from ..numerics import GEMM_OPERANDS
-
-    found = {gemm: select_matmul(gemm, scheme, hardware, experts=of_experts) for gemm in GEMM_OPERANDS}
-    return {gemm: {"engine": engine.name, "reason": engine.reason} for gemm, engine in found.items()}
-
-
-def _kernel_coverage(torch: Any) -> dict[str, str | None]:
-    """Scheme to `None`, or to why the Triton kernels do not cover it for bfloat16 tensors."""
-    from ..backends.triton import unsupported_reason
-    from ..lab.errors.schemes import parse_scheme
-
-    return {text: unsupported_reason("cuda", torch.bfloat16, parse_scheme(text)) for text in _KERNEL_SCHEMES}
-=======
->>>>>>> main
