@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint import remove_scheme
-from ..checkpoint.io.folder import refuse_kernels
+from ..checkpoint import refuse_kernels, remove_scheme
 from ..config import QUANT_METHOD, MXFP4RLConfig
 from .source import SourceError
 

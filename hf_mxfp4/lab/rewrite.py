@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ..checkpoint.io.atomic import atomic_folder
-from ..checkpoint.io.manifest import weight_files, write_manifest
+from ..checkpoint import atomic_folder, weight_files, write_manifest
 from .loading import load
 from .source import SourceError
 from .texts import TextOptions

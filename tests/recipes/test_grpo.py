@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
-from hf_mxfp4.run_log import RUN_LOG
+from hf_mxfp4.rl import RUN_LOG
 from hf_mxfp4.stats import wilson
 from recipes.evaluation import generate as evaluation
 from recipes.grpo import main
@@ -186,10 +186,10 @@ def test_the_command_line_wins_over_yaml(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("preset: w4a16\nmacro_block: 64\noutlier_fallback: null\nuse_cpu: true\nbf16: false\n")
     _, quantization, training, _ = parse(
-        ["--config", str(path), f"--output_dir={tmp_path}", "--macro_block=row", "--aqn_seed", "7"]
+        ["--config", str(path), f"--output_dir={tmp_path}", "--macro_block=row", "--aqn_num_stages", "7"]
     )
     assert quantization == MXFP4RLConfig(preset="w4a16", macro_block="row", outlier_fallback=None)
-    assert training.aqn_seed == 7
+    assert training.aqn_num_stages == 7
 
 
 def test_none_on_the_command_line_switches_off(tmp_path):

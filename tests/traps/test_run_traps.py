@@ -122,7 +122,7 @@ def test_b26_b29_an_evaluation_after_a_noisy_rollout_of_the_same_step_samples_fr
 # ---- B15, B30, B31: recipes and records -----------------------------------------------------------------------------
 
 #: Options that say where a run is written and what is watched, not what is trained.
-WATCHING = {"output_dir", "error_every", "error_layers", "router_every", "logging_steps"}
+WATCHING = {"output_dir", "error_every", "router_every", "logging_steps"}
 #: What else shipped configurations of one family may differ in; nothing more, resolved defaults included.
 PAIRS = {
     ("tiny_cpu", "tiny_cpu_lora"): {
