@@ -28,7 +28,9 @@ print("grew", peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_converting_holds_one_layer_and_one_shard(tmp_path):
-    make_model("llama", layers=2, hidden=512, intermediate=2048, dtype=torch.bfloat16).save_pretrained(tmp_path / "small")
+    make_model("llama", layers=2, hidden=512, intermediate=2048, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "small"
+    )
     large = make_model("llama", layers=14, hidden=512, intermediate=2048, dtype=torch.bfloat16)
     large.save_pretrained(tmp_path / "large")
     done = run(code(CONVERSION), cwd=tmp_path)
