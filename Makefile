@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
-VLLM_LANE := tests/vllm_lane
+VLLM_TESTS := tests/vllm_integration
 # Without DS_BUILD_OPS=0 DeepSpeed, which the tests use, could want a compiler; they need none of its operators.
 PIP := DS_BUILD_OPS=0 $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
@@ -40,15 +40,15 @@ test-all: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not vllm and not llamacpp' $(ARGS)
 
 test-vllm: $(VLLM_VENV)/ready
-	OMP_NUM_THREADS=2 PYTHONPATH=.:kernels $(VLLM_VENV)/bin/python -m pytest -m vllm $(VLLM_LANE) $(ARGS)
+	OMP_NUM_THREADS=2 PYTHONPATH=.:kernels $(VLLM_VENV)/bin/python -m pytest -m vllm $(VLLM_TESTS) $(ARGS)
 
 test-versions: $(VERSIONS:%=.venv-%/dev)
 	for end in $(VERSIONS); do OMP_NUM_THREADS=1 PYTHONPATH=.:kernels .venv-$$end/bin/python -m pytest -n $(JOBS) \
 		--dist loadfile -m 'not large' tests/kernels tests/ops tests/layers $(ARGS) || exit 1; done
 
 test-llamacpp: $(VENV)/dev
-	LLAMACPP=$$(PYTHON=$(BIN)/python tests/llamacpp_lane/build.sh) && export LLAMACPP && \
-		OMP_NUM_THREADS=1 $(BIN)/pytest -m llamacpp tests/llamacpp_lane $(ARGS)
+	LLAMACPP=$$(PYTHON=$(BIN)/python tests/llamacpp_integration/build.sh) && export LLAMACPP && \
+		OMP_NUM_THREADS=1 $(BIN)/pytest -m llamacpp tests/llamacpp_integration $(ARGS)
 
 test-cases: $(VENV)/dev
 	@failed=0; for script in $(CASES)/*.py; do \
@@ -92,10 +92,10 @@ $(VENV)/dev: $(VENV)/runtime
 	@touch $@
 
 # torchvision and its kin do not fit the CPU build of torch, and transformers imports them where they are.
-$(VLLM_VENV)/ready: pyproject.toml $(VLLM_LANE)/requirements.txt $(VLLM_LANE)/constraints.txt
+$(VLLM_VENV)/ready: pyproject.toml $(VLLM_TESTS)/requirements.txt $(VLLM_TESTS)/constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip --disable-pip-version-check install --quiet \
-		--requirement $(VLLM_LANE)/requirements.txt --constraint $(VLLM_LANE)/constraints.txt
+		--requirement $(VLLM_TESTS)/requirements.txt --constraint $(VLLM_TESTS)/constraints.txt
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/pip --disable-pip-version-check install --quiet --no-deps --editable .
 	@touch $@

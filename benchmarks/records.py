@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.files import write_json
-from recipes.common.hardware import hardware, versions
-from recipes.common.text import markdown_table, with_interval
+from recipes.common.records import hardware, markdown_table, versions, with_interval
 
 
 ROOT = Path(__file__).resolve().parents[1]

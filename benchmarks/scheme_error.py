@@ -17,11 +17,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_mxfp4
-from hf_mxfp4.lab.errors.statistics import ErrorStatistics, error_statistics
+from hf_mxfp4.lab import ErrorStatistics, error_statistics
 from hf_mxfp4.module_names import split_linears
 from hf_mxfp4.numerics import QuantScheme
-from recipes.tasks import Task, load_task
-from recipes.tasks.arithmetic import ALPHABET
+from recipes.tasks import ALPHABET, Task, load_task
 from recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2, encode_example, supervised_warmup
 
 from .records import RESULTS, made, write
@@ -48,8 +47,6 @@ SCHEMES = {
     "even, 32 x 32 tiles": QuantScheme("even", block_rows=32),
 }
 BASELINE = "rceil, static factor"
-#: Searches whose error is weighted by the second moments of the layer's input.
-WEIGHTED = ("mse", "even, dynamic factor", "mse, dynamic factor", "even, block mantissas", "mse, block mantissas")
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
 #: Scale factors in [1, 2) that every block may choose from, by least squares, with the best exponent.
 MANTISSAS = {
@@ -89,15 +86,12 @@ def train(task: Task, num_layers: int, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def trained_layers() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Weight ``[N, K]``, second moments ``[K]`` of its input on some texts, and its input ``[tokens, K]`` on others."""
+def trained_layers() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weight ``[N, K]`` and its input ``[tokens, K]`` on texts that the model has not seen."""
     model, tokenizer, task = trained_model()
-    seen, unseen = (inputs(model, tokenizer, rows) for rows in (task.train.select(range(400)), task.test))
+    unseen = inputs(model, tokenizer, task.test)
     linears, _ = split_linears(model)
-    return [
-        (linear.weight.detach(), seen[name].square().mean(dim=0), unseen[name][:2000])
-        for name, linear in linears.items()
-    ]
+    return [(linear.weight.detach(), unseen[name][:2000]) for name, linear in linears.items()]
 
 
 def inputs(model: PreTrainedModel, tokenizer, rows) -> dict[str, torch.Tensor]:
@@ -121,11 +115,11 @@ def inputs(model: PreTrainedModel, tokenizer, rows) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def output_error(layers: list[tuple], scheme: QuantScheme, weighted: bool) -> float:
+def output_error(layers: list[tuple], scheme: QuantScheme) -> float:
     """``|x (Q(W) - W)^T|**2 / |x W^T|**2`` over all layers."""
     error = energy = 0.0
-    for weight, moments, x in layers:
-        quantized = hf_mxfp4.fake_quantize(weight, **vars(scheme), importance=moments if weighted else None)
+    for weight, x in layers:
+        quantized = hf_mxfp4.fake_quantize(weight, **vars(scheme))
         error += (x @ (quantized - weight).T).double().square().sum().item()
         energy += (x @ weight.T).double().square().sum().item()
     return error / energy
@@ -150,7 +144,7 @@ def main() -> None:
             {
                 "name": name,
                 "on": on,
-                "shape": list(SHAPE) if on in data else [sum(weight.numel() for weight, _, _ in layers)],
+                "shape": list(SHAPE) if on in data else [sum(weight.numel() for weight, _ in layers)],
                 "value": value,
                 "unit": unit,
                 "baseline": baseline,
@@ -164,7 +158,7 @@ def main() -> None:
     def measure(on: str, scheme: QuantScheme) -> ErrorStatistics:
         if on in data:
             return error_statistics(data[on], scheme)
-        return sum((error_statistics(weight, scheme) for weight, _, _ in layers), ErrorStatistics())
+        return sum((error_statistics(weight, scheme) for weight, _ in layers), ErrorStatistics())
 
     for on in (*data, "trained weights"):
         baseline = measure(on, SCHEMES[BASELINE]).relative_mse
@@ -180,13 +174,10 @@ def main() -> None:
         for name, mantissas in MANTISSAS.items():
             value = least_squares_error(data[on], mantissas)
             add(f"scale factors {name}", on, value, "relative squared error, least squares per block", None)
-    baseline = output_error(layers, SCHEMES[BASELINE], weighted=False)
+    baseline = output_error(layers, SCHEMES[BASELINE])
     for name, scheme in SCHEMES.items():
-        value = output_error(layers, scheme, weighted=False)
+        value = output_error(layers, scheme)
         add(name, "outputs of trained layers", value, "relative squared error", baseline)
-    for name in WEIGHTED:
-        value = output_error(layers, SCHEMES[name], weighted=True)
-        add(f"{name}, weighted by the input", "outputs of trained layers", value, "relative squared error", baseline)
     for record in records:
         print(f"{record['on']:<26}{record['name']:<50}{100 * record['value']:8.4f} %")
     write(records, RESULTS / "scheme_error.json")

@@ -3,34 +3,36 @@
 
 About 1 % of the weights of a bfloat16 checkpoint lie exactly on a boundary between two MXFP4 values. The first
 optimizer step, however small, flips them all along the gradient, while the straight-through estimator assumes that
-quantized weights move as far as their masters. A dither within the cell of each 16-bit number
-([`hf_mxfp4.numerics.dither`]) puts the masters where those of a float32 checkpoint would be. Here it is one-sided
-where it has to be: a place that would change a code or a scale is mirrored, so that a weight on a boundary leaves it
-to the side that rounding had chosen, and the quantized policy of the first forward pass is that of the checkpoint.
+quantized weights move as far as their masters. A random place within the cell of each 16-bit number, that is, among
+the float32 numbers that round to it, puts the masters where those of a float32 checkpoint would be. The dither is
+one-sided where it has to be: a weight that would cross a boundary is reflected at it, so that the quantized policy of
+the first forward pass is that of the checkpoint.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from transformers.utils.logging import tqdm
 
 from ._logging import get_logger
-from .dither_places import ForwardWeight, dithered
+from .gemm import quantize
 from .layers import WeightMatrix, trainable_matrices
 from .layers.sharded import gathered
-from .numerics import BLOCK_SIZE, GemmScheme, QuantScheme
-from .numerics.dither import Cells, crowding, sixteen_bit_dtype
+from .numerics import BLOCK_SIZE, GemmScheme, MXFP4Tensor, QuantScheme, unpack_codes
 
 
+#: Dtypes that checkpoints have, and how many float32 numbers lie between one of their normal numbers and the midpoint
+#: to the next. (The few subnormal numbers of float16 have wider cells than these.)
+_HALF_CELL = {torch.bfloat16: 1 << 15, torch.float16: 1 << 12}
 #: Seconds after which progress is shown.
 _PATIENCE = 2
-#: Weights are dithered in portions of about this many elements, to bound what lies beside them.
+#: Weights are dithered in portions of about this many elements, to bound the memory that it takes.
 _PORTION = 1 << 20
+#: How often places are tried; in the later half they come nearer and nearer to the middle of the cell.
+_ATTEMPTS = 24
 #: Why nothing is done to the weights of most checkpoints in float32.
 _FULL_NUMBERS = "are no 16-bit numbers"
-#: Rows of each weight, in bands of 32, on which boundaries are counted.
-_BAND, _BANDS = 32, 8
 
 
 @dataclass
@@ -42,27 +44,12 @@ class DitherReport:
         dtypes: of the numbers that they were, ``"bfloat16"`` or ``"float16"``; rounding to it gives them back.
         n_left: elements other than zeros that stayed where they were, since any place changed a code or a scale.
         skipped: by reason, how many matrices were left alone.
-        n_sampled: elements that boundaries were counted on: up to 256 rows of each matrix.
-        n_before, n_after: those of them that lay on a boundary of their codes or scales before and after.
     """
 
     n_weights: int = 0
     dtypes: tuple[str, ...] = ()
     n_left: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
-    n_sampled: int = 0
-    n_before: int = 0
-    n_after: int = 0
-
-    @property
-    def share_before(self) -> float:
-        """Share of the weights that lay on a boundary as they were loaded."""
-        return self.n_before / max(1, self.n_sampled)
-
-    @property
-    def share_after(self) -> float:
-        """Share of the weights that lie on a boundary after the dither."""
-        return self.n_after / max(1, self.n_sampled)
 
     @property
     def is_worth_a_word(self) -> bool:
@@ -72,10 +59,7 @@ class DitherReport:
     def __str__(self) -> str:
         if self.n_weights == 0:
             return "no dither: " + "; ".join(f"{count} weights {reason}" for reason, count in self.skipped.items())
-        return (
-            f"dithered {self.n_weights} weights within their {'/'.join(self.dtypes)} numbers, on rounding boundaries "
-            f"{self.share_before:.3%} -> {self.share_after:.3%}"
-        )
+        return f"dithered {self.n_weights} weights within their {'/'.join(self.dtypes)} numbers"
 
 
 @torch.no_grad()
@@ -166,26 +150,132 @@ def _unsupported_reason(parameter: nn.Parameter, fprop: GemmScheme) -> str | Non
     return None
 
 
+def sixteen_bit_dtype(weight: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype, `torch.bfloat16` or `torch.float16`, that every element of a float32 tensor is a number of;
+    `None` for weights that were trained or stored in more bits, and for tensors of other dtypes."""
+    if weight.dtype != torch.float32:
+        return None
+    for dtype in _HALF_CELL:
+        portions = weight.split(max(1, _PORTION * weight.shape[0] // max(1, weight.numel())))
+        if all(bool(((some.to(dtype).float() == some) | some.isnan()).all()) for some in portions):
+            return dtype
+    return None
+
+
 def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtype, report: DitherReport) -> None:
     """Dither one matrix ``[N, K]`` in place."""
-    forward = ForwardWeight(matrix.fprop.right, matrix.layer.config.backend)
     generator = torch.Generator().manual_seed(matrix.rng.dither_seed)
-    before, crowds = weight.clone(), crowding(weight, dtype)
+    scheme, backend = matrix.fprop.right, matrix.layer.config.backend
     for rows in weight.split(max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE):
-        cells = Cells(forward.grouped(rows), dtype, crowds)
-        rows.copy_(forward.ungrouped(dithered(cells, forward, generator), rows.shape))
-    sample = _bands(weight)
-    report.n_before += forward.count_on_boundaries(_bands(before))
-    report.n_after += forward.count_on_boundaries(sample)
-    report.n_sampled += sample.numel()
+        height, width = _group_size(rows, scheme)
+        grid = len(rows) // height, height, rows.shape[1] // width, width
+        groups = rows.reshape(grid).transpose(1, 2).reshape(-1, width)
+        places = _places(groups, height, dtype, scheme, backend, generator)
+        report.n_left += int(((places == 0) & (groups != 0)).sum())
+        moved = _at(groups, places).view(grid[0], grid[2], height, width)
+        rows.copy_(moved.transpose(1, 2).reshape(rows.shape))
     report.n_weights += weight.numel()
-    report.n_left += int(((weight == before) & (before != 0)).sum())
     report.dtypes = tuple(sorted({*report.dtypes, str(dtype).removeprefix("torch.")}))
 
 
-def _bands(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of up to 8 bands of 32 rows of a weight, evenly spaced; of all rows of a small one."""
-    if weight.shape[0] <= _BAND * _BANDS:
-        return weight.clone()
-    bands = weight[: weight.shape[0] // _BAND * _BAND].unflatten(0, (-1, _BAND))
-    return bands[:: -(-len(bands) // _BANDS)].flatten(0, 1)
+def _group_size(rows: torch.Tensor, scheme: QuantScheme) -> tuple[int, int]:
+    """Return the rows and columns of the smallest parts of a weight that are quantized independently of each other:
+    macro blocks where these divide it evenly, whole rows or all of it elsewhere."""
+    n, k = rows.shape
+    height, width = scheme.block_rows, k
+    if scheme.macro_block != "row" and scheme.fallback_rate is None:
+        width = max(BLOCK_SIZE, scheme.macro_block or 0)
+    return (n, k) if n % height else (height, k if k % width else width)
+
+
+def _places(
+    weight: torch.Tensor,
+    height: int,
+    dtype: torch.dtype,
+    scheme: QuantScheme,
+    backend: str,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Return random places (int32 ``[N, K]``) in the cells of a weight at which every code and scale is as it was.
+    ``height`` rows are quantized together."""
+    places = _draw(weight, dtype, generator)
+    active = torch.arange(len(weight), device=weight.device)
+    for attempt in range(_ATTEMPTS):
+        rows, tried = weight[active], places[active]
+        moved = _at(rows, tried)
+        wanted, found = (quantize(values, **vars(scheme), backend=backend) for values in (rows, moved))
+        codes, blocks = _changes(wanted, found)
+        differs = (codes | blocks).any(dim=1).view(-1, height).any(dim=1).repeat_interleave(height)
+        if not differs.any():
+            return places
+        reflected = _reflected(rows, tried, moved, wanted, found, codes, dtype)
+        changed = torch.where(blocks, _draw(rows, dtype, generator), reflected)
+        nearer = max(0, attempt - _ATTEMPTS // 2)
+        places[active] = torch.where(codes | blocks, changed.sign() * (changed.abs() >> nearer), tried)
+        active = active[differs]
+    places[active] = 0
+    return places
+
+
+def _draw(weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Draw how many float32 numbers farther from zero each weight goes (int32). Zeros, infinities and NaN stay."""
+    limit = _HALF_CELL[dtype] - 1
+    places = torch.randint(-limit, limit + 1, weight.shape, generator=generator, dtype=torch.int32).to(weight.device)
+    # The cell of a power of two has a third of its width below it, and half of its float32 numbers.
+    too_low = (weight.view(torch.int32) & 0x7FFFFF == 0) & (places < 0) & (places % 3 == 0)
+    places = torch.where(too_low, -places, places)
+    return places.masked_fill_((weight == 0) | ~weight.isfinite(), 0)
+
+
+def _at(weight: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return (weight.view(torch.int32) + places).view(torch.float32)
+
+
+def _changes(wanted: MXFP4Tensor, found: MXFP4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the masks ``[N, K]`` of the elements whose code differs in either pass, and of those in blocks of which a
+    scale or a macro byte does."""
+    length, scheme = wanted.length, wanted.scheme
+
+    def of_blocks(name: str, size: int) -> torch.Tensor:
+        differs = getattr(wanted, name) != getattr(found, name)
+        return differs.repeat_interleave(size, dim=-1)[..., :length]
+
+    def of_codes(name: str) -> torch.Tensor:
+        return unpack_codes(getattr(wanted, name) ^ getattr(found, name), length) != 0
+
+    codes, blocks = of_codes("codes"), of_blocks("scale", BLOCK_SIZE)
+    if wanted.macro is not None:
+        size = length if scheme.macro_block == "row" else max(scheme.macro_block, BLOCK_SIZE)
+        blocks = blocks | of_blocks("macro", size)
+    if wanted.residual_codes is not None:
+        codes, blocks = codes | of_codes("residual_codes"), blocks | of_blocks("residual_scale", BLOCK_SIZE)
+    return codes, blocks
+
+
+def _reflected(
+    weight: torch.Tensor,
+    places: torch.Tensor,
+    moved: torch.Tensor,
+    wanted: MXFP4Tensor,
+    found: MXFP4Tensor,
+    crossed: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the places on the other side of the boundaries of codes that were crossed: these lie in the middle between
+    the grid values on their sides. What leaves its cell, or stays, is mirrored in the cell."""
+    (first, residual), (other, other_residual) = _passes(wanted), _passes(found)
+    boundary = torch.where(first == other, first + (residual + other_residual) / 2, (first + other) / 2)
+    reflected = (2 * boundary - moved).view(torch.int32) - weight.view(torch.int32)
+    fits = (reflected.abs() < _HALF_CELL[dtype]) & (reflected != places)
+    return torch.where(crossed, torch.where(fits, reflected, -places), places)
+
+
+def _passes(tensor: MXFP4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the codes of the first pass stand for, and those of the residual pass (or zeros), without its weight
+    alpha."""
+    plain = replace(tensor.scheme, outlier_fallback=None, fallback_rate=None)
+    first = replace(tensor, residual_codes=None, residual_scale=None, scheme=plain)
+    values = first.dequantize(torch.float32)
+    if tensor.residual_codes is None:
+        return values, torch.zeros_like(values)
+    return values, replace(first, codes=tensor.residual_codes, scale=tensor.residual_scale).dequantize(torch.float32)

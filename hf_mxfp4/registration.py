@@ -3,15 +3,12 @@
 
 `transformers.quantizers.auto` imports torch and every quantization library that is installed, which takes seconds;
 `from_pretrained` imports it anyway. So the method is entered the moment that module has been imported, by whomever: a
-finder on `sys.meta_path` adds a step to the module's loader. What is entered are stand-ins, which import the quantizer
-when they are first used: an import inside another module's import could wait for a thread that waits for it.
+finder on `sys.meta_path` adds a step to the module's loader. What is entered are lazy classes, which import the
+quantizer when they are first used: an import inside another module's import could wait for a thread that waits for it.
 """
 
-import contextlib
 import importlib
-import logging
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -21,15 +18,9 @@ _PACKAGE = "transformers.quantizers"
 TABLES = f"{_PACKAGE}.auto"
 _QUANTIZER = "hf_mxfp4.integrations.transformers.quantizer"
 
-#: Logger to what its messages contain that are not shown. transformers imports torchao, where that is installed,
-#: together with its tables. torchao then warns of each of its GPU libraries that does not fit this machine, and torch
-#: of what torchao registers; neither says anything about a run here.
-_NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass"}
 
-
-class StandIn:
-    """Stands for a class of [`hf_mxfp4.integrations.transformers.quantizer`] in a table: the class is imported when the stand-in is
-    called or asked for an attribute."""
+class LazyClass:
+    """A class of `hf_mxfp4.integrations.transformers`, imported when it is called or asked for an attribute."""
 
     def __init__(self, class_name: str):
         self._class_name = class_name
@@ -50,11 +41,10 @@ class StandIn:
 
 
 class TableFinder:
-    """Finds transformers' tables as the other finders do, and has the method entered once they have been run; and finds
-    torchao, which PEFT imports too, so that it is quiet whoever imports it."""
+    """Finds transformers' tables as the other finders do, and has the method entered once they have been run."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        if name not in (TABLES, "torchao"):
+        if name != TABLES:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
@@ -70,11 +60,11 @@ def register_with_tables() -> None:
         sys.meta_path.insert(0, TableFinder())
     # The finder stands there first: tables that another thread is importing are either waited for here or seen by it.
     if _PACKAGE in sys.modules:
-        _enter_stand_ins(_imported_tables())
+        _enter_lazily(_imported_tables())
 
 
 def enter_classes(config: type, quantizer: type) -> None:
-    """Put the classes themselves in the place of their stand-ins, or of what a reloaded module put there before."""
+    """Put the classes themselves in the place of the lazy ones, or of what a reloaded module put there before."""
     _enter(_imported_tables(), config, quantizer)
 
 
@@ -85,10 +75,10 @@ def _imported_tables() -> ModuleType:
     return importlib.import_module(TABLES)
 
 
-def _enter_stand_ins(tables: ModuleType) -> None:
+def _enter_lazily(tables: ModuleType) -> None:
     # A quantizer that is imported has entered itself; only tables that were reloaded have lost it.
     if _QUANTIZER not in sys.modules or QUANT_METHOD not in tables.AUTO_QUANTIZER_MAPPING:
-        _enter(tables, StandIn("MXFP4RLConfig"), StandIn("MXFP4RLQuantizer"))
+        _enter(tables, LazyClass("MXFP4RLConfig"), LazyClass("MXFP4RLQuantizer"))
 
 
 def _enter(tables: ModuleType, config: Any, quantizer: Any) -> None:
@@ -101,23 +91,8 @@ def _add_step(loader: Any) -> None:
     run = loader.exec_module
 
     def run_and_enter(module: ModuleType) -> None:
-        if module.__name__ not in (TABLES, "torchao"):  # a loader of zipped packages loads others, too
-            return run(module)
-        with _without_noise():
-            run(module)
-        if module.__name__ == TABLES:
-            _enter_stand_ins(module)
+        run(module)
+        if module.__name__ == TABLES:  # a loader of zipped packages loads others, too
+            _enter_lazily(module)
 
     loader.exec_module = run_and_enter
-
-
-@contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    filters = {name: lambda record, text=text: text not in record.getMessage() for name, text in _NOISE.items()}
-    for name, keep in filters.items():
-        logging.getLogger(name).addFilter(keep)
-    try:
-        yield
-    finally:
-        for name, keep in filters.items():
-            logging.getLogger(name).removeFilter(keep)

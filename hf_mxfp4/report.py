@@ -12,7 +12,7 @@ from torch import nn
 from .backends import fake_quantize
 from .config import MXFP4RLConfig
 from .dither import DitherReport
-from .gemm.storage.packed_weight import PACKED_FIELDS, PACKED_SUFFIXES, weight_values
+from .gemm import PACKED_FIELDS, PACKED_SUFFIXES, weight_values
 from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 from .module_names import READS_WEIGHT
 
@@ -63,7 +63,7 @@ class QuantizationReport:
     @property
     def masters_on_grid(self) -> bool:
         """Whether trainable master weights lie on the grid of their scheme, but for the rounding of 16 bits, as those
-        that [`hf_mxfp4.lab.gptq.round_model`] made do: an optimizer's small steps then change no quantized weight."""
+        that [`hf_mxfp4.lab.round_model`] made do: an optimizer's small steps then change no quantized weight."""
         return self.packed_bytes is None and self.sqnr_db is not None and self.sqnr_db > _ON_GRID_DB
 
     @property

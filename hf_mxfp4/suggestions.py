@@ -14,16 +14,18 @@ _Class = TypeVar("_Class", bound=type)
 
 def described_options(cls: _Class) -> _Class:
     """Make a dataclass of options refuse unknown ones with the nearest names, and list its own in its docstring, by the
-    ``help`` that their fields carry."""
-    known = [option.name for option in dataclasses.fields(cls) if option.init]
+    ``help`` that their fields carry. Options that are gone, named in its ``REMOVED``, may still be `None`."""
+    known, removed = [option.name for option in dataclasses.fields(cls) if option.init], getattr(cls, "REMOVED", {})
     init = cls.__init__
 
     @functools.wraps(init)
     def __init__(self, *args: Any, **options: Any) -> None:
         for name in options:
-            if name not in known:
+            if name in removed and options[name] is not None:
+                raise TypeError(f"{cls.__name__} no longer has the option {name!r}: {removed[name]}")
+            if name not in known and name not in removed:
                 raise TypeError(unknown_key_message(cls.__name__, name, known))
-        init(self, *args, **options)
+        init(self, *args, **{name: value for name, value in options.items() if name not in removed})
 
     cls.__init__ = __init__
     inherited = {name for base in cls.__bases__ for name in getattr(base, "__dataclass_fields__", {})}

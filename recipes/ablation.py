@@ -4,10 +4,10 @@
     python recipes/ablation.py --config recipes/configs/ablation_cpu.yaml [--out DIR] [--jobs N] [--seeds 0,1,2]
 
 Pretrains the starting point of the grid once (or takes a checkpoint), then runs `grpo.py` for every cell and seed in a
-process and a folder of its own, and writes `ablation.json` (one record per run), `table.md` and `plots/`. A grid that
-was stopped goes on where it was: finished runs are kept, a killed one is started again. A run that fails is reported,
-and the others go on; the exit code is then 1. A grid may be spread over machines of one kind: `--only` and `--seeds`
-run parts of it, and `--report_only` reports all of them from a folder that the others have been copied into.
+process and a folder of its own, and writes `ablation.json` (one record per run), `table.md` and `accuracy.png`. A grid
+that was stopped goes on where it was: finished runs are kept, a killed one is started again. A run that fails is
+reported, and the others go on; the exit code is then 1. A grid may be spread over machines of one kind: `--only` and
+`--seeds` run parts of it, and `--report_only` reports all of them from a folder that the others have been copied into.
 
 Options of `grpo.py` take the place of those that all cells share. To try a grid before it is started, give it two steps
 of a small model and another folder: `--max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL --out DIR`.
@@ -16,52 +16,91 @@ of a small model and another folder: `--max_steps 2 --n_train 64 --n_test 8 --mo
 if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  parts are found as recipes.*
 
+import json
 import os
 import shlex
+import signal
 import sys
 import warnings
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import yaml
+from rich.table import Table
+from rich.text import Text
 
-from recipes.ablations.arguments import parse
-from recipes.ablations.grid import check_cells, read_grid
-from recipes.ablations.report import describe, report
-from recipes.ablations.results import stored_seeds
-from recipes.ablations.runner import leaving_on_sigterm, locked, prepare_bases, run_grid
+from hf_mxfp4.files import lock, replace_file
+from recipes.ablations.grid import Grid, read_grid
+from recipes.ablations.results import draw_accuracy, make_records, markdown, table_rows
+from recipes.ablations.runner import prepare_base, run_grid
+from recipes.common.options import option, read_command, read_words
 from recipes.common.terminal import console, tell
+from recipes.post_training.arguments import GROUPS
 
 
 # TRL's own default still has the old name of this option.
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
+_REMOVED = {
+    "rehearse": (
+        False,
+        "try the cells on a small model with --max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL_MODEL "
+        "--launcher '' --out FOLDER (and on the CPU --use_cpu true --bf16 false)",
+    ),
+    "records": ("", "copy the output folders of the other machines into this one, and give --report_only"),
+    "models": (None, "there is a file for each model"),
+    "dry_run": (False, "the file lists the cells, and all are checked before the first run"),
+    "rerun": (False, "remove the folders of the runs that are to be made again"),
+}
+
+
+@dataclass
+class GridArguments:
+    """Options of a grid; lists are separated by commas."""
+
+    out: str | None = option(None, "Folder; by default the grid's output_dir.")
+    jobs: int = option(1, "Runs at a time; each gets its share of the cores.")
+    only: str | None = option(None, "Cells to run.")
+    seeds: str | None = option(None, "Seeds instead of the grid's.")
+    launcher: str | None = option(None, "Instead of the grid's; '' for none.")
+    report_only: bool = option(False, "Write the results of what is finished, run nothing.")
+
+
+def parse(argv: Sequence[str]) -> tuple[str, GridArguments, dict[str, Any]]:
+    """Parse the command line: the file of the grid, its options, and those of `grpo.py`. Raises `ValueError` for words
+    that are neither."""
+    own, words = read_words(argv, (GridArguments,), removed=_REMOVED, description=__doc__)
+    path = own.pop("config", None)
+    if not path:
+        raise ValueError("name a grid with --config, such as recipes/configs/ablation_cpu.yaml")
+    return path, GridArguments(**own), read_command(words, GROUPS)
 
 
 def main(argv: list[str]) -> int:
-    """Run what is missing of a grid and write its results; the exit code."""
+    """Run what is missing of a grid and write its results; return the exit code."""
     if not sys.stdout.isatty():
         console.width = 140  # of the tables in a log
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # in a log, bars are a line now and then
+    failed = []
     try:
-        arguments, options = parse(__doc__, argv)
+        path, arguments, options = parse(argv)
         changes = {"output": arguments.out, "launcher": arguments.launcher, "options": options}
-        grid = read_grid(
-            arguments.config, seeds=arguments.seeds, only=arguments.only, models=arguments.models, **changes
-        )
-        check_cells(grid, options)
-        if arguments.dry_run:
-            describe(grid)
-            return 0
-        with leaving_on_sigterm(), locked(grid.output) as lock:
-            failed = []
+        only, seeds = (text and text.split(",") for text in (arguments.only, arguments.seeds))
+        grid = read_grid(path, only=only, seeds=seeds and [int(seed) for seed in seeds], **changes)
+        for run in grid.runs:
+            run.parse()
+        grid.output.mkdir(parents=True, exist_ok=True)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs end with this process
+        with (grid.output / ".lock").open("w") as file:
+            if not lock(file.fileno(), wait=False):
+                raise ValueError(f"another process is at work in {grid.output}, or a run that it started still is")
             if not arguments.report_only:
-                bases = prepare_bases(grid, rerun=arguments.rerun, tell=tell)
-                failed = run_grid(grid, bases, lock, jobs=arguments.jobs, rerun=arguments.rerun, tell=tell)
+                failed = run_grid(grid, prepare_base(grid), file, jobs=arguments.jobs)
             # Everything that is there, not only the part that was asked for.
-            whole = read_grid(arguments.config, **changes)
-            whole = replace(whole, seeds=stored_seeds(whole))
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-            report(whole, "python recipes/ablation.py " + shlex.join(["--config", arguments.config, *words]))
+            command = "python recipes/ablation.py " + shlex.join(["--config", path, *words])
+            report(read_grid(path, **changes).with_stored_seeds(), command)
     except FileNotFoundError as error:
         raise SystemExit(f"error: no file {error.filename}") from error
     except (RuntimeError, ValueError, yaml.YAMLError) as error:
@@ -69,6 +108,24 @@ def main(argv: list[str]) -> int:
     if failed:
         tell("failed", ", ".join(failed))
     return 1 if failed else 0
+
+
+def report(grid: Grid, command: str) -> None:
+    """Write records, tables and plots of the finished runs, and print the tables."""
+    records, left_out = make_records(grid, command)
+    if left_out:
+        tell("left out", f"run with other settings: {', '.join(left_out)}")
+    if not records:
+        raise RuntimeError("no run has finished, so there is nothing to report")
+    replace_file(grid.output / "ablation.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    columns, rows = table_rows(records, grid.label)
+    table = Table(*columns, title=f"{grid.label}, greedy accuracy in %")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    (grid.output / "table.md").write_text(f"{grid.label}\n\n{markdown(records, grid.label)}")
+    draw_accuracy(records, grid.label).savefig(grid.output / "accuracy.png", dpi=120)
+    tell("results", f"{grid.output}: ablation.json, table.md, accuracy.png")
 
 
 if __name__ == "__main__":

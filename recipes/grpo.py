@@ -21,17 +21,12 @@ from accelerate import PartialState
 from trl import get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOTrainer
-from recipes.common.process_group import leave_together
-from recipes.common.progress import TrainingBar
 from recipes.common.schemes import describe
-from recipes.common.terminal import tell
+from recipes.common.terminal import TrainingBar, leave_together, tell
+from recipes.post_training import output as files
 from recipes.post_training.arguments import load_task_or_exit, parse_or_exit
-from recipes.post_training.checksum import frozen_checksum
 from recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
-from recipes.post_training.output_folder import refuse_used_folder, remove_old_checkpoints, resume_choice
 from recipes.post_training.policy import find_start, load_policy, load_saved, prepare_start
-from recipes.post_training.resolved_config import FILE_NAME, write_resolved_config
-from recipes.post_training.run_summary import print_summary, write_results, write_summary
 
 
 # TRL's own default still has the old name of this option.
@@ -39,12 +34,12 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_ch
 
 
 def main(argv: list[str]) -> dict:
-    """Run the recipe; the summary that it also writes to `summary.json` in the output folder."""
+    """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
     started = time.monotonic()
     options = parse_or_exit(argv)
     recipe, _, training, model_args = options
     output = Path(training.output_dir)
-    refuse_used_folder(output, recipe, training)
+    files.refuse_used_folder(output, recipe, training)
     task = load_task_or_exit(recipe, training)
     tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems")
     start = find_start(options)
@@ -62,24 +57,20 @@ def main(argv: list[str]) -> dict:
         processing_class=tokenizer,
         peft_config=None if start.is_adapter else get_peft_config(model_args),
     )
-    TrainingBar.install(trainer)
+    TrainingBar.install(trainer, "GRPO", reward="reward", entropy="entropy", sigma="aqn/sigma")
     # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
-    remove_old_checkpoints(output, recipe, training)
+    files.remove_old_checkpoints(output, recipe, training)
     if PartialState().is_main_process:
-        run = write_resolved_config(output, *options)
-        tell("options", f"all of them in {output / FILE_NAME} (run {run})")
+        files.write_resolved_config(output, *options)
 
     evaluate = PolicyEvaluation(trainer, task, recipe)
     if recipe.evaluate_every:
         trainer.add_callback(EvaluationCallback(evaluate, recipe.evaluate_every, recipe.evaluate_every_n))
-    checksums = {"before": frozen_checksum(evaluate.model)} if model_args.use_peft else None
     before = evaluate.before_training() if recipe.evaluate_before else None
     evaluate.report("before RL", before)
-    trainer.train(resume_from_checkpoint=resume_choice(training))
+    trainer.train(resume_from_checkpoint=files.resume_choice(training))
     after = evaluate("evaluating after RL")
     evaluate.report("after RL", after)
-    if checksums is not None:
-        checksums["after"] = frozen_checksum(evaluate.model)
 
     saved = output / "policy" if recipe.save_policy else None
     if saved is not None:
@@ -87,24 +78,22 @@ def main(argv: list[str]) -> dict:
     trainer.accelerator.wait_for_everyone()
     summary: dict = {}
     if trainer.is_world_process_zero():
-        seconds = round(time.monotonic() - started, 1)
-        summary = write_results(output, trainer, task, before, after, saved, origin, checksums, seconds)
-    # Only now, and when nobody writes any more: a second model beside the states of training may not fit into memory.
+        summary = files.write_results(output, trainer, task, before, after, saved, origin)
+    # Last, when all results are written: a second model beside the states of training may not fit into memory. All
+    # processes take part.
     trainer.accelerator.wait_for_everyone()
-
-    found: dict = {}
     try:
-        # All processes take part: the evaluation is shared between them.
-        if saved is not None:
-            found["reloaded"] = evaluate.compare_reloaded(saved, lambda: load_saved(saved, start, options), after)
-    except BaseException as error:
-        found["reload_error"] = f"{type(error).__name__}: {error}"
+        if saved is not None and recipe.reload_check:
+            reloaded = evaluate.compare_reloaded(saved, lambda: load_saved(saved, start, options), after)
+            summary |= {"reloaded": reloaded} if summary else {}
+    except BaseException:
+        tell("reloading failed", "all results are written; --reload_check 0 leaves the comparison out")
         raise
     finally:
-        if trainer.is_world_process_zero():
-            summary |= found | {"seconds": round(time.monotonic() - started, 1)}
-            write_summary(output, summary)
-            print_summary(summary)
+        if summary:
+            summary["seconds"] = round(time.monotonic() - started, 1)
+            files.write_summary(output, summary)
+            files.print_summary(summary)
     trainer.accelerator.wait_for_everyone()
     return summary
 

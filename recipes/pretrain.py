@@ -17,17 +17,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recipes.common.process_group import leave_together
-from recipes.common.terminal import errors_as_messages
-from recipes.pretraining.arguments import parse_or_exit
+from hf_mxfp4.files import write_json
+from recipes.common.schemes import preset_of
+from recipes.common.terminal import errors_as_messages, leave_together, tell
+from recipes.pretraining.arguments import TARGET_FRACTION, Study, parse_or_exit
 from recipes.pretraining.corpus import load_corpus
-from recipes.pretraining.records import StudyFile
-from recipes.pretraining.report import announce, finish, print_summary, tell_run
-from recipes.pretraining.runs import train_arm
+from recipes.pretraining.plots import draw_curves, draw_overheads
+from recipes.pretraining.runs import StudyFile, train_arm
+from recipes.pretraining.summary import print_summary, summarize
 
 
 def main(argv: list[str]) -> dict[str, Any]:
-    """Run what is missing of a study; the summary that it also writes to `summary.json` in the output folder."""
+    """Run what is missing of a study; return the summary that it also writes to `summary.json` in the output folder."""
     study = parse_or_exit(argv)
     output = Path(study.training.output_dir)
     with errors_as_messages(OSError, RuntimeError, ValueError):
@@ -39,17 +40,51 @@ def main(argv: list[str]) -> dict[str, Any]:
             if not stored.finished(arm.name, seed, study.scheme_text(arm))
         ]
         corpus = load_corpus(study.options, study.total_steps * study.tokens_per_step) if missing else None
-    announce(study, corpus, len(missing))
+    for arm in study.arms:
+        tell(f"arm {arm.name}", study.scheme_text(arm) + (f": {preset_of(arm.config)}" if arm.config else ""))
+    steps, total = study.training.max_steps, len(study.arms) * len(study.options.seeds)
+    tell("budget", f"{steps} steps of {study.tokens_per_step} tokens, every arm goes on to step {study.total_steps}")
+    tell("runs", f"{len(missing)} of {total} are missing in {output}")
     for seed, arm in missing:
         with errors_as_messages(ValueError, where=f"arm {arm.name}, seed {seed}: "):
             run = train_arm(study, arm, seed, corpus, output)
         if study.training.process_index == 0:
             stored.add(run)
-        tell_run(run)
+        operands = " ".join(f"{name}:{count}" for name, count in run["quantized_operands"].items() if count)
+        last = "not finite" if run["curve"][-1][1] is None else f"{run['curve'][-1][1]:.4f}"
+        told = f"validation loss {last} after {run['steps']} steps, {run['seconds']:.0f} s"
+        tell(f"{arm.name}, seed {seed}", f"{told}; n_quantized={run['n_quantized']} {operands}")
     if study.training.process_index != 0:
         return {}
-    summary = finish(study, stored, output)
+    summary = finish(study, stored.runs, output)
     print_summary(summary)
+    return summary
+
+
+def finish(study: Study, runs: list[dict[str, Any]], output: Path) -> dict[str, Any]:
+    """Summarize the arms and seeds that were asked for; write `summary.json` and figures."""
+    arms = [arm.name for arm in study.arms]
+    runs = [run for run in runs if run["arm"] in arms and run["seed"] in study.options.seeds]
+    runs.sort(key=lambda run: (arms.index(run["arm"]), run["seed"]))
+    with errors_as_messages(ValueError):
+        found = summarize(runs, budget=study.budget_tokens, target_fraction=TARGET_FRACTION)
+    summary = {
+        "baseline": study.precision,
+        "tokens_per_step": study.tokens_per_step,
+        **{key: runs[0][key] for key in ("parameters", "steps", "entropy")},
+        **found,
+    }
+    for name, result in summary["arms"].items():
+        of_arm = [run for run in runs if run["arm"] == name]
+        for key in ("scheme", "n_quantized", "n_skipped", "quantized_operands"):
+            result[key] = of_arm[0][key]
+        for key in ("curve", "oscillation_resets", "seconds", "cpu_seconds"):
+            result[key] = [run[key] for run in of_arm]
+    write_json(output / "summary.json", summary, indent=1)
+    curves = {name: result["curve"] for name, result in summary["arms"].items()}
+    draw_curves(curves, entropy=summary["entropy"]).savefig(output / "curves.png", dpi=120)
+    if len(summary["arms"]) > 1:
+        draw_overheads(summary["arms"]).savefig(output / "overheads.png", dpi=120)
     return summary
 
 

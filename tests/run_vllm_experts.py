@@ -15,9 +15,8 @@ import torch
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.gemm import Groups
-from hf_mxfp4.gemm.storage.packed_weight import packed_tensor, quantize_weight
-from hf_mxfp4.integrations.vllm.experts_product import experts
+from hf_mxfp4.gemm import Groups, packed_tensor, quantize_weight
+from hf_mxfp4.integrations.vllm import experts_operator
 
 
 E, HIDDEN, INNER, TOKENS = 4, 128, 64, 6
@@ -67,7 +66,7 @@ def compute(case: str, backend: str, places: list[list[int]]) -> torch.Tensor:
     inputs, out = config.activation_scheme, 0
     for own in places:
         expert_map = torch.tensor([own.index(expert) if expert in own else -1 for expert in range(E)])
-        out = out + experts(
+        out = out + experts_operator(
             x,
             torch.rand(TOKENS, 2, generator=torch.Generator().manual_seed(2)),
             ids,

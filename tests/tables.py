@@ -132,12 +132,8 @@ CONFIGS = {
     "skips": {"modules_to_not_convert": ["layers.0.mlp", "re:.*o_proj"]},
 }
 
-#: Options of products, and of single layers.
+#: Options of products.
 GEMMS = {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "fp8", "x": "full", "rotation": "random-32"}}
-OVERRIDES = [
-    {"modules": "layers.0", "dgrad": {"grad": "full"}, "wgrad": {"grad": "full", "x": "reuse"}},
-    {"modules": "re:.*down_proj", "dgrad": {"rotation": "random-16"}},
-]
 
 
 def some(table: Mapping[str, Entry], *names: str) -> dict[str, Entry]:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The map in docs/architecture.md shows the house as it is."""
+"""docs/architecture.md names what exists, and imports between packages point down."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+from benchmarks import packages
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,8 +20,46 @@ def test_what_the_map_names_exists(path):
     assert (ROOT / path).exists()
 
 
-def test_the_map_names_every_room():
-    rooms = {file.parent for top in ("hf_mxfp4", "kernels/mxfp4_kernels") for file in (ROOT / top).rglob("*.py")}
-    rooms |= {folder for folder in (ROOT / "recipes").iterdir() if any(folder.glob("*.py"))}
-    missing = [room for room in rooms if f"{room.relative_to(ROOT)}" not in MAP and f"`{room.name}/`" not in MAP]
+def test_the_map_names_every_package():
+    folders = {file.parent for top in ("hf_mxfp4", "kernels/mxfp4_kernels") for file in (ROOT / top).rglob("*.py")}
+    folders |= {folder for folder in (ROOT / "recipes").iterdir() if any(folder.glob("*.py"))}
+    missing = [each for each in folders if f"{each.relative_to(ROOT)}" not in MAP and f"`{each.name}/`" not in MAP]
     assert len(PATHS) > 40 and not missing
+
+
+def test_imports_point_down_and_have_no_circle():
+    graph = packages.imports(ROOT)
+    assert {"layers", "gemm"} <= graph["rl"] | graph["layers"] and "numerics" in graph["gemm"]
+    assert packages.faults(graph) == []
+
+
+def test_every_package_has_its_place_in_the_order():
+    folders = {f"integrations.{each.parent.name}" for each in (ROOT / "hf_mxfp4/integrations").glob("*/__init__.py")}
+    folders |= {each.parent.name for each in (ROOT / "hf_mxfp4").glob("*/__init__.py")} - {"integrations"}
+    assert folders | {"recipes", "benchmarks", "mxfp4_kernels"} == {name for line in packages.ORDER for name in line}
+
+
+def test_imports_are_read_anywhere_in_a_file(tmp_path):
+    files = {
+        "hf_mxfp4/__init__.py": "",
+        "hf_mxfp4/gemm/__init__.py": "from . import inner",
+        "hf_mxfp4/gemm/inner.py": "def late():\n    from ..layers.linear import Linear\n    import mxfp4_kernels.pairs",
+        "hf_mxfp4/layers/__init__.py": "from ..gemm import inner\nfrom .. import stats",
+        "hf_mxfp4/layers/linear.py": "import torch\nfrom hf_mxfp4.numerics import fold",
+        "hf_mxfp4/stats.py": "from hf_mxfp4 import config",
+        "hf_mxfp4/config.py": "import hf_mxfp4.stats",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    graph = packages.imports(tmp_path)
+    assert graph == {
+        "gemm": {"layers", "mxfp4_kernels"},
+        "layers": {"gemm", "stats", "numerics"},
+        "stats": {"config"},
+        "config": {"stats"},
+    }
+    up, circle = packages.faults(graph)
+    assert up.startswith("gemm imports layers, which is above it") and "import each other in a circle" in circle
+    assert "gemm" in packages.faults({"gemm": {"report"}, "report": {"gemm"}})[0]
+    assert "layers --> gemm" in packages.mermaid(graph) and "stats" not in packages.mermaid(graph)

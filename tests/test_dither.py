@@ -3,8 +3,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tables import CONFIGS, PLAIN, some
@@ -13,11 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.dither import dither_masters
-from hf_mxfp4.dither_places import ForwardWeight, _crossings
-from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
+from hf_mxfp4.dither import dither_masters, sixteen_bit_dtype
+from hf_mxfp4.gemm import quantize_weight
 from hf_mxfp4.layers import trainable_matrices
-from hf_mxfp4.numerics.dither import Cells, crowding, sixteen_bit_dtype
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -58,56 +54,6 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# ---- cells ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 16), (torch.float16, 16)])
-@given(data=st.data())
-@settings(max_examples=60, deadline=None)
-def test_every_place_rounds_to_the_number_of_the_cell(dtype, bits, data):
-    patterns = data.draw(st.lists(st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1), min_size=1, max_size=40))
-    numbers = torch.tensor(patterns, dtype=torch.int16).view(dtype)
-    cells = Cells(numbers.float(), dtype)
-    drawn = cells.draw(torch.Generator().manual_seed(data.draw(st.integers(0, 9))))
-    fixed = (numbers == 0) | ~numbers.isfinite()
-    assert (drawn[fixed] == 0).all()
-    for places in (drawn, drawn.sign() * cells.outermost):
-        assert torch.equal(cells.values(places.short()).to(dtype)[~fixed], numbers[~fixed])
-
-
-def test_a_power_of_two_has_a_third_of_its_places_below():
-    cells = Cells(torch.full((1, 90_000), -0.25), torch.bfloat16)
-    values = cells.values(cells.draw(torch.Generator().manual_seed(0)))
-    assert float((values > -0.25).double().mean()) == pytest.approx(1 / 3, abs=0.01)
-    assert float(values.max()) < -0.25 + 2**-11 and float(values.min()) > -0.25 - 2**-10
-
-
-def test_crowded_numbers_are_those_with_more_weights_than_their_neighbourhood_has():
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.rand(200, 1000, generator=generator).add_(1.0).bfloat16().float()  # 128 numbers from 1 to 2
-    weight[0, 0] = float("nan")
-    numbers = torch.arange(1.0, 2.0, 2**-7)
-    bits = numbers.bfloat16().view(torch.int16).long()
-    middle = slice(32, 96)
-    found = crowding(weight, torch.bfloat16)
-    assert found is None or float(found[bits[middle]].max()) < 0.1
-    coarse = (weight * 32).floor() / 32  # every fourth number
-    found = crowding(coarse, torch.bfloat16)[bits[middle]]
-    assert found[::4].tolist() == pytest.approx([0.75] * 16, abs=0.02)
-    assert (found.view(-1, 4)[:, 1:] == 0).all()
-
-
-def test_what_a_crowded_number_has_too_many_of_is_in_the_outer_halves_of_its_cell():
-    crowds = torch.zeros(1 << 15)
-    crowds[int(torch.tensor(1.25).bfloat16().view(torch.int16))] = 0.75
-    cells = Cells(torch.tensor([[1.25, 1.5]]).repeat(40_000, 1), torch.bfloat16, crowds)
-    places = cells.draw(torch.Generator().manual_seed(0))
-    assert int(places.abs().max()) <= cells.outermost
-    inner = (places.abs() <= cells.outermost // 2).double().mean(dim=0)
-    assert inner.tolist() == pytest.approx([0.125, 0.5], abs=0.01)
-    assert places.double().mean(dim=0).abs().max() < 0.03 * cells.outermost
-
-
 def test_the_dtype_of_numbers_is_found_by_their_bits():
     weight = gaussian(40, 64, torch.float32)
     assert sixteen_bit_dtype(weight) is None
@@ -134,40 +80,9 @@ def test_a_small_step_moves_quantized_weights_as_far_as_masters(scheme):
     assert equal(stored(layer, weight), stored(layer, dithered))
     assert 0.5 < movement(layer, dithered, 2e-6) < 1.5
     assert report.n_weights == weight.numel() and report.dtypes == ("bfloat16",)
-    assert report.share_after < 1e-4
     assert report.n_left < 0.01 * weight.numel()
     if scheme in ("plain", "floor", "even", "mse", "fallback 1", "paper_b", "w4a4g4_tuned"):
-        assert undithered > 10 and report.share_before > 0.005
-
-
-def test_weights_on_a_coarser_lattice_do_not_jump_either(monkeypatch):
-    # What another quantization leaves: small numbers are multiples of 2^-13, eight times the spacing of bfloat16.
-    weight = gaussian(1024, 1024, torch.float32).mul_(2**13).round_().div_(2**13).bfloat16().float()
-
-    def dithered():
-        model, layer = one_layer(weight, **PLAIN)
-        report = dither_masters(model)
-        found = layer.weight.detach()
-        assert torch.equal(found.bfloat16().float(), weight)
-        assert equal(stored(layer, weight), stored(layer, found))
-        assert report.n_left < 1e-3 * weight.numel()
-        return movement(layer, found, 5e-7)
-
-    assert 0.6 < dithered() < 1.4
-    monkeypatch.setattr("hf_mxfp4.dither.crowding", lambda *arguments: None)
-    assert dithered() > 2
-
-
-def test_what_crossed_over_to_a_boundary_itself_comes_back():
-    middle = torch.zeros(1, 1, 32)
-    middle[..., 0], middle[..., 1], middle[..., 2] = 5.5, 0.2505, 0.251
-    moved = middle.clone()
-    moved[..., 1], moved[..., 2] = 0.25, 0.2495  # 0.25 is rounded to 0
-    _, layer = one_layer(torch.zeros(32, 32), **PLAIN)
-    forward = ForwardWeight(layer.gemms.fprop.right, "auto")
-    crossing, blocks = _crossings(forward, middle, moved, forward.quantized(middle), forward.quantized(moved))
-    assert not blocks.any() and (crossing[..., 3:] == 0).all()
-    assert crossing[0, 0, :3].tolist() == pytest.approx([0.0, -0.0005, -0.0005], abs=1e-6)
+        assert undithered > 10
 
 
 def test_a_tie_leaves_to_the_side_that_nearest_even_chose():
@@ -178,10 +93,9 @@ def test_a_tie_leaves_to_the_side_that_nearest_even_chose():
     weight[:32, 1:8], weight[32:, 1:8] = ties, -ties
     weight *= 2**-7
     model, layer = one_layer(weight, **PLAIN)
-    report = dither_masters(model)
+    dither_masters(model)
     moved = (layer.weight.detach().abs() - weight.abs())[:, 1:8]
     assert ((moved > 0) == above).all() and (moved != 0).all()
-    assert report.n_before == 64 * 7 and report.n_after == 0
     assert (layer.weight.detach()[:, 8:] == 0).all()
     assert (layer.weight.detach().abs() <= 6 * 2**-7 * (1 + 2**-8)).all()
 
@@ -253,17 +167,6 @@ def test_bf16_roundings_of_dithered_masters_neither_stand_nor_jump():
 
     assert abs(along(weight)) < 0.1
     assert 0.3 < along(dithered) < 1.0
-
-
-def test_weight_decay_does_not_put_masters_back():
-    weight = gaussian(384, 512)
-    model, layer = one_layer(weight, **PLAIN)
-    dither_masters(model)
-    decayed = layer.weight.detach().clone()
-    for _ in range(200):
-        decayed *= 1 - 1e-6
-    assert (decayed != layer.weight.detach()).double().mean() > 0.99
-    assert 0.5 < movement(layer, decayed, 2e-6) < 1.5
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------

@@ -12,9 +12,12 @@ import pytest
 import typer
 
 from hf_mxfp4.cli import app
-from recipes.ablations.arguments import parse as parse_ablation
-from recipes.ablations.grid import OPTIONS, read_grid
+from recipes.ablation import parse as parse_ablation
+from recipes.ablations.grid import read_grid
+from recipes.common.options import names
 from recipes.evaluation.arguments import parse as parse_evaluation
+from recipes.post_training.arguments import GROUPS
+from recipes.pretraining.arguments import parse as parse_study
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,10 +124,12 @@ def test_recipe(command):
         assert (ROOT / path).is_file(), path
     script, *arguments = _words(command, r"^recipes/\w+\.py$")
     if script == "recipes/ablation.py":
-        found, options = parse_ablation("", arguments)
-        read_grid(ROOT / found.config, options=options)
+        path, _, options = parse_ablation(arguments)
+        read_grid(ROOT / path, options=options)
     elif script == "recipes/evaluate.py":
         parse_evaluation([word for word in arguments if word != "N"])
+    elif script == "recipes/pretrain.py":
+        parse_study([*arguments, "--use_cpu=true", "--bf16=false", "--tf32=false"])
     else:
-        names = [word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
-        assert {*names} <= {"config", *OPTIONS}
+        given = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
+        assert given <= {"config", *names(GROUPS)}

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fprop`, `dgrad`, `wgrad`, `layer_overrides` and the presets of `MXFP4RLConfig`."""
+"""`fprop`, `dgrad`, `wgrad` and the presets of `MXFP4RLConfig`."""
 
 import math
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tables import GEMMS, OVERRIDES
+from tables import GEMMS
 from tiny_models import make_model
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.checkpoint import CheckpointError, pack_checkpoint
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, QuantScheme, Rotation, ScaleRule
-from hf_mxfp4.presets import PRESETS
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 
 
@@ -41,10 +40,6 @@ EXPECTED = {
 }
 
 
-def test_every_preset_is_here():
-    assert set(EXPECTED) == set(PRESETS)
-
-
 @pytest.mark.parametrize("preset", EXPECTED)
 def test_presets(preset):
     scheme = MXFP4RLConfig(preset=preset).gemms()
@@ -65,13 +60,6 @@ def test_options_of_a_preset_can_be_given():
     assert MXFP4RLConfig(preset="w4a4_h64", fprop={"rotation": "none"}).gemms().fprop == GemmScheme(SELECTIVE, EVEN)
 
 
-def test_a_presets_rotation_is_packed_and_saved_with_it():
-    config = MXFP4RLConfig(preset="w4a4_h64")
-    assert config.packed().gemms().fprop == config.gemms().fprop == EXPECTED["w4a4_h64"][0]
-    assert MXFP4RLConfig.from_dict(config.to_dict()) == config
-    assert config.to_dict()["fprop"] == {"rotation": "deterministic-64"}
-
-
 def test_operands_that_are_not_named_keep_the_presets():
     config = MXFP4RLConfig(preset="w4a4g4", wgrad={"x": "even+mbs64+stochastic", "rotation": "random-64"})
     x = QuantScheme(ScaleRule.EVEN, 64, "static", rounding="stochastic")
@@ -83,8 +71,6 @@ def test_operands_that_are_not_named_keep_the_presets():
 
 def test_a_rotation_goes_with_the_quantization_that_it_is_for():
     off = {"grad": "full", "x": "reuse"}
-    config = MXFP4RLConfig(preset="paper_b", layer_overrides=[{"modules": "layers.0", "wgrad": off}])
-    assert config.gemms("layers.0").wgrad == PLAIN and config.gemms("layers.1").wgrad == EXPECTED["paper_b"][2]
     assert MXFP4RLConfig(preset="paper_b", wgrad=off).gemms().wgrad == PLAIN
 
 
@@ -119,15 +105,6 @@ REFUSED = [
         {"stochastic_seed": 1, "preset": "w4a4g4", "dither_ties": False},
         "stochastic_seed=1 has no effect, since nothing is random",
     ),
-    ({"layer_overrides": []}, r"layer_overrides=\[\] must be a list"),
-    ({"layer_overrides": {"modules": "layers.0"}}, "must be a list"),
-    ({"layer_overrides": [{"modules": "layers.0"}]}, "changes nothing of 'layers.0'"),
-    ({"layer_overrides": [{"dgrad": {"grad": "full"}}]}, "needs 'modules'"),
-    ({"layer_overrides": [{"modules": "re:(", "dgrad": {"grad": "full"}}]}, "no regular expression"),
-    ({"layer_overrides": [{"modules": "layers.0", "fprop": {"x": "full"}}]}, "share one forward scheme"),
-    ({"layer_overrides": [{"modles": "layers.0"}]}, "no option 'modles'; did you mean 'modules'?"),
-    ({"layer_overrides": [{"modules": "layers.0", "dgrad": {"gard": "full"}}]}, r"layer_overrides\[0\] dgrad has no"),
-    ({"layer_overrides": [{"modules": "layers.0", "wgrad": {"rotation": "random-16"}}]}, "for 'layers.0': rotation"),
     ({"mode": "packed", "dgrad": {"grad": "fp8"}}, r"dgrad=.* has no effect in mode='packed' whose frozen weights"),
     ({"mode": "packed", "wgrad": {"grad": "fp8"}}, r"wgrad=.* has no effect in mode='packed'"),
     ({"mode": "packed", "preset": "w4a4g4"}, "preset='w4a4g4' is not supported; choose one of 'w4a16', 'w4a4'$"),
@@ -148,8 +125,6 @@ def test_the_packed_twin_keeps_the_forward_product_alone():
         config = MXFP4RLConfig(preset=preset)
         twin = config.packed()
         assert twin.preset == "w4a4" and twin.gemms().fprop == config.gemms().fprop and twin.gemms().wgrad == PLAIN
-    layers = MXFP4RLConfig(preset="w4a4g4", layer_overrides=OVERRIDES)
-    assert layers.packed() == MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=1.0)
     rotated = MXFP4RLConfig(fprop={"x": "floor", "rotation": "deterministic-128"})
     assert rotated.packed().gemms().fprop == rotated.gemms().fprop and rotated.packed().weight_rotation == Rotation(128)
     with pytest.raises(ValueError, match="cannot be packed: its fprop rounds stochastically"):
@@ -169,62 +144,11 @@ def test_the_packed_twin_keeps_the_forward_product_alone():
             "w4a16 [weights mxfp4+even, activations full precision], dgrad [grad mxfp4+rceil+stochastic, weight as in "
             "fprop], wgrad [grad fp8, x full precision, rotation random-32]",
         ),
-        (
-            {"macro_block": None, "outlier_fallback": None, "layer_overrides": OVERRIDES[:1]},
-            "w4a4 [weights mxfp4+even, activations mxfp4+even], layers.0: dgrad {'grad': 'full'} wgrad "
-            "{'grad': 'full', 'x': 'reuse'}",
-        ),
     ],
-    ids=["paper_b", "gemms", "layers"],
+    ids=["paper_b", "gemms"],
 )
 def test_describe_names_every_quantized_operand(options, expected):
     assert MXFP4RLConfig(**options).describe() == expected
-
-
-# ---- single layers -------------------------------------------------------------------------------------------------
-
-
-def test_layer_overrides_reach_exactly_their_layers():
-    config = MXFP4RLConfig(preset="w4a4g4", layer_overrides=OVERRIDES)
-    model = make_model(layers=2)
-    quantize_linears(model, config)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, MXFP4Linear)}
-    assert len(layers) == 14
-    for name, layer in layers.items():
-        first, down = ".layers.0." in name, name.endswith("down_proj")
-        grad, rotation = FULL if first else INPUT, Rotation(16, random=True) if down else None
-        assert layer.gemms.dgrad == GemmScheme(grad, WEIGHT, rotation), name
-        assert layer.gemms.wgrad == (PLAIN if first else GemmScheme(INPUT, INPUT)), name
-        assert layer.gemms == config.gemms(name)
-
-
-def test_the_last_entry_counts():
-    entries = [{"modules": m, "dgrad": {"grad": g}} for m, g in (("layers.1", "full"), ("mlp", "fp8"))]
-    config = MXFP4RLConfig(layer_overrides=entries)
-    names = ["model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj", "model.layers.10.self_attn.q_proj"]
-    assert [config.gemms(name).dgrad.left for name in names] == [FP8, FULL, FULL]
-    assert config.gemms("layers.10.mlp.up_proj").dgrad.left is FP8
-
-
-@pytest.mark.parametrize("pattern", ["layers.9", "layer.0", "lm_head", "re:layers", "input_layernorm"])
-def test_an_entry_that_matches_no_quantized_layer_is_an_error(pattern):
-    config = MXFP4RLConfig(layer_overrides=[{"modules": pattern, "dgrad": {"grad": "fp8"}}])
-    with pytest.raises(ValueError, match=f"layer_overrides has '{pattern}', which matches no quantized layer"):
-        quantize_linears(make_model(), config)
-
-
-def test_a_checkpoint_keeps_its_overrides_also_for_the_base_model(tmp_path, checkpoint):
-    entries = [{"modules": r"re:model\.layers\.1\..*", "dgrad": {"grad": "fp8"}}]
-    config = MXFP4RLConfig(layer_overrides=entries)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
-    model.save_pretrained(tmp_path)
-    assert model.quantization_report.scheme == config.describe() and "fp8" in config.describe()
-    for auto, prefix in ((AutoModelForCausalLM, "model."), (AutoModel, "")):
-        loaded = auto.from_pretrained(tmp_path)
-        for i, expected in enumerate((FULL, FP8)):
-            assert loaded.get_submodule(f"{prefix}layers.{i}.mlp.up_proj").gemms.dgrad.left is expected
-    card = (tmp_path / "README.md").read_text()
-    assert "backward of `re:model" in card
 
 
 ROTATED = {"fprop": {"rotation": "deterministic-16"}, "macro_block": None, "outlier_fallback": None}

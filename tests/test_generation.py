@@ -9,23 +9,14 @@ import threading
 import accelerate
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from tiny_models import make_model
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     GenerationMixin,
     Qwen2ForCausalLM,
-    TextIteratorStreamer,
 )
 
-import hf_mxfp4
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, uncached_weights
-from hf_mxfp4.backends import select as backends
-from hf_mxfp4.gemm import operands
-from hf_mxfp4.gemm.storage import copies
-from hf_mxfp4.gemm.weight_cache import cached_for_call
-from hf_mxfp4.layers import QUANTIZED, MXFP4Experts
+from hf_mxfp4 import MXFP4RLConfig, cached_weights, uncached_weights
+from hf_mxfp4.gemm import gemm_states, weight_quantizations
 
 
 pytestmark = pytest.mark.usefixtures("dense_products")
@@ -50,85 +41,33 @@ def logits(model):
 
 
 @pytest.fixture
-def quantizations(monkeypatch):
-    """What tells the layers that quantized (or dequantized) their weights so far, one entry each time."""
-    calls = []
-    quantize, pack, dequantize = operands.weight_operand, copies.quantize_weight, backends.dequantize
+def count():
+    """Gives how many weight matrices were quantized since it was last asked."""
+    seen = [weight_quantizations()["fprop"]]
 
-    def quantized(weight, dtype, state):
-        calls.append(state)
-        return quantize(weight, dtype, state)
+    def ask() -> int:
+        before, seen[0] = seen[0], weight_quantizations()["fprop"]
+        return seen[0] - before
 
-    def packed(weight, *args):
-        calls.append(weight)
-        return pack(weight, *args)
-
-    def dequantized(weight, *args):
-        calls.append(weight.codes.data_ptr())
-        return dequantize(weight, *args)
-
-    monkeypatch.setattr(operands, "weight_operand", quantized)
-    monkeypatch.setattr(copies, "quantize_weight", packed)
-    monkeypatch.setattr(backends, "dequantize", dequantized)
-    return calls
+    return ask
 
 
-def nothing_is_kept(model):
-    return not any(layer.state.cache.value is not None for layer in model.modules() if hasattr(layer, "state"))
+def nothing_is_open(model):
+    return all(state.cache is None for state in gemm_states(model))
 
 
-def test_each_weight_is_quantized_once_per_call(checkpoint, quantizations):
+def test_each_weight_is_quantized_once_per_call(checkpoint, count):
     model = load(checkpoint)
-    quantizations.clear()
-    with uncached_weights():
+    count()
+    with uncached_weights(model):
         expected = logits(model)
-    assert len(quantizations) == LINEARS * TOKENS  # what it costs without
-    for calls in (1, 2):
-        quantizations.clear()
+    assert count() == LINEARS * TOKENS  # what it costs without
+    for _ in range(2):
         assert torch.equal(logits(model), expected)
-        assert len(quantizations) == LINEARS and len(set(quantizations)) == LINEARS, calls
-        assert nothing_is_kept(model)
-    quantizations.clear()
-    with cached_weights():
+        assert count() == LINEARS and nothing_is_open(model)
+    with cached_weights(model):
         assert torch.equal(logits(model), expected) and torch.equal(logits(model), expected)
-    assert len(quantizations) == LINEARS
-
-
-def test_experts_are_quantized_once_per_call(checkpoint, quantizations):
-    model = load(checkpoint, "qwen3_moe")
-    quantizations.clear()
-    logits(model)
-    layers = [layer for layer in model.modules() if isinstance(layer, (MXFP4Linear, MXFP4Experts))]
-    assert len(layers) == 10  # attention, and two projections of the experts
-    assert len(quantizations) == 2 * 4 + 2 * 2
-
-
-@pytest.mark.parametrize(("backend", "kept"), [("cpu", 0), ("eager", LINEARS)])
-def test_packed_weights_are_dequantized_where_they_are_used_unless_asked(checkpoint, backend, kept):
-    """Whoever loads 4-bit weights for their memory does not get a dense copy of all of them unasked; and where products
-    need none, none at all."""
-    model = load(checkpoint, mode="packed", backend=backend)
-    sizes = []
-
-    def look(module, args, output):
-        sizes.append(sum(layer.state.cache.value is not None for layer in model.modules() if hasattr(layer, "state")))
-
-    handle = model.lm_head.register_forward_hook(look)
-    plain = logits(model)
-    assert sizes == [0] * TOKENS
-    sizes.clear()
-    with cached_weights():
-        assert torch.equal(logits(model), plain)
-    assert sizes == [kept] * TOKENS and nothing_is_kept(model)
-    handle.remove()
-
-
-def test_the_base_of_adapters_is_kept_too(checkpoint, quantizations):
-    model = load(checkpoint)
-    policy = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
-    quantizations.clear()
-    generate(policy)
-    assert len(quantizations) == LINEARS
+    assert count() == LINEARS
 
 
 CHANGES = {
@@ -153,49 +92,29 @@ def step(model, optimizer, **options):
     optimizer(model.parameters(), lr=0.3, **options).step()
 
 
-@pytest.mark.parametrize("before", [contextlib.nullcontext, cached_weights])
+@pytest.mark.parametrize("before", [lambda _: contextlib.nullcontext(), cached_weights], ids=["plain", "cached"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_two_calls_is_seen(change, before, checkpoint):
     model = load(checkpoint)
-    with before():
+    with before(model):
         old = logits(model)
     CHANGES[change](model.model.layers[0].mlp.down_proj.weight, model)
     new = logits(model)
-    with uncached_weights():
+    with uncached_weights(model):
         assert torch.equal(logits(model), new)
     assert not torch.equal(new, old)
 
 
-def test_copies_of_a_model_generate_with_their_own_weights(checkpoint, quantizations):
+def test_copies_of_a_model_generate_with_their_own_weights(checkpoint, count):
     model = load(checkpoint)
     expected = logits(model)
     other = copy.deepcopy(model)
     torch.testing.assert_close(logits(other), expected)  # a mapped file is aligned otherwise: an ulp on some CPUs
     other.model.layers[1].mlp.up_proj.weight.data.neg_()
-    quantizations.clear()
+    count()
     assert not torch.allclose(logits(other), expected)
-    assert len(quantizations) == LINEARS
+    assert count() == LINEARS
     assert torch.equal(logits(model), expected)
-
-
-def test_a_model_that_was_pickled(checkpoint, tmp_path, run_script):
-    model = load(checkpoint)
-    torch.save(model, tmp_path / "model.pt")
-    found = run_script("run_unpickled_model.py", str(tmp_path / "model.pt"), interpret=False)
-    assert found == {"tokens": model.generate(IDS, max_new_tokens=4, min_new_tokens=4, do_sample=False).tolist(),
-                     "quantizations": LINEARS}  # fmt: skip
-
-
-def test_a_packed_and_a_plain_model_again(checkpoint, quantizations, monkeypatch):
-    model = load(checkpoint, preset="w4a16")
-    expected = logits(model)
-    hf_mxfp4.pack(model)
-    assert torch.equal(logits(model), expected)
-    model.dequantize()
-    entered = []
-    monkeypatch.setattr("hf_mxfp4.integrations.transformers.generation.cached_for_call", lambda: entered.append(1))
-    torch.testing.assert_close(logits(model), expected)
-    assert not entered and not any(isinstance(module, QUANTIZED) for module in model.modules())
 
 
 def test_the_method_looks_like_the_one_it_wraps(checkpoint):
@@ -205,12 +124,6 @@ def test_the_method_looks_like_the_one_it_wraps(checkpoint):
     assert own.__wrapped__ is original  # once
     assert inspect.signature(own) == inspect.signature(original)
     assert own.__doc__ == original.__doc__ and own.__name__ == "generate"
-
-
-def test_a_replaced_method_of_the_base_class_is_called(checkpoint, monkeypatch):
-    model = load(checkpoint)
-    monkeypatch.setattr(GenerationMixin, "generate", lambda self, *args, **kwargs: (self, args, kwargs))
-    assert model.generate(IDS, top_k=3) == (model, (IDS,), {"top_k": 3})
 
 
 def test_a_class_that_generates_in_its_own_way(checkpoint):
@@ -223,44 +136,19 @@ def test_a_class_that_generates_in_its_own_way(checkpoint):
     assert mark == "own" and tokens.shape == (1, IDS.shape[1] + TOKENS)
 
 
-def test_models_that_cannot_generate_load_as_ever(checkpoint):
-    config = MXFP4RLConfig()
-    model = AutoModelForSequenceClassification.from_pretrained(checkpoint("qwen2"), quantization_config=config)
-    assert not hasattr(model, "generate")
-
-
-def test_plain_models_of_the_class_generate_as_ever(checkpoint, monkeypatch):
-    load(checkpoint)
-    monkeypatch.setattr("hf_mxfp4.integrations.transformers.generation.cached_for_call", None)
-    assert generate(make_model("qwen2")).shape == (1, IDS.shape[1] + TOKENS)
-
-
-def test_outer_contexts_decide(checkpoint, quantizations):
+def test_outer_contexts_decide(checkpoint, count):
     model = load(checkpoint)
-    quantizations.clear()
-    with uncached_weights():
+    count()
+    with uncached_weights(model):
         generate(model)
-        assert len(quantizations) == LINEARS * TOKENS
-    quantizations.clear()
-    with cached_weights():
+        assert count() == LINEARS * TOKENS
+    count()
+    with cached_weights(model):
         old = logits(model)
         model.model.layers[0].mlp.down_proj.weight.data.neg_()
         assert torch.equal(logits(model), old)  # the context's promise was broken
-        assert len(quantizations) == LINEARS
+        assert count() == LINEARS
     assert not torch.equal(logits(model), old)
-
-
-def test_contexts_inside_a_call_change_nothing(checkpoint, quantizations):
-    model, entered = load(checkpoint), []
-
-    def inside(ids, scores):
-        with uncached_weights(), cached_weights("packed"):
-            entered.append(model.model.layers[0].mlp.down_proj.state.cache.value is not None)
-        return scores
-
-    quantizations.clear()
-    generate(model, logits_processor=[inside])
-    assert entered == [True] * TOKENS and len(quantizations) == LINEARS
 
 
 def test_the_call_ends_with_an_exception(checkpoint):
@@ -271,33 +159,14 @@ def test_the_call_ends_with_an_exception(checkpoint):
 
     with pytest.raises(KeyboardInterrupt):
         generate(model, logits_processor=[fail])
-    assert nothing_is_kept(model)
+    assert nothing_is_open(model)
     old = logits(model)
     model.model.layers[0].mlp.down_proj.weight.data.neg_()
     assert not torch.equal(logits(model), old)
 
 
-class Letters:
-    """A tokenizer for streamers."""
-
-    def decode(self, ids, **options):
-        return "".join(chr(97 + int(i)) for i in ids)
-
-
-def test_streaming_from_a_thread(checkpoint, quantizations):
-    model = load(checkpoint)
-    expected = Letters().decode(generate(model)[0])
-    streamer = TextIteratorStreamer(Letters(), timeout=60)
-    quantizations.clear()
-    thread = threading.Thread(target=generate, args=(model,), kwargs={"streamer": streamer})
-    thread.start()
-    assert "".join(streamer) == expected
-    thread.join()
-    assert len(quantizations) == LINEARS and nothing_is_kept(model)
-
-
 def test_another_thread_trains_meanwhile(checkpoint):
-    """A call trusts weights in its own thread alone."""
+    """A call trusts the weights of its own model alone."""
     sampler, policy = load(checkpoint), load(checkpoint, "llama")
     inside, go_on, failed = threading.Event(), threading.Event(), []
 
@@ -323,36 +192,11 @@ def test_another_thread_trains_meanwhile(checkpoint):
     assert not torch.equal(seen[0], seen[2]) and not torch.equal(seen[1], seen[3])
 
 
-def test_two_threads_that_share_a_layer_have_contexts_of_their_own():
-    layer, x = MXFP4Linear(32, 32), torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
-    seen, entered, changed = [], threading.Event(), threading.Event()
-
-    def first():
-        with torch.no_grad(), cached_for_call():
-            seen.append(layer(x))
-            entered.set()
-            changed.wait(60)
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    try:
-        assert entered.wait(60)
-        layer.weight.data.mul_(-1.5)
-        with torch.no_grad(), cached_for_call():  # begins after the change, and so sees it
-            seen += [layer(x), layer(x)]
-            kept = layer.state.cache.value
-    finally:
-        changed.set()
-        thread.join()
-    assert not torch.equal(seen[0], seen[1]) and torch.equal(seen[1], seen[2])
-    assert kept is not None and layer.state.cache.value is None
-
-
-def test_models_that_are_offloaded_keep_no_copies(checkpoint, quantizations):
+def test_models_that_are_offloaded_keep_no_copies(checkpoint, count):
     """Their weights come to the device one layer at a time, since they do not fit there together."""
     model = load(checkpoint)
     expected = generate(model)
     accelerate.cpu_offload(model, torch.device("cpu"))
-    quantizations.clear()
+    count()
     assert torch.equal(generate(model), expected)
-    assert len(quantizations) == LINEARS * TOKENS
+    assert count() == LINEARS * TOKENS

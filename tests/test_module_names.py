@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny_models import make_model
 from torch import nn
-from transformers import LlamaForSequenceClassification
 
 from hf_mxfp4.module_names import fused_experts, name_matches, split_linears
 
@@ -59,14 +58,6 @@ def tree(**linears: nn.Module) -> nn.Module:
     return root
 
 
-def test_numbers_are_whole_parts():
-    names = [f"layers__{i}__up_proj" for i in range(25)]
-    model = tree(**{name: nn.Linear(2, 2) for name in names})
-    quantized, skipped = split_linears(model, ["layers.2"])
-    assert skipped == ["layers.2.up_proj"]
-    assert len(quantized) == 24 and "layers.20.up_proj" in quantized and "layers.12.up_proj" in quantized
-
-
 ROUTERS = (
     "mlp__gate", "mlp__shared_expert_gate", "block_sparse_moe__gate", "feed_forward__router", "mlp__router__layer",
 )  # fmt: skip
@@ -93,21 +84,6 @@ def test_the_head_of_a_model_is_always_skipped(tie, extra):
     quantized, skipped = split_linears(make_model("llama", tie=tie), extra)
     assert "lm_head" in skipped and "lm_head" not in quantized
     assert len(quantized) == (7 if extra else 14)
-
-
-def test_a_classification_head_is_skipped():
-    model = LlamaForSequenceClassification(make_model("llama").config)
-    quantized, skipped = split_linears(model)
-    assert skipped == ["score"] and len(quantized) == 14
-
-
-def test_names_of_the_quantized_layers():
-    quantized, skipped = split_linears(make_model("qwen2", layers=1))
-    assert list(quantized) == [
-        *(f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"),
-        *(f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")),
-    ]
-    assert skipped == ["lm_head"]
 
 
 @pytest.mark.parametrize(
@@ -153,25 +129,11 @@ def test_subclasses_of_linear_are_left_alone():
     assert list(quantized) == ["a"] and skipped == []
 
 
-def test_the_modules_given_back_are_those_of_the_model():
-    model = make_model()
-    quantized, _ = split_linears(model)
-    assert all(model.get_submodule(name) is module for name, module in quantized.items())
-
-
-def test_fused_experts_are_found_and_can_be_skipped():
+def test_fused_experts_are_found():
     model = make_model("qwen3_moe")
     names = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert fused_experts(model) == names
-    assert fused_experts(model, ["layers.0.mlp.experts"]) == names[1:]
-    assert fused_experts(model, ["experts"]) == fused_experts(model, ["re:.*experts"]) == []
     assert fused_experts(make_model("qwen2")) == []
-
-
-def test_the_routers_of_a_mixture_are_not_linear_layers_to_quantize():
-    quantized, skipped = split_linears(make_model("qwen3_moe"), ["experts"])
-    assert all("self_attn" in name for name in quantized) and len(quantized) == 8
-    assert skipped == ["lm_head"]
 
 
 def test_nothing_to_quantize_is_an_empty_answer():

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from pairwise import pairwise, pairwise_params
-from tables import CONFIGS, MACROS, RULES, TENSOR_SCHEMES, some
+from tables import CONFIGS, MACROS, RULES, TENSOR_SCHEMES
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.numerics import QuantScheme, ScaleRule, parse_scheme
@@ -14,14 +14,6 @@ from hf_mxfp4.presets import PRESETS
 
 def pairs(cases):
     return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
-
-
-def test_two_options_are_their_product():
-    assert pairwise("ab", (1, 2)) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
-
-
-def test_one_option_is_all_its_values():
-    assert pairwise("abc") == [("a",), ("b",), ("c",)]
 
 
 def test_three_options_of_two_values_need_four_cases():
@@ -34,16 +26,6 @@ def test_every_pair_is_met_by_few_cases():
     assert pairs(cases) == pairs(itertools.product(*options))
     assert 4 * 9 <= len(cases) <= 50 and len(set(cases)) == len(cases)
     assert cases == pairwise(*options)
-
-
-def test_what_does_not_exist_is_left_out():
-    def allowed(a, b, c):
-        return not (a == 1 and b == 1)
-
-    options = (0, 1), (0, 1), (0, 1)
-    cases = pairwise(*options, allowed=allowed)
-    assert pairs(cases) == pairs(case for case in itertools.product(*options) if allowed(*case))
-    assert all(allowed(*case) for case in cases)
 
 
 def test_parameters_are_the_product_with_the_rest_in_the_long_run():
@@ -70,9 +52,3 @@ def test_configurations_are_legal_and_differ():
     configs = [str(sorted(MXFP4RLConfig(**options).to_dict().items())) for options in CONFIGS.values()]
     same = [names for names in itertools.combinations(CONFIGS, 2) if CONFIGS[names[0]] == CONFIGS[names[1]]]
     assert len(configs) == len(CONFIGS) and same == []
-
-
-def test_entries_are_taken_by_name():
-    assert some({"a": 1, "b": 2, "c": 3}, "c", "a") == {"c": 3, "a": 1}
-    with pytest.raises(KeyError, match="x"):
-        some({"a": 1}, "x")

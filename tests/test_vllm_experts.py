@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_experts import ACTIVATIONS, ENGINE, NAME, SIZES, Engine, packed_experts, plugin_with_stand_ins, tokens
+from vllm_stand_ins import ACTIVATIONS, ENGINE, NAME, SIZES, Engine, packed_experts, plugin_with_stand_ins, tokens
 
-from hf_mxfp4.integrations.vllm.experts_product import experts as experts_operator
+from hf_mxfp4.integrations.vllm import experts_operator
 
 
 SCHEMES = [
@@ -25,7 +25,7 @@ IDS = [" ".join(map(str, scheme.values())) for scheme in SCHEMES]
 @pytest.fixture(scope="module")
 def plugin():
     with plugin_with_stand_ins() as plugin:
-        yield plugin
+        yield plugin.experts
 
 
 @pytest.mark.parametrize("family", ACTIVATIONS)
@@ -39,22 +39,6 @@ def test_packed_experts_compute_what_the_packed_layer_does(plugin, family, optio
     x, ids, weights = tokens()
     assert torch.equal(engine(x, ids, weights), source(x, ids, weights))
     assert {name: parameter.data_ptr() for name, parameter in engine.layer.named_parameters()} == places
-    needed = sum(value.numel() for value in (getattr(source, name) for name in source.shapes()))
-    size = engine.method.weight_bytes(engine.layer)
-    assert size.stored == size.needed == needed
-
-
-@pytest.mark.parametrize("family", ACTIVATIONS)
-def test_sixteen_bit_inputs(plugin, family):
-    source, config, _ = packed_experts(family, {"preset": "w4a4"}, torch.bfloat16)
-    engine = Engine(plugin, source, config, family)
-    engine.push_codes(source)
-    x, ids, weights = tokens(torch.bfloat16)
-    found = engine(x, ids, weights)
-    assert found.dtype == torch.bfloat16 and torch.equal(found, source(x, ids, weights))
-    # vLLM's routers weigh in float32.
-    weighed = engine(x, ids, weights.float())
-    assert weighed.dtype == torch.bfloat16 and (weighed - found).abs().max() < 0.02 * found.abs().max()
 
 
 @pytest.mark.usefixtures("dense_products")
@@ -70,15 +54,9 @@ def test_dense_experts_have_quantized_inputs(plugin, family):
     assert torch.equal(engine(x, ids, weights), source(x, ids, weights))
 
 
-def test_dense_experts_whose_inputs_are_not_quantized_are_those_of_vllm(plugin):
-    source, config, _ = packed_experts("qwen3_moe", {"preset": "w4a16"})
-    engine = Engine(plugin, source, config, "qwen3_moe", weights="dense", activation=SimpleNamespace(value="other"))
-    assert type(engine.method) is plugin.MXFP4RLDenseExpertsMethod
-
-
 @pytest.mark.parametrize("by_expert", [False, True], ids=["by columns", "by experts"])
 @pytest.mark.parametrize("family", ACTIVATIONS)
-@pytest.mark.parametrize("options", [*SCHEMES[:2], {"preset": "w4a16", "macro_block": "row"}, *SCHEMES[3:5]], ids=str)
+@pytest.mark.parametrize("options", [SCHEMES[1], {"preset": "w4a16", "macro_block": "row"}, SCHEMES[4]], ids=str)
 def test_two_processes_have_a_share_each(plugin, family, options, by_expert):
     source, config, plain = packed_experts(family, options)
     x, ids, weights = tokens()
@@ -88,9 +66,6 @@ def test_two_processes_have_a_share_each(plugin, family, options, by_expert):
         engine.push_codes(source)
         engine.method.process_weights_after_loading(engine.layer)
         parts.append(engine(x, ids, weights))
-        assert 2 * engine.method.weight_bytes(engine.layer).values == sum(
-            n * rows * columns for n, rows, columns in source.sizes.values()
-        )
         again = Engine(plugin, source, config, family, rank=rank, size=2, by_expert=by_expert)
         for projection in source.projections:
             assert again.push(f"{NAME}.{projection}", getattr(plain, projection).detach()) == []
@@ -98,19 +73,6 @@ def test_two_processes_have_a_share_each(plugin, family, options, by_expert):
     assert torch.allclose(parts[0] + parts[1], expected, rtol=1e-4, atol=1e-4)
     assert (parts[0] - expected).abs().max() > 0.1
     assert torch.equal(torch.stack(parts), torch.stack(from_plain))
-
-
-def test_dense_experts_of_two_processes_with_biases(plugin):
-    source, config, _ = packed_experts("gpt_oss", {"preset": "w4a4"})
-    x, ids, weights = tokens()
-    parts = []
-    for rank in (0, 1):
-        engine = Engine(plugin, source, config, "gpt_oss", rank=rank, size=2, by_expert=True, weights="dense")
-        for projection, name in zip(source.projections, ("w13_weight", "w2_weight"), strict=True):
-            values = source.dequantized_weight(projection).transpose(1, 2)
-            getattr(engine.layer, name).data.copy_(values[engine.own])
-        parts.append(engine(x, ids, weights))
-    assert torch.allclose(parts[0] + parts[1], source(x, ids, weights), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ def fake_quantize(
     fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    importance: torch.Tensor | None = None,
     seed: int | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -35,7 +34,7 @@ def fake_quantize(
     """
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
     axis = check_input(x, axis, block_rows)
-    if generator is importance is None:
+    if generator is None:
         return backends.fake_quantize(x.movedim(axis, -1), scheme, backend, seed=seed).movedim(-1, axis)
     _only_eager(backend)
     return numerics.apply_scheme(
@@ -43,7 +42,6 @@ def fake_quantize(
         scheme,
         axis=axis,
         generator=generator,
-        importance=importance,
         seed=seed,
     )
 
@@ -60,7 +58,6 @@ def quantize(
     fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    importance: torch.Tensor | None = None,
     seed: int | None = None,
     backend: str = "auto",
 ) -> MXFP4Tensor:
@@ -71,7 +68,7 @@ def quantize(
     """
     scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
     axis = check_input(x, axis, block_rows)
-    if generator is importance is None:
+    if generator is None:
         noise_source(scheme.rounding, None, seed)
         if backends.needs_operator(x) and scheme.rounding == "nearest":
             return _compiled_quantize(x, scheme, axis, backend)
@@ -87,7 +84,6 @@ def quantize(
         **vars(scheme),
         axis=axis,
         generator=generator,
-        importance=importance,
         seed=seed,
     )
     return _FusedTensor(**vars(tensor))
@@ -109,4 +105,4 @@ class _FusedTensor(MXFP4Tensor):
 
 def _only_eager(backend: str) -> None:
     if backend not in ("auto", "eager"):
-        raise ValueError(f"backend={backend!r} takes no generator or importance; use backend='auto'")
+        raise ValueError(f"backend={backend!r} takes no generator; use backend='auto'")

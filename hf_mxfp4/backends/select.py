@@ -2,7 +2,6 @@
 """Which backend quantizes a tensor: the eager reference, the Triton kernels on a GPU, or the fused C++ on the CPU."""
 
 import functools
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -109,18 +108,6 @@ def takes_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:
     return x.is_floating_point() and x.dim() > 0 and choose_backend(x, _BLOCKS, backend) == "triton"
 
 
-def quantizer(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> Callable[[torch.Tensor], torch.Tensor]:
-    """[`fake_quantize`] of tensors of the dtype, device and last axis of ``x``, for which the backend is chosen here,
-    once. For a scheme that rounds to nearest, outside of compiled code, and of tensors that require no gradient.
-
-    Raises `ValueError` when the backend named cannot do it.
-    """
-    name = choose_backend(x, scheme, backend)
-    if name == "cpu":
-        return cpu.quantizer(x.dtype, scheme, x.shape[-1])
-    return functools.partial(triton_kernels.fake_quantize if name == "triton" else _eager, scheme=scheme)
-
-
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
     """[`MXFP4Tensor.dequantize`], the same bits, on the backend named or, for ``"auto"``, the fastest that there is.
 
@@ -149,6 +136,15 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -
 def as_read(scheme: QuantScheme) -> QuantScheme:
     """Return what of a scheme matters to who reads codes: not how scales were chosen and values rounded."""
     return QuantScheme("rceil", scheme.macro_block, scheme.macro_search, scheme.outlier_fallback)
+
+
+def computes_on_codes(x: torch.Tensor, dtype: torch.dtype, scheme: QuantScheme, backend: str = "auto") -> bool:
+    """Whether products in ``dtype`` of few rows on the device of ``x`` are computed on a weight's codes. Raises
+    `ValueError` when the backend named cannot do it."""
+    if torch.compiler.is_compiling() or not is_torchs_own(x):
+        return False
+    name = _choice(x.device.type, dtype, as_read(scheme), backend, None, 0)
+    return name == "cpu" or name == "triton" and (backend != "auto" or works("decode", x.device))
 
 
 def choose_backend(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..gemm.storage.packed_weight import quantize_weight, weight_values
+from ..gemm import quantize_weight, weight_values
 from ..numerics import QuantScheme
 from .formats import Format, PackedFormat
 from .layers import LayerShape, NewLayer, stack_packed

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..experts_layout import projections, weight_size
-from ..gemm.storage.packed_weight import PACKED_FIELDS, packed_shapes
+from ..gemm import PACKED_FIELDS, packed_shapes
 from ..module_names import find_layers
 from ..numerics import QuantScheme
 from .folder import CheckpointError

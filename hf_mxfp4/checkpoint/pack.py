@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..config import MXFP4RLConfig
-from ..gemm.storage.packed_weight import weight_values
+from ..gemm import weight_values
 from ..module_names import full_precision_record, skip_reasons
 from ..report import ErrorEnergy, add_packed
 from .card import write_packed_card

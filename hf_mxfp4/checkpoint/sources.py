@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
 from ..experts_layout import unsupported_reason
-from ..gemm.storage.packed_weight import check_rotation, quantize_weight
+from ..gemm import check_rotation, quantize_weight
 from ..module_names import fused_experts
 from .folder import CheckpointError, CheckpointFolder
 from .formats import FORMATS, PackedFormat

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..experts_layout import projections, unsupported_reason
-from ..gemm.storage.packed_weight import PACKED_SUFFIXES
+from ..gemm import PACKED_SUFFIXES
 from ..module_names import fused_experts
 from .folder import CheckpointError
 

@@ -1,40 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of MXFP4 operands, differentiable, and the choice of the GEMM kernel that computes them."""
+"""Products of MXFP4 operands, differentiable, and the choice of what computes them."""
 
 from ..backends.functional import fake_quantize, quantize
-from . import custom_ops  # noqa: F401  (registers the operators, which those functions call in compiled code)
+from .cache import WEIGHT_FORMS, WeightCache, cached_weights, gemm_states, uncached_weights
+from .compile import compiled_linear, compiled_packed_linear
+from .counts import weight_quantizations
+from .dispatch import MatmulBackend, hardware_of, matmul_counts, reset_matmul_counts, select_matmul
+from .fp8 import FP8Operand, to_fp8
 from .groups import Groups, group_by_expert
 from .layer_rng import LayerRng
 from .linear import autocast_dtype, quantized_linear
-from .operands import quantize_operand, rotate_back, rotate_operand
+from .matmul import matmul, matmul_route, reads_packed_on_gpus
+from .operands import (
+    effective_rows,
+    input_operand,
+    keeps_codes,
+    quantize_input,
+    quantize_operand,
+    rotate_back,
+    rotate_operand,
+    rows_first,
+    weight_codes,
+    weight_operand,
+)
+from .operators import read_scheme
+from .packed import packed_forward, packed_linear
+from .packed_weight import (
+    PACKED_FIELDS,
+    PACKED_SUFFIXES,
+    PackedWeight,
+    check_packed,
+    check_rotation,
+    packed_shapes,
+    packed_tensor,
+    quantize_weight,
+    weight_values,
+)
 from .spec import GemmSpec, PackedSpec
 from .state import GemmState
-from .storage.copies import computes_on_codes
-from .storage.packed import packed_linear, packed_product, packed_product_route
-from .tensor_cores.select import GemmKernel, gemm_kernel_counts, hardware_of, reset_gemm_kernel_counts, select_kernel
 
 
 __all__ = [
-    "GemmKernel",
+    "FP8Operand",
     "GemmSpec",
     "GemmState",
     "Groups",
     "LayerRng",
+    "MatmulBackend",
+    "PACKED_FIELDS",
+    "PACKED_SUFFIXES",
     "PackedSpec",
+    "PackedWeight",
+    "WEIGHT_FORMS",
+    "WeightCache",
     "autocast_dtype",
-    "computes_on_codes",
+    "cached_weights",
+    "check_packed",
+    "check_rotation",
+    "compiled_linear",
+    "compiled_packed_linear",
+    "effective_rows",
     "fake_quantize",
-    "gemm_kernel_counts",
+    "gemm_states",
     "group_by_expert",
     "hardware_of",
+    "input_operand",
+    "keeps_codes",
+    "matmul",
+    "matmul_counts",
+    "matmul_route",
+    "packed_forward",
     "packed_linear",
-    "packed_product",
-    "packed_product_route",
+    "packed_shapes",
+    "packed_tensor",
     "quantize",
+    "quantize_input",
     "quantize_operand",
+    "quantize_weight",
     "quantized_linear",
-    "reset_gemm_kernel_counts",
+    "read_scheme",
+    "reads_packed_on_gpus",
+    "reset_matmul_counts",
     "rotate_back",
     "rotate_operand",
-    "select_kernel",
+    "rows_first",
+    "select_matmul",
+    "to_fp8",
+    "uncached_weights",
+    "weight_codes",
+    "weight_operand",
+    "weight_quantizations",
+    "weight_values",
 ]

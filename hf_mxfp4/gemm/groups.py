@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 
 
 class Groups:
@@ -79,32 +78,3 @@ def group_by_expert(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Ten
     elif not ids.is_meta:
         torch._assert_async(ends[-1] == len(ids), "a token was sent to an expert that does not exist")
     return order, Groups.of_ends(ends.to(torch.int32), len(ids))
-
-
-class PaddedRows:
-    """Every expert's rows with rows of zeros after them, up to a multiple of a unit, in a buffer that is large enough
-    whatever the counts: blocks of ``unit`` rows then belong to one expert each.
-
-    Args:
-        groups: of the rows.
-        unit: rows that a group's are padded to a multiple of.
-        device: of the rows.
-
-    Attributes:
-        offsets: int32 ``[experts]``: where the padded rows of each expert end.
-        places: int64 ``[rows]``: where each row is among the padded ones.
-    """
-
-    def __init__(self, groups: Groups, unit: int, device: torch.device):
-        ends = groups.offsets(device)
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        padded = (counts + unit - 1).div(unit, rounding_mode="floor") * unit
-        self.offsets = padded.cumsum(0, dtype=torch.int32)
-        moved = (self.offsets - padded) - (ends - counts)
-        self.places = torch.arange(groups.n_rows, device=device) + groups.per_row(moved)
-        most = groups.n_rows + min(groups.n_rows, groups.n_experts) * (unit - 1)
-        self._size = -(-most // unit) * unit
-
-    def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [rows, ...]`` with the rows of zeros between and after."""
-        return F.pad(x[:0], (0, 0) * (x.dim() - 1) + (0, self._size)).index_copy_(0, self.places, x)

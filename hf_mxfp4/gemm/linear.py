@@ -1,39 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linear layer on quantized operands, with the straight-through gradient: of one weight, or of all experts.
 
-Forward ``y = Q(x) Q(W)^T + b``. The quantizers are passed over by the gradient (straight-through estimator), and the
-backward products run on the operands of the forward one: ``dx = g Q(W)``, ``dW = g^T Q(x)``, ``db = sum g``
+Fprop ``y = Q(x) Q(W)^T + b``. The quantizers are passed over by the gradient (straight-through estimator), and the
+backward products take the operands of the forward one: Dgrad ``dx = g Q(W)``, Wgrad ``dW = g^T Q(x)``, ``db = sum g``
 (arXiv 2605.20402, section 2: forward operands in MXFP4, output gradients in full precision), unless the scheme of the
-layer says otherwise. With groups, each expert's rows of the input meet the expert's weight, and every expert's product,
-forward and backward, is the one that a linear layer of its own would compute.
-
-What a product does, in this order: choose its kernel ([`choose`]), make its operands ([`operands`]) and what is saved
-of the input ([`saved`]), multiply ([`fast`] and [`fast_grouped`], or dense values: [`dense`] and [`grouped`]).
-"""
+layer gives them operands of their own (arXiv 2605.09825: all six in MXFP4, rotated). Every expert's product, forward
+and backward, is the one that a linear layer of its own would compute on its rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from . import dense, grouped
+from ..backends import select as backends
+from ..backends import triton as triton_kernels
+from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme
+from . import fp8
+from .counts import count_weight
+from .dispatch import count_product, hardware_of, select_matmul
 from .groups import Groups
 from .layer_rng import LayerRng
-from .operands import input_operand, kept_weight_operand, weight_by_macro, weight_with_macro
-from .saved import SavedInput, SavedRecord, SavedTensors, restore_input, save_input
+from .matmul import matmul, matmul_tokens
+from .operands import (
+    input_operand,
+    keeps_codes,
+    operand_seed,
+    quantize_operand,
+    rotate_back,
+    rotation_signs,
+    rows_first,
+    weight_codes,
+    weight_operand,
+)
+from .saved import SavedRecord, SavedTensors, restore_input, save_input
 from .spec import FULL_PRECISION, GemmSpec
 from .state import GemmState
-from .tensor_cores import fast, fast_grouped
-from .tensor_cores.choose import expected_kernel, kernel_of_product
-from .weight_cache import backward_pass, kept_for_backward
 
-
-#: Operands that were made already: of the input, also with what is saved of it, and of the weight.
-Given = tuple[torch.Tensor | SavedInput | None, torch.Tensor | None]
 
 #: Types of devices that have autocast at all. Dynamo of torch 2.11 does not trace the question.
 _AUTOCASTS = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
@@ -48,14 +52,11 @@ def quantized_linear(
     bias: torch.Tensor | None,
     state: GemmState = PLAIN_STATE,
     groups: Groups | None = None,
-    *,
-    input_operand: torch.Tensor | SavedInput | None = None,
-    weight_operand: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``Q(x) Q(W)^T + b`` with straight-through gradients.
 
-    The backward pass quantizes the weight as it is then: a sharded engine may have freed what the forward pass saw
-    (but see [`kept_for_backward`] and [`GemmState.hand_over`]). An expert without rows has zero gradients, and nothing
+    The backward pass quantizes the weight as it is then, where neither a cache nor, on CPUs, the forward pass kept it:
+    a sharded engine may have freed what the forward pass saw. An expert without rows has zero gradients, and nothing
     random is drawn for it.
 
     Args:
@@ -65,31 +66,291 @@ def quantized_linear(
         bias: ``[N]``, ``[E, N]`` or `None`.
         state: of the layer, with its spec; by default operands are not quantized.
         groups: the rows of each expert; `None` for one weight.
-        input_operand, weight_operand: take the place of ``Q(x)`` and of ``Q(W)``, in the dtype of the product; or of
-            ``Q(x)`` and what is saved of it.
 
     Returns:
         ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
     """
-    dtype, given = autocast_dtype(x) or x.dtype, (input_operand, weight_operand)
-    if not needs_gradient(x, bias, weight):
-        return linear_forward(x, weight, bias, state, groups, dtype, False, given)[0]
-    return linear_with_gradient(x, weight, bias, state, groups, dtype, given)
+    dtype = autocast_dtype(x) or x.dtype
+    if needs_gradient(x, bias, weight):
+        # A frozen weight, as under LoRA, needs no input saved for its gradient.
+        weight_needs_grad = weight.requires_grad and torch.is_grad_enabled()
+        return _QuantizedLinear.apply(x, weight, bias, state, groups, dtype, weight_needs_grad)
+    return linear_without_gradient(x, weight, bias, state, groups, dtype)
 
 
-def linear_with_gradient(
+def linear_without_gradient(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     state: GemmState,
     groups: Groups | None,
     dtype: torch.dtype,
-    given: Given = (None, None),
 ) -> torch.Tensor:
-    """[`quantized_linear`] where a gradient is asked for, with a product of this dtype and the operands ``given``."""
-    # A frozen weight, as under LoRA, needs no input saved for its gradient.
-    weight_needs_grad = weight.requires_grad and torch.is_grad_enabled()
-    return _QuantizedLinear.apply(x, weight, bias, state, groups, dtype, weight_needs_grad, given)
+    """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them."""
+    if keeps_codes(x, dtype, state):
+        operand = input_operand(x, dtype, state, groups)
+        packed = weight_codes(weight, state)
+        return matmul(operand, packed, as_dtype(bias, dtype), groups, backend=state.spec.backend)
+    return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
+
+
+@dataclass(frozen=True)
+class LinearRecord:
+    """What the backward pass must know of the forward pass beside tensors.
+
+    Attributes:
+        saved: how the input was saved.
+        step: the quantization step, of layers whose gradients are not plain; otherwise `None`.
+        input_dtype, bias_dtype: of the gradients; `None` for a bias that is not there.
+    """
+
+    saved: SavedRecord | None
+    step: int | None
+    input_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+
+
+def linear_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: GemmState,
+    groups: Groups | None,
+    dtype: torch.dtype,
+    weight_needs_grad: bool,
+) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor]:
+    """Fprop: the output, what was saved of ``x`` if ``weight_needs_grad``, the record, and ``Q(W)``. Arguments as of
+    [`quantized_linear`]; ``dtype`` is that of the product."""
+    tensors, saved = (), None
+    if weight_needs_grad:
+        left, tensors, saved = save_input(x, dtype, state, groups)
+    else:
+        left = input_operand(x, dtype, state, groups)
+    right = weight_operand(weight, dtype, state)
+    step = None if state.spec.is_plain else state.rngs[0].step
+    record = LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype)
+    bias = as_dtype(bias, dtype)
+    if groups is None:
+        out = _multiply("fprop", left, right, state.spec, bias)
+    else:
+        out = matmul(left, right, bias, groups)
+    return out, tensors, record, right
+
+
+def linear_backward(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    tensors: SavedTensors,
+    record: LinearRecord,
+    state: GemmState,
+    groups: Groups | None,
+    needs: Sequence[bool],
+    right: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Dgrad and Wgrad: the gradients of ``x``, the weight and the bias, `None` for those that ``needs`` does not ask
+    for.
+
+    Args:
+        grad: ``[..., N]``.
+        weight: the master weight as it is now.
+        tensors, record: from [`linear_forward`].
+        state, groups: as there.
+        right: ``Q(W)`` of the forward product where that was kept.
+
+    Raises `RuntimeError` when the quantization step has moved on since the forward pass.
+    """
+    spec, rng = state.spec, state.rng_of(0)
+    if not spec.is_plain and rng.step != record.step:
+        raise RuntimeError(
+            f"the quantization step of {rng.layer or 'a layer'} went from {record.step} to {rng.step} between its "
+            "forward and its backward pass; set it before the forward pass"
+        )
+    rows, saved = grad.reshape(-1, grad.shape[-1]), None
+    if needs[0] and spec.reuses_weight and (right is None or right.dtype != grad.dtype):
+        right = weight_operand(weight, grad.dtype, state)
+    if needs[1]:
+        saved = restore_input(tensors, record.saved)
+        saved = saved.reshape(-1, saved.shape[-1])
+    masters = rows_first(weight, spec)
+    gradients = _gradients if groups is None else _expert_gradients
+    grad_x, grad_weight = gradients(rows, masters, right, saved, state, groups, needs)
+    if grad_x is not None:
+        grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1]).to(record.input_dtype)
+    if grad_weight is not None:
+        grad_weight = rows_first(grad_weight, spec).to(weight.dtype)
+    grad_bias = sum_rows(rows, groups).to(record.bias_dtype) if needs[2] else None
+    _count_pass(state, groups)
+    return grad_x, grad_weight, grad_bias
+
+
+def _gradients(
+    rows: torch.Tensor,
+    masters: torch.Tensor,
+    right: torch.Tensor | None,
+    saved: torch.Tensor | None,
+    state: GemmState,
+    group: int | None,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Dgrad ``[M, K]`` and Wgrad ``[N, K]`` of one weight matrix, as far as they are needed.
+
+    Args:
+        rows: the output gradient ``[M, N]``.
+        masters, right: ``W`` and ``Q(W)``, of which the scheme takes one.
+        saved: what the forward pass saved of the input, ``[M, K]``.
+        group: the expert.
+    """
+    spec, rng, columns = state.spec, state.rng_of(group or 0), masters.shape[-1]
+    left = left_t = grad_x = grad_weight = None
+    if needs[0] and needs[1] and not spec.is_plain:
+        left, left_t = _both_directions(rows, spec, rng)
+    if needs[0]:
+        weight = _rotated_back(right, columns, spec, rng) if spec.reuses_weight else masters
+        grad_x = _product("dgrad", rows, weight.t(), spec, rng, left)
+    if needs[1]:
+        values = saved if spec.saves_raw_input else _rotated_back(saved, columns, spec, rng)
+        grad_weight = _product("wgrad", rows.t(), values.t(), spec, rng, left_t)
+    return grad_x, grad_weight
+
+
+def _expert_gradients(
+    rows: torch.Tensor,
+    masters: torch.Tensor,
+    right: torch.Tensor | None,
+    saved: torch.Tensor | None,
+    state: GemmState,
+    groups: Groups,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """[`_gradients`] of all experts: at once where operands are as they are at hand, otherwise one after the other."""
+    if state.spec.is_plain:
+        grad_x = matmul(rows, right.transpose(1, 2), groups=groups) if needs[0] else None
+        return grad_x, matmul_tokens(rows, saved.to(rows.dtype), groups) if needs[1] else None
+    grad_x = rows.new_empty(rows.shape[0], masters.shape[2]) if needs[0] else None
+    grad_weight = rows.new_zeros(masters.shape) if needs[1] else None
+    for expert, own in groups:
+        of_weight = masters[expert], None if right is None else right[expert]
+        of_input = None if saved is None else saved[own]
+        found = _gradients(rows[own], *of_weight, of_input, state, expert, needs)
+        if needs[0]:
+            grad_x[own] = found[0]
+        if needs[1]:
+            grad_weight[expert] = found[1]
+    return grad_x, grad_weight
+
+
+def _product(
+    gemm: str,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    spec: GemmSpec,
+    rng: LayerRng | None,
+    quantized: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``left [R, C] right[D, C]^T``, both quantized along C, in the dtype of ``left``, which may already be
+    ``quantized``."""
+    scheme: GemmScheme = getattr(spec.scheme, gemm)
+    operands = []
+    for name, values, precision in zip(GEMM_OPERANDS[gemm], (left, right), (scheme.left, scheme.right), strict=True):
+        if quantized is not None and values is left:
+            values = quantized
+        elif scheme.rotation is not None or precision not in (FULL, REUSE):
+            if name == "weight":
+                count_weight(values, gemm)
+            # The Triton kernels read transposes as they are.
+            if not isinstance(precision, QuantScheme) or values.is_cpu:
+                values = values.contiguous()
+            options = {"rotation": scheme.rotation, "dtype": left.dtype}
+            values = quantize_operand(values, precision, gemm, name, rng, spec.backend, **options)
+        operands.append(values.to(left.dtype))
+    return _multiply(gemm, *operands, spec)
+
+
+def _multiply(
+    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``left [..., C] right[D, C]^T + bias`` of quantized values by the backend that the spec names."""
+    if spec.matmul_backend == "dense":
+        return matmul(left, right, bias)
+    choice = select_matmul(gemm, spec.scheme, hardware_of(left.device), left.dtype, spec.matmul_backend)
+    is_fp8 = choice.name == "fp8" and backends.is_torchs_own(left) and fp8.multiplies(left, right)
+    count_product(gemm, "fp8" if is_fp8 else "dense")
+    if not is_fp8:
+        return matmul(left, right, bias)
+    rows = fp8.to_fp8(left.reshape(-1, left.shape[-1]))
+    return matmul(rows, fp8.to_fp8(right), bias, dtype=left.dtype).view(*left.shape[:-1], right.shape[0])
+
+
+def _both_directions(
+    grad: torch.Tensor, spec: GemmSpec, rng: LayerRng | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The left operands of Dgrad and Wgrad, of ``grad [M, N]`` and of its transpose, from one read of it; `None` twice
+    where the Triton kernels do not make both, or the schemes differ in more than rounding and rotation."""
+    products = spec.scheme.dgrad, spec.scheme.wgrad
+    schemes, rotations = [each.left for each in products], [each.rotation for each in products]
+    if schemes == [FP8, FP8] and rotations == [None, None] and backends.takes_e4m3(grad, spec.backend):
+        return triton_kernels.fake_quantize_e4m3_both(grad.detach())
+    if not all(isinstance(scheme, QuantScheme) for scheme in schemes) or (rotations[0] is None) != (
+        rotations[1] is None
+    ):
+        return None, None
+    nearest = [replace(scheme, rounding="nearest") for scheme in schemes]
+    if nearest[0] != nearest[1] or nearest[0].fallback_rate is not None:
+        return None, None
+    seeds, signs = [], []
+    for gemm, scheme, rotation, length in zip(("dgrad", "wgrad"), schemes, rotations, grad.shape[::-1], strict=True):
+        seeds.append(operand_seed(scheme, gemm, "grad", rng))
+        if backends.choose_backend(grad, scheme, spec.backend, seeds[-1], length) != "triton":
+            return None, None
+        signs.append(rotation and rotation_signs(rotation, gemm, length, rng, grad.device))
+    sizes = tuple(rotation and rotation.size for rotation in rotations)
+    return triton_kernels.fake_quantize_both(
+        grad.detach(), tuple(schemes), tuple(seeds), sizes, tuple(signs), grad.dtype
+    )
+
+
+def _rotated_back(values: torch.Tensor, columns: int, spec: GemmSpec, rng: LayerRng | None) -> torch.Tensor:
+    """What the forward product used of an operand, rotated back: ``[..., columns]``."""
+    return rotate_back(values, spec.scheme.fprop.rotation, "fprop", columns, rng)
+
+
+def sum_rows(rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
+    """The gradient of a bias, ``[N]`` or of experts ``[E, N]``, from output gradients ``[M, N]``."""
+    if groups is None:
+        return rows.sum(dim=0)
+    out = rows.new_zeros(groups.n_experts, rows.shape[1])
+    for expert, own in groups:
+        out[expert] = rows[own].sum(dim=0)
+    return out
+
+
+def _count_pass(state: GemmState, groups: Groups | None) -> None:
+    """Let the next backward pass of the step draw other numbers, of each expert that had rows in this one."""
+    if state.spec.scheme.is_random:
+        for expert in (0,) if groups is None else (expert for expert, _ in groups):
+            state.rngs[expert].n_backward += 1
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, state, groups, dtype, weight_needs_grad):
+        out, tensors, ctx.record, right = linear_forward(x, weight, bias, state, groups, dtype, weight_needs_grad)
+        # On accelerators a copy of each weight until its backward pass would be another model in their memory.
+        keeps = weight.is_cpu and ctx.needs_input_grad[0] and state.spec.reuses_weight
+        ctx.save_for_backward(weight, right if keeps else None, *tensors)
+        ctx.state, ctx.groups = state, groups
+        return not_a_view(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, right, *tensors = ctx.saved_tensors  # once: checkpointing computes them by another forward pass
+        needs = ctx.needs_input_grad[:3]
+        gradients = linear_backward(grad, weight, tuple(tensors), ctx.record, ctx.state, ctx.groups, needs, right)
+        return *gradients, *(None,) * 4
+
+
+# ---- dtypes and gradients -------------------------------------------------------------------------------------------
 
 
 def needs_gradient(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None = None) -> bool:
@@ -102,16 +363,11 @@ def needs_gradient(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Ten
     return x.requires_grad or weight is not None and weight.requires_grad or bias is not None and bias.requires_grad
 
 
-def can_autocast(device_type: str) -> bool:
-    """Whether devices of a type have autocast at all."""
-    return device_type in _AUTOCASTS
-
-
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """Return what autocast would compute a product of ``x`` in; `None` when it is off or leaves ``x`` alone
     (float64)."""
     device = x.device.type
-    if not can_autocast(device) or not torch.is_autocast_enabled(device):
+    if device not in _AUTOCASTS or not torch.is_autocast_enabled(device):
         return None
     return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
 
@@ -125,246 +381,3 @@ def not_a_view(out: torch.Tensor) -> torch.Tensor:
 def as_dtype(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """The bias in the dtype of the product."""
     return bias if bias is None or bias.dtype is dtype else bias.to(dtype)
-
-
-@dataclass(frozen=True)
-class LinearRecord:
-    """What the backward pass must know of the forward pass beside tensors.
-
-    Attributes:
-        saved: how the input was saved.
-        step: the quantization step, of layers whose gradients are not plain; otherwise `None`.
-        input_dtype, bias_dtype: of the gradients; `None` for a bias that is not there.
-        macro: macro bytes of the weight that a search found and Dgrad needs again; see [`weight_by_macro`].
-    """
-
-    saved: SavedRecord
-    step: int | None
-    input_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
-    macro: torch.Tensor | None = None
-
-
-def linear_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: GemmState,
-    groups: Groups | None,
-    dtype: torch.dtype,
-    weight_needs_grad: bool,
-    given: Given = (None, None),
-    saves_operand: bool = False,
-) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | None]:
-    """The forward pass of [`quantized_linear`], without a gradient.
-
-    Args:
-        x, weight, bias, state, groups: as there.
-        dtype: of the product.
-        weight_needs_grad: whether the gradient of the weight will be asked for.
-        given: operands that were made already.
-        saves_operand: whether what is saved may be what a kernel for tensor cores will take in the backward pass. Not
-            in compiled code, which must know the shapes beforehand.
-
-    Returns:
-        The output, what was saved of ``x``, the record, and the operand of the weight, `None` where there was none.
-    """
-    spec, kernel, right = state.spec, "dense", given[1]
-    if right is None and spec.gemm_kernel != "dense":
-        kernel = kernel_of_product("fprop", spec, x, weight, dtype=dtype, experts=groups is not None)
-    left = found = None
-    if weight_needs_grad and kernel != "dense":
-        of_experts = None if groups is None else weight.dtype
-        left, found = _saved_operand(kernel, x, dtype, bias is not None, state, saves_operand, of_experts)
-    if found is None:
-        found = save_input(
-            x,
-            dtype,
-            state,
-            groups,
-            weight_needs_grad=weight_needs_grad,
-            multiplies=kernel == "dense",
-            given=given[0],
-        )
-    operand, tensors, saved = found
-    step = None if spec.is_plain else state.rngs[0].step
-    record = LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype)
-    bias = as_dtype(bias, dtype)
-    if kernel != "dense":
-        if groups is None:
-            out, macro = fast.forward(kernel, x, weight, bias, dtype, state, left)
-            return out, tensors, _with_macro(record, macro, spec, saves_operand), None
-        return fast_grouped.forward(x, weight, bias, dtype, groups, state, left), tensors, record, None
-    if right is None and groups is None and saves_operand and not kept_for_backward(weight):
-        right, macro = weight_with_macro(weight, dtype, state)
-        record = _with_macro(record, macro, spec, saves_operand)
-    if right is None:
-        right = kept_weight_operand(weight, dtype, state)
-    if groups is None:
-        return F.linear(operand, right, bias), tensors, record, right
-    return grouped.forward(operand, right, bias, groups, spec.backend), tensors, record, right
-
-
-def _with_macro(record: LinearRecord, macro: torch.Tensor | None, spec: GemmSpec, keeps: bool) -> LinearRecord:
-    return replace(record, macro=macro) if keeps and macro is not None and spec.reuses_weight else record
-
-
-def _saved_operand(
-    kernel: str,
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    has_bias: bool,
-    state: GemmState,
-    in_any_form: bool,
-    of_experts: torch.dtype | None,
-) -> tuple[Any, SavedInput | None]:
-    """For an input whose quantized values Wgrad takes as well, and a forward product on tensor cores: the operand of
-    that, where it is made together with what is saved, and what is saved. `None` twice for another input, and where a
-    form was asked for. ``in_any_form``: as [`linear_forward`] has ``saves_operand``; ``of_experts``: the dtype of their
-    weights, `None` for one weight.
-    """
-    spec, fprop = state.spec, state.spec.scheme.fprop
-    if spec.saved != "full" or spec.saves_raw_input or fprop.left.block_rows != 1 or not x.numel():
-        return None, None
-    experts = of_experts is not None
-    folds = expected_kernel("wgrad", spec, x, dtype=of_experts or dtype, experts=experts) == "fp8"
-    if in_any_form and folds and not experts and fast.folds_input(spec.scheme, has_bias, kernel):
-        return fast.fold_input(kernel, x, dtype, state)
-    if fprop.left.rounding != "nearest" or fprop.rotation is not None:
-        return None, None
-    if in_any_form and folds and x.element_size() <= dtype.itemsize:
-        return None, SavedInput(None, (x,), SavedRecord("input", dtype))
-    if x.dtype == dtype:
-        whole = not experts and fast.whole_rows(spec.scheme, has_bias)
-        left, values = fast.input_with_values(kernel, x, whole, state)
-        return left, SavedInput(None, (values,), SavedRecord("full", dtype))
-    return None, None
-
-
-def linear_backward(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    tensors: SavedTensors,
-    record: LinearRecord,
-    state: GemmState,
-    groups: Groups | None,
-    needs: Sequence[bool],
-    reused: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of ``x``, the weight and the bias, `None` for those that ``needs`` does not ask for.
-
-    Args:
-        grad: ``[..., N]``.
-        weight: the master weight as it is now.
-        tensors, record: from [`linear_forward`].
-        state, groups: as there.
-        reused: the operand of the weight in the forward product where that was kept.
-
-    Raises `RuntimeError` when the quantization step has moved on since the forward pass.
-    """
-    spec, rng = state.spec, state.rng_of(0)
-    if not spec.is_plain:
-        check_step(rng, record.step)
-    grad_x = grad_weight = grad_bias = left = left_t = None
-    rows = grad.reshape(-1, grad.shape[-1])
-
-    def saved_rows() -> torch.Tensor:
-        values = restore_input(tensors, record.saved)
-        return values.reshape(-1, values.shape[-1])
-
-    if spec.gemm_kernel != "dense":
-        folded = tensors if record.saved.form == "folded" else None
-        grad_x, grad_weight = _fast_gradients(rows, weight, saved_rows, state, groups, needs, folded)
-    if groups is None and not spec.is_plain and needs[0] and needs[1] and grad_x is None and grad_weight is None:
-        left, left_t = dense.quantized_grads(rows, spec, rng)
-    if needs[0]:
-        if grad_x is not None:
-            grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
-        else:
-            if not spec.reuses_weight:
-                reused = None
-            elif reused is None or reused.dtype != grad.dtype:
-                reused = weight_by_macro(weight, record.macro, grad.dtype, state)
-            if groups is None:
-                grad_x = dense.grad_x(grad, weight, reused, spec, rng, left)
-            else:
-                grad_x = grouped.grad_x(grad, weight, reused, groups, state)
-        grad_x = grad_x.to(record.input_dtype)
-    if needs[1]:
-        if grad_weight is None:
-            values = saved_rows()
-            if record.saved.form == "input":
-                values = input_operand(values, record.saved.dtype, state, groups)
-            if groups is None:
-                grad_weight = dense.grad_weight(rows, values, weight.shape[-1], spec, rng, left_t)
-            else:
-                grad_weight = grouped.grad_weight(grad, values, weight, groups, state)
-        grad_weight = grad_weight.to(weight.dtype)
-    if needs[2] and groups is None:
-        grad_bias = rows.sum(dim=0).to(record.bias_dtype)
-    elif needs[2]:
-        grad_bias = grouped.grad_bias(grad, groups, record.bias_dtype, spec.backend)
-    if spec.is_random:
-        _count_pass(state, groups)
-    return grad_x, grad_weight, grad_bias
-
-
-def _fast_gradients(
-    rows, weight, saved_rows, state, groups, needs, folded
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """``dx`` and ``dW`` as far as they are needed and a fast kernel takes them; see [`fast.gradients`]."""
-    spec, experts = state.spec, groups is not None
-    dgrad = wgrad = "dense"
-    if needs[0]:
-        dgrad = kernel_of_product("dgrad", spec, rows, weight, dtype=rows.dtype, experts=experts)
-    if needs[1]:
-        wgrad = kernel_of_product("wgrad", spec, rows, dtype=weight.dtype if experts else rows.dtype, experts=experts)
-    if groups is None:
-        return fast.gradients(rows, weight, saved_rows, state, dgrad, wgrad, folded)
-    return fast_grouped.gradients(rows, weight, saved_rows, groups, state, dgrad, wgrad)
-
-
-def check_step(rng: LayerRng, step: int) -> None:
-    """Raise `RuntimeError` unless ``rng`` is still at the ``step`` of the forward pass."""
-    if rng.step != step:
-        raise RuntimeError(
-            f"the quantization step of {rng.layer or 'a layer'} went from {step} to {rng.step} between its forward "
-            "and its backward pass; set it before the forward pass"
-        )
-
-
-def _count_pass(state: GemmState, groups: Groups | None) -> None:
-    """Let the next backward pass of the step draw other numbers, of each expert that had rows in this one."""
-    if groups is None:
-        state.rngs[0].n_backward += 1
-        return
-    for expert, _ in groups:
-        state.rngs[expert].n_backward += 1
-
-
-class _QuantizedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, state, groups, dtype, weight_needs_grad, given):
-        out, tensors, ctx.record, right = linear_forward(
-            x, weight, bias, state, groups, dtype, weight_needs_grad, given, saves_operand=True
-        )
-        ctx.save_for_backward(weight, *tensors)
-        reused = ctx.needs_input_grad[0] and state.spec.reuses_weight
-        keeps = given[1] is not None or kept_for_backward(weight) or backward_pass() is not None
-        ctx.weight_operand = right if reused and keeps else None
-        if reused and given[1] is None:
-            state.hand_over(right)
-        ctx.state, ctx.groups, ctx.keeps_operand = state, groups, given[1] is not None
-        return not_a_view(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        weight, *tensors = ctx.saved_tensors  # which checkpointing computes by another forward pass
-        handed, reused = ctx.state.take_over(), ctx.weight_operand
-        reused = handed if reused is None else reused
-        if not ctx.keeps_operand:  # it is as large as the weight, and only `retain_graph` asks a second time
-            ctx.weight_operand = None
-        needs = ctx.needs_input_grad[:3]
-        gradients = linear_backward(grad, weight, tuple(tensors), ctx.record, ctx.state, ctx.groups, needs, reused)
-        return *gradients, *(None,) * 5

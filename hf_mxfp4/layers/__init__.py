@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that compute on MXFP4 operands."""
 
-from ..gemm.weight_cache import WEIGHT_FORMS, cached_weights, uncached_weights
+from ..gemm import WEIGHT_FORMS, WeightCache, cached_weights, uncached_weights
 from .experts import MXFP4Experts
 from .fallback import fallback_thresholds, update_fallback_thresholds
 from .full_precision import full_precision, is_full_precision
@@ -22,6 +22,7 @@ __all__ = [
     "QUANTIZED",
     "TRAINABLE",
     "WEIGHT_FORMS",
+    "WeightCache",
     "WeightMatrix",
     "cached_weights",
     "fallback_thresholds",

@@ -6,10 +6,7 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..experts_layout import weight_size
-from ..gemm import GemmState, Groups, LayerRng, autocast_dtype, quantized_linear
-from ..gemm.custom_ops import compiled_linear
-from ..gemm.operands import effective_rows, kept_weight_operand, passing_weight_operand
-from ..gemm.storage.rollout import rollout_form, rollout_linear
+from ..gemm import GemmState, Groups, LayerRng, compiled_linear, effective_rows, quantized_linear, weight_operand
 from ..numerics import LinearScheme
 from .experts_base import ExpertsBase
 from .linear import spec_of
@@ -39,11 +36,7 @@ class MXFP4Experts(ExpertsBase):
             spec = spec_of(config, config.gemms(f"{name}.{projection}"), layer.is_transposed)
             # As those of a linear layer have the name that the layer would have.
             names = [f"{name}.{expert}.{projection}" for expert in range(layer.n_experts)]
-            layer.states[projection] = GemmState(
-                spec,
-                [LayerRng(config.stochastic_seed, own) for own in names],
-                cached="cpu",  # a second copy of nearly all of a model: where memory is short, only if asked for
-            )
+            layer.states[projection] = GemmState(spec, [LayerRng(config.stochastic_seed, own) for own in names])
         return layer
 
     def _own_attributes(self) -> tuple[str, ...]:
@@ -104,30 +97,16 @@ class MXFP4Experts(ExpertsBase):
     def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         operands = x, getattr(self, projection), self.bias_of(projection)
         state = self.states[projection]
-        if torch.compiler.is_compiling():
-            return compiled_linear(*operands, state, groups)
-        if not torch.is_grad_enabled():
-            product = rollout_linear(*operands, autocast_dtype(x) or x.dtype, state, groups)
-            if product is not None:
-                return product
-        return quantized_linear(*operands, state, groups)
-
-    def rollout_form(self, projection: str, x: torch.Tensor, asked: str | None) -> str:
-        """See [`hf_mxfp4.gemm.storage.rollout.rollout_form`]."""
-        return rollout_form(x, self.states[projection].spec, asked)
+        return (compiled_linear if torch.compiler.is_compiling() else quantized_linear)(*operands, state, groups)
 
     def quantized_weight(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight as the forward product takes it: ``Q(W)`` ``[experts, N, K]`` in ``dtype``, of the rotated and
-        padded weight where the scheme rotates. Kept as [`WeightCache`] says."""
-        return kept_weight_operand(weight, dtype, self.states[projection])
+        padded weight where the scheme rotates. Kept by the [`WeightCache`] that is open, if any."""
+        return weight_operand(weight, dtype, self.states[projection])
 
     def rows_first(self, weight: torch.Tensor) -> torch.Tensor:
         """A master weight as ``[experts, N, K]``, the same memory."""
         return weight.transpose(1, 2) if self.is_transposed else weight
-
-    def weight_operand(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return [`quantized_weight`], of which no more is kept than [`StepWeights`] do."""
-        return passing_weight_operand(weight, dtype, self.states[projection])
 
     def effective_rows(self, projection: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """The values ``[n, K]`` that the forward product takes for rows of an expert's weight, rotated back, in its

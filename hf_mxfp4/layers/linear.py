@@ -5,11 +5,18 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..gemm import GemmSpec, GemmState, LayerRng, autocast_dtype
-from ..gemm.custom_ops import compiled_linear, compiled_packed_linear
-from ..gemm.operands import effective_rows, input_operand, kept_weight_operand, nearest_input, passing_weight_operand
-from ..gemm.plan import InputPlan, planned_linear
-from ..gemm.storage.rollout import planned_rollout, rollout_form, shared_spec
+from ..gemm import (
+    GemmSpec,
+    GemmState,
+    LayerRng,
+    autocast_dtype,
+    compiled_linear,
+    effective_rows,
+    input_operand,
+    quantize_input,
+    quantized_linear,
+    weight_operand,
+)
 from ..numerics import LinearScheme
 
 
@@ -23,7 +30,7 @@ class MXFP4Linear(nn.Linear):
     Attributes:
         config: the scheme; see [`MXFP4RLConfig`].
         name: the layer's place in the model, for messages, the options of single layers, and random numbers.
-        state: the products of this layer and what of them changes: random numbers and kept copies.
+        state: the products of this layer and what of them changes: random numbers, and the cache that is open.
         dithered: by parameter, the dtype whose numbers it held before it was dithered, and what tells whether it has
             been trained since; see [`dither_masters`].
     """
@@ -45,7 +52,6 @@ class MXFP4Linear(nn.Linear):
         self.dithered: dict[str, tuple[torch.dtype, int]] = {}
         spec = spec_of(self.config, self.config.gemms(name))
         self.state = GemmState(spec, [LayerRng(self.config.stochastic_seed, name)])
-        self._shared_spec = shared_spec(spec, in_features)
 
     @property
     def gemms(self) -> LinearScheme:
@@ -99,23 +105,9 @@ class MXFP4Linear(nn.Linear):
             ValueError: the last axis of ``x`` is not ``in_features``.
             TypeError: ``x`` and the weight differ in dtype outside of autocast, or are not floating-point.
         """
-        weight, bias, state = self.weight, self.bias, self.state
-        if torch.compiler.is_compiling():
-            self._check(x)
-            shared = state.cache.shared
-            if shared is None or torch.is_grad_enabled():
-                return compiled_linear(x, weight, bias, state)
-            # A function of the packed copy and of x alone: CUDA graphs can hold it.
-            return compiled_packed_linear(x, shared, bias, self._shared_spec)
-        plan = state.plan
-        if plan is None or not plan.takes(x, state, weight.dtype):
-            self._check(x)
-            plan = state.plan = InputPlan(x, state, self.name, weight.dtype)
-        if not torch.is_grad_enabled():
-            product = planned_rollout(x, weight, bias, state, plan)
-            if product is not None:
-                return product
-        return planned_linear(x, weight, bias, state, plan)
+        self._check(x)
+        product = compiled_linear if torch.compiler.is_compiling() else quantized_linear
+        return product(x, self.weight, self.bias, self.state)
 
     def _check(self, x: torch.Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -125,10 +117,6 @@ class MXFP4Linear(nn.Linear):
                 f"{self._label()}: input is {x.dtype} but the weight is {self.weight.dtype}; "
                 "convert one of them, or run under torch.autocast"
             )
-
-    def rollout_form(self, x: torch.Tensor, asked: str | None) -> str:
-        """See [`hf_mxfp4.gemm.storage.rollout.rollout_form`]."""
-        return rollout_form(x, self.state.spec, asked)
 
     def full_precision_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what the plain layer does on the master weight; see [`full_precision`]."""
@@ -140,21 +128,16 @@ class MXFP4Linear(nn.Linear):
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""
-        scheme = self.gemms.fprop.left if self.state.spec.quantizes_input else None
-        return nearest_input(x, dtype, scheme, self.config.backend)
+        return quantize_input(x, dtype, self.state.spec.input_scheme, self.config.backend)
 
     def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight where
-        the scheme rotates. Kept as [`WeightCache`] says."""
-        return kept_weight_operand(weight, dtype, self.state)
+        the scheme rotates. Kept by the [`WeightCache`] that is open, if any."""
+        return weight_operand(weight, dtype, self.state)
 
     def effective_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The values ``[n, K]`` that the forward product takes for rows of a weight, rotated back, in its dtype."""
         return effective_rows(weight, self.state)
-
-    def weight_operand(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return [`quantized_weight`], of which no more is kept than [`StepWeights`] do."""
-        return passing_weight_operand(weight, dtype, self.state)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.config.describe()}"

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from .. import experts_layout
-from ..gemm import LayerRng
-from ..gemm.storage.packed_weight import quantize_weight
+from ..gemm import LayerRng, quantize_weight
 from ..numerics import GemmScheme
 from .experts import MXFP4Experts
 from .experts_base import ExpertsBase

@@ -9,18 +9,20 @@ from torch import nn
 from ..backends.select import dequantize
 from ..config import MXFP4RLConfig
 from ..experts_layout import weight_size
-from ..gemm import GemmState, Groups, PackedSpec, packed_linear
-from ..gemm.custom_ops import compiled_packed_linear
-from ..gemm.grouped import reads_packed_on_gpus
-from ..gemm.operands import nearest_input
-from ..gemm.storage.packed_weight import (
+from ..gemm import (
     PACKED_FIELDS,
     PACKED_SUFFIXES,
+    GemmState,
+    Groups,
+    PackedSpec,
     PackedWeight,
     check_packed,
     check_rotation,
+    compiled_packed_linear,
+    packed_linear,
     packed_shapes,
     packed_tensor,
+    quantize_input,
     quantize_weight,
     weight_values,
 )
@@ -43,7 +45,6 @@ class MXFP4PackedExperts(ExpertsBase):
     nearly all of a model, and packed to save that memory. Made by [`from_experts`] and [`placeholder`] alone.
 
     Attributes, besides those of the experts and of [`ExpertsBase`]:
-        read_on_gpus: whether a kernel is certain to read the weights on a GPU.
         compute_dtype: of the experts that it stands for; follows ``.to(dtype)``.
     """
 
@@ -73,7 +74,6 @@ class MXFP4PackedExperts(ExpertsBase):
         plain = experts._to_plain() if isinstance(experts, ExpertsBase) else experts
         layer = cls._around(plain, config, name)
         layer.sizes = {projection: weight_size(plain, projection) for projection in layer.projections}
-        layer.read_on_gpus = reads_packed_on_gpus(config.weight_scheme, config.backend)
         layer.compute_dtype = getattr(plain, layer.projections[0]).dtype
         shapes = layer.shapes()
         for projection in layer.projections:
@@ -86,11 +86,11 @@ class MXFP4PackedExperts(ExpertsBase):
         for projection, (_, _, columns) in layer.sizes.items():
             check_rotation(f"{layer._label()}: {projection}", columns, rotation)
             spec = PackedSpec(config.weight_scheme, inputs, columns, config.backend, rotation)
-            layer.states[projection] = GemmState(spec, cached="nowhere")
+            layer.states[projection] = GemmState(spec)
         return layer
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "sizes", "read_on_gpus", "compute_dtype")
+        return (*super()._own_attributes(), "sizes", "compute_dtype")
 
     def _set(self, name: str, value: torch.Tensor) -> None:
         setattr(self, name, nn.Parameter(value, requires_grad=False))
@@ -114,7 +114,7 @@ class MXFP4PackedExperts(ExpertsBase):
 
     def unpacked(self, projection: str, packed: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """The values ``[n, K]`` that tensors such as [`pack_matrix`] makes stand for, rotated back; see
-        [`hf_mxfp4.gemm.storage.packed_weight.weight_values`]."""
+        [`hf_mxfp4.gemm.weight_values`]."""
         config = self.config
         options = config.weight_scheme, dtype, config.backend, config.weight_rotation
         return weight_values(packed, self.sizes[projection][2], *options)
@@ -174,14 +174,14 @@ class MXFP4PackedExperts(ExpertsBase):
             )
         bias, state = self.bias_of(projection), self.states[projection]
         if torch.compiler.is_compiling():
-            return compiled_packed_linear(x, packed, bias, state.spec, groups, self.read_on_gpus)
+            return compiled_packed_linear(x, packed, bias, state.spec, groups)
         return packed_linear(x, packed, bias, state, groups)
 
     def quantized_input(self, projection: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
         preset."""
         config = self.config
-        return nearest_input(x, dtype, config.activation_scheme, config.backend, config.weight_rotation)
+        return quantize_input(x, dtype, config.activation_scheme, config.backend, config.weight_rotation)
 
     def weight_size(self, projection: str) -> tuple[int, int, int]:
         return self.sizes[projection]

@@ -8,18 +8,19 @@ from torch import nn
 
 from ..backends.select import dequantize
 from ..config import MXFP4RLConfig
-from ..gemm import GemmState, PackedSpec, autocast_dtype
-from ..gemm.custom_ops import compiled_packed_linear
-from ..gemm.operands import nearest_input
-from ..gemm.storage.packed import planned_packed_linear
-from ..gemm.storage.packed_plan import PackedPlan
-from ..gemm.storage.packed_weight import (
+from ..gemm import (
     PACKED_FIELDS,
+    GemmState,
+    PackedSpec,
     PackedWeight,
+    autocast_dtype,
     check_packed,
     check_rotation,
+    compiled_packed_linear,
+    packed_linear,
     packed_shapes,
     packed_tensor,
+    quantize_input,
     quantize_weight,
     weight_values,
 )
@@ -71,7 +72,7 @@ class MXFP4PackedLinear(nn.Linear):
         check_rotation(self._label(), in_features, self._rotation)
         schemes = self._weight_scheme, self._activation_scheme
         spec = PackedSpec(*schemes, in_features, self.config.backend, self._rotation)
-        self.state = GemmState(spec, cached="nowhere")
+        self.state = GemmState(spec)
         shapes = packed_shapes(out_features, in_features, self._weight_scheme)
         for tensor in PACKED_FIELDS:
             self.register_parameter(tensor, None)
@@ -142,7 +143,7 @@ class MXFP4PackedLinear(nn.Linear):
 
     def unpacked(self, packed: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """The values ``[n, K]`` that tensors such as [`pack_weight`] makes stand for, rotated back; see
-        [`hf_mxfp4.gemm.storage.packed_weight.weight_values`]."""
+        [`hf_mxfp4.gemm.weight_values`]."""
         options = self._weight_scheme, dtype, self.config.backend, self._rotation
         return weight_values(packed, self.in_features, *options)
 
@@ -187,16 +188,10 @@ class MXFP4PackedLinear(nn.Linear):
             TypeError: ``x`` is not floating-point, or differs from the bias in dtype outside of autocast; or the weight
                 was replaced by something that is not packed.
         """
-        state = self.state
-        if torch.compiler.is_compiling():
-            self._check(x)
-            return compiled_packed_linear(x, self.packed_weight(), self.bias, state.spec)
-        parameters, plan = self._parameters, state.plan
-        if plan is not None and plan.takes_layer(x, state, parameters):
-            return planned_packed_linear(x, parameters["bias"], state, plan)
         self._check(x)
-        plan = state.plan = PackedPlan(x, self.packed_weight(), self.bias, state, self.name)
-        return planned_packed_linear(x, self.bias, state, plan)
+        if torch.compiler.is_compiling():
+            return compiled_packed_linear(x, self.packed_weight(), self.bias, self.state.spec)
+        return packed_linear(x, self.packed_weight(), self.bias, self.state)
 
     def _check(self, x: torch.Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -216,7 +211,7 @@ class MXFP4PackedLinear(nn.Linear):
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
         preset."""
-        return nearest_input(x, dtype, self._activation_scheme, self.config.backend, self._rotation)
+        return quantize_input(x, dtype, self._activation_scheme, self.config.backend, self._rotation)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes of the packed tensors under the scheme, by name."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numeric contract of MXFP4 quantization in pure torch: no modules, no transformers."""
 
-from .decompose import COMPONENTS, ErrorDecomposition, apply_component, decompose, decompose_scheme
+from .decompose import COMPONENTS, ErrorDecomposition, decompose, decompose_scheme
 from .fold import FOLD_GROUPS, FoldedOperand, fold, fold_across, fold_unsupported_reason
 from .formats.e2m1 import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
 from .formats.e4m3 import dequantize_e4m3, e4m3_scale_byte, fake_quantize_e4m3, quantize_e4m3
@@ -49,7 +49,6 @@ __all__ = [
     "SAVED_FORMS",
     "Rotation",
     "ScaleRule",
-    "apply_component",
     "apply_scheme",
     "decode_e2m1",
     "decode_e8m0",

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import torch
 
 from . import macro
-from .errors import importance_weights, inverse_power_of_two, sum_of_squares
-from .fallback import block_errors, select_blocks
+from .fallback import block_errors, inverse_power_of_two, select_blocks, sum_of_squares
 from .formats import e2m1 as grid
 from .formats.e8m0 import (
     BLOCK_SIZE,
@@ -40,7 +39,7 @@ class Blocks:
     """``x`` as float32 blocks ``[..., blocks, 32]``, or tiles ``[..., N/32, blocks, 1024]``: padded, with the macro
     factor found and applied."""
 
-    def __init__(self, x: torch.Tensor, scheme: QuantScheme, axis: int, importance: torch.Tensor | None = None):
+    def __init__(self, x: torch.Tensor, scheme: QuantScheme, axis: int):
         self.scheme = scheme
         self.axis = axis
         rows = x.detach().movedim(axis, -1)
@@ -58,10 +57,6 @@ class Blocks:
             unit = row_unit if scheme.macro_block == "row" else max(scheme.macro_block, BLOCK_SIZE)
         self.unit = unit
         self.z = to_blocks(rows, unit, scheme.block_rows)
-        self.weight: torch.Tensor | None = None
-        if importance is not None:
-            weight = importance_weights(importance, length, scheme).to(x.device).expand(scheme.block_rows, length)
-            self.weight = to_blocks(weight.contiguous(), unit, scheme.block_rows).squeeze(0)
         self.amax = self.z.abs().amax(dim=-1)
         self.m8: torch.Tensor | None = None
         #: Per block, what its values were multiplied by, or divided by.
@@ -92,7 +87,7 @@ class Blocks:
         ``amax``."""
         scale = scale_from_amax(amax, self.scheme.scale_rule)
         if self.scheme.scale_rule is ScaleRule.MSE:
-            scale = _least_squares_scale(z, amax, scale, self.weight)
+            scale = _least_squares_scale(z, amax, scale)
         y = _over_scale(z, scale, out=z)
         if rounding == "nearest":
             return grid.round_nearest(y), scale
@@ -155,7 +150,7 @@ class Blocks:
         q, scale = self._pass(scaled, amax * factor, "nearest")
         error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).div_(factor.unsqueeze(-1)).sub_(z)
         error.mul_(self._per_block(inverse_power_of_two(macro_amax)).unsqueeze(-1))
-        sse = self._by_macro(sum_of_squares(error, self.weight)).sum(dim=-1)
+        sse = self._by_macro(sum_of_squares(error)).sum(dim=-1)
         return m8.gather(0, sse.argmin(dim=0, keepdim=True)).squeeze(0)
 
     def _best_mantissa(self, z: torch.Tensor, amax: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -166,7 +161,7 @@ class Blocks:
         value = q.mul_(decode_e8m0(scale).unsqueeze(-1)).mul_(factor.unsqueeze(-1))
         # The largest numbers may leave float32 here. An infinite error has no integer: processors disagree on it.
         error = saturate(value, torch.float32).sub_(z).mul_(inverse_power_of_two(amax).unsqueeze(-1))
-        sse = sum_of_squares(error, self.weight)
+        sse = sum_of_squares(error)
         return sse.argmin(dim=0).to(torch.int32).masked_fill_(~amax.isfinite(), 0)
 
     def _in_portions(self, search: Callable[..., torch.Tensor], tries: int) -> torch.Tensor:
@@ -227,27 +222,15 @@ def _over_scale(z: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None =
     return y if limit is None else torch.minimum(torch.maximum(y, -limit.unsqueeze(-1)), limit.unsqueeze(-1))
 
 
-def _least_squares_scale(
-    z: torch.Tensor, amax: torch.Tensor, first: torch.Tensor, weight: torch.Tensor | None
-) -> torch.Tensor:
+def _least_squares_scale(z: torch.Tensor, amax: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     unit = inverse_power_of_two(amax).unsqueeze(-1)
-    best, best_error = first, None
-    for offset in _MSE_OFFSETS:
-        scale = torch.where(first == E8M0_NAN, first, (first + offset).clamp(0, 254))
+    scales = [torch.where(first == E8M0_NAN, first, (first + offset).clamp(0, 254)) for offset in _MSE_OFFSETS]
+    errors = []
+    for scale in scales:
         q = grid.round_nearest(_over_scale(z, scale))
-        error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).sub_(z).mul_(unit)
-        best, best_error = _keep_better(best, best_error, scale, sum_of_squares(error, weight))
-    return best
-
-
-def _keep_better(
-    best: torch.Tensor, best_error: torch.Tensor | None, candidate: torch.Tensor, error: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The candidate where its error is less, else the best so far; the first candidate stands for itself."""
-    if best_error is None:
-        return candidate, error
-    better = error < best_error
-    return torch.where(better, candidate, best), torch.where(better, error, best_error)
+        errors.append(sum_of_squares(q.mul_(decode_e8m0(scale).unsqueeze(-1)).sub_(z).mul_(unit)))
+    best = torch.stack(errors).argmin(dim=0, keepdim=True)
+    return torch.stack(scales).gather(0, best).squeeze(0)
 
 
 def to_blocks(rows: torch.Tensor, unit: int, block_rows: int) -> torch.Tensor:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact three-way decomposition of an MXFP4 error (arXiv 2605.20402, section 3)."""
 
-import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .blocks import Blocks, from_blocks, to_blocks
 from .formats.e2m1 import round_nearest
-from .formats.e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0
+from .formats.e8m0 import BLOCK_SIZE, decode_e8m0
 from .quantize import check_input
-from .schemes import QuantScheme, one_of
+from .schemes import QuantScheme
 
 
 #: Names of the three components, as attributes of [`ErrorDecomposition`].
@@ -31,15 +31,8 @@ class ErrorDecomposition:
         deadzone_fraction: share of elements in the deadzone.
         zero_fraction: share of elements that the quantizer sends to zero, zeros of ``x`` not counted.
         energy: sum of ``x**2``.
-        gain: ``<Q(x), x> / <x, x>``, the factor by which the quantizer scales what it is given, on average; NaN for an
-            all-zero ``x``.
         scale_ratio: per block of a non-zero maximum, the scale in use over the ideal ``amax / 6`` (float64, flat): the
             gamma of arXiv 2605.20402. A ratio of step sizes, not a gain: the scale multiplies what it divided.
-        paper_orthogonality: cosine between the scale error and the deadzone error as arXiv 2605.20402 defines them:
-            ``Q - Q*`` on all elements, and ``Q* - x = -x`` on the deadzone. Exactly 0 where no element of the deadzone
-            is quantized to anything else than zero: for ``rceil`` with or without macro factors, at nearest rounding
-            and without fallback. Not for rules that clip (``floor``, ``even``, ``mse``), whose steps can be finer than
-            the ideal. NaN when one of the two is zero.
     """
 
     scale_bias: torch.Tensor
@@ -48,9 +41,7 @@ class ErrorDecomposition:
     deadzone_fraction: float
     zero_fraction: float
     energy: float
-    gain: float
     scale_ratio: torch.Tensor
-    paper_orthogonality: float
 
     @property
     def scale_ratio_log2(self) -> torch.Tensor:
@@ -81,31 +72,13 @@ class ErrorDecomposition:
         return math.inf if relative == 0 else -10.0 * math.log10(relative)
 
     @property
-    def cosines(self) -> dict[str, float]:
-        """Cosines of the angles between the components, by pair: ``"scale_bias/deadzone"``, ``"scale_bias/grid"``,
-        ``"deadzone/grid"``; NaN when one of the two is zero. Those with the deadzone are 0 by construction, for every
-        scheme: the other two components live outside of it. [`paper_orthogonality`] is what a scheme can fail."""
-        pairs = itertools.combinations(COMPONENTS, 2)
-        return {f"{a}/{b}": _cosine(getattr(self, a), getattr(self, b)) for a, b in pairs}
-
-    @property
     def cosine_scale_grid(self) -> float:
         """Cosine of the angle between scale bias and grid error; NaN when one of them is zero."""
         return _cosine(self.scale_bias, self.grid)
 
 
 def decompose(
-    x: torch.Tensor,
-    *,
-    scale_rule: ScaleRule | str = ScaleRule.RCEIL,
-    macro_block: int | str | None = None,
-    macro_search: str = "static",
-    outlier_fallback: float | None = None,
-    rounding: str = "nearest",
-    block_rows: int = 1,
-    fallback_rate: float | None = None,
-    axis: int = -1,
-    generator: torch.Generator | None = None,
+    x: torch.Tensor, *, axis: int = -1, generator: torch.Generator | None = None, **options: Any
 ) -> ErrorDecomposition:
     """Split the error of quantizing ``x`` into scale bias, deadzone truncation and grid noise.
 
@@ -113,10 +86,10 @@ def decompose(
     ``Q - x`` on D, the grid part ``Q* - x`` off D and the scale part ``Q - Q*`` off D. For the plain ``rceil`` rule
     this is the definition of arXiv 2605.20402 (there Q and Q* are both zero on D); the sum is exact for every scheme.
 
-    Arguments as in [`fake_quantize`]. Raises `ValueError` when ``x`` holds NaN or infinity, for which no error exists.
+    Arguments as in [`fake_quantize`]; ``options`` are the fields of a [`QuantScheme`]. Raises `ValueError` when ``x``
+    holds NaN or infinity, for which no error exists.
     """
-    scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
-    return decompose_scheme(x, scheme, axis=axis, generator=generator)
+    return decompose_scheme(x, QuantScheme(**options), axis=axis, generator=generator)
 
 
 def decompose_scheme(
@@ -138,41 +111,20 @@ def decompose_scheme(
     ideal, deadzone = _ideal_quantization(x.movedim(axis, -1), scheme.block_rows)
     ideal, deadzone = ideal.movedim(-1, axis), deadzone.movedim(-1, axis)
 
-    energy = _energy(x.double())
     error = quantized.double() - x.double()
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
     # Off the deadzone all terms are float32 numbers of similar size, so the float64 differences are exact.
     grid_error = torch.where(deadzone, zero, ideal.double() - x.double())
     scale_bias = torch.where(deadzone, zero, error - grid_error)
-    # On the deadzone Q* is zero: the paper's scale error is Q there, and its deadzone error -x.
-    paper_scale = torch.where(deadzone, quantized.double(), scale_bias)
-    paper_deadzone = torch.where(deadzone, -x.double(), zero)
     return ErrorDecomposition(
         scale_bias=scale_bias,
         deadzone=torch.where(deadzone, error, zero),
         grid=grid_error,
         deadzone_fraction=deadzone.double().mean().item() if x.numel() else math.nan,
         zero_fraction=((quantized == 0) & (x != 0)).double().mean().item() if x.numel() else math.nan,
-        energy=energy,
-        gain=float((quantized.double() * x.double()).sum()) / energy if energy else math.nan,
+        energy=_energy(x.double()),
         scale_ratio=scale_ratio,
-        paper_orthogonality=_cosine(paper_scale, paper_deadzone),
     )
-
-
-def apply_component(
-    x: torch.Tensor, component: str, scheme: QuantScheme, *, axis: int = -1, generator: torch.Generator | None = None
-) -> torch.Tensor:
-    """``x`` with one component of its quantization error alone, in the dtype of ``x``.
-
-    Args:
-        component: ``"scale_bias"``, ``"deadzone"`` or ``"grid"``; put it into a model to see what it breaks by itself.
-
-    Raises as [`decompose`] does; `ValueError` for another component.
-    """
-    one_of("component", component, COMPONENTS)
-    parts = decompose_scheme(x, scheme, axis=axis, generator=generator)
-    return (x.detach().float().double() + getattr(parts, component)).to(x.dtype)
 
 
 def _scale_ratio(blocks: Blocks, scale: torch.Tensor) -> torch.Tensor:

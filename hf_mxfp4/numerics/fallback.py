@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selective outlier fallback: which blocks get the residual pass.
+"""Squared errors of blocks, and selective outlier fallback: which blocks get the residual pass.
 
 In each row along the quantized axis, the blocks with the largest squared errors of their first pass are selected. With
 32x32 tiles, a row is a row of tiles. The selection depends on that row alone, not on other rows, earlier tensors or the
@@ -12,12 +12,29 @@ from fractions import Fraction
 
 import torch
 
-from .errors import SQUARE_UNITS, inverse_power_of_two, sum_of_squares
 
-
+#: Squared errors are cut to multiples of ``1 / SQUARE_UNITS``.
+SQUARE_UNITS = 2.0**23
 #: Errors of a block that are not zero are at least and at most this.
 SMALLEST_ERROR = torch.finfo(torch.float32).tiny
 LARGEST_ERROR = torch.finfo(torch.float32).max
+
+
+def sum_of_squares(error: torch.Tensor) -> torch.Tensor:
+    """Sums over the last axis of ``error**2``, in units of 2**-23, as int64: no sum depends on its order, so that all
+    backends compare alike.
+
+    Each square is cut to an int32 first: ``error`` is below 16 in magnitude (scaled by [`inverse_power_of_two`], below
+    4) and is consumed.
+    """
+    return error.square_().mul_(SQUARE_UNITS).to(torch.int32).sum(dim=-1)
+
+
+def inverse_power_of_two(amax: torch.Tensor) -> torch.Tensor:
+    """``2**-floor(log2 amax)``, to bring errors into a range whose squares neither overflow nor vanish. Its exponent is
+    cut to -126..127."""
+    exponent = (amax.view(torch.int32) >> 23) & 0xFF
+    return ((254 - exponent).clamp_(1, 254) << 23).view(torch.float32)
 
 
 def block_errors(

@@ -13,8 +13,7 @@ Definition, per block of 32 elements along ``axis``, or per tile of 32 rows of t
 
 Searches (the ``mse`` rule, dynamic macro factors) compare squared errors as integers: each error is divided by the
 power of two below the block's (macro block's) largest magnitude, squared, cut to a multiple of 2**-23, and these are
-added up. The sum then does not depend on its order, so all backends and processors choose alike. With ``importance``
-each square is multiplied by the weight of its element, over the largest weight, before it is cut.
+added up. The sum then does not depend on its order, so all backends and processors choose alike.
 
 Edge policy. An axis that is not a multiple of 32 (with tiles, two axes) is padded with zeros that no result shows. An
 all-zero block has scale byte 0 and codes 0. A block that holds NaN or infinity has scale byte 255 and codes 0, and
@@ -23,11 +22,12 @@ the nearest grid value would not be finite in float32 (magnitudes above 3.5 * 2*
 largest finite one. The sign of a zero is not kept.
 """
 
+from typing import Any
+
 import torch
 
 from .blocks import Blocks, from_blocks, per_row
 from .formats import e2m1 as grid
-from .formats.e8m0 import ScaleRule
 from .packed import MXFP4Tensor
 from .rng import noise_source
 from .schemes import QuantScheme
@@ -36,82 +36,63 @@ from .schemes import QuantScheme
 def fake_quantize(
     x: torch.Tensor,
     *,
-    scale_rule: ScaleRule | str = ScaleRule.RCEIL,
-    macro_block: int | str | None = None,
-    macro_search: str = "static",
-    outlier_fallback: float | None = None,
-    rounding: str = "nearest",
-    block_rows: int = 1,
-    fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    importance: torch.Tensor | None = None,
     seed: int | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    """The MXFP4 values of ``x``, in its own shape and dtype. No gradient flows; layers add the straight-through one.
+    """Return the MXFP4 values of ``x``, in its own shape and dtype. No gradient flows; layers add the straight-through
+    one.
 
     Args:
         x: floating-point tensor with at least one axis; computed on as float32 (larger float64 values as its largest).
-        scale_rule: how block scales are chosen; see [`ScaleRule`].
-        macro_block: elements per macro block (32, 64, 128, 256 or ``"row"``), or `None` for no macro-block scaling.
-        macro_search: ``"static"`` (factor from the macro maximum), ``"dynamic"`` (the best of 16 by squared error) or
-            ``"blockwise"`` (no common factor: two mantissa bits for each block's scale, by squared error).
-        outlier_fallback: weight ``alpha`` in (0, 1] of the quantized residual, or `None` for one pass only.
-        rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (both passes).
-        block_rows: 1 for blocks of 32 elements along ``axis``; 32 for tiles of 32 x 32, over ``axis`` and the axis
-            before it once ``axis`` is moved last. One set of tiles serves a matrix and its transpose: the values are
-            the same bit for bit. Not so where several tiles share a macro factor (32 rows by ``macro_block`` elements),
-            that is with ``macro_block`` other than 32, unless ``"blockwise"``; with stochastic rounding; under
-            ``importance``; or under ``fallback_rate``, which selects tiles in each row of tiles.
-        fallback_rate: share of the blocks in (0, 1) that get the residual pass; `None` for all. Of each row of ``n``
-            blocks along ``axis`` (or of ``n`` tiles), the ``ceil(fallback_rate * n)`` with the largest squared error
-            get it, blocks without error never.
         axis: the axis that blocks run along, normally the contraction axis of a matrix product.
         generator: source of randomness for stochastic rounding; by default PyTorch's own.
-        importance: non-negative weights ``[x.shape[axis]]`` of squared errors in the searches, such as the mean square
-            of a layer's inputs; for the ``mse`` rule and the ``"dynamic"`` and ``"blockwise"`` searches.
+        seed: of counted random numbers in its place, the same on every device ([`hf_mxfp4.numerics.rng`]).
+        options: the fields of a [`QuantScheme`].
 
     Raises:
-        TypeError: ``x`` is not a floating-point tensor.
+        TypeError: ``x`` is not a floating-point tensor, or an option does not exist.
         ValueError: an argument is outside its supported set or has no effect, ``x`` has no axes, or one where
             ``block_rows`` needs two.
     """
-    scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
-    return apply_scheme(
-        x,
-        scheme,
-        axis=axis,
-        generator=generator,
-        importance=importance,
-        seed=seed,
-    )
+    return apply_scheme(x, QuantScheme(**options), axis=axis, generator=generator, seed=seed)
+
+
+def apply_scheme(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    *,
+    axis: int = -1,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+) -> torch.Tensor:
+    """[`fake_quantize`] with its options given as a [`QuantScheme`]."""
+    source = noise_source(scheme.rounding, generator, seed)
+    axis = check_input(x, axis, scheme.block_rows)
+    with torch.no_grad():
+        blocks = Blocks(x, scheme, axis)
+        return blocks.dequantized(*blocks.quantize(source), x.dtype)
 
 
 def quantize(
     x: torch.Tensor,
     *,
-    scale_rule: ScaleRule | str = ScaleRule.RCEIL,
-    macro_block: int | str | None = None,
-    macro_search: str = "static",
-    outlier_fallback: float | None = None,
-    rounding: str = "nearest",
-    block_rows: int = 1,
-    fallback_rate: float | None = None,
     axis: int = -1,
     generator: torch.Generator | None = None,
-    importance: torch.Tensor | None = None,
     seed: int | None = None,
+    **options: Any,
 ) -> MXFP4Tensor:
-    """Codes and scales of ``x``: ``quantize(x, ...).dequantize()`` equals ``fake_quantize(x, ...)`` bit for bit.
+    """Return codes and scales of ``x``: ``quantize(x, ...).dequantize()`` equals ``fake_quantize(x, ...)`` bit for bit.
 
     Arguments and errors as in [`fake_quantize`].
     """
-    scheme = QuantScheme(scale_rule, macro_block, macro_search, outlier_fallback, rounding, block_rows, fallback_rate)
+    scheme = QuantScheme(**options)
     source = noise_source(scheme.rounding, generator, seed)
     block_rows = scheme.block_rows
     axis = check_input(x, axis, block_rows)
     with torch.no_grad():
-        blocks = Blocks(x, scheme, axis, importance)
+        blocks = Blocks(x, scheme, axis)
         (q, scale), residual = blocks.quantize(source)
 
         def codes_of(values: torch.Tensor) -> torch.Tensor:
@@ -134,23 +115,6 @@ def quantize(
             scheme=scheme,
             dtype=x.dtype,
         )
-
-
-def apply_scheme(
-    x: torch.Tensor,
-    scheme: QuantScheme,
-    *,
-    axis: int = -1,
-    generator: torch.Generator | None = None,
-    importance: torch.Tensor | None = None,
-    seed: int | None = None,
-) -> torch.Tensor:
-    """[`fake_quantize`] with its options given as a [`QuantScheme`]."""
-    source = noise_source(scheme.rounding, generator, seed)
-    axis = check_input(x, axis, scheme.block_rows)
-    with torch.no_grad():
-        blocks = Blocks(x, scheme, axis, importance)
-        return blocks.dequantized(*blocks.quantize(source), x.dtype)
 
 
 def check_input(x: torch.Tensor, axis: int, block_rows: int = 1) -> int:

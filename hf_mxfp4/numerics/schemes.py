@@ -33,7 +33,21 @@ def one_of(name: str, value: object, allowed: tuple) -> None:
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How one tensor is quantized. See [`fake_quantize`] for the meaning of the fields.
+    """How one tensor is quantized.
+
+    Attributes:
+        scale_rule: how block scales are chosen; see [`ScaleRule`].
+        macro_block: elements per macro block (32, 64, 128, 256 or ``"row"``), or `None` for no macro-block scaling.
+        macro_search: ``"static"`` (factor from the macro maximum), ``"dynamic"`` (the best of 16 by squared error) or
+            ``"blockwise"`` (no common factor: two mantissa bits for each block's scale, by squared error).
+        outlier_fallback: weight ``alpha`` in (0, 1] of the quantized residual, or `None` for one pass only.
+        rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (both passes).
+        block_rows: 1 for blocks of 32 elements along the quantized axis; 32 for tiles of 32 x 32, over that axis and
+            the one before it. One set of tiles serves a matrix and its transpose: the values are the same bit for bit,
+            but for macro factors that several tiles share, stochastic rounding and a ``fallback_rate``.
+        fallback_rate: share of the blocks in (0, 1) that get the residual pass; `None` for all. Of each row of ``n``
+            blocks (or tiles), the ``ceil(fallback_rate * n)`` with the largest squared error get it, blocks without
+            error never.
 
     Raises `ValueError` for values outside the supported sets.
     """
@@ -67,11 +81,6 @@ class QuantScheme:
         check_alpha(self.outlier_fallback)
         one_of("block_rows", self.block_rows, BLOCK_ROWS)
         check_fallback_rate("fallback_rate", self.fallback_rate, self.outlier_fallback)
-
-    @property
-    def searches(self) -> bool:
-        """Whether something is chosen by its squared error: the scale (`mse`) or the macro factor."""
-        return self.scale_rule is ScaleRule.MSE or self.macro_block is not None and self.macro_search != "static"
 
     def __str__(self) -> str:
         parts = ["mxfp4", self.scale_rule.value]

@@ -10,9 +10,8 @@ from torch import nn
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from .._logging import get_logger
+from ..integrations.vllm import SETTINGS_KEY
 from ..layers import QUANTIZED, random_layers
-from ..integrations.transformers.pushed_weights import pushes_quantized_values
-from ..integrations.vllm.settings import SETTINGS_KEY
 from .callbacks.base import QuantizationStepCallback
 from .checks import check_scheme, count_quantized, warn_of_16_bit_masters
 from .rollout.vllm import Parameters, rollout_parameters
@@ -59,8 +58,7 @@ class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
         if quantization_config is not None:
             args.model_init_kwargs = {**(given or {}), "quantization_config": quantization_config}
         try:
-            with pushes_quantized_values():
-                super().__init__(model, reward_funcs, args, **kwargs)
+            super().__init__(model, reward_funcs, args, **kwargs)
         finally:
             args.model_init_kwargs = given
         policy = self.accelerator.unwrap_model(self.model)

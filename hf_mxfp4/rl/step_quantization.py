@@ -15,10 +15,7 @@ from torch import nn
 from transformers.training_args import OptimizerNames
 
 from .._logging import get_logger
-from ..gemm import GemmState
-from ..gemm.counts import weight_quantizations
-from ..gemm.weight_cache import StepWeights
-from ..layers import MXFP4Experts, MXFP4Linear
+from ..gemm import GemmSpec, WeightCache, gemm_states, weight_quantizations
 from .config import MXFP4GRPOConfig
 
 
@@ -54,8 +51,7 @@ class StepQuantization:
         record: Callable[[str, float], None],
     ):
         self._accelerator, self._record = accelerator, record
-        self._is_counted = bool(_states(model))
-        self._of_reference = [] if reference is None else _states(reference)
+        self._is_counted = any(isinstance(state.spec, GemmSpec) for state in gemm_states(model))
         self._ends_each_pass = args.optim in _INSIDE_BACKWARD
         self._counts: Counter[str] = Counter()
         self._step: int | None = None
@@ -70,7 +66,8 @@ class StepQuantization:
         if form != "none" and args.step_weights != "auto" and not self._is_counted:
             get_logger().warning("step_weights=%s has no effect: no trainable layer of the policy is quantized", form)
         self.form = form
-        self._weights = None if form == "none" else StepWeights(form)
+        self._policy = WeightCache(model, form=form)
+        self._reference = WeightCache(*([] if reference is None else [reference]), form=form)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -91,8 +88,8 @@ class StepQuantization:
         with self._kept():
             yield
         self._counts += weight_quantizations() - before
-        if self._ends_each_pass and self._weights is not None:
-            self._weights.end()
+        if self._ends_each_pass:
+            self._policy.clear()
         if self._accelerator.sync_gradients:
             counts = self._counts
             self.end()
@@ -106,17 +103,21 @@ class StepQuantization:
 
     def release_reference(self) -> None:
         """Let go what is kept of the reference, which takes memory that the passes of training need."""
-        for state in self._of_reference:
-            state.clear()
+        self._reference.clear()
 
     def end(self) -> None:
         """Let go what is kept, and forget what was counted: the weights are about to change, or may have changed."""
-        if self._weights is not None:
-            self._weights.end()
+        self._policy.clear()
+        self._reference.clear()
         self._counts, self._step = Counter(), None
 
-    def _kept(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._weights is None else self._weights.active()
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        if self.form == "none":
+            yield
+            return
+        with self._policy.open(), self._reference.open():
+            yield
 
     def _log(self, counts: Counter[str]) -> None:
         if not self._is_counted:
@@ -124,14 +125,3 @@ class StepQuantization:
         self._record("quantization/weights_per_step", counts["fprop"])
         if counts["dgrad"]:
             self._record("quantization/dgrad_weights_per_step", counts["dgrad"])
-
-
-def _states(model: nn.Module) -> list[GemmState]:
-    """Of all weights that are quantized again when they change."""
-    found = []
-    for module in model.modules():
-        if isinstance(module, MXFP4Linear):
-            found.append(module.state)
-        elif isinstance(module, MXFP4Experts):
-            found.extend(module.states.values())
-    return found

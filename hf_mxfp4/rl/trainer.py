@@ -39,7 +39,6 @@ from trl.rewards import get_soft_overlong_punishment
 
 from .._logging import get_logger
 from ..checkpoint import decoration
-from ..integrations.peft import strict_targets
 from .callbacks.monitor import PolicyMonitor
 from .callbacks.run_facts import mend_card, run_facts
 from .checks import (
@@ -94,7 +93,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "mxfp4", "hf-mxfp4"]
 
-    @strict_targets()
     def __init__(
         self,
         model: Any,
@@ -240,7 +238,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         noise = contextlib.nullcontext()
         if is_noisy:
             noise = self.rollout_noise.pushed(step, sigma) if self.use_vllm else self.rollout_noise.active(step, sigma)
-        with self.generation.weight_copies(), noise:
+        with self.generation.weight_copies(self.model), noise:
             yield
 
     def _sigma(self) -> float:
@@ -280,7 +278,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         """Log-probabilities ``[B, T]`` of the last rollout's completions, routed as it was."""
         masks = batch["prompt_mask"], batch["completion_mask"]
         with (
-            self.generation.weight_copies(),
+            self.generation.weight_copies(self.model),
             disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             self.replay.scoring(*masks),
         ):

@@ -1,71 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runs of a grid say: records, statistics over seeds, and the table."""
 
-from __future__ import annotations
-
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from hf_mxfp4.stats import t_interval
-from recipes.common.text import markdown_table, with_interval
+from matplotlib.figure import Figure
 
-from .base import stored_base
+from hf_mxfp4.stats import t_interval
+from recipes.common.records import markdown_table, with_interval
+
 from .grid import Grid, Run
-from .runner import finished, stored_state, summary
+from .runner import finished, stored_base
 
 
 #: What is logged and says nothing in the mean.
 _NO_METRICS = ("step", "epoch", "num_tokens", "total_flos", "learning_rate", "train_", "greedy")
-#: Logged quantities that are kept as curves; `greedy` is the first score of evaluations while training.
-CURVES = ("greedy", "reward", "entropy", "error/scale_bias", "error/deadzone", "error/grid", "aqn/sigma")
-_POINTS = 40
-
 Record = Mapping[str, Any]
 
 
-def stored_seeds(grid: Grid) -> tuple[int, ...]:
-    """The seeds that there are runs of, beside the grid's."""
-    found = {
-        int(name[1])
-        for model in grid.models
-        for folder in (grid.output / model.key / "cells").glob("*/seed*")
-        if (name := re.fullmatch(r"seed(\d+)", folder.name))
-    }
-    return tuple(dict.fromkeys([*grid.seeds, *sorted(found)]))
-
-
 def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """One record for every complete run, in the order of the grid, and the names of runs with other settings.
+    """Make one record for every complete run, in the order of the grid, and name the runs with other settings.
 
     `value` is the accuracy after RL under the cell's own scheme (0 to 1), `baseline` that of the reference with the
     same seed.
     """
-    found, parameters, left_out = {}, {}, []
+    found, left_out = [], []
     for run in grid.runs:
-        key = run.model.key, run.cell.name, run.seed
         try:
-            base = stored_base(grid, run.model, run.seed)
-            complete = base is not None and finished(run, base["fingerprint"])
+            base = stored_base(grid)
+            result = base and finished(run, base["settings"])
         except ValueError:
             left_out.append(run.name)
-            complete = False
-        found[key] = summary(run) if complete else None
-        parameters[key] = base["parameters"] if complete else None
-    records = []
-    for run in grid.runs:
-        key = run.model.key, run.cell.name, run.seed
-        result = found[key]
-        if result is None:
             continue
-        state = stored_state(run.folder)
+        if result:
+            found.append((run, base["parameters"], result))
+    accuracies = {run.folder: next(iter(result["accuracy_after"].values())) for run, _, result in found}
+    records = []
+    for run, parameters, result in found:
         score = next(iter(result["accuracy_after"]))
-        reference = found.get((run.model.key, grid.reference, run.seed))
-        after, baseline = result["accuracy_after"][score], reference and reference["accuracy_after"][score]
-        size = f"{parameters[key] / 1e6:.2f} M parameters, " if parameters[key] else ""
+        after = accuracies[run.folder]
+        baseline = accuracies.get(grid.output / "cells" / grid.reference / f"seed{run.seed}")
+        size = f"{parameters / 1e6:.2f} M parameters, " if parameters else ""
         records.append(
             {
                 "name": f"{grid.name}/{run.name}",
@@ -75,7 +53,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "baseline": baseline,
                 "ratio": round(after / baseline, 4) if baseline else None,
                 "ceiling_fraction": after,
-                "model": run.model.label,
+                "model": grid.label,
                 "cell": run.cell.name,
                 "label": run.cell.label,
                 "seed": run.seed,
@@ -86,53 +64,33 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "before": result["accuracy_before"] and result["accuracy_before"][score],
                 "standard_error": result["standard_error_after"][score],
                 "scores": result["accuracy_after"],
-                "n_test": result["n_test"],
-                "steps": result["steps"],
                 "entropy": [result["entropy_first"], result["entropy_last"]],
                 "entropy_alarms": len(result["entropy_alarms"]),
-                "scheme": result["scheme"],
-                "n_quantized": result["n_quantized"],
-                "weight_sqnr_db": result["weight_sqnr_db"],
-                **_logged(run),
-                "seconds": round(result["seconds"] + state.get("earlier", 0.0), 1),
-                **{key: state[key] for key in ("hardware", "versions", "date")},
+                **{key: result[key] for key in ("n_test", "steps", "scheme", "n_quantized", "weight_sqnr_db")},
+                "metrics": _logged(run),
+                "seconds": round(result["seconds"] + result["state"].get("earlier", 0.0), 1),
+                **{key: result["state"][key] for key in ("hardware", "versions", "date")},
                 "command": command,
             }
         )
     return records, left_out
 
 
-def _logged(run: Run) -> dict[str, Any]:
-    """Means and thinned curves of what the trainer logged."""
-    history = json.loads((run.folder / "log_history.json").read_text())
-    for entry in history:
-        if (score := next((key for key in entry if key.startswith("greedy/")), None)) is not None:
-            entry["greedy"] = entry[score]
+def _logged(run: Run) -> dict[str, float]:
+    """Means of what the trainer logged."""
     metrics: dict[str, list[float]] = {}
-    for entry in history:
+    for entry in json.loads((run.folder / "log_history.json").read_text()):
         for key, value in entry.items():
             if not key.startswith(_NO_METRICS) and isinstance(value, int | float) and math.isfinite(value):
                 metrics.setdefault(key, []).append(value)
-    curves = {}
-    for key in CURVES:
-        points = [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
-        if points:
-            curves[key] = [[step, float(f"{value:.5g}")] for step, value in thinned(points, _POINTS)]
-    return {"metrics": {key: float(f"{fmean(values):.6g}") for key, values in metrics.items()}, "curves": curves}
-
-
-def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most that many points: means over neighbours, at the last of their steps."""
-    width = -(-len(points) // most)
-    groups = [points[i : i + width] for i in range(0, len(points), width)]
-    return [(group[-1][0], fmean(value for _, value in group)) for group in groups]
+    return {key: float(f"{fmean(values):.6g}") for key, values in metrics.items()}
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
 
 
 def models(records: Sequence[Record]) -> list[str]:
-    """The models that records are about, in their order."""
+    """Return the models that records are about, in their order."""
     return list(dict.fromkeys(record["model"] for record in records))
 
 
@@ -225,3 +183,34 @@ def markdown(records: Sequence[Record], model: str) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}"
+
+
+def draw_accuracy(records: Sequence[Record], model: str) -> Figure:
+    """Draw accuracies before and after RL with the standard error over seeds (of the problems where there is one seed),
+    next to the paper's distance from its reference."""
+    rows = statistics(records, model)
+    figure = Figure(figsize=(10, 0.42 * len(rows) + 1.8), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for i, row in enumerate(rows):
+        error = row["of_problems"] if row["over_seeds"] is None else row["over_seeds"]
+        left.barh(i, 100 * row["after"], 0.6, xerr=100 * error, capsize=3, color="tab:blue")
+        if row["before"] is not None:
+            left.plot(100 * row["before"], i, "k|", markersize=14)
+        if row["difference"] is not None:
+            mean, interval = 100 * row["difference"]["mean"], row["difference"]["interval"]
+            error = None if interval is None else [[mean - 100 * interval[0]], [100 * interval[1] - mean]]
+            right.errorbar(mean, i, xerr=error, fmt="o", color="tab:blue", capsize=3)
+    reference = next((row for row in rows if row["cell"] == row["reference"]), {"paper": {}})
+    for (name, zero), marker in zip(reference["paper"].items(), "sD^v", strict=False):
+        stated = [(row["paper"][name] - zero, i) for i, row in enumerate(rows) if name in row["paper"]]
+        right.plot(*zip(*stated, strict=True), marker, color="0.55", label=f"paper: {name}")
+    left.set_yticks(range(len(rows)), [row["label"] for row in rows], fontsize=8)
+    left.invert_yaxis()
+    left.set(xlabel="greedy accuracy after RL, % (before: |)", title=model)
+    right.set(xlabel="minus the reference, points", title="with 95 % intervals over seeds")
+    right.axvline(0.0, color="black", linewidth=0.8)
+    right.plot([], [], "o", color="tab:blue", label="here")
+    right.legend(fontsize=7)
+    for axes in (left, right):
+        axes.grid(axis="x", alpha=0.3)
+    return figure

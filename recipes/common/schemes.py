@@ -45,7 +45,7 @@ def preset_of(config: MXFP4RLConfig) -> str:
     presets = {name: MXFP4RLConfig(mode=config.mode, preset=name) for name in (config.preset, *names)}
     for name, preset in presets.items():
         same = config.gemms() == preset.gemms() and config.saved_activations == preset.saved_activations
-        if same and not config.layer_overrides:
+        if same:
             written = "" if name == config.preset else f" (written as {config.preset})"
             return f"exactly the preset {name}{written}"
     usual = presets[config.preset]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions of a task's test split by a policy, in batches and by all processes, and their greedy evaluation."""
+"""Completions of a task's test split by a policy: made in batches by all processes, evaluated, and kept on disk."""
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mxfp4 import cached_weights, uncached_weights
+from hf_mxfp4.files import append_lines, replace_file
 
 
 @dataclass(frozen=True)
@@ -51,28 +53,21 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn: from the distribution at ``temperature``, of its ``top_p`` most probable mass."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-
-
-@dataclass(frozen=True)
 class Batch:
     """Prompts that are completed together.
 
     Attributes:
         rows: which prompts. A batch without any takes part in sharded computation and yields nothing.
-        sampling: `None`: greedy.
         sample: number of the sample of each prompt; `None`: the greedy one.
         seed: of the draws.
+        temperature, top_p: of the distribution that tokens are drawn from.
     """
 
     rows: tuple[int, ...]
-    sampling: Sampling | None = None
     sample: int | None = None
     seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
 
 
 @torch.no_grad()
@@ -96,7 +91,7 @@ def complete_batches(
     was_training = model.training
     model.eval()
     try:
-        with cached_weights() if cache_weights else uncached_weights():
+        with cached_weights(model) if cache_weights else uncached_weights(model):
             # Sharded weights are gathered by all processes together: all run as many batches.
             for start in range(0, len(batches), state.num_processes):
                 mine = start + state.process_index
@@ -113,18 +108,21 @@ def _complete(
 ) -> list[Completion]:
     inputs = tokenize(tokenizer, prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     inputs.pop("token_type_ids", None)
+    sampled = batch.sample is not None
     # As TRL's rollouts, whatever the checkpoint's generation_config.json has (Qwen2.5-Instruct: 1.05).
-    how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
-    if batch.sampling is not None:
-        how |= {"do_sample": True, **asdict(batch.sampling), "top_k": 0}
+    how = {"do_sample": sampled, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
+    if sampled:
+        how |= {"temperature": batch.temperature, "top_p": batch.top_p, "top_k": 0}
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices, enabled=batch.sampling is not None):
-        if batch.sampling is not None:
+    with torch.random.fork_rng(devices=devices, enabled=sampled):
+        if sampled:
             torch.manual_seed(batch.seed)
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **how)
     written = output[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(written, skip_special_tokens=True)
-    ends = _end_tokens(model, tokenizer)
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    ends = set(ends) if isinstance(ends, list) else {ends}
     return [_completion(text, tokens, ends) for text, tokens in zip(texts, written.tolist(), strict=True)]
 
 
@@ -132,13 +130,6 @@ def _completion(text: str, tokens: list[int], ends: set[int]) -> Completion:
     """What follows the first end of sequence is padding."""
     end = next((place for place, token in enumerate(tokens) if token in ends), None)
     return Completion(text, len(tokens) if end is None else end + 1, end is None)
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids that `generate` stops at."""
-    ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
-    return set(ends) if isinstance(ends, list) else {ends}
 
 
 def evaluate_greedy(
@@ -200,3 +191,90 @@ def write_completions(evaluation: Evaluation, dataset: Dataset, path: Path) -> N
             verdicts = {name: flags[i] for name, flags in evaluation.correct.items()}
             record = {"prompt": row["prompt"], "answer": row["answer"], "completion": completion, **verdicts}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+# ---- on disk -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoredCompletion:
+    """One line of the file.
+
+    Attributes:
+        problem: row of the test split.
+        sample: number of the sample; `None`: the greedy completion.
+        completion: the text.
+        n_tokens, truncated: its length in tokens, and whether it ran into the limit.
+        correct: by each score.
+    """
+
+    problem: int
+    sample: int | None
+    completion: str
+    n_tokens: int
+    truncated: bool
+    correct: dict[str, bool]
+
+    @property
+    def key(self) -> tuple[int | None, int]:
+        return self.sample, self.problem
+
+
+class CompletionFile:
+    """A JSON-lines file: first what the completions depend on (the fingerprint), then one completion per line.
+
+    Args:
+        path: need not exist.
+        fingerprint: JSON-clean, of the completions that will be added.
+        overwrite: forget what the file holds.
+
+    Raises:
+        ValueError: the file was made under another fingerprint, or a line is damaged. The last one may be cut short, by
+            a process that was killed as it wrote.
+    """
+
+    def __init__(self, path: Path, fingerprint: Mapping[str, Any], overwrite: bool = False):
+        self.path = path
+        #: What the file holds, by sample and problem.
+        self.found: dict[tuple[int | None, int], ScoredCompletion] = {}
+        self._fingerprint = json.loads(json.dumps(fingerprint))
+        self._end = 0
+        if path.is_file() and not overwrite:
+            self._read()
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        self._end = content.rfind(b"\n") + 1
+        stored: dict[str, Any] = self._fingerprint
+        for number, line in enumerate(content[: self._end].splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                if number == 1:
+                    stored = record["fingerprint"]
+                    continue
+                completion = ScoredCompletion(**record)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{self.path}:{number} is not a line of an evaluation ({error}); take another --output_dir, or "
+                    "start again with --overwrite"
+                ) from error
+            self.found[completion.key] = completion
+        names = [key for key in {**stored, **self._fingerprint} if stored.get(key) != self._fingerprint.get(key)]
+        if names:
+            differences = "; ".join(f"{key}: {stored.get(key)!r}, now {self._fingerprint.get(key)!r}" for key in names)
+            raise ValueError(
+                f"{self.path} holds completions made in another way ({differences}); give the options that they were "
+                "made with to go on, another --output_dir to keep both, or --overwrite to start again"
+            )
+
+    def append(self, completions: Iterable[ScoredCompletion]) -> None:
+        """Add completions to the file, which is made here, and to `found`. For one process."""
+        completions = list(completions)
+        if self._end == 0:
+            replace_file(self.path, json.dumps({"fingerprint": self._fingerprint}) + "\n")
+            self._end = self.path.stat().st_size
+        elif self.path.stat().st_size > self._end:
+            os.truncate(self.path, self._end)  # a line that was cut short
+        append_lines(self.path, map(asdict, completions), ensure_ascii=False)
+        self._end = self.path.stat().st_size
+        self.found |= {completion.key: completion for completion in completions}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an evaluation found: estimates with intervals, per problem and in total, as JSON and as a table."""
+"""What an evaluation found: estimates with intervals, per problem and in total, and differences between two results."""
 
 import hashlib
 import json
@@ -10,21 +10,25 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from hf_mxfp4.files import write_json
-from hf_mxfp4.stats import Estimate, mean_pass_at_k, wilson
+from hf_mxfp4.stats import (
+    Estimate,
+    mean_pass_at_k,
+    paired_mean_difference,
+    paired_share_difference,
+    pass_at_k,
+    wilson,
+)
 
-from .records import ScoredCompletion
+from .generate import ScoredCompletion
 
 
-#: Those that decide what is measured.
-PACKAGES = ("hf-mxfp4", "torch", "transformers", "peft", "accelerate", "evaluate", "math-verify")
 GREEDY = "greedy"
 #: Its name in the folder of an evaluation.
 RESULT_FILE = "result.json"
 
 
 def problem_keys(prompts: Sequence[Any], answers: Sequence[str]) -> list[str]:
-    """A name for each problem that depends on its prompt and answer alone."""
+    """Name each problem by its prompt and answer alone."""
     texts = (json.dumps([prompt, answer]) for prompt, answer in zip(prompts, answers, strict=True))
     return [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
 
@@ -39,15 +43,12 @@ def summarize(
     ks: Sequence[int],
     seed: int,
 ) -> dict[str, Any]:
-    """Estimates and counts of whole passes over the problems ``keys``.
+    """Estimate accuracies from whole passes over the problems ``keys``.
 
     Returns:
         ``n``: problems; ``scores``: by score and measure (``greedy``, ``pass@k``) an `Estimate` as a dictionary;
         ``lengths``: by pass (``greedy``, ``sampled``) the completions, how many of them ran into the limit, and their
         mean length in tokens; ``problems``: what a paired comparison needs.
-
-    Raises:
-        ValueError: a completion is missing.
     """
     by_key = {completion.key: completion for completion in completions}
     passes = {GREEDY: [None]} if greedy else {}
@@ -55,11 +56,7 @@ def summarize(
         passes["sampled"] = list(range(samples))
     lengths, correct = {}, {}
     for name, numbers in passes.items():
-        wanted = [(number, problem) for problem in range(len(keys)) for number in numbers]
-        missing = sum(key not in by_key for key in wanted)
-        if missing:
-            raise ValueError(f"{missing} of {len(wanted)} {name} completions are missing")
-        found = [by_key[key] for key in wanted]
+        found = [by_key[number, problem] for problem in range(len(keys)) for number in numbers]
         lengths[name] = {
             "completions": len(found),
             "truncated": sum(completion.truncated for completion in found),
@@ -79,13 +76,8 @@ def summarize(
     return {"n": len(keys), "scores": estimates, "lengths": lengths, "problems": problems}
 
 
-def write_result(result: Mapping[str, Any], path: Path) -> None:
-    """Write a result so that no reader ever sees a part of it."""
-    write_json(path, result, indent=1, ensure_ascii=False)
-
-
 def read_result(path: str | Path) -> dict[str, Any]:
-    """A result that [`write_result`] wrote.
+    """Read a `result.json`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -103,7 +95,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """The closing table of an evaluation."""
+    """Make the closing table of an evaluation."""
     shown = Table(title=f"{result['task']} · {result['n']} problems", show_header=False)
     shown.add_column(style="bold")
     shown.add_column(overflow="fold")
@@ -129,3 +121,86 @@ def table(result: Mapping[str, Any]) -> Table:
 def _basis(result: Mapping[str, Any], estimate: Mapping[str, Any], measure: str) -> str:
     samples = "" if measure == GREEDY else f", {result['problems']['samples']} samples each"
     return f"{estimate['confidence']:.0%} {estimate['method']}, n = {estimate['n']}{samples}"
+
+
+# ---- two results on the same problems -------------------------------------------------------------------------------
+
+
+def check_same_problems(keys: Sequence[str], task: str, other: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless the problems ``keys`` of ``task`` are those of the result ``other``."""
+    others = other["problems"]["keys"]
+    if sorted(keys) != sorted(others):
+        raise ValueError(
+            f"the two results are not of the same problems ({len(keys)} of {task} and {len(others)} of "
+            f"{other['task']}, {len(set(keys) & set(others))} in common): evaluate both with the same --task, "
+            "--n_test, --data_seed_split, files and prompts"
+        )
+
+
+def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Compute paired differences, first less second, of every score and measure that both results have.
+
+    Returns:
+        One dictionary per difference: ``score``, ``measure``, ``first`` and ``second`` (the values), ``difference``
+        (an `Estimate` as a dictionary), and for greedy accuracies ``p_value`` (McNemar's exact test) and
+        ``only_first``, ``only_second`` (problems that one of the two alone solves).
+
+    Raises:
+        ValueError: the results are of other problems, or have no score and measure in common.
+    """
+    keys, others = first["problems"]["keys"], second["problems"]["keys"]
+    check_same_problems(keys, first["task"], second)
+    # By the problem, whatever its place; equal problems are alike in both.
+    orders = [sorted(range(len(of)), key=of.__getitem__) for of in (keys, others)]
+    rows = []
+    for score, measures in first["scores"].items():
+        for measure, estimate in measures.items():
+            theirs = second["scores"].get(score, {}).get(measure)
+            if theirs is None:
+                continue
+            row = {"score": score, "measure": measure, "first": estimate["value"], "second": theirs["value"]}
+            rows.append(row | _difference(first, second, orders, score, measure))
+    if not rows:
+        raise ValueError("the two results have no score and measure in common")
+    return rows
+
+
+def _difference(first: Mapping, second: Mapping, orders: list[list[int]], score: str, measure: str) -> dict[str, Any]:
+    name = GREEDY if measure == GREEDY else "sampled"
+    counts = [
+        [result["problems"]["correct"][name][score][i] for i in order]
+        for result, order in zip((first, second), orders, strict=True)
+    ]
+    samples = [result["problems"]["samples"] for result in (first, second)]
+    if measure == GREEDY or samples == [1, 1]:
+        a, b = ([bool(count) for count in of] for of in counts)
+        difference, p_value = paired_share_difference(a, b)
+        only = {
+            "only_first": sum(x and not y for x, y in zip(a, b, strict=True)),
+            "only_second": sum(y and not x for x, y in zip(a, b, strict=True)),
+        }
+        return {"difference": difference.to_dict(), "p_value": p_value, **only}
+    k = int(measure.removeprefix("pass@"))
+    a, b = ([pass_at_k(n, count, k) for count in of] for n, of in zip(samples, counts, strict=True))
+    return {"difference": paired_mean_difference(a, b).to_dict()}
+
+
+def difference_table(rows: list[dict[str, Any]], first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
+    """Make a table of differences."""
+    caption = [f"{name}: {of['model']}, {of['computed_in']}" for name, of in (("first", first), ("second", second))]
+    caption.append("interval: 95 %, Bonett-Price for shares, paired bootstrap else; p: McNemar, exact")
+    shown = Table(title="first less second, on the same problems", caption=Text("\n".join(caption)))
+    for heading in ("score", "first", "second", "difference", "interval", "only first / second", "p"):
+        shown.add_column(heading, overflow="fold")
+    for row in rows:
+        of = Estimate(**row["difference"])
+        shown.add_row(
+            f"{row['score']}, {row['measure']}",
+            f"{row['first']:.3f}",
+            f"{row['second']:.3f}",
+            f"{of.value:+.3f}",
+            Text(f"[{of.low:+.3f}, {of.high:+.3f}]"),
+            f"{row['only_first']} / {row['only_second']}" if "only_first" in row else "",
+            f"{row['p_value']:.2g}" if "p_value" in row else "",
+        )
+    return shown

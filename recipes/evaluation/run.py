@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One evaluation from the command line to the result."""
 
-import argparse
 import hashlib
+import inspect
 import json
 import time
 from collections.abc import Sequence
@@ -13,33 +13,31 @@ from typing import Any
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
+from hf_mxfp4.files import write_json
 from hf_mxfp4.stats import bootstrap_mean
-from recipes.common.hardware import versions
-from recipes.common.terminal import console, errors_as_messages
-from recipes.tasks import Task, load_task
-from recipes.tasks.own_functions import call_reward
+from recipes.common.records import versions
+from recipes.common.terminal import INPUT_ERRORS, console, errors_as_messages, tell
+from recipes.tasks import Task, call_reward
 
-from . import comparison, results
-from .arguments import parse
-from .generate import Batch, Completion, Sampling, complete_batches, tokenize
+from . import results
+from .arguments import EvaluationArguments, parse
+from .generate import Batch, Completion, CompletionFile, ScoredCompletion, complete_batches, tokenize
 from .policy import Policy, load_policy
-from .records import CompletionFile, ScoredCompletion
-from .scoring import Scorer
 
 
-#: Errors of inputs, which a user can mend.
-MENDABLE = (ImportError, OSError, RuntimeError, ValueError)
+#: Those that decide what is measured.
+PACKAGES = ("hf-mxfp4", "torch", "transformers", "peft", "accelerate", "evaluate", "math-verify")
 
 
 def main(argv: list[str]) -> dict[str, Any]:
-    """Evaluate, or compare two results; the result that is also written, or the differences."""
+    """Evaluate, or compare two results; return the result that is also written, or the differences."""
     options = parse(argv)
     if options.model.endswith(".json"):
         return {"differences": _compare_files(options)}
     started = time.monotonic()
     state = PartialState(cpu=options.use_cpu)
-    with errors_as_messages(*MENDABLE):
-        task = _load_task(options)
+    with errors_as_messages(*INPUT_ERRORS):
+        task = options.load_task(test_only=True)
         other = None if options.compare is None else results.read_result(options.compare)
         policy = load_policy(
             options.model,
@@ -51,46 +49,40 @@ def main(argv: list[str]) -> dict[str, Any]:
             trust_remote_code=options.trust_remote_code,
             device=state.device,
         )
-        max_new_tokens = options.max_new_tokens or task.max_completion_length
+        options.max_new_tokens = options.max_new_tokens or task.max_completion_length
         prompts = list(task.test["prompt"])
-        token_ids = _token_ids(policy, prompts, max_new_tokens)
+        token_ids = _token_ids(policy, prompts, options.max_new_tokens)
         keys = results.problem_keys(prompts, task.test["answer"])
         if other is not None:
-            comparison.check_same_problems(keys, task.name, other)
-        scorer = Scorer(task)
-        folder = options.output_dir or _default_folder(options)
-        files = _open_files(options, policy, task, scorer, token_ids, max_new_tokens, folder)
-    _introduce(policy, task, options)
+            results.check_same_problems(keys, task.name, other)
+        folder = Path(options.output_dir) if options.output_dir else _default_folder(options)
+        files = _open_files(options, policy, task, token_ids, folder)
+    about = policy.description
+    tell("scheme", about["computed_in"] + (f": {policy.preset}" if policy.preset else ""))
+    tell("layers", f"n_quantized={about['n_quantized']} n_skipped={about['n_skipped']}")
+    if not options.conversational and policy.tokenizer.chat_template is not None:
+        tell("prompts", "plain text; --conversational uses the chat template of the tokenizer")
 
-    batches = _missing(_plan([len(ids) for ids in token_ids], options), files)
-    generated = _complete(policy, task, batches, files, scorer, options, max_new_tokens)
+    generated = _complete(policy, task, _plan([len(ids) for ids in token_ids], options), files, options)
     if not state.is_main_process:
         return {}
     completions = [completion for file in files.values() for completion in file.found.values()]
+    names = ("max_new_tokens", "conversational", "samples", "temperature", "top_p", "seed", "batch_size")
     result = {
         "task": task.name,
-        "task_options": options.task_options,
-        **policy.description,
+        **about,
         **results.summarize(
             completions,
             keys,
-            scorer.names,
+            list(task.scores),
             greedy=not options.no_greedy,
             samples=options.samples,
-            ks=options.k,
+            ks=options.ks,
             seed=options.seed,
         ),
-        "generation": {
-            "max_new_tokens": max_new_tokens,
-            "conversational": options.conversational,
-            "samples": options.samples,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "seed": options.seed,
-            "batch_size": options.batch_size,
-        },
+        "generation": {name: getattr(options, name) for name in names},
         "identity": policy.identity,
-        "versions": versions(results.PACKAGES),
+        "versions": versions(PACKAGES),
         "device": str(state.device),
         "processes": state.num_processes,
         "generated": generated,
@@ -101,16 +93,16 @@ def main(argv: list[str]) -> dict[str, Any]:
             result["reward"] = _mean_rewards(options, task, completions)
     if other is not None:
         result["compared_with"] = str(options.compare)
-        result["differences"] = comparison.compare(result, other)
-    results.write_result(result, folder / results.RESULT_FILE)
+        result["differences"] = results.compare(result, other)
+    write_json(folder / results.RESULT_FILE, result, indent=1, ensure_ascii=False)
     console.print(results.table(result))
     if other is not None:
-        console.print(comparison.table(result["differences"], result, other))
+        console.print(results.difference_table(result["differences"], result, other))
     console.print(f"written to {folder / results.RESULT_FILE}", highlight=False, markup=False)
     return result
 
 
-def _mean_rewards(options: argparse.Namespace, task: Task, completions: Sequence[ScoredCompletion]) -> dict[str, Any]:
+def _mean_rewards(options: EvaluationArguments, task: Task, completions: Sequence[ScoredCompletion]) -> dict[str, Any]:
     """The mean over problems of the reward of greedy and of sampled completions, with bootstrap intervals."""
     found: dict[str, Any] = {"name": options.reward}
     for name, sampled in ((results.GREEDY, False), ("sampled", True)):
@@ -123,39 +115,21 @@ def _mean_rewards(options: argparse.Namespace, task: Task, completions: Sequence
         by_problem: dict[int, list[float]] = {}
         for one, reward in zip(chosen, rewards, strict=True):
             if reward is not None:
-                by_problem.setdefault(one.problem, []).append(float(reward))
+                by_problem.setdefault(one.problem, []).append(reward)
         if not by_problem:
             raise ValueError(f"reward={options.reward!r} gave None for every {name} completion")
         found[name] = bootstrap_mean([fmean(values) for values in by_problem.values()], options.seed).to_dict()
     return found
 
 
-def _compare_files(options: argparse.Namespace) -> list[dict[str, Any]]:
-    with errors_as_messages(*MENDABLE):
+def _compare_files(options: EvaluationArguments) -> list[dict[str, Any]]:
+    with errors_as_messages(*INPUT_ERRORS):
         if options.compare is None:
             raise ValueError(f"{options.model} is a result; name another one with --compare")
         first, second = (results.read_result(path) for path in (options.model, options.compare))
-        rows = comparison.compare(first, second)
-    console.print(comparison.table(rows, first, second))
+        rows = results.compare(first, second)
+    console.print(results.difference_table(rows, first, second))
     return rows
-
-
-def _load_task(options: argparse.Namespace) -> Task:
-    own = {
-        "test_file": options.test_file,
-        "dataset_name": options.dataset_name,
-        "dataset_config": options.dataset_config,
-        "seed": options.data_seed,
-        "n_test": options.limit,
-        "prompt_template": options.prompt_template,
-        "conversational": options.conversational,
-        "test_only": True,
-        "prompt_column": options.prompt_column,
-        "answer_column": options.answer_column,
-        "score": options.score,
-        "reward": options.reward,
-    }
-    return load_task(options.task, **own | options.task_options)
 
 
 def _token_ids(policy: Policy, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:
@@ -174,34 +148,30 @@ def _token_ids(policy: Policy, prompts: Sequence[Any], max_new_tokens: int) -> l
     return ids
 
 
-def _default_folder(options: argparse.Namespace) -> Path:
+def _default_folder(options: EvaluationArguments) -> Path:
     """By model (its last two names, as `policy` alone says little), task and control."""
     model = "-".join(part for part in Path(options.model).parts[-2:] if part not in ("/", ".", "..", "~"))
     return Path("outputs/evaluation") / model / "-".join(filter(None, (options.task, options.dequantize)))
 
 
 def _open_files(
-    options: argparse.Namespace,
+    options: EvaluationArguments,
     policy: Policy,
     task: Task,
-    scorer: Scorer,
     token_ids: list[list[int]],
-    max_new_tokens: int,
     folder: Path,
 ) -> dict[bool, CompletionFile]:
     """The files of completions, by whether they are sampled. All processes read them, one will write."""
-    state = PartialState()
+    # Another source of the scores means that verdicts on disk may be out of date.
+    sources = {Path(inspect.getsourcefile(score)) for score in task.scores.values()}
     common = {
         "task": task.name,
         "problems": len(token_ids),
         "prompts": _digest([token_ids, list(task.test["answer"])]),
         "model": policy.identity,
-        "computed_in": policy.computed_in,
-        "dtype": policy.dtype,
-        "attention": policy.attention,
-        "n_quantized": policy.n_quantized,
-        "max_new_tokens": max_new_tokens,
-        "scores": scorer.digest,
+        **{name: policy.description[name] for name in ("computed_in", "dtype", "attention", "n_quantized")},
+        "max_new_tokens": options.max_new_tokens,
+        "scores": hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()[:12],
     }
     files = {}
     if not options.no_greedy:
@@ -209,12 +179,7 @@ def _open_files(
     if options.samples:
         sampling = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
         files[True] = CompletionFile(folder / "samples.jsonl", {**common, **sampling}, options.overwrite)
-    state.wait_for_everyone()
-    if state.is_main_process:
-        for file in files.values():
-            if file.cut:
-                console.print(f"{file.path}: the last line was cut short and is done again", highlight=False)
-            file.open()
+    PartialState().wait_for_everyone()  # before one writes
     return files
 
 
@@ -222,46 +187,18 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
-def _introduce(policy: Policy, task: Task, options: argparse.Namespace) -> None:
-    """What is measured, before it is."""
-    if not PartialState().is_main_process:
-        return
-    sqnr = "" if policy.sqnr_db is None else f", weight SQNR {policy.sqnr_db:.2f} dB"
-    skipped = "" if policy.n_skipped is None else f" n_skipped={policy.n_skipped}"
-    adapter = "" if policy.adapter_on is None else f" on {policy.adapter_on}"
-    lines = [
-        f"model    {policy.source}{adapter}",
-        f"scheme   {policy.computed_in}" + (f": {policy.preset}" if policy.preset else ""),
-        f"layers   n_quantized={policy.n_quantized}{skipped}{sqnr}",
-        f"task     {task.name}: {len(task.test)} problems, {', '.join(task.scores)}",
-    ]
-    if not options.conversational and policy.tokenizer.chat_template is not None:
-        lines.append("prompts  plain text; the tokenizer has a chat template too, which --conversational uses")
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-
-
-def _plan(lengths: Sequence[int], options: argparse.Namespace) -> list[Batch]:
+def _plan(lengths: Sequence[int], options: EvaluationArguments) -> list[Batch]:
     """All batches, whatever is done already and however many processes there are, so that the draws of a batch are the
     same in every attempt. The longest prompts come first: what does not fit into memory fails at once, and batches have
     little padding."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups = [tuple(order[start : start + options.batch_size]) for start in range(0, len(order), options.batch_size)]
     batches = [] if options.no_greedy else [Batch(rows) for rows in groups]
-    sampling = Sampling(options.temperature, options.top_p)
     for sample in range(options.samples):
         for rows in groups:
             seed = int(_digest([options.seed, sample, rows[0]]), 16)
-            batches.append(Batch(rows, sampling, sample, seed))
+            batches.append(Batch(rows, sample, seed, options.temperature, options.top_p))
     return batches
-
-
-def _missing(batches: list[Batch], files: dict[bool, CompletionFile]) -> list[Batch]:
-    """Batches of which a completion is missing; those are done again as a whole, for the same draws."""
-    return [
-        batch
-        for batch in batches
-        if any((batch.sample, row) not in files[batch.sample is not None].found for row in batch.rows)
-    ]
 
 
 def _complete(
@@ -269,16 +206,16 @@ def _complete(
     task: Task,
     batches: list[Batch],
     files: dict[bool, CompletionFile],
-    scorer: Scorer,
-    options: argparse.Namespace,
-    max_new_tokens: int,
+    options: EvaluationArguments,
 ) -> int:
-    """Complete, score and keep the batches; the number of new completions."""
+    """Complete, score and keep the completions that are missing; return their number. A batch of which one is missing
+    is done again as a whole, for the same draws."""
     state = PartialState()
     answers = list(task.test["answer"])
+    known = {key for file in files.values() for key in file.found}
+    todo = {(batch.sample, row) for batch in batches for row in batch.rows} - known
+    batches = [batch for batch in batches if any((batch.sample, row) in todo for row in batch.rows)]
     wanted = len(answers) * (options.samples + (not options.no_greedy))
-    todo = {(batch.sample, row) for batch in batches for row in batch.rows}
-    todo -= {key for file in files.values() for key in file.found}
     bar = tqdm(
         total=wanted,
         initial=wanted - len(todo),
@@ -290,15 +227,20 @@ def _complete(
     def keep(found: list[tuple[Batch, int, Completion]]) -> None:
         if not state.is_main_process:
             return
-        new = [(batch.sample, row, one) for batch, row, one in found if (batch.sample, row) in todo]
-        verdicts = scorer([one.text for _, _, one in new], [answers[row] for _, row, _ in new])
+        new = [
+            ScoredCompletion(
+                row,
+                batch.sample,
+                one.text,
+                one.n_tokens,
+                one.truncated,
+                {name: bool(score(one.text, answers[row])) for name, score in task.scores.items()},
+            )
+            for batch, row, one in found
+            if (batch.sample, row) in todo
+        ]
         for sampled, file in files.items():
-            scored = [
-                ScoredCompletion(row, sample, one.text, one.n_tokens, one.truncated, verdict)
-                for (sample, row, one), verdict in zip(new, verdicts, strict=True)
-                if (sample is not None) == sampled
-            ]
-            file.append(scored)
+            file.append(one for one in new if (one.sample is not None) == sampled)
         bar.update(len(new))
 
     try:
@@ -308,7 +250,7 @@ def _complete(
             list(task.test["prompt"]),
             batches,
             keep,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=options.max_new_tokens,
             cache_weights=not options.no_weight_cache,
         )
     except KeyboardInterrupt:

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greedy evaluations of the policy that a trainer holds: before, while and after it trains, and once it is reloaded."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from datasets import Dataset
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from hf_mxfp4 import MXFP4GRPOTrainer
-from recipes.common.terminal import console, tell
+from recipes.common.terminal import console
 from recipes.evaluation.generate import Evaluation, evaluate_greedy
 from recipes.post_training.arguments import RecipeArguments
-from recipes.post_training.placement import placed, why_not_on
 from recipes.tasks import Task
 
 
@@ -37,14 +39,11 @@ class PolicyEvaluation:
         return self._evaluate(self.model, self.trainer.processing_class, problems, title)
 
     def before_training(self) -> Evaluation | None:
-        """The policy before its first step; None, and a line that says why, where it does not fit on the device."""
-        training = self.trainer.args
-        copies = training.cache_rollout_weights and self.trainer.n_quantized > 0
-        reason = why_not_on(training.device, self.model, copies=copies)
-        if reason is not None:
-            tell("not evaluated before RL:", reason)
+        """Evaluate the policy before its first step; return None for one whose weights are read when training
+        begins."""
+        if any(parameter.is_meta for parameter in self.model.parameters()):
             return None
-        with placed(self.model, training.device):
+        with placed(self.model, self.trainer.args.device):
             return self("evaluating before RL")
 
     def report(self, when: str, evaluation: Evaluation | None) -> None:
@@ -62,24 +61,21 @@ class PolicyEvaluation:
 
     def compare_reloaded(
         self, saved: Path, load_saved: Callable[[], PreTrainedModel], after: Evaluation
-    ) -> dict[str, int] | None:
-        """Load the saved policy afresh, compare its completions with the trained one's, and print some: how many were
-        ``compared`` and are ``identical``; None where nothing is to be compared."""
+    ) -> dict[str, int]:
+        """Load the saved policy, compare its completions with the trained one's, and print some; return how many were
+        ``compared`` and are ``identical``."""
         recipe, training, test = self.recipe, self.trainer.args, self.task.test
-        if recipe.reload_check == 0:
-            return None
-        count = min(recipe.reload_check, len(test))
         # Whole batches of the evaluation, so that padding is the same and completions can be compared to the letter.
-        count = min(-(-count // recipe.greedy_batch_size) * recipe.greedy_batch_size, len(test))
+        count = min(-(-recipe.reload_check // recipe.greedy_batch_size) * recipe.greedy_batch_size, len(test))
         trust = training.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left", trust_remote_code=trust)
         subset = test.select(range(count))
         evaluation = self._evaluate(load_saved().to(training.device), tokenizer, subset, "reloaded policy")
         same = sum(a == b for a, b in zip(evaluation.completions, after.completions, strict=False))
-        for i in range(min(recipe.samples_shown, count) if PartialState().is_main_process else 0):
-            row = subset[i]
-            prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-            console.print(f"  {prompt!r} -> {evaluation.completions[i]!r}  (answer {row['answer']})", markup=False)
+        if PartialState().is_main_process:
+            for row, completion in zip(subset.select(range(min(3, count))), evaluation.completions, strict=False):
+                prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+                console.print(f"  {prompt!r} -> {completion!r}  (answer {row['answer']})", markup=False)
         return {"compared": count, "identical": same}
 
     def _evaluate(
@@ -104,17 +100,10 @@ class EvaluationCallback(TrainerCallback):
 
     Values go to the log history and to the trackers at once and alone, by [`transformers.Trainer.log`] and not TRL's,
     which would end the step's averages before the step does.
-
-    Args:
-        evaluation: of the policy as it is.
-        every: steps between evaluations.
-        most: problems of each.
     """
 
     def __init__(self, evaluation: PolicyEvaluation, every: int, most: int):
-        self.evaluation = evaluation
-        self.every = every
-        self.most = most
+        self.evaluation, self.every, self.most = evaluation, every, most
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0:
@@ -123,3 +112,25 @@ class EvaluationCallback(TrainerCallback):
             values = {f"greedy/{score}": evaluation.accuracy(score) for score in evaluation.correct}
             Trainer.log(self.evaluation.trainer, values)
             control.should_log = due  # what the step itself logs comes still
+
+
+@contextlib.contextmanager
+def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Keep a whole model that waits on the CPU on ``device`` within this context: FSDP and DeepSpeed expect it on the
+    CPU until training begins. End with a message where it does not fit."""
+    parameters = list(model.parameters())
+    sharded = any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in parameters)
+    if device.type == "cpu" or sharded or any(p.device.type != "cpu" for p in parameters):
+        yield
+        return
+    try:
+        model.to(device)
+        yield
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(
+            f"error: the whole model does not fit on {device}, and it is sharded only when training begins; leave the "
+            "evaluation before RL out with --evaluate_before false"
+        ) from error
+    finally:
+        model.to("cpu")
+        torch.accelerator.empty_cache()

@@ -16,7 +16,7 @@ from recipes.common.schemes import differences
 from recipes.common.stored import Stored, load_tokenizer, read_stored
 from recipes.common.terminal import errors_as_messages, tell
 from recipes.post_training.arguments import Options, check_packed
-from recipes.post_training.output_folder import resume_choice
+from recipes.post_training.output import resume_choice
 from recipes.tasks import Task, build_tokenizer
 from recipes.tasks.tiny_model import TINY_MODELS, supervised_warmup
 
@@ -63,7 +63,7 @@ def find_start(options: Options) -> Start:
     except (OSError, ValueError) as error:
         raise SystemExit(
             f"error: cannot load the model {name!r}: {error}\nGive --model_name_or_path a local folder, or a Hub id "
-            "while the Hub is reachable; leave it out to make a small model on the spot."
+            "while the Hub is reachable; leave it out to make a small model."
         ) from error
     if stored.adapter is not None:
         _check_adapter(name, stored.adapter, options)
@@ -100,16 +100,13 @@ def _check_adapter(name: str, adapter: dict, options: Options) -> None:
 
 
 def prepare_start(start: Start, options: Options, task: Task, folder: Path) -> tuple[Start, str]:
-    """The start with what is loaded, and what to call it; a small model is made in ``folder`` where none is named."""
-    if start.is_adapter:
-        return start, f"{start.name}, an adapter on {start.stored.weights}"
+    """Return the start with what is loaded, and a name for it; make a small model in ``folder`` where none is named."""
     if start.stored is not None:
-        return start, start.name
+        return start, f"{start.name}, an adapter on {start.stored.weights}" if start.is_adapter else start.name
     recipe = options.recipe
-    size = f"{recipe.tiny_num_layers} layers, width {recipe.tiny_hidden_size}"
     made = str(make_base_model(options, task, folder))
-    origin = f"{recipe.tiny_architecture} made on the spot ({size})"
-    return replace(start, name=made, stored=read_stored(made)), origin
+    size = f"{recipe.tiny_num_layers} layers, width {recipe.tiny_hidden_size}"
+    return replace(start, name=made, stored=read_stored(made)), f"{recipe.tiny_architecture} made for this run ({size})"
 
 
 def make_base_model(options: Options, task: Task, folder: Path) -> Path:
@@ -124,11 +121,10 @@ def make_base_model(options: Options, task: Task, folder: Path) -> Path:
             hidden_size=recipe.tiny_hidden_size,
             num_layers=recipe.tiny_num_layers,
             intermediate_size=2 * recipe.tiny_hidden_size,
-            max_positions=recipe.tiny_max_positions,
+            max_positions=2048,
             seed=training.seed,
         )
-        size = f"{model.num_parameters() / 1e6:.2f} M parameters"
-        tell("model", f"{recipe.tiny_architecture} with {size}, made on the spot")
+        tell("model", f"{recipe.tiny_architecture} with {model.num_parameters() / 1e6:.2f} M parameters is made")
         if recipe.sft_steps:
             supervised_warmup(
                 model,
@@ -136,9 +132,8 @@ def make_base_model(options: Options, task: Task, folder: Path) -> Path:
                 task.train,
                 steps=recipe.sft_steps,
                 batch_size=recipe.sft_batch_size,
-                learning_rate=recipe.sft_learning_rate,
                 seed=training.seed,
-                target_loss=recipe.sft_target_loss,
+                target_loss=0.55,
             )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -1,99 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pretrain.py` can be told, in YAML or on the command line."""
+"""Options of `pretrain.py`, in YAML or on the command line."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
-from recipes.common.options import exit_on_wrong_options, parse_command, read_command, read_none, read_yaml
+from recipes.common.options import build, exit_on_wrong_options, option, read_command, read_file, read_yaml
 
 from .arms import BASELINE, NAMED_ARMS, Arm, choose_arms
 
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "pretrain_tiny_cpu.yaml"
 CORPORA = ("generated", "files", "hub")
+#: Options that are gone, see [`recipes.common.options`].
+REMOVED = {
+    "backend": ("auto", "give it in extra_arms, as an option of MXFP4RLConfig"),
+    "corpus_seed": (0, "the generated language is always that of seed 0"),
+    "oscireset_start": (0.6, "windows begin at 0.6 of max_steps"),
+    "oscireset_ratio": (8.0, "weights are reset from a ratio of 8 on"),
+    "target_fraction": (0.9, "the target is the baseline's loss after 0.9 of max_steps"),
+    "validation_split": ("validation", "use a dataset with a split 'validation', or corpus: files"),
+}
+TARGET_FRACTION = 0.9
 
 
 @dataclass
 class StudyArguments:
-    """Arms, seeds, what counts as reaching the baseline, the corpus and the model."""
+    """Arms, seeds, the corpus and the model."""
 
-    arms: list[str] = field(
-        default_factory=lambda: [BASELINE, "all"],
-        metadata={"help": f"Arms to train, of {', '.join(NAMED_ARMS)} and the names in extra_arms."},
+    arms: list[str] = option(
+        [BASELINE, "all"], f"Arms to train, of {', '.join(NAMED_ARMS)} and the names in extra_arms."
     )
-    extra_arms: str | None = field(
-        default=None,
-        metadata={"help": "Further arms: a mapping of names to options of MXFP4RLConfig, and oscireset: true."},
+    extra_arms: str | None = option(
+        None, "Further arms: a mapping of names to options of MXFP4RLConfig, and oscireset: true."
     )
-    seeds: list[int] = field(
-        default_factory=lambda: [0],
-        metadata={"help": "One run of every arm for each: initial weights, data order and random rounding follow it."},
+    seeds: list[int] = option(
+        [0], "One run of every arm for each: initial weights, data order and random rounding follow it."
     )
-    scale_rule: str = field(
-        default="floor",
-        metadata={"help": "Of the named arms: 'floor' (OCP; the paper does not say), 'rceil', 'even' or 'mse'."},
+    scale_rule: str = option(
+        "floor", "Of the named arms: 'floor' (OCP; the paper does not say), 'rceil', 'even' or 'mse'."
     )
-    backend: str = field(default="auto", metadata={"help": "Of the named arms, see MXFP4RLConfig."})
-    extra_tokens: float = field(
-        default=0.4,
-        metadata={
-            "help": "How much longer than max_steps every arm trains, as a share of it, so that one that needs more "
-            "tokens than the baseline can still reach its loss. The learning rate follows steps alone, never the arm."
-        },
+    extra_tokens: float = option(
+        0.4,
+        "How much longer than max_steps every arm trains, as a share of it, so that one that needs more "
+        "tokens than the baseline can still reach its loss. The learning rate follows steps alone, never the "
+        "arm.",
     )
-    target_fraction: float = field(
-        default=0.9, metadata={"help": "The target is the baseline's loss after this share of max_steps."}
+    oscireset_period: int = option(
+        200, "Steps from one window of arms with oscireset to the next, from 0.6 max_steps on."
     )
+    oscireset_window: int = option(50, "Steps in a window.")
 
-    corpus: str = field(
-        default="generated",
-        metadata={"help": "'generated' (made on the spot), 'files' (text or JSON lines) or 'hub' (streamed)."},
+    corpus: str = option("generated", "'generated', 'files' (text or JSON lines) or 'hub' (streamed).")
+    data_files: list[str] | None = option(None, "Files to train on: .txt, .json, .jsonl.")
+    validation_files: list[str] | None = option(None, "Files to validate on, of the same kind.")
+    dataset_name: str = option("allenai/c4", "Hub dataset for corpus 'hub'.")
+    dataset_config: str | None = option("en", "Its configuration.")
+    text_column: str = option("text", "Where the text is, in JSON lines and Hub datasets.")
+    tokenizer_name: str | None = option(
+        None, "Tokenizer of a checkpoint; by default bytes, for the generated corpus its characters."
     )
-    corpus_seed: int = field(default=0, metadata={"help": "Of the generated language; the same for all seeds."})
-    data_files: list[str] | None = field(default=None, metadata={"help": "Files to train on: .txt, .json, .jsonl."})
-    validation_files: list[str] | None = field(
-        default=None, metadata={"help": "Files to validate on, of the same kind."}
-    )
-    dataset_name: str = field(default="allenai/c4", metadata={"help": "Hub dataset for corpus 'hub'."})
-    dataset_config: str | None = field(default="en", metadata={"help": "Its configuration."})
-    validation_split: str = field(default="validation", metadata={"help": "Its split to validate on."})
-    text_column: str = field(default="text", metadata={"help": "Where the text is, in JSON lines and Hub datasets."})
-    tokenizer_name: str | None = field(
-        default=None,
-        metadata={"help": "Tokenizer of a checkpoint; by default bytes, for the generated corpus its characters."},
-    )
-    sequence_length: int = field(default=128, metadata={"help": "Tokens in a sequence; documents are packed."})
-    validation_sequences: int = field(default=32, metadata={"help": "Sequences in the fixed validation set."})
+    sequence_length: int = option(128, "Tokens in a sequence; documents are packed.")
+    validation_sequences: int = option(32, "Sequences in the fixed validation set.")
 
-    hidden_size: int = field(default=128, metadata={"help": "Width of the model."})
-    num_layers: int = field(default=4, metadata={"help": "Its depth."})
-    intermediate_size: int = field(default=256, metadata={"help": "Width of its MLPs."})
-    num_heads: int = field(default=4, metadata={"help": "Query heads."})
-    num_kv_heads: int = field(default=4, metadata={"help": "Key and value heads."})
-    initializer_range: float = field(
-        default=0.02, metadata={"help": "Standard deviation of initial weights; 1 / sqrt(width) suits narrow models."}
+    hidden_size: int = option(128, "Width of the model.")
+    num_layers: int = option(4, "Its depth.")
+    intermediate_size: int = option(256, "Width of its MLPs.")
+    num_heads: int = option(4, "Query heads.")
+    num_kv_heads: int = option(4, "Key and value heads.")
+    initializer_range: float = option(
+        0.02, "Standard deviation of initial weights; 1 / sqrt(width) suits narrow models."
     )
-    tie_word_embeddings: bool = field(default=False, metadata={"help": "One matrix for embedding and head."})
-
-    oscireset_start: float = field(
-        default=0.6, metadata={"help": "Where in max_steps the first window of arms with oscireset begins, in [0, 1)."}
-    )
-    oscireset_period: int = field(default=200, metadata={"help": "Steps from one window to the next."})
-    oscireset_window: int = field(default=50, metadata={"help": "Steps in a window."})
-    oscireset_ratio: float = field(
-        default=8.0, metadata={"help": "Travel of the quantized weight over that of the master that is oscillation."}
-    )
+    tie_word_embeddings: bool = option(False, "One matrix for embedding and head.")
 
     def __post_init__(self):
         if not 0 <= self.extra_tokens < 10:
             raise ValueError(f"extra_tokens={self.extra_tokens} must be a share of max_steps, 0 or more")
-        if not 0 < self.target_fraction <= 1:
-            raise ValueError(f"target_fraction={self.target_fraction} must be above 0 and at most 1")
-        if not 0 <= self.oscireset_start < 1:
-            raise ValueError(f"oscireset_start={self.oscireset_start} must be a share of max_steps in [0, 1)")
         if self.corpus not in CORPORA:
             raise ValueError(f"corpus={self.corpus!r} must be one of {', '.join(CORPORA)}")
         files = (bool(self.data_files), bool(self.validation_files))
@@ -108,10 +92,9 @@ class StudyArguments:
             raise ValueError(f"seeds={self.seeds} must be distinct numbers, at least one")
 
 
-#: Options that a study can be continued with others of: they choose runs, read them, or stand in an arm's scheme.
-_FREE = ("arms", "extra_arms", "seeds", "target_fraction", "backend", "scale_rule")
-_RESETS = ("oscireset_start", "oscireset_period", "oscireset_window", "oscireset_ratio")
-#: Options of the trainer that do.
+#: Options that a study can be continued with others of: they choose runs, or are part of an arm's scheme.
+_FREE = ("arms", "extra_arms", "seeds", "scale_rule", "oscireset_period", "oscireset_window")
+#: Options of the trainer that a result depends on.
 _TRAINING = (
     "max_steps per_device_train_batch_size gradient_accumulation_steps learning_rate lr_scheduler_type "
     "lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim bf16 fp16 "
@@ -156,20 +139,19 @@ class Study:
         return "BF16" if self.training.bf16 else "FP16" if self.training.fp16 else "full precision (float32)"
 
     def scheme_text(self, arm: Arm) -> str:
-        """What an arm does, in one line."""
+        """Describe what an arm does, in one line."""
         if arm.config is None:
             return self.precision
         text = arm.config.describe()
         if arm.resets:
-            o = self.options
-            windows = f"{o.oscireset_window} of every {o.oscireset_period} steps from {o.oscireset_start:g}"
-            text += f", oscillating weights reset ({windows}, ratio {o.oscireset_ratio:g})"
+            windows = f"{self.options.oscireset_window} of every {self.options.oscireset_period} steps from 0.6"
+            text += f", oscillating weights reset ({windows}, ratio 8)"
         return text
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that a run's result depends on, but for its arm and seed; JSON."""
-        options = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name not in _FREE + _RESETS}
+        options = {f.name: getattr(self.options, f.name) for f in fields(self.options) if f.name not in _FREE}
         training = self.training.to_dict()
         return {**options, **{name: training[name] for name in _TRAINING}, "world_size": self.training.world_size}
 
@@ -180,20 +162,17 @@ def parse(argv: list[str]) -> Study:
     Raises `ValueError` for an option that does not exist, with the nearest names, or has a value outside its set.
     """
     groups = (StudyArguments, TrainingArguments)
-    command = read_command(argv, groups)
-    if command.path is None:
-        command.read(DEFAULT_CONFIG, [option.name for group in groups for option in fields(group)])
-    options, training = parse_command(command, groups)
-    read_none(options)
-    options.extra_arms = read_yaml("extra_arms", options.extra_arms)
+    given = read_command(argv, groups, removed=REMOVED)
+    file = read_file(Path(given.pop("config", None) or DEFAULT_CONFIG), groups, REMOVED)
+    options, training = build(groups, {**file, **given})
     if training.max_steps < 1:
         raise ValueError("max_steps must be the number of optimizer steps of the token budget")
     if training.eval_steps is None or training.eval_steps < 1:
         raise ValueError("eval_steps must be the number of steps between evaluations, at least 1")
-    arms = choose_arms(options.arms, options.extra_arms, options.scale_rule, options.backend)
+    arms = choose_arms(options.arms, read_yaml("extra_arms", options.extra_arms), options.scale_rule)
     return Study(options, training, tuple(arms))
 
 
 def parse_or_exit(argv: list[str]) -> Study:
-    """The parsed study; a message instead of a traceback for wrong options and for a missing GPU."""
+    """Parse as [`parse`]; end with a message for wrong options and for a missing GPU."""
     return exit_on_wrong_options(parse, argv, "On a CPU use pretrain_tiny_cpu.yaml or pretrain_study_cpu.yaml.")

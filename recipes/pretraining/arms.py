@@ -6,7 +6,6 @@ weight (progressively), and all three with each stabiliser. Products that are no
 operands, the master weight and the layer's input, and not on the values of the forward product.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,75 +53,55 @@ class Arm:
     resets: bool = False
 
     def seeded(self, seed: int) -> MXFP4RLConfig | None:
-        """The scheme of a run with this seed, which random rounding and signs follow."""
+        """Return the scheme of a run with this seed, which random rounding and signs follow."""
         if self.config is None or not self.config.gemms().is_random:
             return self.config
         return replace(self.config, stochastic_seed=seed)
 
 
-def choose_arms(
-    names: Sequence[str], extra: Mapping[str, Mapping[str, Any]] | None, scale_rule: str, backend: str = "auto"
-) -> list[Arm]:
-    """The arms of a study, the baseline first.
+def choose_arms(names: Sequence[str], extra: Mapping[str, Mapping[str, Any]] | None, scale_rule: str) -> list[Arm]:
+    """Return the arms of a study, the baseline first.
 
     Args:
         names: of arms, out of `NAMED_ARMS` and ``extra``.
         extra: further arms, each a mapping of options of `MXFP4RLConfig`, and ``oscireset: true`` where wanted.
         scale_rule: of the named arms.
-        backend: of the named arms.
 
     Raises `ValueError` for an unknown or repeated name, a study without baseline, or options that `MXFP4RLConfig`
     refuses.
     """
-    extra = _check_extra(extra)
+    extra = {} if extra is None else extra
+    if not isinstance(extra, Mapping) or not all(isinstance(options, Mapping) for options in extra.values()):
+        raise ValueError(f"extra_arms={extra!r} must map names to options of MXFP4RLConfig")
+    if same := [name for name in extra if name in NAMED_ARMS]:
+        raise ValueError(f"extra_arms has {', '.join(same)}, the name of a built-in arm; give it another")
     known = [*NAMED_ARMS, *extra]
     for name in names:
         if name not in known:
             raise ValueError(unknown_key_message("arms", str(name), known))
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise ValueError(f"arms has {', '.join(repeated)} more than once")
-    if BASELINE not in names:
-        raise ValueError(f"arms needs {BASELINE!r}, which the others are compared with")
-    chosen = []
-    for name in sorted(names, key=lambda name: name != BASELINE):
-        if name == BASELINE:
-            chosen.append(Arm(name, None))
-            continue
-        options = dict(extra[name]) if name in extra else _named_options(name, scale_rule, backend)
-        resets = options.pop(RESET, False)
-        if not isinstance(resets, bool):
-            raise ValueError(f"arm {name}: {RESET}={resets!r} must be true or false")
-        try:
-            chosen.append(Arm(name, MXFP4RLConfig(**options), resets))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"arm {name}: {error}") from None
-    return chosen
+    if BASELINE not in names or len(set(names)) != len(names):
+        raise ValueError(f"arms={list(names)} must be distinct, with {BASELINE!r}, which the others are compared with")
+    return [_arm(name, extra.get(name), scale_rule) for name in sorted(names, key=lambda name: name != BASELINE)]
 
 
-def _named_options(name: str, scale_rule: str, backend: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"preset": "paper_b", "scale_rule": scale_rule, "backend": backend}
-    for key, value in _NAMED[name].items():
-        if isinstance(value, dict):
-            value = {operand: text.replace("{rule}", scale_rule) for operand, text in value.items()}
-        options[key] = value
-    return options
-
-
-def _check_extra(extra: Any) -> dict[str, Mapping[str, Any]]:
-    if extra is None:
-        return {}
-    if not isinstance(extra, Mapping) or not all(isinstance(options, Mapping) for options in extra.values()):
-        raise ValueError(f"extra_arms={extra!r} must map names to options of MXFP4RLConfig")
-    for name in extra:
-        if name in NAMED_ARMS:
-            raise ValueError(f"extra_arms has {name!r}, the name of a built-in arm; give it another")
-    return dict(extra)
+def _arm(name: str, options: Mapping[str, Any] | None, scale_rule: str) -> Arm:
+    if name == BASELINE:
+        return Arm(name, None)
+    if options is None:
+        options = {"preset": "paper_b", "scale_rule": scale_rule}
+        for key, value in _NAMED[name].items():
+            if isinstance(value, dict):
+                value = {operand: text.replace("{rule}", scale_rule) for operand, text in value.items()}
+            options[key] = value
+    config = {key: value for key, value in options.items() if key != RESET}
+    try:
+        return Arm(name, MXFP4RLConfig(**config), bool(options.get(RESET, False)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"arm {name}: {error}") from None
 
 
 def quantized_operands(model: nn.Module) -> dict[str, int]:
-    """In how many layers each operand (``"fprop.x"``, ... ``"wgrad.x"``) is quantized for its product: all six, 0
-    included."""
+    """Count in how many layers each operand (``"fprop.x"``, ... ``"wgrad.x"``) is quantized for its product."""
     counts = {f"{gemm}.{operand}": 0 for gemm, operands in GEMM_OPERANDS.items() for operand in operands}
     for module in model.modules():
         if isinstance(module, MXFP4Linear):

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to pretrain on, as sequences of equal length: a generated language, local files, or a streamed Hub dataset."""
 
-import hashlib
+import itertools
+import math
+import random
+import string
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer
 
 from .arguments import StudyArguments
-from .generated import ALPHABET, Language, generate
 
 
 #: Documents that a streamed dataset is shuffled among.
@@ -37,81 +40,59 @@ class Corpus:
     validation: Dataset
     entropy: float | None = None
 
-    def ordered(self, seed: int, batch: int) -> tuple[Dataset | IterableDataset, str]:
-        """The training sequences in the order of a seed, the same for every arm, and a checksum that says so.
-
-        As many as fill whole steps of ``batch`` sequences. Raises `ValueError` for less than one.
-        """
+    def ordered(self, seed: int, batch: int) -> Dataset | IterableDataset:
+        """Return the training sequences in the order of a seed, the same for every arm: as many as fill whole steps of
+        ``batch`` sequences. Raises `ValueError` for less than one."""
         if isinstance(self.train, IterableDataset):
-            return self.train.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER), f"streamed in the order of seed {seed}"
+            return self.train.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER)
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
         order = order[: len(order) // batch * batch]
         if len(order) == 0:
             raise ValueError(f"the training text has {len(self.train)} sequences, less than a step of {batch}")
-        shuffled = self.train.select(order.tolist())
-        with_ids = shuffled.with_format("numpy", columns=["input_ids"])
-        digest = hashlib.sha256()
-        for batch in with_ids.iter(batch_size=1024):
-            digest.update(batch["input_ids"].tobytes())
-        return shuffled, digest.hexdigest()
-
-
-def load_tokenizer(options: StudyArguments) -> PreTrainedTokenizerBase:
-    """The tokenizer that the options ask for. Raises `OSError` when it cannot be loaded."""
-    if options.corpus == "generated":
-        return build_char_tokenizer(ALPHABET)
-    if options.tokenizer_name is None:
-        return build_byte_tokenizer()
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer_name)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {options.tokenizer_name!r} has no end-of-sequence token between documents")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+        return self.train.select(order.tolist())
 
 
 def load_corpus(options: StudyArguments, tokens: int) -> Corpus:
-    """The corpus that the options ask for.
+    """Load the corpus that the options ask for.
 
     Args:
         options: of the study.
         tokens: to train on; a generated corpus has as many and repeats nothing.
 
     Raises:
-        FileNotFoundError: a file is missing.
+        OSError: a file or the tokenizer cannot be read.
         RuntimeError: the Hub cannot be reached or lacks the dataset.
         ValueError: there is too little text.
     """
-    tokenizer = load_tokenizer(options)
+    column, length, count = options.text_column, options.sequence_length, options.validation_sequences
     if options.corpus == "generated":
-        return _generated(options, tokenizer, tokens)
+        return _generated(tokens, length, count)
+    tokenizer = _tokenizer(options.tokenizer_name)
     if options.corpus == "files":
-        train, validation = (
-            _packed(_read_files(files, options.text_column), tokenizer, options.text_column, options.sequence_length)
-            for files in (options.data_files, options.validation_files)
-        )
+        texts = [_read_files(files, column) for files in (options.data_files, options.validation_files)]
     else:
-        train, validation = _stream(options, tokenizer)
-    validation = _first_sequences(validation, options)
-    return Corpus(tokenizer, train, validation)
-
-
-def _generated(options: StudyArguments, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Corpus:
-    language = Language(options.corpus_seed)
-    length = options.sequence_length
-    sizes = {"train": tokens, "validation": options.validation_sequences * length}
-    sets, entropy = {}, 0.0
-    for split, size in sizes.items():
-        # One sequence more, for what packing leaves over.
-        texts, entropy = generate(language, split, size + length)
-        sets[split] = _packed(Dataset.from_dict({"text": texts}), tokenizer, "text", length).select(
-            range(size // length)
+        texts = [_stream(options, split) for split in ("train", "validation")]
+    train, validation = (_packed(text, tokenizer, column, length) for text in texts)
+    rows = [{key: value.tolist() for key, value in row.items()} for row in validation.take(count)]
+    if len(rows) < count:
+        raise ValueError(
+            f"the validation text has {len(rows)} sequences of {length} tokens; lower validation_sequences={count}, or "
+            "give more text"
         )
-    return Corpus(tokenizer, sets["train"], sets["validation"], entropy)
+    return Corpus(tokenizer, train, Dataset.from_list(rows).with_format("torch"))
+
+
+def _tokenizer(name: str | None) -> PreTrainedTokenizerBase:
+    if name is None:
+        return build_byte_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {name!r} has no end-of-sequence token between documents")
+    return tokenizer
 
 
 def _packed(dataset: Any, tokenizer: PreTrainedTokenizerBase, column: str, length: int) -> Any:
-    """Documents joined by the end-of-sequence token and cut into sequences; what is left over is dropped."""
+    """Join documents by the end-of-sequence token and cut them into sequences; what is left over is dropped."""
 
     def pack(batch: dict[str, list]) -> dict[str, list]:
         encoded = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
@@ -137,32 +118,106 @@ def _read_files(files: list[str], column: str) -> Dataset:
         raise ValueError(f"give text files or JSON lines, not both: {', '.join(files)}")
     if kinds == {"json"}:
         return load_dataset("json", data_files=files, split="train")
-    texts = [Path(file).read_text(encoding="utf-8") for file in files]
-    return Dataset.from_dict({column: texts})
+    return Dataset.from_dict({column: [Path(file).read_text(encoding="utf-8") for file in files]})
 
 
-def _stream(options: StudyArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
-    streams = []
-    for split in ("train", options.validation_split):
-        try:
-            stream = load_dataset(options.dataset_name, options.dataset_config, split=split, streaming=True)
-        except Exception as error:  # datasets raises what its storage raises
-            raise RuntimeError(
-                f"cannot stream {options.dataset_name!r} ({options.dataset_config}, {split}): {error}\nIt needs the "
-                "Hub; without it use corpus: files with data_files, or corpus: generated."
-            ) from error
-        if stream.column_names is None:
-            stream = stream.select_columns([options.text_column])
-        streams.append(_packed(stream, tokenizer, options.text_column, options.sequence_length))
-    return streams[0], streams[1]
+def _stream(options: StudyArguments, split: str) -> Any:
+    try:
+        stream = load_dataset(options.dataset_name, options.dataset_config, split=split, streaming=True)
+    except Exception as error:  # datasets raises what its storage raises
+        raise RuntimeError(
+            f"cannot stream {options.dataset_name!r} ({options.dataset_config}, {split}): {error}\nIt needs the "
+            "Hub; without it use corpus: files with data_files, or corpus: generated."
+        ) from error
+    return stream.select_columns([options.text_column]) if stream.column_names is None else stream
 
 
-def _first_sequences(validation: Any, options: StudyArguments) -> Dataset:
-    count = options.validation_sequences
-    rows = [{key: value.tolist() for key, value in row.items()} for row in validation.take(count)]
-    if len(rows) < count:
-        raise ValueError(
-            f"the validation text has {len(rows)} sequences of {options.sequence_length} tokens; lower "
-            f"validation_sequences={count}, or give more text"
-        )
-    return Dataset.from_list(rows).with_format("torch")
+# ---- the generated language -----------------------------------------------------------------------------------------
+
+ALPHABET = string.ascii_lowercase + string.digits + "+=| "
+_KINDS = {"sentence": 0.6, "sum": 0.2, "copy": 0.2}
+_SENTENCE_LENGTHS = range(4, 13)
+_COPY_LENGTHS = range(3, 9)
+_TERMS = range(100)
+_N_CLASSES, _N_WORDS = 8, 150
+
+
+def _generated(tokens: int, length: int, validation_sequences: int) -> Corpus:
+    tokenizer = build_char_tokenizer(ALPHABET)
+    sets, entropy = {}, 0.0
+    for split, size in (("train", tokens), ("validation", validation_sequences * length)):
+        # One sequence more, for what packing leaves over.
+        texts, entropy = generate(Language(), split, size + length)
+        packed = _packed(Dataset.from_dict({"text": texts}), tokenizer, "text", length)
+        sets[split] = packed.select(range(size // length))
+    return Corpus(tokenizer, **sets, entropy=entropy)
+
+
+class Language:
+    """A made-up language: nothing to download, and its entropy is known.
+
+    A document is one of three things: a sentence of a probabilistic grammar (a Markov chain over word classes, each
+    with its own words of Zipf-distributed frequency: the rarer the word, the later it is learnt), an addition, or
+    letters to copy. The text of a document determines how it was generated, so that the generator's own log-probability
+    is that of the text, and its mean over a split is the loss that no model can stay below.
+    """
+
+    def __init__(self):
+        draw = random.Random("grammar 0")
+        words: set[str] = set()
+        while len(words) < _N_CLASSES * _N_WORDS:
+            words.add("".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 6))))
+        shuffled = sorted(words)
+        draw.shuffle(shuffled)
+        self._words = [shuffled[i * _N_WORDS : (i + 1) * _N_WORDS] for i in range(_N_CLASSES)]
+        zipf = [1 / rank for rank in range(1, _N_WORDS + 1)]
+        self._word_weights = [weight / sum(zipf) for weight in zipf]
+        self._word_cumulative = list(itertools.accumulate(self._word_weights))
+        rows = [[draw.gammavariate(0.4, 1.0) + 1e-3 for _ in range(_N_CLASSES)] for _ in range(_N_CLASSES)]
+        self._transitions = [[weight / sum(row) for weight in row] for row in rows]
+
+    def documents(self, split: str) -> Iterator[tuple[str, float]]:
+        """Yield endless documents and the information in each, in nats; a function of ``split`` alone."""
+        draw = random.Random(f"documents 0 {split}")
+        weights = list(_KINDS.values())
+        while True:
+            (i,) = draw.choices(range(len(weights)), weights)
+            text, nats = getattr(self, f"_{list(_KINDS)[i]}")(draw)
+            yield text, nats - math.log(weights[i])
+
+    def _sentence(self, draw: random.Random) -> tuple[str, float]:
+        length = draw.choice(_SENTENCE_LENGTHS)
+        nats = math.log(len(_SENTENCE_LENGTHS)) + math.log(_N_CLASSES)
+        current = draw.randrange(_N_CLASSES)
+        text = []
+        for position in range(length):
+            if position:
+                row = self._transitions[current]
+                (current,) = draw.choices(range(len(row)), row)
+                nats -= math.log(row[current])
+            (word,) = draw.choices(range(_N_WORDS), cum_weights=self._word_cumulative)
+            nats -= math.log(self._word_weights[word])
+            text.append(self._words[current][word])
+        return " ".join(text), nats
+
+    def _sum(self, draw: random.Random) -> tuple[str, float]:
+        a, b = draw.choice(_TERMS), draw.choice(_TERMS)
+        return f"{a}+{b}={a + b}", 2 * math.log(len(_TERMS))
+
+    def _copy(self, draw: random.Random) -> tuple[str, float]:
+        length = draw.choice(_COPY_LENGTHS)
+        letters = "".join(draw.choices(string.ascii_lowercase, k=length))
+        return f"{letters}|{letters}", math.log(len(_COPY_LENGTHS)) + length * math.log(26)
+
+
+def generate(language: Language, split: str, tokens: int) -> tuple[list[str], float]:
+    """Generate documents of at least ``tokens`` characters, each with its end counted as one more; return them and the
+    nats per character."""
+    texts, count, total = [], 0, 0.0
+    documents = language.documents(split)
+    while count < tokens:
+        text, nats = next(documents)
+        texts.append(text)
+        count += len(text) + 1
+        total += nats
+    return texts, total / count

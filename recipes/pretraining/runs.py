@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of a study: an arm and a seed, from the seed's initial weights to a loss curve."""
+"""The runs of a study: an arm and a seed each, from the seed's initial weights to a loss curve; kept in
+`study.json`."""
 
+import json
 import math
 import time
 from dataclasses import replace
@@ -18,14 +20,55 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_mxfp4.files import write_json
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.rl import OscillationResetCallback, QuantizationStepCallback
-from recipes.common.progress import TrainingBar
+from recipes.common.terminal import TrainingBar
 from recipes.tasks.tiny_model import build_qwen2
 
 from .arguments import Study
 from .arms import Arm, quantized_operands
 from .corpus import Corpus
+
+
+class StudyFile:
+    """The finished runs of a study.
+
+    Args:
+        path: of the file; runs in one that exists are kept.
+        settings: everything that a run's result depends on, but for its arm and seed.
+
+    Raises `ValueError` when the file holds a study with other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.path = path
+        self.settings = json.loads(json.dumps(settings))
+        self.runs: list[dict[str, Any]] = []
+        if path.is_file():
+            stored = json.loads(path.read_text())
+            changed = [name for name, value in self.settings.items() if stored["settings"].get(name) != value]
+            if changed:
+                told = ", ".join(f"{name}={stored['settings'].get(name)!r}" for name in changed)
+                raise ValueError(f"{path} holds a study with {told}; choose another output_dir, or the same options")
+            self.runs = stored["runs"]
+
+    def finished(self, arm: str, seed: int, scheme: str) -> bool:
+        """Return whether there is such a run. Raises `ValueError` when it was of another scheme."""
+        for run in self.runs:
+            if (run["arm"], run["seed"]) == (arm, seed):
+                if run["scheme"] != scheme:
+                    raise ValueError(
+                        f"{self.path} has a run of arm {arm!r} with the scheme {run['scheme']}, not {scheme}; give the "
+                        "arm another name"
+                    )
+                return True
+        return False
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Append a run; a process killed meanwhile leaves the file as it was."""
+        self.runs.append(run)
+        write_json(self.path, {"settings": self.settings, "runs": self.runs}, indent=1)
 
 
 class StopOnDivergence(TrainerCallback):
@@ -37,21 +80,13 @@ class StopOnDivergence(TrainerCallback):
 
 
 def initial_model(study: Study, corpus: Corpus, seed: int, folder: Path) -> Path:
-    """A folder with the full-precision model that all arms of a seed start from."""
+    """Make the full-precision model that all arms of a seed start from; return its folder."""
     if PartialState().is_main_process and not (folder / "config.json").is_file():
-        options = study.options
-        model = build_qwen2(
-            corpus.tokenizer,
-            hidden_size=options.hidden_size,
-            num_layers=options.num_layers,
-            intermediate_size=options.intermediate_size,
-            num_heads=options.num_heads,
-            num_kv_heads=options.num_kv_heads,
-            max_positions=options.sequence_length,
-            tie_word_embeddings=options.tie_word_embeddings,
-            initializer_range=options.initializer_range,
-            seed=seed,
-        )
+        sizes = (
+            "hidden_size num_layers intermediate_size num_heads num_kv_heads tie_word_embeddings initializer_range"
+        ).split()
+        options = {name: getattr(study.options, name) for name in sizes}
+        model = build_qwen2(corpus.tokenizer, **options, max_positions=study.options.sequence_length, seed=seed)
         model.save_pretrained(folder)
     PartialState().wait_for_everyone()
     return folder
@@ -78,24 +113,21 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
     if arm.config is not None and not any(operands.values()):
         raise ValueError(f"arm {arm.name} quantizes no operand of any layer")
     training = _training_arguments(study, arm, seed, output)
-    dataset, order = corpus.ordered(seed, study.sequences_per_step)
     callbacks = _callbacks(study, arm, model)
     trainer = Trainer(
         model,
         training,
-        train_dataset=dataset,
+        train_dataset=corpus.ordered(seed, study.sequences_per_step),
         eval_dataset=corpus.validation,
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
-    TrainingBar.install(trainer, title=f"{arm.name}, seed {seed}", shown={"eval_loss": "validation", "loss": "loss"})
+    TrainingBar.install(trainer, f"{arm.name}, seed {seed}", validation="eval_loss", loss="loss")
     started, used = time.monotonic(), time.process_time()
     checkpoint = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
     trainer.train(resume_from_checkpoint=checkpoint)
-    seconds, used = time.monotonic() - started, time.process_time() - used
     history = trainer.state.log_history
-    steps = trainer.state.global_step
-    resets = [callback for callback in callbacks if isinstance(callback, OscillationResetCallback)]
+    resets = [callback.history for callback in callbacks if isinstance(callback, OscillationResetCallback)]
     return {
         "arm": arm.name,
         "seed": seed,
@@ -106,14 +138,13 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
         "n_quantized": 0 if report is None else report.n_quantized,
         "n_skipped": 0 if report is None else report.n_skipped,
         "quantized_operands": operands,
-        "data_order": order,
         "entropy": corpus.entropy,
-        "steps": steps,
+        "steps": trainer.state.global_step,
         "curve": _curve(history, "eval_loss", study.tokens_per_step),
         "training_loss": _curve(history, "loss", study.tokens_per_step),
-        "oscillation_resets": resets[0].history if resets else None,
-        "seconds": round(seconds, 1),
-        "cpu_seconds": round(used, 1),
+        "oscillation_resets": resets[0] if resets else None,
+        "seconds": round(time.monotonic() - started, 1),
+        "cpu_seconds": round(time.process_time() - used, 1),
     }
 
 
@@ -138,13 +169,12 @@ def _callbacks(study: Study, arm: Arm, model: PreTrainedModel) -> list[TrainerCa
     if random_layers(model):
         callbacks.append(QuantizationStepCallback())
     if arm.resets:
-        options = study.options
         callbacks.append(
             OscillationResetCallback(
-                start=round(options.oscireset_start * study.training.max_steps),
-                period=options.oscireset_period,
-                window=options.oscireset_window,
-                ratio=options.oscireset_ratio,
+                start=round(0.6 * study.training.max_steps),
+                period=study.options.oscireset_period,
+                window=study.options.oscireset_window,
+                ratio=8.0,
             )
         )
     return callbacks

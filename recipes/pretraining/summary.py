@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from rich.table import Table
+
 from hf_mxfp4.stats import t_interval
+from recipes.common.records import with_interval
+from recipes.common.terminal import console
 
 from .arms import BASELINE
 
@@ -17,8 +21,8 @@ Curve = Sequence[tuple[float, float | None]]
 
 
 def tokens_to_target(curve: Curve, target: float) -> float | None:
-    """Tokens at which the loss first is at or below ``target``, by linear interpolation between two evaluations;
-    `None` when it never is."""
+    """Return the tokens at which the loss first is at or below ``target``, by linear interpolation between two
+    evaluations; `None` when it never is."""
     previous: tuple[float, float] | None = None
     for tokens, loss in curve:
         if loss is None:
@@ -33,7 +37,7 @@ def tokens_to_target(curve: Curve, target: float) -> float | None:
 
 
 def loss_at(curve: Curve, tokens: float) -> float | None:
-    """The loss after ``tokens``, by linear interpolation; `None` where a neighbour was not finite.
+    """Return the loss after ``tokens``, by linear interpolation; `None` where a neighbour was not finite.
 
     Raises `ValueError` for ``tokens`` outside of the curve, unless the run broke off because it diverged.
     """
@@ -50,7 +54,7 @@ def loss_at(curve: Curve, tokens: float) -> float | None:
 def summarize(
     runs: Sequence[Mapping[str, Any]], *, budget: int, target_fraction: float, reference: str = "all"
 ) -> dict[str, Any]:
-    """Overheads and gaps of every arm, paired by seed with the baseline.
+    """Compute overheads and gaps of every arm, paired by seed with the baseline.
 
     For each seed, the target is the loss that the baseline has after ``target_fraction * budget`` tokens. The overhead
     of an arm is the tokens it takes to get there over those of the baseline, minus one, both by
@@ -69,29 +73,27 @@ def summarize(
     """
     by_arm: dict[str, dict[int, Mapping[str, Any]]] = {}
     for run in runs:
-        by_arm.setdefault(run["arm"], {})[run["seed"]] = run
-    baseline = by_arm.get(BASELINE, {})
-    targets = {seed: loss_at(run["curve"], target_fraction * budget) for seed, run in baseline.items()}
+        by_arm.setdefault(run["arm"], {})[run["seed"]] = run["curve"]
+    baseline = by_arm[BASELINE]
+    targets = {seed: loss_at(curve, target_fraction * budget) for seed, curve in baseline.items()}
     if any(target is None for target in targets.values()):
         raise ValueError("the baseline diverged, so that there is no target; lower learning_rate")
     arms = {}
-    for arm, of_seed in by_arm.items():
-        seeds = sorted(seed for seed in of_seed if seed in baseline)
-        if not seeds:
-            continue
+    for arm, curves in by_arm.items():
+        seeds = sorted(seed for seed in curves if seed in baseline)
         overheads, lower, gaps = [], [], []
         for seed in seeds:
-            curve = of_seed[seed]["curve"]
-            needed = tokens_to_target(baseline[seed]["curve"], targets[seed])
+            curve = curves[seed]
+            needed = tokens_to_target(baseline[seed], targets[seed])
             taken = tokens_to_target(curve, targets[seed])
             overheads.append(None if taken is None else taken / needed - 1)
             lower.append((curve[-1][0] if taken is None else taken) / needed - 1)
             loss = loss_at(curve, budget)
-            gaps.append(None if loss is None else loss - loss_at(baseline[seed]["curve"], budget))
+            gaps.append(None if loss is None else loss - loss_at(baseline[seed], budget))
         overhead = _over_seeds(overheads)
         if overhead["mean"] is None:
             # A run that broke off says nothing about how many tokens it would have taken.
-            broke_off = any(of_seed[seed]["curve"][-1][1] is None for seed in seeds)
+            broke_off = any(curves[seed][-1][1] is None for seed in seeds)
             overhead["at_least"] = None if broke_off else fmean(lower)
         arms[arm] = {"seeds": seeds, "overhead": overhead, "gap": _over_seeds(gaps)}
     for arm, result in arms.items():
@@ -115,12 +117,37 @@ def _over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
 def _versus(result: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
     differences = {}
     for what in ("overhead", "gap"):
-        other = dict(zip(reference["seeds"], reference[what]["by_seed"], strict=True))
-        pairs = [
-            (value, other[seed])
-            for seed, value in zip(result["seeds"], result[what]["by_seed"], strict=True)
-            if seed in other
-        ]
-        complete = pairs and all(value is not None and base is not None for value, base in pairs)
+        theirs = dict(zip(reference["seeds"], reference[what]["by_seed"], strict=True))
+        ours = dict(zip(result["seeds"], result[what]["by_seed"], strict=True))
+        pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+        complete = pairs and all(None not in pair for pair in pairs)
         differences[what] = t_interval([value - base for value, base in pairs]) if complete else None
     return differences
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """Print the closing table."""
+    table = Table(
+        title=f"tokens to the loss of {BASELINE} ({summary['baseline']}) after {summary['target_fraction']:.0%} of "
+        f"{summary['budget_tokens'] / 1e6:.2f} M tokens"
+    )
+    for column in ("arm", "quantized", "token overhead", "loss above baseline", "s per run"):
+        table.add_column(column, overflow="fold")
+    for name, result in summary["arms"].items():
+        operands = sum(count > 0 for count in result["quantized_operands"].values())
+        table.add_row(
+            name,
+            f"{operands} of 6 operands, {result['n_quantized']} layers" if operands else "nothing",
+            "" if name == BASELINE else overhead_text(result["overhead"]),
+            "" if name == BASELINE else with_interval(result["gap"], 1.0, 4),
+            f"{fmean(result['seconds']):.0f}",
+        )
+    console.print(table)
+
+
+def overhead_text(overhead: dict[str, Any]) -> str:
+    """Format an overhead in percent, or how often the target was not reached."""
+    if overhead["mean"] is not None:
+        return with_interval(overhead, 100.0, 1, unit=" %")
+    missed = f"not reached by {overhead['n'] - overhead['n_finite']} of {overhead['n']} seeds"
+    return missed if overhead["at_least"] is None else f"{missed}: over {100 * overhead['at_least']:.1f} %"

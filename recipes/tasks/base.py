@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a task is: two datasets, the rewards to train on, and the scores to report."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,17 +19,12 @@ class Task:
     Attributes:
         name: what `load_task` was asked for.
         train: columns ``prompt`` (str, or a conversation ``[{"role": "user", "content": ...}]``), ``completion``
-            (str: the reference completion, for supervised warm-up) and ``answer`` (str: the gold answer).
+            (str: the reference completion, for supervised warm-up) and ``answer`` (str: the gold answer). None for a
+            task that is only evaluated on.
         test: the same columns, disjoint from `train`.
         reward_funcs: TRL reward functions ``f(completions, answer, **kwargs) -> list[float]``.
         scores: metric name -> ``f(completion, answer) -> bool``; the first entry is the headline accuracy.
         max_completion_length: a sufficient number of new tokens (a hint).
-        metric: the folder in `recipes/metrics` that gives the same scores as an `evaluate` metric, if there is one.
-
-    A task that is only evaluated on has no `train`.
-
-    Raises:
-        ValueError: a split is empty or lacks a column, or there is no reward function or no score.
     """
 
     name: str
@@ -40,28 +33,10 @@ class Task:
     reward_funcs: list[Callable[..., list[float]]]
     scores: dict[str, Callable[[str, str], bool]]
     max_completion_length: int
-    metric: str | None = None
-
-    def __post_init__(self) -> None:
-        for split, dataset in (("train", self.train), ("test", self.test)):
-            if dataset is None and split == "train":
-                continue
-            if len(dataset) == 0:
-                raise ValueError(f"task {self.name!r}: the {split} split is empty")
-            missing = [column for column in COLUMNS if column not in dataset.column_names]
-            if missing:
-                raise ValueError(f"task {self.name!r}: the {split} split has no column {', '.join(missing)}")
-        if not self.reward_funcs or not self.scores:
-            raise ValueError(f"task {self.name!r} needs at least one reward function and one score")
-
-    @property
-    def headline(self) -> str:
-        """The name of the score to quote when only one is quoted."""
-        return next(iter(self.scores))
 
 
 def choose_rows(n_rows: int, n_wanted: int | None, *, what: str, seed: int) -> list[int]:
-    """The indices of `n_wanted` of `n_rows` rows, drawn without replacement by `seed` and kept in order; None: all.
+    """Draw the indices of `n_wanted` of `n_rows` rows without replacement by `seed`, kept in order; None: all.
 
     Args:
         what: the split or file, for error messages.
@@ -73,18 +48,40 @@ def choose_rows(n_rows: int, n_wanted: int | None, *, what: str, seed: int) -> l
         raise ValueError(f"{what} is empty")
     if n_wanted is None:
         return list(range(n_rows))
-    if n_wanted < 1:
-        raise ValueError(f"{what} would be empty: {n_wanted} rows were asked for, at least 1 is needed")
+    if not isinstance(n_wanted, int) or n_wanted < 1:
+        raise ValueError(f"{what}: {n_wanted!r} rows were asked for; give a whole number, at least 1")
     if n_wanted > n_rows:
         raise ValueError(f"{what} has {n_rows} rows, {n_wanted} were asked for")
     return sorted(random.Random(seed).sample(range(n_rows), n_wanted))
 
 
-def as_prompt(text: str, conversational: bool) -> str | list[dict[str, str]]:
-    """`text` as a prompt: itself, or a conversation of one user message."""
-    return [{"role": "user", "content": text}] if conversational else text
+@dataclass(frozen=True, kw_only=True)
+class Subsets:
+    """Which problems of a task are used, and in which form.
 
+    Attributes:
+        seed: of generated problems, of their split and of subsets: the same in training and evaluation.
+        n_train, n_test: draw so many rows of a split; None: all. They never move a problem to the other split.
+        conversational: prompts are conversations of one user message, for chat models.
+    """
 
-def make_dataset(rows: list[dict[str, Any]]) -> Dataset:
-    """A dataset with exactly the columns of a task, in their order."""
-    return Dataset.from_dict({column: [row[column] for row in rows] for column in COLUMNS})
+    seed: int = 0
+    n_train: int | None = None
+    n_test: int | None = None
+    conversational: bool = False
+
+    def split(self, name: str, problems: list[tuple[str, str, str]], n_held_out: int) -> dict[str, Dataset]:
+        """Split problems (prompt, completion, answer), the first ``n_held_out`` of which are the test split."""
+        parts = {"test": problems[:n_held_out], "train": problems[n_held_out:]}
+        splits = {}
+        for split, wanted in (("test", self.n_test), ("train", self.n_train)):
+            chosen = choose_rows(len(parts[split]), wanted, what=f"{name}: the {split} split", seed=self.seed)
+            splits[split] = self.dataset([parts[split][index] for index in chosen])
+        return splits
+
+    def dataset(self, rows: list[tuple[str, str, str]]) -> Dataset:
+        """Make a dataset of rows of prompt, completion and answer."""
+        columns: dict[str, list[Any]] = {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
+        if self.conversational:
+            columns["prompt"] = [[{"role": "user", "content": text}] for text in columns["prompt"]]
+        return Dataset.from_dict(columns)

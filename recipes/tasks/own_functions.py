@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores and rewards from a file of yours, tried on a few problems before anything runs."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,6 @@ from typing import Any
 #: How they are called.
 SCORE_FORM = "f(completion, answer) -> bool"
 REWARD_FORM = "f(completions, answer, **kwargs) -> list[float]"
-
-
-def is_own(name: str) -> bool:
-    """Whether ``name`` is ``FILE.py:function``."""
-    return ".py:" in name
 
 
 def load_function(name: str, option: str, form: str) -> Callable[..., Any]:
@@ -55,32 +47,21 @@ def load_function(name: str, option: str, form: str) -> Callable[..., Any]:
 def check_score(score: Callable[..., Any], name: str, completions: Sequence[str], answers: Sequence[str]) -> None:
     """Raise `ValueError` unless ``score`` can be called on texts and says whether they are right."""
     for completion, answer in zip(completions, answers, strict=True):
-        verdict = _tried(f"score={name!r}", SCORE_FORM, score, completion, answer)
-        # numpy has truth values of its own.
-        if not isinstance(verdict, bool) and type(verdict).__name__ not in ("bool_", "bool"):
+        verdict = _try(f"score={name!r}", SCORE_FORM, score, completion, answer)
+        if type(verdict).__name__ not in ("bool_", "bool"):  # numpy has truth values of its own
             raise ValueError(f"score={name!r} must be {SCORE_FORM}, and gave {verdict!r} for {completion!r}")
-
-
-def check_reward(
-    reward: Callable[..., Any], name: str, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
-) -> None:
-    """Raise `ValueError` unless ``reward`` can be called as TRL does and gives a number, or None, for each text."""
-    for value, text in zip(call_reward(reward, name, prompts, completions, answers), completions, strict=True):
-        number = value is None or isinstance(value, numbers.Real)
-        if not number or (value is not None and not math.isfinite(value)):
-            raise ValueError(f"reward={name!r} must give finite numbers or None, and gave {value!r} for {text!r}")
 
 
 def call_reward(
     reward: Callable[..., Any], name: str, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
-) -> list[Any]:
-    """Call a reward as TRL does, with texts, or messages where the prompts are conversations; the rewards.
+) -> list[float | None]:
+    """Call a reward as TRL does, with texts, or messages where the prompts are conversations; return the rewards.
 
-    Raises `ValueError` when the call fails or does not give one reward for each completion.
+    Raises `ValueError` when the call fails or does not give one finite number, or None, for each completion.
     """
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    found = _tried(
+    found = _try(
         f"reward={name!r}",
         REWARD_FORM,
         reward,
@@ -92,26 +73,24 @@ def call_reward(
         log_extra=lambda *args, **kwargs: None,
         log_metric=lambda *args, **kwargs: None,
     )
-    if isinstance(found, str) or not hasattr(found, "__iter__"):
-        raise ValueError(f"reward={name!r} must be {REWARD_FORM}, and gave {found!r}")
-    rewards = [value.item() if hasattr(value, "item") else value for value in found]
-    if len(rewards) != len(completions):
+    try:
+        rewards = [None if value is None else float(value) for value in found]
+    except (TypeError, ValueError):
+        rewards = []
+    if len(rewards) != len(completions) or not all(value is None or math.isfinite(value) for value in rewards):
         raise ValueError(
-            f"reward={name!r} gave {len(rewards)} rewards for {len(completions)} completions, not one for each"
+            f"reward={name!r} must be {REWARD_FORM}, a finite number or None for each of {len(completions)} "
+            f"completions, and gave {found!r:.200}"
         )
     return rewards
 
 
-def _tried(what: str, form: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError as error:
-        signature = f"{getattr(function, '__name__', 'f')}{inspect.signature(function)}"
-        raise ValueError(f"{what} is {signature}, and must be callable as {form}: {error}") from error
+def _try(what: str, form: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         found = function(*args, **kwargs)
         return asyncio.run(found) if inspect.iscoroutine(found) else found
     except Exception as error:
         raise ValueError(
-            f"{what} failed on problems of the task: {type(error).__name__}: {error}; it must be {form}"
+            f"{what}, with the signature {inspect.signature(function)}, failed on problems of the task: "
+            f"{type(error).__name__}: {error}; it must be callable as {form}"
         ) from error

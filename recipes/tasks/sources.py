@@ -1,172 +1,252 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where problems come from: JSON lines and Hub datasets, and the templates that make prompts of them."""
-
-from __future__ import annotations
+"""Tasks whose problems are read from JSON lines or Hub datasets: GSM8K, MATH-500, and your own."""
 
 import json
 import os
+import re
 import string
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
 
-from .base import Task, as_prompt, choose_rows, make_dataset
+from hf_mxfp4.rl.rewards.math import check_math_answer, is_boxed_correct, is_math_correct
+from hf_mxfp4.rl.rewards.numbers import (
+    exact_match_reward,
+    gsm8k_flexible_reward,
+    gsm8k_gold,
+    gsm8k_strict_reward,
+    is_exact_match,
+    is_flexible_correct,
+    is_strict_correct,
+    math_reward,
+    normalize_number,
+    rewards_of,
+)
+
+from .base import Subsets, Task, choose_rows
+from .own_functions import SCORE_FORM, check_score, load_function
 
 
-#: Rows with where each is from, for error messages.
-Source = list[tuple[str, dict[str, Any]]]
+PathLike = str | os.PathLike[str]
 
 
-def read_json_lines(path: str | os.PathLike[str], columns: Sequence[str]) -> Source:
-    """The rows of a JSON lines file as (``"path:line"``, row); blank lines are skipped.
+@dataclass(frozen=True)
+class Scoring:
+    """How completions are scored: a check of gold answers, scores by name, and a reward."""
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file has no rows, or a line is not a JSON object in which ``columns`` are strings; the message
-            names the file and the line.
+    check: Callable[[str], object]
+    scores: dict[str, Callable[[str, str], bool]]
+    reward: Callable[..., list[float]]
+
+
+#: Scores of the task ``file``: the answer to the letter, as a number, or as mathematics.
+SCORES = {
+    "exact_match": Scoring(str, {"exact_match": is_exact_match}, exact_match_reward),
+    "number": Scoring(
+        normalize_number, {"strict": is_strict_correct, "flexible": is_flexible_correct}, gsm8k_flexible_reward
+    ),
+    "math": Scoring(check_math_answer, {"boxed": is_boxed_correct, "flexible": is_math_correct}, math_reward),
+}
+_GSM8K = 'Reason step by step, and finish with the final answer on a line of its own as "#### <number>".'
+_MATH = "Reason step by step, and put the final answer within \\boxed{{}}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Subsets):
+    """Where the problems of a task come from and how prompts are made of them; rows keep the order of their source.
+
+    Attributes:
+        train_file, test_file: JSON lines; a split without a file is loaded from the Hub.
+        dataset_name, dataset_config: a Hub dataset in the format of the task.
+        prompt_template: a format string with the field ``{question}``.
+        test_only: read no train split.
     """
+
+    train_file: PathLike | None = None
+    test_file: PathLike | None = None
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    prompt_template: str | None = None
+    test_only: bool = False
+
+    def read(
+        self,
+        name: str,
+        columns: Sequence[str],
+        read_row: Callable[[dict[str, Any]], tuple[str, str, str]],
+        templates: tuple[str, str],
+        **task: Any,
+    ) -> Task:
+        """Read a task.
+
+        Args:
+            columns: that are read; all hold text.
+            read_row: the question, the reference completion and the answer of a row; what it raises is blamed on the
+                row. templates: of plain and of conversational prompts. task: the other attributes of [`Task`].
+
+        Raises:
+            FileNotFoundError, RuntimeError: a source cannot be read.
+            ValueError: a source is missing, malformed or empty, more rows are asked for than there are, or the template
+                has other fields.
+        """
+        template = self.prompt_template or templates[self.conversational]
+        _check_template(template)
+        splits: dict[str, Any] = {"train": None}
+        sources = (("train", self.train_file, self.n_train), ("test", self.test_file, self.n_test))
+        for split, path, wanted in sources[self.test_only :]:
+            source = self._rows(name, split, path, columns)
+            rows = []
+            for index in choose_rows(len(source), wanted, what=f"{name}: the {split} split", seed=self.seed):
+                where, row = source[index]
+                try:
+                    question, *rest = read_row(row)
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{where}: {error}") from error
+                rows.append((template.format(question=question), *rest))
+            splits[split] = self.dataset(rows)
+        return Task(name, **splits, **task)
+
+    def _rows(
+        self, name: str, split: str, path: PathLike | None, columns: Sequence[str]
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """The rows of a split, each with where it is from."""
+        if path is None and self.dataset_name is None:
+            raise ValueError(
+                f"the task {name!r} needs {split}_file, JSON lines with {' and '.join(map(repr, columns))}, or "
+                "dataset_name"
+            )
+        rows = self._read_hub(split, columns) if path is None else _read_lines(Path(path))
+        for where, row in rows:
+            for key in columns:
+                if not isinstance(row, dict) or not isinstance(row.get(key), str):
+                    found = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
+                    raise ValueError(f"{where}: {key!r} must be there and hold a string (found: {found or 'nothing'})")
+        return rows
+
+    def _read_hub(self, split: str, columns: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+        what = f"{self.dataset_name} ({self.dataset_config})" if self.dataset_config else self.dataset_name
+        try:
+            dataset = datasets.load_dataset(self.dataset_name, self.dataset_config, split=split)
+        except Exception as error:  # offline, unknown, gated, a broken cache: the same way out for all of them
+            raise RuntimeError(
+                f"could not load the {split} split of {what}: {type(error).__name__}: {error}\n"
+                "Without access to the Hub, pass train_file and test_file: local JSON lines files with the strings "
+                f"{' and '.join(f'`{column}`' for column in columns)} on each line."
+            ) from error
+        return [(f"{what}, {split} row {index}", row) for index, row in enumerate(dataset)]
+
+
+def _read_lines(path: Path) -> list[tuple[str, Any]]:
+    """Read JSON lines as (``"path:line"``, value); blank lines are skipped."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
     rows = []
-    with open(path, "rb") as file:  # bytes: only \n ends a line, and a bad encoding is blamed on its line
-        for number, line in enumerate(file, start=1):
-            where = f"{os.fspath(path)}:{number}"
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                raise ValueError(f"{where}: not a line of JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-            rows.append((where, row))
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((f"{path}:{number}", json.loads(line.decode("utf-8-sig"))))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not a line of JSON ({error})") from error
     if not rows:
-        raise ValueError(f"{os.fspath(path)} is empty: no JSON lines in it")
-    for where, row in rows:
-        for key in columns:
-            if key not in row:
-                raise ValueError(f"{where}: no key {key!r} (found: {', '.join(map(repr, row)) or 'none'})")
-            if not isinstance(row[key], str):
-                raise ValueError(f"{where}: {key!r} must be a string, got {type(row[key]).__name__}")
+        raise ValueError(f"{path} is empty: no JSON lines in it")
     return rows
 
 
-def read_hub(name: str, config: str | None, split: str, columns: Sequence[str]) -> Source:
-    """The rows of a Hub dataset (or of the local cache), as `read_json_lines` gives them.
-
-    Raises:
-        RuntimeError: it cannot be loaded; the original error is chained.
-        ValueError: the split is empty, or lacks one of ``columns``.
-    """
-    what = f"{name} ({config})" if config else name
+def _check_template(template: str) -> None:
     try:
-        dataset = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # offline, unknown, gated, a broken cache: the same way out for all of them
-        raise RuntimeError(
-            f"could not load the {split} split of {what}: {type(error).__name__}: {error}\n"
-            "Without access to the Hub, pass train_file and test_file: local JSON lines files with the strings "
-            f"{' and '.join(f'`{column}`' for column in columns)} on each line."
-        ) from error
-    missing = [column for column in columns if column not in dataset.column_names]
-    if missing:
-        raise ValueError(f"the {split} split of {what} has no column {', '.join(missing)}")
-    if len(dataset) == 0:
-        raise ValueError(f"the {split} split of {what} is empty")
-    return [(f"{what}, {split} row {index}", row) for index, row in enumerate(dataset)]
+        fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+    except ValueError as error:
+        raise ValueError(f"prompt_template {template!r} is not a format string: {error}") from error
+    if fields != {"question"}:
+        raise ValueError(
+            "prompt_template must contain {question} and no other field (write {{ and }} for literal braces), got "
+            f"{template!r}"
+        )
 
 
-def read_task(
-    name: str,
-    *,
-    columns: Sequence[str],
-    read_row: Callable[[dict[str, Any]], tuple[str, str, str]],
-    template: str,
-    chat_template: str,
-    reward: Callable[..., list[float]],
-    scores: dict[str, Callable[[str, str], bool]],
-    metric: str | None,
-    max_completion_length: int,
-    dataset: tuple[str, str | None] | None = None,
-    train_file: str | os.PathLike[str] | None = None,
-    test_file: str | os.PathLike[str] | None = None,
-    dataset_name: str | None = None,
-    dataset_config: str | None = None,
-    seed: int = 0,
-    n_train: int | None = None,
-    n_test: int | None = None,
-    prompt_template: str | None = None,
-    conversational: bool = False,
-    test_only: bool = False,
-) -> Task:
-    """A task whose problems are read from JSON lines or a dataset of the Hub. Rows keep the order of their source.
+# ---- the tasks ------------------------------------------------------------------------------------------------------
 
-    Args:
-        columns: that are read; all hold text.
-        read_row: the question, the reference completion and the answer of a row; what it raises is blamed on the row.
-        template, chat_template: of prompts, format strings with the field ``{question}``.
-        reward, scores, metric, max_completion_length: see [`Task`].
-        dataset: on the Hub, with its configuration, for a split that has no file.
-        train_file, test_file: JSON lines.
-        dataset_name, dataset_config: on the Hub, in place of ``dataset``.
-        seed, n_train, n_test: draw so many rows of a split; None: all.
-        prompt_template: in place of ``template`` and ``chat_template``.
-        conversational: prompts are conversations of one user message, for chat models.
-        test_only: read no train split.
 
-    Raises:
-        FileNotFoundError, RuntimeError: a source cannot be read.
-        ValueError: a source is missing, malformed or empty, more rows are asked for than there are, or the template has
-            other fields.
-    """
-    if prompt_template is not None:
-        template = prompt_template
-    elif conversational:
-        template = chat_template
-    check_template(template)
-    if dataset_name is None and dataset is not None:
-        dataset_name, dataset_config = dataset[0], dataset_config or dataset[1]
-    splits = {}
-    for split, path, wanted in (("train", train_file, n_train), ("test", test_file, n_test)):
-        if test_only and split == "train":
-            continue
-        if path is None and dataset_name is None:
-            raise ValueError(
-                f"the task {name!r} needs {split}_file, JSON lines with {' and '.join(map(repr, columns))}, "
-                "or dataset_name"
-            )
-        if path is None:
-            source = read_hub(dataset_name, dataset_config, split, columns)
-        else:
-            source = read_json_lines(path, columns)
-        what = f"{name}: the {split} split" + (f" ({os.fspath(path)})" if path is not None else "")
-        rows = []
-        for index in choose_rows(len(source), wanted, what=what, seed=seed):
-            where, row = source[index]
-            try:
-                question, completion, answer = read_row(row)
-                prompt = as_prompt(template.format(question=question), conversational)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{where}: {error}") from error
-            rows.append({"prompt": prompt, "completion": completion, "answer": answer})
-        splits[split] = make_dataset(rows)
-    return Task(
-        name=name,
-        train=splits.get("train"),
-        test=splits["test"],
-        reward_funcs=[reward],
-        scores=scores,
-        max_completion_length=max_completion_length,
-        metric=metric,
+def strip_annotations(solution: str) -> str:
+    """Return a GSM8K solution without its calculator annotations: ``"48/2=<<48/2=24>>24" -> "48/2=24"``."""
+    return re.sub(r"<<[^<>\n]*>>", "", solution)
+
+
+def gsm8k(source: Source) -> Task:
+    """GSM8K (grade-school maths, Cobbe et al., arXiv 2110.14168), or anything in its format: columns ``question`` and
+    ``answer``, a solution with ``#### <number>``."""
+    return source.read(
+        "gsm8k",
+        ("question", "answer"),
+        lambda row: (row["question"], strip_annotations(row["answer"]), gsm8k_gold(row["answer"])),
+        ("Question: {question}\n" + _GSM8K + "\nAnswer:", "{question}\n\n" + _GSM8K),
+        reward_funcs=[gsm8k_strict_reward],
+        scores=SCORES["number"].scores,
+        max_completion_length=512,
     )
 
 
-def check_template(template: str) -> None:
-    """Raise `ValueError` unless ``template`` is a format string whose only field is ``{question}``."""
-    try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise ValueError(f"prompt_template {template!r} is not a format string: {error}") from error
-    if set(fields) != {"question"}:
-        raise ValueError(
-            f"prompt_template must contain {{question}} and no other field (write {{{{ and }}}} for literal braces), "
-            f"got {template!r}"
-        )
+def math500(source: Source) -> Task:
+    """MATH-500 (Hendrycks et al., arXiv 2103.03874; the 500 problems of Lightman et al., arXiv 2305.20050), or anything
+    with its columns ``problem``, ``solution`` and ``answer`` (LaTeX), compared by math-verify. It has no train
+    split."""
+
+    def read_row(row: dict[str, Any]) -> tuple[str, str, str]:
+        check_math_answer(row["answer"])
+        return row["problem"], row["solution"], row["answer"]
+
+    return source.read(
+        "math500",
+        ("problem", "solution", "answer"),
+        read_row,
+        ("Problem: {question}\n" + _MATH + "\nSolution:", "{question}\n\n" + _MATH),
+        reward_funcs=[math_reward],
+        scores=SCORES["math"].scores,
+        max_completion_length=2048,
+    )
+
+
+def own_problems(
+    source: Source, *, prompt_column: str = "prompt", answer_column: str = "answer", score: str = "exact_match"
+) -> Task:
+    """Problems of your own; the prompt column alone is the prompt by default.
+
+    Args:
+        score: one of `SCORES`, or ``FILE.py:function``; see [`own_functions`].
+
+    Raises `ValueError` for an unknown score, or an answer that the score cannot read.
+    """
+    own = load_function(score, "score", SCORE_FORM) if ".py:" in score else None
+    if own is None and score not in SCORES:
+        raise ValueError(f"unknown score {score!r}: the scores are {', '.join(SCORES)} and FILE.py:function")
+    scoring = SCORES[score] if own is None else _own_scoring(own)
+
+    def read_row(row: dict[str, Any]) -> tuple[str, str, str]:
+        scoring.check(row[answer_column])
+        return row[prompt_column], row[answer_column], row[answer_column]
+
+    task = source.read(
+        "file",
+        (prompt_column, answer_column),
+        read_row,
+        ("{question}", "{question}"),
+        reward_funcs=[scoring.reward],
+        scores=scoring.scores,
+        max_completion_length=512,
+    )
+    if own:
+        tried = task.test.select(range(min(2, len(task.test))))
+        check_score(own, score, tried["completion"], tried["answer"])
+    return task
+
+
+def _own_scoring(score: Callable[[str, str], bool]) -> Scoring:
+    def reward(completions, answer, **kwargs):
+        return rewards_of(score, completions, answer)
+
+    reward.__name__ = score.__name__
+    return Scoring(str, {score.__name__: score}, reward)

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model small enough to post-train on a CPU: tokenizers, a Qwen2 or a Qwen3 mixture of experts, and the supervised
+"""Models small enough to post-train on a CPU: tokenizers, a Qwen2 or a Qwen3 mixture of experts, and the supervised
 warm-up that RL starts from.
 
 RL on verifiable rewards cannot start from random weights, because no rollout is ever rewarded. The warm-up teaches
 part of the task, and is short enough to leave room for RL to improve.
 """
 
-from __future__ import annotations
-
-import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import (
     PreTrainedConfig,
@@ -35,13 +34,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 _IGNORED = -100
-_LR_WARMUP_STEPS = 10
-_LOSS_WINDOW = 20
-_BETAS = (0.9, 0.98)  # Adam's usual 0.999 would average over more steps than the warm-up has
 
 
-def wrap_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
-    """A tokenizer of this module's conventions (left padding, chat template) around `backend`."""
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
@@ -55,121 +53,105 @@ def wrap_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def build_char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character of `alphabet`: ids 0 = pad, 1 = eos, then the characters in order. Pads left.
+    """Build a tokenizer with one token per character of `alphabet`: ids 0 = pad, 1 = eos, then the characters in order.
 
-    ``decode(encode(text)) == text`` for every text over the alphabet. There is no unknown token: encoding another
-    character raises (the backend's ``Exception``: "Missing [UNK] token"), so a wrong alphabet cannot pass unnoticed.
-
-    Raises:
-        ValueError: `alphabet` is empty or repeats a character.
+    There is no unknown token: encoding another character raises ("Missing [UNK] token"), so a wrong alphabet cannot
+    pass unnoticed.
     """
-    if not alphabet or len(set(alphabet)) != len(alphabet):
-        raise ValueError(f"the alphabet must be distinct characters, at least one; got {alphabet!r}")
-    vocab = {token: index for index, token in enumerate([PAD, EOS, *alphabet])}
-    backend = Tokenizer(models.WordLevel(vocab))
+    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate([PAD, EOS, *alphabet])}))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    return wrap_tokenizer(backend)
+    return _wrap(backend)
 
 
 def build_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte: ids 0 = pad, 1 = eos, byte b = b + 2 (258 in all). Pads left, any text round-trips.
-
-    Its chat template writes ``role: content`` lines and the generation prompt ``assistant: ``.
-    """
+    """Build a tokenizer with one token per UTF-8 byte: ids 0 = pad, 1 = eos, byte b = b + 2 (258 in all)."""
     # Byte-level BPE stands each byte for a printable character: the printable Latin-1 characters for themselves, the
     # other 68 bytes, in order, for the characters from 256 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    symbols = {byte: chr(byte) for byte in printable}
-    symbols.update({byte: chr(256 + index) for index, byte in enumerate(others)})
+    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
     vocab = {PAD: 0, EOS: 1, **{symbols[byte]: byte + 2 for byte in range(256)}}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return wrap_tokenizer(backend)
+    return _wrap(backend)
 
 
-def build_qwen2(
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    hidden_size: int = 128,
-    num_layers: int = 4,
-    intermediate_size: int = 256,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    max_positions: int = 512,
-    tie_word_embeddings: bool = False,
-    initializer_range: float = 0.02,
-    seed: int = 0,
-) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 in float32 for `tokenizer`; the defaults make 0.6M parameters.
+#: Words with the space before them, single digits, runs of other characters, blanks: Qwen2's rule. For checkpoints of
+#: that architecture `AutoTokenizer` loads Qwen2's class whatever was saved, so it must split texts as that class does.
+_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def build_word_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Build a byte-level BPE that knows every word of ``texts`` as one token, with the space before it: ids 0 = pad, 1
+    = eos, then 256 bytes, then the merges. Digits are tokens of their own; any text round-trips."""
+    backend = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_PIECES), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=100_000,
+        min_frequency=1,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(list(texts), trainer)
+    return _wrap(backend)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+#: Names of sizes, and those of transformers.
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings",
+    "experts_per_token": "num_experts_per_tok",
+}
+_DEFAULTS = {
+    "hidden_size": 128,
+    "num_layers": 4,
+    "intermediate_size": 256,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_positions": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **sizes: Any) -> Qwen2ForCausalLM:
+    """Build a randomly initialised Qwen2 in float32 for `tokenizer`; the defaults make 0.6M parameters.
 
     The weights depend on the arguments only, and the global random state is left as it was.
+
+    Args:
+        sizes: ``hidden_size``, ``num_layers``, ``intermediate_size``, ``num_heads``, ``num_kv_heads``,
+            ``max_positions``, and other options of `Qwen2Config`.
 
     Raises:
         ValueError: `hidden_size` is not divisible by `num_heads`, or `num_heads` by `num_kv_heads`.
     """
-    return _build(
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        tokenizer,
-        seed,
-        hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tie_word_embeddings,
-        initializer_range=initializer_range,
-    )
+    return _build(Qwen2Config, Qwen2ForCausalLM, tokenizer, seed, {**_DEFAULTS, **sizes})
 
 
-def build_qwen3_moe(
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    hidden_size: int = 128,
-    num_layers: int = 4,
-    intermediate_size: int = 256,
-    num_experts: int = 8,
-    experts_per_token: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    max_positions: int = 512,
-    seed: int = 0,
-) -> Qwen3MoeForCausalLM:
-    """A randomly initialised Qwen3 mixture of experts in float32 for `tokenizer`, an expert layer in every block.
+def build_qwen3_moe(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **sizes: Any) -> Qwen3MoeForCausalLM:
+    """Build a randomly initialised Qwen3 mixture of experts in float32 for `tokenizer`, experts in every layer.
 
     `intermediate_size` is what a dense layer would have; each expert has a quarter of it. The defaults make 1.0M
-    parameters, of which a token uses 0.4M. As of [`build_qwen2`], the weights depend on the arguments only.
-
-    Raises:
-        ValueError: as [`build_qwen2`], `intermediate_size` is not divisible by 4, or `experts_per_token` is not between
-            1 and `num_experts`.
+    parameters, of which a token uses 0.4M. Arguments and errors are those of [`build_qwen2`], and ``num_experts`` (8)
+    and ``experts_per_token`` (2).
     """
-    if not 1 <= experts_per_token <= num_experts:
-        raise ValueError(f"experts_per_token must be between 1 and num_experts={num_experts}, got {experts_per_token}")
-    if intermediate_size % 4:
-        raise ValueError(f"intermediate_size must be divisible by 4, got {intermediate_size}")
-    return _build(
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        tokenizer,
-        seed,
-        hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        intermediate_size=intermediate_size,  # of layers without experts: there are none
-        moe_intermediate_size=intermediate_size // 4,
-        num_experts=num_experts,
-        num_experts_per_tok=experts_per_token,
-        norm_topk_prob=True,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=False,
-    )
+    sizes = {**_DEFAULTS, "num_experts": 8, "experts_per_token": 2, "norm_topk_prob": True, **sizes}
+    sizes["moe_intermediate_size"] = sizes["intermediate_size"] // 4
+    sizes["head_dim"] = sizes["hidden_size"] // sizes["num_heads"]
+    return _build(Qwen3MoeConfig, Qwen3MoeForCausalLM, tokenizer, seed, sizes)
 
 
 def _build(
@@ -177,16 +159,17 @@ def _build(
     model_class: type[PreTrainedModel],
     tokenizer: PreTrainedTokenizerFast,
     seed: int,
-    **options: Any,
+    sizes: dict[str, Any],
 ) -> Any:
-    """A model in float32 with random weights of its own seed, the global random state left as it was."""
-    hidden, heads, kv_heads = (options[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    if hidden % heads or heads % kv_heads:
+    if sizes["hidden_size"] % sizes["num_heads"] or sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ValueError(
-            f"hidden_size must be divisible by num_heads and num_heads by num_kv_heads, got {hidden}, {heads}, "
-            f"{kv_heads}"
+            "hidden_size must be divisible by num_heads and num_heads by num_kv_heads, got {hidden_size}, {num_heads}, "
+            "{num_kv_heads}".format(**sizes)
         )
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    options = {_SIZES.get(name, name): value for name, value in sizes.items()}
+    if unknown := [name for name in options if name != "head_dim" and not hasattr(config_class(), name)]:
+        raise ValueError(f"{config_class.__name__} has no option {', '.join(unknown)}")
     config = config_class(vocab_size=len(tokenizer), dtype=torch.float32, **options, **special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -196,12 +179,16 @@ def _build(
     return model
 
 
-#: Models that a recipe can make on the spot.
+#: Models that a recipe can make.
 TINY_MODELS = {"qwen2": build_qwen2, "qwen3_moe": build_qwen3_moe}
 
 
+# ---- supervised warm-up ---------------------------------------------------------------------------------------------
+
+
 def encode_example(tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict], completion: str) -> tuple[list, list]:
-    """The token ids of one training sequence (prompt, completion, eos), and its labels (the prompt is ignored)."""
+    """Return the token ids of one training sequence (prompt, completion, eos), and its labels (the prompt is
+    ignored)."""
     if not isinstance(prompt, str):
         prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     context = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -209,15 +196,24 @@ def encode_example(tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict],
     return [*context, *target], [_IGNORED] * len(context) + target
 
 
+def check_lengths(examples: Iterable[tuple[list, list]], model: PreTrainedModel) -> None:
+    """Raise `ValueError` when a sequence is longer than the model's positions."""
+    longest, limit = max(len(ids) for ids, _ in examples), model.config.max_position_embeddings
+    if longest > limit:
+        raise ValueError(f"the longest sequence has {longest} tokens, the model has {limit} positions")
+
+
 def _collate(examples: list[tuple[list, list]], pad_token_id: int, device: torch.device) -> dict[str, torch.Tensor]:
-    length = max(len(ids) for ids, _ in examples)
-    padding = [length - len(ids) for ids, _ in examples]
-    columns = {
-        "input_ids": [[*ids, *[pad_token_id] * pad] for (ids, _), pad in zip(examples, padding, strict=True)],
-        "labels": [[*labels, *[_IGNORED] * pad] for (_, labels), pad in zip(examples, padding, strict=True)],
-        "attention_mask": [[1] * (length - pad) + [0] * pad for pad in padding],
+    """Pad on the right."""
+
+    def padded(rows: Iterable[list], value: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value).to(device)
+
+    return {
+        "input_ids": padded((ids for ids, _ in examples), pad_token_id),
+        "labels": padded((labels for _, labels in examples), _IGNORED),
+        "attention_mask": padded(([1] * len(ids) for ids, _ in examples), 0),
     }
-    return {name: torch.tensor(rows, device=device) for name, rows in columns.items()}
 
 
 def supervised_warmup(
@@ -225,59 +221,43 @@ def supervised_warmup(
     tokenizer: PreTrainedTokenizerFast,
     dataset: Dataset,
     *,
-    steps: int = 180,
+    steps: int = 400,
     batch_size: int = 128,
     learning_rate: float = 5e-4,
     seed: int = 0,
-    progress: bool = True,
-    weight_decay: float = 0.01,
-    schedule: str = "constant",
     target_loss: float | None = None,
+    progress: bool = True,
 ) -> float:
-    """Trains `model` in place on the reference completions of `dataset`: AdamW, cross-entropy on completion and eos.
+    """Train `model` in place on the reference completions of `dataset`: AdamW, cross-entropy on completion and eos.
 
-    The learning rate rises linearly over 10 steps and then follows `schedule`. Batches are drawn epoch by epoch
-    without replacement. The global random state (Python, NumPy, torch) is set from `seed` on entry and on return, so
-    the same seed gives the same weights bit for bit on the same machine.
+    The learning rate rises linearly over 10 steps. Batches are drawn epoch by epoch without replacement. The
+    global random state (Python, NumPy, torch) is set from `seed` on entry and on return, so the same seed gives the
+    same weights bit for bit on the same machine.
 
     Args:
         dataset: the columns ``prompt`` (str or conversation) and ``completion`` (str) of a task.
         steps, batch_size: optimizer steps, and sequences in each of them.
-        learning_rate: the peak.
-        progress: show a bar with the loss.
-        schedule: ``"constant"`` or ``"cosine"`` (to zero).
         target_loss: stop before `steps` once the mean loss of the last 20 steps is at or below this. On arithmetic the
             accuracy rises from 0.1 to 0.8 within 100 steps, and when it starts to depends on the seed: to begin RL
             at the same level for any seed, give a target and a larger `steps`.
+        progress: show a bar with the loss.
 
     Returns:
         The mean loss (nats per target token) of the last 20 steps.
 
     Raises:
-        ValueError: `steps` or `batch_size` below 1, an unknown `schedule`, an empty dataset, or a sequence longer than
-            the model's positions.
+        ValueError: `steps` or `batch_size` below 1, or a sequence longer than the model's positions.
     """
     if steps < 1 or batch_size < 1:
         raise ValueError(f"steps and batch_size must be at least 1, got {steps} and {batch_size}")
-    if schedule not in ("cosine", "constant"):
-        raise ValueError(f"schedule must be 'cosine' or 'constant', got {schedule!r}")
-    if len(dataset) == 0:
-        raise ValueError("cannot warm up on an empty dataset")
     examples = [encode_example(tokenizer, row["prompt"], row["completion"]) for row in dataset]
-    longest, limit = max(len(ids) for ids, _ in examples), model.config.max_position_embeddings
-    if longest > limit:
-        raise ValueError(f"the longest sequence has {longest} tokens, the model has {limit} positions")
-
-    def factor(step: int) -> float:
-        if step < _LR_WARMUP_STEPS or schedule == "constant":
-            return min(1.0, (step + 1) / _LR_WARMUP_STEPS)
-        return 0.5 * (1 + math.cos(math.pi * (step - _LR_WARMUP_STEPS) / max(1, steps - _LR_WARMUP_STEPS)))
-
+    check_lengths(examples, model)
     set_seed(seed)
     order = torch.Generator().manual_seed(seed)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=_BETAS, weight_decay=weight_decay)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    # Adam's usual 0.999 would average over more steps than the warm-up has.
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     was_training, queue, losses = model.training, [], []
     model.train()
     with tqdm(total=steps, desc="warm-up", disable=not progress) as bar:
@@ -285,7 +265,7 @@ def supervised_warmup(
             while len(queue) < batch_size:
                 queue += torch.randperm(len(examples), generator=order).tolist()
             chosen, queue = queue[:batch_size], queue[batch_size:]
-            batch: dict[str, Any] = _collate([examples[i] for i in chosen], tokenizer.pad_token_id, model.device)
+            batch = _collate([examples[i] for i in chosen], tokenizer.pad_token_id, model.device)
             loss = model(**batch, use_cache=False).loss
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -295,8 +275,8 @@ def supervised_warmup(
             losses.append(loss.item())
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
-            window = losses[-_LOSS_WINDOW:]
-            if target_loss is not None and len(window) == _LOSS_WINDOW and sum(window) <= target_loss * len(window):
+            window = losses[-20:]
+            if target_loss is not None and len(window) == 20 and sum(window) <= target_loss * 20:
                 break
     optimizer.zero_grad(set_to_none=True)
     model.train(was_training)

@@ -40,10 +40,7 @@ VARIANTS = {
     "saved mxfp4": ("qat", {"preset": "w4a4g4", "wgrad": {"x": "reuse"}, "saved_activations": "mxfp4"}),
     "saved fp8": ("qat", {"saved_activations": "fp8"}),
     "skipped": ("qat", {"modules_to_not_convert": ["layers.0", "re:.*v_proj"], "dither_ties": False}),
-    "overrides": (
-        "qat",
-        {"preset": "w4a4g8", "layer_overrides": [{"modules": "down_proj", "dgrad": {"grad": "full"}}]},
-    ),
+    "gradients": ("qat", {"preset": "w4a4g8", "dgrad": {"grad": "full"}}),
     "forward rotation": ("qat", {"fprop": {"rotation": "deterministic-16"}}),
     "packed fallback": ("packed", {"preset": "w4a4", "outlier_fallback": 0.5, "scale_rule": "even"}),
     "packed plain": ("packed", {"macro_block": None}),
@@ -173,9 +170,9 @@ def _record_modes(record: Record, family: str) -> None:
     half = save_base(family, record.workplace / f"{family}-{torch.bfloat16}", torch.bfloat16)
     with record.errors(f"modes/{family}/cached"):
         model = load(base)
-        with hf_mxfp4.cached_weights():
+        with hf_mxfp4.cached_weights(model):
             record_generation(record, f"modes/{family}/cached", model)
-        with hf_mxfp4.uncached_weights():
+        with hf_mxfp4.uncached_weights(model):
             record_generation(record, f"modes/{family}/uncached", model)
     with record.errors(f"modes/{family}/checkpointing"):
         model = load(base, preset="w4a4g4", saved_activations="mxfp4", wgrad={"x": "reuse"})

@@ -89,10 +89,6 @@ def _record_formats(record: Record, x: torch.Tensor) -> None:
     record.tensor("grid/scales", numerics.decode_e8m0(torch.arange(256).to(torch.uint8)))
     for axis in (0, 1):
         record.tensor(f"axis/{axis}", fake_quantize(x, macro_block=128, outlier_fallback=0.5, axis=axis))
-    importance = torch.rand(x.shape[1], generator=generator(7))
-    for rule, search in (("mse", "static"), ("even", "dynamic"), ("rceil", "blockwise")):
-        options = {"scale_rule": rule, "macro_block": 128, "macro_search": search}
-        record.tensor(f"importance/{rule}", fake_quantize(x, **options, importance=importance))
     record.tensor("e4m3/values", numerics.fake_quantize_e4m3(x))
     for text in ("rceil", "mxfp4+even+mbs128-dynamic", "floor+of0.5@0.2+stochastic+32x32", "mse+mbsrow-static"):
         record.text(f"scheme text/{text}", str(numerics.parse_scheme(text)))

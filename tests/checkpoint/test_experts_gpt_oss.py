@@ -14,7 +14,7 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.backends.select import dequantize
 from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint, pack_checkpoint
 from hf_mxfp4.files import write_json
-from hf_mxfp4.gemm.storage.packed_weight import packed_tensor
+from hf_mxfp4.gemm import packed_tensor
 from hf_mxfp4.layers import MXFP4PackedExperts
 from hf_mxfp4.numerics import QuantScheme
 

@@ -66,7 +66,7 @@ def test_bfloat16_to_packed_to_disk_and_back(family, tie, shard_size, checkpoint
     assert again.hf_quantizer.quantization_config == MXFP4RLConfig(mode="packed")
     assert len(layers_of(again)) == 14 and type(again.lm_head) is nn.Linear
     assert (again.lm_head.weight is again.get_input_embeddings().weight) == tie
-    with cached_weights():
+    with cached_weights(again):
         arguments = {"max_new_tokens": 6, "do_sample": False}
         assert torch.equal(again.generate(IDS, **arguments), model.generate(IDS, **arguments))
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 
 from benchmarks.counters import LiveTensors
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
-from hf_mxfp4.integrations.vllm.settings import EngineSettings
 
 
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31

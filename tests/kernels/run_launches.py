@@ -18,8 +18,7 @@ import hf_mxfp4.integrations.peft  # noqa: F401  (makes PEFT know the layers)
 from benchmarks.gpu.model.gpus import GPUS
 from benchmarks.gpu.model.stub import cuda_of, stub_gpu
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights
-from hf_mxfp4.gemm import GemmSpec, GemmState, LayerRng, quantized_linear
-from hf_mxfp4.gemm.groups import Groups
+from hf_mxfp4.gemm import GemmSpec, GemmState, Groups, LayerRng, quantized_linear
 
 
 #: Trained layers by their names in the table.
@@ -103,7 +102,7 @@ class Launches:
 
     def decoded(self, layer):
         x = self.empty(1, 1, SIZE)
-        with torch.no_grad(), cached_weights():
+        with torch.no_grad(), cached_weights(layer):
             return self.of(lambda: layer(x))
 
     def lora_trained(self):
@@ -132,7 +131,7 @@ class Launches:
             layer = peft.get_peft_model(nn.ModuleDict({"one": layer}), target).base_model.model["one"].eval()
         x, angles = self.empty(1, 1, SIZE), (self.empty(1, 1, 64), self.empty(1, 1, 64))
         cache = Cache(self.empty(1, 4, 9, 64), self.empty(1, 4, 9, 64))
-        with torch.no_grad(), contextlib.nullcontext() if kind == "bf16" else cached_weights():
+        with torch.no_grad(), contextlib.nullcontext() if kind == "bf16" else cached_weights(layer):
             return self.of(lambda: layer(x, position_embeddings=angles, past_key_values=cache))
 
     def _quantized(self, linear, name, kind):

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, cached_weights
 from hf_mxfp4.backends import triton as triton_kernels
-from hf_mxfp4.gemm import packed_product_route
+from hf_mxfp4.gemm import matmul_route
 from mxfp4_kernels.gemm import decode
 
 
@@ -52,7 +52,7 @@ def copies(linear: nn.Linear) -> dict[str, int]:
         ("dense", trainable, "dense", x),
     ):
         calls.clear()
-        with torch.no_grad(), contextlib.nullcontext() if form is None else cached_weights(form):
+        with torch.no_grad(), contextlib.nullcontext() if form is None else cached_weights(trainable, form):
             first, second = layer(rows), layer(rows)
         found[name] = len(calls)
         values = layer.dequantized_weight() if layer is packed else layer.effective_weight(linear.weight)
@@ -113,15 +113,15 @@ def main() -> dict:
         outside = trainable(x).detach()
         before = report["launches"]
         for form, launches in (("auto", 1), ("packed", 1), ("dense", 0)):
-            with torch.no_grad(), cached_weights(form):
+            with torch.no_grad(), cached_weights(trainable, form):
                 y = trainable(x)
             if report["launches"] - before != launches or not close(y, outside):
                 report["wrong"].append(f"trainable {options}, {form}: {report['launches'] - before} launches")
             before = report["launches"]
-        with cached_weights("packed"):
+        with cached_weights(trainable, "packed"):
             if not torch.equal(trainable(x), outside) or report["launches"] != before:
                 report["wrong"].append(f"trainable {options}: with gradients it must not be packed")
-        route = packed_product_route(6, 40, 160, layer.config.weight_scheme, "cpu", torch.float32, "triton")
+        route = matmul_route(6, 40, 160, layer.config.weight_scheme, "cpu", torch.float32, "triton")
         if route[0] != "fused":
             report["wrong"].append(f"route {route}")
         report["layers"] += 3

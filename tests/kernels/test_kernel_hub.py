@@ -46,7 +46,7 @@ sys.modules['mxfp4_kernels'] = kernel
 import torch
 from torch import nn
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
-from hf_mxfp4.gemm import gemm_kernel_counts
+from hf_mxfp4.gemm import matmul_counts
 calls = []
 def counted(name):
     function = getattr(kernel, name)
@@ -66,7 +66,7 @@ for layer, options, fast in (
     )
     assert (found - expected).abs().max() <= 2e-6, (layer, fast)
 assert {'fake_quantize', 'quantize', 'linear_w4a16', 'fold_e4m3', 'matmul_e4m3'} == set(calls), calls
-assert gemm_kernel_counts()['fprop']['fp8'] == 1
+assert matmul_counts()['fprop']['fp8'] == 1
 names = [name for name in sys.modules if name.partition('.')[0] == 'mxfp4_kernels']
 assert all(sys.modules[name].__file__.startswith(sys.argv[1]) for name in names), names
 print('ok')

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.presets import PRESETS
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.presets import PRESETS
 
 
 #: Name -> options; names that start with "experts" are of a mixture of experts.

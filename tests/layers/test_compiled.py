@@ -22,12 +22,11 @@ from hf_mxfp4 import (
     cached_weights,
     fake_quantize,
     quantize,
-    uncached_weights,
 )
-from hf_mxfp4.layers import set_quantization_step
-from hf_mxfp4.numerics import MXFP4Tensor
-from hf_mxfp4.presets import PRESETS
+from hf_mxfp4.gemm import weight_quantizations
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import set_quantization_step
+from hf_mxfp4.presets import PRESETS
 
 
 @pytest.fixture(autouse=True)
@@ -141,63 +140,14 @@ def test_a_step_between_forward_and_backward_is_still_an_error():
 def test_the_cached_weight_is_used_and_renewed():
     layer = MXFP4Linear(64, 32)
     x, (call, _) = torch.randn(3, 64), compiled(layer)
-    with torch.no_grad(), cached_weights():
-        assert torch.equal(call(x), layer(x))
-        kept = layer.state.cache.value
-        assert torch.equal(call(x), layer(x)) and layer.state.cache.value is kept
-    with torch.no_grad():
-        layer.weight.data.neg_()
-        assert torch.equal(call(x), layer(x)) and layer.state.cache.value is not kept
-
-
-@pytest.mark.usefixtures("dense_products")
-def test_rollouts_on_packed_copies():
-    layer = MXFP4Linear(64, 32)
-    x, (call, counter) = torch.randn(3, 64), compiled(layer)
-    with torch.no_grad():
-        dense = call(x)
-        with cached_weights("packed"):
-            assert torch.equal(call(x), dense)
-            assert isinstance(layer.state.cache.value, MXFP4Tensor)
-        assert torch.equal(call(x), dense)
-    assert counter.frame_count == 1
-    layer.weight.requires_grad_(False)
-    with cached_weights("packed"):  # gradients to the input need the values
-        leaf = x.clone().requires_grad_()
-        compiled(layer)[0](leaf).sum().backward()
-        assert leaf.grad is not None
-
-
-def test_compiled_code_reads_shared_copies_anew():
-    layer = MXFP4Linear(64, 32, config=MXFP4RLConfig(preset="w4a4"))
-    x, (call, counter) = torch.randn(3, 64), compiled(layer)
-    with torch.no_grad():
-        for _ in range(3):
-            with cached_weights("packed"):
-                expected = layer(x)  # as for a prompt, in eager mode
-                assert layer.state.cache.shared is not None and torch.equal(call(x), expected)
-            assert layer.state.cache.shared is None
-            layer.weight.data.neg_().mul_(1.5)
-        assert counter.frame_count == 1
-        assert torch.equal(call(x), layer(x)) and counter.frame_count == 2
-        with uncached_weights():
-            layer(x)
-            assert layer.state.cache.shared is None
-    with cached_weights("packed"), torch.no_grad():
-        layer(x)
-        layer.weight.neg_()
-        layer.state.cache.clear()
-        assert layer.state.cache.shared is None
-    with pytest.raises(RuntimeError, match=r"within cached_weights\(\) alone"):
-        layer.state.cache.share((layer.weight.detach(),))
-
-
-@pytest.mark.parametrize("options", [STOCHASTIC, SELECTIVE], ids=["stochastic", "selective"])
-def test_copies_are_shared_unless_the_layer_draws_random_numbers(options):
-    layer = MXFP4Linear(64, 32, config=MXFP4RLConfig(**options))
-    with torch.no_grad(), cached_weights("packed"):
-        layer(torch.randn(3, 64))
-        assert (layer.state.cache.shared is None) == (options is STOCHASTIC)
+    for form in ("dense", "packed"):
+        with torch.no_grad(), cached_weights(layer, form):
+            expected, before = layer(x), weight_quantizations()
+            assert torch.equal(call(x), expected) and torch.equal(call(x), expected)
+            assert weight_quantizations() == before
+        with torch.no_grad():
+            layer.weight.data.neg_()
+            assert torch.equal(call(x), layer(x)) and not torch.equal(call(x), expected)
 
 
 @pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4"}, SELECTIVE], ids=["w4a16", "w4a4", "selective"])

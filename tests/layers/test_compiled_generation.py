@@ -60,7 +60,7 @@ def test_the_tokens_are_those_of_the_eager_run(checkpoint, counting, family, mod
     compiling._compile_all_devices = True  # as on a GPU
     options |= {"cache_implementation": "static", "compile_config": compiling}
     assert torch.equal(model.generate(IDS, **options), expected)
-    with cached_weights():
+    with cached_weights(model):
         assert torch.equal(model.generate(IDS, **options), expected)
         assert torch.equal(model.generate(IDS.flip(0), **options), expected.flip(0))
     assert [Counter(name.split(".")[1] for name in operators) for operators in graphs] == operators_expected

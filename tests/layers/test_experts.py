@@ -17,18 +17,12 @@ from torch import nn
 from hf_mxfp4 import (
     MXFP4Experts,
     MXFP4Linear,
-    cached_weights,
     fake_quantize,
     set_quantization_step,
 )
-from hf_mxfp4.backends import cpu
 from hf_mxfp4.experts_layout import unsupported_reason
-from hf_mxfp4.gemm import operands
-from hf_mxfp4.gemm.counts import weight_quantizations
-from hf_mxfp4.gemm.storage import packed
-from hf_mxfp4.layers import random_layers
-from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import random_layers
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
@@ -209,43 +203,6 @@ def test_a_change_of_one_expert_is_seen_whatever_way_it_was_made():
     swapped = layer(states, torch.tensor([[1, 2]]).expand(21, 2), weights)
     fresh = copy.deepcopy(layer)
     assert torch.equal(fresh(states, torch.tensor([[1, 2]]).expand(21, 2), weights), swapped)
-
-
-def test_weights_are_quantized_once_in_a_context(monkeypatch):
-    layer, calls = quantized(dtype=torch.float32), []
-    compute, names = operands.weight_operand, {id(getattr(layer, name)): name for name in layer.projections}
-    monkeypatch.setattr(operands, "weight_operand", lambda w, *args: calls.append(names[id(w)]) or compute(w, *args))
-    states, index, weights = routing(dtype=torch.float32)
-    with torch.no_grad(), cached_weights("dense"):
-        for _ in range(3):
-            layer(states, index, weights)
-    assert calls == ["gate_up_proj", "down_proj"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
-def test_rollouts_from_packed_copies_have_the_same_bits(family, preset, monkeypatch, dense_products):
-    """Each projection is quantized once, and of experts without rows nothing is read back."""
-    layer, read = quantized(family, dtype=torch.float32, preset=preset), []
-    states, index, weights = routing(dtype=torch.float32, unused=2)
-    expected, quantized_before = layer(states, index, weights).detach(), weight_quantizations()["fprop"]
-    of_expert = packed.of_expert
-    monkeypatch.setattr(packed, "of_expert", lambda w, expert: read.append(expert) or of_expert(w, expert))
-    with torch.no_grad(), cached_weights("packed"):
-        for _ in range(2):
-            assert torch.equal(layer(states, index, weights), expected)
-        assert all(isinstance(state.cache.value, MXFP4Tensor) for state in layer.states.values())
-        assert layer.rollout_form("down_proj", states, "packed") == "packed"
-        kept = "dense" if cpu.unsupported_reason(torch.float32, QuantScheme()) else "packed"
-        assert layer.rollout_form("down_proj", states, "auto") == kept
-    assert weight_quantizations()["fprop"] - quantized_before == 2 * 4
-    assert read == [0, 1, 3] * 4
-    with cached_weights("packed"):  # gradients take the values
-        ours = states.clone().requires_grad_()
-        out = layer(ours, index, weights)
-        assert torch.equal(out.detach(), expected)
-        out.sum().backward()
-    assert ours.grad.abs().sum() > 0 and not any(state.cache.value for state in layer.states.values())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])

@@ -11,9 +11,8 @@ from torch import nn
 
 from hf_mxfp4 import fake_quantize
 from hf_mxfp4.integrations.peft.rollout import policy_parameters
-from hf_mxfp4.layers import trainable_matrices
-from hf_mxfp4.numerics import FP8, FULL, QuantScheme
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.rl.callbacks.base import spread_layers
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 
@@ -50,22 +49,6 @@ def test_the_experts_implementation_of_the_model_does_not_matter(family, impleme
     expected = model(IDS).logits
     model.set_experts_implementation(implementation)
     assert torch.equal(model(IDS).logits, expected)
-
-
-def test_options_of_single_layers():
-    overrides = [
-        {"modules": "layers.0.mlp.experts", "wgrad": {"grad": "full", "x": "reuse"}},
-        {"modules": "experts.down_proj", "dgrad": {"grad": "fp8", "weight": "reuse"}},
-    ]
-    model = quantized(preset="w4a4g4", layer_overrides=overrides)
-    first, second = (model.model.layers[i].mlp.experts.gemms for i in (0, 1))
-    assert first["gate_up_proj"].wgrad.left is FULL and isinstance(second["gate_up_proj"].wgrad.left, QuantScheme)
-    assert first["down_proj"].dgrad.left is FP8 and second["down_proj"].dgrad.left is FP8
-    assert isinstance(first["gate_up_proj"].dgrad.left, QuantScheme)
-    with pytest.raises(ValueError, match="layer_overrides has 'experts.3', which matches no quantized layer"):
-        quantized(layer_overrides=[{"modules": "experts.3", "dgrad": {"grad": "fp8"}}])
-    with pytest.raises(ValueError, match="single layers can differ from the config in dgrad and wgrad alone"):
-        model.model.layers[0].mlp.experts.set_gemms(factors_config(preset="w4a16").gemms(), "down_proj")
 
 
 def test_adapters_beside_packed_experts_train_and_the_policy_can_be_pushed():

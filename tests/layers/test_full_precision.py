@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig, pack
-from hf_mxfp4.layers import MXFP4Linear, full_precision
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import MXFP4Linear, full_precision
 
 
 IDS = torch.arange(2, 18).view(2, 8)

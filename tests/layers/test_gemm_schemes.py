@@ -170,7 +170,7 @@ def test_rotations_cancel_without_quantization(rotation):
 
 def test_rotated_operands_are_padded_to_whole_rotations():
     layer = MXFP4Linear(40, 8, config=factors_config(**PLAIN, fprop={"rotation": "deterministic-32"}))
-    assert [padded_length(length, layer.state) for length in (1, 32, 40, 64)] == [32, 32, 64, 64]
+    assert [padded_length(length, layer.state.spec) for length in (1, 32, 40, 64)] == [32, 32, 64, 64]
 
 
 def test_all_off_is_a_plain_linear_layer_to_the_last_bit():

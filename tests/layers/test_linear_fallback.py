@@ -47,7 +47,7 @@ def test_a_row_does_not_depend_on_what_the_layer_saw():
     expected = layer(x)
     for scale in (0.01, 100.0):
         layer(batch(seed=2, scale=scale))
-    with torch.no_grad(), cached_weights():
+    with torch.no_grad(), cached_weights(layer):
         layer(batch(seed=3, scale=1000.0))
     assert torch.equal(layer(x), expected)
     torch.testing.assert_close(layer(torch.cat([batch(seed=4, scale=50.0), x]))[64:], expected, rtol=1e-6, atol=1e-5)

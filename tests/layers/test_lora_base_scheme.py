@@ -2,14 +2,12 @@
 """Adapters carry the scheme of the base that they were trained on, and compare it when they are loaded."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import re
 
 import pytest
 import torch
 from factors import factors_config
+from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +15,6 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.peft import MXFP4LoraConfig
 
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKED = factors_config(mode="packed")
 
 
@@ -55,12 +52,6 @@ def test_the_scheme_is_in_the_adapters_config(load, tmp_path, scheme):
     config = PeftConfig.from_pretrained(tmp_path)
     assert isinstance(config, MXFP4LoraConfig) and isinstance(config, LoraConfig)
     assert MXFP4RLConfig.from_dict(config.base_quantization) == scheme
-
-
-def test_adapters_of_plain_models_say_nothing_about_schemes(load, tmp_path):
-    adapter(load(), tmp_path)
-    assert "base_quantization" not in json.loads((tmp_path / "adapter_config.json").read_text())
-    PeftModel.from_pretrained(load(), tmp_path)
 
 
 def test_every_adapter_of_a_model_is_saved_with_it(load, tmp_path):
@@ -106,14 +97,6 @@ def test_another_scheme_is_a_warning_that_names_both(load, tmp_path, capsys, fou
     assert named in text and text.count("adapter 'mine'") == 1
 
 
-def test_a_second_adapter_is_compared_too(load, tmp_path, capsys):
-    adapter(load(factors_config()), tmp_path)
-    model = adapter(load(PACKED))
-    capsys.readouterr()
-    model.load_adapter(tmp_path, "other")
-    assert "adapter 'other' was made for a base quantized as w4a4" in capsys.readouterr().err
-
-
 def test_loaded_for_inference_it_keeps_its_scheme_and_trained_further_it_takes_the_new_one(load, tmp_path):
     adapter(load(PACKED), tmp_path / "first")
     other = factors_config(mode="packed", macro_block=None)
@@ -143,53 +126,55 @@ def test_a_scheme_that_cannot_be_read_is_a_warning(load, tmp_path, capsys, chang
     assert "names a quantization scheme of its base that cannot be read" in text and message in text
 
 
-def test_a_config_class_of_ones_own_is_left_alone_and_pointed_out(load, capsys):
-    class Mine(LoraConfig):
-        pass
-
-    capsys.readouterr()
-    model = get_peft_model(load(PACKED), Mine(r=2, target_modules=["q_proj"]))
-    assert type(model.peft_config["default"]) is Mine
-    assert "class Mine, which cannot carry the scheme" in capsys.readouterr().err
+# ---- the card -------------------------------------------------------------------------------------------------------
 
 
-#: Answers of two processes in which nothing of this package, nor PEFT, has been imported before the base is loaded.
-ANEW = """
-import os, sys, warnings
-sys.modules["torchao"] = None
-from transformers import AutoModelForCausalLM
-from transformers.models.qwen2 import modeling_qwen2  # once for both
-folder, adapter = sys.argv[1:]
-
-def peft_alone():
-    from peft import PeftModel
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
-    print(any("base_quantization" in str(w.message) for w in caught), "hf_mxfp4" in sys.modules, flush=True)
-
-def quantized_base():
-    import hf_mxfp4
-    config = hf_mxfp4.MXFP4RLConfig(mode="packed")
-    base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
-    from peft import PeftModel
-    model = PeftModel.from_pretrained(base, adapter)
-    print(type(model.base_model).__name__, type(model.peft_config["default"]).__name__, flush=True)
-
-assert not {"peft", "hf_mxfp4"} & sys.modules.keys()
-if os.fork() == 0:
-    peft_alone()
-else:
-    assert os.wait()[1] == 0
-    quantized_base()
-"""
+def card(folder) -> str:
+    return (folder / "README.md").read_text()
 
 
-def test_peft_alone_says_what_it_ignores_and_loading_a_quantized_model_is_enough_for_it_to_know(
-    load, saved_base, tmp_path
-):
-    adapter(load(PACKED), tmp_path / "adapter")
-    arguments = [sys.executable, "-c", ANEW, saved_base("qwen2", layers=1), str(tmp_path / "adapter")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
-    assert done.stdout.splitlines() == ["True False", "MXFP4LoraModel MXFP4LoraConfig"], done.stderr[-2000:]
+@pytest.mark.parametrize("name", ["default", "mine"])
+@pytest.mark.parametrize("scheme", [PACKED, factors_config(preset="w4a16"), None], ids=["packed", "qat", "stored"])
+def test_the_card_names_the_scheme_and_its_code_loads_the_adapter(load, saved_base, scheme, name, tmp_path):
+    place, base = saved_base("qwen2", layers=1), load(scheme or PACKED)
+    if scheme is None:  # a base whose files have the scheme
+        place = tmp_path / "base"
+        base.save_pretrained(place)
+        base = AutoModelForCausalLM.from_pretrained(place)
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(base, config, adapter_name=name).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    text = card(tmp_path / "adapter")
+    assert "More Information Needed" not in text and "# LoRA adapter for Qwen2ForCausalLM in MXFP4" in text
+    assert f"`{(scheme or PACKED).describe()}`" in text and "(rank 2, alpha 6, on `q_proj`)" in text
+    data = ModelCard.load(tmp_path / "adapter" / "README.md").data
+    assert data.library_name == "peft" and {"lora", "mxfp4", "hf-mxfp4"} <= set(data.tags)
+    assert data.base_model is None and not any(tag.startswith("base_model:") for tag in data.tags)
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    assert ("quantization_config" in code) == (scheme is not None)
+    code = code.replace("<the base model>", str(place))
+    names: dict = {}
+    exec(code.replace("<this repository or folder>", str(tmp_path / "adapter")), names)
+    ids = torch.arange(2, 14).view(2, 6)
+    assert torch.equal(names["model"].eval()(ids).logits, model(ids).logits)
+
+
+def test_a_base_from_the_hub_is_named(load, tmp_path):
+    model = load(PACKED)
+    model.config._name_or_path = model.name_or_path = "Qwen/Qwen2.5-3B"
+    adapter(model, tmp_path)
+    data = ModelCard.load(tmp_path / "README.md").data
+    assert data.base_model == "Qwen/Qwen2.5-3B" and "base_model:adapter:Qwen/Qwen2.5-3B" in data.tags
+    assert 'from_pretrained("Qwen/Qwen2.5-3B", quantization_config=hf_mxfp4.MXFP4RLConfig(' in card(tmp_path)
+
+
+def test_a_card_that_somebody_wrote_or_edited_stays(load, tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicence: mit\n---\n# My adapter\n\nFor nothing in particular.\n")
+    adapter(load(PACKED), tmp_path)
+    assert "For nothing in particular." in card(tmp_path) and "How to load" not in card(tmp_path)
+    model = adapter(load(PACKED), tmp_path / "edited")
+    (tmp_path / "edited/README.md").write_text(card(tmp_path / "edited").replace("## Evaluation", "My words."))
+    model.save_pretrained(tmp_path / "edited")
+    assert card(tmp_path / "edited").count("My words.") == 1
+    adapter(load(), tmp_path / "plain")
+    assert "More Information Needed" in card(tmp_path / "plain")  # PEFT's own

@@ -8,7 +8,7 @@ import lora_models
 import pytest
 import torch
 from grpo_runs import trainer_factory
-from lora_models import IDS, fill, gradients
+from lora_models import IDS, gradients
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from tiny_models import make_model
@@ -16,9 +16,9 @@ from tiny_models import make_model
 import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.peft import MXFP4LoraExpertParameter
-from hf_mxfp4.layers import MXFP4Experts, cached_weights, full_precision
-from hf_mxfp4.numerics import apply_scheme
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import MXFP4Experts
+from hf_mxfp4.numerics import apply_scheme
 
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
@@ -123,19 +123,6 @@ def test_an_expert_by_hand_with_quantized_inputs():
         torch.testing.assert_close(found[token : token + 1], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.usefixtures("dense_products")
-@torch.no_grad()
-def test_kept_weights_and_full_precision():
-    model = with_lora(qat(), std=0.05)
-    expected = model(IDS).logits
-    with cached_weights():
-        assert torch.equal(model(IDS).logits, expected) and torch.equal(model(IDS).logits, expected)
-    plain = with_lora(make_model("qwen3_moe", layers=1), std=0.05)(IDS).logits
-    with full_precision(model):
-        torch.testing.assert_close(model(IDS).logits, plain, rtol=1e-4, atol=1e-5)
-    assert torch.equal(model(IDS).logits, expected) and not torch.allclose(plain, expected, atol=1e-3)
-
-
 # ---- PEFT's ways ----------------------------------------------------------------------------------------------------
 
 
@@ -149,37 +136,6 @@ def test_files_are_pefts(family, tmp_path):
     assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()} and len(ours) == 6
     again = PeftModel.from_pretrained(qat(family), tmp_path / "ours")
     assert torch.equal(again(IDS).logits, expected) and len(wrappers(again)) == 2
-
-
-@torch.no_grad()
-def test_two_adapters_at_once_are_added():
-    model = with_lora(qat(), std=0.05)
-    model.add_adapter("second", LoraConfig(r=2, target_modules=[], target_parameters=TARGETS))
-    fill(model, "second", 0.07)
-    assert len(wrappers(model)) == 2  # one for each parameter still
-    model.base_model.set_adapter(["default", "second"])
-    both = {n: w.get_delta_weight("default") + w.get_delta_weight("second") for n, w in wrappers(model).items()}
-    found = model(IDS).logits
-    plain_experts = experts_of(model).to_experts()
-    for name, change in both.items():
-        plain_experts.get_parameter(name).data += change
-    model.get_submodule(BLOCK).experts = plain_experts
-    torch.testing.assert_close(found, model(IDS).logits, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_merged_adapters_are_quantized_with_the_weight_and_come_off_again():
-    model = with_lora(qat(), std=0.05)
-    expected, ours = model(IDS).logits, wrappers(model)
-    merged = {name: w.get_param() + w.get_delta_weight("default") for name, w in ours.items()}
-    model.merge_adapter()
-    for name, wrapper in ours.items():
-        torch.testing.assert_close(wrapper.get_param(), merged[name])
-        assert wrapper.merge_error.noise > 0
-    assert not torch.allclose(model(IDS).logits, expected, atol=1e-4)
-    model.unmerge_adapter()
-    torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-2, atol=1e-3)
-    assert all(wrapper.merge_error is None for wrapper in ours.values())
 
 
 @torch.no_grad()
@@ -200,11 +156,6 @@ def test_biases_are_adapted_by_peft():
 def test_weights_of_linear_layers_are_refused(target):
     with pytest.raises(ValueError, match=f"target_parameters has '{target}'.*name the layer in target_modules"):
         with_lora(qat(), target_modules=["v_proj"], target_parameters=[target])
-
-
-def test_routers_can_be_adapted():
-    model = with_lora(qat(), target_parameters=["mlp.gate.weight"])
-    assert len(gradients(model)) == 2
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------

@@ -79,12 +79,6 @@ def test_every_expert_gets_factors_of_its_own(load, family):
     assert "lora.MXFP4LoraExperts" in repr(layers[0])
 
 
-def test_factors_that_begin_gaussian(load):
-    layer = with_lora(load("qwen3_moe"), init_lora_weights="gaussian").get_submodule(EXPERTS)
-    assert layer.lora_A["default"].gate_up_proj.std().item() == pytest.approx(1 / 4, rel=0.1)  # one over the rank
-    assert not layer.lora_B["default"].gate_up_proj.any()
-
-
 # ---- values and gradients -------------------------------------------------------------------------------------------
 
 
@@ -123,26 +117,6 @@ def test_one_expert_by_hand(load):
         torch.testing.assert_close(found[token], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_experts_without_tokens_have_zero_gradients(load):
-    model = with_lora(load("qwen3_moe"))
-    layer = model.get_submodule(EXPERTS).train()
-    x = torch.randn(5, 64)
-    index = torch.tensor([[0, 3]] * 5)
-    layer(x, index, torch.ones(5, 2)).square().sum().backward()
-    for side in (layer.lora_A, layer.lora_B):
-        for parameter in side["default"].parameters():
-            norms = parameter.grad.flatten(1).norm(dim=1)
-            assert (norms[[0, 3]] > 0).all() and (norms[[1, 2]] == 0).all()
-
-
-def test_dropout_acts_in_training_alone(load):
-    model = with_lora(load("qwen3_moe"), lora_dropout=0.5)
-    expected = with_lora(load("qwen3_moe"))(IDS).logits
-    assert torch.equal(model.eval()(IDS).logits, expected)
-    model.train()
-    assert not torch.equal(model(IDS).logits, model(IDS).logits)
-
-
 # ---- PEFT's ways ----------------------------------------------------------------------------------------------------
 
 
@@ -157,20 +131,6 @@ def test_two_adapters_at_once_are_added_and_not_mixed_in_one_batch(load):
     torch.testing.assert_close(layer.effective_weight("down_proj", torch.float32), expected)
     with pytest.raises(ValueError, match="adapter_names in one batch"):
         model.eval()(IDS, adapter_names=["default", "__base__"])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_saved_and_loaded_by_peft_alone(load, family, tmp_path):
-    model = with_lora(load(family), target_modules=["q_proj", "experts"], rank_pattern={"experts": 2})
-    assert model.get_submodule(EXPERTS).r == {"default": 2}
-    expected = model(IDS).logits
-    model.save_pretrained(tmp_path)
-    for options in ({}, {"low_cpu_mem_usage": True}, {"is_trainable": True}):
-        reloaded = PeftModel.from_pretrained(load(family), tmp_path, **options)
-        assert torch.equal(reloaded(IDS).logits, expected)
-        assert sum(isinstance(m, MXFP4LoraExperts) for m in reloaded.modules()) == 2
-        assert reloaded.peft_config["default"].base_quantization["mode"] == "packed"
-    assert len(gradients(reloaded)) == 2 * (2 + 4)
 
 
 # ---- which names reach experts --------------------------------------------------------------------------------------
@@ -190,9 +150,9 @@ def test_all_linear_means_linear_layers_and_says_so(load, family, linears, capsy
 
 def test_names_that_experts_no_longer_have_are_refused(load):
     for targets in (["q_proj", "gate_proj", "up_proj", "down_proj"], ["experts", "down_proj"]):
-        with pytest.raises(ValueError, match="target_modules has 'down_proj', which no layer of Qwen3MoeForCausalLM"):
+        with pytest.raises(ValueError, match="target_modules has 'down_proj', the name of no .*'experts'"):
             with_lora(load("qwen3_moe"), target_modules=targets)
-    with pytest.raises(ValueError, match="'w1', which no layer of MixtralForCausalLM"):
+    with pytest.raises(ValueError, match="'w1', the name of no module of MixtralForCausalLM"):
         with_lora(load("mixtral"), target_modules=["w1", "w3"])
     # The shared expert of Qwen2-MoE does have them.
     model = with_lora(load("qwen2_moe"), target_modules=["gate_proj", "experts"])
@@ -200,7 +160,7 @@ def test_names_that_experts_no_longer_have_are_refused(load):
     assert sum(isinstance(m, MXFP4LoraExperts) for m in model.modules()) == 2
 
 
-BYTES = "target_parameters has '{}'.* of a packed layer.*modules_to_not_convert"
+BYTES = "target_parameters has '{0}': .*{0} is a packed layer.*modules_to_not_convert"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +170,7 @@ BYTES = "target_parameters has '{}'.* of a packed layer.*modules_to_not_convert"
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, BYTES.format("mlp.experts.gate_up_proj")),
         ({"target_parameters": ["down_proj_scale"]}, BYTES.format("down_proj_scale")),
         ({"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, "modules_to_save has 'mlp'"),
-        ({"lora_bias": True}, "lora_bias=True is not supported on experts"),
+        ({"lora_bias": True}, "lora_bias=True is not supported on packed layers"),
         ({"use_dora": True}, "use_dora=True is not supported on packed layers"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
     ],
@@ -251,15 +211,6 @@ def test_merging_packs_the_sums_and_unmerging_restores_every_bit(load, family):
     assert torch.equal(model(IDS).logits, logits) and layer.merge_error is None
 
 
-def test_merged_and_unloaded_models_save_and_load(load, tmp_path):
-    model = with_lora(load("mixtral"), target_modules=["experts", "o_proj"])
-    merged = merge_adapters(model, into="packed")
-    assert isinstance(merged.model.layers[0].mlp.experts, MXFP4PackedExperts) and len(merged.merge_report.layers) == 4
-    logits = merged(IDS).logits
-    merged.save_pretrained(tmp_path / "packed")
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")(IDS).logits, logits)
-
-
 _ALL = ["experts", "q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -275,9 +226,10 @@ def test_merged_into_bf16(load, family, targets, tmp_path):
     delta = deltas(layer, "gate_up_proj").detach()
     delta = delta.transpose(1, 2) if layer.base_layer.is_transposed else delta
     expected = (layer.base_layer.dequantized_weight("gate_up_proj", torch.float32) + delta).to(torch.bfloat16)
+    plain_class = type(layer.base_layer).plain_class
     plain = merge_adapters(model, into="bf16")
     experts = plain.model.layers[0].mlp.experts
-    assert type(experts).__name__ == type(layer.base_layer).plain_class.__name__ and plain.dtype == torch.bfloat16
+    assert type(experts) is plain_class and plain.dtype == torch.bfloat16
     assert torch.equal(experts.gate_up_proj, expected)
     assert {p.dtype for p in plain.parameters()} == {torch.bfloat16} and not hasattr(
         plain.config, "quantization_config"
@@ -291,7 +243,7 @@ def test_a_sum_that_is_not_finite_changes_nothing(load):
     model = with_lora(load("qwen3_moe"))
     layer, before = model.get_submodule(EXPERTS), stored(model)
     layer.lora_B["default"].down_proj.data[2, 0, 0] = float("inf")
-    with pytest.raises(ValueError, match="weights of expert 2 that are not finite"):
+    with pytest.raises(ValueError, match=r"experts\.down_proj\.2: merging default gives weights that are not finite"):
         layer.merge(safe_merge=True)
     assert not layer.merged and same_tensors(stored(model), before)
 

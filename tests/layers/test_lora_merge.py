@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging adapters into packed weights: packed again at a measured cost, undone exactly, or summed in bfloat16."""
+"""Merging adapters: packed again or quantized anew at a measured cost, undone, or summed in bfloat16."""
 
 import functools
 import logging
@@ -8,16 +8,17 @@ import math
 import lora_models
 import pytest
 import torch
+from factors import factors_config
 from lora_models import IDS, UP, delta, same_tensors, stored
 from peft import LoraConfig
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import hf_mxfp4
-from hf_mxfp4 import MXFP4PackedLinear, merge_adapters, quantize
-from hf_mxfp4.integrations.peft import MXFP4LoraLinear
-from hf_mxfp4.integrations.peft.merge.merge_report import MergeError, MergeReport
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, fake_quantize, merge_adapters, quantize
+from hf_mxfp4.integrations.peft import MergeReport, MXFP4LoraLinear, MXFP4LoraMasterLinear
+from hf_mxfp4.integrations.transformers import quantize_linears
+from hf_mxfp4.layers import MXFP4Experts
 
 
 SCHEME = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic"}
@@ -25,6 +26,35 @@ SCHEME = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic"}
 
 #: Adapters whose sums with the weights outlive being packed.
 with_lora = functools.partial(lora_models.with_lora, lora_alpha=2)
+
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+ROTATED = {"fprop": {"x": "full", "weight": "rceil", "rotation": "deterministic-32"}}
+
+
+def qat(family="qwen2", dtype=torch.float32, layers=1, **scheme):
+    model = make_model(family, layers=layers, dtype=dtype)
+    quantize_linears(model, factors_config(**{"preset": "w4a16", **scheme}))
+    return model
+
+
+def with_small_lora(model, std=0.01, **options):
+    return lora_models.with_lora(model, std=std, **options)
+
+
+def energy(tensor) -> float:
+    return tensor.double().square().sum().item()
+
+
+def quantized(layer, weight):
+    scheme = layer.config.weight_scheme
+    return fake_quantize(
+        weight,
+        scale_rule=scheme.scale_rule,
+        macro_block=scheme.macro_block,
+        macro_search=scheme.macro_search,
+        outlier_fallback=scheme.outlier_fallback,
+    )
 
 
 def add_second(model, **options):
@@ -94,28 +124,6 @@ def test_the_order_of_merges_does_not_matter_and_errors_do_not_add_up(load):
     assert same_tensors(*results)
 
 
-def test_biases_of_adapters_are_merged_and_restored(load):
-    model = with_lora(load(), lora_bias=True, target_modules=["q_proj"])
-    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
-    with torch.no_grad():
-        layer.lora_B["default"].bias.normal_()
-    before, logits = layer.base_layer.bias.detach().clone(), model(IDS).logits
-    model.merge_adapter()
-    expected = before + layer.scaling["default"] * layer.lora_B["default"].bias
-    torch.testing.assert_close(layer.base_layer.bias, expected)
-    model.unmerge_adapter()
-    assert torch.equal(layer.base_layer.bias, before) and torch.equal(model(IDS).logits, logits)
-
-
-def test_an_adapter_bias_without_a_place_to_go_is_an_error(load):
-    with pytest.warns(UserWarning, match="has no bias"):
-        model = with_lora(load(), lora_bias=True, target_modules=["up_proj"])
-    before = stored(model)
-    with pytest.raises(RuntimeError, match="layers.0.mlp.up_proj: the layer has none"):
-        model.merge_adapter()
-    assert same_tensors(stored(model), before)
-
-
 def test_safe_merge_refuses_broken_adapters_and_changes_nothing(load):
     model = with_lora(load(), target_modules=["up_proj"])
     layer = model.get_submodule(UP)
@@ -127,20 +135,6 @@ def test_safe_merge_refuses_broken_adapters_and_changes_nothing(load):
     assert not layer.merged and same_tensors(stored(model), before)
     layer.merge()  # unsafe, as in PEFT: the NaN stays visible
     assert layer.base_layer.dequantized_weight()[0].isnan().any() and math.isnan(layer.merge_error.sqnr_db)
-
-
-def test_weights_that_are_not_here_are_an_error(load):
-    model = with_lora(load())
-    layer = model.get_submodule(UP)
-    layer.base_layer.weight = nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match="expected uint8"):
-        layer.merge()
-
-
-def test_unmerging_twice_only_warns(load):
-    model = with_lora(load(), target_modules=["up_proj"])
-    with pytest.warns(UserWarning, match="Already unmerged"):
-        model.get_submodule(UP).unmerge()
 
 
 # ---- the model without adapters -------------------------------------------------------------------------------------
@@ -178,15 +172,6 @@ def test_merging_into_bfloat16_rounds_each_sum_once(load):
     assert (plain(IDS).logits.float() - adapted).norm() < 0.03 * adapted.norm()
 
 
-def test_a_model_merged_into_bfloat16_is_a_plain_one(load, tmp_path):
-    plain = merge_adapters(with_lora(load(dtype=torch.bfloat16), target_modules=["q_proj"]), into="bf16")
-    assert not hasattr(plain.config, "quantization_config") and not hasattr(plain, "quantization_report")
-    plain.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert type(again.model.layers[0].mlp.up_proj) is nn.Linear
-    assert torch.equal(again(IDS).logits, plain(IDS).logits)
-
-
 def test_merging_into_bfloat16_after_a_packed_merge_starts_from_the_original(load):
     model = with_lora(load())
     layer = model.get_submodule(UP)
@@ -210,7 +195,6 @@ def test_what_cannot_be_merged_says_so(load):
         merge_adapters(load())
     with pytest.raises(ValueError, match="no adapter of this model is on a quantized layer; use model.merge_and_unlo"):
         merge_adapters(with_lora(make_model()))
-    assert hf_mxfp4.merge_adapters is merge_adapters
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -236,7 +220,7 @@ def test_the_cost_is_measured_per_layer_and_overall(load, caplog, capsys):
     assert report.total.sqnr_db == pytest.approx(10 * math.log10(signal / noise), abs=1e-3)
     assert report.total.update_sqnr_db == pytest.approx(10 * math.log10(update / noise), abs=1e-3)
     text = capsys.readouterr().err
-    assert f"merged into 14 packed layers: SQNR {report.total.sqnr_db:.2f} dB" in text
+    assert f"merged into 14 quantized layers: SQNR {report.total.sqnr_db:.2f} dB" in text
     assert "model.layers.1.mlp.down_proj: SQNR" in text and text.count("SQNR") == 15
 
 
@@ -250,23 +234,130 @@ def test_an_update_that_packing_swallows_is_pointed_out(load, capsys, alpha, los
     assert ("part of what was trained is lost" in text and "merge_adapters(model, into='bf16')" in text) == lossy
 
 
-def test_a_merge_without_an_update_is_exact_and_no_alarm(load, capsys):
-    model = with_lora(load(macro_block=None), init_lora_weights=True, target_modules=["up_proj"])
+# ---- merged into masters: what it costs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("std", "loses_more_than_half"), [(1e-3, True), (1e-2, False)])
+@torch.no_grad()
+def test_the_loss_is_measured_as_it_is_and_said(std, loses_more_than_half, capsys):
+    base = qat()
+    plain = base(IDS).logits
+    model = with_small_lora(base, std)
+    layers = {n: m for n, m in model.base_model.model.named_modules() if isinstance(m, MXFP4LoraMasterLinear)}
+    assert len(layers) == 7
+    update = noise = 0.0
+    for layer in layers.values():
+        weight, change = layer.base_layer.weight, delta(layer)
+        error = quantized(layer.base_layer, weight + change) - (quantized(layer.base_layer, weight) + change)
+        update, noise = update + energy(change), noise + energy(error)
+    adapted = model(IDS).logits
+    capsys.readouterr()
+    merged = model.merge_and_unload()
+    report = merged.merge_report
+    assert list(report.layers) == list(layers)
+    assert report.total.update_sqnr_db == pytest.approx(10 * math.log10(update / noise), abs=1e-3)
+    # Of the logits: more than the whole effect is gone at the smaller one, and nobody was told.
+    lost = ((merged(IDS).logits - adapted).norm() / (adapted - plain).norm()).item()
+    assert (lost > 1) == (report.total.update_sqnr_db < 0) == loses_more_than_half
+    said = capsys.readouterr().err
+    assert "quantizing the merged weights kept the adapters' change at an SQNR of only" in said
+    assert f"{report.total.update_sqnr_db:.1f} dB: part of what was trained is lost" in said
+    assert "merge_adapters(model, into='bf16')" in said
+    assert str(report).startswith("merged into 7 quantized layers: SQNR ")
+
+
+@pytest.mark.parametrize("scheme", [{"outlier_fallback": 0.5}, {"weight_block": "32x32"}, ROTATED], ids=str)
+@torch.no_grad()
+def test_the_measured_weights_are_those_of_the_forward_pass(scheme):
+    model = with_small_lora(qat(**scheme), target_modules=["up_proj"])
     layer = model.get_submodule(UP)
-    before = layer.base_layer.dequantized_weight()
-    model.merge_adapter()
-    assert torch.equal(layer.base_layer.dequantized_weight(), before)
-    assert model.merge_report.total.sqnr_db == math.inf and math.isnan(model.merge_report.total.update_sqnr_db)
-    assert "lost" not in capsys.readouterr().err
+    x = torch.eye(64)
+    before = layer(x).T
+    layer.merge()
+    assert layer.merge_error.signal == pytest.approx(energy(before), rel=1e-3)
+    assert layer.merge_error.noise == pytest.approx(energy(layer(x).T - before), rel=1e-3)
 
 
-def test_energies_as_decibels():
-    total, update = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1.0])
-    error = MergeError.of(total, update, torch.tensor([3.0, 4.5]))
-    assert (error.signal, error.update, error.noise) == pytest.approx((25.0, 1.0, 0.25))
-    assert error.sqnr_db == pytest.approx(20.0) and error.update_sqnr_db == pytest.approx(6.0206, abs=1e-4)
-    report = MergeReport({"a": error, "b": MergeError(75.0, 0.0, 0.75)})
-    assert report.total == MergeError(100.0, 1.0, 1.0)
-    assert report.total.sqnr_db == pytest.approx(20.0) and report.total.update_sqnr_db == pytest.approx(0.0)
-    assert str(report).splitlines()[0] == "merged into 2 packed layers: SQNR 20.00 dB, of the adapters' change 0.00 dB"
-    assert MergeError(1.0, 0.0, 1.0).update_sqnr_db == -math.inf and math.isnan(MergeError(0.0, 0.0, 0.0).sqnr_db)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@torch.no_grad()
+def test_experts_are_measured_parameter_by_parameter(family):
+    model = with_small_lora(qat(family), target_modules=["q_proj"], target_parameters=EXPERTS)
+    experts = next(m for m in model.modules() if isinstance(m, MXFP4Experts))
+    before = {name: experts.to_experts().get_parameter(name).clone() for name in experts.projections}
+    masters_before = {name: getattr(experts, name).clone() for name in experts.projections}
+    report = model.merge_and_unload().merge_report
+    names = [f"model.layers.0.mlp.experts.{name}" for name in experts.projections]
+    assert set(report.layers) == {"model.layers.0.self_attn.q_proj", *names}
+    for name, place in zip(experts.projections, names, strict=True):
+        change = getattr(experts, name) - masters_before[name]
+        noise = energy(experts.to_experts().get_parameter(name) - before[name] - change)
+        assert report.layers[place].noise == pytest.approx(noise, rel=1e-3) and noise > 0
+        assert report.layers[place].update == pytest.approx(energy(change), rel=1e-3)
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_touched():
+    random = {"fprop": {**ROTATED["fprop"], "rotation": "random-32"}}
+    model = with_small_lora(qat(**random))
+    before = [(name, type(module)) for name, module in model.named_modules()], stored(model)
+    with pytest.raises(ValueError, match="rotates .* drawn anew"):
+        merge_adapters(model, into="packed")
+    assert [(name, type(module)) for name, module in model.named_modules()] == before[0]
+    assert same_tensors(stored(model), before[1])
+
+
+# ---- merged and taken apart -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("safe", [False, True], ids=["in-place", "safe"])
+def test_merging_and_unmerging_are_pefts(safe):
+    model, plain = with_small_lora(qat()), with_small_lora(make_model(layers=1))
+    before = stored(model)
+    for one in (model, plain):
+        one.merge_adapter(safe_merge=safe)
+    assert same_tensors(stored(model), stored(plain))
+    assert model.get_submodule(UP).merge_error is not None
+    for one in (model, plain):
+        one.unmerge_adapter()
+    assert same_tensors(stored(model), stored(plain))
+    for name, tensor in stored(model).items():
+        torch.testing.assert_close(tensor, before[name], rtol=1e-6, atol=1e-7)
+    assert model.get_submodule(UP).merge_error is None
+
+
+# ---- without a loss -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen2", {"target_modules": ["q_proj", "k_proj", "v_proj", "lm_head"]}),
+        ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+        ("gpt_oss", {"target_modules": [], "target_parameters": [*EXPERTS, "experts.down_proj_bias"]}),
+    ],
+)
+@pytest.mark.parametrize("merged_before", [False, True], ids=["", "merged"])
+@torch.no_grad()
+def test_merged_into_bfloat16_the_policy_stays(load, family, targets, merged_before, tmp_path):
+    base = load(family, mode="qat", preset="w4a16")
+    plain = base(IDS).logits
+    model = with_small_lora(base, std=0.03, **targets)
+    adapted = model(IDS).logits
+    if merged_before:
+        model.merge_adapter()
+    merged = merge_adapters(model, into="bf16")
+    assert not hasattr(merged.config, "quantization_config") and merged.dtype == torch.bfloat16
+    assert not any(isinstance(m, (MXFP4Linear, MXFP4Experts)) for m in merged.modules())
+    assert (merged.float()(IDS).logits - adapted).norm() < 0.15 * (adapted - plain).norm()
+    merged.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.usefixtures("dense_products")
+@torch.no_grad()
+def test_merged_and_packed(load):
+    model, twin = (with_small_lora(load(mode="qat", preset="w4a16"), std=0.03) for _ in range(2))
+    twin = twin.merge_and_unload()
+    packed = merge_adapters(model)
+    assert sum(isinstance(m, MXFP4PackedLinear) for m in packed.modules()) == 14
+    assert len(packed.merge_report.layers) == 14
+    assert torch.equal(packed(IDS).logits, twin(IDS).logits)

@@ -91,7 +91,7 @@ def test_nothing_is_kept_of_what_was_dequantized():
         return [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape[-2:] == (64, 64)]
 
     others = matrices()  # of other tests
-    with torch.no_grad(), cached_weights():
+    with torch.no_grad(), cached_weights(packed):
         packed(*inputs)
         assert len(matrices()) == len(others)
 

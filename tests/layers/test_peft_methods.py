@@ -13,8 +13,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4.integrations.peft.methods import SUPPORTED, TRAINABLE_ONLY
-from hf_mxfp4.gemm.storage.packed_weight import PACKED_FIELDS
+from hf_mxfp4.integrations.peft import SUPPORTED, TRAINABLE_ONLY, MXFP4LoraModel
 from hf_mxfp4.layers import QUANTIZED
 
 
@@ -129,12 +128,9 @@ def test_a_supported_method_computes_and_trains_as_on_plain_weights(load, method
 
 
 def merging_is_refused(model):
-    if isinstance(model.base_model, hf_mxfp4.integrations.peft.MXFP4LoraModel):
+    if isinstance(model.base_model, MXFP4LoraModel):
         return  # tests of LoRA are elsewhere
-    adapted = [
-        m for m in model.modules() if isinstance(m, BaseTunerLayer) and isinstance(m.get_base_layer(), QUANTIZED)
-    ]
-    for merge in (model.merge_and_unload, model.merge_adapter, adapted[0].merge):
+    for merge in (model.merge_and_unload, model.merge_adapter):
         with pytest.raises(ValueError, match=r"only LoRA can be merged .*merge_adapters\(model, into='bf16'\)"):
             merge()
     with pytest.raises(ValueError, match="only LoRA can be merged"):
@@ -163,22 +159,12 @@ def test_a_refusal_says_what_to_use_instead(load):
     assert "computes with the plain weight" in refused(load, "MISS", "qat", init_weights="bat")
 
 
-@pytest.mark.parametrize("targets", ["all-linear", r".*\.q_proj"])
-def test_targets_in_one_word_are_found(load, targets):
-    refused(load, "SHIRA", "qat", target_modules=targets)
-
-
 def test_layers_in_full_precision_take_any_method(folder):
     scheme = hf_mxfp4.MXFP4RLConfig(mode="packed", preset="w4a16", modules_to_not_convert=["q_proj", "o_proj"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=scheme)
     model = attach(model, "HRA")
     before = logits(model)
     assert distance(logits(model.merge_and_unload()), before) < 1e-5
-
-
-def test_a_packed_layer_to_be_saved_in_full_is_refused_for_any_method(load):
-    with pytest.raises(ValueError, match=r"modules_to_save has 'v_proj': .*v_proj is a packed layer"):
-        get_peft_model(load("packed"), config_of("IA3", modules_to_save=["v_proj"]))
 
 
 def test_mixed_models_are_refused(load):
@@ -190,11 +176,6 @@ def test_a_second_adapter_is_checked_too(load):
     model = attach(load("packed"), "MISS")
     with pytest.raises(ValueError, match="init_weights='bat' is not supported"):
         model.add_adapter("second", config_of("MISS", init_weights="bat"))
-
-
-def test_the_packed_tensors_are_no_parameters_that_train(load):
-    model = attach(load("packed"), "MISS")
-    assert not any(p.requires_grad for n, p in model.named_parameters() if n.rpartition(".")[2] in PACKED_FIELDS)
 
 
 def test_the_table_of_the_docs_is_what_is_checked_here():

@@ -1,59 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept quantized weights: never stale, counted, and let go."""
+"""Kept quantized weights: never stale, counted, of one model, in the form asked for, and let go."""
 
 import contextlib
 import copy
+import gc
 import itertools
-import weakref
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from factors import factors_config
+from moe_models import make_moe, tokens
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4 import MXFP4Linear, cached_weights, fake_quantize, uncached_weights
-from hf_mxfp4.gemm import operands
-from hf_mxfp4.gemm.storage import copies
+from benchmarks.counters import LiveTensors
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, pack, quantize, uncached_weights
+from hf_mxfp4.gemm import WeightCache, weight_codes, weight_quantizations
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.layers import trainable_matrices
 
 
 WEIGHT_ONLY = factors_config(preset="w4a16", macro_search="static")
+STOCHASTIC = {"preset": "w4a4g4", "fprop": {"weight": "rceil+stochastic", "rotation": "random-16"}}
+FORMS = ("dense", "packed", "auto")
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
 
-def make_layer(seed=0, bias=True) -> MXFP4Linear:
-    torch.manual_seed(seed)
-    return MXFP4Linear(64, 48, bias, config=WEIGHT_ONLY)
+def make_layer(config=WEIGHT_ONLY) -> MXFP4Linear:
+    torch.manual_seed(0)
+    return MXFP4Linear(64, 48, config=config)
 
 
 def quantized(weight: torch.Tensor) -> torch.Tensor:
     return fake_quantize(weight.detach(), macro_block=128, macro_search="static", outlier_fallback=0.5)
 
 
-def from_scratch(layer: MXFP4Linear, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, quantized(layer.weight), layer.bias)
+def from_scratch(layer: MXFP4Linear) -> torch.Tensor:
+    return F.linear(X.to(layer.weight.dtype), quantized(layer.weight), layer.bias)
 
 
 @pytest.fixture
-def quantizations(monkeypatch):
-    """The list of weights quantized so far (the weight-only preset quantizes nothing else)."""
-    calls = []
+def count():
+    """Gives how many matrices were quantized for forward products since it was last asked."""
+    seen = [weight_quantizations()["fprop"]]
 
-    def counted(quantize):
-        return lambda weight, *args: calls.append(weight) or quantize(weight, *args)
+    def ask() -> int:
+        before, seen[0] = seen[0], weight_quantizations()["fprop"]
+        return seen[0] - before
 
-    monkeypatch.setattr(operands, "weight_operand", counted(operands.weight_operand))
-    monkeypatch.setattr(copies, "quantize_weight", counted(copies.quantize_weight))
-    return calls
+    return ask
 
 
-@pytest.fixture
-def two_processes(monkeypatch):
-    """What the layers see in a job of two processes."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+# ---- nothing is stale -----------------------------------------------------------------------------------------------
 
 
 def step(layer, optimizer_class, **options):
@@ -62,16 +62,9 @@ def step(layer, optimizer_class, **options):
     optimizer.step()
 
 
-def replace_data(layer):
-    layer.weight.data = torch.randn(48, 64)
-
-
-def replace_parameter(layer):
-    layer.weight = nn.Parameter(torch.randn(48, 64))
-
-
 def load(layer, **options):
-    layer.load_state_dict(make_layer(seed=5).state_dict(), **options)
+    torch.manual_seed(5)
+    layer.load_state_dict(MXFP4Linear(64, 48, config=WEIGHT_ONLY).state_dict(), **options)
 
 
 def refill_storage(layer):
@@ -83,26 +76,10 @@ def refill_storage(layer):
     layer.weight.data.copy_(values)
 
 
-def transfer_there_and_back(layer):
+def there_and_back(layer):
     layer.to("meta")
     layer.to_empty(device="cpu")
     load(layer)
-
-
-def no_grad_reorder(layer):
-    """The same numbers in other places: no checksum of a sum can tell."""
-    with torch.no_grad():
-        layer.weight.copy_(layer.weight.flip(0))
-
-
-def replace_reordered(layer):
-    layer.weight.data = layer.weight.data.flip(0)
-
-
-def swap_in_a_block_pair(layer):
-    """The same sums of rows and columns of the weight as before."""
-    a, b = layer.weight.data[0, 0].clone(), layer.weight.data[0, 63].clone()
-    layer.weight.data[0, 0], layer.weight.data[0, 63] = b, a
 
 
 def no_grad_write(layer):
@@ -110,272 +87,307 @@ def no_grad_write(layer):
         layer.weight[0, 0] = 50.0
 
 
-def inference_write(layer):
-    with torch.inference_mode():
-        layer.weight[0, 0] = 50.0
-
-
-CHANGES = {
+#: What is noticed within a cache that is open, too.
+NOTICED = {
     "sgd": lambda layer: step(layer, torch.optim.SGD),
-    "adamw": lambda layer: step(layer, torch.optim.AdamW),
     "adamw-foreach": lambda layer: step(layer, torch.optim.AdamW, foreach=True),
-    "adamw-fused": lambda layer: step(layer, torch.optim.AdamW, fused=True),
-    "data-add": lambda layer: layer.weight.data.add_(0.1),
-    "data-mul": lambda layer: layer.weight.data.mul_(1.5),
-    "data-negated": lambda layer: layer.weight.data.neg_(),
-    "data-swapped": swap_in_a_block_pair,
-    "data-rows-reordered": lambda layer: layer.weight.data.copy_(layer.weight.data.flip(0)),
-    "data-one-element": lambda layer: layer.weight.data[3, 7].fill_(9.0),
-    "data-copy": lambda layer: layer.weight.data.copy_(torch.randn(48, 64)),
-    "data-replaced": replace_data,
-    "parameter-replaced": replace_parameter,
+    "data-replaced": lambda layer: setattr(layer.weight, "data", torch.randn(48, 64)),
+    "parameter-replaced": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(48, 64))),
     "load-state-dict": load,
     "load-state-dict-assign": lambda layer: load(layer, assign=True),
     "no-grad-write": no_grad_write,
-    "no-grad-reordered": no_grad_reorder,
-    "data-replaced-reordered": replace_reordered,
-    "inference-write": inference_write,
+    "dtype": lambda layer: layer.to(torch.float64).to(torch.float32) and load(layer),
+}
+UNNOTICED = {
+    "adamw-fused": lambda layer: step(layer, torch.optim.AdamW, fused=True),
+    "data-mul": lambda layer: layer.weight.data.mul_(1.5),
+    "data-rows-reordered": lambda layer: layer.weight.data.copy_(layer.weight.data.flip(0)),
     "storage-refilled": refill_storage,
-    "there-and-back": transfer_there_and_back,
+    "there-and-back": there_and_back,
     "numpy-view": lambda layer: layer.weight.detach().numpy().__setitem__((3, 7), 9.0),
-    "vector-to-parameters": lambda layer: nn.utils.vector_to_parameters(
-        torch.randn(48 * 65), [layer.weight, layer.bias]
-    ),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_no_change_of_the_weight_goes_unseen(change):
-    contexts = {"plain": contextlib.nullcontext, "cached": cached_weights}
+@pytest.mark.parametrize("change", [*NOTICED, *UNNOTICED])
+def test_no_change_between_two_uses_goes_unseen(change):
+    contexts = {"plain": lambda _: contextlib.nullcontext(), "cached": cached_weights}
     for used, used_again in itertools.product(contexts, repeat=2):
         layer = make_layer()
-        with contexts[used]():
+        with contexts[used](layer):
             before = layer(X).detach()
-        if used_again == "plain":
-            for _ in range(2):
-                assert torch.equal(layer(X), before)
-        change(layer)
-        with contexts[used_again]():
+            assert torch.equal(layer(X), before)
+        (NOTICED | UNNOTICED)[change](layer)
+        with contexts[used_again](layer):
             after = layer(X)
-        assert torch.equal(after, from_scratch(layer, X)), (used, used_again)
-        assert not torch.equal(after, before), (used, used_again)
-        with cached_weights():
-            assert torch.equal(layer(X), after), (used, used_again)
+        assert torch.equal(after, from_scratch(layer)) and not torch.equal(after, before), (used, used_again)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_a_change_of_dtype_is_seen(dtype):
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", NOTICED)
+def test_changes_that_are_noticed_within_a_cache(change, form):
     layer = make_layer()
-    layer(X)
-    layer.to(dtype)
-    assert torch.equal(layer(X.to(dtype)), from_scratch(layer, X.to(dtype)))
-    layer.to(torch.float32)
-    assert torch.equal(layer(X), from_scratch(layer, X))
-
-
-def test_the_backward_pass_takes_the_operand_of_its_forward_pass():
-    layer, x = make_layer(bias=False), X.clone().requires_grad_()
-    weight = quantized(layer.weight)
-    y, other = layer(x), layer(x)
-    layer.weight.data.mul_(3.0)
-    y.sum().backward()
-    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 64))
-    with torch.no_grad():
-        layer.weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        other.sum().backward()
-
-
-@pytest.mark.parametrize("why", ["two processes", "uncached_weights"])
-def test_where_nothing_is_kept_the_backward_pass_sees_the_weight_as_it_is_then(why, request):
-    if why == "two processes":
-        request.getfixturevalue("two_processes")
-    with uncached_weights() if why == "uncached_weights" else contextlib.nullcontext():
-        check_the_weight_as_it_is_then()
-
-
-def check_the_weight_as_it_is_then():
-    layer, x = make_layer(bias=False), X.clone().requires_grad_()
-    y = layer(x)
-    layer.weight.data.mul_(3.0)
-    y.sum().backward()
-    weight = quantized(layer.weight)
-    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 64))
-
-
-def test_a_training_pass_quantizes_its_weight_once(quantizations):
-    layer, x = make_layer(), X.clone().requires_grad_()
-    for passes in (1, 2, 3):
-        layer(x).sum().backward()
-        assert len(quantizations) == passes
-    y = layer(x).sum()
-    y.backward(retain_graph=True)
-    assert len(quantizations) == 4
-    first = x.grad.clone()
-    y.backward()  # a second one makes the operand again, the same
-    assert len(quantizations) == 5
-    torch.testing.assert_close(x.grad - first, first / 4)
-
-
-def test_gradient_checkpointing_quantizes_once_more(quantizations):
-    layer, x = make_layer(), X.clone().requires_grad_()
-    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
-    assert len(quantizations) == 2
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_where_nothing_is_kept_checkpointing_quantizes_twice(quantizations, two_processes, reentrant):
-    """The repeated forward pass hands its operand to the gradient of the input, which comes next."""
-    layers = nn.Sequential(make_layer(), nn.Linear(48, 64), make_layer(seed=1))
-    gradients = {}
-    for name, call in (
-        ("plain", layers),
-        ("checkpointed", lambda x: torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=reentrant)),
-    ):
-        x = X.clone().requires_grad_()
-        quantizations.clear()
-        call(x).square().sum().backward()
-        gradients[name] = [x.grad, *(p.grad.clone() for p in layers.parameters())]
-        layers.zero_grad()
-        assert len(quantizations) == 2 * 2  # forward and backward, or forward and forward
-        assert all(layers[i].state.take_over() is None for i in (0, 2))
-    assert all(torch.equal(*pair) for pair in zip(gradients["plain"], gradients["checkpointed"], strict=True))
-    quantizations.clear()
-    with uncached_weights():
-        torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=reentrant).sum().backward()
-    assert len(quantizations) == 2 * 3
-
-
-@pytest.mark.parametrize(("options", "kept"), [({}, 1), ({"preset": "w4a4g4"}, 0)], ids=["reused", "another-operand"])
-def test_what_a_pass_holds_for_its_gradient_goes_with_it(options, kept, monkeypatch):
-    layer, made = MXFP4Linear(64, 64, config=factors_config(**options)), []
-    compute = operands.weight_operand
-    monkeypatch.setattr(operands, "weight_operand", lambda *args: made.append(weakref.ref(v := compute(*args))) or v)
-
-    def alive():
-        return sum(reference() is not None for reference in made)
-
-    layer(X)  # no gradient of the input is asked for
-    assert (len(made), alive()) == (1, 0)
-    y = layer(X.clone().requires_grad_()).sum()
-    assert alive() == kept
-    y.backward()
-    assert (len(made), alive()) == (2, 0)  # though the graph is still there
-
-
-def test_outside_of_contexts_nothing_is_kept(quantizations):
-    layer = make_layer()
-    for uses in (1, 2):
-        layer(X)
-        assert len(quantizations) == uses
-    for contexts in (1, 2):
-        with cached_weights(), torch.no_grad():
-            outputs = [layer(X) for _ in range(3)]
-        assert len(quantizations) == 2 + contexts and torch.equal(outputs[0], outputs[2])
-        assert layer.state.cache.value is None
-
-
-@pytest.mark.parametrize("form", ["dense", "packed"])
-def test_one_quantization_per_layer_of_a_model_that_generates(form, quantizations):
-    model = make_model(layers=2)
-    quantize_linears(model, WEIGHT_ONLY)
-    ids = torch.arange(2, 8)[None]
-    with cached_weights(form):
-        expected = model.generate(ids, max_new_tokens=4, do_sample=False)
-        assert len(quantizations) == 14
-        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
-        assert len(quantizations) == 14
-        model(ids, labels=ids).loss.backward()
-        assert len(quantizations) == 14
-
-
-def test_a_distributed_job_keeps_weights_inside_the_context_only(quantizations, two_processes):
-    layer, x = make_layer(), X.clone().requires_grad_()
-    for _ in range(2):
-        layer(x).sum().backward()
-    assert len(quantizations) == 4  # a sharded engine may have freed the weight meanwhile
-    with cached_weights():
-        for _ in range(3):
-            layer(x).sum().backward()
-        assert len(quantizations) == 5
-    layer(x)
-    assert len(quantizations) == 6
-
-
-def kept(layer: MXFP4Linear) -> weakref.ref:
-    """A weak reference to the copy that the layer keeps."""
-    with torch.no_grad():
-        return weakref.ref(layer.quantized_weight(layer.weight, torch.float32))
-
-
-def test_copies_live_as_long_as_the_outermost_context():
-    layer = make_layer()
-    assert kept(layer)() is None
-    with cached_weights():
-        copy_ = kept(layer)
-        with cached_weights():
-            assert kept(layer)() is copy_()
-        assert copy_() is not None
-    assert copy_() is None
-    with pytest.raises(KeyError), cached_weights():
-        copy_ = kept(layer)
-        raise KeyError
-    assert copy_() is None
-
-
-def test_a_layer_that_goes_away_takes_its_copy_along():
-    layer = make_layer()
-    with cached_weights():
-        copy_ = kept(layer)
-        del layer
-        assert copy_() is None
-
-
-def test_contexts_nest(quantizations):
-    layer = make_layer()
-    with cached_weights():
-        layer(X)
-        with cached_weights():
-            layer(X)
-        layer(X)
-        assert len(quantizations) == 1
-        # Still the outer context: a change is not looked for.
-        old = layer(X)
-        layer.weight.data.mul_(2.0)
-        assert torch.equal(layer(X), old)
-    assert torch.equal(layer(X), from_scratch(layer, X))
-
-
-def test_the_context_ends_with_an_exception():
-    layer = make_layer()
-    with pytest.raises(KeyError), cached_weights():
-        with contextlib.suppress(ValueError), cached_weights():
-            raise ValueError
+    with cached_weights(layer, form):
         before = layer(X)
-        raise KeyError
-    layer.weight.data.mul_(2.0)
-    assert torch.equal(layer(X), from_scratch(layer, X)) and not torch.equal(layer(X), before)
+        assert torch.equal(layer(X), before)
+        NOTICED[change](layer)
+        after = layer(X)
+    assert torch.equal(after, from_scratch(layer)) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", UNNOTICED)
+def test_a_clear_makes_every_change_seen(change, form):
+    layer = make_layer()
+    cache = WeightCache(layer, form=form)
+    with cache.open():
+        before = layer(X)
+    UNNOTICED[change](layer)
+    cache.clear()
+    with cache.open():
+        after = layer(X)
+    assert torch.equal(after, from_scratch(layer)) and not torch.equal(after, before)
+
+
+def test_freed_memory_is_not_taken_for_the_weight_that_was_there():
+    """As of weights with an adapter's part, which are computed in each pass, and may lie where another one did."""
+    layer, memory = make_layer(), bytearray(4 * 48 * 64)
+    with cached_weights(layer, "dense"), torch.no_grad():
+        for value in (1.0, 2.0):
+            weight = torch.frombuffer(memory, dtype=torch.float32).view(48, 64)
+            weight.numpy().fill(value)
+            assert float(layer.quantized_weight(weight, torch.float32)[0, 0]) == value
+            del weight
+
+
+def test_a_weight_that_was_computed_is_not_kept(count):
+    layer = make_layer()
+    with cached_weights(layer):
+        for _ in range(2):
+            layer.quantized_weight(layer.weight * 2, torch.float32)
+    assert count() == 2
+
+
+def test_random_numbers_of_another_step_are_other_weights(count):
+    layer = make_layer(factors_config(preset="w4a4", fprop={"weight": "rceil+stochastic"}))
+    with cached_weights(layer, "packed"), cached_weights(layer, "dense"):
+        first = layer(X)
+        layer.set_step(1)
+        second = layer(X)
+    assert not torch.equal(second, first)
+    layer.set_step(0)
+    assert torch.equal(layer(X), first)
 
 
 def test_copies_of_a_layer_do_not_share_what_is_kept():
     layer = make_layer()
-    with cached_weights():
+    with cached_weights(layer):
         layer(X)
         other = copy.deepcopy(layer)
         other.weight.data.mul_(2.0)
-        assert torch.equal(other(X), from_scratch(other, X))
-        assert torch.equal(layer(X), from_scratch(layer, X))
+        assert torch.equal(other(X), from_scratch(other)) and torch.equal(layer(X), from_scratch(layer))
 
 
-def test_the_context_is_a_decorator_too(quantizations):
+# ---- counted --------------------------------------------------------------------------------------------------------
+
+
+def test_outside_of_a_cache_each_use_quantizes(count):
     layer = make_layer()
+    layer(X), layer(X)
+    assert count() == 2
+    for _ in range(2):
+        with cached_weights(layer), torch.no_grad():
+            outputs = [layer(X) for _ in range(3)]
+        assert count() == 1 and torch.equal(outputs[0], outputs[2])
 
-    @cached_weights()
-    def rollout():
-        return [layer(X) for _ in range(3)]
 
-    rollout()
-    assert len(quantizations) == 1
+def test_a_training_pass_on_a_cpu_quantizes_its_weight_once(count):
+    layer, x = make_layer(), X.clone().requires_grad_()
+    y = layer(x).sum()
+    y.backward(retain_graph=True)
+    first = x.grad.clone()
+    y.backward()
+    assert count() == 1
+    torch.testing.assert_close(x.grad, 2 * first)
+    torch.testing.assert_close(first, quantized(layer.weight).sum(0).expand(4, 64))
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert count() == 2  # the forward pass is repeated
+
+
+def test_a_write_between_forward_and_backward_pass_is_refused():
+    layer = make_layer()
+    y = layer(X)
+    no_grad_write(layer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_quantization_per_matrix_of_a_model(form, count):
+    model = make_model(layers=2)
+    quantize_linears(model, WEIGHT_ONLY)
+    ids, cache = torch.arange(2, 8)[None], WeightCache(model, form=form)
+    with cache.open():
+        expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with cache.open():
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+        model(ids, labels=ids).loss.backward()
+    assert count() == 14
+
+
+def test_a_weight_that_dgrad_quantizes_otherwise_is_counted_apart(count):
+    layer, seen = make_layer(factors_config(preset="w4a4g4")), weight_quantizations()["dgrad"]
+    with cached_weights(layer):
+        for _ in range(2):
+            layer(X.clone().requires_grad_()).sum().backward()
+    assert count() == 1 and weight_quantizations()["dgrad"] - seen == 2
+
+
+# ---- whose, and how long --------------------------------------------------------------------------------------------
+
+
+def test_the_outermost_context_decides(count):
+    layer = make_layer()
+    for outer, inner, times in ((uncached_weights, cached_weights, 3), (cached_weights, uncached_weights, 1)):
+        with outer(layer):
+            layer(X)
+            with inner(layer):
+                layer(X)
+            layer(X)
+        assert count() == times
+
+
+def test_a_cache_is_that_of_its_models(count):
+    layer, other = make_layer(), make_layer()
+    with cached_weights(layer):
+        for _ in range(2):
+            layer(X), other(X)
+    assert count() == 1 + 2
+
+
+def test_an_exception_clears_and_closes_it(count):
+    layer = make_layer()
+    cache = WeightCache(layer)
+    with pytest.raises(KeyError), cache.open():
+        layer(X)
+        raise KeyError
     layer.weight.data.mul_(2.0)
-    assert torch.equal(rollout()[2], from_scratch(layer, X))
-    assert len(quantizations) == 2
+    assert torch.equal(layer(X), from_scratch(layer))
+    with cache.open():
+        assert torch.equal(layer(X), from_scratch(layer))
+    assert count() == 3
+
+
+def test_other_threads_take_what_is_kept(count):
+    """As those that run backward passes on GPUs."""
+    layer, found = make_layer(), []
+    with cached_weights(layer):
+        layer(X)
+        worker = threading.Thread(target=lambda: found.append(layer(X)))
+        worker.start()
+        worker.join()
+    assert count() == 1 and torch.equal(found[0], from_scratch(layer))
+
+
+def test_what_cannot_be_asked_for():
+    with pytest.raises(ValueError, match="form='sparse' is not known; choose one of auto, dense, packed, none"):
+        WeightCache(make_layer(), form="sparse")
+    with pytest.raises(TypeError, match="cached_weights takes the model whose weights do not change, not str"):
+        with cached_weights("packed"):
+            pass
+
+
+# ---- forms and bytes ------------------------------------------------------------------------------------------------
+
+
+def test_codes_of_a_cache_are_those_of_the_weight():
+    layer = make_layer()
+    with cached_weights(layer, "packed"):
+        layer(X)
+        found = weight_codes(layer.weight, layer.state)
+    expected = quantize(layer.weight.detach(), macro_block=128, macro_search="static", outlier_fallback=0.5)
+    for part in ("codes", "scale", "macro", "residual_codes", "residual_scale"):
+        assert torch.equal(getattr(found, part), getattr(expected, part)), part
+
+
+IDS = tokens(2, 5)
+#: Elements: q, k, v, o and gate, up, down of two layers; the same with experts.
+DENSE = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48)
+ATTENTION, EXPERTS = 2 * (2 * 32 * 32 + 2 * 32 * 16), 2 * 6 * 3 * 32 * 32
+
+
+def dense(**options):
+    model = make_model("llama", hidden=32, intermediate=48)
+    quantize_linears(model, MXFP4RLConfig(**options))
+    return model
+
+
+def moe(**options):
+    model = make_moe()
+    quantize_linears(model, MXFP4RLConfig(**options))
+    return model
+
+
+#: A model, its options, and the elements of the dense copies that are kept.
+MODELS = {
+    "dense": (dense, {}, DENSE),
+    "stochastic": (dense, STOCHASTIC, DENSE + 2 * 32 * 16),  # rotated in blocks: the way down is padded to 64
+    "experts": (moe, {}, ATTENTION + EXPERTS),
+    "packed": (lambda: pack(dense(backend="cpu")), {}, 0),
+    "packed, eager": (lambda: pack(dense(backend="eager")), {}, DENSE),
+    "packed experts": (lambda: pack(moe(backend="cpu")), {}, 0),
+}
+
+
+def held_after_a_pass(model, form):
+    """Bytes held after a forward pass with a cache of this form, and the logits."""
+    live = LiveTensors([list(model.parameters()), list(model.buffers()), IDS])
+    with torch.no_grad(), cached_weights(model, form), live:
+        before = live.current
+        logits = model(input_ids=IDS, use_cache=False).logits
+        gc.collect()
+        return live.current - before - logits.untyped_storage().nbytes(), logits
+
+
+def packed_bytes(model):
+    found = [matrix.packed_values(getattr(matrix.layer, matrix.parameter)) for matrix in trainable_matrices(model)]
+    return sum(part.numel() // (len(part) if part.dim() == 3 else 1) for parts in found for part in parts.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_held_after_a_forward_pass(name):
+    make, options, elements = MODELS[name]
+    model = make(**options)
+    kept, expected = held_after_a_pass(model, "dense")
+    none, logits = held_after_a_pass(model, "none")
+    assert (kept, none) == (4 * elements, 0)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("make", [dense, moe])
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_packed_copies_of_trainable_weights(make, preset, dense_products):
+    model = make(preset=preset, backend="cpu")
+    _, expected = held_after_a_pass(model, "dense")
+    for form in ("packed", "auto"):
+        held, logits = held_after_a_pass(model, form)
+        assert held == packed_bytes(model) and torch.equal(logits, expected), form
+
+
+def test_copies_are_dense_where_nothing_computes_on_codes():
+    model = dense(preset="w4a16", backend="eager")
+    (by_default, expected), (kept, _), (packed, logits) = (
+        held_after_a_pass(model, form) for form in ("auto", "dense", "packed")
+    )
+    assert by_default == kept > packed > 0
+    assert torch.equal(logits, expected)  # the same values in the same product
+
+
+def test_few_rows_times_codes_are_those_times_values_up_to_float32_sums():
+    model = dense(preset="w4a16", backend="cpu")
+    (_, expected), (_, logits) = (held_after_a_pass(model, form) for form in ("dense", "packed"))
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_cannot_be_packed_stay_dense():
+    model = dense(**STOCHASTIC)
+    assert held_after_a_pass(model, "auto")[0] == 4 * MODELS["stochastic"][2]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_mxfp4.numerics import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
+from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
 from hf_mxfp4.numerics.formats.e2m1 import round_nearest
 
 
@@ -46,18 +46,6 @@ def test_decode_each_code():
     assert values.tolist() == theirs.astype(np.float32).tolist()
 
 
-def test_magnitudes_constant_is_the_lower_half_of_the_table():
-    assert tuple(CODE_VALUES[code] for code in range(8)) == E2M1_MAGNITUDES
-    assert E2M1_MAX == 6.0
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
-def test_decode_accepts_integer_dtypes_and_any_shape(dtype):
-    codes = torch.arange(16, dtype=dtype).view(2, 2, 4)
-    expected = torch.tensor(list(CODE_VALUES.values())).view(2, 2, 4)
-    assert torch.equal(decode_e2m1(codes), expected)
-
-
 def test_encode_inverts_decode_and_drops_the_sign_of_zero():
     codes = encode_e2m1(torch.tensor(list(CODE_VALUES.values())))
     assert codes.dtype == torch.uint8
@@ -88,23 +76,11 @@ def test_rounding_matches_ml_dtypes_everywhere():
     np.testing.assert_array_equal(encode_e2m1(rounded).numpy(), oracle_codes(values))
 
 
-def test_rounding_saturates_at_six_and_ends_at_zero():
-    large = torch.tensor([6.0, 6.5, 7.0, 8.0, 1e10, 3.4028235e38, float("inf")])
-    small = torch.tensor([0.0, 1e-45, 2.0**-126, 0.1, 0.25])
-    for sign in (1, -1):
-        assert round_nearest(sign * large).tolist() == [sign * 6.0] * 7
-        assert round_nearest(sign * small).tolist() == [0.0] * 5
-
-
 def test_pack_puts_the_even_index_in_the_low_nibble():
     codes = torch.tensor([[0x1, 0x2, 0xA, 0xF], [0x0, 0x8, 0x7, 0x0]], dtype=torch.uint8)
     packed = pack_codes(codes)
     assert packed.dtype == torch.uint8
     assert packed.tolist() == [[0x21, 0xFA], [0x80, 0x07]]
-
-
-def test_pack_odd_length_leaves_the_last_high_nibble_zero():
-    assert pack_codes(torch.tensor([0x3, 0x4, 0xF], dtype=torch.uint8)).tolist() == [0x43, 0x0F]
 
 
 def test_pack_unpack_round_trip():
@@ -113,14 +89,6 @@ def test_pack_unpack_round_trip():
         packed = pack_codes(codes)
         assert packed.shape == (3, 2, (length + 1) // 2)
         assert torch.equal(unpack_codes(packed, length), codes), length
-
-
-def test_unpack_every_byte():
-    packed = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    expected = [nibble for byte in range(256) for nibble in (byte % 16, byte // 16)]
-    assert unpack_codes(packed, 512).tolist() == expected
-    assert unpack_codes(packed, 511).tolist() == expected[:-1]
-    assert torch.equal(pack_codes(unpack_codes(packed, 512)), packed)
 
 
 @pytest.mark.parametrize("length", [0, 6, 9, 32])

@@ -89,12 +89,6 @@ def test_mse_prefers_clipping_when_it_saves_the_small_elements():
     assert packed.dequantize().tolist() == [3.0] + [0.25] * 31
 
 
-def test_mse_prefers_a_coarser_scale_when_clipping_costs_more():
-    packed = quantize(torch.full((32,), 7.5), scale_rule="mse")
-    assert packed.scale.tolist() == [128]
-    assert packed.dequantize().tolist() == [8.0] * 32
-
-
 def test_two_blocks_have_their_own_scales():
     x = torch.tensor([6.0] * 32 + [0.75] * 32 + [-0.01] * 3)
     packed = quantize(x)
@@ -137,13 +131,6 @@ def test_static_macro_values():
     expected = [4.0, float(np.float32(4) / np.float32(1.5)), -1.0]
     assert packed.dequantize()[:3].tolist() == expected
     assert fake_quantize(x, macro_block=128)[:3].tolist() == expected
-
-
-def test_static_macro_moves_the_maximum_below_six():
-    # f = 307 / 256 and f * 5 = 5.996, which rounds to 6: even the floor rule does not clip.
-    packed = quantize(block(5.0), macro_block=128, scale_rule="floor")
-    assert packed.scale.tolist() == [127] and int(packed.codes[0]) == 7
-    assert packed.dequantize()[0].item() == float(np.float32(6) / np.float32(307 / 256))
 
 
 @pytest.mark.parametrize(("size", "factors"), [(32, [128, 0, 51]), (64, [0, 51]), (128, [0]), ("row", [0])], ids=str)

@@ -58,10 +58,6 @@ def in_blocks(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x.double(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
 
 
-def block_error(x: torch.Tensor, **scheme) -> torch.Tensor:
-    return (in_blocks(fake_quantize(x, **scheme)) - in_blocks(x)).square().sum(-1)
-
-
 @properties
 @given(
     x=tensors((*NARROW, torch.float64), special=True),
@@ -96,13 +92,6 @@ def test_quantizing_twice_changes_nothing(x, rule):
     the largest is 3, 4 or 6 scales, or whatever the saturated end of the range left."""
     once = fake_quantize(x, scale_rule=rule)
     assert torch.equal(fake_quantize(once, scale_rule=rule), once)
-
-
-@properties
-@given(x=tensors(dtypes=(torch.float32,), lowest=-30, highest=30, widest=20), scheme=schemes, k=st.integers(-30, 30))
-def test_a_power_of_two_commutes(x, scheme, k):
-    scaled = fake_quantize(x * 2.0**k, **scheme)
-    assert torch.equal(scaled, fake_quantize(x, **scheme) * 2.0**k)
 
 
 @properties
@@ -147,23 +136,3 @@ def test_outlier_fallback_never_increases_an_error(x, rule, alpha):
     corrected = fake_quantize(x, scale_rule=rule, outlier_fallback=alpha).double()
     slack = corrected.abs() * 2.0**-23 + 2.0**-149
     assert ((corrected - x).abs() <= (plain - x).abs() + slack).all()
-
-
-@properties
-@given(x=tensors())
-def test_mse_has_the_least_error_of_all_rules(x):
-    # Squared errors in the units of the block, away from the rounding of float32 sums.
-    amax = in_blocks(x).abs().amax(-1).clamp(min=2.0**-149)
-    if x.dtype is torch.float16:
-        x = x.float()
-    mse = block_error(x, scale_rule="mse")
-    for rule in RULES[:3]:
-        assert (mse <= block_error(x, scale_rule=rule) * (1 + 1e-5) + amax.square() * 1e-12).all()
-
-
-@properties
-@given(x=tensors(), scheme=schemes, data=st.data())
-def test_every_row_is_on_its_own(x, scheme, data):
-    rows = x.reshape(-1, x.shape[-1])
-    row = data.draw(st.integers(0, rows.shape[0] - 1))
-    assert torch.equal(fake_quantize(rows, **scheme)[row], fake_quantize(rows[row], **scheme))

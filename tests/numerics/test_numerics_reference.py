@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole numeric contract once more, block by block in numpy, against ``fake_quantize`` and ``quantize``.
 
-Blocks and tiles, every search, selective fallback, importance, and both ends of the range. Elements are rounded in
+Blocks and tiles, every search, selective fallback, and both ends of the range. Elements are rounded in
 float64, where the quotients by powers of two are exact; float32 appears only where the contract has it. Squared errors
 are added up as the integers that the contract prescribes, so searches and selections must agree exactly.
 """
@@ -56,21 +56,21 @@ def value_of(codes: np.ndarray, exponent: int) -> np.ndarray:
     return (np.where(codes & 8, -1.0, 1.0) * GRID[codes & 7] * 2.0**exponent).astype(np.float32)
 
 
-def squares(error: np.ndarray, amax: float, weight: np.ndarray) -> int:
+def squares(error: np.ndarray, amax: float) -> int:
     """Exact integer: in units of 2**-23 of the power of two below ``amax``."""
     assert error.dtype == np.float32
     scaled = error * np.float32(2.0 ** -min(max(exponent_of(amax), -127), 126))
-    return int((scaled * scaled * weight * np.float32(2**23)).astype(np.int64).sum())
+    return int((scaled * scaled * np.float32(2**23)).astype(np.int64).sum())
 
 
-def one_pass(z: np.ndarray, rule: str, weight: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+def one_pass(z: np.ndarray, rule: str) -> tuple[int, np.ndarray, np.ndarray]:
     """Scale byte, codes and values of one block."""
     amax = float(np.abs(z).max())
     outcomes = []
     for exponent in candidates(amax, rule):
         codes = codes_at(z, exponent)
         outcomes.append((exponent + 127, codes, value_of(codes, exponent)))
-    return min(outcomes, key=lambda outcome: squares(outcome[2] - z, amax, weight))
+    return min(outcomes, key=lambda outcome: squares(outcome[2] - z, amax))
 
 
 @dataclass
@@ -79,7 +79,6 @@ class Block:
 
     where: tuple
     x: np.ndarray
-    weight: np.ndarray
     divide: np.float32 = np.float32(1)
     multiply: np.float32 = np.float32(1)
     byte: int = 0
@@ -90,7 +89,7 @@ class Block:
         return self.x * np.float32(divide) / np.float32(multiply)
 
     def error(self, rule: str, divide=1.0, multiply=1.0) -> np.ndarray:
-        _, _, value = one_pass(self.scaled(divide, multiply), rule, self.weight)
+        _, _, value = one_pass(self.scaled(divide, multiply), rule)
         return value / np.float32(divide) * np.float32(multiply) - self.x
 
     @property
@@ -101,10 +100,9 @@ class Block:
 class Reference:
     """Bytes, codes and values of a matrix of float32 numbers."""
 
-    def __init__(self, x, rule, macro_block, search, alpha, block_rows, rate, importance):
+    def __init__(self, x, rule, macro_block, search, alpha, block_rows, rate):
         n, k = x.shape
         self.rule, self.alpha = rule, alpha
-        weight = np.ones(k, np.float32) if importance is None else (importance / importance.max()).astype(np.float32)
         per_factor = {None: 1, "row": -(-k // 32)}.get(macro_block) or macro_block // 32
         self.blocks, self.bands, self.macros = [], [], np.zeros((n, -(-k // (32 * per_factor))), np.int64)
         for top in range(0, n, block_rows):
@@ -113,8 +111,7 @@ class Reference:
                 rows = np.arange(top, min(top + block_rows, n))
                 columns = np.arange(left, min(left + 32, k))
                 where = np.ix_(rows, columns)
-                row_weights = np.broadcast_to(weight[columns], (len(rows), len(columns)))
-                band.append(Block(where, x[where].ravel(), row_weights.ravel()))
+                band.append(Block(where, x[where].ravel()))
             self.blocks += band
             self.bands.append(band)
             if macro_block:
@@ -130,7 +127,7 @@ class Reference:
         if search == "blockwise":
             byte = 0
             for j, block in enumerate(group):
-                errors = [squares(block.error(self.rule, 1, 1 + m / 4), block.amax, block.weight) for m in range(4)]
+                errors = [squares(block.error(self.rule, 1, 1 + m / 4), block.amax) for m in range(4)]
                 best = errors.index(min(errors))
                 block.multiply = np.float32(1 + best / 4)
                 byte += best << (2 * j)
@@ -142,10 +139,7 @@ class Reference:
             with np.errstate(divide="ignore", over="ignore"):
                 m8 = (int((np.float32(6) / np.float32(amax)).view(np.uint32)) >> 15) & 0xFF
         else:
-            errors = [
-                sum(squares(block.error(self.rule, 1 + j / 16), amax, block.weight) for block in group)
-                for j in range(16)
-            ]
+            errors = [sum(squares(block.error(self.rule, 1 + j / 16), amax) for block in group) for j in range(16)]
             m8 = 16 * errors.index(min(errors))
         for block in group:
             block.divide = np.float32(1 + m8 / 256)
@@ -153,11 +147,11 @@ class Reference:
 
     def quantize(self, block: Block) -> None:
         z = block.scaled(block.divide, block.multiply)
-        block.byte, block.outputs["codes"], value = one_pass(z, self.rule, block.weight)
+        block.byte, block.outputs["codes"], value = one_pass(z, self.rule)
         block.outputs["residual"] = z - value
         assert (block.outputs["residual"] == z.astype(np.float64) - value).all(), "residuals are float32 numbers"
         block.outputs["value"] = value
-        count = squares(z - value, float(np.abs(z).max()), np.ones_like(z))
+        count = squares(z - value, float(np.abs(z).max()))
         factor = np.float32(float(block.divide) ** 2)
         in_x = np.float32(count) / np.float32(2**23) / factor * np.float32(float(block.multiply) ** 2)
         block.outputs["error"] = float(in_x) * 4.0 ** exponent_of(float(np.abs(z).max()) or 1.0)
@@ -172,7 +166,7 @@ class Reference:
                 codes, value = np.zeros(block.x.size, np.int64), np.zeros(block.x.size, np.float32)
                 if i in chosen:
                     residual = block.outputs["residual"]
-                    block.residual_byte, codes, value = one_pass(residual, self.rule, block.weight)
+                    block.residual_byte, codes, value = one_pass(residual, self.rule)
                 block.outputs["residual_codes"] = codes
                 with np.errstate(over="ignore"):
                     block.outputs["value"] = block.outputs["value"] + np.float32(self.alpha) * value
@@ -196,7 +190,7 @@ class Reference:
         return out
 
 
-def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1, rate=None, importance=None):
+def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1, rate=None):
     """``x`` is [rows, K]."""
     scheme = dict(
         scale_rule=rule,
@@ -205,12 +199,10 @@ def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1, rate=None, 
         outlier_fallback=alpha,
         block_rows=block_rows,
         fallback_rate=rate,
-        importance=importance,
     )
     packed, values = quantize(x, **scheme), fake_quantize(x, **scheme)
     n, k = x.shape
-    weights = None if importance is None else importance.double().numpy()
-    expected = Reference(x.float().numpy(), rule, *macro, alpha, block_rows, rate, weights)
+    expected = Reference(x.float().numpy(), rule, *macro, alpha, block_rows, rate)
     assert packed.scale.tolist() == expected.bytes_per_row((n, k), "byte").tolist()
     if macro[0]:
         assert packed.macro.tolist() == expected.macros.tolist()
@@ -262,17 +254,6 @@ def test_several_macro_blocks_in_a_row():
 )
 def test_exact_share_of_fallback(rule, macro, rate, block_rows):
     check(matrix(rows_of(block_rows), 150, 2), rule, macro, 0.5, block_rows, rate)
-
-
-@pytest.mark.parametrize("block_rows", [1, 32])
-@pytest.mark.parametrize(
-    ("rule", "macro"),
-    [("mse", SEARCHES[0]), ("mse", SEARCHES[1])] + [(rule, macro) for rule in RULES for macro in SEARCHES[2:]],
-)
-def test_importance(rule, macro, block_rows):
-    importance = torch.rand(70, generator=torch.Generator().manual_seed(5)) ** 4 * 1e3
-    importance[3] = 0
-    check(matrix(rows_of(block_rows), 70, 4), rule, macro, 0.5, block_rows, importance=importance)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_mxfp4.numerics import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
+from hf_mxfp4.numerics import ScaleRule, decode_e8m0, scale_from_amax
 from hf_mxfp4.numerics.formats.e8m0 import inverse_scale, largest_finite_magnitude
 
 
@@ -40,18 +40,6 @@ def boundary_maxima() -> list[float]:
     return [float(value) for value in values]
 
 
-def test_block_size():
-    assert BLOCK_SIZE == 32
-
-
-def test_decode_every_byte_is_a_power_of_two():
-    for dtype in (torch.float32, torch.float64):
-        values = decode_e8m0(ALL_BYTES, dtype)
-        assert values.dtype == dtype
-        assert [math.ldexp(1.0, byte - 127) for byte in range(255)] == values[:255].tolist()
-        assert math.isnan(values[255])
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
 def test_decode_matches_ml_dtypes_and_torch(dtype):
     ours = decode_e8m0(ALL_BYTES.to(dtype)).numpy()
@@ -74,14 +62,6 @@ def test_rule_at_every_boundary_of_every_exponent(rule):
     assert not wrong[:5]
 
 
-def test_rceil_is_the_smallest_scale_that_does_not_clip():
-    maxima = boundary_maxima()
-    for amax, byte in zip(maxima, scale_from_amax(torch.tensor(maxima), ScaleRule.RCEIL).tolist(), strict=True):
-        scale = Fraction(2) ** (byte - 127)
-        assert Fraction(amax) <= 6 * scale
-        assert byte == 0 or Fraction(amax) > 3 * scale
-
-
 @pytest.mark.parametrize(("rule", "largest"), [("rceil", 253), ("floor", 252), ("even", 253), ("mse", 252)])
 def test_rule_outside_the_normal_range(rule, largest):
     amax = torch.tensor([0.0, 1e-45, 2.0**-126, torch.finfo(torch.float32).max, INF, NAN])
@@ -95,11 +75,6 @@ def test_clips_says_which_rules_saturate():
     for rule in ScaleRule:
         saturates = bool((maxima > 6 * decode_e8m0(scale_from_amax(maxima, rule))).any())
         assert rule.clips == saturates
-
-
-def test_rules_compare_equal_to_their_names():
-    assert [rule.value for rule in ScaleRule] == ["rceil", "floor", "even", "mse"]
-    assert ScaleRule("even") is ScaleRule.EVEN and ScaleRule.EVEN == "even"
 
 
 def test_largest_finite_magnitude():

@@ -6,7 +6,7 @@ import torch
 
 from hf_mxfp4 import QuantScheme, numerics
 from hf_mxfp4.backends import backend_for, cpu, fake_quantize
-from hf_mxfp4.gemm import packed_product_route
+from hf_mxfp4.gemm import matmul_route
 from hf_mxfp4.numerics import fake_quantize as reference
 
 
@@ -112,5 +112,5 @@ def test_the_values_are_those_of_the_numeric_contract(scheme, dtype):
 def test_how_products_with_packed_weights_are_computed_and_why(device, scheme, backend, route, why):
     if device == "cuda":
         pytest.importorskip("triton")
-    found = packed_product_route(1, 256, 512, numerics.parse_scheme(scheme), device, backend=backend)
+    found = matmul_route(1, 256, 512, numerics.parse_scheme(scheme), device, backend=backend)
     assert found[0] == route and why in found[1]

@@ -11,9 +11,8 @@ from pairwise import pairwise_params
 from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, QuantScheme, numerics
-from hf_mxfp4.gemm.custom_ops.linear import what_is_saved
+from hf_mxfp4.gemm.compile import state_of, what_is_saved
 from hf_mxfp4.gemm.saved import PARTS
-from hf_mxfp4.gemm.state import state_of
 from hf_mxfp4.numerics import parse_scheme
 
 
@@ -104,7 +103,7 @@ def test_the_trainable_linear_operator(preset, saved, shape):
     x = torch.randn(shape, requires_grad=True)
     spec, layer_id = layer.state.spec, layer.state.layer_id
     kept, has_step = what_is_saved(spec, x.dtype, x.dtype), preset == "w4a4g8"
-    arguments = None, layer_id, x.dtype, kept, 70, spec.input_text, has_step, False
+    arguments = None, layer_id, x.dtype, kept, 70, str(spec.input_scheme), has_step, False, True
     opcheck(OPS.quantized_linear.default, (x, layer.weight, layer.bias, *arguments))
     out, tensors = OPS.quantized_linear(x, layer.weight, None, *arguments)
     needs, tail = [True, True, False], (x.dtype, kept, has_step, False, x.dtype, None)
@@ -121,11 +120,10 @@ def test_the_packed_linear_operator(scheme):
     for rows in (3, 0):
         x = torch.randn(rows, 70, requires_grad=True)
         spec = layer.state.spec
-        opcheck(
-            OPS.packed_linear.default,
-            (x, *layer.packed_weight(), layer.bias, None, x.dtype, spec.weight_text, spec.input_text, spec.backend),
-        )
-        arguments = None, 70, x.dtype, x.dtype, spec.weight_text, spec.backend, [True, True]
+        weights, inputs = str(spec.weights), "" if spec.inputs is None else str(spec.inputs)
+        options = x.dtype, weights, inputs, 0, spec.backend
+        opcheck(OPS.packed_linear.default, (x, *layer.packed_weight(), layer.bias, None, *options))
+        arguments = None, 70, x.dtype, x.dtype, weights, 0, spec.backend, [True, True]
         opcheck(OPS.packed_linear_backward.default, (torch.randn(rows, 40), *layer.packed_weight(), *arguments))
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tables import CONFIGS, some
 
-from hf_mxfp4 import MXFP4RLConfig, fake_quantize, uncached_weights
+from hf_mxfp4 import MXFP4RLConfig, fake_quantize
 from hf_mxfp4 import quantize as mxfp4_quantize
 from hf_mxfp4.backends import select as backends
 from hf_mxfp4.gemm import (
@@ -15,12 +15,10 @@ from hf_mxfp4.gemm import (
     LayerRng,
     PackedSpec,
     group_by_expert,
-    grouped,
-    operands,
+    matmul,
     packed_linear,
     quantized_linear,
 )
-from hf_mxfp4.gemm.groups import PaddedRows
 from hf_mxfp4.numerics import GemmScheme, LinearScheme, QuantScheme
 
 
@@ -93,7 +91,7 @@ def test_rows_are_grouped_by_expert_in_their_order():
 def test_counts_are_read_back_only_when_asked_for():
     _, groups = group_by_expert(torch.tensor([2, 0, 2, 3, 0]), 5)
     assert "counts" not in vars(groups)
-    groups.offsets(torch.device("cpu")), groups.per_row(torch.arange(5)), PaddedRows(groups, 32, torch.device("cpu"))
+    groups.offsets(torch.device("cpu")), groups.per_row(torch.arange(5))
     assert "counts" not in vars(groups) and groups.counts == (2, 0, 2, 1, 0) and "counts" in vars(groups)
 
 
@@ -131,61 +129,14 @@ def test_each_expert_is_a_quantized_linear_of_its_own(scheme, transposed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_grouped_product_of_pytorch_gives_what_the_loop_gives(dtype, bias, monkeypatch):
     loop = run(*tensors(bias, dtype=dtype))
-    monkeypatch.setattr(grouped, "runs_grouped", lambda *operands: True)
+    monkeypatch.setattr("hf_mxfp4.gemm.matmul._runs_grouped", lambda *operands: True)
     x, weight, b, grad = (None if t is None else t.detach() for t in tensors(bias, dtype=dtype))
     values, groups = quantize(weight, dtype), Groups(COUNTS)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    out = grouped.product(quantize(x, dtype), values, groups, b)
+    out = matmul(quantize(x, dtype), values, b, groups)
     torch.testing.assert_close(out, loop[0], rtol=tolerance, atol=tolerance)
-    grad_x = grouped.product(grad, values.transpose(1, 2), groups)
+    grad_x = matmul(grad, values.transpose(1, 2), groups=groups)
     torch.testing.assert_close(grad_x, loop[1][0], rtol=tolerance, atol=10 * tolerance)
-
-
-def test_grouped_kernels_are_for_gpus_and_where_they_are_asked_for(monkeypatch):
-    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(2, 8, 8).bfloat16()
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not grouped.runs_grouped(x, weight)
-    assert not any(grouped.uses_kernels(x, backend) for backend in ("auto", "triton", "eager", "cpu"))
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert [grouped.uses_kernels(x, backend) for backend in ("auto", "triton", "eager")] == [False, True, False]
-    assert not grouped.uses_kernels(x.double(), "triton")
-
-
-@pytest.mark.parametrize(
-    ("scheme", "reason"),
-    [
-        ("w4a4g8", None),
-        ("w4a4g4", None),
-        ("paper_b", None),
-        ("full", None),
-        ("stochastic", "draws"),
-        ("random wgrad", "draws"),
-    ],
-)
-def test_experts_that_draw_random_numbers_are_computed_one_by_one(scheme, reason):
-    found = grouped.unsupported_reason(states(scheme)[0].spec)
-    assert found is None if reason is None else reason in found
-
-
-def test_rows_are_padded_to_whole_blocks_of_one_expert_each():
-    rows = PaddedRows(Groups(COUNTS), 32, torch.device("cpu"))
-    x = torch.arange(1.0, sum(COUNTS) + 1)[:, None].expand(-1, 3)
-    padded = rows.pad(x)
-    assert rows.offsets.tolist() == [32, 32, 96, 128] and rows.offsets.dtype == torch.int32
-    assert padded.shape[0] % 32 == 0 and padded.shape[0] >= 128
-    assert torch.equal(padded[:5], x[:5]) and torch.equal(padded[32:65], x[5:38]) and torch.equal(padded[96:98], x[38:])
-    assert padded.sum() == x.sum()
-
-
-def test_the_weight_is_quantized_again_in_the_backward_pass_and_never_written(monkeypatch):
-    x, weight, bias, grad = tensors()
-    before, version, seen = weight.detach().clone(), weight._version, []
-    make = operands.weight_operand
-    monkeypatch.setattr(operands, "weight_operand", lambda w, *args: seen.append(w is weight) or make(w, *args))
-    with uncached_weights():
-        run(x, weight, bias, grad)
-    assert seen == [True, True]
-    assert torch.equal(weight, before) and weight._version == version
 
 
 def test_a_frozen_weight_keeps_no_input_and_gets_no_gradient():

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_mxfp4 import fake_quantize, uncached_weights
-from hf_mxfp4.gemm import GemmSpec, GemmState, LayerRng, operands, quantized_linear
+from hf_mxfp4 import fake_quantize
+from hf_mxfp4.gemm import GemmSpec, GemmState, LayerRng, quantized_linear
 from hf_mxfp4.numerics import FULL, GemmScheme, LinearScheme, QuantScheme
 
 
@@ -69,24 +69,13 @@ def test_nothing_is_recorded_without_gradients():
     assert not y.requires_grad
 
 
-def test_the_weight_is_quantized_again_in_backward_only_when_it_is_needed(monkeypatch):
-    calls, quantize = [], operands.weight_operand
-    monkeypatch.setattr(operands, "weight_operand", lambda *args: calls.append(1) or quantize(*args))
-    with uncached_weights():
-        quantized_linear(integers(3, 6), integers(5, 6).requires_grad_(), None, STATE).sum().backward()
-        assert len(calls) == 1
-        quantized_linear(integers(3, 6).requires_grad_(), integers(5, 6), None, STATE).sum().backward()
-        assert len(calls) == 3
-
-
 def test_backward_survives_a_weight_whose_storage_was_freed_in_between():
     x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
-    with uncached_weights():
-        y = quantized_linear(x, weight, None, STATE)
-        kept = weight.data
-        weight.data = torch.empty(0)
-        weight.data = kept
-        y.sum().backward()
+    y = quantized_linear(x, weight, None, STATE)
+    kept = weight.data
+    weight.data = torch.empty(0)
+    weight.data = kept
+    y.sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 5) @ fake_quantize(weight.detach()))
 
 

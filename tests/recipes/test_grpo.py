@@ -3,9 +3,7 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import processes
@@ -13,18 +11,16 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
-from transformers.integrations import integration_utils
+from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
-from hf_mxfp4.lab.run_report.log import RUN_LOG
+from hf_mxfp4.run_log import RUN_LOG
 from hf_mxfp4.stats import wilson
 from recipes.evaluation import generate as evaluation
 from recipes.grpo import main
-from recipes.post_training.arguments import QuantizationArguments, RecipeArguments, parse, parse_or_exit
-from recipes.tasks import TASKS
+from recipes.post_training.arguments import parse, parse_or_exit
 
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -112,13 +108,6 @@ def test_the_documented_command_runs_under_the_launcher(tmp_path):
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["n_quantized"] == 14
 
 
-def test_lora_on_the_recipe(tmp_path):
-    options = ["--use_peft=true", "--lora_r=2", "--lora_target_modules", "all-linear"]
-    summary = short_run(tmp_path / "out", *options)
-    assert summary["n_quantized"] == 14 and summary["reloaded"] == {"compared": 16, "identical": 16}
-    assert (tmp_path / "out" / "policy" / "adapter_model.safetensors").is_file()
-
-
 def test_all_evaluations_of_a_run_in_mixed_precision_are_in_it(tmp_path, monkeypatch):
     found, original = [], evaluation.complete_batches
 
@@ -142,62 +131,23 @@ def test_evaluations_while_training_do_not_change_it(tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_evaluations_while_training_reach_the_trackers(tmp_path, monkeypatch):
-    seen = []
-
-    class Tracker(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append((state.global_step, logs))
-
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
-    short_run(tmp_path / "out", "--evaluate_every=2", "--reload_check=0", "--report_to=wandb", "--max_steps=4")
-    greedy = [(step, logs["greedy/exact_match"]) for step, logs in seen if "greedy/exact_match" in logs]
-    assert [step for step, _ in greedy] == [2, 4] and all(0 <= accuracy <= 1 for _, accuracy in greedy)
-    # Beside what the steps log, whose averages they leave alone.
-    assert [step for step, logs in seen if "reward" in logs] == [1, 2, 3, 4]
-    assert not any("reward" in logs for _, logs in seen if "greedy/exact_match" in logs)
-    history = json.loads((tmp_path / "out" / "log_history.json").read_text())
-    assert [
-        (entry["step"], entry["greedy/exact_match"]) for entry in history if "greedy/exact_match" in entry
-    ] == greedy
-
-
-def test_without_room_before_training_the_evaluation_before_rl_is_left_out_and_said_so(tmp_path, capsys, monkeypatch):
-    def no_room(device, model, copies):
-        return f"no room on {device}, copies: {copies}"
-
-    monkeypatch.setattr("recipes.post_training.evaluation.why_not_on", no_room)
-    summary = short_run(tmp_path / "out", "--reload_check=0", "--cache_rollout_weights=false")
-    assert summary["accuracy_before"] is None and summary["accuracy_after"]["exact_match"] >= 0
-    assert "not evaluated before RL: no room on cpu, copies: False" in capsys.readouterr().out
-
-
 def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsys, monkeypatch):
-    load, asked = AutoModelForCausalLM.from_pretrained, []
+    load = AutoModelForCausalLM.from_pretrained
 
     def no_room_for_a_second_one(source, **options):
-        asked.append(options)
         if Path(source).name == "policy":
-            raise torch.OutOfMemoryError("no memory left\nand a long table")
+            raise torch.OutOfMemoryError("no memory left")
         return load(source, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_room_for_a_second_one)
     out = tmp_path / "out"
     with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
-        short_run(out, REPORTED, "--trust_remote_code=true", "--attn_implementation=eager")
-    assert [options["trust_remote_code"] for options in asked] == [True, True]
-    assert [options["attn_implementation"] for options in asked] == ["eager", "eager"]
-
+        short_run(out)
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["reloaded"] is None and summary["reload_error"].startswith("OutOfMemoryError: no memory left")
-    assert summary["accuracy_after"]["exact_match"] >= 0 and summary["seconds"] > 0
+    assert summary["reloaded"] is None and summary["accuracy_after"]["exact_match"] >= 0 and summary["seconds"] > 0
     assert len((out / "completions_after.jsonl").read_text().splitlines()) == 16
-    assert len(json.loads((out / "log_history.json").read_text())) >= 3
     assert "exact_match" in (out / "policy" / "README.md").read_text()
-    assert [line["when"] for line in logged(out, "evaluation")] == ["before RL", "after RL"]
-    table = capsys.readouterr().out
-    assert "FAILED, see below" in table and "reloading failed OutOfMemoryError: no memory left" in table
-    assert "--reload_check 0 leaves the comparison out" in table
+    assert "reloading failed all results are written; --reload_check 0" in capsys.readouterr().out
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -232,23 +182,6 @@ def test_configurations_with_vllm_are_the_one_without_but_for_where_it_samples(n
     assert other["use_vllm"] is True and other["vllm_mode"] == {"vllm": "colocate", "vllm_server": "server"}[name]
 
 
-def test_the_server_of_a_configuration_is_started_in_its_scheme():
-    path = CONFIGS / "qwen2.5_3b_gsm8k_vllm_server.yaml"
-    lines = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    command = " ".join(line.removeprefix("#").strip().removesuffix("\\") for line in lines)
-    overrides = json.loads(re.search(r"--hf-overrides '(.*?)'", command)[1])
-    _, scheme, training, model = parse(["--config", str(path), "--use_cpu=true", "--bf16=false"])
-    assert MXFP4RLConfig.from_dict(overrides["quantization_config"]) == scheme
-    assert f"vllm serve {model.model_name_or_path} --host 127.0.0.1 " in command
-    assert training.vllm_server_base_url == "http://localhost:8000"  # the port of `vllm serve`
-
-
-def test_every_option_of_the_scheme_is_an_argument_with_the_same_default():
-    scheme = {option.name: option.default for option in fields(MXFP4RLConfig) if option.init}
-    scheme.pop("format_version")
-    assert {option.name: option.default for option in fields(QuantizationArguments)} == scheme
-
-
 def test_the_command_line_wins_over_yaml(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("preset: w4a16\nmacro_block: 64\noutlier_fallback: null\nuse_cpu: true\nbf16: false\n")
@@ -272,7 +205,6 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
     path.write_text(
         "preset: w4a4g4\nuse_cpu: true\nbf16: false\nmacro_block: null\noutlier_fallback: null\n"
         "dgrad:\n  grad: rceil+stochastic\n"
-        "layer_overrides:\n  - modules: layers.0\n    wgrad: {grad: full, x: reuse}\n"
     )
     words = ["--config", str(path), f"--output_dir={tmp_path}", "--wgrad", "{rotation: deterministic-16}"]
     expected = {
@@ -281,12 +213,10 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
         "outlier_fallback": None,
         "dgrad": {"grad": "rceil+stochastic"},
         "wgrad": {"rotation": "deterministic-16"},
-        "layer_overrides": [{"modules": "layers.0", "wgrad": {"grad": "full", "x": "reuse"}}],
     }
     assert parse(words)[1] == MXFP4RLConfig(**expected)
-    words += ["--dgrad=none", '--layer_overrides=[{"modules": "mlp", "dgrad": {"grad": "fp8"}}]']
-    changed = {"dgrad": None, "layer_overrides": [{"modules": "mlp", "dgrad": {"grad": "fp8"}}]}
-    assert parse(words)[1] == MXFP4RLConfig(**{**expected, **changed})
+    words += ["--dgrad=none"]
+    assert parse(words)[1] == MXFP4RLConfig(**{**expected, "dgrad": None})
     with pytest.raises(ValueError, match="dgrad has no option 'grd'; did you mean 'grad'"):
         parse([*words, "--dgrad={grd: full}"])
     with pytest.raises(ValueError, match="dgrad='{grad: full' is neither YAML nor JSON"):
@@ -300,13 +230,27 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
         (["--preset=w4"], "preset='w4' is not supported; choose one of 'w4a16', 'w4a4'"),
         (["--aqn_num_stages=0"], "aqn_num_stages=0 must be at least 1"),
         (["--config=nowhere.yaml"], "no configuration file nowhere.yaml"),
-        (["--config"], "--config needs the name of a YAML file"),
+        (["--config"], "argument --config: expected one argument"),
+        (["--aqn_num_stages=x"], "invalid int value: 'x'"),
+        (["--sft_learning_rate=1"], "sft_learning_rate is gone: the supervised steps have a learning rate of 5e-4"),
         (["--no_overwrite"], "no option 'no_overwrite'; did you mean 'overwrite'"),
         (["--outlier_fallback=abc"], "outlier_fallback='abc' must be a number or none"),
         (["--load_in_4bit=true"], "bitsandbytes"),
         (["--overlong_buffer=9"], "overlong_buffer=9 is more than max_completion_length=4"),
     ],
-    ids=["misspelt", "preset", "stages", "no-file", "no-value", "negated", "number", "bitsandbytes", "overlong"],
+    ids=[
+        "misspelt",
+        "preset",
+        "stages",
+        "no-file",
+        "no-value",
+        "no-number",
+        "removed",
+        "negated",
+        "number",
+        "bitsandbytes",
+        "overlong",
+    ],
 )
 def test_wrong_options_end_with_a_message(options, message, tmp_path):
     with pytest.raises(SystemExit, match="error: ") as caught:
@@ -348,11 +292,6 @@ def test_math500_without_math_verify_says_what_to_install(tmp_path, monkeypatch)
 def test_help_of_the_scripts(name):
     done = processes.run(processes.script(ROOT / "recipes" / f"{name}.py", "--help"))
     assert done.returncode == 0 and "usage:" in done.stdout and "error:" not in done.stderr, done.output[-2000:]
-
-
-def test_the_help_names_every_task():
-    text = next(option.metadata["help"] for option in fields(RecipeArguments) if option.name == "task")
-    assert all(task in text for task in TASKS)
 
 
 EMPTY = "--test_file=empty.jsonl"
@@ -428,18 +367,6 @@ def test_a_saved_policy_is_not_trained_under_another_scheme(whole, tmp_path):
     assert saved.get("quantization_config") is None
 
 
-def test_a_checkpoint_of_another_quantization_method_is_refused(tmp_path, checkpoint):
-    folder = Path(checkpoint("qwen2"))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (folder / "config.json").write_text(json.dumps(config))
-    from recipes.tasks.tiny_model import build_char_tokenizer
-
-    build_char_tokenizer("0123456789+=").save_pretrained(folder)
-    with pytest.raises(SystemExit, match="FineGrainedFP8Config"):
-        short_run(tmp_path / "out", f"--model_name_or_path={folder}")
-
-
 # ---- the real GSM8K -------------------------------------------------------------------------------------------------
 
 
@@ -453,7 +380,7 @@ def test_gsm8k_recipe_on_the_real_data(n_test, tmp_path):
     config = ["--config", str(CONFIGS / "qwen2.5_3b_gsm8k.yaml")]
     options = [
         f"--train_file={data}/train.jsonl", f"--test_file={data}/test.jsonl", "--model_name_or_path=none",
-        "--tiny_max_positions=2048", "--use_cpu=true", "--bf16=false", "--gradient_checkpointing=false",
+        "--use_cpu=true", "--bf16=false", "--gradient_checkpointing=false",
         "--gradient_accumulation_steps=1", "--save_strategy=no", "--max_completion_length=4", "--overlong_buffer=0",
         "--greedy_batch_size=64", "--reload_check=64", f"--output_dir={tmp_path / 'out'}",
     ]  # fmt: skip

@@ -13,15 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_grpo import TINY
 from test_grpo_two_processes import launch
-from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from undrawn import leave_figures_undrawn
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from recipes.grpo import main
 from recipes.post_training.arguments import parse
-from recipes.post_training.checksum import frozen_checksum
 from recipes.post_training.policy import find_start
 
 
@@ -50,7 +47,6 @@ def test_the_whole_recipe_on_a_packed_base(whole):
     assert summary["n_quantized"] == 14 and summary["n_skipped"] == 1 and summary["steps"] == 3
     assert summary["scheme"] == PACKED.describe() and summary["adapter"]
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
-    assert summary["base_checksum"]["before"] == summary["base_checksum"]["after"]
     assert summary["aqn_sigma_logged"] == pytest.approx({"largest": 1e-2, "last": 1e-3})
     assert json.loads((folder / "summary.json").read_text()) == summary
 
@@ -59,7 +55,7 @@ def test_the_whole_recipe_on_a_packed_base(whole):
     adapter = json.loads((folder / "policy" / "adapter_config.json").read_text())
     assert MXFP4RLConfig.from_dict(adapter["base_quantization"]) == PACKED
     assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (2, 32, 0.0)
-    for text in ("frozen base", "bit-identical", "16 of 16 completions identical", "adapter alone"):
+    for text in ("16 of 16 completions identical", "adapter alone"):
         assert text in table
 
 
@@ -125,7 +121,6 @@ def test_an_adapter_as_the_start_is_trained_further(whole, tmp_path, options):
     assert 0 < distance(weights, adapter_weights(tmp_path / "moved" / "policy")) < 0.01
     assert moved["reloaded"] == {"compared": 16, "identical": 16} and moved["adapter"]
     assert moved["n_quantized"] == 14 and moved["scheme"] == PACKED.describe()
-    assert moved["base_checksum"]["before"] == moved["base_checksum"]["after"]
     saved = json.loads((tmp_path / "moved" / "policy" / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(whole[0] / "base") and saved["r"] == 2
 
@@ -172,7 +167,6 @@ def test_two_processes(tmp_path):
     summary = launch(tmp_path / "out", 2, "--config", str(CONFIGS / "tiny_cpu_lora.yaml"), "--lora_r=2")
     assert summary["n_quantized"] == 14 and summary["steps"] == 3
     assert summary["reloaded"] == {"compared": 13, "identical": 13}
-    assert summary["base_checksum"]["before"] == summary["base_checksum"]["after"]
 
 
 @pytest.mark.parametrize("name", ["tiny_cpu_lora", "qwen2.5_7b_lora"])
@@ -181,36 +175,3 @@ def test_the_shipped_configurations_are_packed_with_lora(name):
     _, quantization, training, model = parse(arguments)
     assert quantization == PACKED and training.aqn
     assert model.use_peft and model.lora_target_modules == "all-linear" and model.lora_r == 16
-
-
-def test_two_recipes_of_one_task_differ_only_where_they_should():
-    options = {}
-    for name in ("tiny_cpu", "tiny_cpu_lora"):
-        recipe, quantization, training, model = parse(["--config", str(CONFIGS / f"{name}.yaml")])
-        options[name] = {**vars(recipe), **training.to_dict(), **vars(model), **quantization.to_dict()}
-    for option in options.values():
-        del option["named"]
-    first, second = options["tiny_cpu"], options["tiny_cpu_lora"]
-    different = {key for key in first if first[key] != second[key]}
-    assert different <= {
-        "mode", "preset", "outlier_fallback", "output_dir", "logging_dir", "run_name", "learning_rate", "use_peft",
-        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "error_every",
-    }  # fmt: skip
-
-
-def test_the_checksum_sees_every_frozen_bit_and_nothing_else():
-    model = make_model()
-    quantize_linears(model, PACKED)
-    model.requires_grad_(False)
-    model.lm_head.weight.requires_grad_(True)
-    before = frozen_checksum(model)
-    with torch.no_grad():
-        model.lm_head.weight.add_(1.0)
-        assert frozen_checksum(model) == before
-        scale = model.model.layers[1].mlp.down_proj.weight_scale
-        scale[0, 0] ^= 1
-        assert frozen_checksum(model) != before
-        scale[0, 0] ^= 1
-        assert frozen_checksum(model) == before
-        model.model.norm.weight[0] = -model.model.norm.weight[0]
-        assert frozen_checksum(model) != before

@@ -39,7 +39,7 @@ def test_the_whole_recipe(tmp_path, no_figures):
     folder = tmp_path / "out"
     summary = main([*CONFIG, *TINY, *SHORT, "--n_test=16", f"--output_dir={folder}"])
     assert summary["steps"] == 3 and summary["n_quantized"] >= 8  # the attention's; experts where they are quantized
-    assert summary["model"] == "qwen3_moe made on the spot (2 layers, width 32)"
+    assert summary["model"] == "qwen3_moe made for this run (2 layers, width 32)"
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
     assert summary["aqn_sigma_logged"] == pytest.approx({"largest": 1e-2, "last": 1e-3})
     check_routing(folder)
@@ -72,8 +72,6 @@ def test_the_model_depends_on_its_arguments_alone():
     ("options", "message"),
     [
         ({"hidden_size": 30}, "hidden_size must be divisible by num_heads"),
-        ({"intermediate_size": 66}, "intermediate_size must be divisible by 4"),
-        ({"experts_per_token": 9}, "experts_per_token must be between 1 and num_experts=8, got 9"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options, message):

@@ -13,9 +13,7 @@ from tiny_models import make_model
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from recipes.pretraining.arguments import StudyArguments, parse
 from recipes.pretraining.arms import BASELINE, NAMED_ARMS, choose_arms, quantized_operands
-from recipes.pretraining.corpus import load_corpus
-from recipes.pretraining.generated import ALPHABET, Language, generate
-from recipes.pretraining.records import StudyFile
+from recipes.pretraining.corpus import ALPHABET, Language, generate, load_corpus
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
@@ -40,10 +38,6 @@ def test_arms_quantize_what_they_say(name, expected):
     operands = quantized_operands(model)
     assert {operand for operand, count in operands.items() if count} == expected
     assert {count for count in operands.values() if count} == {14}  # every linear layer of both blocks
-
-
-def test_a_full_precision_model_has_no_quantized_operand():
-    assert set(quantized_operands(make_model(layers=2, hidden=32, intermediate=48)).values()) == {0}
 
 
 def test_arms_differ_from_each_other_in_their_scheme():
@@ -86,11 +80,10 @@ def test_arms_of_your_own():
     "names, extra, message",
     [
         (["baseline", "al"], None, "did you mean 'all'"),
-        (["all"], None, "needs 'baseline'"),
-        (["baseline", "all", "all"], None, "all more than once"),
+        (["all"], None, "must be distinct, with 'baseline'"),
+        (["baseline", "all", "all"], None, "must be distinct"),
         (["baseline", "x"], {"x": {"preset": "w4a3"}}, "arm x: "),
         (["baseline", "x"], {"x": {"presett": "w4a4"}}, "did you mean 'preset'"),
-        (["baseline", "x"], {"x": {"oscireset": "often"}}, "true or false"),
         (["baseline"], {"all": {}}, "built-in arm"),
         (["baseline"], ["all"], "must map names"),
     ],
@@ -103,17 +96,16 @@ def test_bad_arms(names, extra, message):
 # ---- the generated language
 
 
-def test_documents_are_a_function_of_seed_and_split():
-    def first(seed, split):
-        return list(itertools.islice(Language(seed).documents(split), 20))
+def test_documents_are_a_function_of_the_split():
+    def first(split):
+        return list(itertools.islice(Language().documents(split), 20))
 
-    assert first(0, "train") == first(0, "train")
-    assert first(0, "train") != first(1, "train") and first(0, "train") != first(0, "validation")
+    assert first("train") == first("train") != first("validation")
 
 
 def test_documents_are_sentences_sums_and_copies():
     kinds = {"sum": 0, "copy": 0, "sentence": 0}
-    for text, nats in itertools.islice(Language(0).documents("train"), 1000):
+    for text, nats in itertools.islice(Language().documents("train"), 1000):
         assert set(text) <= set(ALPHABET) and nats > 0
         if "=" in text:
             a, b = text.split("=")[0].split("+")
@@ -131,7 +123,7 @@ def test_documents_are_sentences_sums_and_copies():
 
 
 def test_entropy_is_that_of_the_generator():
-    language = Language(0)
+    language = Language()
     texts, entropy = generate(language, "validation", 5000)
     characters = sum(len(text) + 1 for text in texts)
     assert characters >= 5000 > characters - len(texts[-1]) - 1
@@ -152,17 +144,15 @@ def test_generated_sequences_have_every_token_once():
     assert len(corpus.train) == 50 and len(corpus.validation) == 4
     rows = corpus.train["input_ids"]
     assert all(len(row) == 32 for row in rows) and (corpus.train[3]["labels"] == corpus.train[3]["input_ids"]).all()
-    expected, _ = generate(Language(0), "train", 1000)
+    expected, _ = generate(Language(), "train", 1000)
     text = "".join(corpus.tokenizer.decode(row) for row in rows)
     assert text.startswith(corpus.tokenizer.eos_token.join(expected[:10]))
 
 
 def test_order_follows_the_seed_alone():
     corpus = load_corpus(options(), 32 * 50)
-    first, checksum = corpus.ordered(1, 8)
-    again, same = load_corpus(options(), 32 * 50).ordered(1, 8)
-    other, different = corpus.ordered(2, 10)
-    assert checksum == same != different
+    first, other = corpus.ordered(1, 8), corpus.ordered(2, 10)
+    again = load_corpus(options(), 32 * 50).ordered(1, 8)
     assert [row.tolist() for row in first["input_ids"]] == [row.tolist() for row in again["input_ids"]]
     assert len(first) == 48 and len(other) == 50  # whole steps
     rows = {tuple(row.tolist()) for row in other["input_ids"]}
@@ -214,13 +204,12 @@ def test_without_the_hub(monkeypatch):
     [
         (["--arm", "all"], "did you mean 'arms'"),
         (["--extra_tokens", "-1"], "extra_tokens=-1.0"),
-        (["--target_fraction", "1.5"], "target_fraction=1.5"),
+        (["--target_fraction", "0.5"], "target_fraction is gone: the target is"),
         (["--corpus", "c4"], "must be one of generated, files, hub"),
         (["--corpus", "files"], "needs data_files"),
         (["--data_files", "a.txt"], "needs data_files"),
         (["--seeds", "1", "1"], "distinct"),
         (["--tokenizer_name", "gpt2"], "its own tokenizer"),
-        (["--oscireset_start", "1"], "oscireset_start=1.0"),
         (["--sequence_length", "1"], "sequence_length=1"),
         (["--max_steps", "-1"], "max_steps must be"),
         (["--extra_arms", "{a: ["], "neither YAML nor JSON"),
@@ -251,27 +240,10 @@ def test_shipped_configurations_of_studies_parse(path):
         if name not in ("use_cpu", "bf16", "tf32", "report_to"):
             assert getattr(owner, name) in (value, str(value)), name
     resets = [arm for arm in study.arms if arm.resets]
-    start = study.options.oscireset_start * study.training.max_steps
+    start = 0.6 * study.training.max_steps
     assert not resets or start + study.options.oscireset_window <= study.total_steps
 
 
 def test_extra_arms_from_the_command_line():
     study = parse(["--arms", "baseline", "mine", "--extra_arms", "{mine: {preset: w4a16}}"])
     assert [arm.name for arm in study.arms] == ["baseline", "mine"] and study.arms[1].config.preset == "w4a16"
-
-
-# ---- the record of a study
-
-
-def test_finished_runs_are_kept_and_other_settings_refused(tmp_path):
-    path = tmp_path / "study.json"
-    stored = StudyFile(path, {"max_steps": 10})
-    assert not stored.finished("all", 0, "scheme")
-    stored.add({"arm": "all", "seed": 0, "scheme": "scheme"})
-    again = StudyFile(path, {"max_steps": 10})
-    assert again.finished("all", 0, "scheme") and not again.finished("all", 1, "scheme")
-    with pytest.raises(ValueError, match="give the arm another name"):
-        again.finished("all", 0, "another scheme")
-    with pytest.raises(ValueError, match="max_steps=10"):
-        StudyFile(path, {"max_steps": 20})
-    assert list(tmp_path.iterdir()) == [path]

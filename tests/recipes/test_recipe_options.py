@@ -8,9 +8,8 @@ import yaml
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.presets import PRESETS
-from recipes.ablations.arguments import parse as parse_ablation
-from recipes.ablations.grid import Run, check_cells, parse_run, read_grid
-from recipes.common.options import bare_flags
+from recipes.ablation import parse as parse_ablation
+from recipes.ablations.grid import read_grid
 from recipes.common.schemes import preset_of
 from recipes.evaluation.arguments import parse as parse_evaluation
 from recipes.post_training.arguments import load_task_or_exit, parse
@@ -91,12 +90,11 @@ def grid_of(path, **changes):
 
 
 def schemes_of(grid):
-    return {run.cell.name: parse_run(run.config).quantization for run in grid.runs}
+    return {run.cell.name: run.parse().quantization for run in grid.runs}
 
 
 def test_a_cell_with_a_preset_is_exactly_that_preset(tmp_path, capsys):
     grid = read_grid(grid_of(tmp_path / "grid.yaml"))
-    check_cells(grid)
     told = " ".join(capsys.readouterr().out.split())
     assert "cell paper its own preset or mode resets scale_rule=rceil, macro_block=None, outlier_fallback=None" in told
     assert "cell mxfp4" not in told
@@ -111,15 +109,15 @@ def test_a_cell_with_a_preset_is_exactly_that_preset(tmp_path, capsys):
 
 def test_options_for_all_cells_and_another_start(tmp_path):
     path = grid_of(tmp_path / "grid.yaml", launcher="accelerate launch")
-    words = ["--config", str(path), "--max_steps", "2", "--model_name_or_path=small", "--launcher", "", "--dry-run"]
-    arguments, options = parse_ablation("", words)
-    assert arguments.dry_run and options == {"max_steps": 2, "model_name_or_path": "small"}
-    grid = read_grid(arguments.config, launcher=arguments.launcher, options=options)
-    assert grid.models[0].launcher == ()
+    words = ["--config", str(path), "--max_steps", "2", "--model_name_or_path=small", "--launcher", "", "--report-only"]
+    config, arguments, options = parse_ablation(words)
+    assert config == str(path) and arguments.report_only and options == {"max_steps": 2, "model_name_or_path": "small"}
+    grid = read_grid(path, launcher=arguments.launcher, options=options)
+    assert grid.launcher == []
     assert {(run.config["max_steps"], run.config["model_name_or_path"]) for run in grid.runs} == {(2, "small")}
     preset = read_grid(path, options={"preset": "paper_a"}, only=["mxfp4"])
     assert schemes_of(preset) == {"mxfp4": MXFP4RLConfig(preset="paper_a")}
-    assert next(preset.runs).folder == Run(grid, grid.models[0], preset.models[0].cells[0], 0).folder
+    assert next(preset.runs).folder == tmp_path / "out" / "cells" / "mxfp4" / "seed0"
 
 
 @pytest.mark.parametrize(
@@ -132,17 +130,12 @@ def test_options_for_all_cells_and_another_start(tmp_path):
 )
 def test_options_for_all_cells_that_cannot_be(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        check_cells(read_grid(grid_of(tmp_path / "grid.yaml"), options=options), options)
+        read_grid(grid_of(tmp_path / "grid.yaml"), options=options)
 
 
 def test_a_rehearsal_says_what_to_do_instead():
-    with pytest.raises(ValueError, match="--rehearse is gone: .* --max_steps 2"):
-        parse_ablation("", ["--config", "grid.yaml", "--rehearse"])
-
-
-def test_grids_of_earlier_versions_are_read(tmp_path):
-    base = {"model_name_or_path": "model", "architecture": "qwen2", "sizes": {"tie_word_embeddings": True}}
-    assert read_grid(grid_of(tmp_path / "grid.yaml", base=base)).models[0].base == {"model_name_or_path": "model"}
+    with pytest.raises(ValueError, match="rehearse is gone: .* --max_steps 2"):
+        parse_ablation(["--config", "grid.yaml", "--rehearse"])
 
 
 # ---- without a configuration ----------------------------------------------------------------------------------------
@@ -181,16 +174,12 @@ def test_completions_are_as_long_as_the_task_needs_where_nobody_says(tmp_path):
 @pytest.mark.parametrize("words", [["--overwrite"], ["--overwrite", "true"], ["--overwrite=True"]])
 def test_a_flag_may_have_a_value_or_none(words):
     assert parse(words)[0].overwrite is True
-    assert parse_evaluation([*words, "model"]).overwrite is True
-    assert parse_evaluation(["model", *words]).model == "model"
+    assert parse_evaluation(["model", *words]).overwrite is True
 
 
 def test_a_flag_may_be_false():
     assert parse(["--overwrite", "false"])[0].overwrite is False
     assert parse_evaluation(["model", "--overwrite", "false", "--use-cpu=false"]).overwrite is False
-    assert bare_flags(["--a", "false", "b", "--c-d=true", "--e", "true"], ["--a", "--c_d"]) == [
-        "b", "--c_d", "--e", "true",
-    ]  # fmt: skip
 
 
 def test_modules_to_leave_out_have_one_name_and_earlier_ones_warn(tmp_path, capsys):
@@ -202,14 +191,24 @@ def test_modules_to_leave_out_have_one_name_and_earlier_ones_warn(tmp_path, caps
     path.write_text("exclude: [layers.0, down_proj]\n")
     for words in (["--skip", "layers.0", "down_proj"], ["--config", str(path), *CPU]):
         assert parse(words)[1] == expected
-        assert "is called modules_to_not_convert here" in capsys.readouterr().out
+        assert "is called" in capsys.readouterr().out
     with pytest.raises(ValueError, match="is given more than once; give all modules after one"):
-        parse(["--skip", "layers.0", "--skip", "down_proj"])
+        parse(["--modules-to-not-convert", "layers.0", "--modules_to_not_convert", "down_proj"])
 
 
-def test_a_second_configuration_is_refused():
-    with pytest.raises(ValueError, match="--config is given more than once"):
-        parse([*of_file("tiny_cpu"), *of_file("tiny_cpu_lora")])
+def test_options_that_are_gone_are_read_from_files_with_the_value_that_they_have_now(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("sft_target_loss: 0.55\nsft_learning_rate: 5.0e-4\n")
+    assert parse(["--config", str(path), *CPU])[0].sft_steps == 400
+    path.write_text("sft_target_loss: 0.4\n")
+    with pytest.raises(ValueError, match="sft_target_loss is gone: .* bound them by sft_steps"):
+        parse(["--config", str(path), *CPU])
+
+
+def test_evaluation_and_training_call_an_option_the_same_and_earlier_names_are_read(capsys):
+    found = parse_evaluation(["model", "--limit=9", "--data-seed", "3"])
+    assert (found.n_test, found.data_seed_split) == (9, 3)
+    assert "--limit is called --n_test here" in capsys.readouterr().out
 
 
 def test_hyphens_in_the_study():

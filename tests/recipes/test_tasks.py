@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of the recipes: loading and its errors, tokenizers, the tiny model and its warm-up."""
 
-import inspect
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from recipes.tasks import TASKS, Task, arithmetic, gsm8k, load_task, sources, tiny_model
+from recipes.post_training.arguments import load_task_or_exit, parse
+from recipes.tasks import ALPHABET, build_tokenizer, load_task, sources, tiny_model
 
 
 ROWS = [
@@ -40,42 +41,13 @@ def no_hub(*args, **kwargs):
     raise ConnectionError("the Hub is out of reach")
 
 
-# ---- load_task and Task ----
-
-
-def test_signature_of_load_task():
-    parameters = inspect.signature(load_task).parameters
-    assert list(parameters) == [
-        "name", "train_file", "test_file", "dataset_name", "dataset_config", "seed", "n_train", "n_test",
-        "prompt_template", "conversational", "problem_count", "problem_steps", "test_only", "prompt_column",
-        "answer_column", "score", "reward",
-    ]  # fmt: skip
-    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "name")
-
-
-@pytest.mark.parametrize(("name", "guess"), [("arithmatic", "arithmetic"), ("GSM8K", "gsm8k"), ("gsm-8k", "gsm8k")])
-def test_unknown_names_get_a_suggestion_and_the_list(name, guess):
-    with pytest.raises(ValueError, match=f"unknown task '{name}': did you mean '{guess}'\\? .*'arithmetic', 'gsm8k'"):
-        load_task(name)
-
-
-def test_unknown_names_without_a_near_one_get_the_list():
-    with pytest.raises(
-        ValueError, match="the tasks are 'arithmetic', 'gsm8k', 'math500', 'file', 'word_problems', 'few_shot'"
-    ):
-        load_task("zzz")
-    assert TASKS == ("arithmetic", "gsm8k", "math500", "file", "word_problems", "few_shot")
-
-
-def test_a_task_without_rows_columns_or_scores_is_refused():
-    good = load_task("arithmetic", n_train=2, n_test=2)
-    parts = {field: getattr(good, field) for field in Task.__dataclass_fields__}
-    with pytest.raises(ValueError, match="the train split is empty"):
-        Task(**{**parts, "train": good.train.select([])})
-    with pytest.raises(ValueError, match="the test split has no column completion, answer"):
-        Task(**{**parts, "test": Dataset.from_dict({"prompt": ["1+1="]})})
-    with pytest.raises(ValueError, match="at least one reward function and one score"):
-        Task(**{**parts, "scores": {}})
+def test_unknown_names_and_options_are_refused():
+    with pytest.raises(ValueError, match="unknown task 'GSM8K': the tasks are .*gsm8k"):
+        load_task("GSM8K")
+    for task, option in (("arithmetic", "train_file"), ("arithmetic", "problem_steps"), ("gsm8k", "prompt_column")):
+        with pytest.raises(ValueError, match=f"does not take {option}; for problems of your own use the task 'file'"):
+            load_task(task, **{option: "x"})
+    assert load_task("arithmetic", train_file=None, n_train=2).name == "arithmetic"  # None is no value
 
 
 # ---- arithmetic ----
@@ -90,13 +62,13 @@ def test_arithmetic_covers_all_pairs_once():
     for row in task.test:
         a, b = row["prompt"].rstrip("=").split("+")
         assert row["completion"] == row["answer"] == str(int(a) + int(b))
-    assert task.headline == "exact_match"
+    assert list(task.scores) == ["exact_match"]
     assert task.max_completion_length >= 3  # two digits and eos
     [reward] = task.reward_funcs
     assert (
         reward(prompts=None, completions=list(task.test["completion"]), answer=list(task.test["answer"])) == [1] * 500
     )
-    assert set("".join(prompts) + "".join(task.train["answer"])) <= set(arithmetic.ALPHABET)
+    assert set("".join(prompts) + "".join(task.train["answer"])) <= set(ALPHABET)
 
 
 def test_arithmetic_splits_follow_the_seed_only():
@@ -109,23 +81,12 @@ def test_arithmetic_splits_follow_the_seed_only():
     assert set(few.test["prompt"]) < set(first.test["prompt"])
 
 
-def test_arithmetic_options():
-    task = load_task("arithmetic", conversational=True, n_test=1, n_train=1)
-    [message] = task.test[0]["prompt"]
-    assert message["role"] == "user" and message["content"].endswith("=")
-    assert len(arithmetic.load(limit=3).test) == 1
-    with pytest.raises(ValueError, match="limit must be at least 3"):
-        arithmetic.load(limit=2)
-    with pytest.raises(ValueError, match="does not take train_file, prompt_template"):
-        load_task("arithmetic", train_file="x", prompt_template="{question}")
-
-
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize(
-    ("wanted", "message"), [(0, "would be empty: 0 rows"), (-1, "-1 rows"), (2001, "2001 were asked")]
+    ("wanted", "message"), [(0, "0 rows"), (-1, "-1 rows"), (2001, "2001 were asked"), (2.5, "2.5 rows.*whole")]
 )
 def test_arithmetic_sizes_are_checked(split, wanted, message):
-    with pytest.raises(ValueError, match=f"arithmetic: the {split} split .*{message}"):
+    with pytest.raises(ValueError, match=f"arithmetic: the {split} split.*{message}"):
         load_task("arithmetic", **{f"n_{split}": wanted})
 
 
@@ -144,7 +105,7 @@ def test_gsm8k_from_files(files):
     for row, source in zip(task.train, ROWS, strict=True):
         assert source["question"] in row["prompt"] and "#### <number>" in row["prompt"]
         assert row["prompt"].endswith("\nAnswer:")
-    assert task.headline == "strict" and list(task.scores) == ["strict", "flexible"]
+    assert list(task.scores) == ["strict", "flexible"]
     for reward in task.reward_funcs:
         assert reward(completions=list(task.train["completion"]), answer=list(task.train["answer"])) == [1.0] * 3
     for score in task.scores.values():
@@ -166,20 +127,21 @@ def test_gsm8k_subsets_follow_the_seed(files):
     chosen = {seed: tuple(load_task("gsm8k", n_train=2, seed=seed, **files).train["answer"]) for seed in range(8)}
     assert len(set(chosen.values())) > 1 and all(len(rows) == 2 for rows in chosen.values())
     assert chosen[3] == tuple(load_task("gsm8k", n_train=2, seed=3, **files).train["answer"])
-    with pytest.raises(ValueError, match="the test split .*test.jsonl.* has 2 rows, 3 were asked for"):
+    with pytest.raises(ValueError, match="gsm8k: the test split has 2 rows, 3 were asked for"):
         load_task("gsm8k", n_test=3, **files)
-    with pytest.raises(ValueError, match="the train split .*train.jsonl.* would be empty"):
-        load_task("gsm8k", n_train=0, **files)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ('{"question": "q", "answer": ', r":3: not a line of JSON"),
-        ("[1]", r":3: expected a JSON object, got list"),
-        ('{"question": "q", "solution": "#### 1"}', r":3: no key 'answer' \(found: 'question', 'solution'\)"),
-        ('{"answer": "#### 1"}', r":3: no key 'question'"),
-        ('{"question": "q", "answer": 5}', r":3: 'answer' must be a string, got int"),
+        ("[1]", r":3: 'question' must be there and hold a string \(found: no object\)"),
+        (
+            '{"question": "q", "solution": "#### 1"}',
+            r":3: 'answer' must be there and hold a string \(found: 'question', 'solution'\)",
+        ),
+        ('{"answer": "#### 1"}', r":3: 'question' must be there"),
+        ('{"question": "q", "answer": 5}', r":3: 'answer' must be there and hold a string"),
         ('{"question": "q", "answer": "it is 5"}', r":3: no '#### <number>' in the reference solution 'it is 5'"),
     ],
 )
@@ -242,16 +204,16 @@ def test_gsm8k_from_the_hub(monkeypatch):
     monkeypatch.setattr(
         sources.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"question": [], "answer": []})
     )
-    with pytest.raises(ValueError, match=r"the train split of openai/gsm8k \(main\) is empty"):
+    with pytest.raises(ValueError, match="gsm8k: the train split is empty"):
         load_task("gsm8k")
     monkeypatch.setattr(sources.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"text": ["a"]}))
-    with pytest.raises(ValueError, match="has no column question, answer"):
+    with pytest.raises(ValueError, match="train row 0: 'question' must be there"):
         load_task("gsm8k")
 
 
 def test_annotations():
-    assert gsm8k.strip_annotations("48/2 = <<48/2=24>>24, 2*3=<<2*3=6>>6") == "48/2 = 24, 2*3=6"
-    assert gsm8k.strip_annotations("a << b\nc >> d, 1 < 2") == "a << b\nc >> d, 1 < 2"
+    assert sources.strip_annotations("48/2 = <<48/2=24>>24, 2*3=<<2*3=6>>6") == "48/2 = 24, 2*3=6"
+    assert sources.strip_annotations("a << b\nc >> d, 1 < 2") == "a << b\nc >> d, 1 < 2"
 
 
 @pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="set GSM8K_DIR to a folder with train.jsonl and test.jsonl")
@@ -307,20 +269,6 @@ def test_tokenizers_pad_left_save_and_load(tokenizer, tmp_path):
         assert prompt == "user: 1\nassistant: "
 
 
-def test_char_tokenizer_refuses_what_it_cannot_represent():
-    with pytest.raises(Exception, match="UNK"):
-        CHAR_TOKENIZER("x")
-    for alphabet in ("", "aa"):
-        with pytest.raises(ValueError, match="distinct characters"):
-            tiny_model.build_char_tokenizer(alphabet)
-
-
-def test_byte_tokenizer_covers_all_bytes():
-    assert len(BYTE_TOKENIZER) == 258
-    everything = "".join(map(chr, [*range(0x20), *range(0x80, 0x100), 0x2028, 0xFFFD, 0x10FFFF]))
-    assert BYTE_TOKENIZER.decode(BYTE_TOKENIZER(everything)["input_ids"]) == everything
-
-
 # ---- the model and its warm-up ----
 
 
@@ -335,7 +283,7 @@ def same(first, second) -> bool:
 
 
 def test_build_qwen2():
-    tokenizer = tiny_model.build_char_tokenizer(arithmetic.ALPHABET)
+    tokenizer = tiny_model.build_char_tokenizer(ALPHABET)
     model = tiny_model.build_qwen2(tokenizer)
     assert 500_000 < model.num_parameters() < 700_000
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -386,9 +334,7 @@ def test_warmup_is_deterministic(conversational):
         torch.manual_seed(attempt)  # whatever came before must not matter
         model = small_model(tokenizer, seed=0).eval()
         losses.append(
-            tiny_model.supervised_warmup(
-                model, tokenizer, task.train, steps=3, batch_size=8, learning_rate=1e-3, seed=seed, progress=False
-            )
+            tiny_model.supervised_warmup(model, tokenizer, task.train, steps=3, batch_size=8, seed=seed, progress=False)
         )
         states.append((torch.get_rng_state().tolist(), random.random(), np.random.rand()))
         models.append(model)
@@ -400,44 +346,283 @@ def test_warmup_is_deterministic(conversational):
     assert not same(models[0], small_model(tokenizer, seed=0))
 
 
-def test_warmup_learns_and_shows_its_loss(capsys):
-    rows = Dataset.from_dict({"prompt": ["1=", "2=", "3="], "completion": ["4", "55", "6"], "answer": ["4", "55", "6"]})
-    model = small_model(CHAR_TOKENIZER)
-    options = {"batch_size": 8, "learning_rate": 5e-3, "seed": 0}  # batches larger than the dataset: it is repeated
-    first = tiny_model.supervised_warmup(model, CHAR_TOKENIZER, rows, steps=1, **options)
-    last = tiny_model.supervised_warmup(model, CHAR_TOKENIZER, rows, steps=60, **options)
-    assert first > 2 and last < 0.5
-    assert "loss=" in capsys.readouterr().err
-    prompts = CHAR_TOKENIZER(["1=", "2=", "3="], return_tensors="pt")
-    output = model.eval().generate(**prompts, do_sample=False, max_new_tokens=4)
-    assert CHAR_TOKENIZER.batch_decode(output[:, 2:], skip_special_tokens=True) == ["4", "55", "6"]
-
-
-def test_warmup_stops_at_a_target_loss():
-    rows = Dataset.from_dict({"prompt": ["1=", "2="], "completion": ["4", "55"], "answer": ["4", "55"]})
-    options = {"steps": 60, "batch_size": 8, "learning_rate": 5e-3, "seed": 0, "progress": False}
+def test_warmup_learns_and_stops_at_a_target_loss(capsys):
+    rows = Dataset.from_dict({"prompt": ["1=", "2=", "3="], "completion": ["4", "55", "6"]})
+    options = {
+        "steps": 60,
+        "batch_size": 8,
+        "learning_rate": 5e-3,
+        "seed": 0,
+    }  # batches larger than the dataset: it is repeated
     models, losses = [], []
-    for target in (None, 0.0, 0.8, 100.0):
+    for target in (None, 0.8, 100.0):
         models.append(small_model(CHAR_TOKENIZER))
         losses.append(tiny_model.supervised_warmup(models[-1], CHAR_TOKENIZER, rows, target_loss=target, **options))
-    assert same(models[0], models[1]) and losses[0] == losses[1]  # never reached: all the steps
-    assert losses[0] < losses[2] <= 0.8 < losses[3]
+    assert losses[0] < losses[1] <= 0.8 < losses[2] and losses[0] < 0.5
+    assert "loss=" in capsys.readouterr().err
     twenty = small_model(CHAR_TOKENIZER)  # the soonest that there is a mean of 20
-    assert tiny_model.supervised_warmup(twenty, CHAR_TOKENIZER, rows, **{**options, "steps": 20}) == losses[3]
-    assert same(models[3], twenty)
+    assert tiny_model.supervised_warmup(twenty, CHAR_TOKENIZER, rows, **{**options, "steps": 20}) == losses[2]
+    assert same(models[2], twenty)
+    prompts = CHAR_TOKENIZER(["1=", "2=", "3="], return_tensors="pt")
+    output = models[0].eval().generate(**prompts, do_sample=False, max_new_tokens=4)
+    assert CHAR_TOKENIZER.batch_decode(output[:, 2:], skip_special_tokens=True) == ["4", "55", "6"]
 
 
 def test_warmup_refuses_bad_arguments():
     task = load_task("arithmetic", n_train=4, n_test=1)
-    options = {"steps": 1, "batch_size": 2, "learning_rate": 1e-3, "seed": 0, "progress": False}
     model = small_model(CHAR_TOKENIZER, max_positions=5)
-    for change, message in (
-        ({"steps": 0}, "at least 1"),
-        ({"batch_size": 0}, "at least 1"),
-        ({"schedule": "linear"}, "'cosine' or 'constant'"),
-        ({}, "tokens, the model has 5 positions"),
-    ):
+    for options, message in (({"steps": 0}, "at least 1"), ({"steps": 1}, "tokens, the model has 5 positions")):
         with pytest.raises(ValueError, match=message):
-            tiny_model.supervised_warmup(model, CHAR_TOKENIZER, task.train, **{**options, **change})
-    with pytest.raises(ValueError, match="empty dataset"):
-        tiny_model.supervised_warmup(model, CHAR_TOKENIZER, task.train.select([]), **options)
+            tiny_model.supervised_warmup(model, CHAR_TOKENIZER, task.train, **options)
+
+
+# ---- few_shot and word_problems -------------------------------------------------------------------------------------
+
+
+def test_few_shot_problems_are_right_and_their_first_line_counts():
+    task, other = load_task("few_shot"), load_task("few_shot", seed=1)
+    assert (len(task.train), len(task.test)) == (407, 203)
+    assert not set(task.train["prompt"]) & set(task.test["prompt"]) and other.test["prompt"] != task.test["prompt"]
+    for row in task.test:
+        shots, question = row["prompt"].removesuffix("=").rsplit("\n", 1)
+        assert shots == "12-5=7\n8+9=17" and str(eval(question)) == row["answer"]
+        assert row["completion"] == row["answer"] + "\n"
+    (score,) = task.scores.values()
+    verdicts = {"17\n3+4=7": True, " 17": True, "17": True, "17 apples": False, "1\n17": False, "": False}
+    assert {text: score(text, "17") for text in verdicts} == verdicts
+    assert task.reward_funcs[0](completions=["17\n1+1=2", "3"], answer=["17", "17"]) == [1.0, 0.0]
+
+
+def test_every_solution_is_the_arithmetic_of_its_problem():
+    task = load_task("word_problems", problem_count=600, problem_steps=(1, 5), seed=3)
+    assert (len(task.test), len(task.train)) == (60, 540)
+    words = {"gives": "-", "loses": "-", "sells": "-", "buys": "+", "finds": "+", "gets": "+"}
+    kinds = set()
+    for row in [*task.train, *task.test]:
+        sentences = row["prompt"].split(". ")
+        value = int(re.search(r"has (\d+)", sentences[0])[1])
+        *steps, final = row["completion"].split(" ")[1:-1]
+        assert final == "####" and len(steps) == len(sentences) - 2
+        for sentence, step in zip(sentences[1:-1], steps, strict=True):
+            verb = sentence.split()[1]
+            kinds.add(verb)
+            if verb in ("doubles", "triples"):
+                n = 2 if verb == "doubles" else 3
+                expected, after = f"{value}*{n}", value * n
+            else:
+                n = int(re.search(r"\d+", sentence)[0])
+                after = value + n if words[verb] == "+" else value - n
+                expected = f"{value}{words[verb]}{n}"
+            value = after
+            assert step == f"{expected}={value}" and 0 <= value <= 199
+        assert row["answer"] == str(value) and row["completion"].endswith(f" #### {value}")
+        assert all(score(row["completion"], row["answer"]) for score in task.scores.values())
+    assert kinds == {*words, "doubles", "triples"}
+
+
+def test_splits_are_disjoint_and_follow_the_seed():
+    first, again, other = (load_task("word_problems", problem_count=200, seed=seed) for seed in (0, 0, 1))
+    assert first.train["prompt"] == again.train["prompt"] != other.train["prompt"]
+    assert not set(first.train["prompt"]) & set(first.test["prompt"])
+    few = load_task("word_problems", problem_count=200, problem_steps=[2, 4], n_test=5)
+    assert set(few.test["prompt"]) < set(first.test["prompt"]) and len(few.test) == 5
+    assert load_task("word_problems", problem_count=20, conversational=True).train[0]["prompt"][0]["role"] == "user"
+
+
+def test_lengths_are_within_the_hint_for_completions():
+    tokenizer = build_tokenizer("word_problems")
+    task = load_task("word_problems", problem_count=2000, problem_steps=(4, 4))
+    longest = max(len(tokenizer(text)["input_ids"]) for text in task.train["completion"])
+    assert longest + 1 <= task.max_completion_length
+
+
+def test_the_tokenizer_knows_every_word_of_every_problem():
+    tokenizer = build_tokenizer("word_problems")
+    assert tokenizer.get_vocab() == build_tokenizer("word_problems").get_vocab()
+    task = load_task("word_problems", problem_count=1000, problem_steps=(1, 6), seed=7)
+    texts = [row[column] for row in [*task.train, *task.test] for column in ("prompt", "completion")]
+    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
+    words = {word for text in texts for word in re.findall(r" ?[A-Za-z]+", text)}
+    assert all(len(tokenizer.tokenize(word)) == 1 for word in words)
+    assert tokenizer.tokenize("12+7=19 #### 19", split_special_tokens=True) == [
+        "1", "2", "+", "7", "=", "1", "9", "Ġ", "#", "#", "#", "#", "Ġ", "1", "9",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sorted(tiny_model.TINY_MODELS))
+@pytest.mark.parametrize("task", ["word_problems", "arithmetic", "gsm8k"])
+def test_a_saved_tokenizer_splits_as_before_beside_a_model_of_any_family(family, task, tmp_path):
+    """`AutoTokenizer` takes the family's own tokenizer for Qwen2, which would drop every word of another kind."""
+    tokenizer = build_tokenizer(task)
+    tiny_model.TINY_MODELS[family](tokenizer, hidden_size=32, num_layers=1).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = {
+        "word_problems": "Ann has 23 apples. How many apples does Ann have? 23+1=24 #### 24",
+        "arithmetic": "12+3=15",
+        "gsm8k": "Any text, na\u00efve too.\n#### 7",
+    }
+    loaded = AutoTokenizer.from_pretrained(tmp_path, padding_side="left")
+    ids = loaded(texts[task])["input_ids"]
+    assert ids == tokenizer(texts[task])["input_ids"] and loaded.decode(ids) == texts[task]
+    assert loaded.padding_side == "left" and (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"problem_steps": [0, 2]}, r"problem_steps=\[0, 2\] must be the fewest"),
+        ({"problem_steps": [3]}, "must be the fewest"),
+        ({"problem_steps": 3}, "problem_steps=3 must be"),
+        ({"problem_steps": [2, 2.5]}, r"problem_steps=\[2, 2.5\] must be"),
+        ({"problem_count": "many"}, "problem_count='many' must be at least 10"),
+        ({"problem_count": 9}, "problem_count=9 must be at least 10"),
+    ],
+)
+def test_wrong_sizes_of_word_problems_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        load_task("word_problems", **options)
+
+
+# ---- problems, scores and rewards of one's own ----------------------------------------------------------------------
+
+
+FUNCTIONS = """
+import numpy
+
+def ends(completion, answer):
+    return completion.strip().endswith(answer)
+
+def by_numpy(completion, answer):
+    return numpy.bool_(completion == answer)
+
+def length(completions, answer, **kwargs):
+    assert set(kwargs) >= {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+    return [float(len(text if isinstance(text, str) else text[0]["content"])) for text in completions]
+
+async def later(completions, **kwargs):
+    return [None for _ in completions]
+
+def as_array(completions, **kwargs):
+    return numpy.ones(len(completions))
+
+def positional(texts, golds):
+    return [0.0] * len(texts)
+
+def one(completions, **kwargs):
+    return 1.0
+
+def too_few(completions, **kwargs):
+    return [1.0]
+
+def word(completions, **kwargs):
+    return ["good" for _ in completions]
+
+def infinite(completions, **kwargs):
+    return [float("inf") for _ in completions]
+
+def failing(completions, **kwargs):
+    return [completions[7]]
+
+def number(completion, answer):
+    return 0.5
+
+def alone(completion):
+    return True
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """`own(**options)` loads the task `file` with problems in columns `q` and `a`; functions are in `f.py`."""
+    rows = [{"q": f"{n} and 1?", "a": str(n + 1)} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "f.py").write_text(FUNCTIONS)
+
+    def load(score=None, reward=None, **options):
+        path = str(tmp_path / "rows.jsonl")
+        own = {"score": score, "reward": reward}
+        own = {name: value and value.replace("f.py", str(tmp_path / "f.py")) for name, value in own.items()}
+        columns = {"prompt_column": "q", "answer_column": "a"}
+        return load_task("file", train_file=path, test_file=path, **columns, **own, **options)
+
+    return load
+
+
+def test_a_score_of_ones_own_is_the_reward_too(own):
+    task = own(score="f.py:ends")
+    assert list(task.scores) == ["ends"] and task.scores["ends"]("it is 3", "3")
+    (reward,) = task.reward_funcs
+    assert reward(["is 3", "4"], answer=["3", "3"]) == [1.0, 0.0] and reward.__name__ == "ends"
+    assert list(own(score="f.py:by_numpy").scores) == ["by_numpy"]
+
+
+@pytest.mark.parametrize("name", ["length", "later", "as_array"])
+@pytest.mark.parametrize("conversational", [False, True])
+def test_a_reward_of_ones_own_takes_the_place_of_the_tasks(own, name, conversational):
+    task = own(reward=f"f.py:{name}", conversational=conversational)
+    assert [reward.__name__ for reward in task.reward_funcs] == [name] and list(task.scores) == ["exact_match"]
+
+
+def test_a_reward_for_another_task(tmp_path):
+    (tmp_path / "f.py").write_text(FUNCTIONS)
+    task = load_task("arithmetic", reward=f"{tmp_path}/f.py:length")
+    assert task.reward_funcs[0].__name__ == "length" and list(task.scores) == ["exact_match"]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"reward": "f.py:positional"}, r"signature \(texts, golds\), failed .* callable as f\(completions, answer"),
+        ({"reward": "f.py:one"}, "must be f.* for each of 2 completions, and gave 1.0"),
+        ({"reward": "f.py:too_few"}, r"for each of 2 completions, and gave \[1.0\]"),
+        ({"reward": "f.py:word"}, "a finite number or None .* and gave \\['good'"),
+        ({"reward": "f.py:infinite"}, "a finite number or None .* and gave \\[inf"),
+        ({"reward": "f.py:failing"}, "failed on problems of the task: IndexError"),
+        ({"reward": "f.py:nothing"}, "has no function 'nothing'; it has ends, by_numpy, length"),
+        ({"reward": "length"}, "reward='length' must be FILE.py:function"),
+        ({"reward": "nowhere.py:f"}, "there is no file nowhere.py"),
+        ({"score": "f.py:number"}, r"must be f\(completion, answer\) -> bool, and gave 0.5 for '1'"),
+        ({"score": "f.py:alone"}, r"signature \(completion\), failed .* callable as f\(completion, answer\)"),
+        ({"score": "exact"}, "unknown score 'exact': the scores are exact_match, number, math"),
+        ({"dataset_config": "x", "score": "f.py:nothing"}, "has no function 'nothing'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(reversed(value.values())),
+)
+def test_functions_that_cannot_be_are_named_when_the_task_is_loaded(own, option, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        own(**option)
+
+
+def test_a_file_that_cannot_be_run(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    with pytest.raises(ValueError, match="broken.py cannot be run: ModuleNotFoundError: No module named"):
+        load_task("arithmetic", reward=f"{tmp_path}/broken.py:f")
+
+
+def test_they_are_options_of_training_and_end_with_a_message(own, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    words = ["--task=file", f"--train_file={rows}", f"--test_file={rows}", "--prompt_column=q", "--use_cpu"]
+    recipe, _, training, _ = parse(
+        [*words, "--answer_column=a", f"--score={tmp_path}/f.py:ends", f"--reward={tmp_path}/f.py:length"]
+    )
+    task = load_task_or_exit(recipe, training)
+    assert list(task.scores) == ["ends"] and task.reward_funcs[0].__name__ == "length"
+    assert task.train["prompt"][0] == "0 and 1?" and task.train["answer"][0] == "1"
+    assert training.max_completion_length == task.max_completion_length
+    recipe, _, training, _ = parse([*words, "--answer_column=a", f"--reward={tmp_path}/f.py:one"])
+    with pytest.raises(SystemExit, match="^error: reward='.*f.py:one' must be f"):
+        load_task_or_exit(recipe, training)
+
+
+def test_a_dataset_of_the_hub_in_columns_of_ones_own(monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, split):
+        asked.append((name, config, split))
+        return Dataset.from_list([{"q": "1+1?", "a": "2"}])
+
+    monkeypatch.setattr(sources.datasets, "load_dataset", load_dataset)
+    columns = {"prompt_column": "q", "answer_column": "a"}
+    task = load_task("file", dataset_name="me/sums", dataset_config="main", **columns)
+    assert asked == [("me/sums", "main", split) for split in ("train", "test")]
+    assert task.test["prompt"] == ["1+1?"]

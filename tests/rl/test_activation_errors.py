@@ -9,8 +9,8 @@ from tiny_models import make_model
 from transformers import TrainerState
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.numerics import decompose_scheme
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.numerics import decompose_scheme
 from hf_mxfp4.rl import ActivationErrorCallback
 from hf_mxfp4.rl.callbacks.activation_errors import spread_modules
 

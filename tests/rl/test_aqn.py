@@ -11,12 +11,11 @@ from tiny_models import make_model
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from hf_mxfp4 import cached_weights
 from hf_mxfp4.backends.devices import widest_float
+from hf_mxfp4.moe import find_routers
 from hf_mxfp4.rl.noise import norms as aqn
 from hf_mxfp4.rl.noise.norms import NormNoise, find_norms
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters
-from hf_mxfp4.moe import find_routers
 
 
 IDS = torch.arange(24).reshape(2, 12) % 32
@@ -146,7 +145,7 @@ def test_a_noisy_norm_runs_once_and_in_the_dtype_of_the_clean_one(family, dtype,
         shifted.weight = nn.Parameter(weight)
         expected = [shifted(x.float()).to(y.dtype) for x, y in zip(inputs, clean, strict=True)]
         calls.clear()
-        with noise.active(7, 0.05), cached_weights():
+        with noise.active(7, 0.05):
             found = [[norm(x) for x in inputs] for _ in range(3)]
     for outputs in found:
         assert all(y.dtype == z.dtype and torch.equal(y, z) for y, z in zip(outputs, expected, strict=True))

@@ -16,8 +16,8 @@ from peft import LoraConfig
 from torch._dynamo.backends.debugging import aot_eager
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.numerics import MXFP4Tensor
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.numerics import MXFP4Tensor
 from hf_mxfp4.rl.rollout.generation import _static_caches
 
 

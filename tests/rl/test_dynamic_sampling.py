@@ -265,7 +265,7 @@ assert trainer.state.global_step == 2
 shares = [entry["sampling/kl"] for entry in trainer.state.log_history if "sampling/kl" in entry]
 assert len(shares) == 2
 print("agreed")
-from recipes.common.process_group import leave_together
+from recipes.common.terminal import leave_together
 leave_together()
 """
 

@@ -15,10 +15,9 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear
-from hf_mxfp4.lab.run_report.health import health_checks
-from hf_mxfp4.lab.run_report.log import read_run
 from hf_mxfp4.backends import fake_quantize
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.lab import health_checks, read_run
 from hf_mxfp4.rl import StepMovementCallback
 from hf_mxfp4.rl.callbacks.movement import Movement, MovementSums
 from hf_mxfp4.rl.callbacks.weight_samples import sample_weights

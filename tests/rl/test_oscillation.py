@@ -129,7 +129,7 @@ def test_a_kept_quantized_weight_is_made_anew_after_a_reset():
     assert model.weight[0, 5] == 0.5
     with torch.no_grad():
         model.weight[0, 5] = 0.76
-    with cached_weights():
+    with cached_weights(model):
         assert model(x).item() == pytest.approx(1.0)
 
 

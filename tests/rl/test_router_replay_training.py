@@ -9,8 +9,8 @@ from moe_models import make_moe
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.rl.rollout.replay import BATCH_KEY, RouterReplay, routed_tokens
 from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices
+from hf_mxfp4.rl.rollout.replay import BATCH_KEY, RouterReplay, routed_tokens
 
 
 SCHEME = MXFP4RLConfig()

@@ -14,10 +14,11 @@ from grpo_runs import MEASURED, logged, trainer_factory
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from hf_mxfp4.lab.run_report.charts import CHARTS
-from hf_mxfp4.lab.run_report.log import RUN_LOG, read_run
-from hf_mxfp4.lab.run_report.report import RUN_REPORT
 from hf_mxfp4.cli import app
+from hf_mxfp4.lab import read_run
+from hf_mxfp4.lab.run_report.charts import CHARTS
+from hf_mxfp4.lab.run_report.page import RUN_REPORT
+from hf_mxfp4.run_log import RUN_LOG
 
 
 class Stop(Exception):
@@ -91,7 +92,7 @@ def test_a_whole_run(whole):
     trainer, folder, _ = whole
     assert trainer.report_callback.path == folder / RUN_REPORT
     record = read_run(folder)
-    shown = {key for chart in CHARTS for key, _ in chart.lines} & record.keys
+    shown = {key for chart in CHARTS for key, _ in chart.lines} & set().union(*record.logs)
     for key in shown:
         steps, values = record.series(key)
         expected = {step: value for step, value in logged(trainer, key).items() if value is not None}
@@ -224,7 +225,7 @@ def test_a_killed_run_is_reported_on_from_its_files_alone(tmp_path):
     done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
     assert done.exit_code == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "run" / RUN_REPORT)
-    assert "the run was killed, or still goes on. Last known step: 3 of 4" in report_of(tmp_path / "run")
+    assert "the run was killed or is still running. Last step: 3 of 4" in report_of(tmp_path / "run")
 
 
 def test_the_command_writes_where_it_is_told(whole, tmp_path):

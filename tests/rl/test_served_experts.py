@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay of what a colocated vLLM returns, with stand-ins for vLLM; tests/vllm_lane runs the real one."""
+"""Router replay of what a colocated vLLM returns, with stand-ins for vLLM; tests/vllm_integration runs the real one."""
 
 from types import SimpleNamespace
 
@@ -12,10 +12,10 @@ from moe_models import make_moe
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
+from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices
 from hf_mxfp4.rl.rollout import served_experts
 from hf_mxfp4.rl.rollout.replay import RouterReplay
 from hf_mxfp4.rl.rollout.served_experts import ServedChoices, experts_returned
-from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices
 
 
 COMPLETION = [5, 7, 9]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a vLLM that keeps weights in 4 bits is given, without vLLM; with it: `tests/vllm_lane/test_training.py`."""
+"""What a vLLM that keeps weights in 4 bits is given, without vLLM; with it:
+`tests/vllm_integration/test_training.py`."""
 
 import logging
 from types import SimpleNamespace
@@ -17,9 +18,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig, pack
 from hf_mxfp4.integrations.peft import policy_parameters
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl.noise.norms import NormNoise
 from hf_mxfp4.rl.rollout.vllm import VLLMPolicy
-from hf_mxfp4.integrations.vllm.settings import EngineSettings
 
 
 W4A16 = factors_config(preset="w4a16")
@@ -114,7 +115,7 @@ def test_trained_weights_are_pushed_as_a_packed_checkpoint_has_them(family, sche
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_of_a_policy_with_adapters_the_base_is_pushed_once_and_then_their_factors(packed):
-    model = policy(packed=packed, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], lora_bias=False)
+    model = policy(packed=packed, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
     push = Pushes(model)
     first, second = push(), push()
     factors = {
@@ -168,17 +169,6 @@ def test_adapters_that_are_off_or_merged_are_zero_in_vllm(packed):
     )  # what was added to masters and subtracted leaves a trace
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_biases_of_adapters_are_pushed_each_time(packed):
-    model = policy(packed=packed, target_modules=["q_proj"], lora_bias=True)
-    push = Pushes(model)
-    push()
-    layer = model.get_base_model().get_submodule(LAYER)
-    with torch.no_grad():
-        layer.lora_B["default"].bias.fill_(0.25)
-    assert torch.equal(push()[f"{LAYER}.bias"], layer.base_layer.bias + 0.5)
-
-
 def test_frozen_weights_that_were_written_are_pushed_again():
     model = policy(target_modules=["q_proj"])
     push = Pushes(model)
@@ -195,7 +185,7 @@ def test_frozen_weights_that_were_written_are_pushed_again():
 
 
 def packed_scale(layer):
-    from hf_mxfp4.gemm.storage.packed_weight import quantize_weight
+    from hf_mxfp4.gemm import quantize_weight
 
     return quantize_weight(layer.weight, PLAIN.weight_scheme)["weight_scale"]
 
@@ -272,7 +262,6 @@ def test_bytes_in_16_bits_are_those_of_the_plain_model():
     ("made", "settings", "options", "message"),
     [
         ({"target_modules": ["q_proj"]}, EngineSettings("packed", 3), {}, 'rank 3.*have rank 4.*"adapter_rank": 4'),
-        ({}, EngineSettings("native"), {}, 'none can be pushed.*"weights": "packed"'),
         ({"scheme": W4A16}, EngineSettings(), {}, "quantizes weights by .* and the policy by .*of0.5"),
         (
             {"family": "qwen3_moe", "target_parameters": ["experts.down_proj"], "target_modules": []},
@@ -366,8 +355,8 @@ def test_a_server_is_told_of_every_set_of_tensors_that_comes(monkeypatch):
 @pytest.mark.parametrize(("settings", "packed"), [({"adapter_rank": 4}, True), ({"weights": "dense"}, False)])
 def test_a_server_is_given_whole_layers(monkeypatch, settings, packed):
     """It takes down what it loads some of: layers beside each other may be one in vLLM."""
-    lora_bias = {"target_modules": ["q_proj"], "lora_bias": True}
-    generation, _ = served(policy(packed=packed, **lora_bias), monkeypatch, settings)
+    trained_bias = {"target_modules": ["q_proj"], "bias": "lora_only"}
+    generation, _ = served(policy(packed=packed, **trained_bias), monkeypatch, settings)
     generation.sync_weights()
     generation.sync_weights()
     first, second = generation.vllm_client.pushes

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that die, or that are others than the weights were pushed to, without vLLM; with it: `tests/vllm_lane`."""
+"""Servers that die, or that are others than the weights were pushed to, without vLLM; with it:
+`tests/vllm_integration`."""
 
 import time
 

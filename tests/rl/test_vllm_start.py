@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the trainer has TRL start a colocated vLLM, without vLLM; with it: `tests/vllm_lane/test_training.py`."""
+"""How the trainer has TRL start a colocated vLLM, without vLLM; with it: `tests/vllm_integration/test_training.py`."""
 
 import json
 import logging
@@ -17,8 +17,8 @@ from trl.generation import vllm_generation
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl.rollout.vllm_start import quantization_config, tell_how_to_serve, vllm_in_scheme
-from hf_mxfp4.integrations.vllm.settings import EngineSettings
 
 
 PACKED, DENSE = {"weights": "packed", "adapter_rank": 0}, {"weights": "dense", "adapter_rank": 0}
@@ -66,12 +66,12 @@ STARTS = {
         {**PACKED, "adapter_rank": 9},
         "packed",
     ),
-    "overrides of gradients": (
+    "options of gradients": (
         lambda full, tmp: load(
             full,
             stochastic_seed=1,
             dither_ties=False,
-            layer_overrides=[{"modules": "down_proj", "dgrad": {"grad": "rceil+stochastic"}}],
+            dgrad={"grad": "rceil+stochastic"},
         ),
         {},
         PACKED,
@@ -88,7 +88,7 @@ def test_vllm_is_told_the_scheme_of_the_policy(name, full, tmp_path):
     json.dumps(found)
     assert EngineSettings.read(found["vllm"]).to_dict() == settings
     scheme, trained = MXFP4RLConfig.from_dict(found), model.config.quantization_config
-    assert scheme.mode == mode and scheme.layer_overrides is None
+    assert scheme.mode == mode
     assert scheme.gemms().fprop == trained.gemms().fprop
     assert scheme.modules_to_not_convert == trained.modules_to_not_convert
 

@@ -179,7 +179,7 @@ def assert_unwritten(model, before):
 
 
 def test_adapters_are_added_to_quantized_weights_and_no_master_is_written():
-    model = with_adapters(quantized_model(), target_modules=["q_proj", "up_proj"], lora_bias=False)
+    model = with_adapters(quantized_model(), target_modules=["q_proj", "up_proj"])
     before = stored(model)
     pushed = pushed_by_trl(model)
     assert_unwritten(model, before)
@@ -248,20 +248,18 @@ def test_pushed_adapters_are_those_that_are_active():
     assert torch.equal(pushed_by_trl(model)[name], base.quantized_weight(base.weight, torch.float32))
 
 
-def test_adapter_biases_and_layers_outside_of_the_scheme_are_pushed():
-    model = with_adapters(quantized_model(), target_modules=["q_proj", "lm_head"], lora_bias=False)
+def test_layers_outside_of_the_scheme_are_pushed_with_their_adapters():
+    model = with_adapters(quantized_model(), target_modules=["q_proj", "lm_head"])
     head = model.get_base_model().lm_head
     expected = head.base_layer.weight + 2.0 * (head.lora_B["default"].weight @ head.lora_A["default"].weight)
     assert torch.equal(pushed_by_trl(model)["lm_head.weight"], expected)
-    model = with_adapters(quantized_model(), target_modules=["q_proj"], lora_bias=True)
-    layer = model.get_base_model().model.layers[0].self_attn.q_proj
-    expected = layer.base_layer.bias + 2.0 * layer.lora_B["default"].bias
-    assert torch.equal(pushed_by_trl(model)["model.layers.0.self_attn.q_proj.bias"], expected)
 
 
 def test_adapters_that_cannot_be_pushed_are_refused_at_the_start():
     model = with_adapters(quantized_model(), target_modules=["lm_head"], use_dora=True)
-    with pytest.raises(ValueError, match="lm_head: an adapter is a variant of LoRA.*set use_vllm=False"):
+    with pytest.raises(
+        ValueError, match="lm_head has an adapter of Linear that does more than add.*set use_vllm=False"
+    ):
         pushed_by_trl(model)
     model = with_adapters(quantized_model(), target_modules=["q_proj", "embed_tokens"])
     with pytest.raises(ValueError, match="embed_tokens has an adapter of Embedding"):

@@ -2,20 +2,16 @@
 """Quantization fused into one pass on the CPU, with the reference's bits, and products with packed weights: C++ that is
 compiled on first use."""
 
-from .functions import ErrorSums, dequantize, error_sums, fake_quantize, quantize, quantizer, unsupported_reason
+from .functions import dequantize, fake_quantize, quantize, rotate, takes_rotation, unsupported_reason
 from .packed_product import grouped_product, product
-from .rotation import rotate, takes_rotation
 
 
 __all__ = [
-    "ErrorSums",
     "dequantize",
-    "error_sums",
     "fake_quantize",
     "grouped_product",
     "product",
     "quantize",
-    "quantizer",
     "rotate",
     "takes_rotation",
     "unsupported_reason",

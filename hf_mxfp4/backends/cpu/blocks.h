@@ -212,7 +212,7 @@ inline int64_t sum(Ints lanes) {
 inline int64_t sum_of_squares(const Block& error) { return sum(squares(error.part[0]) + squares(error.part[1])); }
 
 struct Rule {
-    uint32_t carry;         // see scales.py
+    uint32_t carry;         // see e8m0.py
     int32_t clips;          // the scale may be too small for the block's maximum
     int32_t least_squares;  // try the neighbouring scales too
 };
@@ -241,7 +241,7 @@ inline Quantized quantize_block(const Block& z, uint32_t amax, const Rule& rule)
 
 enum MacroSearch { kNone = 0, kStatic = 1, kDynamic = 2, kBlockwise = 3 };
 
-// As in functions.py.
+// As in library.py.
 struct Scheme {
     Rule rule;
     MacroSearch search;
@@ -257,24 +257,7 @@ inline int64_t macro_error(const Block& z, uint32_t amax, float factor, float un
     return sum_of_squares(times(minus(over(times(result.q, scale_value(result.byte)), factor), z), unit));
 }
 
-#ifdef __AVX512F__
-// The same without a division, for scales far from the ends of the range: multiplication by the scale is exact there,
-// so that the quotients of the 8 grid values by the factor, indexed by twice the grid value, say all.
-inline Ints macro_squares(const Block& z, int byte, const Floats& quotients, float factor, float unit, bool clips) {
-    const float inverse = inverse_scale(byte) * factor, scale = scale_value(byte);
-    Ints units = {};
-    for (int i = 0; i < 2; ++i) {
-        const Floats magnitude = as_floats(bits_of(z.part[i]) & 0x7FFFFFFF);
-        Floats q = round_nearest(magnitude * inverse);
-        if (clips) q = q > 6.0f ? splat(6.0f) : q;
-        const Floats back = __builtin_shuffle(quotients, __builtin_convertvector(q + q, Ints)) * scale;
-        units += squares((back - magnitude) * unit);
-    }
-    return units;
-}
-#endif
-
-int search_macro(const Block* z, const uint32_t* amax, int64_t blocks, uint32_t macro_amax, const Rule& rule) {
+inline int search_macro(const Block* z, const uint32_t* amax, int64_t blocks, uint32_t macro_amax, const Rule& rule) {
     if (macro_amax >= 0x7F000000) return 0;
     const float unit = inverse_power_of_two(macro_amax);
     int best = 0;
@@ -282,30 +265,13 @@ int search_macro(const Block* z, const uint32_t* amax, int64_t blocks, uint32_t 
     for (int candidate = 0; candidate < 16; ++candidate) {
         const float factor = macro_factor(16 * candidate);
         int64_t error = 0;
-#ifdef __AVX512F__
-        const Floats quotients = Floats{0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 2.5f, 3.0f, 3.5f, 4.0f, 4.5f, 5.0f, 5.5f, 6.0f} / factor;
-        Ints units = {};
-#endif
-        for (int64_t b = 0; b < blocks; ++b) {
-#ifdef __AVX512F__
-            const int byte = scale_byte(bits_of(as_float(amax[b]) * factor), rule.carry);
-            if (!rule.least_squares && byte > 64 && byte < 192) {
-                units += macro_squares(z[b], byte, quotients, factor, unit, rule.clips);
-                if (b % 16 == 15) error += sum(units), units = Ints{};
-                continue;
-            }
-#endif
-            error += macro_error(z[b], amax[b], factor, unit, rule);
-        }
-#ifdef __AVX512F__
-        error += sum(units);
-#endif
+        for (int64_t b = 0; b < blocks; ++b) error += macro_error(z[b], amax[b], factor, unit, rule);
         if (candidate == 0 || error < best_error) best = 16 * candidate, best_error = error;
     }
     return best;
 }
 
-int search_mantissa(const Block& z, uint32_t amax, const Rule& rule) {
+inline int search_mantissa(const Block& z, uint32_t amax, const Rule& rule) {
     if (!finite(amax)) return 0;
     const float unit = inverse_power_of_two(amax);
     int best = 0;
@@ -334,19 +300,9 @@ struct Matrix {
     const char* at(int64_t row, int64_t column) const { return data + offset(row, column); }
 };
 
-// What quantization makes of one block.
-struct Result {
-    const Block& x;
-    uint32_t amax;         // bits of the largest magnitude of x
-    uint32_t scaled_amax;  // and of x under its macro factor or over its mantissa
-    Quantized one, two;    // second pass: outlier fallback of the blocks that have it
-    Block value;           // dequantized
-};
-
 // A block between its first pass and the choice of the row's blocks for outlier fallback.
 struct FirstPass {
-    Block x;
-    uint32_t amax, scaled_amax;
+    Block scaled;  // under its macro factor or over its mantissa
     float factor;
     Quantized one;
 };
@@ -376,7 +332,8 @@ inline float block_error(const Block& residual, uint32_t amax, float factor, Mac
     return std::min(std::max(error, 1.1754943508222875e-38f), kMaxFloat);
 }
 
-// Calls sink.block(row, index, result) for each block and sink.macro(row, index, byte) for each macro block.
+// Calls sink.block(row, index, first pass, second pass, value) for each block, the second pass being that of outlier
+// fallback where the block has it, and sink.macro(row, index, byte) for each macro block.
 template <MacroSearch kSearch, bool kFallback, class Sink>
 void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, Sink& sink) {
     // Without macro blocks, portions of some blocks keep more loads under way.
@@ -391,19 +348,15 @@ void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& 
     std::vector<uint64_t> keys(in_row);
     std::vector<uint8_t> chosen(in_row);
 
-    const auto scaled_by = [](const Block& block, float factor) {
-        if (kSearch == kBlockwise) return over(block, factor);
-        return kSearch == kNone ? block : times(block, factor);
-    };
-    const auto residual_of = [&](const Block& scaled, const Quantized& one) {
-        return one.byte == kNaNByte ? Block{} : minus(scaled, times(one.q, scale_value(one.byte)));
+    const auto residual_of = [](const FirstPass& pass) {
+        return pass.one.byte == kNaNByte ? Block{} : minus(pass.scaled, times(pass.one.q, scale_value(pass.one.byte)));
     };
     const auto finish = [&](int64_t row, int64_t index, const FirstPass& pass, bool again) {
         Quantized two{};
         Block value = times(pass.one.q, scale_value(pass.one.byte));
         if (kFallback) {
             if (again) {
-                const Block residual = residual_of(scaled_by(pass.x, pass.factor), pass.one);
+                const Block residual = residual_of(pass);
                 two = quantize_block(residual, amax_bits(residual), scheme.rule);
             }
             // Also of nothing: negative zeros end as positive ones, as the reference has them.
@@ -411,7 +364,7 @@ void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& 
         }
         if (kSearch == kBlockwise) value = times(value, pass.factor);
         if (kSearch == kStatic || kSearch == kDynamic) value = over(value, pass.factor);
-        sink.block(row, index, Result{pass.x, pass.amax, pass.scaled_amax, pass.one, two, value});
+        sink.block(row, index, pass.one, two, value);
     };
 
     for (int64_t row = first; row < last; ++row) {
@@ -428,22 +381,22 @@ void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& 
             int m8 = 0;
             if (kSearch == kStatic) m8 = static_macro(macro_amax);
             if (kSearch == kDynamic) m8 = search_macro(z.data(), amax.data(), blocks, macro_amax, scheme.rule);
-            const float common = macro_factor(m8);
             for (int64_t b = 0; b < blocks; ++b) {
                 uint32_t scaled_amax = amax[b];
-                float factor = common;
+                FirstPass pass{z[b], macro_factor(m8), {}};
                 if (kSearch == kBlockwise) {
                     const int mantissa = search_mantissa(z[b], amax[b], scheme.rule);
                     m8 |= mantissa << (2 * b);
-                    factor = mantissa_factor(mantissa);
-                    scaled_amax = bits_of(as_float(scaled_amax) / factor) & 0x7FFFFFFF;
+                    pass.factor = mantissa_factor(mantissa);
+                    pass.scaled = over(z[b], pass.factor);
+                    scaled_amax = bits_of(as_float(scaled_amax) / pass.factor) & 0x7FFFFFFF;
                 } else if (kSearch != kNone) {
-                    scaled_amax = bits_of(as_float(scaled_amax) * factor) & 0x7FFFFFFF;
+                    pass.scaled = times(z[b], pass.factor);
+                    scaled_amax = bits_of(as_float(scaled_amax) * pass.factor) & 0x7FFFFFFF;
                 }
-                const Block scaled = scaled_by(z[b], factor);
-                const FirstPass pass{z[b], amax[b], scaled_amax, factor, quantize_block(scaled, scaled_amax, scheme.rule)};
+                pass.one = quantize_block(pass.scaled, scaled_amax, scheme.rule);
                 if (selects) {
-                    errors[start + b] = block_error(residual_of(scaled, pass.one), scaled_amax, factor, kSearch);
+                    errors[start + b] = block_error(residual_of(pass), scaled_amax, pass.factor, kSearch);
                     passes[start + b] = pass;
                 } else {
                     finish(row, start + b, pass, true);

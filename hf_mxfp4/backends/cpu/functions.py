@@ -3,9 +3,7 @@
 
 import ctypes
 import functools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,17 +12,13 @@ from ... import numerics
 from ..._logging import get_logger
 from ...numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, ScaleRule
 from ...numerics.fallback import blocks_at_rate
+from ...numerics.formats.e8m0 import CARRY
 from .library import SchemeStruct, load
 
 
-#: Added to the bits of a block's maximum so that the exponent rounds up where the rule says; see `scale_from_amax`.
-_CARRIES = {ScaleRule.RCEIL: 0x3FFFFF, ScaleRule.FLOOR: 0, ScaleRule.EVEN: 0x200000, ScaleRule.MSE: 0}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SEARCHES = {"static": 1, "dynamic": 2, "blockwise": 3}
 _PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
-#: Elements of the rows whose error sums are added up before the next: the sums depend on it, not on the threads.
-_PORTION = 1 << 18
-_HISTOGRAM_BINS = 64
 #: Work, in elements of plain quantization, that is worth waking a thread for.
 WORTH_A_THREAD = 1 << 19
 
@@ -63,24 +57,6 @@ def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     if rows.numel():
         _over_rows("mxfp4_quantize", rows, scheme, out.data_ptr(), *[None] * 5)
     return out
-
-
-def quantizer(dtype: torch.dtype, scheme: QuantScheme, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[`fake_quantize`] of tensors of this dtype with this last axis, its constant arguments looked up once: those of a
-    single token take longer than its quantization. Not of tensors that require gradients."""
-    function, kind, described = load()[0].mxfp4_quantize, TYPES[dtype], ctypes.byref(description(scheme, length))
-    one_thread, nothing = WORTH_A_THREAD // max(1, _cost_per_element(scheme)), [None] * 5
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        size = x.numel()
-        if not 0 < size <= one_thread:
-            return fake_quantize(x, scheme)
-        rows = in_memory(x)
-        out = torch.empty_like(rows)
-        function(rows.data_ptr(), kind, length, described, size // length, 1, out.data_ptr(), *nothing)
-        return out
-
-    return run
 
 
 def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
@@ -161,43 +137,21 @@ def parts_of(tensor: MXFP4Tensor) -> tuple[torch.Tensor | None, ...]:
     return tuple(getattr(tensor, name) for name in _PARTS)
 
 
-@dataclass(frozen=True)
-class ErrorSums:
-    """Sums over a matrix ``x`` and its quantized values ``Q``, in float32 and added up in float64; see
-    [`hf_mxfp4.numerics.decompose`] for the components and the deadzone, and statistics.cpp for the order of the fields.
-    """
-
-    energy: float
-    scale_bias: float
-    deadzone: float
-    grid: float
-    scale_dot_grid: float
-    quantized_dot: float
-    hidden_energy: float
-    hidden_quantized: float
-    hidden_dot: float
-    deadzone_count: float
-    zero_count: float
-    blocks: float
-    gamma_sum: float
-    gamma_square_sum: float
-    delta_sum: float
-    delta_square_sum: float
-    not_finite: float
+def takes_rotation(x: torch.Tensor) -> bool:
+    """Whether [`rotate`] takes a tensor of torch's own kind."""
+    return x.is_cpu and x.dtype in TYPES and library_problem() is None
 
 
-def error_sums(x: torch.Tensor, scheme: QuantScheme) -> tuple[ErrorSums, list[int]]:
-    """Return sums over the error of quantizing a CPU tensor along its last axis, which is supported, and the histogram
-    of ``log2(s / s*)`` over its blocks in 64 bins of [-2, 2]. Independent of the number of threads."""
+def rotate(x: torch.Tensor, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.rotate`] of a CPU tensor in float32, bfloat16 or float16 along its last axis, which ``size``
+    (16, 32, 64 or 128) divides: computed in float32, rounded to ``dtype`` once. It is its own inverse."""
+    if size not in numerics.ROTATION_SIZES or x.shape[-1] % size:
+        raise ValueError(f"rows of {x.shape[-1]} elements cannot be rotated in blocks of {size}")
     rows = in_memory(x)
-    if rows.numel() == 0:
-        return ErrorSums(*[0.0] * len(fields(ErrorSums))), [0] * _HISTOGRAM_BINS
-    portion = max(1, _PORTION // rows.shape[-1])
-    n_portions = -(-rows.numel() // rows.shape[-1] // portion)
-    sums = torch.empty(n_portions, len(fields(ErrorSums)), dtype=torch.float64)
-    bins = torch.empty(n_portions, _HISTOGRAM_BINS, dtype=torch.int64)
-    _over_rows("mxfp4_statistics", rows, scheme, portion, sums.data_ptr(), bins.data_ptr())
-    return ErrorSums(*map(math.fsum, sums.t().tolist())), bins.sum(dim=0).tolist()
+    out = torch.empty_like(rows, dtype=torch.float32)
+    count, threads = rows.numel() // size, threads_for(rows.numel())
+    load()[0].mxfp4_rotate(rows.data_ptr(), TYPES[x.dtype], out.data_ptr(), size, size**-0.5, count, threads)
+    return out.to(dtype)
 
 
 def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *rest: Any) -> None:
@@ -226,7 +180,7 @@ def description(scheme: QuantScheme, length: int) -> SchemeStruct:
     """A scheme for rows of this length as the library takes it."""
     rule, alpha, rate = scheme.scale_rule, scheme.outlier_fallback, scheme.fallback_rate
     return SchemeStruct(
-        carry=_CARRIES[rule],
+        carry=CARRY[rule],
         clips=rule.clips,
         least_squares=rule is ScaleRule.MSE,
         search=0 if scheme.macro_block is None else _SEARCHES[scheme.macro_search],
@@ -259,4 +213,5 @@ def _agrees_with_the_reference() -> bool:
                 return False
             if not torch.equal(dequantize(packed, dtype), expected.dequantize(dtype)):
                 return False
-    return True
+    x = x[:, :256]
+    return all(torch.equal(rotate(x, size), numerics.rotate(x, size)) for size in numerics.ROTATION_SIZES)

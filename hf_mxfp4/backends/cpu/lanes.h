@@ -3,14 +3,19 @@
 
 #pragma once
 
-#include "decode.h"
+#include "blocks.h"
 
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define MXFP4_AVX2 1
 #endif
 
 namespace {
+
+// The values of the 16 codes.
+constexpr float kGrid[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
 #if defined(__AVX512F__)
 
@@ -31,9 +36,11 @@ constexpr int kOrder[kBlock] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 2
 
 // Grid values of a block.
 inline void grid_values(const uint8_t* codes, Lanes& even, Lanes& odd) {
-    const Pair value = look_up(codes, grid_table());
-    even = {reinterpret_cast<__m512>(value.even)};
-    odd = {reinterpret_cast<__m512>(value.odd)};
+    const __m512 table = _mm512_loadu_ps(kGrid);
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    // Permutations read the lower four bits of an index.
+    even = {_mm512_permutexvar_ps(bytes, table)};
+    odd = {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table)};
 }
 
 #elif defined(MXFP4_AVX2)

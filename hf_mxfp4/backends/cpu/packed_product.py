@@ -4,18 +4,16 @@ dequantized values that stay in the cache."""
 
 import ctypes
 import functools
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
-from ...numerics import MXFP4Tensor, QuantScheme
+from ...numerics import MXFP4Tensor
 from .functions import (
     TYPES,
     checked_parts,
     dequantize_into,
     description,
-    fake_quantize,
     in_memory,
     part_sizes,
     parts_of,
@@ -30,81 +28,57 @@ _WORTH_A_THREAD = 1 << 17
 _PANEL, _PANEL_ROWS = 1 << 20, (512, 1024)
 
 
-class OnCodes:
-    """Products on the codes of weights of one scheme and shape, with inputs of one dtype. What all of them have in
-    common is looked up once: at every call it would take longer than the arithmetic of a single token.
-
-    Args:
-        scheme, in_features, out_features: of the weights; of experts, those of each.
-        dtype: of inputs and bias: float32, bfloat16 or float16.
-    """
-
-    __slots__ = ("_common", "_described", "_function", "_sizes", "dtype", "in_features", "out_features")
-
-    def __init__(self, scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype):
-        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
-        self._sizes = part_sizes(scheme, in_features)
-        self._function, self._described = load()[0].mxfp4_product, description(scheme, in_features)
-        self._common = ProductStruct(
-            type=TYPES[dtype],
-            in_features=in_features,
-            out_features=out_features,
-            weights=ctypes.addressof(self._described),
-            n_experts=1,
-        )
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        parts: Sequence[torch.Tensor | None],
-        bias: torch.Tensor | None = None,
-        inputs: QuantScheme | None = None,
-        ends: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Arguments, result and errors are those of [`product`], with the parts of the weight, and of experts with the
-        ``ends`` of [`grouped_product`]."""
-        out_features = self.out_features
-        leading = (out_features,) if ends is None else (len(ends), out_features)
-        _check(x, bias, self.dtype, self.in_features, leading)
-        parts = checked_parts(parts, leading, self._sizes)
-        out = x.new_empty((*x.shape[:-1], out_features))
-        size = out.numel()
-        if not size:
-            return out
-        x, n_rows = in_memory(x), size // out_features
-        places = [None if part is None else part.data_ptr() for part in parts]
-        arguments = ProductStruct.from_buffer_copy(self._common)
-        arguments.x, arguments.y, arguments.n_rows = x.data_ptr(), out.data_ptr(), n_rows
-        arguments.codes, arguments.scale, arguments.macro = places[:3]
-        if places[3] is not None:
-            arguments.residual_codes, arguments.residual_scale = places[3:]
-        if bias is not None:
-            bias = in_memory(bias)
-            arguments.bias = bias.data_ptr()
-        if inputs is not None:
-            described = description(inputs, self.in_features)
-            arguments.inputs = ctypes.addressof(described)
-        if ends is not None:
-            ends = _checked_ends(ends, n_rows)
-            arguments.ends, arguments.n_experts = ends.data_ptr(), len(ends)
-        worth_threads = size * self.in_features >= 2 * _WORTH_A_THREAD
-        arguments.threads = torch.get_num_threads() if worth_threads else 1
-        self._function(ctypes.byref(arguments))
+def _on_codes(
+    x: torch.Tensor,
+    weight: MXFP4Tensor,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[`product`], or [`grouped_product`] with the ``ends`` of rows."""
+    scheme, in_features, out_features = weight.scheme, weight.length, weight.codes.shape[-2]
+    leading = (out_features,) if ends is None else (len(ends), out_features)
+    _check(x, bias, x.dtype, in_features, leading)
+    parts = checked_parts(parts_of(weight), leading, part_sizes(scheme, in_features))
+    out = x.new_empty((*x.shape[:-1], out_features))
+    if not out.numel():
         return out
+    x, n_rows = in_memory(x), out.numel() // out_features
+    # All that the library reads stays referenced until it returns.
+    bias = None if bias is None else in_memory(bias)
+    ends = None if ends is None else _checked_ends(ends, n_rows)
+    codes, scale, macro, residual_codes, residual_scale = map(_address, parts)
+    arguments = ProductStruct(
+        x=x.data_ptr(),
+        type=TYPES[x.dtype],
+        n_rows=n_rows,
+        codes=codes,
+        scale=scale,
+        macro=macro,
+        residual_codes=residual_codes,
+        residual_scale=residual_scale,
+        in_features=in_features,
+        out_features=out_features,
+        weights=ctypes.pointer(description(scheme, in_features)),
+        bias=_address(bias),
+        ends=_address(ends),
+        n_experts=1 if ends is None else len(ends),
+        y=out.data_ptr(),
+        threads=torch.get_num_threads() if out.numel() * in_features >= 2 * _WORTH_A_THREAD else 1,
+    )
+    load()[0].mxfp4_product(ctypes.byref(arguments))
+    return out
 
 
-#: The one for a scheme, a shape and a dtype.
-on_codes = functools.lru_cache(maxsize=256)(OnCodes)
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def product(
     x: torch.Tensor,
     weight: MXFP4Tensor,
     bias: torch.Tensor | None = None,
-    inputs: QuantScheme | None = None,
-    prepared: OnCodes | None = None,
 ) -> torch.Tensor:
-    """``Q(x) Q(W)^T + b`` of CPU tensors, without gradients.
+    """``x Q(W)^T + b`` of CPU tensors, without gradients.
 
     Of up to [`most_rows`] rows sums are in float32, of exact products up to the rounding of a macro factor, and rounded
     once, the same whatever the number of threads; of more, ``Q(W)`` is rounded to the dtype of ``x`` first, in panels.
@@ -113,8 +87,6 @@ def product(
         x: ``[..., K]`` float32, bfloat16 or float16.
         weight: ``[N, K]``, quantized along its last axis.
         bias: ``[N]`` in the dtype of ``x``.
-        inputs: how ``x`` is quantized first: a scheme that [`unsupported_reason`] has nothing against.
-        prepared: what [`on_codes`] gives for these arguments, to save the search.
 
     Returns:
         ``[..., N]`` in the dtype of ``x``.
@@ -123,12 +95,9 @@ def product(
         ValueError: ``x``, the weight and the bias do not fit together.
         RuntimeError: one of them is not on the CPU, or its memory was freed.
     """
-    out_features = weight.codes.shape[0]
-    if x.shape[:-1].numel() > most_rows() and out_features:
-        return _by_panels(x if inputs is None else fake_quantize(x, inputs), weight, bias)
-    if prepared is None or prepared.out_features != out_features:
-        prepared = on_codes(weight.scheme, weight.length, out_features, x.dtype)
-    return prepared(x, parts_of(weight), bias, inputs)
+    if x.shape[:-1].numel() > most_rows() and weight.codes.shape[0]:
+        return _by_panels(x, weight, bias)
+    return _on_codes(x, weight, bias)
 
 
 def grouped_product(
@@ -136,7 +105,6 @@ def grouped_product(
     weight: MXFP4Tensor,
     ends: torch.Tensor,
     bias: torch.Tensor | None = None,
-    inputs: QuantScheme | None = None,
 ) -> torch.Tensor:
     """[`product`] of each expert's rows with its own weight, all on the codes.
 
@@ -145,13 +113,11 @@ def grouped_product(
         weight: ``[experts, N, K]``, quantized along its last axis.
         ends: int32 ``[experts]`` on the CPU, where the rows of each end.
         bias: ``[experts, N]`` in the dtype of ``x``.
-        inputs: as there.
 
     Returns:
         ``[S, N]`` in the dtype of ``x``.
     """
-    prepared = on_codes(weight.scheme, weight.length, weight.codes.shape[1], x.dtype)
-    return prepared(x, parts_of(weight), bias, inputs, ends)
+    return _on_codes(x, weight, bias, ends)
 
 
 @functools.cache

@@ -7,15 +7,12 @@ they are attached to such layers. Loading a quantized model does so.
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
 
-from .adapter_card import keep_weights_without_a_card
-from .base_scheme import MXFP4LoraConfig
-from .expert_lora import MXFP4LoraExperts
-from .expert_parameters import MXFP4LoraExpertParameter
-from .lora_layer import MXFP4LoraLinear
+from .base_scheme import MXFP4LoraConfig, base_scheme
+from .experts import MXFP4LoraExpertParameter, MXFP4LoraExperts
+from .linear import MXFP4LoraLinear, MXFP4LoraMasterLinear
 from .lora_model import MXFP4LoraModel, merge_adapters
-from .master_lora import MXFP4LoraMasterLinear
-from .merge.merge_report import MergeReport
-from .methods import watch_tuners
+from .merging import MergeError, MergeReport
+from .methods import SUPPORTED, TRAINABLE_ONLY, watch_tuners
 from .rollout import (
     adapted_parameters,
     adapter_factors,
@@ -26,14 +23,12 @@ from .rollout import (
     is_trainable_with_adapters,
     policy_parameters,
 )
-from .target_names import strict_targets
 
 
 # PEFT's own tables of what stands for "LORA": both classes behave as PEFT's wherever no quantized layer is concerned.
 PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MXFP4LoraConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
 watch_tuners()
-keep_weights_without_a_card()
 
 __all__ = [
     "MXFP4LoraConfig",
@@ -42,15 +37,18 @@ __all__ = [
     "MXFP4LoraLinear",
     "MXFP4LoraMasterLinear",
     "MXFP4LoraModel",
+    "MergeError",
     "MergeReport",
+    "SUPPORTED",
+    "TRAINABLE_ONLY",
     "adapted_parameters",
     "adapter_factors",
     "adapter_rank",
     "adapter_sums",
+    "base_scheme",
     "has_inseparable_adapters",
     "is_packed_with_adapters",
     "is_trainable_with_adapters",
     "merge_adapters",
     "policy_parameters",
-    "strict_targets",
 ]

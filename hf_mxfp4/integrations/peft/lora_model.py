@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,17 +15,13 @@ from torch import nn
 
 from ..._logging import get_logger
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
+from ...suggestions import nearest_names
 from ..transformers.pack_model import pack
 from .base_scheme import record_base
-from .expert_lora import MXFP4LoraExperts
-from .expert_parameters import lora_on_experts
-from .lora_layer import MXFP4LoraLinear
-from .master_lora import MXFP4LoraMasterLinear
-from .merge.merge_cost import LOSSY_DB, adapted_layers
-from .merge.merge_report import MergeReport
-from .merge.merging import Merges, MergesIntoPacked
-from .methods import merge_into_plain, packed_layers, targeted_layers, unmergeable_layers
-from .target_names import check_expert_targets, check_target_names
+from .experts import MXFP4LoraExpertParameter, MXFP4LoraExperts, lora_on_experts
+from .linear import MXFP4LoraLinear, MXFP4LoraMasterLinear
+from .merging import LOSSY_DB, MergeReport, Merges
+from .methods import adapters_on_quantized, merge_into_plain, targeted_layers
 
 
 #: The way that PEFT documents for layers of its users (developer guide, custom models): what stands for LoRA on which.
@@ -39,7 +36,7 @@ _TARGETS = ("target_modules", "target_parameters", "rank_pattern", "alpha_patter
 #: Initial values of adapters that are made without looking at the base weight.
 _INITS = (True, False, "gaussian")
 #: Options of `LoraConfig` that change what an adapter computes; PEFT marks them in newer versions.
-_VARIANTS = ("use_dora", "use_qalora")
+_VARIANTS = ("use_dora", "use_qalora", "lora_bias")
 
 
 class MXFP4LoraModel(LoraModel):
@@ -55,70 +52,60 @@ class MXFP4LoraModel(LoraModel):
     """
 
     merge_report: MergeReport | None = None
-    _told: tuple[str, ...] = ()
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """[`peft.LoraModel.inject_adapter`], but names of targets keep their meaning on models with packed experts:
         PEFT would replace those that experts had in older models by ``target_parameters``."""
         config = self.peft_config[adapter_name]
-        self._asked = {option: copy.copy(getattr(config, option)) for option in _TARGETS}
+        self._given = {option: copy.copy(getattr(config, option)) for option in _TARGETS}
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _check_new_adapter_config(self, config: LoraConfig) -> None:
-        if any(isinstance(module, MXFP4PackedExperts) for module in self.model.modules()):
-            for option, value in self._asked.items():
+        modules = dict(self.model.named_modules())
+        n_experts = sum(isinstance(module, MXFP4PackedExperts) for module in modules.values())
+        if n_experts:
+            for option, value in self._given.items():
                 setattr(config, option, value)
-            check_expert_targets(config, self.model)
         super()._check_new_adapter_config(config)
-        check_target_names(config, self.model, any(isinstance(module, QUANTIZED) for module in self.model.modules()))
-        targeted = targeted_layers(self.model, config, type(self))
-        if targeted:
-            _check_computation(config, targeted.values())
-        trainable = {name: m for name, m in self.model.named_modules() if isinstance(m, TRAINABLE)}
-        _check_parameters(config, trainable)
-        if trainable or packed_layers(self.model):
+        if any(isinstance(module, QUANTIZED) for module in modules.values()):
+            _check_target_names(config, self.model, n_experts)
+            targeted = targeted_layers(self.model, config, type(self))
+            if targeted:
+                _check_computation(config, targeted.values())
+            _check_parameters(config, modules)
             config._register_custom_module(_LAYERS)
         names = [name for name, other in self.peft_config.items() if other is config]
         record_base(config, self.model, names[0] if names else "")
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """[`peft.LoraModel.merge_adapter`]; what quantizing the sums costs is kept in `merge_report`, and logged: when
-        the same adapters are merged again and again, as for the weights of another engine, the first time."""
+        """[`peft.LoraModel.merge_adapter`]; what quantizing the sums costs is logged and kept in `merge_report`."""
         super().merge_adapter(*args, **kwargs)
-        layers = adapted_layers(self.model)
-        merged = tuple(dict.fromkeys(adapter for layer in layers.values() for adapter in layer.merged_adapters))
-        self._report(layers, told=merged == self._told)
-        self._told = merged
+        self._report(_quantized_lora(self.model))
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
         """[`peft.LoraModel.merge_and_unload`]; a quantized model stays quantized, and `merge_report` on it says what
         quantizing the sums cost."""
-        layers = adapted_layers(self.model)
+        layers = _quantized_lora(self.model)
         model = super().merge_and_unload(*args, **kwargs)
         self._report(layers)
         if self.merge_report is not None:
             model.merge_report = self.merge_report
         return model
 
-    def _report(self, layers: dict[str, Merges], told: bool = False) -> None:
+    def _report(self, layers: dict[str, Merges]) -> None:
         merged = {name: layer for name, layer in layers.items() if layer.merge_error is not None}
         self.merge_report = None
         if not merged:
             return
-        kinds = {"packed" if isinstance(layer, MergesIntoPacked) else "trainable" for layer in merged.values()}
-        errors = {name: layer.merge_error for name, layer in merged.items()}
-        self.merge_report = MergeReport(errors, " and ".join(sorted(kinds)))
-        if told:
-            return
+        self.merge_report = MergeReport({name: layer.merge_error for name, layer in merged.items()})
         get_logger().info("%s", self.merge_report)
-        lost = self.merge_report.total.update_sqnr_db
-        if lost < LOSSY_DB:
+        kept = self.merge_report.total.update_sqnr_db
+        if kept < LOSSY_DB:
             get_logger().warning(
-                "%s the merged weights kept the adapters' change at an SQNR of only %.1f dB: part of what was "
+                "quantizing the merged weights kept the adapters' change at an SQNR of only %.1f dB: part of what was "
                 "trained is lost. Keep the adapter beside its base, or merge into bfloat16 with "
                 "hf_mxfp4.merge_adapters(model, into='bf16')",
-                "packing" if kinds == {"packed"} else "quantizing",
-                lost,
+                kept,
             )
 
 
@@ -127,11 +114,11 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
 
     Args:
         model: a model with adapters on packed layers or on layers of trainable weights. Methods of PEFT other than LoRA
-            can be merged ``into="bf16"`` alone.
+            can be merged ``into="bf16"`` only.
         into: ``"packed"``: a packed model. Packed weights are packed again under their scheme, as
             `model.merge_and_unload()` does, and sums with trainable weights as [`pack`] does; the signal to noise ratio
             that this cost is logged per layer and kept in `merge_report`. ``"bf16"``: a plain bfloat16 model of weights
-            ``Q(W) + delta``; each sum is rounded once, but for what was not quantized before.
+            ``Q(W) + delta``; each sum is made in float32 and rounded once.
 
     Raises:
         TypeError: ``model`` is no PEFT model with adapters in its layers.
@@ -141,33 +128,45 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
         raise ValueError(f"into={into!r} is not supported; choose one of 'packed', 'bf16'")
     if not isinstance(model, PeftModel) or not isinstance(model.base_model, BaseTuner):
         raise TypeError(f"merge_adapters takes a PeftModel with adapters in its layers, not {type(model).__name__}")
-    layers, others = adapted_layers(model), unmergeable_layers(model)
-    if not layers and not others:
+    layers = adapters_on_quantized(model)
+    if not layers:
         raise ValueError(
             "no adapter of this model is on a quantized layer; use model.merge_and_unload(), which sums in full "
             "precision"
         )
-    masters = [layer for layer in layers.values() if not isinstance(layer, MergesIntoPacked)]
     if into == "packed":
+        masters = [layer for layer in layers if isinstance(layer.get_base_layer(), TRAINABLE)]
         for layer in masters[:1]:
             layer.get_base_layer().config.packed()  # raises for a scheme whose weights cannot be packed
         merged = model.merge_and_unload()
         return pack(merged) if masters else merged
-    merge_into_plain(others)
-    for layer in layers.values():
-        layer.unload_dtype = torch.bfloat16
-        layer.merge_error = None
-    plain = model.merge_and_unload()
-    if any(isinstance(layer, MXFP4LoraExperts) for layer in layers.values()):
-        plain.__dict__.pop("_weight_conversions", None)  # it saves as any plain model again
+    merge_into_plain(layers, torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All adapters are already merged")
+        plain = model.merge_and_unload()  # what is on plain layers
     quantizer = plain.hf_quantizer
     if any(isinstance(module, QUANTIZED) for module in plain.modules()):
         return quantizer.dequantize(plain, torch.bfloat16)
+    plain.__dict__.pop("_weight_conversions", None)  # it saves as any plain model again
+    plain.__dict__.pop("quantization_report", None)
     for parameter in plain.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    plain.__dict__.pop("quantization_report", None)
     quantizer.remove_quantization_config(plain)
     return plain
+
+
+def _quantized_lora(model: nn.Module) -> dict[str, Merges]:
+    """Return LoRA on quantized layers by the names of what it adapts: layers, or single parameters of experts."""
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MXFP4LoraExpertParameter):
+            name = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+        if isinstance(module, Merges):
+            layers[name] = module
+    return layers
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 def _check_computation(config: LoraConfig, targets: Iterable[nn.Module]) -> None:
@@ -187,14 +186,44 @@ def _check_computation(config: LoraConfig, targets: Iterable[nn.Module]) -> None
             raise ValueError(f"{name}={getattr(config, name)!r} {advice} in full precision")
 
 
-def _check_parameters(config: LoraConfig, trainable: dict[str, MXFP4Linear | MXFP4Experts]) -> None:
-    """Refuse the weight of a linear layer, of which PEFT would make ``Q(W + delta)``."""
+def _check_parameters(config: LoraConfig, modules: dict[str, nn.Module]) -> None:
+    """Refuse the weight of a trainable linear layer, of which PEFT would make ``Q(W + delta)``."""
+    weights = [f"{n.removesuffix('.base_layer')}.weight" for n, m in modules.items() if isinstance(m, MXFP4Linear)]
     for target in config.target_parameters or ():
-        for name, layer in trainable.items():
-            weight = f"{name.removesuffix('.base_layer')}.weight"
-            if isinstance(layer, MXFP4Linear) and f".{weight}".endswith(f".{target}"):
+        for weight in weights:
+            if f".{weight}".endswith(f".{target}"):
                 raise ValueError(
                     f"target_parameters has {target!r}, which is {weight} of a quantized linear layer: PEFT would "
                     "quantize the adapter with the weight, where most of it is lost; name the layer in target_modules, "
                     "for an adapter beside the quantized weight"
+                )
+
+
+def _check_target_names(config: LoraConfig, model: nn.Module, n_experts: int) -> None:
+    """Refuse entries of ``target_modules`` and ``target_parameters`` of an adapter to be trained that are the name of
+    nothing in ``model``: PEFT would train the other targets only. Entries are matched as PEFT does it; text in place of
+    a list is left to PEFT, which refuses what matches nothing."""
+    if n_experts and isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        get_logger().warning(
+            'target_modules="all-linear" means linear layers: the experts of %d layers get no adapters. For '
+            'adapters on them, give a list of names with "experts" among them',
+            n_experts,
+        )
+    options = {
+        "target_modules": ("module", [name for name, _ in model.named_modules() if name]),
+        "target_parameters": ("parameter", [name for name, _ in model.named_parameters()]),
+    }
+    for option, (kind, names) in options.items():
+        targets = getattr(config, option, None) or ()
+        if isinstance(targets, str) or config.inference_mode:
+            continue
+        # Below adapters that are there already, names are longer.
+        names = list(dict.fromkeys(name.replace(".base_layer", "") for name in names if ".lora_" not in name))
+        for target in sorted(targets):
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                near = " or ".join(map(repr, nearest_names(target, names)))
+                experts = " The packed experts of a layer are one module, called 'experts'." if n_experts else ""
+                raise ValueError(
+                    f"{option} has {target!r}, the name of no {kind} of {type(model).__name__} (near: {near}). Correct "
+                    f"it or leave it out: PEFT would train the other targets only.{experts}"
                 )

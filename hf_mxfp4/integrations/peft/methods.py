@@ -17,7 +17,7 @@ from torch import nn
 
 from ...dither import round_frozen_masters
 from ...layers import PACKED, QUANTIZED, MXFP4PackedExperts, MXFP4PackedLinear
-from .merge.merging import Merges
+from .merging import Merges
 
 
 #: Methods that compute with ``Q(W)`` on every quantized linear layer; names are those of `peft.PeftType`.
@@ -27,10 +27,6 @@ SUPPORTED = frozenset(
 )
 #: Methods that do so on trainable layers only: on packed ones they take the shape of the bytes for that of the weight.
 TRAINABLE_ONLY = frozenset({"LOHA", "LOKR", "UNILORA"})
-_UNMERGED = (
-    "adapters of {} are on quantized layers, and only LoRA can be merged into quantized weights: keep the adapter next "
-    "to its base, or make a bfloat16 model with hf_mxfp4.merge_adapters(model, into='bf16')"
-)
 
 
 def targeted_layers(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dict[str, nn.Module]:
@@ -54,7 +50,7 @@ def targeted_layers(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]
 def check_method(tuner: BaseTuner, model: nn.Module, config: PeftConfig) -> None:
     """Raise `ValueError` for a method that cannot compute on the quantized layers that it targets, or that would train
     packed bytes."""
-    packed = packed_layers(model)
+    packed = _packed_layers(model)
     if packed:
         _check_saved_modules(config, packed)
     hit = targeted_layers(model, config, type(tuner))
@@ -80,61 +76,62 @@ def check_method(tuner: BaseTuner, model: nn.Module, config: PeftConfig) -> None
     )
 
 
-def unmergeable_layers(model: nn.Module) -> list[BaseTunerLayer]:
-    """Return adapters on quantized layers whose merge is PEFT's own, which knows nothing of quantized weights."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, BaseTunerLayer)
-        and not isinstance(module, Merges)
-        and isinstance(module.get_base_layer(), QUANTIZED)
-    ]
+def adapters_on_quantized(model: nn.Module) -> list[BaseTunerLayer]:
+    """Return the adapters on quantized layers, of whatever method; the wrappers of one layer's parameters from the
+    outside in."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    return [layer for layer in layers if isinstance(layer.get_base_layer(), QUANTIZED)]
 
 
-def merge_into_plain(layers: list[BaseTunerLayer]) -> None:
-    """Put plain float32 layers that hold ``Q(W)`` below these adapters, so that PEFT can merge them."""
+def _unmergeable(model: nn.Module) -> list[BaseTunerLayer]:
+    """Return adapters whose merge is PEFT's own, which knows nothing of quantized weights."""
+    return [layer for layer in adapters_on_quantized(model) if not isinstance(layer, Merges)]
+
+
+def merge_into_plain(layers: list[BaseTunerLayer], dtype: torch.dtype) -> None:
+    """Put plain layers that hold ``Q(W)`` below these adapters and merge the adapters into them in float32, then round
+    them to ``dtype``. Adapters that were merged before are merged here, too."""
+    wrappers: dict[nn.Module, list[BaseTunerLayer]] = {}
     for layer in layers:
-        layer.base_layer = layer.get_base_layer().to_linear(dtype=torch.float32)
-        layer.__dict__.pop("merge", None)
+        wrappers.setdefault(layer.get_base_layer(), []).append(layer)
+    for base, own in wrappers.items():
+        names = [list(dict.fromkeys([*layer.merged_adapters, *layer.active_adapters])) for layer in own]
+        for layer in own:
+            if layer.merged:
+                layer.unmerge()
+        if isinstance(base, MXFP4PackedExperts):  # PEFT has no layer for them
+            own[0].base_layer = own[0].to_plain(dtype, [name for name in names[0] if name in own[0].lora_A])
+            own[0].merged_adapters = names[0]
+            continue
+        to_plain = base.to_linear if isinstance(base, nn.Linear) else base.to_experts
+        own[-1].base_layer = plain = to_plain(torch.float32)
+        for layer, adapters in zip(own, names, strict=True):
+            layer.merge(adapter_names=adapters)
+        plain.to(dtype)
 
 
-def packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4PackedExperts]:
+def _packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4PackedExperts]:
     """Return packed layers by the names that they have without adapters."""
     return {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if isinstance(m, PACKED)}
 
 
 def _check_saved_modules(config: PeftConfig, packed: dict[str, MXFP4PackedLinear | MXFP4PackedExperts]) -> None:
-    """Refuse what PEFT would wrap around the stored bytes instead of the weight."""
-    advice = (
-        "whose weight is stored in 4 bits and frozen; name the layer in target_modules for LoRA, or keep it in full "
-        "precision with MXFP4RLConfig(modules_to_not_convert=[...])"
-    )
-    stored = [f"{name}.{own}" for name, layer in packed.items() for own, _ in layer.named_parameters()]
-    for target in getattr(config, "target_parameters", None) or ():
-        hit = next((name for name in stored if f".{name}".endswith(f".{target}")), None)
-        if hit is not None:
-            raise ValueError(f"target_parameters has {target!r}, which is {hit} of a packed layer, {advice}")
-    # PEFT compares the ends of modules' names.
+    """Refuse what PEFT would wrap around the stored bytes instead of the weight; it compares the ends of names."""
     places = {name[: end.start()] for name in packed for end in re.finditer(r"\.|$", name)}
-    tokens = getattr(config, "trainable_token_indices", None)
-    options = {
-        "modules_to_save": getattr(config, "modules_to_save", None) or (),
-        "trainable_token_indices": tokens if isinstance(tokens, dict) else (),
-    }
-    for option, targets in options.items():
-        for target in targets:
-            hit = min((place for place in places if place.endswith(target)), default=None)
+    places |= {f"{name}.{own}" for name, layer in packed.items() for own, _ in layer.named_parameters()}
+    for option in ("target_parameters", "modules_to_save", "trainable_token_indices"):
+        for target in getattr(config, option, None) or ():
+            hit = min((place for place in places if isinstance(target, str) and place.endswith(target)), default=None)
             if hit is not None:
-                what = "is" if hit in packed else "contains"
-                raise ValueError(f"{option} has {target!r}: {hit} {what} a packed layer, {advice}")
+                raise ValueError(
+                    f"{option} has {target!r}: {hit} is a packed layer, a part of one or around one, whose weight is "
+                    "stored in 4 bits and frozen; name the layer in target_modules for LoRA, or keep it in full "
+                    "precision with MXFP4RLConfig(modules_to_not_convert=[...])"
+                )
 
 
 def _name(config: PeftConfig) -> str:
     return getattr(config.peft_type, "name", None) or str(config.peft_type).rpartition(".")[2].upper()
-
-
-def _refuse_merge(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(_UNMERGED.format("this kind"))
 
 
 _ATTACH, _INJECT, _MERGE_ALLOWED = BaseTuner.__init__, BaseTuner.inject_adapter, BaseTuner._check_merge_allowed
@@ -151,16 +148,18 @@ def _attach(self: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: s
 def _inject(self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     check_method(self, model, self.peft_config[adapter_name])
     _INJECT(self, model, adapter_name, *args, **kwargs)
-    for layer in unmergeable_layers(model):
-        layer.merge = _refuse_merge
     round_frozen_masters(model)
 
 
 @functools.wraps(_MERGE_ALLOWED)
 def _check_merge_allowed(self: BaseTuner) -> None:
-    if unmergeable_layers(self.model):
-        methods = {_name(config) for config in self.peft_config.values()}
-        raise ValueError(_UNMERGED.format(", ".join(sorted(methods))))
+    if _unmergeable(self.model):
+        methods = sorted({_name(config) for config in self.peft_config.values()})
+        raise ValueError(
+            f"adapters of {', '.join(methods)} are on quantized layers, and only LoRA can be merged into quantized "
+            "weights: keep the adapter next to its base, or make a bfloat16 model with hf_mxfp4.merge_adapters(model, "
+            "into='bf16')"
+        )
     _MERGE_ALLOWED(self)
 
 

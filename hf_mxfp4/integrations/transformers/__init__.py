@@ -4,6 +4,6 @@
 from ..._lazy import lazy_names
 
 
-__all__ = ["MXFP4RLQuantizer"]
+__all__ = ["MXFP4RLQuantizer", "pack", "quantize_linears"]
 
-__getattr__ = lazy_names(__name__, {"MXFP4RLQuantizer": "quantizer"})
+__getattr__ = lazy_names(__name__, {"MXFP4RLQuantizer": "quantizer", "pack": "pack_model", "quantize_linears": "swap"})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...checkpoint import is_quantized
-from ...gemm.weight_cache import cached_for_call
+from ...gemm import cached_weights
 
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def wrap_generation(cls: type["PreTrainedModel"]) -> None:
     """Make `generate` of the quantized models of a class keep quantized weights while a call lasts (see
-    [`hf_mxfp4.gemm.weight_cache.cached_for_call`]): nothing changes them inside.
+    [`hf_mxfp4.cached_weights`]): nothing changes them inside.
 
     Wraps the method of the class, once, as [`hf_mxfp4.checkpoint.save.wrap_saving`] does; other models of the
     class generate as ever. A class that cannot generate is left alone.
@@ -34,7 +34,7 @@ def _wrap(cls: type) -> Callable[..., Any]:
     def generate(self, *args, **kwargs):
         # Looked up at each call where it is inherited: others replace the method of a base class too.
         original = super(cls, self).generate if own is None else functools.partial(own, self)
-        with cached_for_call() if _keeps_weights(self) else contextlib.nullcontext():
+        with cached_weights(self) if _keeps_weights(self) else contextlib.nullcontext():
             return original(*args, **kwargs)
 
     generate.keeps_quantized_weights = True

@@ -11,10 +11,8 @@ from ...report import ErrorEnergy, add_packed, add_packed_experts
 
 
 class PackOnLoad(ConversionOps):
-    """Packs one weight of a checkpoint as transformers reads it, so that full-precision weights exist one at a time.
-
-    Its error is added to ``energy``.
-    """
+    """Packs one weight of a checkpoint as transformers reads it, so that full-precision weights exist one at a time,
+    and adds its error to ``energy``."""
 
     def __init__(self, config: MXFP4RLConfig, energy: ErrorEnergy):
         self._config, self._energy = config, energy
@@ -66,6 +64,7 @@ def refuse_parallel_plan(model: nn.Module) -> None:
 
 
 def packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4PackedExperts]:
+    """Return the packed layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, PACKED)}
 
 

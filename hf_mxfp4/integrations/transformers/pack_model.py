@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ...config import MXFP4RLConfig
-from ...experts_layout import matrix_names, projections, unsupported_reason
+from ...experts_layout import projections
 from ...layers import PACKED, TRAINABLE, MXFP4PackedLinear
-from ...module_names import find_layers, full_precision_record, fused_experts, skip_reasons
+from ...module_names import find_layers, full_precision_record, skip_reasons
 from ...report import ErrorEnergy, add_packed, add_packed_experts
 from .quantizer import MXFP4RLQuantizer
 from .swap import from_plain, swap_layers
@@ -68,17 +68,10 @@ def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreT
         layers, skipped = find_layers(model, config.modules_to_not_convert or ())
         kept = full_precision_record(model, skip_reasons(model, config.modules_to_not_convert or ()))
     else:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        layers = {name: module for name, module in modules.items() if isinstance(module, TRAINABLE)}
-        trained_report = getattr(model, "quantization_report", None)
-        known = trained_report.skip_reasons if trained_report is not None else {}
-        names = [name for name, module in modules.items() if type(module) is nn.Linear]
-        for name in fused_experts(model):
-            if name not in layers:
-                names += [name] if unsupported_reason(modules[name]) else matrix_names(name, modules[name])
-        kept = trained.full_precision
-        skipped = {name: known.get(name, "in full precision in the trained model") for name in names}
-        del modules
+        modules = model.named_modules(remove_duplicate=False)
+        layers = {name: module for name, module in modules if isinstance(module, TRAINABLE)}
+        report = getattr(model, "quantization_report", None)
+        skipped, kept = {} if report is None else report.skip_reasons, trained.full_precision
     quantized = swap_layers(model, layers, config, make)
     MXFP4RLQuantizer(config.keeping(kept), pre_quantized=True).attach(model, quantized, skipped, energy)
     return model

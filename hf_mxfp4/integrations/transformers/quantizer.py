@@ -34,10 +34,8 @@ from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from .generation import wrap_generation
 from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan, tie_packed
-from .pushed_weights import check_attention
-from .reference import watch_references
-from .saved_layers import reasons_of_checkpoint
-from .swap import placeholder, quantize_linears
+from .swap import placeholder, quantize_linears, reasons_of_checkpoint
+from .trl_trainers import check_trainer, watch_references
 
 
 class MXFP4RLQuantizer(HfQuantizer):
@@ -95,7 +93,7 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
         refuse_parallel_plan(model)
-        check_attention(model)
+        check_trainer()
         files = read_headers(checkpoint_files or ())
         reasons = skip_reasons(model, self.quantization_config.modules_to_not_convert or ())
         if self.pre_quantized:
@@ -192,28 +190,22 @@ class MXFP4RLQuantizer(HfQuantizer):
         With a ``dtype`` all floating-point parameters are converted to it; without one, none is (transformers would
         fall back to the dtype that the model was loaded in, which may no longer be its own).
         """
-        model = self._dequantize(model, dtype)
-        self.remove_quantization_config(model)
-        return model
-
-    def _dequantize(self, model, dtype=None):
         layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QUANTIZED)}
         if not layers:
             raise ValueError("nothing to dequantize: the model has no MXFP4 layer")
-        if any(isinstance(layer, MXFP4PackedExperts) for layer in layers.values()):
-            model.__dict__.pop("_weight_conversions", None)
-        plain: dict[int, nn.Module] = {}
+        plain: dict[nn.Module, nn.Module] = {}
         for name, layer in layers.items():
-            if id(layer) not in plain:
-                to_plain = layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts
-                plain[id(layer)] = to_plain(dtype)
-            model.set_submodule(name, plain[id(layer)])
-        if dtype is not None:
-            # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
+            if layer not in plain:
+                plain[layer] = (layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts)(dtype)
+            model.set_submodule(name, plain[layer])
+        # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.
+        for parameter in model.parameters():
+            if dtype is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        if any(isinstance(layer, MXFP4PackedExperts) for layer in layers.values()):
+            model.__dict__.pop("_weight_conversions", None)  # it saves as any plain model again
         model.__dict__.pop("quantization_report", None)
+        self.remove_quantization_config(model)
         return model
 
     def get_state_dict_and_metadata(self, model):

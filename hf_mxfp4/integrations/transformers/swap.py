@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacing modules of a model: which layers are swapped, and for what."""
+"""Which modules of a model are replaced by quantized layers, and by what."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
+from ...checkpoint import FileHeader, tensors_by_name
 from ...config import MXFP4RLConfig
-from ...experts_layout import projections
+from ...experts_layout import projections, unsupported_reason
 from ...layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
-from ...module_names import choose_layers, full_names, name_matches, skip_reasons
+from ...module_names import (
+    BY_OPTION,
+    choose_layers,
+    full_names,
+    fused_experts,
+    is_skipped_by_name,
+    name_matches,
+    skip_reasons,
+)
 
 
 MakeLayer = Callable[[nn.Module, MXFP4RLConfig, str], nn.Module]
+
+SAVED_PLAIN = "in full precision in the checkpoint"
 
 
 def quantize_linears(
@@ -20,7 +32,7 @@ def quantize_linears(
     make_layer: MakeLayer | None = None,
     reasons: dict[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Swap the linear layers and the experts of ``model`` in place; the names of the quantized linear maps, and
+    """Swap the linear layers and the experts of ``model`` in place; return the names of the quantized linear maps, and
     those left alone with the reasons.
 
     ``make_layer`` builds a layer from a plain one, the config and its name; by default the layer class of the config's
@@ -36,7 +48,7 @@ def quantize_linears(
         place: {place: ()} if isinstance(layer, nn.Linear) else {f"{place}.{p}": (p,) for p in projections(layer)}
         for place, layer in layers.items()
     }
-    check_overrides(model, config, [name for own in names.values() for name in own])
+    _check_overrides(model, config, [name for own in names.values() for name in own])
     quantized = swap_layers(model, layers, config, make_layer or from_plain)
     if config.layer_overrides:
         for place, own in names.items():
@@ -46,7 +58,7 @@ def quantize_linears(
 
 
 def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
-    """The quantized layer of the config's mode for a linear layer or for experts, plain ones or trainable ones."""
+    """Return the quantized layer of the config's mode for a linear layer or for experts, plain or trainable ones."""
     packed = config.mode == "packed"
     if isinstance(layer, nn.Linear):
         return (MXFP4PackedLinear if packed else MXFP4Linear).from_linear(layer, config, name)
@@ -54,12 +66,11 @@ def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
 
 
 def placeholder(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
-    """The packed layer that a full-precision checkpoint is loaded into."""
+    """Return the packed layer that a full-precision checkpoint is loaded into."""
     return (MXFP4PackedLinear if isinstance(layer, nn.Linear) else MXFP4PackedExperts).placeholder(layer, config, name)
 
 
-def check_overrides(model: nn.Module, config: MXFP4RLConfig, names: Sequence[str]) -> None:
-    """Raise `ValueError` for an entry of ``layer_overrides`` that matches none of the quantized layers ``names``."""
+def _check_overrides(model: nn.Module, config: MXFP4RLConfig, names: Sequence[str]) -> None:
     for pattern, _ in config.layer_overrides or ():
         if not any(name_matches(full, pattern) for name in names for full in full_names(model, name)):
             raise ValueError(
@@ -71,8 +82,8 @@ def check_overrides(model: nn.Module, config: MXFP4RLConfig, names: Sequence[str
 def swap_layers(
     model: nn.Module, layers: dict[str, nn.Module], config: MXFP4RLConfig, make_layer: MakeLayer
 ) -> list[str]:
-    """Replace layers of ``model`` by what ``make_layer`` builds from them; the names of their linear maps, each layer
-    once.
+    """Replace layers of ``model`` by what ``make_layer`` builds from them; return the names of their linear maps, each
+    layer once.
 
     ``layers`` is emptied on the way, so that what a replaced layer held can be freed before the next one is built.
     """
@@ -86,3 +97,65 @@ def swap_layers(
         names += matrix_names(name, new)
         del old, new
     return names
+
+
+# ---- which layers a quantized checkpoint has in MXFP4 ---------------------------------------------------------------
+
+
+def reasons_of_checkpoint(
+    model: nn.Module, config: MXFP4RLConfig, reasons: Mapping[str, str], headers: Iterable[FileHeader]
+) -> dict[str, str]:
+    """Return the reasons of [`hf_mxfp4.module_names.skip_reasons`] changed to what the checkpoint in ``headers`` has.
+    Layers that no file has, such as those of a new head, stay as they are.
+
+    The choice of layers may differ between versions of this package, or between the class that a checkpoint was saved
+    from and the one that it is loaded into. Packed files show which weights are packed; for master weights,
+    `config.json` lists what stayed in full precision.
+    """
+    stored, found = _stored_dtypes(model, headers), dict(reasons)
+    for name, weight in _candidates(model).items():
+        dtype = stored.get(weight)
+        if dtype is None or reasons.get(name) == BY_OPTION:
+            continue
+        if config.mode == "packed":
+            if dtype == torch.uint8:
+                found.pop(name, None)
+        elif _was_plain(model, config, name):
+            found.setdefault(name, SAVED_PLAIN)
+        else:
+            found.pop(name, None)
+    return found
+
+
+def _was_plain(model: nn.Module, config: MXFP4RLConfig, name: str) -> bool:
+    if config.full_precision is None:
+        return is_skipped_by_name(model, name)
+    prefix = getattr(model, "base_model_prefix", "")
+    names = {*full_names(model, name), name.removeprefix(f"{prefix}.")}
+    return any(own == kept or own.startswith(f"{kept}.") for own in names for kept in config.full_precision)
+
+
+def _candidates(model: nn.Module) -> dict[str, str]:
+    """Return linear layers and fused experts by name, each with the name of a weight of it."""
+    found = {n: f"{n}.weight" for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
+    for name in fused_experts(model):
+        experts = model.get_submodule(name)
+        if unsupported_reason(experts) is None:
+            found[name] = f"{name}.{projections(experts)[0]}"
+    return found
+
+
+def _stored_dtypes(model: nn.Module, headers: Iterable[FileHeader]) -> dict[str, torch.dtype]:
+    """Return the dtypes of the tensors in the files, by the names that they have in the model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    prefix, state = getattr(model, "base_model_prefix", ""), model.state_dict()
+    found = {}
+    for name, tensor in tensors_by_name(headers).items():
+        own = name if name in state else rename_source_key(name, renamings, converters, prefix, state)[0]
+        found[own] = tensor.dtype
+    return found

@@ -2,7 +2,6 @@
 """Experts in vLLM: on packed weights, or with quantized inputs, by a product of our own; on dequantized weights alone
 by vLLM's kernels for 16-bit experts."""
 
-import math
 from types import MethodType
 from typing import Any
 
@@ -13,13 +12,12 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.utils import set_weight_attrs
 
 from ...config import MXFP4RLConfig
-from ...gemm.grouped import reads_packed_on_gpus
-from ...gemm.storage.packed_weight import packed_shapes
-from ...numerics import BLOCK_SIZE, QuantScheme
-from .expected import ExpectedLayers
-from .experts_product import ACTIVATIONS, INTERLEAVED, experts
-from .experts_storage import VLLM_NAMES, ExpertsTarget, Share, packed_parameters, parameter_name, write
-from .served import WeightBytes
+from ...gemm import packed_shapes, reads_packed_on_gpus
+from ...numerics import QuantScheme
+from .experts_product import ACTIVATIONS, INTERLEAVED, experts_operator
+from .experts_storage import VLLM_NAMES, ExpertsTarget, packed_parameters, parameter_name, write
+from .linears import check_share
+from .weight_loading import ExpectedLayers, check_complete
 
 
 def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, name: str) -> Any:
@@ -27,17 +25,16 @@ def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, 
 
     Raises `ValueError` for what it could not compute, before any weight is read.
     """
-    method, is_packed = MXFP4RLExpertsMethod, expected.settings.weights != "dense"
-    if not is_packed and scheme.activation_scheme is None:
+    method = MXFP4RLExpertsMethod
+    if not expected.is_packed and scheme.activation_scheme is None:
         method = MXFP4RLDenseExpertsMethod
     else:
         _check_supported(layer, name)
     # vLLM's, while it makes layers.
     expected.device, expected.dtype = torch.get_default_device(), torch.get_default_dtype()
-    expected.n_layers += 1
     expected.projection_names = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
     target = expected.experts[name] = _target(layer, scheme, name)
-    if is_packed:
+    if expected.is_packed:
         target.layer = layer
     return method(layer.moe_config, scheme, expected, target)
 
@@ -50,31 +47,10 @@ class _FromOurCheckpoint:
         self.scheme, self.expected, self.target = scheme, expected, target
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Raise unless both projections came, all of them, through the plugin.
-
-        Raises:
-            ValueError: the checkpoint lacks some of it.
-            RuntimeError: vLLM loaded this model past the plugin, and would read codes as numbers.
-        """
-        target = self.target
-        missing = [name for projection in VLLM_NAMES for name in target.missing(projection)]
-        if missing and not any(target.arrived.values()) and not target.parts:
-            raise RuntimeError(
-                f"{', '.join(missing)}: nothing came, or vLLM loads this model's weights past the plugin; export the "
-                "checkpoint with hf-mxfp4 export --format bf16"
-            )
-        if missing:
-            raise ValueError(f"{', '.join(missing)}: in no file of the checkpoint; the scheme in config.json needs it")
-        self.expected.is_done(self.weight_bytes(layer))
+        """Raise `ValueError` unless both projections came, all of them, through the plugin."""
+        check_complete([name for projection in VLLM_NAMES for name in self.target.missing(projection)])
+        self.expected.is_loaded = True
         super().process_weights_after_loading(layer)
-
-    def weight_bytes(self, layer: torch.nn.Module) -> WeightBytes:
-        """What the weights take in this process."""
-        found = WeightBytes()
-        for projection, (rows, columns) in self.target.own_sizes().items():
-            tensors = packed_parameters(layer, projection)
-            found += WeightBytes.of(tensors, len(self.target.share.experts) * rows, columns, self.target.scheme)
-        return found
 
 
 class MXFP4RLDenseExpertsMethod(_FromOurCheckpoint, UnquantizedFusedMoEMethod):
@@ -103,7 +79,9 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
         Raises `ValueError` when tensor parallelism would cut a block, or the kernels do not read the scheme.
         """
         target, weights, inputs = self.target, self.scheme.weight_scheme, self.scheme.activation_scheme
-        _check_cut(target, weights if target.is_packed else None, inputs)
+        columns, schemes = target.sizes["down_proj"][1], (weights if target.is_packed else None, inputs)
+        name, advice = f"{target.name}.down_proj", "enable_expert_parallel=True"
+        check_share(name, columns // target.size, columns, schemes, advice)
         if target.is_packed:
             _check_graphs(target.name, weights, self.scheme.backend)
         for projection, (rows, columns) in target.own_sizes().items():
@@ -133,7 +111,7 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
         gate_up, down = (packed_parameters(layer, projection) for projection in VLLM_NAMES)
         biases = [layer.w13_bias, layer.w2_bias] if self.moe.has_bias else []
         weights, inputs = self.scheme.weight_scheme, self.scheme.activation_scheme
-        return experts(
+        return experts_operator(
             x,
             topk_weights,
             topk_ids,
@@ -151,8 +129,7 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
 def _register(
     layer: torch.nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, attributes: dict[str, Any]
 ) -> None:
-    make = torch.empty if dtype == torch.uint8 else torch.zeros
-    parameter = torch.nn.Parameter(make(shape, dtype=dtype), requires_grad=False)
+    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
     layer.register_parameter(name, parameter)
     set_weight_attrs(parameter, attributes)
 
@@ -160,20 +137,21 @@ def _register(
 def _target(layer: Any, scheme: MXFP4RLConfig, name: str) -> ExpertsTarget:
     moe, manager = layer.moe_config, layer.expert_map_manager
     parallel = moe.moe_parallel_config
-    share = Share(
+    columns = moe.intermediate_size
+    return ExpertsTarget(
+        name,
+        scheme.weight_scheme,
+        {"gate_up_proj": (2 * columns, moe.hidden_dim), "down_proj": (moe.hidden_dim, columns)},
         moe.num_experts,
         tuple(manager.get_local_expert_ids()),
         parallel.tp_rank,
         parallel.tp_size,
         moe.activation.value in INTERLEAVED,
     )
-    columns = moe.intermediate_size
-    sizes = {"gate_up_proj": (2 * columns, moe.hidden_dim), "down_proj": (moe.hidden_dim, columns)}
-    return ExpertsTarget(name, share, scheme.weight_scheme, sizes)
 
 
 def _check_supported(layer: Any, name: str) -> None:
-    """Raise `ValueError` for experts that [`experts`] would compute otherwise than vLLM."""
+    """Raise `ValueError` for experts that [`experts_operator`] would compute otherwise than vLLM."""
     moe = layer.moe_config
     parallel, lora = moe.moe_parallel_config, get_current_vllm_config().lora_config
     reason = None
@@ -194,26 +172,6 @@ def _check_supported(layer: Any, name: str) -> None:
             f"{name}: these experts cannot be computed from packed weights, or with quantized inputs, in vLLM: "
             f"{reason}; with preset='w4a16' they can be dequantized: quantization_config[\"vllm\"] = "
             '{"weights": "dense"} in config.json'
-        )
-
-
-def _check_cut(target: ExpertsTarget, weights: QuantScheme | None, inputs: QuantScheme | None) -> None:
-    """Raise `ValueError` when the columns of a process's share of ``down_proj`` cut what is quantized together."""
-    columns, size = target.sizes["down_proj"][1], target.share.size
-    if size == 1:
-        return
-    if inputs is not None and (inputs.macro_block == "row" or inputs.fallback_rate is not None):
-        raise ValueError(
-            f"{target.name}.down_proj: tensor parallelism splits its inputs, and {inputs} needs whole rows; use "
-            "enable_expert_parallel=True"
-        )
-    blocks = [scheme.macro_block or BLOCK_SIZE for scheme in (weights, inputs) if scheme is not None]
-    # One factor for a row of weights is true of every part of it.
-    unit = math.lcm(BLOCK_SIZE, *(block for block in blocks if block != "row"))
-    if columns // size % unit:
-        raise ValueError(
-            f"{target.name}.down_proj: tensor parallelism gives each process {columns // size} of {columns} columns, "
-            f"which cuts blocks of {unit}; choose a smaller tensor_parallel_size, or enable_expert_parallel=True"
         )
 
 

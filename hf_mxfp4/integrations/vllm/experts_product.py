@@ -4,19 +4,23 @@ that, weights packed or dequantized before.
 
 vLLM computes an expert in one kernel, in which the input of ``down_proj`` cannot be quantized; hence this one. On GPUs
 each projection of all experts is one grouped kernel and nothing is read back, so that CUDA graphs can hold it
-([`hf_mxfp4.gemm.grouped.reads_packed_on_gpus`] says of which schemes); elsewhere experts come one after the other.
+([`hf_mxfp4.gemm.reads_packed_on_gpus`] says of which schemes); elsewhere experts come one after the other.
 """
 
 import torch
 import torch.nn.functional as F
 
-from ...gemm.custom_ops.tensors import read_scheme
-from ...gemm.grouped import forward as dense_forward
-from ...gemm.groups import Groups, group_by_expert
-from ...gemm.operands import nearest_input
-from ...gemm.spec import PackedSpec
-from ...gemm.storage.packed import packed_forward
-from ...gemm.storage.packed_weight import PACKED_FIELDS, packed_shapes
+from ...gemm import (
+    PACKED_FIELDS,
+    Groups,
+    PackedSpec,
+    group_by_expert,
+    matmul,
+    packed_forward,
+    packed_shapes,
+    quantize_input,
+    read_scheme,
+)
 from ...numerics import QuantScheme
 
 
@@ -47,7 +51,7 @@ INTERLEAVED = ("swigluoai",)
 
 
 @torch.library.custom_op("mxfp4_rl::experts", mutates_args=())
-def experts(
+def experts_operator(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -83,7 +87,7 @@ def experts(
         if weight_scheme:
             out = _packed_product(states, weight, bias, groups, weight_scheme, input_scheme, backend)
         else:
-            states = nearest_input(states, x.dtype, _read(input_scheme), backend)
+            states = quantize_input(states, x.dtype, _read(input_scheme), backend)
             out = _dense_product(states, weight[0], bias, groups, is_here is None, backend)
         # No expert has written the rows of other processes.
         return out if is_here is None else torch.where(is_here, out, 0)
@@ -96,7 +100,7 @@ def experts(
     return states[places].view(n_tokens, k, states.shape[-1]).sum(dim=1).to(x.dtype)
 
 
-@experts.register_fake
+@experts_operator.register_fake
 def _(
     x,
     topk_weights,
@@ -151,12 +155,12 @@ def _dense_product(
 ) -> torch.Tensor:
     """``has_all``: whether every row has an expert here."""
     if bias is None or has_all:
-        return dense_forward(x, weight, bias, groups, backend)
+        return matmul(x, weight, bias, groups)
     # On GPUs a bias is repeated for as many rows as there are: rows without an expert get that of the last one.
     ends = groups.offsets(x.device)
     rows = torch.arange(groups.n_rows, device=x.device, dtype=ends.dtype)
     expert = torch.searchsorted(ends, rows, right=True).clamp(max=groups.n_experts - 1)
-    return dense_forward(x, weight, None, groups, backend) + bias[expert]
+    return matmul(x, weight, groups=groups) + bias[expert]
 
 
 def _read(scheme: str) -> QuantScheme | None:

@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_log.jsonl`: what a training run says about itself, line by line, so that a killed run leaves all but its last
-moments; and reading it back, or the log history of a checkpoint in its place."""
+"""Read what a training run left: `run_log.jsonl` (see [`hf_mxfp4.run_log`]), or the log history of a checkpoint."""
 
 import json
-import os
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...checkpoint import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
-from ...files import append_lines, is_number, json_clean
-
-
-RUN_LOG = "run_log.jsonl"
-#: The log of the run before, when a new one begins in the same folder.
-PREVIOUS_LOG = "run_log.previous.jsonl"
+from ...files import is_number
+from ...run_log import RUN_LOG
 
 
 class RunLogError(ValueError):
@@ -33,7 +25,7 @@ class RunRecord:
             again, the later.
         starts: one entry for each time that training began or was resumed: `step`, `time`, `max_steps` and the facts.
         evaluations: entries with `when`, `step` and `scores`: by name `accuracy`, `standard_error` and `n`.
-        end: `reason` and `error` of the last end, `None` when the run was killed or still goes on.
+        end: `reason` and `error` of the last end, `None` when the run was killed or is still running.
         damaged: lines that could not be read.
     """
 
@@ -52,7 +44,7 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """The last step that is known of."""
+        """The last known step."""
         ended = [self.end["step"]] if self.end else []
         return max([entry["step"] for entry in self.logs] + ended, default=0)
 
@@ -60,19 +52,23 @@ class RunRecord:
     def max_steps(self) -> int | None:
         return self.starts[-1].get("max_steps") if self.starts else None
 
-    @property
-    def keys(self) -> set[str]:
-        """Names of all values that were logged at least once."""
-        return {key for entry in self.logs for key, value in entry.items() if is_number(value)}
-
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one logged quantity, finite ones alone."""
+        """Return steps and values of one logged quantity, finite ones alone."""
         points = [(entry["step"], float(entry[key])) for entry in self.logs if is_number(entry.get(key))]
         return [step for step, _ in points], [value for _, value in points]
 
     def values(self, key: str) -> list[float]:
         """Return the values of [`series`], without their steps."""
         return self.series(key)[1]
+
+    def movements(self) -> list[tuple[int, float, float]]:
+        """Return step, ratio and two standard errors of each measured step movement."""
+        found = [entry for entry in self.logs if is_number(entry.get("movement/total"))]
+        errors = (entry.get("movement_se/total") for entry in found)
+        return [
+            (entry["step"], entry["movement/total"], 2 * error if is_number(error) else 0.0)
+            for entry, error in zip(found, errors, strict=True)
+        ]
 
     def add(self, entry: dict[str, Any]) -> None:
         """Take in one line of the file. Raises `ValueError` or `KeyError` for a line of unknown form."""
@@ -95,32 +91,8 @@ class RunRecord:
             raise ValueError(f"unknown kind of line: {kind}")
 
 
-class RunLog:
-    """Appends lines to the `run_log.jsonl` of one folder; each is on its way to the disk when the call returns."""
-
-    def __init__(self, folder: str | Path):
-        self.path = Path(folder) / RUN_LOG
-
-    def start(self, step: int, max_steps: int, facts: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
-        """Begin a run anew at step 0, and set the log of an earlier one aside; at a later step go on, with what
-        ``history`` (the log history of the checkpoint) has and the file has not."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if step == 0 and self.path.is_file():
-            os.replace(self.path, self.path.with_name(PREVIOUS_LOG))
-        known = {_identity(entry) for entry in _read_lines(self.path).logs} if self.path.is_file() else set()
-        for entry in history:
-            if _identity(entry) not in known:
-                self.write("log", **entry)
-        self.write("start", step=step, max_steps=max_steps, facts=facts)
-
-    def write(self, kind: str, **entry: Any) -> None:
-        """Append one line; numbers that JSON has no word for become null."""
-        line = json_clean({"kind": kind, "time": round(time.time(), 3), **entry})
-        append_lines(self.path, [line], allow_nan=False, default=str)
-
-
 def read_run(folder: str | Path) -> RunRecord:
-    """The training run in a folder: an output folder, or one of its checkpoints, whose history ends where it was saved.
+    """Read the training run in an output folder, or in one of its checkpoints, whose history ends where it was saved.
 
     Raises [`RunLogError`] when there is nothing to read.
     """
@@ -171,8 +143,3 @@ def _read_state(checkpoint: Path) -> RunRecord:
     record.evaluations = [entry for entry in whole.evaluations if entry["step"] <= step]
     record.logs = [entry for entry in history if "step" in entry]
     return record
-
-
-def _identity(entry: dict[str, Any]) -> tuple[int, bool]:
-    """What tells the values of one logging step from those of an evaluation at it."""
-    return entry["step"], any(key.startswith("eval_") for key in entry)

@@ -38,7 +38,7 @@ class ScaleRule(str, Enum):
 
 
 #: Added to the float32 bits of the block maximum so that the exponent field rounds up where the rule says.
-_CARRY = {ScaleRule.RCEIL: 0x3FFFFF, ScaleRule.FLOOR: 0, ScaleRule.EVEN: 0x200000, ScaleRule.MSE: 0}
+CARRY = {ScaleRule.RCEIL: 0x3FFFFF, ScaleRule.FLOOR: 0, ScaleRule.EVEN: 0x200000, ScaleRule.MSE: 0}
 
 
 def scale_from_amax(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
@@ -48,7 +48,7 @@ def scale_from_amax(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
     """
     # Reductions may give a NaN with its sign bit set.
     bits = amax.view(torch.int32) & 0x7FFFFFFF
-    byte = (((bits + _CARRY[rule]) >> 23) - 2).clamp_(0, 254)
+    byte = (((bits + CARRY[rule]) >> 23) - 2).clamp_(0, 254)
     return byte.masked_fill_(bits >= 0x7F800000, E8M0_NAN)
 
 

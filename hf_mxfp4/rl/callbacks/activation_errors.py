@@ -11,8 +11,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ...layers import QUANTIZED
-from ...numerics import COMPONENTS
-from .base import error_parts, evenly_spread
+from ...numerics import COMPONENTS, decompose_scheme
+from .base import evenly_spread
 
 
 #: Tokens of a layer's input that are looked at, evenly spread over those of the batch.
@@ -107,7 +107,7 @@ def _observer(found: dict[str, dict[str, float]], name: str, layer: nn.Module, m
         if len(rows) == 0 or not torch.isfinite(rows).all():
             found[name] = _metrics_of(math.nan, {})
             return
-        parts = error_parts(rows, layer.config.activation_scheme)
+        parts = decompose_scheme(rows, layer.config.activation_scheme)
         found[name] = _metrics_of(parts.sqnr_db if math.isfinite(parts.sqnr_db) else math.nan, parts.energy_ratio)
 
     return observe

@@ -9,9 +9,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..._logging import get_logger
-from ...lab.errors.statistics import ErrorStatistics, fused_statistics
 from ...layers import WeightMatrix, gathered, set_quantization_step, trainable_matrices
-from ...numerics import ErrorDecomposition, QuantScheme, decompose_scheme
+from ...numerics import decompose_scheme
 
 
 Layer = TypeVar("Layer")
@@ -124,7 +123,7 @@ class ErrorCallback(TrainerCallback):
         measured = []
         for name, matrix in self._chosen.items():
             with gathered(getattr(matrix.layer, matrix.parameter)) as weight:
-                parts = error_parts(matrix.of(weight), matrix.layer.config.weight_scheme)
+                parts = decompose_scheme(matrix.of(weight), matrix.layer.config.weight_scheme)
             metrics = {f"error/{part}": value for part, value in parts.energy_ratio.items()}
             metrics["error/sqnr_db"] = parts.sqnr_db
             measured.append(metrics)
@@ -142,16 +141,6 @@ class QuantizationStepCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         set_quantization_step(model, state.global_step)
-
-
-def error_parts(x: torch.Tensor, scheme: QuantScheme) -> ErrorStatistics | ErrorDecomposition:
-    """Give what has ``energy_ratio`` and ``sqnr_db`` of a tensor's error, blocks along its last axis: sums of the fused
-    functions where they take it, in a fraction of the time and memory of the whole decomposition.
-
-    Raises `ValueError` when it holds NaN or infinity.
-    """
-    found = fused_statistics(x, scheme)
-    return decompose_scheme(x, scheme) if found is None else found
 
 
 def spread_layers(model: nn.Module, count: int) -> dict[str, WeightMatrix]:

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..._logging import get_logger
-from ...lab.run_report.movement import MOVEMENT_ALARM, movement_advice
 from ...backends import fake_quantize
 from ...layers import trainable_matrices
 from ...numerics import QuantScheme
+from ...run_log import MOVEMENT_ALARM, movement_advice
 from .weight_samples import WeightSample, sample_weights
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 
 from ..._logging import get_logger
-from ...lab.run_report.log import RunLog
-from ...lab.run_report.report import write_run_report
+from ...lab.run_report.page import write_run_report
+from ...run_log import RunLog
 
 
 class RunReportCallback(TrainerCallback):

@@ -19,7 +19,6 @@ from torch import nn
 
 from ...backends.devices import widest_float
 from ...gemm import autocast_dtype
-from ...gemm.weight_cache import WeightCache
 from ...model_structure import text_part
 from ...module_names import name_matches
 from ...moe import present_routers
@@ -188,7 +187,6 @@ class _NormHook:
     """
 
     def __init__(self):
-        self._weights = WeightCache()
         self.stop()
 
     def start(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -200,7 +198,7 @@ class _NormHook:
         self.noise = self._draw = None
         self.deviation = 0.0, 0
         self._dtypes: dict[tuple, torch.dtype] = {}
-        self._weights.clear()
+        self._noisy_weight: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def prepare(self, clean: torch.Tensor) -> None:
         """Draw the noise for this weight, in float32."""
@@ -223,7 +221,9 @@ class _NormHook:
         if dtype is None:
             dtype = self._dtypes[kind] = clean(*args, **kwargs).dtype
         weight = module.weight
-        noisy = self._weights.get(weight, torch.float32, functools.partial(self._noisy, weight))
+        if self._noisy_weight is None or self._noisy_weight[0] is not weight:
+            self._noisy_weight = weight, self._noisy(weight)
+        noisy = self._noisy_weight[1]
         self.ran = True
         with _weight_replaced(module, noisy):
             return clean(*(_float(value) for value in args), **kwargs).to(dtype)

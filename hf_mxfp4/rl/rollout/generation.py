@@ -3,14 +3,13 @@
 
 `generate` compiles the forward pass of single tokens by itself when its cache is static; prompts run in eager mode. TRL
 switches that off. Where it is on, state that moves from rollout to rollout must not end in the compiled code: quantized
-weights are found by the layers' operators when they run (see [`hf_mxfp4.gemm.custom_ops`]), noise is an input (see
+weights are found by the layers' operators when they run (see [`hf_mxfp4.gemm.compile`]), noise is an input (see
 [`NormNoise`]), and the size of the cache is rounded up.
 """
 
 import contextlib
 import copy
 import functools
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +19,8 @@ from torch import nn
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, GenerationMixin, StaticCache
 
 from ..._logging import get_logger
-from ...lab.policy.predictions import evaluation_mode
-from ...layers import MXFP4Experts, MXFP4Linear, cached_weights, uncached_weights
+from ...hooks import evaluation_mode
+from ...layers import cached_weights, trainable_matrices
 from ..config import MXFP4GRPOConfig
 
 
@@ -74,9 +73,9 @@ class RolloutGeneration:
         """Whether any forward pass of a rollout may be compiled code."""
         return self._args.compile_rollouts or self._batching is not None and _compiles(self._batching)
 
-    def weight_copies(self) -> contextlib.AbstractContextManager[None]:
+    def weight_copies(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Within this context each quantized weight is copied once (`cache_rollout_weights`, `rollout_weights`)."""
-        return cached_weights(self._args.rollout_weights) if self._args.cache_rollout_weights else uncached_weights()
+        return cached_weights(model, self._args.rollout_weights if self._args.cache_rollout_weights else "none")
 
     @contextlib.contextmanager
     def sampling(self, model: nn.Module) -> Iterator[None]:
@@ -100,16 +99,7 @@ def describe_rollout_weights(model: nn.Module, kept: bool, form: str) -> str:
     """Which copies of a model's trainable layers [`RolloutGeneration.weight_copies`] keeps, counted."""
     if not kept:
         return "no copies"
-    linears, experts = Counter(), Counter()
-    for module in model.modules():
-        if isinstance(module, MXFP4Linear):
-            linears[module.rollout_form(module.weight, form)] += 1
-        elif isinstance(module, MXFP4Experts):
-            for projection in module.projections:
-                weight = getattr(module, projection)
-                experts[module.rollout_form(projection, weight, form)] += module.n_experts
-    also = f"; of {experts['packed']} matrices of experts packed, of {experts['dense']} dense" if experts else ""
-    return f"copies of {linears['packed']} linear layers packed, of {linears['dense']} dense{also}"
+    return f"copies ({form}) of {sum(1 for _ in trainable_matrices(model))} weight matrices"
 
 
 class RolloutCache(StaticCache):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..._logging import get_logger
+from ...backends.devices import widest_float
 from ...integrations.peft import (
     adapted_parameters,
     adapter_factors,
@@ -25,7 +26,6 @@ from ...integrations.peft import (
     is_trainable_with_adapters,
     policy_parameters,
 )
-from ...backends.devices import widest_float
 from ...layers import MXFP4Linear, MXFP4PackedLinear, trainable_matrices
 from ...layers.experts_base import ExpertsBase
 from ..config import MXFP4GRPOConfig

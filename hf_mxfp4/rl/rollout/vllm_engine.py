@@ -10,12 +10,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..._logging import get_logger
-from ...integrations.peft import adapter_rank, has_inseparable_adapters
-from ...integrations.peft.base_scheme import base_scheme
 from ...config import MXFP4RLConfig
+from ...integrations.peft import adapter_rank, base_scheme, has_inseparable_adapters
+from ...integrations.vllm import SETTINGS_KEY, EngineSettings
 from ...layers import QUANTIZED
 from ...registration import QUANT_METHOD
-from ...integrations.vllm.settings import SETTINGS_KEY, EngineSettings
 from ..config import MXFP4GRPOConfig
 from .correction_options import limits_in_force
 
@@ -77,12 +76,6 @@ class VLLMEngine:
     def check(self, model: nn.Module, args: MXFP4GRPOConfig) -> None:
         """Raise `ValueError` where vLLM keeps weights in 4 bits and cannot be given the policy so: it would quantize
         what is pushed to it a second time."""
-        if self.settings is not None and self.settings.weights == "native":
-            raise ValueError(
-                "vLLM has handed its weights to kernels of its own, which rearrange them, and none can be pushed: "
-                f'start it with {{"{SETTINGS_KEY}": {{"weights": "packed"}}}} inside of quantization_config '
-                "(docs/vllm.md)"
-            )
         if not self.is_packed:
             return
         differing = {str(layer.config.weight_scheme) for layer in _quantized(model)} - {str(self.scheme.weight_scheme)}

@@ -7,7 +7,7 @@ from collections.abc import Set
 import torch
 from torch import nn
 
-from ...gemm.storage.packed_weight import PACKED_SUFFIXES
+from ...gemm import PACKED_SUFFIXES
 from ..noise.targets import plain_name
 
 

@@ -18,14 +18,13 @@ from torch import nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..._logging import get_logger
-from ...integrations.peft import adapter_rank
-from ...integrations.peft.base_scheme import base_scheme
 from ...config import MXFP4RLConfig
-from ...gemm.grouped import reads_packed_on_gpus
+from ...gemm import reads_packed_on_gpus
+from ...integrations.peft import adapter_rank, base_scheme
+from ...integrations.vllm import SETTINGS_KEY, EngineSettings
 from ...layers import QUANTIZED
 from ...layers.experts_base import ExpertsBase
 from ...registration import QUANT_METHOD
-from ...integrations.vllm.settings import SETTINGS_KEY, EngineSettings
 from ..config import MXFP4GRPOConfig
 from .vllm_engine import needs_dense, stored_config
 from .vllm_options import given_to_vllm

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized weights, kept while somebody promises that the weights do not change."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .state import GemmState
+
+
+#: What a [`WeightCache`] keeps of trainable weights: ``"dense"`` values in the dtype of products, ``"packed"`` codes
+#: and scale bytes, from which each product in a wider dtype makes its values anew, ``"auto"`` codes where products
+#: without gradients are computed on those (on GPUs with Triton, on CPUs with a compiler), and values where they are not
+#: and on CPUs, ``"none"`` nothing.
+WEIGHT_FORMS = ("auto", "dense", "packed", "none")
+
+
+class WeightCache:
+    """What products make of the weights of some models, made once and kept until [`clear`].
+
+    Outside of [`open`] every product quantizes its weight. Whoever opens a cache promises that nothing writes the
+    weights until it is cleared: the trainer for an optimizer step, `generate` for a call, [`cached_weights`] for a
+    block. Writes that PyTorch counts, and tensors in other memory, are noticed all the same; those through ``.data``
+    and by fused optimizers are not.
+
+    Args:
+        models: whose layers look here. A cache that another one is open for already keeps nothing: the first decides.
+        form: one of `WEIGHT_FORMS`.
+
+    Raises `ValueError` for another form.
+    """
+
+    def __init__(self, *models: nn.Module, form: str = "auto"):
+        if form not in WEIGHT_FORMS:
+            raise ValueError(f"form={form!r} is not known; choose one of {', '.join(WEIGHT_FORMS)}")
+        self.form = form
+        self._states = [state for model in models for state in gemm_states(model)]
+        self._kept: dict[Hashable, _Kept] = {}
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Within this context products of the models' layers, in all threads, take what is kept and add to it. An
+        exception clears it."""
+        opened = [state for state in self._states if state.cache is None]
+        for state in opened:
+            state.cache = self
+        try:
+            yield
+        except BaseException:
+            self.clear()
+            raise
+        finally:
+            for state in opened:
+                state.cache = None
+
+    def clear(self) -> None:
+        """Let go what is kept. To be called when weights have changed or are about to."""
+        self._kept.clear()
+
+    def forget(self, key: Hashable) -> None:
+        """Let go what is kept for one key."""
+        self._kept.pop(key, None)
+
+    def get(self, weight: torch.Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` gave for this weight and key, or gives now. Of a tensor that was computed from a weight, as
+        with an adapter's part, nothing is kept: it is another one in each pass."""
+        if not weight.is_leaf:
+            return make()
+        kept = self._kept.get(key)
+        if kept is None or not kept.is_of(weight):
+            kept = self._kept[key] = _Kept.of(weight, make())
+        return kept.value
+
+
+class _Kept(NamedTuple):
+    """A value, and the weight that it was made of: compiled code passes the same memory in other objects."""
+
+    value: Any
+    weight: weakref.ref
+    storage: StorageWeakRef | None
+    memory: tuple
+    version: int | None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, value: Any) -> "_Kept":
+        storage = StorageWeakRef(weight.untyped_storage()) if _has_memory(weight) else None
+        return cls(value, weakref.ref(weight), storage, _memory(weight), _version(weight))
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        if self.version != _version(weight) or self.memory != _memory(weight):
+            return False
+        # Memory that was freed may have been given to another tensor meanwhile.
+        return self.weight() is weight or self.storage is not None and not self.storage.expired()
+
+
+def _has_memory(weight: torch.Tensor) -> bool:
+    return type(weight) in (torch.Tensor, nn.Parameter) and weight.data_ptr() != 0
+
+
+def _memory(weight: torch.Tensor) -> tuple:
+    place = weight.data_ptr() if _has_memory(weight) else None
+    return place, weight.shape, weight.stride(), weight.dtype, weight.device
+
+
+def _version(weight: torch.Tensor) -> int | None:
+    return None if weight.is_inference() else weight._version
+
+
+def gemm_states(model: nn.Module) -> list[GemmState]:
+    """Those of all quantized layers of ``model``."""
+    found: list[GemmState] = []
+    for module in model.modules():
+        state, states = vars(module).get("state"), vars(module).get("states")
+        if isinstance(state, GemmState):
+            found.append(state)
+        elif isinstance(states, dict):
+            found.extend(each for each in states.values() if isinstance(each, GemmState))
+    return found
+
+
+@contextlib.contextmanager
+def cached_weights(model: nn.Module, form: str = "auto") -> Iterator[None]:
+    """Within this context every quantized layer of ``model`` quantizes its weight at most once and trusts that nobody
+    changes it; the copies are dropped at the end. For rollouts, evaluation and whatever else computes often on the same
+    weights; one call of `generate` has such a context of its own. Of nested contexts the outermost decides.
+
+    Args:
+        model: whose weights stay as they are.
+        form: one of `WEIGHT_FORMS`. Layers that are packed keep dequantized values with ``"dense"`` alone.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: another form.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"cached_weights takes the model whose weights do not change, not {type(model).__name__}")
+    cache = WeightCache(model, form=form)
+    try:
+        with cache.open():
+            yield
+    finally:
+        cache.clear()
+
+
+def uncached_weights(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Within this context every quantized layer of ``model`` quantizes its weight at each use: the values of
+    [`cached_weights`] in less memory and more time. For `generate` and training, which keep copies otherwise."""
+    return cached_weights(model, "none")

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The linear layers as `torch.library` operators: what compiled code calls in the place of the eager functions.
+
+Where Dynamo traces, a layer calls the operator of its whole product, and the operator, when it runs, calls the eager
+function: the same code, backends and kernels, hence the same bits. Operators are functions of tensors and of what
+shapes depend on (dtypes, schemes as text, what is kept of an input); they keep nothing for their backward pass, an
+operator of its own, but their outputs. Random numbers and open caches are found through the layer's number when an
+operator runs ([`hf_mxfp4.gemm.state`]); such operators are tagged `cudagraph_unsafe`, so that a CUDA graph never
+replays the numbers of one step. Those of packed weights have no state, but experts' are tagged as well: where no kernel
+takes the operands of experts, the host reads where their rows end."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from ..numerics import MXFP4Tensor, Rotation
+from .groups import Groups
+from .linear import (
+    PLAIN_STATE,
+    LinearRecord,
+    autocast_dtype,
+    linear_backward,
+    linear_forward,
+    linear_without_gradient,
+    sum_rows,
+)
+from .operands import padded_length
+from .operators import parse, read_scheme
+from .packed import packed_forward, packed_grad_x
+from .packed_weight import PackedWeight, part_sizes
+from .saved import PARTS, SavedRecord
+from .spec import GemmSpec, PackedSpec
+from .state import GemmState, state_of
+
+
+_UNSAFE = (torch.Tag.cudagraph_unsafe,)
+#: What an operator returns of its input for the backward pass. The others are ``x``, which is at hand, and ``nothing``.
+_RETURNED = ("values", "values_fp8", "x_fp8", "mxfp4")
+
+
+def groups_of(ends: torch.Tensor | None, n_rows: int) -> Groups | None:
+    """The groups whose rows end there. Raises `ValueError` for rows of an expert that does not exist; on a GPU that is
+    found there, and stops it."""
+    if ends is None:
+        return None
+    if ends.device.type != "cpu":
+        torch._assert_async(ends[-1] == n_rows, "a token was sent to an expert that does not exist")
+    elif int(ends[-1]) != n_rows:
+        raise ValueError(
+            f"a token was sent to an expert beyond the {len(ends)}; MXFP4 experts know no expert parallelism"
+        )
+    return Groups.of_ends(ends, n_rows)
+
+
+# ---- trainable weights ----------------------------------------------------------------------------------------------
+
+
+def compiled_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: GemmState = PLAIN_STATE,
+    groups: Groups | None = None,
+) -> torch.Tensor:
+    """[`hf_mxfp4.gemm.quantized_linear`] where Dynamo traces."""
+    spec, dtype = state.spec, autocast_dtype(x) or x.dtype
+    has_gradient = torch.is_grad_enabled()
+    saved = "nothing"
+    if weight.requires_grad and has_gradient:
+        saved = what_is_saved(spec, x.dtype, dtype)
+    ends = None if groups is None else groups.offsets(x.device)
+    scheme = "" if spec.input_scheme is None else str(spec.input_scheme)
+    options = dtype, saved, padded_length(x.shape[-1], spec), scheme, has_gradient and not spec.is_plain
+    arguments = x, weight, bias, ends, state.layer_id, *options, spec.transposed, has_gradient
+    return torch.ops.hf_mxfp4.quantized_linear(*arguments)[0]
+
+
+def what_is_saved(spec: GemmSpec, x_dtype: torch.dtype, dtype: torch.dtype) -> str:
+    """Return what is saved of an input, for a product in ``dtype``."""
+    if spec.saved == "mxfp4":
+        return "mxfp4"
+    if spec.saved == "fp8":
+        return "x_fp8" if spec.saves_raw_input else "values_fp8"
+    keeps_input = spec.input_scheme is None and spec.rotation_size == 1
+    return "x" if spec.saves_raw_input or keeps_input and x_dtype == dtype else "values"
+
+
+@torch.library.custom_op("hf_mxfp4::quantized_linear", mutates_args=(), tags=_UNSAFE)
+def _forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    layer_id: torch.Tensor,
+    dtype: torch.dtype,
+    saved: str,
+    columns: int,
+    scheme: str,
+    has_step: bool,
+    transposed: bool,
+    has_gradient: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    state, groups = state_of(layer_id), groups_of(ends, x.shape[0])
+    if not has_gradient:
+        return linear_without_gradient(x, weight, bias, state, groups, dtype).contiguous(), []
+    out, tensors, record, _ = linear_forward(x, weight, bias, state, groups, dtype, saved != "nothing")
+    found = _returned(saved, tensors)
+    if has_step:
+        found.append(torch.tensor(record.step, device="cpu"))
+    return out.contiguous(), found
+
+
+@_forward.register_fake
+def _(x, weight, bias, ends, layer_id, dtype, saved, columns, scheme, has_step, transposed, has_gradient):
+    found = _returned_shapes(x, dtype, saved, columns, scheme)
+    if has_step:
+        found.append(torch.empty((), dtype=torch.int64, device="cpu"))
+    return x.new_empty(*x.shape[:-1], weight.shape[-1 if transposed else -2], dtype=dtype), found
+
+
+def _returned(saved: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Saved tensors as an operator returns them; E4M3 elements as bytes, which more of PyTorch can handle."""
+    if saved not in _RETURNED:
+        return []
+    found = (tensor.contiguous() for tensor in tensors if tensor is not None)
+    return [tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for tensor in found]
+
+
+def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: int, scheme: str) -> list[torch.Tensor]:
+    """Empty tensors like those that an operator returns of its input ``x``."""
+    length = x.shape[-1] if saved.startswith("x") else columns
+    rows = x.shape[:-1]
+    if saved == "values":
+        return [x.new_empty(*rows, columns, dtype=dtype)]
+    if saved.endswith("fp8"):
+        return [x.new_empty(*rows, size, dtype=torch.uint8) for size in (length, 1)]
+    sizes = part_sizes(parse(scheme), columns).values() if saved == "mxfp4" else ()
+    return [x.new_empty(*rows, size, dtype=torch.uint8) for size in sizes if size is not None]
+
+
+def _saved_input(
+    saved: str,
+    tensors: Sequence[torch.Tensor],
+    spec: GemmSpec,
+    in_features: int,
+    x_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[tuple[torch.Tensor | None, ...], SavedRecord]:
+    """What an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
+    if saved == "mxfp4":
+        scheme, remaining = spec.input_scheme, iter(tensors)
+        found = tuple(None if size is None else next(remaining) for size in part_sizes(scheme, 1).values())
+        made_of = torch.float32 if spec.rotation_size > 1 and x_dtype != torch.float64 else x_dtype
+        options = {"length": padded_length(in_features, spec), "axis": 1, "scheme": scheme, "dtype": made_of}
+        return found, SavedRecord("mxfp4", dtype, MXFP4Tensor(**dict.fromkeys(PARTS), **options))
+    values_dtype = x_dtype if saved.startswith("x") else dtype
+    if saved.endswith("fp8"):
+        return (tensors[0].view(torch.float8_e4m3fn), tensors[1]), SavedRecord("fp8", values_dtype)
+    return tuple(tensors), SavedRecord("full", values_dtype)
+
+
+@torch.library.custom_op("hf_mxfp4::quantized_linear_backward", mutates_args=(), tags=_UNSAFE)
+def _backward(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor | None,
+    tensors: list[torch.Tensor],
+    layer_id: torch.Tensor,
+    dtype: torch.dtype,
+    saved: str,
+    has_step: bool,
+    transposed: bool,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    state, groups, step = state_of(layer_id), groups_of(ends, grad.shape[0]), None
+    if has_step:
+        *tensors, step = tensors
+        step = int(step)
+    in_features = weight.shape[-2 if transposed else -1]
+    values, record = _saved_input(saved, tensors, state.spec, in_features, x_dtype, dtype)
+    record = LinearRecord(record, step, x_dtype, bias_dtype)
+    gradients = linear_backward(grad, weight, values, record, state, groups, needs)
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
+
+
+@_backward.register_fake
+def _(grad, weight, ends, tensors, layer_id, dtype, saved, has_step, transposed, x_dtype, bias_dtype, needs):
+    x = grad.new_empty(*grad.shape[:-1], weight.shape[-2 if transposed else -1], dtype=x_dtype)
+    bias = grad.new_empty(*weight.shape[:-2], grad.shape[-1], dtype=bias_dtype or grad.dtype)
+    masters = weight.new_empty(weight.shape)
+    return [like for like, need in zip((x, masters, bias), needs, strict=True) if need]
+
+
+def _setup(ctx, inputs, output):
+    x, weight, bias, ends, layer_id, dtype, saved, _, _, has_step, transposed, _ = inputs
+    ctx.mark_non_differentiable(*output[1])
+    tensors = [x, *output[1]] if saved == "x" else output[1]
+    ctx.save_for_backward(weight, ends, layer_id, *tensors)
+    ctx.options = dtype, saved, has_step, transposed, x.dtype, None if bias is None else bias.dtype
+
+
+def _gradients(ctx, grad, _):
+    weight, ends, layer_id, *tensors = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    arguments = grad, weight, ends, tensors, layer_id, *ctx.options, needs
+    found = iter(torch.ops.hf_mxfp4.quantized_linear_backward(*arguments))
+    return *(next(found) if need else None for need in needs), *(None,) * 9
+
+
+_forward.register_autograd(_gradients, setup_context=_setup)
+
+
+# ---- packed weights -------------------------------------------------------------------------------------------------
+
+
+def compiled_packed_linear(
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    spec: PackedSpec,
+    groups: Groups | None = None,
+) -> torch.Tensor:
+    """[`hf_mxfp4.gemm.packed_linear`] where Dynamo traces."""
+    dtype, inputs = autocast_dtype(x) or x.dtype, "" if spec.inputs is None else str(spec.inputs)
+    size = 0 if spec.rotation is None else spec.rotation.size
+    ends, operator = None, torch.ops.hf_mxfp4.packed_linear
+    if groups is not None:
+        ends, operator = groups.offsets(x.device), torch.ops.hf_mxfp4.packed_experts
+    return operator(x, *packed, bias, ends, dtype, str(spec.weights), inputs, size, spec.backend)
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(weights: str, inputs: str, in_features: int, size: int, backend: str) -> PackedSpec:
+    rotation = Rotation(size) if size else None
+    return PackedSpec(read_scheme(weights), read_scheme(inputs) if inputs else None, in_features, backend, rotation)
+
+
+def _packed_forward(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    macro: torch.Tensor | None,
+    residual_codes: torch.Tensor | None,
+    residual_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    dtype: torch.dtype,
+    weight_scheme: str,
+    input_scheme: str,
+    rotation: int,
+    backend: str,
+) -> torch.Tensor:
+    packed = codes, scale, macro, residual_codes, residual_scale
+    spec = _spec(weight_scheme, input_scheme, x.shape[-1], rotation, backend)
+    return packed_forward(x.detach(), packed, bias, spec, groups_of(ends, x.shape[0]), dtype).contiguous()
+
+
+def _packed_shape(x, codes, scale, macro, residual_codes, residual_scale, bias, ends, dtype, *rest):
+    return x.new_empty(*x.shape[:-1], codes.shape[-2], dtype=dtype)
+
+
+def _packed_backward(
+    grad: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    macro: torch.Tensor | None,
+    residual_codes: torch.Tensor | None,
+    residual_scale: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    in_features: int,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    weight_scheme: str,
+    rotation: int,
+    backend: str,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    groups, spec = groups_of(ends, grad.shape[0]), _spec(weight_scheme, "", in_features, rotation, backend)
+    packed, found = (codes, scale, macro, residual_codes, residual_scale), []
+    if needs[0]:
+        found.append(packed_grad_x(grad, packed, spec, groups).to(dtype).contiguous())
+    if needs[1]:
+        found.append(sum_rows(grad.reshape(-1, grad.shape[-1]), groups).to(bias_dtype))
+    return found
+
+
+def _packed_gradient_shapes(grad, codes, scale, macro, residual_codes, residual_scale, ends, in_features, dtype, *rest):
+    bias_dtype, *_, needs = rest
+    x = grad.new_empty(*grad.shape[:-1], in_features, dtype=dtype)
+    bias = grad.new_empty(*codes.shape[:-2], grad.shape[-1], dtype=bias_dtype or grad.dtype)
+    return [like for like, need in zip((x, bias), needs, strict=True) if need]
+
+
+def _packed_setup(ctx, inputs, output):
+    x, *packed, bias, ends, _, weight_scheme, _, rotation, backend = inputs
+    ctx.save_for_backward(*packed, ends)
+    ctx.options = x.shape[-1], x.dtype, None if bias is None else bias.dtype, weight_scheme, rotation, backend
+
+
+def _define_packed(name: str, tags: Sequence[torch.Tag]) -> None:
+    """The operators ``name`` and ``<name>_backward``."""
+    forward, backward = (
+        torch.library.custom_op(f"hf_mxfp4::{name}{suffix}", function, mutates_args=(), tags=tags)
+        for suffix, function in (("", _packed_forward), ("_backward", _packed_backward))
+    )
+    forward.register_fake(_packed_shape)
+    backward.register_fake(_packed_gradient_shapes)
+
+    def gradients(ctx, grad):
+        needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[6]]
+        found = iter(backward(grad, *ctx.saved_tensors, *ctx.options, needs))
+        grad_x, of_bias = (next(found) if need else None for need in needs)
+        return grad_x, *(None,) * 5, of_bias, *(None,) * 6
+
+    forward.register_autograd(gradients, setup_context=_packed_setup)
+
+
+_define_packed("packed_linear", ())
+_define_packed("packed_experts", _UNSAFE)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The linear layer on frozen packed weights, of one weight or of all experts."""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..backends import select as backends
+from ..numerics import MXFP4Tensor
+from .groups import Groups
+from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view, sum_rows
+from .matmul import matmul
+from .operands import quantize_input
+from .packed_weight import PACKED_FIELDS, PackedWeight, of_expert
+from .spec import PackedSpec
+from .state import GemmState
+
+
+def packed_linear(
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    state: GemmState,
+    groups: Groups | None = None,
+) -> torch.Tensor:
+    """``Q(x) Q(W)^T + b`` on frozen packed weights, with the straight-through gradient to ``x`` and ``b``. Of a spec
+    that rotates, ``x`` as a weight was that is stored rotated, and the gradient back.
+
+    Only the packed tensors are kept for the backward pass, which dequantizes them again; of experts, those of one at a
+    time, and of those alone that have rows.
+
+    Args:
+        x: ``[..., K]``; with groups ``[S, K]``, rows sorted by expert.
+        packed: the tensors of [`PACKED_FIELDS`], of experts each ``[E, ...]``, `None` for those that the scheme has
+            not.
+        bias: ``[N]``, ``[E, N]`` or `None`.
+        state: of the layer, with its [`PackedSpec`].
+        groups: the rows of each expert; `None` for one weight.
+
+    Returns:
+        ``[..., N]`` in the autocast dtype when autocast is on, otherwise in the dtype of ``x``.
+    """
+    dtype = autocast_dtype(x) or x.dtype
+    if needs_gradient(x, bias):
+        return _PackedLinear.apply(x, bias, state, groups, dtype, *packed)
+    return _forward(x, packed, bias, state, groups, dtype)
+
+
+def packed_forward(
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    spec: PackedSpec,
+    groups: Groups | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The forward pass of [`packed_linear`], without a gradient."""
+    operand = quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
+    return matmul(operand, _tensor(packed, spec, dtype), as_dtype(bias, dtype), groups, backend=spec.backend)
+
+
+def packed_grad_x(grad: torch.Tensor, packed: PackedWeight, spec: PackedSpec, groups: Groups | None) -> torch.Tensor:
+    """The gradient ``[..., K]`` of the input of [`packed_linear`], in float32 or wider where the spec rotates."""
+    weight = _tensor(packed, spec, grad.dtype)
+    if groups is None:
+        grad_x = grad @ backends.dequantize(weight, grad.dtype, spec.backend)
+    else:
+        grad_x = grad.new_empty(grad.shape[0], spec.in_features)
+        for expert, rows in groups:
+            grad_x[rows] = grad[rows] @ backends.dequantize(of_expert(weight, expert), grad.dtype, spec.backend)
+    # The inverse of a deterministic rotation is its transpose, and itself.
+    return grad_x if spec.rotation is None else backends.rotate_rows(grad_x, spec.rotation.size, spec.backend)
+
+
+def _forward(
+    x: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    state: GemmState,
+    groups: Groups | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[`packed_forward`], with dequantized values where a cache shall keep those and products are none on codes."""
+    spec, cache = state.spec, state.cache
+    if cache is None or cache.form != "dense" or groups is not None:
+        return packed_forward(x, packed, bias, spec, groups, dtype)
+    if backends.choose_backend(x, backends.as_read(spec.weights), spec.backend) == "cpu":
+        return packed_forward(x, packed, bias, spec, groups, dtype)
+    operand = quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
+
+    def values() -> torch.Tensor:
+        return backends.dequantize(_tensor(packed, spec, dtype), dtype, spec.backend)
+
+    return matmul(operand, cache.get(packed[0], (state, dtype), values), as_dtype(bias, dtype))
+
+
+class _PackedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, state, groups, dtype, *packed):
+        ctx.save_for_backward(*packed)
+        ctx.spec, ctx.groups, ctx.input_dtype = state.spec, groups, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return not_a_view(_forward(x, packed, bias, state, groups, dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            packed = ctx.saved_tensors  # once: under gradient checkpointing they can be unpacked only once
+            grad_x = packed_grad_x(grad, packed, ctx.spec, ctx.groups).to(ctx.input_dtype)
+        if ctx.needs_input_grad[1]:
+            grad_bias = sum_rows(grad.reshape(-1, grad.shape[-1]), ctx.groups).to(ctx.bias_dtype)
+        return (grad_x, grad_bias) + (None,) * (3 + len(PACKED_FIELDS))
+
+
+def _tensor(packed: PackedWeight, spec: PackedSpec, dtype: torch.dtype) -> MXFP4Tensor:
+    """A weight, or those of all experts, sharing the memory of ``packed``; ``dtype`` is that of its values."""
+    return MXFP4Tensor(*packed, length=spec.in_features, axis=1, scheme=spec.weights, dtype=dtype)

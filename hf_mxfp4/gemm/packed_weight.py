@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed weights and rows: their tensors, and how they are made and read back, in bounded memory.
+
+A weight ``[N, K]`` is kept as codes and scale bytes, in memory as on disk. Where the forward product rotates both
+operands these are of the rotated weight, what the product multiplies with.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..backends import select as backends
+from ..backends.functional import quantize
+from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, Rotation
+
+
+#: Names of a packed weight's tensors on its layer and on disk -> the fields of [`MXFP4Tensor`] that they hold.
+PACKED_FIELDS = {
+    "weight": "codes",
+    "weight_scale": "scale",
+    "weight_macro": "macro",
+    "weight_residual": "residual_codes",
+    "weight_residual_scale": "residual_scale",
+}
+
+#: What those names have after that of the weight.
+PACKED_SUFFIXES = tuple(name.removeprefix("weight") for name in PACKED_FIELDS)
+
+#: What no fused function covers is packed and read back in portions of about this many elements, to bound what lies
+#: between input and output.
+PORTION = 1 << 22
+
+PackedWeight = tuple[torch.Tensor | None, ...]
+
+
+def part_sizes(scheme: QuantScheme, length: int) -> dict[str, int | None]:
+    """The last axis, in bytes, of each tensor of an [`MXFP4Tensor`] of ``length`` elements, by field; `None` for those
+    that the scheme has not."""
+    n_bytes, n_blocks = (length + 1) // 2, (length + BLOCK_SIZE - 1) // BLOCK_SIZE
+    macro = None
+    if scheme.macro_block is not None:
+        macro = 1 if scheme.macro_block == "row" else (length + scheme.macro_block - 1) // scheme.macro_block
+    residual = (None, None) if scheme.outlier_fallback is None else (n_bytes, n_blocks)
+    return dict(zip(PACKED_FIELDS.values(), (n_bytes, n_blocks, macro, *residual), strict=True))
+
+
+def packed_shapes(out_features: int, in_features: int, scheme: QuantScheme) -> dict[str, tuple[int, int]]:
+    """Shapes of the uint8 tensors that a weight ``[out_features, in_features]`` consists of under ``scheme``, by name,
+    in the order of [`PACKED_FIELDS`]."""
+    sizes = part_sizes(scheme, in_features)
+    columns = {name: sizes[field] for name, field in PACKED_FIELDS.items()}
+    return {name: (out_features, size) for name, size in columns.items() if size is not None}
+
+
+def check_packed(
+    owner: str, tensors: Mapping[str, torch.Tensor | None], shapes: Mapping[str, tuple[int, ...]], scheme: QuantScheme
+) -> None:
+    """Raise `ValueError` unless every tensor of ``shapes``, and no other, is there, uint8, and of its shape."""
+    for name, tensor in tensors.items():
+        shape = shapes.get(name)
+        found = None if tensor is None else tuple(tensor.shape)
+        if found != shape or tensor is not None and tensor.dtype != torch.uint8:
+            what = "is missing" if found is None else f"is {tensor.dtype} {list(found)}"
+            expected = f"uint8 {list(shape)}" if shape else f"no such tensor for {scheme}"
+            raise ValueError(f"{owner}.{name} {what}; expected {expected}")
+
+
+def check_rotation(owner: str, in_features: int, rotation: Rotation | None) -> None:
+    """Raise `ValueError` for a weight that is stored as it was rotated and would need padding for it."""
+    if rotation is not None and in_features % rotation.size:
+        raise ValueError(
+            f"{owner} has {in_features} inputs, no multiple of {rotation.size}, and is not packed with the rotation "
+            f"{rotation} of fprop; choose a smaller one, or name the layer in modules_to_not_convert"
+        )
+
+
+@torch.no_grad()
+def quantize_weight(
+    weight: torch.Tensor, scheme: QuantScheme, backend: str = "auto", rotation: Rotation | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of [`packed_shapes`] for a weight ``[N, K]``, rotated in float32 (float64 stays) before it is
+    quantized where there is a ``rotation``, a deterministic one; without memory when it is a meta tensor."""
+    if weight.is_meta:
+        shapes = packed_shapes(*weight.shape, scheme)
+        return {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
+    rows, eager = weight.shape[0], backends.choose_backend(weight, scheme, backend) == "eager"
+    if eager or rotation is not None:
+        rows = max(1, PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
+    portions = [
+        quantize(_rotated(portion, rotation, backend), **vars(scheme), backend=backend)
+        for portion in weight.detach().split(rows)
+    ]
+    packed = {}
+    for name, field in PACKED_FIELDS.items():
+        parts = [getattr(portion, field) for portion in portions]
+        if parts[0] is not None:
+            packed[name] = (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
+    return packed
+
+
+def packed_tensor(
+    packed: Mapping[str, torch.Tensor | None], length: int, scheme: QuantScheme, dtype: torch.dtype
+) -> MXFP4Tensor:
+    """The tensors of [`packed_shapes`] as a [`MXFP4Tensor`] of ``length`` columns that shares their memory."""
+    found = {field: packed.get(name) for name, field in PACKED_FIELDS.items()}
+    parts = {field: None if tensor is None else tensor.detach() for field, tensor in found.items()}
+    return MXFP4Tensor(**parts, length=length, axis=1, scheme=scheme, dtype=dtype)
+
+
+@torch.no_grad()
+def weight_values(
+    packed: Mapping[str, torch.Tensor | None],
+    length: int,
+    scheme: QuantScheme,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    rotation: Rotation | None = None,
+) -> torch.Tensor:
+    """The weight ``[n, length]`` in ``dtype`` that rows of [`quantize_weight`] with the same ``rotation`` stand for,
+    rotated back in float32 and then rounded, by which the values are no longer those that products take."""
+    if rotation is None:
+        return backends.dequantize(packed_tensor(packed, length, scheme, dtype), dtype, backend)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    values = backends.dequantize(packed_tensor(packed, length, scheme, wide), wide, backend)
+    return _rotated(values, rotation, backend).to(dtype)  # its own inverse
+
+
+def _rotated(weight: torch.Tensor, rotation: Rotation | None, backend: str) -> torch.Tensor:
+    return weight if rotation is None else backends.rotate_rows(weight, rotation.size, backend)
+
+
+def pack_rows(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> MXFP4Tensor:
+    """``x [..., K]`` quantized along its last axis, rows by themselves: [`hf_mxfp4.quantize`] in bounded memory.
+
+    Raises `ValueError` for a scheme under which rows are not independent, or a backend that cannot do it.
+    """
+    if scheme.rounding != "nearest" or scheme.block_rows != 1:
+        raise ValueError(f"{scheme} quantizes rows that depend on each other")
+    portions = _split(x.detach())
+    if len(portions) == 1 or backends.choose_backend(x, scheme, backend) != "eager":
+        return quantize(x, **vars(scheme), backend=backend)
+    packed = cat_rows([quantize(portion, **vars(scheme), backend=backend) for portion in portions])
+    parts = {name: _shaped(getattr(packed, name), x.shape[:-1]) for name in PACKED_FIELDS.values()}
+    return replace(packed, **parts, axis=x.dim() - 1)
+
+
+def cat_rows(tensors: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
+    """Matrices quantized along their last axis by one scheme, below each other."""
+    if len(tensors) == 1:
+        return tensors[0]
+    parts = {}
+    for name in PACKED_FIELDS.values():
+        found = [getattr(tensor, name) for tensor in tensors]
+        parts[name] = None if found[0] is None else torch.cat(found)
+    return replace(tensors[0], **parts)
+
+
+def of_expert(packed: MXFP4Tensor, expert: int) -> MXFP4Tensor:
+    """The weight ``[N, K]`` of one expert, the same memory."""
+    found = {field: getattr(packed, field) for field in PACKED_FIELDS.values()}
+    return replace(packed, **{field: None if part is None else part[expert] for field, part in found.items()})
+
+
+def _shaped(tensor: torch.Tensor | None, leading: Sequence[int]) -> torch.Tensor | None:
+    return None if tensor is None else tensor.view(*leading, tensor.shape[-1])
+
+
+def _split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if x.dim() < 2 or x.numel() <= PORTION:
+        return (x,)
+    return x.reshape(-1, x.shape[-1]).split(rows_per_portion(x.shape[-1]))
+
+
+def rows_per_portion(length: int) -> int:
+    """Return how many rows of ``length`` elements are packed or read back at once."""
+    return max(1, PORTION // max(1, length))

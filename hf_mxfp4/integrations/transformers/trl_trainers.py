@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that a trainer of TRL loads by itself.
+
+DPO and other trainers load their reference from the folder or name that the policy was loaded from, without the
+policy's `quantization_config`: in full precision it would hold the policy to values that the policy cannot compute.
+TRL's asynchronous GRPO pushes parameters to vLLM as they are stored: those of a quantized policy are master weights.
+TRL has no hook for either, so the trainer that is loading a model is found on the call stack.
+"""
+
+import copy
+import functools
+import sys
+from typing import Any
+
+from transformers import modeling_utils
+
+from ..._logging import get_logger
+from ...config import MXFP4RLConfig
+
+
+def loading_trainer() -> tuple[Any, str | None]:
+    """Return the TRL trainer that is loading a model now, and from which name or folder; two `None` outside of one."""
+    frame, source = sys._getframe(1), None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("trl."):
+            source = frame.f_locals.get("model_id", source)
+            if "self" in frame.f_locals:
+                return frame.f_locals["self"], source
+        frame = frame.f_back
+    return None, None
+
+
+def check_trainer() -> None:
+    """Raise `ValueError` where TRL's own asynchronous GRPO loads a quantized policy."""
+    names = {cls.__name__ for cls in type(loading_trainer()[0]).__mro__}
+    if "AsyncGRPOTrainer" in names and "MXFP4AsyncGRPOTrainer" not in names:
+        raise ValueError(
+            "trl's AsyncGRPOTrainer would push the master weights of this policy to vLLM, which would sample from "
+            "them unquantized; use hf_mxfp4.rl.MXFP4AsyncGRPOTrainer in its place"
+        )
+
+
+def policy_scheme() -> MXFP4RLConfig | None:
+    """Return the scheme of the quantized policy of the TRL trainer that is loading a reference from the same place;
+    `None` where no trainer is, or where it has ``quantize_reference=False``."""
+    trainer, source = loading_trainer()
+    config = getattr(getattr(trainer, "model", None), "config", None)
+    scheme = getattr(config, "quantization_config", None)
+    if not isinstance(scheme, MXFP4RLConfig) or config.name_or_path != str(source):
+        return None
+    return scheme if getattr(trainer.args, "quantize_reference", True) else None
+
+
+def watch_references() -> None:
+    """Have transformers ask [`policy_scheme`] for models that are loaded without a scheme."""
+    choose = modeling_utils.get_hf_quantizer
+    if getattr(choose, "asks_policy_scheme", False):
+        return
+
+    @functools.wraps(choose)
+    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if quantization_config is None and getattr(config, "quantization_config", None) is None:
+            quantization_config = copy.deepcopy(policy_scheme())
+            if quantization_config is not None:
+                get_logger().info("the reference gets the scheme of the policy: %s", quantization_config.describe())
+        return choose(config, quantization_config, *args, **kwargs)
+
+    get_hf_quantizer.asks_policy_scheme = True
+    modeling_utils.get_hf_quantizer = get_hf_quantizer

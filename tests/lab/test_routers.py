@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What quantization does to routing, and the load of experts."""
+
+import copy
+import math
+
+import pytest
+import torch
+from moe_models import make_moe, tokens
+from tiny_models import make_model
+
+from hf_mxfp4 import MXFP4RLConfig, pack
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.lab import RouterStatistics, router_agreement, router_statistics
+from hf_mxfp4.moe import find_routers, recorded_choices
+
+
+SCHEME = MXFP4RLConfig(outlier_fallback=None, macro_block=None)
+
+
+def quantized(family="qwen3_moe"):
+    model = make_moe(family)
+    quantize_linears(model, SCHEME)
+    return model
+
+
+def chosen_sets(model, ids):
+    with torch.no_grad(), recorded_choices(find_routers(model)) as choices:
+        model(ids)
+    return {name: [set(row) for row in passes[0].tolist()] for name, passes in choices.items()}
+
+
+def test_load_in_numbers():
+    choices = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 1]])  # 4, 3 and 1 of 8 choices; the fourth expert is dead
+    stats = RouterStatistics.of("gate", choices, 4)
+    assert stats.agreement is None and stats.name == "gate"
+    assert stats.load_max_over_mean == pytest.approx(4 / 2)
+    assert stats.dead_experts == pytest.approx(1 / 4)
+    entropy = -(1 / 2 * math.log(1 / 2) + 3 / 8 * math.log(3 / 8) + 1 / 8 * math.log(1 / 8))
+    assert stats.load_entropy == pytest.approx(entropy / math.log(4))
+    even = RouterStatistics.of("gate", torch.tensor([[0, 1], [2, 3]]), 4)
+    assert (even.load_entropy, even.load_max_over_mean, even.dead_experts) == (1.0, 1.0, 0.0)
+    single = RouterStatistics.of("gate", torch.tensor([[2], [2]]), 4, torch.tensor([[2], [1]]))
+    assert (single.load_entropy, single.load_max_over_mean, single.dead_experts) == (0.0, 4.0, 0.75)
+    assert single.agreement == 0.5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
+def test_agreement_is_that_of_the_model_before_quantization(family):
+    model, ids = quantized(family), tokens(16, 16)
+    theirs, ours = chosen_sets(make_moe(family), ids), chosen_sets(model, ids)
+    agreement = router_agreement(model, ids)
+    for name in ours:
+        shared = [len(a & b) / 2 for a, b in zip(ours[name], theirs[name], strict=True)]
+        assert agreement[name] == pytest.approx(sum(shared) / len(shared))
+    assert 0.5 < min(agreement.values()) < 1
+    assert list(agreement) == list(find_routers(model))
+
+
+def test_padding_does_not_count():
+    model, ids = quantized(), tokens(4, 9)
+    padded = torch.cat([ids, torch.zeros(4, 30, dtype=torch.long)], dim=1)
+    mask = (padded != 0).long()
+    for a, b in zip(router_statistics(model, ids), router_statistics(model, padded, mask), strict=True):
+        assert a == b
+    with pytest.raises(ValueError, match="no token was routed"):
+        router_statistics(model, ids, torch.zeros_like(ids))
+
+
+def test_the_model_is_left_as_it_was():
+    model = quantized().train()
+    state, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    router_statistics(model, tokens())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+    assert [module.training for module in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in model.modules())
+
+
+def test_models_without_something_to_compare_with():
+    plain, packed = make_moe(), pack(quantized())
+    with pytest.raises(ValueError, match="no quantized layer"):
+        router_agreement(plain, tokens())
+    with pytest.raises(ValueError, match="4 bits only"):
+        router_agreement(packed, tokens())
+    for model in (plain, packed):
+        stats = router_statistics(model, tokens(), compare=False)
+        assert len(stats) == 2 and all(s.agreement is None and s.load_entropy > 0 for s in stats)
+    with pytest.raises(ValueError, match="has no router"):
+        router_agreement(make_model(), tokens())
