@@ -14,7 +14,7 @@ from .options import JsonOption, OutArgument, OverwriteOption, SkipOption, repor
 
 
 if TYPE_CHECKING:
-    from ..checkpoint.convert.costs import ConversionReport, LayerCost
+    from ..checkpoint import ConversionReport, LayerCost
     from ..config import MXFP4RLConfig
 
 
@@ -173,8 +173,7 @@ def bytes_in(folder: Path) -> int:
 
 def _scheme_for(source: Path, given: dict[str, Any]) -> "MXFP4RLConfig | None":
     """The scheme for a plain checkpoint; nothing for one that has its own, unless options contradict that."""
-    from ..checkpoint.convert.sources import own_config
-    from ..checkpoint.io.folder import open_checkpoint
+    from ..checkpoint import open_checkpoint, own_config
     from ..config import MXFP4RLConfig
 
     if not given and own_config(open_checkpoint(source)) is not None:
@@ -186,7 +185,7 @@ def _scheme_for(source: Path, given: dict[str, Any]) -> "MXFP4RLConfig | None":
 
 def _show(report: "ConversionReport", as_json: bool) -> None:
     """Print what was done to each type of layer, what it cost and what it saved, on standard output."""
-    from ..checkpoint.convert.costs import bits_per_weight
+    from ..checkpoint import bits_per_weight
 
     if as_json:
         print_json(report.to_dict())
@@ -209,7 +208,7 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
 
 def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
     """A row for all layers of a type that the same was done to."""
-    from ..checkpoint.convert.costs import bits_per_weight
+    from ..checkpoint import bits_per_weight
     from ..lab.layers import location_of
 
     groups: dict[tuple[str, str], list[LayerCost]] = {}

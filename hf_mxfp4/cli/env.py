@@ -61,12 +61,11 @@ def environment(check: bool = False) -> dict[str, Any]:
     facts = machine()
     kinds = [gpu["type"] for gpu in facts["gpus"]]
     devices = [torch.device(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
-    asked = self_check.check_all if check else self_check.states
     return {
         "versions": package_versions(),
         **facts,
         "quantization": _quantization(["cpu", *sorted(set(kinds))]),
-        "self_checks": {str(device): asked(device) for device in devices},
+        "self_checks": {str(device): self_check.states(device, check) for device in devices},
         "products": _products(devices),
     }
 

@@ -142,7 +142,7 @@ def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[Mo
 
 
 def _check_card(folder: Path) -> None:
-    from ..checkpoint.card.model import read_generated
+    from ..checkpoint import read_generated
 
     try:
         read_generated(folder)

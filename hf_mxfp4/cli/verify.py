@@ -12,7 +12,7 @@ from .options import JsonOption, fail, reported_errors
 
 
 if TYPE_CHECKING:
-    from ..checkpoint.verify import Verification
+    from ..checkpoint import Verification
 
 
 _HOW = "save_pretrained, hf-mxfp4 pack, export and import write them; hf-mxfp4 verify --add does for a folder as it is"

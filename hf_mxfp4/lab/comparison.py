@@ -8,10 +8,17 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.convert.sources import ForeignSource, LayerSource, MasterSource, PackedSource, own_config
+from ..checkpoint import (
+    ForeignSource,
+    LayerSource,
+    MasterSource,
+    PackedSource,
+    ShardError,
+    StoredTensor,
+    open_checkpoint,
+    own_config,
+)
 from ..checkpoint.formats import FORMATS, PackedFormat
-from ..checkpoint.io.folder import open_checkpoint
-from ..checkpoint.io.reader import ShardError, StoredTensor, read_rows
 from ..config import QUANT_METHOD
 from ..files import json_clean
 from ..gemm import quantize_weight, weight_values
@@ -297,7 +304,7 @@ def _same_values(a: StoredTensor, b: StoredTensor) -> bool:
         return a.shape == b.shape  # no format stores a weight as a scalar
     step = max(1, SLICE_ELEMENTS // max(1, math.prod(a.shape[1:])))
     spans = ((start, min(start + step, a.shape[0])) for start in range(0, a.shape[0], step))
-    return all(torch.equal(read_rows(a, *span).float(), read_rows(b, *span).float()) for span in spans)
+    return all(torch.equal(a.read(*span).float(), b.read(*span).float()) for span in spans)
 
 
 def _packed_lines(result: Comparison, same: Sequence[str], changed: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..hooks import hooked_inputs
-from ..module_names import find_layers, full_names
+from ..module_names import find_layers
 from ..numerics import QuantScheme, Rotation
 from .rounding import output_error, quantized_again, round_weight, unsupported_reason
 
@@ -169,7 +169,7 @@ def round_model(
 
 def _forward_scheme(model: nn.Module, config: MXFP4RLConfig, name: str) -> tuple[QuantScheme, Rotation | None] | None:
     """How the forward product quantizes the weights of a layer, and what rotates them before; `None` if it does not."""
-    fprop = config.gemms(*full_names(model, name)).fprop
+    fprop = config.gemms().fprop
     if not isinstance(fprop.right, QuantScheme):
         return None
     if reason := unsupported_reason(fprop.right, fprop.rotation):

@@ -10,9 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..checkpoint import atomic_folder, remove_scheme
-from ..checkpoint.io.folder import refuse_kernels
-from ..checkpoint.io.manifest import weight_files, write_manifest
+from ..checkpoint import atomic_folder, refuse_kernels, remove_scheme, weight_files, write_manifest
 from ..config import QUANT_METHOD, MXFP4RLConfig
 from .source import SourceError
 from .texts import TextOptions

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..checkpoint.io.folder import refuse_kernels
+from ..checkpoint import refuse_kernels
 from ..config import MXFP4RLConfig
 from ..module_names import find_layers
 from .schemes import bits_per_element

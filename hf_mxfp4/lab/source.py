@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.io.reader import ShardError, StoredTensor, read_header
+from ..checkpoint import ShardError, StoredTensor, read_header
 from ..config import QUANT_METHOD, MXFP4RLConfig
 
 

