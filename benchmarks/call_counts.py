@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far it is from a call to the arithmetic: Python calls, depth and files of the project in its main flows.
+"""Count Python calls, depth and files of the project from a call to the arithmetic, in its main flows.
 
     python -m benchmarks.call_counts [--only NAME ...]
 
 Counted by `sys.setprofile` are calls of Python functions that are defined in this repository. ``calls`` is their
-number, ``depth`` how many of them are at most inside of one another, ``files`` how many files they are in. Each flow
-runs once before it is counted, so that caches and imports of its first time are not. The flows use names that users
-know alone, so that the script also measures other versions of the project.
+number, ``depth`` how many of them are at most inside of one another, ``files`` how many files they are in, and ``us``
+the fastest of 200 calls in microseconds, for layers. Each flow runs once before it is counted. The flows use public
+names, so that the script also measures other versions of the project.
 
 Flows:
     eager     the forward pass of one `MXFP4Linear`, on the eager reference
     cpu       the same, on the fused C++ of the CPU
+    kept      the same within `cached_weights()`, as in rollouts
+    packed    the forward pass of one `MXFP4PackedLinear`
     train     the forward and the backward pass, on the fused C++ of the CPU
     triton    the forward pass on the Triton kernels, whose launches do nothing: what is in front of a kernel
-    fp8       the same, with products in FP8
     experts   the forward pass of `MXFP4Experts`, two projections, on the fused C++ of the CPU
     weight    a checkpoint through `from_pretrained`, and packed to disk
     trainer   one step of `MXFP4GRPOTrainer`: from prompts to a gradient
@@ -24,13 +25,18 @@ import contextlib
 import os
 import sys
 import tempfile
+import timeit
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .macro_factors import FACTORS, FACTORS_OF
+
+Flow = Callable[[], Any]
+#: Options of quantized layers, with every correction that the paper has.
+FACTORS = {"scale_rule": "rceil", "macro_search": "hybrid", "outlier_fallback": 0.5}
 
 
 class Counter:
@@ -66,8 +72,8 @@ class Counter:
         self.files.add(frame.f_code.co_filename)
 
 
-def counted(flow: Callable[[], Any], warm: bool = True) -> Counter:
-    """What a flow calls, its second time (its first without ``warm``)."""
+def counted(flow: Flow, warm: bool = True) -> Counter:
+    """Return what a flow calls, its second time (its first without ``warm``)."""
     import hf_mxfp4
     import mxfp4_kernels
 
@@ -79,28 +85,51 @@ def counted(flow: Callable[[], Any], warm: bool = True) -> Counter:
     return counter
 
 
-def linear(backend: str, engine: str = "dense") -> Any:
-    """A layer and a batch for it."""
-    from hf_mxfp4 import MXFP4RLConfig
-    from hf_mxfp4.layers import MXFP4Linear
+def linear(backend: str) -> Any:
+    """Return a layer and a batch for it."""
+    from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 
     torch.manual_seed(0)
-    config = MXFP4RLConfig(backend=backend, engine=engine, **FACTORS_OF)
-    layer = MXFP4Linear.from_linear(torch.nn.Linear(256, 128), config, "layer")
-    return layer, torch.randn(8, 256)
+    config = MXFP4RLConfig(backend=backend, **FACTORS)
+    return MXFP4Linear.from_linear(torch.nn.Linear(256, 128), config, "layer"), torch.randn(8, 256)
 
 
-def forward(backend: str) -> Counter:
-    """The forward pass of a linear layer, with gradients to come."""
+def forward(backend: str) -> Flow:
+    """Return the forward pass of a linear layer, with gradients to come."""
     layer, x = linear(backend)
-    return counted(lambda: layer(x))
+    return lambda: layer(x)
 
 
-def train() -> Counter:
-    """The forward and the backward pass of a linear layer."""
+def to_kernels(stack: ExitStack) -> Flow:
+    """Return the forward pass of a linear layer up to the launches of kernels."""
+    stack.enter_context(without_kernels())
+    return forward("triton")
+
+
+def kept(stack: ExitStack) -> Flow:
+    """Return the forward pass of a linear layer without gradients whose weight is cached."""
+    from hf_mxfp4 import cached_weights
+
+    layer, x = linear("cpu")
+    stack.enter_context(cached_weights(layer))
+    return torch.no_grad()(lambda: layer(x))
+
+
+def packed() -> Flow:
+    """Return the forward pass of a packed layer."""
+    from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
+
+    torch.manual_seed(0)
+    config = MXFP4RLConfig(mode="packed", **FACTORS)
+    layer, x = MXFP4PackedLinear.from_linear(torch.nn.Linear(256, 128), config, "layer"), torch.randn(8, 256)
+    return torch.no_grad()(lambda: layer(x))
+
+
+def train() -> Flow:
+    """Return the forward and the backward pass of a linear layer."""
     layer, x = linear("cpu")
     x.requires_grad_()
-    return counted(lambda: layer(x).sum().backward())
+    return lambda: layer(x).sum().backward()
 
 
 @contextlib.contextmanager
@@ -116,28 +145,20 @@ def without_kernels() -> Iterator[None]:
         GridExecutor.__call__ = launch
 
 
-def to_kernels(engine: str) -> Counter:
-    """The forward pass of a linear layer up to the calls of kernels."""
-    with without_kernels():
-        layer, x = linear("triton", engine)
-        return counted(lambda: layer(x))
-
-
-def experts() -> Counter:
-    """The forward pass of four experts, two for each of eight tokens."""
+def experts() -> Flow:
+    """Return the forward pass of four experts, two for each of eight tokens."""
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    from hf_mxfp4 import MXFP4RLConfig
-    from hf_mxfp4.layers import MXFP4Experts
+    from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 
     torch.manual_seed(0)
     plain = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=64, num_experts=4))
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter)
-    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(backend="cpu", **FACTORS_OF), "experts")
+    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(backend="cpu", **FACTORS), "experts")
     x, ids = torch.randn(8, 64), torch.randint(4, (8, 2))
-    return counted(lambda: layer(x, ids, torch.ones(8, 2)))
+    return lambda: layer(x, ids, torch.ones(8, 2))
 
 
 def tiny_model(folder: Path) -> Path:
@@ -160,21 +181,21 @@ def tiny_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def weight() -> Counter:
-    """A checkpoint of 14 matrices loaded and quantized, packed and saved."""
+def weight(stack: ExitStack) -> Flow:
+    """Return how a checkpoint of 14 matrices is loaded, packed and saved."""
     from transformers import AutoModelForCausalLM
 
     from hf_mxfp4 import MXFP4RLConfig
 
-    with tempfile.TemporaryDirectory() as folder:
-        source = tiny_model(Path(folder))
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    source = tiny_model(folder)
 
-        def flow() -> None:
-            config = MXFP4RLConfig(mode="packed", **FACTORS)
-            model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
-            model.save_pretrained(Path(folder) / "packed")
+    def flow() -> None:
+        config = MXFP4RLConfig(mode="packed", scale_rule="rceil", macro_search="hybrid")
+        model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+        model.save_pretrained(folder / "packed")
 
-        return counted(flow)
+    return flow
 
 
 def tokenizer() -> Any:
@@ -187,48 +208,58 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")
 
 
-def trainer() -> Counter:
-    """One training step of GRPO on a quantized model of two layers."""
+def trainer(stack: ExitStack) -> Flow:
+    """Return one training step of GRPO on a quantized model of two layers."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
 
     from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 
-    with tempfile.TemporaryDirectory() as folder:
-        source = tiny_model(Path(folder))
-        model = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig(**FACTORS_OF))
-        args = MXFP4GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=2,
-            num_generations=2,
-            max_completion_length=4,
-            max_steps=1,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        trained = MXFP4GRPOTrainer(
-            model=model,
-            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": ["t5 t6", "t7 t8"]}),
-            processing_class=tokenizer(),
-        )
-        return counted(trained.train, warm=False)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(folder), quantization_config=MXFP4RLConfig(**FACTORS))
+    args = MXFP4GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=4,
+        max_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    made = MXFP4GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["t5 t6", "t7 t8"]}),
+        processing_class=tokenizer(),
+    )
+    return made.train
 
 
-FLOWS: dict[str, Callable[[], Counter]] = {
-    "eager": lambda: forward("eager"),
-    "cpu": lambda: forward("cpu"),
-    "train": train,
-    "triton": lambda: to_kernels("dense"),
-    "fp8": lambda: to_kernels("fp8"),
-    "experts": experts,
+FLOWS: dict[str, Callable[[ExitStack], Flow]] = {
+    "eager": lambda _: forward("eager"),
+    "cpu": lambda _: forward("cpu"),
+    "kept": kept,
+    "packed": lambda _: packed(),
+    "train": lambda _: train(),
+    "triton": to_kernels,
+    "experts": lambda _: experts(),
     "weight": weight,
     "trainer": trainer,
 }
+#: Flows that are too long to be timed here.
+RUNS = ("weight", "trainer")
+
+
+def count(name: str) -> tuple[Counter, float | None]:
+    """Return what a flow calls, and the microseconds that it takes, of layers."""
+    with ExitStack() as stack:
+        flow = FLOWS[name](stack)
+        counter = counted(flow, warm=name != "trainer")
+        return counter, None if name in RUNS else 1e6 * min(timeit.repeat(flow, number=1, repeat=200))
 
 
 def main() -> None:
@@ -239,10 +270,11 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=FLOWS, default=list(FLOWS))
-    print("| flow | calls | depth | files |\n|---|---|---|---|")
+    print("| flow | calls | depth | files | us |\n|---|---|---|---|---|")
     for name in parser.parse_args().only:
-        counter = FLOWS[name]()
-        print(f"| {name} | {counter.calls} | {counter.depth} | {len(counter.files)} |", flush=True)
+        counter, time = count(name)
+        shown = "" if time is None else f"{time:.0f}"
+        print(f"| {name} | {counter.calls} | {counter.depth} | {len(counter.files)} | {shown} |", flush=True)
 
 
 if __name__ == "__main__":

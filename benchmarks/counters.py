@@ -37,71 +37,60 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 
 
 class SavedTensors:
-    """Within this context, the storages that autograd saves for the backward pass, but those of parameters and buffers,
-    by decoder layer; and what goes into these layers, which is what gradient checkpointing keeps of them.
+    """Count the storages that autograd saves for the backward pass inside this context, without parameters and buffers.
 
     Args:
         model: its forward pass runs inside.
+
+    Attributes:
+        held: bytes held between a forward pass without gradient checkpointing and its backward pass.
+        held_checkpointed: the same with every decoder layer checkpointed, which keeps what goes into the layer.
     """
 
     def __init__(self, model: nn.Module):
         self._model = model
         self._own = {storage._cdata for storage in storages([list(model.parameters()), list(model.buffers())])}
-        # A storage is held, so that no other can take its address; with it, its size and the layer that saved it.
-        self._saved: dict[int, tuple[torch.UntypedStorage, int, int | None]] = {}
-        self._inputs: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        self._layer: int | None = None
+        # A storage is held, so that no other can take its address.
+        self._saved: dict[int, torch.UntypedStorage] = {}
+        self._outside: dict[int, torch.UntypedStorage] = {}
+        self._in_layer = False
         self._handles: list = []
         self._hooks = saved_tensors_hooks(self._note, lambda tensor: tensor)
 
     @property
     def held(self) -> int:
-        """Bytes held between a forward pass without gradient checkpointing and its backward pass."""
-        return sum(size for _, size, _ in self._saved.values())
+        return sum(storage.nbytes() for storage in self._saved.values())
 
     @property
     def held_checkpointed(self) -> int:
-        """The same with every decoder layer checkpointed; whether it was so inside or not."""
-        outside = {key: size for key, (_, size, layer) in self._saved.items() if layer is None}
-        return sum({**outside, **{key: size for key, (_, size) in self._inputs.items()}}.values())
-
-    @property
-    def largest_layer(self) -> int:
-        """Bytes that the decoder layer which saves most does besides what goes into it: what checkpointing computes
-        again and holds at one time. 0 where layers were checkpointed."""
-        layers: dict[int, int] = {}
-        for key, (_, size, layer) in self._saved.items():
-            if layer is not None and key not in self._inputs:
-                layers[layer] = layers.get(layer, 0) + size
-        return max(layers.values(), default=0)
+        return sum(storage.nbytes() for storage in self._outside.values())
 
     def __enter__(self) -> "SavedTensors":
-        layers = [m for m in self._model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        for i, layer in enumerate(layers):
+        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            self._in_layer = True
+            self._outside |= self._others([args, kwargs])
 
-            def enter(module, args, kwargs, i=i):
-                self._layer = i
-                for storage in storages([args, kwargs]):
-                    if storage._cdata not in self._own:
-                        self._inputs[storage._cdata] = storage, storage.nbytes()
+        def leave(*_: object) -> None:
+            self._in_layer = False
 
-            def leave(module, args, output):
-                self._layer = None
-
+        for layer in (m for m in self._model.modules() if isinstance(m, GradientCheckpointingLayer)):
             self._handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(leave))
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
         for handle in self._handles:
             handle.remove()
 
+    def _others(self, tree: object) -> dict[int, torch.UntypedStorage]:
+        return {storage._cdata: storage for storage in storages(tree) if storage._cdata not in self._own}
+
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        for storage in storages(tensor):
-            if storage._cdata not in self._own:
-                self._saved.setdefault(storage._cdata, (storage, storage.nbytes(), self._layer))
+        self._saved |= self._others(tensor)
+        if not self._in_layer:
+            self._outside |= self._others(tensor)
         return tensor
 
 

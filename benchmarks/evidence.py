@@ -19,19 +19,23 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.lab.gptq import round_model
-from hf_mxfp4.lab.perplexity.checkpoint import texts_to_predict
-from hf_mxfp4.lab.perplexity.evaluate import reference_of, score
-from hf_mxfp4.lab.perplexity.load import load
-from hf_mxfp4.lab.perplexity.results import FULL_PRECISION, Row
-from hf_mxfp4.lab.perplexity.schemes import ModelScheme, read_schemes
-from hf_mxfp4.lab.perplexity.swapped import swapped
-from hf_mxfp4.lab.smoothing import smooth_model
-from hf_mxfp4.lab.texts import TextOptions
+from hf_mxfp4.lab import (
+    FULL_PRECISION,
+    ModelScheme,
+    Row,
+    TextOptions,
+    load,
+    read_schemes,
+    reference_of,
+    round_model,
+    score,
+    smooth_model,
+    swapped,
+    texts_to_predict,
+)
 from hf_mxfp4.numerics import QuantScheme
 
 from .records import made, option_parser, write
-from .scheme_perplexity import compared
 
 
 PACKAGES = ("torch", "transformers")
@@ -41,55 +45,19 @@ STRENGTH = 0.3
 #: Texts that channels are scaled by, and that weights are rounded by.
 SMOOTHING_TEXTS, ROUNDING_TEXTS = 32, 128
 
-#: Of the checkpoint as it is. The first are those that carry the claims.
+#: Of the checkpoint as it is.
 AS_IT_IS = (
-    "rceil",
-    "rceil+mbs128-static",
-    "rceil+mbs128-hybrid",
-    "rceil+of0.5",
-    "rceil+mbs128-hybrid+of0.5",
-    "even",
-    OURS,
-    f"{OURS}+of1@0.05",
-    f"{OURS}+of1@0.1",
-    f"{OURS}+of1@0.25",
-    f"{OURS}+of1",
-    f"w4a16:{OURS}",
-    "w4a16:rceil",
-    "w4a16:even",
-    "w4a16:rceil+mbs128-dynamic",
-    "w4a16:rceil+of0.5",
-    "rceil+mbs128-hybrid+of1",
-    "rceil+of1",
-    "rceil+of0.5@0.1",
-    "rceil+of1@0.1",
-    f"{OURS}+of0.25@0.1",
-    f"{OURS}+of0.5@0.1",
-    f"{OURS}+of0.75@0.1",
-    f"{OURS}+of1@0.02",
-    f"w4a4:{OURS}/{OURS}+of1@0.1",
-    f"w4a4:{OURS}+of1@0.1/{OURS}",
-    "floor",
-    "mse",
-    "paper_b",
-    "w4a16:floor",
-    "w4a16:mse",
-    "even+mbs128-hybrid",
+    *("rceil", "floor", "mse", "even", "rceil+mbs128-static", "rceil+mbs128-hybrid", "rceil+of0.5", "rceil+of1"),
+    *("rceil+mbs128-hybrid+of0.5", "rceil+mbs128-hybrid+of1", "even+mbs128-hybrid", "paper_b", "w4a16:rceil"),
+    *("w4a16:even", f"w4a16:{OURS}", *(f"{OURS}{residuals}" for residuals in ("", "+of1@0.05", "+of1@0.1", "+of1"))),
 )
-SMOOTHED = (
-    OURS,
-    f"{OURS}+of1@0.05",
+SMOOTHED = (OURS, f"{OURS}+of1@0.05", f"w4a16:{OURS}")
+ROUNDED = (
     f"w4a16:{OURS}",
-    f"{OURS}+of1@0.1",
-    f"{OURS}+of1@0.25",
-    f"{OURS}+of1",
-    "rceil+mbs128-hybrid+of0.5",
-    "rceil",
+    OURS,
+    *(f"w4a4:{OURS}/{OURS}+of1{share}" for share in ("@0.05", "@0.1", "@0.25", "")),
 )
-ACTIVATIONS = (OURS, f"{OURS}+of1@0.05", f"{OURS}+of1@0.1", f"{OURS}+of1@0.25", f"{OURS}+of1")
-ROUNDED = (f"w4a16:{OURS}", *(OURS if each == OURS else f"w4a4:{OURS}/{each}" for each in ACTIVATIONS))
-ROUNDED_FOR_BOTH = tuple(ROUNDED[index] for index in (1, 4, 2, 0))
-WITH_RESIDUALS = tuple(f"w4a4:{OURS}+of1@0.25/{OURS}+of1{rate}" for rate in ("@0.25", "@0.5", "@0.75", ""))
+WITH_RESIDUALS = tuple(f"w4a4:{OURS}+of1@0.25/{OURS}+of1{share}" for share in ("@0.25", "@0.5", "@0.75", ""))
 
 Prepare = Callable[[nn.Module, Callable[[int], list[torch.Tensor]]], None]
 
@@ -104,10 +72,10 @@ def rotated(names: Sequence[str]) -> list[ModelScheme]:
     return [with_rotation(scheme) for scheme in read_schemes(list(names))]
 
 
-def rounded_for(config: MXFP4RLConfig, inputs: str = "full") -> Prepare:
+def rounded_for(config: MXFP4RLConfig) -> Prepare:
     def prepare(model: nn.Module, texts: Callable[[int], list[torch.Tensor]]) -> None:
         smoothed(model, texts)
-        found = round_model(model, texts(ROUNDING_TEXTS), config, inputs=inputs)
+        found = round_model(model, texts(ROUNDING_TEXTS), config)
         print(f"rounded {len(found.layers)} layers, {found.gain_db:.2f} dB", flush=True)
 
     return prepare
@@ -117,26 +85,22 @@ def smoothed(model: nn.Module, texts: Callable[[int], list[torch.Tensor]]) -> No
     smooth_model(model, texts(SMOOTHING_TEXTS), STRENGTH)
 
 
-def as_it_is(model: nn.Module, texts: Callable[[int], list[torch.Tensor]]) -> None:
-    """Nothing is done."""
-
-
 def variants() -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
-    """What is done with the checkpoint, and what is measured then."""
+    """Yield what is done with the checkpoint, and the schemes that are measured then."""
     weights = read_schemes([f"w4a16:{OURS}"])[0]
-    yield "as it is", as_it_is, [*read_schemes(list(AS_IT_IS)), *rotated((OURS,))]
-    yield "smoothed", smoothed, [*read_schemes(list(SMOOTHED)), *rotated((OURS, f"{OURS}+of1@0.05"))]
+    yield "as it is", lambda *_: None, [*read_schemes(list(AS_IT_IS)), *rotated((OURS,))]
+    yield "smoothed", smoothed, read_schemes(list(SMOOTHED))
     yield "smoothed, GPTQ", rounded_for(weights.config), read_schemes(list(ROUNDED))
     yield "smoothed, GPTQ for H64", rounded_for(with_rotation(weights).config), rotated(ROUNDED)
     residuals = with_rotation(read_schemes([f"w4a16:{OURS}+of1@0.25"])[0])
     yield "smoothed, GPTQ with residuals for H64", rounded_for(residuals.config), rotated(WITH_RESIDUALS)
     both = rotated((OURS,))[0].config
-    yield "smoothed, GPTQ for H64 and quantized inputs", rounded_for(both, "quantized"), rotated(ROUNDED_FOR_BOTH)
+    yield "smoothed, GPTQ for H64 and quantized inputs", rounded_for(both, "quantized"), rotated(ROUNDED)
 
 
 def products(config: MXFP4RLConfig) -> float | None:
-    """How many MXFP4 products a forward product takes: residuals are operands of their own. `None` where one operand
-    is in full precision."""
+    """Return how many MXFP4 products a forward product takes: residuals are operands of their own. `None` where one
+    operand is in full precision."""
     count = 1.0
     for operand in (config.gemms().fprop.left, config.gemms().fprop.right):
         if not isinstance(operand, QuantScheme):
@@ -146,6 +110,25 @@ def products(config: MXFP4RLConfig) -> float | None:
     return count
 
 
+def compared(row: Row, base: Row, shape: list[int]) -> dict:
+    """Return the record of a row next to the one in full precision; ``shape`` is texts and tokens."""
+    return {
+        "name": row.name,
+        "shape": shape,
+        "value": row.perplexity,
+        "unit": "perplexity",
+        "baseline": base.perplexity,
+        "ratio": row.perplexity / base.perplexity,
+        "ceiling_fraction": None,
+        "bits": row.scheme.bits,
+        "kl": row.kl.value,
+        "kl_standard_error": row.kl.error,
+        "same_top": row.same_top,
+        "weight_sqnr_db": row.weight_sqnr_db,
+        "products": products(row.scheme.config),
+    }
+
+
 def main() -> None:
     parser = option_parser(__doc__, "evidence")
     parser.add_argument("--model", type=Path, required=True, help="folder of a full-precision checkpoint")
@@ -153,9 +136,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="what is predicted: JSON lines or plain text")
     parser.add_argument("--samples", type=int, default=200, help="texts or windows to predict")
     parser.add_argument("--variants", nargs="+", help="by default all")
-    parser.add_argument("--first", type=int, help="only so many schemes of each variant")
-    options = parser.parse_args()
-    run(options)
+    run(parser.parse_args())
 
 
 def run(options: argparse.Namespace) -> None:
@@ -179,7 +160,7 @@ def run(options: argparse.Namespace) -> None:
 
     base = Row(FULL_PRECISION, tuple(reference.scores[index] for index in range(len(batches))))
     for variant, prepare, schemes in variants():
-        missing = [each for each in schemes[: options.first] if (variant, each.name) not in done]
+        missing = [each for each in schemes if (variant, each.name) not in done]
         if not missing or options.variants and variant not in options.variants:
             continue
         model = load(str(options.model), "bfloat16").model
@@ -187,18 +168,8 @@ def run(options: argparse.Namespace) -> None:
         for scheme in missing:
             with swapped(model, scheme.config) as sqnr_db:
                 row = Row(scheme.name, tuple(score(model, reference, batches)), scheme, sqnr_db)
-            records.append(
-                {
-                    **compared(row, base, [len(batches), tokens]),
-                    "same_top": row.same_top,
-                    "weight_sqnr_db": sqnr_db,
-                    "products": products(scheme.config),
-                    "variant": variant,
-                    "model": options.model.name,
-                    "text": text,
-                    **made(command, PACKAGES),
-                }
-            )
+            record = compared(row, base, [len(batches), tokens]) | {"variant": variant}
+            records.append(record | {"model": options.model.name, "text": text} | made(command, PACKAGES))
             write(records, out)
             print(f"{variant}: {row.name}: {row.perplexity:.3f}, KL {row.kl.text(4)}", flush=True)
 

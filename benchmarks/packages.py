@@ -18,9 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from statistics import median
 
-from recipes.common.text import markdown_table
-
-from .records import ROOT
+from .records import ROOT, table
 
 
 #: Packages from the top to the bottom: one imports none of a line above its own. Single modules have no line; they
@@ -96,7 +94,7 @@ def size_table(root: Path) -> str:
         lengths = function_lengths(python)
         cells = [len(python), lines(python), lines([file for file in files if file.suffix in CPP]) or ""]
         rows.append([f"`{name}`", *map(str, cells), f"{median(lengths):g}" if lengths else ""])
-    return markdown_table(["package", "files", "lines", "lines of C++", "median function"], rows)
+    return table(["package", "files", "lines", "lines of C++", "median function"], rows)
 
 
 def _package_of(path: Path) -> str:

@@ -12,11 +12,10 @@ import argparse
 import json
 from pathlib import Path
 
-from recipes.common.records import hardware
 from recipes.pretraining.arms import BASELINE
 from recipes.pretraining.plots import PAPER
 
-from .records import RESULTS, made, write
+from .records import RESULTS, hardware, made, write
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets")

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_mxfp4
-from hf_mxfp4.lab.errors.statistics import ErrorStatistics, error_statistics
+from hf_mxfp4.lab import ErrorStatistics, error_statistics
 from hf_mxfp4.module_names import split_linears
 from hf_mxfp4.numerics import QuantScheme
 from recipes.tasks import ALPHABET, Task, load_task

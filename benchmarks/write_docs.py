@@ -11,68 +11,32 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from .documents import (
-    ablation_tables,
-    architecture_tables,
-    component_tables,
-    cpu_tables,
-    error_tables,
-    evidence_tables,
-    gpu_tables,
-    model_tables,
-    run_tables,
-)
+from .documents import ablations, errors, evidence, gpu, runs
 from .records import PLOTS, ROOT
 
 
-DOCUMENTS = (
-    "README.md",
-    "docs/backward.md",
-    "docs/configuration.md",
-    "docs/error-analysis.md",
-    "docs/evidence.md",
-    "docs/gguf.md",
-    "docs/gptq.md",
-    "docs/checkpoints.md",
-    "docs/lora.md",
-    "docs/models.md",
-    "docs/moe.md",
-    "docs/performance.md",
-    "docs/robustness.md",
-    "docs/smoothing.md",
-    "docs/ties.md",
-    "docs/vllm.md",
-)
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 #: Table by the name in its marker.
 TABLES: dict[str, Callable[[], str]] = {
     name: getattr(module, name)
     for module, names in (
-        (
-            error_tables,
-            "schemes tie_movement tie_start mantissas alphas components statements readme_schemes",
-        ),
-        (
-            run_tables,
-            "quantize_cpu demo lora moe memory saved_error pretrain soak "
-            "export_perplexity gguf_perplexity scheme_perplexity scheme_perplexity_time smoothing "
-            "layer_host_cost vllm_agreement",
-        ),
-        (cpu_tables, "packed_product_cpu generate_cpu grpo_step_cpu"),
-        (gpu_tables, "gpu"),
-        (model_tables, "modelled"),
-        (
-            evidence_tables,
-            "readme_evidence evidence_schemes evidence_front evidence_claims encoder_evidence gptq",
-        ),
-        (component_tables, "evidence_components evidence_predictors"),
-        (architecture_tables, "architectures"),
-        (ablation_tables, "ablation ablation_claims ablation_diagnostics"),
+        (errors, "schemes mantissas alphas components statements readme_schemes"),
+        (evidence, "readme_evidence evidence_front evidence_claims gptq smoothing export_perplexity gguf_perplexity"),
+        (runs, "demo lora moe vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures"),
+        (gpu, "gpu modelled"),
+        (ablations, "ablation ablation_claims"),
     )
     for name in names.split()
 }
+
+
+def documents() -> list[Path]:
+    """Return the documents that have tables."""
+    pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    return [page for page in pages if MARKED.search(page.read_text())]
 
 
 def filled(text: str) -> str:
@@ -85,11 +49,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     stale = []
-    for name in DOCUMENTS:
-        path = ROOT / name
+    for path in documents():
         text = path.read_text()
         if filled(text) != text:
-            stale.append(name)
+            stale.append(path.name)
             if not check:
                 path.write_text(filled(text))
     if check:

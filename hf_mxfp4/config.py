@@ -25,11 +25,9 @@ from .presets import (
     FORWARD_PRESETS,
     MODES,
     PRESETS,
-    RENAMED,
     WEIGHT_BLOCKS,
     Default,
     preset_gemms,
-    usual_macro_search,
     usual_options,
 )
 from .registration import QUANT_METHOD
@@ -52,6 +50,10 @@ _UNWRITTEN = {
 }
 
 
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @described_options
 @dataclass(repr=False, kw_only=True, unsafe_hash=True)
 class MXFP4RLConfig(QuantizationConfigMixin):
@@ -72,134 +74,98 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     """
 
     quant_method: str = field(default=QUANT_METHOD, init=False)
-    format_version: int = field(
-        default=FORMAT_VERSION,
-        metadata={"help": "Version of this description. Leave it alone; checkpoints of a newer version are refused."},
+    format_version: int = _option(
+        FORMAT_VERSION, "Version of this description. Leave it alone; checkpoints of a newer version are refused."
     )
-    mode: str = field(
-        default="qat",
-        metadata={
-            "help": "'qat': full-precision master weights are trained through their quantized values; 'packed': "
-            "weights are stored in 4 bits and frozen, and adapters are trained on them."
-        },
+    mode: str = _option(
+        "qat",
+        "'qat': full-precision master weights are trained through their quantized values; 'packed': weights are stored "
+        "in 4 bits and frozen, and adapters are trained on them.",
     )
-    preset: str = field(
-        default=Default.BY_MODE,
-        metadata={
-            "help": "Which operands of a linear layer are MXFP4: 'w4a16' the weight (usual in mode 'packed'), 'w4a4' "
-            "weight and activation (usual in mode 'qat'); the backward pass uses the same quantized operands, and "
-            "output gradients stay in full precision. 'w4a4g8': these in FP8 besides. 'w4a4g4': all six operands of "
-            "the three products. 'paper_a', 'paper_b': 'w4a4' and 'w4a4g4' with the options of arXiv 2605.20402 and "
-            "2605.09825. 'w4a4_tuned' and 'w4a4g4_tuned': 'w4a4' and 'w4a4g4' with those that cost least in our "
-            "measurements. 'w4a4_h64': rotated operands, for weights that GPTQ rounded for them."
-        },
+    preset: str = _option(
+        Default.BY_MODE,
+        "Which operands of a linear layer are MXFP4: 'w4a16' the weight (usual in mode 'packed'), 'w4a4' weight and "
+        "activation (usual in mode 'qat'); the backward pass uses the same quantized operands, and output gradients "
+        "stay in full precision. 'w4a4g8': these in FP8 besides. 'w4a4g4': all six operands of the three products. "
+        "'paper_a', 'paper_b': 'w4a4' and 'w4a4g4' with the options of arXiv 2605.20402 and 2605.09825. 'w4a4_tuned' "
+        "and 'w4a4g4_tuned': 'w4a4' and 'w4a4g4' with those that cost least in our measurements. 'w4a4_h64': rotated "
+        "operands, for weights that GPTQ rounded for them.",
     )
-    scale_rule: str = field(
-        default=Default.BY_PRESET,
-        metadata={"help": "How block scales are chosen: 'rceil' (never clips), 'floor' (OCP), 'even' or 'mse'."},
+    scale_rule: str = _option(
+        Default.BY_PRESET, "How block scales are chosen: 'rceil' (never clips), 'floor' (OCP), 'even' or 'mse'."
     )
-    macro_block: int | str | None = field(
-        default=Default.BY_PRESET,
-        metadata={"help": "Elements per macro-block factor: 32, 64, 128, 256 or 'row'; none switches it off."},
+    macro_block: int | str | None = _option(
+        Default.BY_PRESET, "Elements per macro-block factor: 32, 64, 128, 256 or 'row'; none switches it off."
     )
-    macro_search: str = field(
-        default=Default.BY_PRESET,
-        metadata={
-            "help": "How macro factors are found: 'block_mantissas' (two mantissa bits for each of the four block "
-            "scales, by squared error; usual with macro_block=128), 'static' (from the largest magnitude), 'dynamic' "
-            "(best of 16 by squared error) or 'hybrid' (dynamic for weights, static for activations; usual with other "
-            "sizes)."
-        },
+    macro_search: str = _option(
+        Default.BY_PRESET,
+        "How macro factors are found: 'block_mantissas' (two mantissa bits for each of the four block scales, by "
+        "squared error; usual with macro_block=128), 'static' (from the largest magnitude), 'dynamic' (best of 16 by "
+        "squared error) or 'hybrid' (dynamic for weights, static for activations; usual with other sizes).",
     )
-    outlier_fallback: float | None = field(
-        default=Default.BY_MODE,
-        metadata={
-            "help": "Weight in (0, 1] of the quantized residual that is added back; none switches it off. Usual are "
-            "1 in mode 'qat' (the paper has 0.5) and none in mode 'packed', where it doubles the memory of the weights."
-        },
+    outlier_fallback: float | None = _option(
+        Default.BY_MODE,
+        "Weight in (0, 1] of the quantized residual that is added back; none switches it off. Usual are 1 in mode "
+        "'qat' (the paper has 0.5) and none in mode 'packed', where it doubles the memory of the weights.",
     )
-    outlier_fallback_operands: str = field(
-        default=Default.BY_PRESET,
-        metadata={"help": "Operands that get outlier fallback: 'both', 'weights' or 'activations'."},
+    outlier_fallback_operands: str = _option(
+        Default.BY_PRESET, "Operands that get outlier fallback: 'both', 'weights' or 'activations'."
     )
-    outlier_fallback_rate: float | None = field(
-        default=Default.BY_PRESET,
-        metadata={
-            "help": "Share of blocks in (0, 1) that get outlier fallback: of each row of n blocks along the "
-            "contraction axis, the ceil(rate * n) with the largest errors; none: all blocks."
-        },
+    outlier_fallback_rate: float | None = _option(
+        Default.BY_PRESET,
+        "Share of blocks in (0, 1) that get outlier fallback: of each row of n blocks along the contraction axis, the "
+        "ceil(rate * n) with the largest errors; none: all blocks.",
     )
-    weight_block: str = field(
-        default=Default.BY_PRESET,
-        metadata={
-            "help": "Rows x columns of a weight that share a block scale: '1x32', or '32x32', which suits the weight "
-            "and its transpose alike (bit for bit so without macro_block, or with 32)."
-        },
+    weight_block: str = _option(
+        Default.BY_PRESET,
+        "Rows x columns of a weight that share a block scale: '1x32', or '32x32', which suits the weight and its "
+        "transpose alike (bit for bit so without macro_block, or with 32).",
     )
-    fprop: dict[str, str] | None = field(
-        default=None,
-        metadata={
-            "help": "What differs from the preset in the forward product, a mapping with some of x, weight (each "
-            "'full' or a scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32') and rotation ('none', "
-            "'deterministic-16', 'random-32', ... 128)."
-        },
+    fprop: dict[str, str] | None = _option(
+        None,
+        "What differs from the preset in the forward product, a mapping with some of x, weight (each 'full' or a "
+        "scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32') and rotation ('none', 'deterministic-16', "
+        "'random-32', ... 128).",
     )
-    dgrad: dict[str, str] | None = field(
-        default=None,
-        metadata={
-            "help": "The same for the gradient of the input: grad ('full', 'fp8' or a scheme), weight ('full', "
-            "'reuse' for fprop's values, or a scheme) and rotation."
-        },
+    dgrad: dict[str, str] | None = _option(
+        None,
+        "The same for the gradient of the input: grad ('full', 'fp8' or a scheme), weight ('full', 'reuse' for fprop's "
+        "values, or a scheme) and rotation.",
     )
-    wgrad: dict[str, str] | None = field(
-        default=None,
-        metadata={
-            "help": "The same for the gradient of the weight: grad ('full', 'fp8' or a scheme), x ('full', 'reuse' "
-            "for fprop's values, or a scheme) and rotation."
-        },
+    wgrad: dict[str, str] | None = _option(
+        None,
+        "The same for the gradient of the weight: grad ('full', 'fp8' or a scheme), x ('full', 'reuse' for fprop's "
+        "values, or a scheme) and rotation.",
     )
-    stochastic_seed: int = field(
-        default=0,
-        metadata={"help": "Seed of stochastic rounding, of the signs of random rotations and of dither_ties."},
+    stochastic_seed: int = _option(
+        0, "Seed of stochastic rounding, of the signs of random rotations and of dither_ties."
     )
-    dither_ties: bool = field(
-        default=True,
-        metadata={
-            "help": "Mode 'qat': move float32 master weights that come from a 16-bit checkpoint to random places "
-            "within half an ulp of their 16-bit numbers as they are loaded. About one in a hundred of these lie "
-            "exactly on a rounding boundary of MXFP4, and the first training step of any size would flip them all. "
-            "Codes, scales and the checkpoint that rounding gives back stay the same."
-        },
+    dither_ties: bool = _option(
+        True,
+        "Mode 'qat': move float32 master weights that come from a 16-bit checkpoint to random places within half an "
+        "ulp of their 16-bit numbers as they are loaded. About one in a hundred of these lie exactly on a rounding "
+        "boundary of MXFP4, and the first training step of any size would flip them all. Codes, scales and the "
+        "checkpoint that rounding gives back stay the same.",
     )
-    saved_activations: str = field(
-        default="full",
-        metadata={
-            "help": "What layers keep of their inputs for the gradients of weights: 'full' the operand as it is; "
-            "'mxfp4' its codes (the same gradients; where wgrad reuses the quantized x); 'fp8' rounded to E4M3."
-        },
+    saved_activations: str = _option(
+        "full",
+        "What layers keep of their inputs for the gradients of weights: 'full' the operand as it is; 'mxfp4' its codes "
+        "(the same gradients; where wgrad reuses the quantized x); 'fp8' rounded to E4M3.",
     )
-    modules_to_not_convert: list[str] | tuple[str, ...] | None = field(
-        default=None,
-        metadata={
-            "help": "Modules to leave in full precision, besides the head, routers and embeddings, which always are. "
-            "Each is one or more whole dotted name parts ('layers.0', 'mlp.down_proj') or "
-            "'re:<regex on the full name>'."
-        },
+    modules_to_not_convert: list[str] | tuple[str, ...] | None = _option(
+        None,
+        "Modules to leave in full precision, besides the head, routers and embeddings, which always are. Each is one "
+        "or more whole dotted name parts ('layers.0', 'mlp.down_proj') or 're:<regex on the full name>'.",
     )
-    backend: str = field(
-        default="auto",
-        metadata={
-            "help": "Where quantization runs: 'auto' (Triton on GPUs, fused C++ on CPUs, where they apply), "
-            "'eager', 'cpu' or 'triton'."
-        },
+    backend: str = _option(
+        "auto",
+        "Where quantization runs: 'auto' (Triton on GPUs, fused C++ on CPUs, where they apply), 'eager', 'cpu' or "
+        "'triton'.",
     )
-
-    engine: str = field(
-        default="auto",
-        metadata={
-            "help": "What multiplies quantized operands: 'auto' (on GPUs the fastest that is exact for the product), "
-            "'dense' (ordinary products of the values), 'fp8' (FP8 tensor cores) or 'mxfp4' (those for MXFP4)."
-        },
+    engine: str = _option(
+        "auto",
+        "What multiplies quantized operands: 'auto' (on GPUs the fastest that is exact for the product), 'dense' "
+        "(ordinary products of the values), 'fp8' (FP8 tensor cores) or 'mxfp4' (those for MXFP4).",
     )
 
     REMOVED = {"layer_overrides": "all layers share dgrad and wgrad; modules_to_not_convert leaves layers out"}
@@ -220,6 +186,23 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if self.preset is Default.BY_MODE:
             self._set("preset", "w4a4" if self.mode == "qat" else "w4a16")
         one_of("preset", self.preset, PRESETS if self.mode == "qat" else FORWARD_PRESETS)
+        self._fill_in_defaults()
+        for name, values in CHOICES.items():
+            one_of(name, getattr(self, name), values)
+        self._check_fallback_and_macro()
+        for gemm in GEMM_OPERANDS:
+            self._set(gemm, read_gemm(gemm, getattr(self, gemm), gemm))
+        if self.mode == "packed" and self.packing_unsupported_reason:
+            raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
+        check_products(self.gemms(), self.backend, self.saved_activations)
+        self._check_seed_and_dither()
+        for name, (reason, _) in self._idle_options().items() if self.mode == "packed" else ():
+            raise ValueError(f"{name}={getattr(self, name)!r} has no effect in mode='packed' {reason}; leave it out")
+        self._set("modules_to_not_convert", read_names("modules_to_not_convert", self.modules_to_not_convert))
+        self._set("_frozen", True)
+
+    def _fill_in_defaults(self) -> None:
+        """Give options that are not set the usual values, and others the form that they are kept in."""
         for name, value in usual_options(self.mode, self.preset, self.outlier_fallback).items():
             if isinstance(getattr(self, name), Default) or (name == "fprop" and self.fprop is None):
                 self._set(name, value)
@@ -228,12 +211,12 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if isinstance(self.macro_block, str) and self.macro_block.isascii() and self.macro_block.isdigit():
             self._set("macro_block", int(self.macro_block))
         if self.macro_search is Default.BY_PRESET:
-            self._set("macro_search", usual_macro_search(self.macro_block))
-        for name, values in RENAMED.items():
-            value = getattr(self, name)
-            self._set(name, values.get(value, value) if isinstance(value, str) else value)
-        for name, values in CHOICES.items():
-            one_of(name, getattr(self, name), values)
+            # Where there are four blocks to share a byte; macro blocks of other sizes have one factor.
+            self._set("macro_search", "block_mantissas" if self.macro_block == 128 else "hybrid")
+        if self.macro_search == "blockwise":  # its earlier name
+            self._set("macro_search", "block_mantissas")
+
+    def _check_fallback_and_macro(self) -> None:
         check_alpha(self.outlier_fallback)
         check_fallback_rate("outlier_fallback_rate", self.outlier_fallback_rate, self.outlier_fallback)
         if self.macro_search == "block_mantissas" and self.macro_block not in (None, 128):
@@ -246,14 +229,15 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 "outlier_fallback_operands='activations' has no effect under preset='w4a16', "
                 "which quantizes no activations; use 'weights', or preset='w4a4'"
             )
-        self._check_gemms()
-        if self.mode == "packed":
-            for name, (reason, _) in self._idle_options().items():
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} has no effect in mode='packed' {reason}; leave it out"
-                )
-        self._set("modules_to_not_convert", read_names("modules_to_not_convert", self.modules_to_not_convert))
-        self._set("_frozen", True)
+
+    def _check_seed_and_dither(self) -> None:
+        seed, dithers = self.stochastic_seed, self.dither_ties
+        if type(dithers) is not bool:
+            raise ValueError(f"dither_ties={dithers!r} must be True or False")
+        if type(seed) is not int or seed < 0:
+            raise ValueError(f"stochastic_seed={seed!r} must be a whole number of at least 0")
+        if seed and not (dithers and self.mode == "qat") and not self.gemms().is_random:
+            raise ValueError(f"stochastic_seed={seed} has no effect, since nothing is random here; leave it out")
 
     # dataclass(frozen=True) cannot extend the mixin, which is a dataclass and not frozen.
     def __setattr__(self, name: str, value: Any) -> None:
@@ -282,7 +266,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return scheme if isinstance(scheme, QuantScheme) else None
 
     def gemms(self, *names: str) -> LinearScheme:
-        """Return how the three products of a layer are computed."""
+        """Return how the three products of a layer are computed, of all layers alike."""
         return self._gemms
 
     @functools.cached_property
@@ -310,21 +294,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         """What rotates weights along their input dimension before they are quantized, and inputs alike."""
         return self.gemms().fprop.rotation
 
-    def _check_gemms(self) -> None:
-        for gemm in GEMM_OPERANDS:
-            self._set(gemm, read_gemm(gemm, getattr(self, gemm), gemm))
-        if type(self.dither_ties) is not bool:
-            raise ValueError(f"dither_ties={self.dither_ties!r} must be True or False")
-        seed = self.stochastic_seed
-        if type(seed) is not int or seed < 0:
-            raise ValueError(f"stochastic_seed={seed!r} must be a whole number of at least 0")
-        if self.mode == "packed" and self.packing_unsupported_reason:
-            raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
-        check_products(self.gemms(), self.backend, self.saved_activations)
-        dithers = self.dither_ties and self.mode == "qat"
-        if seed and not dithers and not self.gemms().is_random:
-            raise ValueError(f"stochastic_seed={seed} has no effect, since nothing is random here; leave it out")
-
     def _scheme(self, operand: str, macro_search: str) -> QuantScheme:
         fallback = self.outlier_fallback if self.outlier_fallback_operands in ("both", operand) else None
         search = macro_search if self.macro_block is not None else "static"
@@ -338,21 +307,20 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         )
 
     def _idle_options(self) -> dict[str, tuple[str, Any]]:
-        """Options that would do nothing in packed mode: why, and their default."""
-        stored = "whose frozen weights have one product, also for the gradient of the input"
-        backward = [name for name in ("dgrad", "wgrad") if getattr(self, name) is not None]
-        idle: dict[str, tuple[str, Any]] = dict.fromkeys(backward, (stored, None))
-        if self.outlier_fallback is None and self.outlier_fallback_operands != "both":
+        """Return the options that would do nothing in packed mode: why, and their default."""
+        backward = "whose frozen weights have one product, also for the gradient of the input"
+        idle = {
+            "dgrad": (backward, None),
+            "wgrad": (backward, None),
+            "engine": ("whose products unpack the weights themselves", "auto"),
+            "dither_ties": ("whose weights no step moves", True),
+            "saved_activations": ("whose frozen weights need no input kept", "full"),
+        }
+        if self.outlier_fallback is None:
             idle["outlier_fallback_operands"] = ("without outlier_fallback, which is off there by default", "both")
-        if self.macro_block is None and self.macro_search != "hybrid":
+        if self.macro_block is None:
             idle["macro_search"] = ("without macro_block", "hybrid")
-        if self.engine != "auto":
-            idle["engine"] = ("whose products unpack the weights themselves", "auto")
-        if not self.dither_ties:
-            idle["dither_ties"] = ("whose weights no step moves", True)
-        if self.saved_activations != "full":
-            idle["saved_activations"] = ("whose frozen weights need no input kept", "full")
-        return idle
+        return {name: (reason, default) for name, (reason, default) in idle.items() if getattr(self, name) != default}
 
     def packed(self) -> "MXFP4RLConfig":
         """The same scheme in mode ``"packed"``: what a model of this config becomes by [`hf_mxfp4.pack`]. Of the three

@@ -4,6 +4,7 @@
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 
@@ -54,8 +55,8 @@ def _version(name: str) -> str | None:
 
 def _cpu_name() -> str:
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as stream:
-            names = [line.split(":", 1)[1].strip() for line in stream if line.startswith("model name")]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        names = []
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

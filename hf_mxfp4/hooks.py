@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on modules that are gone again when a context ends."""
+"""Changes to the modules of a model that are undone when a context ends: hooks, and evaluation mode."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -16,3 +16,15 @@ def hooked_inputs(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Turn dropout and checkpointing off; restore the training mode of every module on exit."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

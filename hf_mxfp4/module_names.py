@@ -78,9 +78,7 @@ def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[di
     """Return the linear layers of ``model`` to quantize, by name, and the names of those to leave alone.
 
     Only exact `nn.Linear` modules count: subclasses already are something else. A layer that stands in several places
-    is listed under each. See [`skip_reasons`] for what is left alone.
-
-    Raises `ValueError` for a skip pattern that matches no module, which would be a silent misspelling.
+    is listed under each. See [`skip_reasons`] for what is left alone, and for errors.
     """
     reasons = skip_reasons(model, extra_skips)
     linears = {n: m for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
@@ -94,32 +92,27 @@ def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str,
     ([`hf_mxfp4.model_structure`]), layers whose weight the model's own code reads
     ([`hf_mxfp4.weight_readers`]), adapters, and what ``extra_skips`` names. In other modules, names decide.
 
-    Raises `ValueError` for an entry of ``extra_skips`` that matches no module.
+    Raises `ValueError` for an entry of ``extra_skips`` that matches no module, which would be a silent misspelling.
     """
     extra_skips = tuple(extra_skips)
-    modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in extra_skips:
-        if pattern not in ALWAYS_SKIPPED and not any(_matches(model, name, pattern) for name in modules):
+        names = (name for name, _ in model.named_modules(remove_duplicate=False))
+        if pattern not in ALWAYS_SKIPPED and not any(_matches(model, name, (pattern,)) for name in names):
             raise ValueError(
                 f"modules_to_not_convert has {pattern!r}, which matches no module of {type(model).__name__}; "
                 "give whole dotted name parts such as 'layers.0' or 'mlp.down_proj', or 're:<regex on the full name>'"
             )
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
-    outside, readers = outside_body(model), find_weight_readers(model)
+    head, outside, readers = _head(model), outside_body(model), find_weight_readers(model)
     by_name = _NAMED_PARTS if has_structure(model) else ALWAYS_SKIPPED
-    experts = set(fused_experts(model))
     reasons = {}
-    for name, module in modules.items():
-        if type(module) is not nn.Linear and name not in experts:
-            continue
+    for name, module in _candidates(model).items():
         if module is head:
             reasons[name] = HEAD
         elif module in outside:
             reasons[name] = outside[module]
-        elif any(_matches(model, name, pattern) for pattern in by_name):
+        elif _matches(model, name, by_name):
             reasons[name] = BY_NAME
-        elif any(_matches(model, name, pattern) for pattern in extra_skips):
+        elif _matches(model, name, extra_skips):
             reasons[name] = BY_OPTION
         elif module in readers:
             reasons[name] = f"{readers[module]} {READS_WEIGHT}"
@@ -130,7 +123,7 @@ def find_layers(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict
     """Return the linear layers and the fused experts of ``model`` to quantize, by name, and of the linear maps to leave
     alone the names with the reasons.
 
-    Raises `ValueError` as [`split_linears`] does, when nothing is left to quantize, and for fused experts of a layout
+    Raises `ValueError` as [`skip_reasons`] does, when nothing is left to quantize, and for fused experts of a layout
     that is not known here and that are not skipped.
     """
     extra_skips = tuple(extra_skips)
@@ -143,13 +136,11 @@ def choose_layers(
     """[`find_layers`] with the reasons of [`skip_reasons`], or others."""
     layers: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
-    experts = set(fused_experts(model))
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name not in experts and type(module) is not nn.Linear:
-            continue
-        problem = unsupported_reason(module) if name in experts else None
+    for name, module in _candidates(model).items():
+        is_linear = type(module) is nn.Linear
+        problem = None if is_linear else unsupported_reason(module)
         if name in reasons:
-            own = matrix_names(name, module) if name in experts and problem is None else [name]
+            own = [name] if is_linear or problem else matrix_names(name, module)
             skipped |= dict.fromkeys(own, reasons[name])
         elif problem:
             raise ValueError(
@@ -159,32 +150,37 @@ def choose_layers(
             )
         else:
             layers[name] = module
+    conv1d = sum(type(module).__name__ == "Conv1D" for module in model.modules())
     if not layers:
-        raise _nothing_left(model, list(skipped), extra_skips)
-    if conv1d := sum(type(module).__name__ == "Conv1D" for module in model.modules()):
+        kinds = Counter(
+            type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None
+        )
+        raise ValueError(
+            f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
+            f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}"
+            + (f". {CONV1D_HINT}" if conv1d else "")
+        )
+    if conv1d:
         get_logger().warning("%d layers of %s stay in full precision. %s", conv1d, type(model).__name__, CONV1D_HINT)
     return layers, skipped
 
 
-def _nothing_left(model: nn.Module, skipped: list[str], extra_skips: tuple[str, ...]) -> ValueError:
-    kinds = Counter(type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
-    hint = f". {CONV1D_HINT}" if "Conv1D" in kinds else ""
-    return ValueError(
-        f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
-        f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}{hint}"
-    )
+def fused_experts(model: nn.Module) -> list[str]:
+    """Return the names of modules that hold the weights of many experts in 3-D parameters, which no linear layer
+    represents."""
+    return [name for name, module in model.named_modules() if type(module) is not nn.Linear and is_leaf(name, module)]
 
 
-def fused_experts(model: nn.Module, extra_skips: Iterable[str] = ()) -> list[str]:
-    """Names of modules that hold the weights of many experts in 3-D parameters, which no linear layer represents."""
-    extra_skips = tuple(extra_skips)
-    return [
-        name
-        for name, module in model.named_modules()
-        if type(module) is not nn.Linear
-        and is_leaf(name, module)
-        and not any(_matches(model, name, pattern) for pattern in extra_skips)
-    ]
+def _candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all that could be quantized: linear layers, in every place where they are, and fused experts."""
+    experts = set(fused_experts(model))
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if type(module) is nn.Linear or name in experts}
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    get_head = getattr(model, "get_output_embeddings", None)
+    return get_head() if get_head is not None else None
 
 
 def full_names(model: nn.Module, name: str) -> tuple[str, ...]:
@@ -194,32 +190,27 @@ def full_names(model: nn.Module, name: str) -> tuple[str, ...]:
     return (name, f"{prefix}.{name}") if prefix else (name,)
 
 
-def _matches(model: nn.Module, name: str, pattern: str) -> bool:
-    """[`name_matches`] for any of the module's names."""
-    return any(name_matches(full, pattern) for full in full_names(model, name))
+def _matches(model: nn.Module, name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern matches ([`name_matches`]) any of the module's names."""
+    return any(name_matches(full, pattern) for full in full_names(model, name) for pattern in patterns)
 
 
 def is_skipped_by_name(model: nn.Module, name: str) -> bool:
     """Whether a layer is the output head of ``model``, or is named as what is never quantized."""
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
-    is_head = head is not None and model.get_submodule(name) is head
-    return is_head or any(_matches(model, name, pattern) for pattern in ALWAYS_SKIPPED)
+    head = _head(model)
+    return (head is not None and model.get_submodule(name) is head) or _matches(model, name, ALWAYS_SKIPPED)
 
 
 def full_precision_record(model: nn.Module, reasons: dict[str, str]) -> tuple[str, ...] | None:
     """Return the outermost modules without a quantized layer, for `config.json`; `None` where names alone say the same.
     ``modules_to_not_convert`` is recorded elsewhere."""
-    experts = set(fused_experts(model))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    candidates = [name for name, module in modules.items() if type(module) is nn.Linear or name in experts]
+    candidates = list(_candidates(model))
     quantized = [name for name in candidates if name not in reasons]
     plain = [name for name in candidates if reasons.get(name, BY_OPTION) != BY_OPTION]
     if not any(is_skipped_by_name(model, n) for n in quantized) and all(is_skipped_by_name(model, n) for n in plain):
         return None
     others = [name for name in candidates if name not in plain]
-    outermost = dict.fromkeys(_outermost(name, others) for name in plain)
-    return tuple(outermost)
+    return tuple(dict.fromkeys(_outermost(name, others) for name in plain))
 
 
 def _outermost(name: str, others: list[str]) -> str:

@@ -9,7 +9,6 @@ from .numerics.schemes import MACRO_BLOCKS
 
 
 MODES = ("qat", "packed")
-OPERANDS = ("both", "weights", "activations")
 #: Rows x columns of a weight that share a block scale, and the rows of it.
 WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
 #: Values of options that have a fixed set of them. For `engine` see [`hf_mxfp4.gemm.select_matmul`].
@@ -17,14 +16,12 @@ CHOICES = {
     "scale_rule": tuple(rule.value for rule in ScaleRule),
     "macro_block": (None, *MACRO_BLOCKS),
     "macro_search": ("static", "dynamic", "hybrid", "block_mantissas"),
-    "outlier_fallback_operands": OPERANDS,
+    "outlier_fallback_operands": ("both", "weights", "activations"),
     "weight_block": tuple(WEIGHT_BLOCKS),
     "saved_activations": SAVED_FORMS,
     "backend": ("auto", "eager", "cpu", "triton"),
     "engine": ("auto", "dense", "fp8", "mxfp4"),
 }
-#: Earlier names of values.
-RENAMED = {"macro_search": {"blockwise": "block_mantissas"}}
 
 #: Presets of both modes, which say no more than which forward operands are quantized.
 FORWARD_PRESETS = ("w4a16", "w4a4")
@@ -78,11 +75,6 @@ def usual_options(mode: str, preset: str, outlier_fallback: Any) -> dict[str, An
     if outlier_fallback is None:
         usual |= {name: OPTION_DEFAULTS[name] for name in ("outlier_fallback_rate", "outlier_fallback_operands")}
     return usual
-
-
-def usual_macro_search(macro_block: int | str | None) -> str:
-    """Block mantissas where there are four blocks to share a byte; macro blocks of other sizes have one factor."""
-    return "block_mantissas" if macro_block == 128 else "hybrid"
 
 
 def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) -> LinearScheme:

@@ -63,7 +63,7 @@ class QuantizationReport:
     @property
     def masters_on_grid(self) -> bool:
         """Whether trainable master weights lie on the grid of their scheme, but for the rounding of 16 bits, as those
-        that [`hf_mxfp4.lab.gptq.round_model`] made do: an optimizer's small steps then change no quantized weight."""
+        that [`hf_mxfp4.lab.round_model`] made do: an optimizer's small steps then change no quantized weight."""
         return self.packed_bytes is None and self.sqnr_db is not None and self.sqnr_db > _ON_GRID_DB
 
     @property

@@ -12,7 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -36,11 +36,11 @@ def find_weight_readers(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-class _Reader:
+class _Reader(NamedTuple):
     """A function that reads a weight, and the conditions around the place where it does."""
 
-    def __init__(self, name: str, tests: tuple[ast.expr, ...]):
-        self.name, self.tests = name, tests
+    name: str
+    tests: tuple[ast.expr, ...]
 
 
 @functools.cache
@@ -49,17 +49,13 @@ def _read_by_forward(cls: type) -> tuple[tuple[Path, _Reader], ...]:
     found, seen, names = [], set(), ["forward"]
     while names:
         name = names.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        for base in cls.__mro__:
-            function = vars(base).get(name)
-            if base is nn.Module or base.__module__.startswith("torch.") or not isinstance(function, FunctionType):
-                continue
-            source = _source(function)
+        functions = [vars(base).get(name) for base in cls.__mro__ if not base.__module__.startswith("torch.")]
+        for function in functions if name not in seen else ():
+            source = _source(function) if isinstance(function, FunctionType) else None
             if source is not None:
                 found += source.reads("self", cls.__name__)
                 names += source.methods
+        seen.add(name)
     return tuple(found)
 
 

@@ -4,10 +4,10 @@
     python recipes/ablation.py --config recipes/configs/ablation_cpu.yaml [--out DIR] [--jobs N] [--seeds 0,1,2]
 
 Pretrains the starting point of the grid once (or takes a checkpoint), then runs `grpo.py` for every cell and seed in a
-process and a folder of its own, and writes `ablation.json` (one record per run), `table.md` and `plots/`. A grid that
-was stopped goes on where it was: finished runs are kept, a killed one is started again. A run that fails is reported,
-and the others go on; the exit code is then 1. A grid may be spread over machines of one kind: `--only` and `--seeds`
-run parts of it, and `--report_only` reports all of them from a folder that the others have been copied into.
+process and a folder of its own, and writes `ablation.json` (one record per run), `table.md` and `accuracy.png`. A grid
+that was stopped goes on where it was: finished runs are kept, a killed one is started again. A run that fails is
+reported, and the others go on; the exit code is then 1. A grid may be spread over machines of one kind: `--only` and
+`--seeds` run parts of it, and `--report_only` reports all of them from a folder that the others have been copied into.
 
 Options of `grpo.py` take the place of those that all cells share. To try a grid before it is started, give it two steps
 of a small model and another folder: `--max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL --out DIR`.
@@ -23,8 +23,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -32,12 +31,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mxfp4.files import lock, replace_file
-from recipes.ablations.grid import Grid, read_grid, with_stored_seeds
-from recipes.ablations.plots import draw_all
-from recipes.ablations.results import make_records, markdown, models, table_rows
-from recipes.ablations.runner import prepare_bases, run_grid
-from recipes.common.options import read_command, read_words
-from recipes.common.schemes import preset_of
+from recipes.ablations.grid import Grid, read_grid
+from recipes.ablations.results import draw_accuracy, make_records, markdown, table_rows
+from recipes.ablations.runner import prepare_base, run_grid
+from recipes.common.options import option, read_command, read_words
 from recipes.common.terminal import console, tell
 from recipes.post_training.arguments import GROUPS
 
@@ -51,6 +48,8 @@ _REMOVED = {
         "--launcher '' --out FOLDER (and on the CPU --use_cpu true --bf16 false)",
     ),
     "records": ("", "copy the output folders of the other machines into this one, and give --report_only"),
+    "models": (None, "there is a file for each model"),
+    "dry_run": (False, "the file lists the cells, and all are checked before the first run"),
     "rerun": (False, "remove the folders of the runs that are to be made again"),
 }
 
@@ -59,14 +58,12 @@ _REMOVED = {
 class GridArguments:
     """Options of a grid; lists are separated by commas."""
 
-    out: str | None = field(default=None, metadata={"help": "Folder; by default the grid's output_dir."})
-    jobs: int = field(default=1, metadata={"help": "Runs at a time; each gets its share of the cores."})
-    only: str | None = field(default=None, metadata={"help": "Cells to run."})
-    models: str | None = field(default=None, metadata={"help": "Models to run."})
-    seeds: str | None = field(default=None, metadata={"help": "Seeds instead of the grid's."})
-    launcher: str | None = field(default=None, metadata={"help": "Instead of the grid's; '' for none."})
-    dry_run: bool = field(default=False, metadata={"help": "Print the cells and what differs, and stop."})
-    report_only: bool = field(default=False, metadata={"help": "Write the results of what is finished, run nothing."})
+    out: str | None = option(None, "Folder; by default the grid's output_dir.")
+    jobs: int = option(1, "Runs at a time; each gets its share of the cores.")
+    only: str | None = option(None, "Cells to run.")
+    seeds: str | None = option(None, "Seeds instead of the grid's.")
+    launcher: str | None = option(None, "Instead of the grid's; '' for none.")
+    report_only: bool = option(False, "Write the results of what is finished, run nothing.")
 
 
 def parse(argv: Sequence[str]) -> tuple[str, GridArguments, dict[str, Any]]:
@@ -89,25 +86,21 @@ def main(argv: list[str]) -> int:
     try:
         path, arguments, options = parse(argv)
         changes = {"output": arguments.out, "launcher": arguments.launcher, "options": options}
-        only, chosen, seeds = (text and text.split(",") for text in (arguments.only, arguments.models, arguments.seeds))
-        grid = read_grid(path, only=only, models=chosen, seeds=seeds and [int(seed) for seed in seeds], **changes)
+        only, seeds = (text and text.split(",") for text in (arguments.only, arguments.seeds))
+        grid = read_grid(path, only=only, seeds=seeds and [int(seed) for seed in seeds], **changes)
         for run in grid.runs:
             run.parse()
-        if arguments.dry_run:
-            describe(grid)
-            return 0
         grid.output.mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs end with this process
         with (grid.output / ".lock").open("w") as file:
             if not lock(file.fileno(), wait=False):
                 raise ValueError(f"another process is at work in {grid.output}, or a run that it started still is")
             if not arguments.report_only:
-                prepare_bases(grid)
-                failed = run_grid(grid, file, jobs=arguments.jobs)
+                failed = run_grid(grid, prepare_base(grid), file, jobs=arguments.jobs)
             # Everything that is there, not only the part that was asked for.
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
             command = "python recipes/ablation.py " + shlex.join(["--config", path, *words])
-            report(with_stored_seeds(read_grid(path, **changes)), command)
+            report(read_grid(path, **changes).with_stored_seeds(), command)
     except FileNotFoundError as error:
         raise SystemExit(f"error: no file {error.filename}") from error
     except (RuntimeError, ValueError, yaml.YAMLError) as error:
@@ -115,23 +108,6 @@ def main(argv: list[str]) -> int:
     if failed:
         tell("failed", ", ".join(failed))
     return 1 if failed else 0
-
-
-def describe(grid: Grid) -> None:
-    """Print every model, what its cells share, and what each cell differs in."""
-    for model in grid.models.values():
-        tell("model", f"{model.label}: " + ", ".join(f"{name}={value}" for name, value in model.base.items()))
-        tell("shared", ", ".join(f"{name}={value}" for name, value in model.shared.items()))
-        table = Table(title=f"{len(model.cells)} cells x {len(grid.seeds)} seeds {list(grid.seeds)}")
-        for column in ("cell", "label", "differs in", "scheme"):
-            table.add_column(column, overflow="fold")
-        for run in grid.runs:
-            if run.model is model and run.seed == grid.seeds[0]:
-                options = ", ".join(f"{name}={value}" for name, value in run.cell.options.items())
-                recipe, scheme, *_ = run.parse()
-                text = "full precision" if recipe.full_precision else preset_of(scheme)
-                table.add_row(*map(Text, (run.cell.name, run.cell.label, options or "(nothing)", text)))
-        console.print(table)
 
 
 def report(grid: Grid, command: str) -> None:
@@ -142,23 +118,14 @@ def report(grid: Grid, command: str) -> None:
     if not records:
         raise RuntimeError("no run has finished, so there is nothing to report")
     replace_file(grid.output / "ablation.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
-    texts = []
-    plots = Path(grid.output / "plots")
-    plots.mkdir(exist_ok=True)
-    keys = {model.label: key for key, model in grid.models.items()}
-    for model in models(records):
-        columns, rows = table_rows(records, model)
-        table = Table(title=f"{model}, greedy accuracy in %")
-        for column in columns:
-            table.add_column(column)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        console.print(table)
-        texts.append(f"{model}\n\n{markdown(records, model)}")
-        for name, figure in draw_all(records, model).items():
-            figure.savefig(plots / (f"{keys[model]}_{name}.png" if len(keys) > 1 else f"{name}.png"), dpi=120)
-    (grid.output / "table.md").write_text("\n".join(texts))
-    tell("results", f"{grid.output}: ablation.json, table.md, plots/")
+    columns, rows = table_rows(records, grid.label)
+    table = Table(*columns, title=f"{grid.label}, greedy accuracy in %")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    (grid.output / "table.md").write_text(f"{grid.label}\n\n{markdown(records, grid.label)}")
+    draw_accuracy(records, grid.label).savefig(grid.output / "accuracy.png", dpi=120)
+    tell("results", f"{grid.output}: ablation.json, table.md, accuracy.png")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ if __name__ == "__main__" and not __package__:
 
 import sys
 
-from recipes.common.process_group import leave_together
+from recipes.common.terminal import leave_together
 from recipes.evaluation.run import main
 
 

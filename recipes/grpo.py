@@ -22,9 +22,8 @@ from trl import get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.lab import RunReportCallback
-from recipes.common.process_group import leave_together
 from recipes.common.schemes import describe
-from recipes.common.terminal import TrainingBar, tell
+from recipes.common.terminal import TrainingBar, leave_together, tell
 from recipes.post_training import output as files
 from recipes.post_training.arguments import load_task_or_exit, parse_or_exit
 from recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> dict:
         processing_class=tokenizer,
         peft_config=None if start.is_adapter else get_peft_config(model_args),
     )
-    TrainingBar.install(trainer)
+    TrainingBar.install(trainer, "GRPO", reward="reward", entropy="entropy", sigma="aqn/sigma")
     # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
     files.remove_old_checkpoints(output, recipe, training)
     if PartialState().is_main_process:

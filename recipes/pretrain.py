@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.files import write_json
-from recipes.common.process_group import leave_together
 from recipes.common.schemes import preset_of
-from recipes.common.terminal import errors_as_messages, tell
+from recipes.common.terminal import errors_as_messages, leave_together, tell
 from recipes.pretraining.arguments import TARGET_FRACTION, Study, parse_or_exit
 from recipes.pretraining.corpus import load_corpus
 from recipes.pretraining.plots import draw_curves, draw_overheads

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.checkpoint.convert.pack_folder import pack_checkpoint
-from hf_mxfp4.checkpoint.io.folder import CheckpointError
+from hf_mxfp4.checkpoint import CheckpointError, pack_checkpoint
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, QuantScheme, Rotation, ScaleRule
 from hf_mxfp4.rl.rollout.vllm import rollout_parameters

@@ -15,10 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig, cached_weights, uncached_weights
 from hf_mxfp4.gemm import gemm_states, weight_quantizations
-from hf_mxfp4.layers import QUANTIZED
 
 
 pytestmark = pytest.mark.usefixtures("dense_products")
@@ -72,14 +70,6 @@ def test_each_weight_is_quantized_once_per_call(checkpoint, count):
     assert count() == LINEARS
 
 
-def test_experts_are_quantized_once_per_call(checkpoint, count):
-    model = load(checkpoint, "qwen3_moe")
-    matrices = sum(len(state.rngs) for state in gemm_states(model))
-    count()
-    logits(model)
-    assert count() == matrices > 2 * 4 + 2 * 2
-
-
 CHANGES = {
     "data": lambda weight, _: weight.data.mul_(-1.5),
     "no-grad": lambda weight, _: weight.detach().neg_(),
@@ -127,18 +117,6 @@ def test_copies_of_a_model_generate_with_their_own_weights(checkpoint, count):
     assert torch.equal(logits(model), expected)
 
 
-def test_a_packed_and_a_plain_model_again(checkpoint, monkeypatch):
-    model = load(checkpoint, preset="w4a16")
-    expected = logits(model)
-    hf_mxfp4.pack(model)
-    assert torch.equal(logits(model), expected)
-    model.dequantize()
-    entered = []
-    monkeypatch.setattr("hf_mxfp4.integrations.transformers.generation.cached_weights", lambda _: entered.append(1))
-    torch.testing.assert_close(logits(model), expected)
-    assert not entered and not any(isinstance(module, QUANTIZED) for module in model.modules())
-
-
 def test_the_method_looks_like_the_one_it_wraps(checkpoint):
     load(checkpoint)
     load(checkpoint)
@@ -171,19 +149,6 @@ def test_outer_contexts_decide(checkpoint, count):
         assert torch.equal(logits(model), old)  # the context's promise was broken
         assert count() == LINEARS
     assert not torch.equal(logits(model), old)
-
-
-def test_contexts_inside_a_call_change_nothing(checkpoint, count):
-    model, entered = load(checkpoint), []
-
-    def inside(ids, scores):
-        with uncached_weights(model), cached_weights(model, "packed"):
-            entered.append(model.model.layers[0].mlp.down_proj.state.cache.form)
-        return scores
-
-    count()
-    generate(model, logits_processor=[inside])
-    assert entered == ["auto"] * TOKENS and count() == LINEARS
 
 
 def test_the_call_ends_with_an_exception(checkpoint):

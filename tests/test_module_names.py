@@ -129,12 +129,10 @@ def test_subclasses_of_linear_are_left_alone():
     assert list(quantized) == ["a"] and skipped == []
 
 
-def test_fused_experts_are_found_and_can_be_skipped():
+def test_fused_experts_are_found():
     model = make_model("qwen3_moe")
     names = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert fused_experts(model) == names
-    assert fused_experts(model, ["layers.0.mlp.experts"]) == names[1:]
-    assert fused_experts(model, ["experts"]) == fused_experts(model, ["re:.*experts"]) == []
     assert fused_experts(make_model("qwen2")) == []
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from benchmarks.memory import architecture, make_model, measure
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.cli import app
-from hf_mxfp4.lab.planning import Setup, plan, sizes_of
+from hf_mxfp4.lab import Setup, plan, sizes_of
 
 
 SEQUENCES, TOKENS, RANK = 3, 64, 4

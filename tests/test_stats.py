@@ -2,6 +2,7 @@
 """Estimates and intervals of shares, of means and of their differences, against published values and brute force."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from hf_mxfp4.stats import (
     paired_mean_difference,
     paired_share_difference,
     pass_at_k,
+    ratio_of_sums,
     share_text,
     wilson,
-    wilson_interval,
 )
 
 
@@ -42,9 +43,8 @@ def test_none_of_few_problems_is_no_certainty():
 
 @pytest.mark.parametrize(("correct", "n"), [(-1, 4), (5, 4), (0, 0), (1, 0)])
 def test_what_is_no_share_is_refused(correct, n):
-    for interval in (wilson, wilson_interval):
-        with pytest.raises(ValueError, match=f"0 <= correct <= n.*got {correct} of {n}"):
-            interval(correct, n)
+    with pytest.raises(ValueError, match=f"0 <= correct <= n.*got {correct} of {n}"):
+        wilson(correct, n)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +137,17 @@ def test_pairing_sees_what_two_separate_intervals_do_not():
         paired_share_difference([True] * 3, [True] * 2)
     with pytest.raises(ValueError, match="got 0 and 0"):
         paired_mean_difference([], [])
+
+
+def test_means_of_groups_and_their_errors():
+    assert ratio_of_sums([3.0, 1.0], [2, 2]) == (1.0, pytest.approx(math.sqrt(2 * (1 + 1)) / 4))
+    assert ratio_of_sums([2.0, 4.0, 6.0], [1, 2, 3]) == (2.0, 0.0)  # as many items as the sum says
+    assert ratio_of_sums([5.0], [2]) == (2.5, None)
+    # Groups of one item: the standard error of the mean.
+    values = [0.5, 1.5, 4.0, 2.0]
+    mean = sum(values) / 4
+    error = math.sqrt(sum((value - mean) ** 2 for value in values) / 3 / 4)
+    assert ratio_of_sums(values, [1] * 4) == (pytest.approx(mean), pytest.approx(error))
+    for sums, counts in (([1.0], [1, 2]), ([], []), ([0.0], [0])):
+        with pytest.raises(ValueError, match="a mean over groups needs"):
+            ratio_of_sums(sums, counts)

@@ -6,10 +6,10 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from recipes.pretraining.plots import draw_curves, draw_overheads
+from recipes.pretraining.plots import draw_overheads
 
 from ..records import DATA, records, scheme_error
-from . import ablation_tables, evidence_tables, gpu_tables
+from .evidence import evidence_plot
 
 
 SHOWN = (
@@ -23,16 +23,12 @@ SHOWN = (
 
 
 def draw_all(folder: Path) -> None:
-    """Every plot, as SVG but for those of many lines; the same records give the same files."""
+    """Draw every plot as SVG; the same records give the same files."""
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "hf-mxfp4", "font.size": 9}):
-        for draw in (schemes, quantize_cpu, pretrain_curves, pretrain_overheads):
-            draw().savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None})
-        evidence_tables.evidence_plot().savefig(folder / "evidence_front.svg", metadata={"Date": None})
-        for name, figure in gpu_tables.figures().items():
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-        for name, figure in ablation_tables.figures().items():
-            figure.savefig(folder / f"{name}.png", dpi=110, metadata={"Software": None})
+        for draw in (schemes, pretrain_overheads, evidence_plot):
+            name = "evidence_front" if draw is evidence_plot else draw.__name__
+            draw().savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 def schemes() -> Figure:
@@ -49,30 +45,6 @@ def schemes() -> Figure:
     axes.legend(ncols=2, fontsize=8)
     axes.grid(axis="y", alpha=0.3)
     return figure
-
-
-def quantize_cpu() -> Figure:
-    """Speed of the contenders on the largest matrices that all sizes have in common."""
-    found = records("quantize_cpu")
-    largest = max(record["shape"][0] for record in found)
-    figure = Figure(figsize=(8.5, 4.2), layout="constrained")
-    panels = figure.subplots(1, 3)
-    for axes, operation in zip(panels, ("fake_quantize", "quantize", "dequantize"), strict=True):
-        shown = [r for r in found if r["name"].startswith(f"{operation} /") and r["shape"][0] == largest]
-        shown.sort(key=lambda r: r["value"])
-        labels = [r["name"].split(" / ")[1] for r in shown]
-        colors = ["tab:blue" if label.startswith("ours") else "0.6" for label in labels]
-        axes.barh(labels, [r["value"] for r in shown], color=colors)
-        axes.set(xscale="log", title=f"{operation}, {largest}²", xlabel="GB/s")
-        axes.tick_params(labelsize=7)
-        axes.grid(axis="x", alpha=0.3)
-    return figure
-
-
-def pretrain_curves() -> Figure:
-    """Validation loss of the pretraining study's arms."""
-    found = records("pretrain")
-    return draw_curves({r["name"]: r["curve"] for r in found}, entropy=found[0]["entropy"])
 
 
 def pretrain_overheads() -> Figure:

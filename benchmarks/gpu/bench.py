@@ -1,244 +1,226 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of a section: built, checked, timed beside their peers, and written down, whatever becomes of them."""
+"""Cases of the GPU benchmark: checked, timed beside what they are compared with, and recorded, whatever happens."""
 
-import datetime
 import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from hf_mxfp4.files import write_json
-
-from .machine import Machine, versions
-from .timing import Call, Timing, compare
+from ..records import made, write
 
 
-#: Seconds that a case needs at least; with less left it is skipped.
-SHORTEST_CASE = 2.0
+Call = Callable[[], Any]
+
+#: What records of interpreted runs have in place of a GPU. The documents refuse them.
+INTERPRETER = "CPU, Triton interpreter"
+NO_GPU = (
+    "no GPU that torch can use. Without one, `TRITON_INTERPRET=1 python -m benchmarks.gpu --tiny --out DIR` checks on "
+    "tiny shapes that every section works (its times mean nothing)."
+)
+NOT_TINY = (
+    "TRITON_INTERPRET=1 runs kernels in Triton's interpreter, thousands of times slower: add --tiny, or unset it."
+)
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "hf-mxfp4", "bitsandbytes", "torchao")
+
+
+class WrongResult(AssertionError):
+    """A contender computes something else than it is measured for."""
 
 
 class Absent(Exception):
-    """A peer that cannot take part, for the reason given: not installed, or not for this GPU or shape."""
-
-
-class OutOfTime(Absent):
-    """The whole run's time is up, whatever it is at."""
+    """A case or peer that cannot take part, for the reason given."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a call cannot do without.
+class Case:
+    """One measurement; `benchmarks.gpu.model` estimates the same ones.
 
     Attributes:
-        n_bytes: to move through device memory: each input read once, each output written once.
-        flops: multiplications and additions, each counted, by the ceiling that they go by, ``bf16`` or ``fp8``.
+        section, what, shape: name the record.
+        build: makes tensors on a device, the same ones for each backend, and returns the call that is measured.
+        n_bytes, flops: what the call cannot do without: bytes to move through device memory, operations by the kind of
+            tensor core (``bf16`` or ``fp8``).
+        peers: by name, what builds the call of another library; the first one is the baseline.
+        tolerance: of the relative error to the eager backend; 0 asks for the same bits.
+        reached: the part of experts that have rows.
     """
 
-    n_bytes: int
-    flops: dict[str, int] = field(default_factory=dict)
+    section: str
+    what: str
+    shape: tuple[int, ...]
+    build: Callable[[torch.device, str], Call]
+    n_bytes: float = 0.0
+    flops: Mapping[str, float] = field(default_factory=dict)
+    peers: Mapping[str, Callable[[torch.device], Call]] = field(default_factory=dict)
+    tolerance: float = 0.0
+    reached: float = 1.0
 
-    def floor(self, ceilings: dict[str, float]) -> float | None:
-        """Seconds at the ceilings; `None` where one of them was not measured."""
+    @property
+    def name(self) -> str:
+        return f"{self.section} / {self.what}"
+
+    def floor(self, ceilings: Mapping[str, float]) -> float | None:
+        """Return the seconds that it takes at the ceilings; `None` where one of them is not known."""
         if not {"copy", *self.flops} <= ceilings.keys():
             return None
-        return max(self.n_bytes / ceilings["copy"], sum(n / ceilings[rate] for rate, n in self.flops.items()))
+        return max(self.n_bytes / ceilings["copy"], *(n / ceilings[kind] for kind, n in self.flops.items()), 0.0)
 
 
-@dataclass(frozen=True)
-class Aim:
-    """What is to be reached.
+def find_device(tiny: bool) -> torch.device:
+    """Return the GPU, or the CPU where TRITON_INTERPRET=1 asks for the interpreter.
 
-    Attributes:
-        what: of the measured value, in words, such as ``"of the copy ceiling"``.
-        least: its least value.
-        reached: its value; `None` when it was not measured.
-        unit: ``"x"`` or ``"%"`` (then values are fractions).
+    Raises `RuntimeError` when there is neither, with what to do.
     """
-
-    what: str
-    least: float
-    reached: float | None
-    unit: str = "x"
-
-    def __str__(self) -> str:
-        shown = [f"{100 * v:.0f} %" if self.unit == "%" else f"{v:.2f}x" for v in (self.least, self.reached or 0.0)]
-        met = self.reached is not None and self.reached >= self.least
-        found = "not measured" if self.reached is None else f"{shown[1]} {'ok' if met else 'short'}"
-        return f"aim >= {shown[0]} {self.what}: {found}"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        if not tiny:
+            raise RuntimeError(NOT_TINY)
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(NO_GPU)
+    return torch.device("cuda", 0)
 
 
-@dataclass
-class Measured:
-    """What a case found; the fields that every record has, and ``details``."""
+def hardware(device: torch.device) -> str:
+    """Name the device in records."""
+    if device.type == "cpu":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {runtime}"
 
-    value: float
-    unit: str
-    baseline: str | None = None
-    ratio: float | None = None
-    ceiling_fraction: float | None = None
-    aims: Sequence[Aim] = ()
-    details: dict[str, Any] = field(default_factory=dict)
+
+def seconds_of(call: Call, device: torch.device) -> float:
+    """Return the median time of a call: by CUDA events with an empty L2 cache; on the CPU once, by the clock."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(call, warmup=50, rep=200, return_mode="median") / 1e3
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def expect_close(what: str, found: Any, expected: Any, tolerance: float) -> None:
+    """Raise `WrongResult` unless all tensors in ``found`` are those in ``expected``, but for a relative error."""
+    pairs = list(zip(tree_leaves(found), tree_leaves(expected), strict=True))
+    for out, reference in ((a, b) for a, b in pairs if isinstance(a, torch.Tensor)):
+        if out.shape != reference.shape:
+            raise WrongResult(f"{what}: the result is {list(out.shape)}, not {list(reference.shape)}")
+        out, reference = (
+            x.detach().view(torch.uint8) if x.element_size() == 1 else x.detach() for x in (out, reference)
+        )
+        error = ((out.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-300)).item()
+        if not error <= tolerance:
+            raise WrongResult(f"{what}: relative error {error:.2e}, at most {tolerance:.0e} is right")
 
 
 class Bench:
-    """Runs sections one after the other and keeps their records in ``<out>/gpu_<section>.json``, written after each
-    case.
+    """Runs cases one after the other and keeps their records in ``<out>/gpu_<section>.json``, written after each.
 
     Attributes:
-        machine: what is measured.
-        ceilings: ``copy`` in bytes, ``bf16`` and ``fp8`` in operations per second; measured first.
+        ceilings: ``copy`` in bytes, ``bf16`` and ``fp8`` in operations per second, as they are measured.
         records: all of them, by section.
-        triton_kernels: folder that holds the hub's package of that name, or `None`.
-        stopped: whether the time of the whole run is up, so that what was measured was interrupted.
     """
 
-    def __init__(self, machine: Machine, out: Path, command: str, triton_kernels: Path | None = None):
-        self.machine, self.out, self.command, self.triton_kernels = machine, out, command, triton_kernels
+    def __init__(self, device: torch.device, tiny: bool, out: Path, command: str, seconds: float = float("inf")):
+        self.device, self.tiny, self.out = device, tiny, out
         self.ceilings: dict[str, float] = {}
         self.records: dict[str, list[dict]] = {}
-        self.stopped = False
-        self._section = ""
-        self._deadline = float("inf")
-        self._common = {
-            "hardware": machine.hardware,
-            "versions": versions(),
-            "command": command,
-            "tiny": machine.tiny,
-            # Otherwise launch parameters are those that the package ships, or was told to measure before.
-            "autotuned": os.environ.get("HF_MXFP4_AUTOTUNE") == "1",
+        self._end = time.perf_counter() + seconds
+        self._common = {"tiny": tiny, **made(command, PACKAGES, hardware(device))}
+
+    def run(self, case: Case) -> None:
+        """Check and time a case."""
+        self.record(case.section, case.what, list(case.shape), lambda: self._measured(case))
+
+    def record(self, section: str, what: str, shape: list[int], measure: Callable[[], dict[str, Any]]) -> None:
+        """Record what ``measure`` returns (``value``, ``unit`` and more), or why there is nothing."""
+        record = {"name": f"{section} / {what}", "shape": shape, "status": "ok", "value": "none", "unit": ""}
+        record |= dict.fromkeys(("baseline", "ratio", "ceiling_fraction"))
+        try:
+            if time.perf_counter() > self._end:
+                raise Absent("no time left")
+            record |= measure()
+        except (Absent, torch.cuda.OutOfMemoryError) as reason:
+            record |= {"status": "skipped", "reason": str(reason).partition("\n")[0]}
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            record |= {"status": "failed", "reason": reason, "traceback": traceback.format_exc()}
+        self.records.setdefault(section, []).append(record | self._common)
+        write(self.records[section], self.out / f"gpu_{section}.json")
+        print(row(record), flush=True)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _measured(self, case: Case) -> dict[str, Any]:
+        call = case.build(self.device, "triton")
+        expect_close(case.name, call(), case.build(self.device, "eager")(), case.tolerance)
+        seconds = seconds_of(call, self.device)
+        peers = {name: self._peer(build, seconds) for name, build in case.peers.items()}
+        baseline = next(iter(peers), None)
+        floor, flops = case.floor(self.ceilings), sum(case.flops.values())
+        value = (flops / 1e12 if flops else case.n_bytes / 1e9) / seconds
+        return {
+            "value": value,
+            "unit": "TFLOP/s" if flops else "GB/s",
+            "seconds": seconds,
+            "baseline": baseline,
+            "ratio": peers[baseline].get("ratio") if baseline else None,
+            "ceiling_fraction": None if floor is None else floor / seconds,
+            "peers": peers,
         }
 
-    @property
-    def seconds_left(self) -> float:
-        """Of the section."""
-        return self._deadline - time.perf_counter()
-
-    @property
-    def failed(self) -> list[dict]:
-        return [r for records in self.records.values() for r in records if r["status"] == "failed"]
-
-    def section(self, name: str, run: Callable[["Bench"], None], seconds: float) -> None:
-        """Run a section in the time given; what raises outside of its cases is one failed record."""
-        self._section, self._deadline = name, time.perf_counter() + seconds
-        self.records[name] = []
-        if seconds < SHORTEST_CASE:
-            self._skip(name, "no time left for the section")
-            return
+    def _peer(self, build: Callable[[torch.device], Call], seconds: float) -> dict[str, Any]:
         try:
-            run(self)
-        except Absent as reason:
-            self._skip(name, str(reason))
+            other = seconds_of(build(self.device), self.device)
         except Exception as error:
-            self._fail(name, "all", error)
+            return {"reason": f"{type(error).__name__}: {error}".partition("\n")[0]}
+        return {"seconds": other, "ratio": other / seconds}
 
-    def case(self, what: str, shape: Any, measure: Callable[[], Measured], needs: float = SHORTEST_CASE) -> None:
-        """Measure a case, or record that it failed or that less than the seconds that it ``needs`` were left."""
-        if self.seconds_left < needs:
-            self._skip(what, "no time left", shape)
-            return
-        try:
-            found = measure()
-        except Absent as reason:
-            self._skip(what, str(reason), shape)
-        except torch.cuda.OutOfMemoryError as error:
-            self._skip(what, f"not enough memory on this GPU ({error})".splitlines()[0], shape)
-        except Exception as error:
-            self._fail(what, shape, error)
-        else:
-            aims = [{**asdict(aim), "text": str(aim)} for aim in found.aims]
-            self._write(
-                what, shape, "ok", value=found.value, unit=found.unit, baseline=found.baseline, ratio=found.ratio,
-                ceiling_fraction=found.ceiling_fraction, aims=aims, **found.details,
-            )  # fmt: skip
-        finally:
-            gc.collect()
-            self.machine.free_memory()
+    def measure_ceilings(self) -> None:
+        """Measure what this GPU reaches at best: a device copy, and the vendor's products on random data."""
+        n_bytes, n = (1 << 16, 128) if self.tiny else (1 << 30, 8192)
 
-    def _skip(self, what: str, reason: str, shape: Any = "all") -> None:
-        self._write(what, shape, "skipped", value="skipped", reason=reason)
+        def copy() -> dict[str, Any]:
+            source, target = (torch.empty(n_bytes, dtype=torch.uint8, device=self.device) for _ in range(2))
+            self.ceilings["copy"] = 2 * n_bytes / seconds_of(lambda: target.copy_(source), self.device)
+            return {"value": self.ceilings["copy"] / 1e9, "unit": "GB/s"}
 
-    def _fail(self, what: str, shape: Any, error: Exception) -> None:
-        if self.stopped:
-            # Libraries wrap what they do not know in exceptions of their own.
-            self._skip(what, "stopped at the time limit", shape)
-            return
-        trace = "".join(traceback.format_exception(error))
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._write(what, shape, "failed", value="failed", reason=reason, traceback=trace)
+        def product(kind: str) -> dict[str, Any]:
+            a, b = (torch.randn(n, n, device=self.device).bfloat16() for _ in range(2))
+            call = fp8_product(a, b) if kind == "fp8" else lambda: a @ b.t()
+            expect_close(kind, call(), a.float() @ b.float().t(), 6e-2)
+            self.ceilings[kind] = 2 * n**3 / seconds_of(call, self.device)
+            return {"value": self.ceilings[kind] / 1e12, "unit": "TFLOP/s"}
 
-    def _write(self, what: str, shape: Any, status: str, **fields: Any) -> None:
-        record = {
-            "name": f"{self._section} / {what}", "shape": shape, "status": status, "unit": "", "baseline": None,
-            "ratio": None, "ceiling_fraction": None, **fields, **self._common,
-            "date": datetime.date.today().isoformat(),
-        }  # fmt: skip
-        self.records[self._section].append(record)
-        write_json(self.out / f"gpu_{self._section}.json", self.records[self._section])
-        shown = record["reason"] if status != "ok" else f"{record['value']:.4g} {record['unit']}"
-        print(f"[{self._section}] {what} {shape}: {shown}", flush=True)
-
-    def contest(
-        self,
-        ours: Sequence[Call],
-        peers: dict[str, Callable[[], Sequence[Call]]],
-        work: Work,
-        unit: str,
-        amount: float,
-        *,
-        baseline: str | None = None,
-        graph: bool = True,
-    ) -> Measured:
-        """Time ``ours`` beside the peers.
-
-        Args:
-            ours: calls on different inputs, checked already.
-            peers: by name, what builds and checks a peer's calls; it raises [`Absent`] when there is none. Whatever
-                else it raises is noted too, and leaves that peer alone out.
-            work: of one call.
-            unit, amount: the value is ``amount`` of one call, in ``unit`` times seconds, over the time of one.
-            baseline: the peer whose ratio is the record's.
-        """
-        contenders: dict[str, Sequence[Call]] = {"ours": ours}
-        notes: dict[str, dict] = {}
-        for name, build in peers.items():
-            try:
-                if self.seconds_left < SHORTEST_CASE:
-                    raise Absent("no time left")
-                calls = build()
-                # On all inputs, here where what it raises is its own failure.
-                for call in calls:
-                    call()
-                self.machine.synchronize()
-                contenders[name] = calls
-            except Absent as reason:
-                notes[name] = {"status": "absent", "reason": str(reason)}
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                notes[name] = {"status": "failed", "reason": reason, "traceback": traceback.format_exc()}
-        timings = compare(self.machine, contenders, graph)
-        mine = timings["ours"]
-        for name in contenders:
-            if name != "ours":
-                notes[name] = {**times_of(timings[name]), "ratio": timings[name].ratio_to(mine), "status": "ok"}
-        floor = work.floor(self.ceilings)
-        ratio = notes.get(baseline, {}).get("ratio") if baseline else None
-        details = {**times_of(mine), "bytes": work.n_bytes, "flops": work.flops, "floor_seconds": floor, "peers": notes}
-        fraction = None if floor is None else floor / mine.seconds
-        return Measured(amount / mine.seconds, unit, baseline, ratio, fraction, details=details)
+        self.record("ceilings", "device copy", [n_bytes], copy)
+        for kind in ("bf16", "fp8"):
+            self.record("ceilings", f"{kind} product", [n, n, n], lambda kind=kind: product(kind))
 
 
-def times_of(timing: Timing) -> dict[str, Any]:
-    return {
-        "seconds": timing.seconds,
-        "fastest": min(timing.samples),
-        "slowest": max(timing.samples),
-        "rounds": len(timing.samples),
-        "launch": timing.launch,
-        "no_graph": timing.why,
-    }
+def fp8_product(a: torch.Tensor, b: torch.Tensor) -> Call:
+    """Return ``a b^T`` on E4M3 operands with a scale for each row, quantized before."""
+    scales = [x.abs().amax(dim=-1, keepdim=True).float().clamp_min(1e-12) / 448.0 for x in (a, b)]
+    left, right = ((x.float() / scale).to(torch.float8_e4m3fn) for x, scale in zip((a, b), scales, strict=True))
+    return lambda: torch._scaled_mm(left, right.t(), scales[0], scales[1].t(), out_dtype=torch.bfloat16)
+
+
+def row(record: dict[str, Any]) -> str:
+    """Return a record as a line for the terminal."""
+    what = f"{record['name']} {'x'.join(map(str, record['shape']))}"
+    if record["status"] != "ok":
+        return f"{what}: {record['status']}: {record['reason']}"
+    cells = [f"{what}: {record['value']:.4g} {record['unit']}"]
+    if record["ceiling_fraction"] is not None:
+        cells.append(f"{100 * record['ceiling_fraction']:.0f} % of ceiling")
+    for name, peer in record.get("peers", {}).items():
+        cells.append(f"{peer['ratio']:.2f}x {name}" if "ratio" in peer else f"{name}: {peer['reason']}")
+    return ", ".join(cells)

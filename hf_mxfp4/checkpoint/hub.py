@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import EntryNotFoundError
 
-from .card.model import CARD, choose_card, decoration
-from .io.replace import is_shard, weight_names
+from .atomic import is_shard, weight_names
+from .card import CARD, choose_card, decoration
 
 
 if TYPE_CHECKING:

@@ -1,7 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `hf-mxfp4` command. One module per command; heavy imports happen when a command runs."""
+"""The `hf-mxfp4` command. Heavy imports happen when a command runs."""
 
-from .app import app, main
+import functools
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from . import analyze, compare, convert, env, evaluate, rewrite, run, training, verify
+from .options import Command
 
 
-__all__ = ["app", "main"]
+app = typer.Typer(
+    name="hf-mxfp4",
+    help="Measure, before and during training, what MXFP4 does to a model, and convert and verify checkpoints. Exit "
+    "codes: 0 all well, 1 some tensors are damaged or could not be analysed, 2 wrong usage or nothing to analyse, "
+    "convert or verify, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_command = functools.partial(app.command, cls=Command)
+_command("analyze")(analyze.analyze)
+_command("compare")(compare.compare)
+_command("eval")(evaluate.evaluate)
+_command("simulate")(analyze.simulate)
+_command("smooth")(rewrite.smooth)
+_command("gptq")(rewrite.gptq)
+_command("plan")(training.plan)
+_command("report")(training.report)
+_command("pack")(convert.pack)
+_command("export")(convert.export)
+_command("import")(convert.import_)
+_command("verify")(verify.verify)
+_command("env")(env.env)
+app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run.run)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(f"hf-mxfp4 {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    # Names of files need not be UTF-8.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def main() -> None:
+    """Run the command; the entry point of the console script."""
+    app(prog_name="hf-mxfp4")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m hf_mxfp4.cli`, the same as `hf-mxfp4`."""
 
-from .app import main
+from . import main
 
 
 main()

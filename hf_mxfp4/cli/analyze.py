@@ -1,33 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 analyze`: what quantization does to every weight of a checkpoint."""
+"""`hf-mxfp4 analyze` and `simulate`: what quantization does to the weights of a checkpoint, and to random data."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from .options import (
-    ExcludeOption,
     IncludeOption,
     JsonOption,
+    MaxLengthOption,
+    OverwriteOption,
     SchemeOption,
+    SkipOption,
+    TextFieldOption,
     fail,
     report_folder,
+    reported_errors,
     schemes_of,
-    told_errors,
 )
 
 
 if TYPE_CHECKING:
     from ..config import MXFP4RLConfig
-    from ..lab.errors.results import Analysis
-    from ..lab.errors.source import Source
-    from ..lab.texts import TextOptions
+    from ..lab import Analysis, ErrorStatistics, TextOptions
+    from ..lab.source import Source
     from ..numerics import QuantScheme
 
 
-PROGRESS_NAME, PERPLEXITY_PROGRESS_NAME = "progress.jsonl", "perplexity_progress.jsonl"
+PROGRESS_NAME = "progress.jsonl"
+#: Tensors of largest relative error that are shown.
+_WORST = 5
+#: Columns of statistics on a terminal, and on one that is narrower than `_WIDE`.
+_COLUMNS = ("SQNR dB", "rel. MSE %", "floor %", "scale bias", "deadzone", "grid", "to zero %", "gain")
+_NARROW = ("SQNR dB", "scale bias", "deadzone", "grid")
+_WIDE = 140
 
 
 def analyze(
@@ -35,17 +43,17 @@ def analyze(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A checkpoint's folder, a .safetensors file, or a model on the Hugging Face Hub (its files are "
-            "downloaded to the usual cache one at a time, each analysed before the next).",
+            help="A checkpoint's folder, a .safetensors file, or a model on the Hugging Face Hub, which is downloaded "
+            "to the usual cache.",
         ),
     ],
     scheme: SchemeOption = None,
     include: IncludeOption = None,
-    exclude: ExcludeOption = None,
+    exclude: SkipOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the reports. [default: analysis/<model name>]")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget what an earlier run left in --out.")] = False,
+    overwrite: OverwriteOption = False,
     activations: Annotated[
         bool,
         typer.Option(
@@ -57,21 +65,9 @@ def analyze(
     text: Annotated[
         str | None, typer.Option("--text", help="The texts for --activations: JSON lines, or what eval takes.")
     ] = None,
-    text_field: Annotated[
-        str | None,
-        typer.Option("--text-field", help="Field of the texts. [default: text, prompt, question or content]"),
-    ] = None,
+    text_field: TextFieldOption = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Texts to run.")] = 8,
-    max_length: Annotated[int, typer.Option("--max-length", min=1, help="Tokens per text.")] = 512,
-    perplexity: Annotated[
-        str | None,
-        typer.Option(
-            "--perplexity",
-            metavar="TEXT",
-            help="Also load the whole model into memory, and measure perplexity and KL of each scheme, on weights and "
-            "activations, on this text; --text as for eval, which has more options.",
-        ),
-    ] = None,
+    max_length: MaxLengthOption = 512,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the MXFP4 error of every weight that would be quantized, and write a report.
@@ -81,112 +77,157 @@ def analyze(
     """
     if activations != (text is not None):
         fail("--activations and --text go together")
-    wanted = schemes_of(scheme) if scheme else None
-    with told_errors("the same command resumes where it stopped"):
-        from ..lab.errors.source import SourceError, open_source
-        from ..lab.errors.weights import own_config
-        from ..lab.texts import TEXT_FIELDS, TextOptions
+    with reported_errors("the same command resumes where it stopped"):
+        wanted = schemes_of(scheme or ())
+        from ..lab import TextOptions, open_source, write_analysis
+        from ..lab.reports import analysis_summary
+        from ..lab.texts import TEXT_FIELDS
+        from .console import report_problems
 
         options = TextOptions(text or "", text_field, samples, max_length, TEXT_FIELDS)
         texts = [] if text is None else options.read()
-        predicted = TextOptions(perplexity or "", text_field, samples, max_length)
-        predicted_texts = [] if perplexity is None else predicted.read()
         source = open_source(model)
-        if predicted_texts and source.kind == "file":
-            raise SourceError("--perplexity needs a model's folder or hub id, with its config and tokenizer")
-        own = own_config(source)
         folder = out or Path("analysis") / report_folder(model)
-        analysis = _analyze_weights(source, own, wanted, include or (), exclude or (), folder, overwrite)
+        analysis = _analyze_weights(source, wanted, include or (), exclude or (), folder, overwrite)
         if texts:
-            _add_activations(analysis, model, own, wanted, options, texts)
-        if predicted_texts:
-            _add_perplexity(analysis, model, own, wanted, predicted, predicted_texts, folder, overwrite)
-        _finish(analysis, source, folder, as_json)
+            _add_activations(analysis, model, source.scheme, wanted, options, texts)
+        facts = source.describe()
+        paths = write_analysis(analysis, facts, folder)
+        if as_json:
+            typer.echo(json.dumps(analysis_summary(analysis, facts), indent=1, allow_nan=False))
+        else:
+            _show(analysis)
+        report_problems(analysis.problems)
+        typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
     if analysis.problems:
         raise typer.Exit(1)
 
 
 def _default_schemes(own: "MXFP4RLConfig | None", kind: str) -> list["QuantScheme"]:
-    from ..lab.errors.schemes import PAPER_SCHEMES
+    from ..lab import PAPER_SCHEMES
 
     if own is None:
         return schemes_of(PAPER_SCHEMES)
     return [own.weight_scheme if kind == "weight" else own.activation_scheme or own.weight_scheme]
 
 
-def _analyze_weights(source: "Source", own, wanted, include, exclude, folder: Path, overwrite: bool) -> "Analysis":
+def _analyze_weights(source: "Source", wanted, include, exclude, folder: Path, overwrite: bool) -> "Analysis":
     from .. import __version__
-    from ..lab.errors.progress import ProgressLog
-    from ..lab.errors.weights import analyze_weights, bytes_to_analyze, selection_for
-    from .console import ByteProgress
+    from ..lab import Selection, TensorLog, analyze_weights
+    from ..lab.weights import bytes_to_analyze
+    from .console import WorkProgress
 
-    schemes = wanted or _default_schemes(own, "weight")
-    selection = selection_for(source, include, exclude, own)
-    with ProgressLog(
-        folder / PROGRESS_NAME, source.name, [str(s) for s in schemes], __version__, overwrite=overwrite
-    ) as log:
+    schemes = wanted or _default_schemes(source.scheme, "weight")
+    selection = Selection.of(source, include, exclude)
+    path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
+    with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
         if len(log):
-            typer.echo(f"{folder / PROGRESS_NAME} holds {len(log)} tensors that are done", err=True)
-        if source.kind == "hub":
-            typer.echo(f"{len(source.shards)} files of {source.name} are downloaded one at a time", err=True)
-        with ByteProgress(bytes_to_analyze(source, selection)) as progress:
-            return analyze_weights(source, schemes, selection, progress=log, on_bytes=progress)
+            typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
+        with WorkProgress(bytes_to_analyze(source, selection)) as progress:
+            return analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
 
 
 def _add_activations(analysis: "Analysis", model: str, own, wanted, options: "TextOptions", texts: list[str]) -> None:
-    from ..lab.errors.activations import analyze_activations, load_for_activations
+    from ..lab import analyze_activations, load
     from ..module_names import fused_experts
 
     typer.echo(f"loading the whole model into memory to run {len(texts)} texts", err=True)
-    network, tokenizer = load_for_activations(model)
-    batches = options.tokens(tokenizer, texts)
-    results, problems = analyze_activations(network, batches, wanted or _default_schemes(own, "activation"))
+    loaded = load(model, as_trained=True)
+    batches = [ids.to(loaded.model.device) for ids in options.tokens(loaded.tokenizer, texts)]
+    results, problems = analyze_activations(loaded.model, batches, wanted or _default_schemes(own, "activation"))
     analysis.results += results
     analysis.problems += problems
     tokens = sum(batch.shape[-1] for batch in batches)
-    precision = "quantized as its config says" if own else f"in {str(network.dtype).removeprefix('torch.')}"
+    precision = "quantized as its config says" if own else f"in {loaded.dtype}"
     analysis.notes.append(f"Activations: {len(batches)} texts, {tokens} tokens, with the model {precision}.")
-    if experts := fused_experts(network):
+    if experts := fused_experts(loaded.model):
         analysis.notes.append(
             f"Activations: {len(experts)} modules keep their experts in fused weights, not in linear layers; "
             "what enters them is not among the numbers."
         )
 
 
-def _add_perplexity(
-    analysis: "Analysis",
-    model: str,
-    own,
-    wanted,
-    options: "TextOptions",
-    texts: list[str],
-    folder: Path,
-    overwrite: bool,
+def _show(analysis: "Analysis") -> None:
+    """Print schemes, the best one, layer types and worst tensors of each kind, and what is not among them."""
+    from ..lab.page import number
+    from ..lab.reports import LEGEND
+    from ..lab.results import SQNR_NOTE, least_error
+    from .console import out, plain_table, say
+
+    console = out()
+
+    def by_scheme(title: str, heading: str, rows: dict[str, list["ErrorStatistics"]], count: int) -> None:
+        cells = [[name, *(number(statistics.sqnr_db, 2) for statistics in row)] for name, row in rows.items()]
+        numbers = map(str, range(1, count + 1))
+        console.print(plain_table(f"{title}: SQNR in dB, by scheme", [heading, *numbers], cells))
+
+    for kind in analysis.kinds:
+        totals, results = analysis.totals(kind), analysis.of_kind(kind)
+        elements = next(iter(totals.values())).elements
+        _show_statistics(f"{analysis.model}: {len(results)} {kind} tensors, {elements:,} elements", totals)
+        for sentence in (LEGEND, least_error(totals), SQNR_NOTE):
+            say(sentence, console)
+        groups = {scheme: analysis.by_layer_type(kind, scheme) for scheme in totals}
+        names = next(iter(groups.values()))
+        types = {name: [groups[scheme][name] for scheme in totals] for name in names}
+        by_scheme(f"{kind} tensors by layer", "layer type", types, len(totals))
+        best = min(totals, key=lambda scheme: totals[scheme].total)
+        shown = analysis.worst(kind, best, _WORST)
+        worst = {r.name: list(r.statistics.values()) for r in results if r.name in shown}
+        if worst:
+            ordered = {name: worst[name] for name in shown}
+            by_scheme(f"largest relative errors under {best}", "tensor", ordered, len(totals))
+    if analysis.skipped:
+        reasons = [f"{len(names)} {reason} (such as {min(names)})" for reason, names in analysis.skipped.items()]
+        say(f"left out: {'; '.join(reasons)}", console)
+    for note in analysis.notes:
+        say(note, console)
+
+
+def _show_statistics(title: str, rows: "dict[str, ErrorStatistics]") -> None:
+    """Print one row per scheme; the numbers before them are the headings of the tables below."""
+    from ..lab.reports import COLUMNS
+    from ..lab.schemes import bits_text
+    from .console import out, plain_table
+
+    console = out()
+    columns = _COLUMNS if console.width >= _WIDE else _NARROW
+    cells = [
+        [f"{i}  {scheme}", bits_text(scheme), *(COLUMNS[column](statistics) for column in columns)]
+        for i, (scheme, statistics) in enumerate(rows.items(), 1)
+    ]
+    console.print(plain_table(title, ["scheme", "bits", *columns], cells))
+
+
+def simulate(
+    distribution: Annotated[
+        Literal["gaussian", "laplace", "student-t", "uniform", "outliers"],
+        typer.Option("--distribution", help="'outliers' is Gaussian with 8 of 1024 channels 30 times as large."),
+    ] = "gaussian",
+    elements: Annotated[int, typer.Option("--elements", min=1, max=2**32, help="Rounded up to whole rows of 1024.")] = 2
+    ** 20,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    df: Annotated[float, typer.Option("--df", help="Degrees of freedom of student-t; above 2.")] = 4.0,
+    scheme: SchemeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    from ..lab.perplexity.checkpoint import Job, texts_to_predict
-    from ..lab.perplexity.load import load
-    from ..lab.perplexity.schemes import read_schemes
-    from .evaluate import measured
+    """Measure schemes on random data, whose rows have standard deviations spread over one octave."""
+    if not df > 2:
+        fail(f"--df {df:g}: the variance of student-t exists for more than 2 degrees of freedom only")
+    with reported_errors():
+        from ..files import json_clean
+        from ..lab import PAPER_SCHEMES, error_statistics, sample
+        from ..lab.reports import LEGEND
+        from .console import say
 
-    typer.echo(f"loading the whole model into memory to measure perplexity on {len(texts)} texts", err=True)
-    loaded = load(model)
-    names = ["own"] if own is not None and not wanted else map(str, wanted or _default_schemes(own, "weight"))
-    schemes = read_schemes([name.removeprefix("mxfp4+") for name in names], loaded.own)
-    job = Job(loaded, options, texts_to_predict(options, loaded.tokenizer, texts), schemes)
-    analysis.evaluation = measured(job, folder / PERPLEXITY_PROGRESS_NAME, overwrite)
-
-
-def _finish(analysis: "Analysis", source: "Source", folder: Path, as_json: bool) -> None:
-    from .. import __version__
-    from ..lab.errors.weights import describe_source
-    from ..lab.report.files import build_summary, write_reports
-    from .console import out, print_summary, report_problems
-
-    facts = describe_source(source)
-    paths = write_reports(analysis, facts, __version__, folder)
+        x = sample(distribution, elements, seed, df)
+        results = {str(s): error_statistics(x, s) for s in schemes_of(scheme or PAPER_SCHEMES)}
+    of = {"df": df} if distribution == "student-t" else {}
     if as_json:
-        typer.echo(json.dumps(build_summary(analysis, facts), indent=1, allow_nan=False))
-    else:
-        print_summary(analysis, out())
-    report_problems(analysis.problems)
-    typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
+        facts = {"distribution": distribution, "elements": x.numel(), "seed": seed, **of}
+        summaries = {name: statistics.summary() for name, statistics in results.items()}
+        typer.echo(json.dumps(json_clean({**facts, "schemes": summaries}), indent=1, allow_nan=False))
+        return
+    named = f"{distribution}({df:g})" if of else distribution
+    _show_statistics(f"{named}, {x.numel():,} elements, seed {seed}", results)
+    say(LEGEND)

@@ -2,52 +2,38 @@
 """`hf-mxfp4 pack`, `export` and `import`: to packed checkpoints, and to and from the formats of other engines."""
 
 import json
-from enum import Enum
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .conversions import OutArgument, OverwriteOption, VerboseOption, bytes_in, show, told_conversion_errors
-from .options import JsonOption, SkipOption, fail
+from .options import JsonOption, SkipOption, reported_errors
 
 
 if TYPE_CHECKING:
+    from ..checkpoint import ConversionReport, LayerCost
     from ..config import MXFP4RLConfig
 
 
-class FormatName(str, Enum):
-    """The names in [`hf_mxfp4.checkpoint.formats`]."""
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: a new or an empty one.")]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT, once the new one is complete.")
+]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", help="Print a line for each layer too, not only for each type of layer.")
+]
 
-    COMPRESSED_TENSORS = "compressed-tensors"
-    QUARK = "quark"
-    GPT_OSS = "gpt-oss"
-    GGUF = "gguf"
-    BF16 = "bf16"
-
-
-class ScaleRuleName(str, Enum):
-    """The names of [`hf_mxfp4.ScaleRule`]."""
-
-    RCEIL = "rceil"
-    FLOOR = "floor"
-    EVEN = "even"
-    MSE = "mse"
-
-
-class PresetName(str, Enum):
-    """Presets that engines other than this package know."""
-
-    W4A16 = "w4a16"
-    W4A4 = "w4a4"
-
-
-class OnMismatch(str, Enum):
-    """What [`hf_mxfp4.checkpoint.export`] takes."""
-
-    REFUSE = "refuse"
-    REQUANTIZE = "requantize"
-    DEQUANTIZE = "dequantize"
+#: What the actions of a report are called in sentences.
+_ACTIONS = {
+    "kept": "kept byte for byte",
+    "packed": "quantized from full precision",
+    "requantized": "quantized again",
+    "dequantized": "dequantized to bfloat16",
+    "left": "left in full precision",
+}
 
 
 def pack(
@@ -96,14 +82,14 @@ def pack(
         "modules_to_not_convert": skip,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    with told_conversion_errors():
-        from ..checkpoint.convert.pack_folder import pack_checkpoint
-        from .console import ByteProgress
+    with reported_errors():
+        from ..checkpoint import pack_checkpoint
+        from .console import WorkProgress
 
         config = _scheme_for(source, given)
-        with ByteProgress(bytes_in(source)) as progress:
+        with WorkProgress(bytes_in(source)) as progress:
             report = pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
-    show(report, as_json, verbose)
+    _show(report, as_json, verbose)
 
 
 def export(
@@ -116,7 +102,7 @@ def export(
     ],
     out: OutArgument,
     format: Annotated[
-        FormatName,
+        Literal["compressed-tensors", "quark", "gpt-oss", "gguf", "bf16"],
         typer.Option(
             "--format",
             help="compressed-tensors: vLLM, transformers (W4A16); quark: vLLM (W4A4); gpt-oss: experts of gpt-oss "
@@ -124,34 +110,25 @@ def export(
         ),
     ],
     on_mismatch: Annotated[
-        OnMismatch,
+        Literal["refuse", "requantize", "dequantize"],
         typer.Option(
             "--on-mismatch",
             help="Layers that the format cannot hold (macro factors, outlier fallback): refuse, requantize to plain "
             "MXFP4, or dequantize to bfloat16. Of a packed checkpoint, rather export the original.",
         ),
-    ] = OnMismatch.REFUSE,
+    ] = "refuse",
     scale_rule: Annotated[
-        ScaleRuleName | None,
+        Literal["rceil", "floor", "even", "mse"] | None,
         typer.Option(
             "--scale-rule",
             help="How block scales are chosen: by default even for a plain checkpoint, its own for any other.",
         ),
     ] = None,
     preset: Annotated[
-        PresetName | None,
+        Literal["w4a16", "w4a4"] | None,
         typer.Option("--preset", help="For a plain checkpoint: w4a16 (default), or w4a4 in format quark."),
     ] = None,
     skip: SkipOption = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            "--text",
-            metavar="FILE",
-            help="Texts like those that the model will read, plain or JSON lines: round the weights for the least "
-            "change of outputs on them (GPTQ). Loads the model.",
-        ),
-    ] = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
@@ -160,24 +137,23 @@ def export(
 
     Full-precision weights are quantized once, to plain MXFP4; packed ones of plain MXFP4 keep their bytes.
     """
-    with told_conversion_errors():
-        from ..checkpoint.convert.export import export as export_checkpoint
-        from .console import ByteProgress
+    with reported_errors():
+        from ..checkpoint import export as export_checkpoint
+        from .console import WorkProgress
 
-        with ByteProgress(bytes_in(source)) as progress:
+        with WorkProgress(bytes_in(source)) as progress:
             report = export_checkpoint(
                 source,
                 out,
-                format.value,
-                on_mismatch.value,
-                scale_rule=scale_rule and scale_rule.value,
-                preset=preset and preset.value,
+                format,
+                on_mismatch,
+                scale_rule=scale_rule,
+                preset=preset,
                 modules_to_not_convert=skip,
-                calibration=None if text is None else _texts_in(text),
                 overwrite=overwrite,
                 on_bytes=progress,
             )
-    show(report, as_json, verbose)
+    _show(report, as_json, verbose)
 
 
 def import_(
@@ -193,38 +169,95 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Turn another engine's MXFP4 checkpoint into a packed one, bit for bit."""
-    with told_conversion_errors():
-        from ..checkpoint.convert.importing import import_checkpoint
-        from .console import ByteProgress
+    with reported_errors():
+        from ..checkpoint import import_checkpoint
+        from .console import WorkProgress
 
-        with ByteProgress(bytes_in(source)) as progress:
+        with WorkProgress(bytes_in(source)) as progress:
             report = import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
-    show(report, as_json)
+    _show(report, as_json)
 
 
-def _texts_in(file: Path) -> list[str]:
-    """The texts of a file: of JSON lines all strings of each line, or else the whole file."""
-    text = file.read_text(encoding="utf-8")
-    if file.suffix != ".jsonl":
-        return [text]
-    try:
-        lines = [json.loads(line) for line in text.split("\n") if line.strip()]  # not at U+2028
-    except ValueError as error:
-        fail(f"{file} is not in JSON lines: {error}")
-    return ["\n".join(part for part in line.values() if isinstance(part, str)) for line in lines]
+def bytes_in(folder: Path) -> int:
+    """Return about what will be read of a checkpoint."""
+    files = [folder] if folder.is_file() else [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)
 
 
 def _scheme_for(source: Path, given: dict[str, Any]) -> "MXFP4RLConfig | None":
     """The scheme for a plain checkpoint; nothing for one that has its own, unless options contradict that."""
-    from ..checkpoint.convert.sources import own_config
-    from ..checkpoint.io.folder import open_checkpoint
+    from ..checkpoint import open_checkpoint, own_config
     from ..config import MXFP4RLConfig
 
     if not given and own_config(open_checkpoint(source)) is not None:
         return None
     if given.get("macro_block") == "none":
         given["macro_block"] = None
-    try:
-        return MXFP4RLConfig(mode="packed", **given)
-    except ValueError as error:
-        fail(str(error))
+    return MXFP4RLConfig(mode="packed", **given)
+
+
+def _show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> None:
+    """Print what was done to each type of layer, what it cost and what it saved, on standard output."""
+    from ..checkpoint import bits_per_weight
+    from .console import out, plain_table, say
+
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=1, allow_nan=False))
+        return
+    console = out()
+    if any(layer.action != "kept" for layer in report.layers):
+        title = report.scheme if report.weights is None else f"weights in {report.weights}"
+        if verbose:
+            rows = [[_name(c), c.action, _decibels(c.sqnr_db, c.action), c.reason or ""] for c in report.layers]
+            console.print(plain_table(title, ["layer", "what", "SQNR dB", "why"], rows))
+        headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
+        console.print(plain_table(title, headings, _by_type(report.layers)))
+    counts = ", ".join(f"{count} {_ACTIONS[action]}" for action, count in report.counts().items())
+    say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
+    say(f"weights: {report.error()}")
+    bits = [bits_per_weight(report.layers, when) for when in ("before", "after")]
+    in_bits = f"; bits per weight of these layers: {bits[0]:.4g} -> {bits[1]:.4g}" if None not in bits else ""
+    say(f"tensors: {_size(report.bytes_before)} -> {_size(report.bytes_after)}{in_bits}")
+    for note in [*_reasons(report), *report.notes]:
+        say(note)
+    if report.file is not None:
+        say(f"every layer: {report.path / report.file}" + ("" if verbose else ", or --verbose"))
+
+
+def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
+    """A row for all layers of a type that the same was done to."""
+    from ..checkpoint import bits_per_weight
+    from ..lab.layers import location_of
+
+    groups: dict[tuple[str, str], list[LayerCost]] = {}
+    for cost in costs:
+        groups.setdefault((location_of(cost.name)[0], cost.action), []).append(cost)
+    rows = []
+    for (layer_type, action), members in groups.items():
+        values = [member.sqnr_db for member in members]
+        count, bits = str(sum(member.matrices for member in members)), f"{bits_per_weight(members):.4g}"
+        rows.append([layer_type, count, action, *(_decibels(find(values), action) for find in (median, min)), bits])
+    return rows
+
+
+def _reasons(report: "ConversionReport") -> list[str]:
+    """Why the format left no choice for some layers, where the notes do not say it."""
+    found: dict[tuple[str, str], int] = {}
+    for cost in report.layers:
+        if cost.reason and not any(cost.reason in note for note in report.notes):
+            found[cost.action, cost.reason] = found.get((cost.action, cost.reason), 0) + cost.matrices
+    return [f"{count} layers were {_ACTIONS[action]}: {reason}." for (action, reason), count in found.items()]
+
+
+def _name(cost: "LayerCost") -> str:
+    return cost.name if cost.matrices == 1 else f"{cost.name} ({cost.matrices} experts)"
+
+
+def _decibels(value: float, action: str) -> str:
+    if action == "left":
+        return "-"
+    return "exact" if value == math.inf else f"{value:.2f}"
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

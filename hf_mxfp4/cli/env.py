@@ -3,7 +3,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -12,20 +11,8 @@ from ..environment import machine, package_versions
 from .options import JsonOption
 
 
-_KERNEL_SCHEMES = (
-    "rceil",
-    "floor",
-    "even",
-    "mse",
-    "rceil+mbs128-static",
-    "rceil+mbs128-dynamic",
-    "even+mbs128-blockwise",
-    "rceil+mbs128-static+of0.5",
-    "rceil+stochastic",
-)
-#: Where engines are shown for when there is no GPU.
+#: Where products are shown for when there is no GPU.
 _TYPICAL_HARDWARE = ("sm_80", "sm_90", "sm_100")
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def env(
@@ -38,157 +25,94 @@ def env(
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    for line in _summary(facts):
-        typer.echo(line)
+    for name, version in facts["versions"].items():
+        typer.echo(f"{name:<13} {version or 'not installed'}")
+    typer.echo(f"{'system':<13} {facts['system']}")
+    typer.echo(f"{'CPU':<13} {facts['cpu']['name']}, {facts['cpu']['cores']} cores")
+    gpus = [f"{gpu['name']}, {gpu['capability']}" for gpu in facts["gpus"]]
+    for i, gpu in enumerate(gpus or ["none"]):
+        typer.echo(f"{f'GPU {i}' if gpus else 'GPUs':<13} {gpu}")
+    for device in dict.fromkeys(row["device"] for row in facts["quantization"]):
+        rows = [row for row in facts["quantization"] if row["device"] == device]
+        names = dict.fromkeys(row["backend"] + (f" ({row['reason']})" if row["reason"] else "") for row in rows)
+        typer.echo(f"quantization on {device}: {', '.join(names)}")
+    for device, states in facts["self_checks"].items():
+        counts = Counter(states.values())
+        typer.echo(f"kernels on {device}: {', '.join(f'{count} {state}' for state, count in counts.items())}")
     if verbose:
         _show_details(facts)
     else:
         typer.echo("what computes what, and why: hf-mxfp4 env --verbose")
 
 
-def _summary(facts: dict[str, Any]) -> Iterator[str]:
-    for name, version in facts["versions"].items():
-        yield f"{name:<13} {version or 'not installed'}"
-    yield f"{'system':<13} {facts['system']}"
-    yield f"{'CPU':<13} {facts['cpu']['name']}, {facts['cpu']['cores']} cores"
-    for i, gpu in enumerate(facts["gpus"]):
-        yield f"{f'GPU {i}':<13} {gpu['name']}, {gpu['capability']}"
-    if not facts["gpus"]:
-        yield f"{'GPUs':<13} none"
-    backends: dict[str, dict[str, None]] = {}
-    for row in facts["quantization"]:
-        found = row["backend"] + (f" ({row['reason']})" if row["reason"] else "")
-        backends.setdefault(row["device"], {})[found] = None
-    for device, names in backends.items():
-        yield f"quantization on {device}: {', '.join(names)}"
-    for device, states in facts["self_checks"].items() if facts["gpus"] else ():
-        counts = Counter(states.values())
-        yield f"kernels on {device}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
-
-
 def _show_details(facts: dict[str, Any]) -> None:
     from .console import out, plain_table
 
-    console = out()
-    rows = [[q["device"], q["dtype"], q["scheme"], q["backend"], q["reason"] or ""] for q in facts["quantization"]]
-    console.print(plain_table("what quantizes", ["device", "dtype", "scheme", "backend", "why not faster"], rows))
-    kernels = [[name, reason or "yes"] for name, reason in facts["triton_kernels"].items()]
-    console.print(plain_table("covered by the Triton kernels", ["scheme", ""], kernels))
-    checks = [[device, *line] for device, lines in facts["self_checks"].items() for line in lines.items()]
-    console.print(plain_table("what self-checks found", ["device", "kernels", ""], checks))
-    _show_products(console, facts["products"])
-
-
-def _show_products(console: Any, products: list[dict[str, Any]]) -> None:
-    """Engines as a table whose last column refers to the reasons below it."""
-    from .console import plain_table
-
-    rows, reasons = [], []
-    for row in products:
-        found, experts = ([of[gemm] for gemm in ("fprop", "dgrad", "wgrad")] for of in (row, row["experts"]))
-        why = list(dict.fromkeys(engine["reason"] for engine in found + experts if engine["engine"] == "dense"))
-        reasons += [reason for reason in why if reason not in reasons]
-        numbers = ", ".join(str(reasons.index(reason) + 1) for reason in why)
-        names = [engine["engine"] for engine in found]
-        rows.append([row["config"], row["hardware"], *names, "/".join(e["engine"] for e in experts), numbers])
-    header = ["config", "hardware", "fprop", "dgrad", "wgrad", "of experts", "why dense"]
-    console.print(plain_table("what multiplies", header, rows))
-    for number, reason in enumerate(reasons, 1):
-        console.print(f"{number}: {reason}", markup=False, highlight=False)
+    for title, key in (("what quantizes", "quantization"), ("what multiplies", "products")):
+        rows = [[str(value or "") for value in row.values()] for row in facts[key]]
+        out().print(plain_table(title, list(facts[key][0]), rows))
 
 
 def environment(check: bool = False) -> dict[str, Any]:
     """Return what [`env`] shows, JSON-clean; with ``check`` after a check of all kernels on all GPUs."""
     import torch
 
+    from ..backends import self_check
+
     facts = machine()
-    gpus = facts["gpus"]
+    kinds = [gpu["type"] for gpu in facts["gpus"]]
+    devices = [torch.device(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
+    asked = self_check.check_all if check else self_check.states
     return {
         "versions": package_versions(),
         **facts,
-        "quantization": _quantization(torch, ["cpu", *sorted({gpu["type"] for gpu in gpus})]),
-        "triton_kernels": _kernel_coverage(torch),
-        "self_checks": _self_checks(torch, [gpu["type"] for gpu in gpus], check),
-        "products": _products(torch, [gpu["type"] for gpu in gpus]),
+        "quantization": _quantization(["cpu", *sorted(set(kinds))]),
+        "self_checks": {str(device): asked(device) for device in devices},
+        "products": _products(devices),
     }
 
 
-def _self_checks(torch: Any, gpus: list[str], check: bool) -> dict[str, dict[str, str]]:
-    """Device and family of kernels to what is known of these there, in words."""
-    from ..backends import self_check
+def _quantization(devices: list[str]) -> list[dict[str, Any]]:
+    import torch
 
-    if not gpus:
-        return {"no GPU": dict.fromkeys(self_check.FAMILIES, "not checked (no GPU)")}
-    asked = self_check.check_all if check else self_check.states
-    return {str(device): asked(device) for device in _devices(torch, gpus)}
-
-
-def _devices(torch: Any, gpus: list[str]) -> list[Any]:
-    """Torch's devices of GPUs of these types."""
-    return [torch.device(kind, sum(other == kind for other in gpus[:i])) for i, kind in enumerate(gpus)]
-
-
-def _quantization(torch: Any, devices: list[str]) -> list[dict[str, Any]]:
     from ..backends import backend_for
     from ..config import MXFP4RLConfig
     from ..numerics import QuantScheme
 
     default = MXFP4RLConfig()
-    schemes = list(dict.fromkeys([QuantScheme(), default.weight_scheme, default.activation_scheme]))
     rows = []
     for device in devices:
-        for name in _DTYPES:
-            for scheme in schemes:
-                backend, reason = backend_for(device, getattr(torch, name), scheme, "auto")
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for scheme in dict.fromkeys([QuantScheme(), default.weight_scheme, default.activation_scheme]):
+                backend, reason = backend_for(device, dtype, scheme, "auto")
+                name = str(dtype).removeprefix("torch.")
                 rows.append(
                     {"device": device, "dtype": name, "scheme": str(scheme), "backend": backend, "reason": reason}
                 )
     return rows
 
 
-def _products(torch: Any, gpus: list[str]) -> list[dict[str, Any]]:
-    """Per config and hardware, the engine of each product of a layer and why, and under ``"experts"`` those of experts;
-    without a GPU, on hardware as it is sold."""
+def _products(devices: list[Any]) -> list[dict[str, Any]]:
+    """Per preset, hardware and product, what multiplies and why; without a GPU, on hardware as it is sold."""
     from ..config import MXFP4RLConfig
-    from ..gemm import hardware_of
+    from ..gemm import hardware_of, select_matmul
+    from ..numerics import GEMM_OPERANDS
     from ..presets import PRESETS
 
-    found = list(dict.fromkeys(map(hardware_of, _devices(torch, gpus)))) or _TYPICAL_HARDWARE
     rows = []
     for preset in PRESETS:
-        plain = {"outlier_fallback": None}
-        for options in ({}, plain, {**plain, "macro_block": None}):
-            config = MXFP4RLConfig(preset=preset, **options)
-            label = preset + "".join(f", no {name}" for name in options if options[name] is None)
-            for hardware in found:
-                layer, experts = (_engines(config.gemms(), hardware, of_experts) for of_experts in (False, True))
-                rows.append({"config": label, "hardware": hardware, **layer, "experts": experts})
+        scheme = MXFP4RLConfig(preset=preset).gemms()
+        for hardware in list(dict.fromkeys(map(hardware_of, devices))) or _TYPICAL_HARDWARE:
+            for gemm in GEMM_OPERANDS:
+                layer, experts = (select_matmul(gemm, scheme, hardware, experts=of) for of in (False, True))
+                rows.append(
+                    {
+                        "preset": preset,
+                        "hardware": hardware,
+                        "product": gemm,
+                        "linear": layer.name,
+                        "experts": experts.name,
+                        "reason": layer.reason,
+                    }
+                )
     return rows
-
-
-def _engines(scheme: Any, hardware: str, of_experts: bool) -> dict[str, dict[str, str]]:
-    from ..gemm import select_matmul
-    from ..numerics import GEMM_OPERANDS
-
-    found = {gemm: select_matmul(gemm, scheme, hardware, experts=of_experts) for gemm in GEMM_OPERANDS}
-    return {gemm: {"engine": engine.name, "reason": engine.reason} for gemm, engine in found.items()}
-
-
-def _kernel_coverage(torch: Any) -> dict[str, str | None]:
-    """Scheme to `None`, or to why the Triton kernels do not cover it for bfloat16 tensors."""
-    import mxfp4_kernels
-
-    from ..lab.errors.schemes import parse_scheme
-
-    coverage = {}
-    for text in _KERNEL_SCHEMES:
-        scheme = parse_scheme(text)
-        coverage[text] = mxfp4_kernels.supports(
-            torch.bfloat16,
-            scale_rule=scheme.scale_rule.value,
-            macro_block=scheme.macro_block,
-            macro_search=scheme.macro_search,
-            outlier_fallback=scheme.outlier_fallback,
-            rounding=scheme.rounding,
-        )
-    return coverage

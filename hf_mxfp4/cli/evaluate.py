@@ -2,40 +2,31 @@
 """`hf-mxfp4 eval`: perplexity of schemes on a text, and their divergence from full precision."""
 
 import json
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .options import JsonOption, fail, report_folder, told_errors
+from .options import (
+    DeviceOption,
+    JsonOption,
+    MaxLengthOption,
+    OverwriteOption,
+    SamplesOption,
+    TextFieldOption,
+    fail,
+    report_folder,
+    reported_errors,
+)
 
 
 if TYPE_CHECKING:
-    from ..lab.perplexity.checkpoint import Job
-    from ..lab.perplexity.load import Loaded
-    from ..lab.perplexity.results import Evaluation
-    from ..lab.perplexity.schemes import ModelScheme
+    from ..lab import Evaluation, ModelScheme
+    from ..lab.loading import Loaded
 
 
 #: What a checkpoint without a scheme of its own is measured under where nothing is asked for.
 DEFAULT_SCHEMES = ("w4a16:rceil", "w4a16:even+mbs128-blockwise", "rceil", "even+mbs128-blockwise", "default")
-
-
-class Dtype(str, Enum):
-    """The names in [`hf_mxfp4.lab.perplexity.load.DTYPES`]."""
-
-    AUTO = "auto"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
-
-
-class Unit(str, Enum):
-    """What a part of a model is, see [`hf_mxfp4.lab.perplexity.schemes.without_each`]."""
-
-    TYPE = "type"
-    LAYER = "layer"
 
 
 def evaluate(
@@ -64,23 +55,16 @@ def evaluate(
         ),
     ] = None,
     without_each: Annotated[
-        Unit | None,
+        Literal["type", "layer"] | None,
         typer.Option(
             "--without-each",
             help="Also measure the first scheme with each part of the model left in full precision in turn: all layers "
             "of a 'type', or a decoder 'layer'. It takes a pass over the texts for each.",
         ),
     ] = None,
-    text_field: Annotated[
-        str | None,
-        typer.Option(
-            "--text-field",
-            help="Field of the texts, or several with commas between, which are joined by line breaks.",
-            show_default="text, question,answer, prompt,completion, prompt, question or content",
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Texts, or windows of a running text.")] = 100,
-    max_length: Annotated[int, typer.Option("--max-length", min=2, help="Tokens per text or window.")] = 512,
+    text_field: TextFieldOption = None,
+    samples: SamplesOption = 100,
+    max_length: MaxLengthOption = 512,
     reference: Annotated[
         str | None,
         typer.Option(
@@ -90,14 +74,15 @@ def evaluate(
             "where MODEL stores quantized weights. It is loaded too.",
         ),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="[default: that of the checkpoint]")] = Dtype.AUTO,
-    device: Annotated[
-        str, typer.Option("--device", help="'cpu', 'cuda', ... [default: a GPU if there is one]")
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        typer.Option("--dtype", help="[default: that of the checkpoint]"),
     ] = "auto",
+    device: DeviceOption = "auto",
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the reports. [default: evaluation/<model name>]")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget what an earlier run left in --out.")] = False,
+    overwrite: OverwriteOption = False,
     card: Annotated[
         bool,
         typer.Option("--card", help="Put the figures of the checkpoint's own scheme into its model card (README.md)."),
@@ -107,50 +92,48 @@ def evaluate(
     """Measure perplexity on a text, in full precision and under each scheme, with the divergence of the predictions
     (KL) and paired differences, and write a report.
 
-    The weights are loaded once; logits never exist for a whole text. An interrupted run resumes when the same command
-    is given again. Other schemes can be added to a finished one: the report keeps those of before.
+    The weights are loaded once. An interrupted run resumes when the same command is given again; results of a finished
+    one are used again where other schemes are added.
     """
-    with told_errors("the same command resumes where it stopped"):
-        if card and not Path(model).expanduser().is_dir():
+    with reported_errors("the same command resumes where it stopped"):
+        folder = Path(model).expanduser()
+        if card and not folder.is_dir():
             fail("--card writes into a checkpoint's folder; MODEL is none")
-        from ..lab.perplexity.checkpoint import PROGRESS_NAME, Job, texts_to_predict
-        from ..lab.perplexity.load import load
-        from ..lab.perplexity.schemes import without_each as parts_left_out
-        from ..lab.texts import TextOptions
+        from ..lab import TextOptions, evaluate_checkpoint, load, texts_to_predict
+        from ..lab import without_each as parts_left_out
+        from .console import WorkProgress
 
         options = TextOptions(text, text_field, samples, max_length)
         texts = options.read()
         if card:
-            _check_card(Path(model).expanduser())
+            _check_card(folder)
         typer.echo(f"loading {model} into memory", err=True)
-        loaded = load(model, dtype.value, device)
-        other = None if reference is None else load(reference, dtype.value, device)
+        loaded = load(model, dtype, device)
+        other = None if reference is None else load(reference, dtype, device)
         batches = texts_to_predict(options, loaded.tokenizer, texts)
         schemes = _schemes(loaded, scheme, card)
         if without_each is not None:
             if not schemes:
                 fail("--without-each needs a scheme, and weights that are in full precision")
-            schemes += parts_left_out(schemes[0], loaded.model, without_each.value)
-        job = Job(loaded, options, batches, schemes, other)
-        folder = out or Path("evaluation") / report_folder(model)
-        evaluation = measured(job, folder / PROGRESS_NAME, overwrite)
-        _finish(evaluation, folder, Path(model).expanduser() if card else None, as_json)
-
-
-def measured(job: "Job", log_path: Path, overwrite: bool) -> "Evaluation":
-    """Run a job with its log and progress on standard error."""
-    from .console import TokenProgress
-
-    with job.open_log(log_path, overwrite) as log:
-        if len(log):
-            typer.echo(f"{log_path} holds {len(log)} results that are done", err=True)
-        job = job.with_earlier(log)
-        with TokenProgress(job.total) as progress:
-            return job.run(log, progress)
+            schemes += parts_left_out(schemes[0], loaded.model, without_each)
+        reports = out or Path("evaluation") / report_folder(model)
+        rows = 1 + len(schemes) + (other is not None)
+        with WorkProgress(rows * sum(ids.shape[-1] - 1 for ids in batches), "tokens", 1) as progress:
+            evaluation = evaluate_checkpoint(
+                loaded,
+                text,
+                batches,
+                schemes,
+                other,
+                reports / "progress.jsonl",
+                overwrite=overwrite,
+                on_tokens=progress,
+            )
+        _finish(evaluation, reports, folder if card else None, as_json)
 
 
 def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[ModelScheme]":
-    from ..lab.perplexity.schemes import read_schemes
+    from ..lab import read_schemes
 
     if wanted is None:
         wanted = [] if loaded.stored else ["own"] if loaded.own is not None else list(DEFAULT_SCHEMES)
@@ -160,27 +143,33 @@ def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[Mo
 
 
 def _check_card(folder: Path) -> None:
-    from ..checkpoint.card.model import read_generated
-    from ..lab.errors.source import SourceError
+    from ..checkpoint import read_generated
 
     try:
         read_generated(folder)
     except (FileNotFoundError, ValueError) as error:
-        raise SourceError(f"--card: {error}") from error
+        fail(f"--card: {error}")
 
 
 def _finish(evaluation: "Evaluation", folder: Path, card: Path | None, as_json: bool) -> None:
-    from .. import __version__
     from ..checkpoint import add_perplexity
     from ..files import json_clean
-    from ..lab.perplexity.report import write_reports
-    from .console import out, print_evaluation
+    from ..lab.reports import (
+        evaluation_columns,
+        evaluation_legend,
+        evaluation_table,
+        evaluation_title,
+        write_evaluation,
+    )
+    from .console import out, plain_table, say
 
-    paths = write_reports(evaluation, __version__, folder)
+    paths = write_evaluation(evaluation, folder)
     if as_json:
         typer.echo(json.dumps(json_clean(evaluation.to_dict()), indent=1, allow_nan=False))
     else:
-        print_evaluation(evaluation, out())
+        headings, rows = evaluation_columns(evaluation), evaluation_table(evaluation)
+        out().print(plain_table(evaluation_title(evaluation), headings, rows))
+        say(evaluation_legend(evaluation))
     if card is not None:
         add_perplexity(card, evaluation.to_dict())
         typer.echo(f"{card / 'README.md'} has the figures", err=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share, and how their mistakes are told."""
+"""Options that several commands share, and how errors are reported."""
 
 import contextlib
 import os
@@ -33,35 +33,39 @@ IncludeOption = Annotated[
         "the full name>'. Repeatable.",
     ),
 ]
-#: For commands that read tensors, and for those that write checkpoints.
-ExcludeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--modules-to-not-convert", "--skip", metavar="PATTERN", help="Tensors to leave out; as --include. Repeatable."
-    ),
-]
 SkipOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--modules-to-not-convert", "--skip", metavar="PATTERN", help="Layers to leave in full precision. Repeatable."
+        "--modules-to-not-convert",
+        "--skip",
+        metavar="PATTERN",
+        help="Tensors or layers to leave out, in full precision; patterns as for --include. Repeatable.",
     ),
 ]
-#: Of commands that make a checkpoint in full precision from another, on texts.
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a model on the Hub, in full precision.")
 ]
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the new checkpoint.")]
-LikelyTextOption = Annotated[
-    str, typer.Option("--text", metavar="TEXT", help="Texts like those that the model is for; as for hf-mxfp4 eval.")
+TextFieldOption = Annotated[
+    str | None,
+    typer.Option("--text-field", help="Field of the texts, or several with commas between. [default: the usual names]"),
 ]
-TextFieldOption = Annotated[str | None, typer.Option("--text-field", help="Field of the texts, as for hf-mxfp4 eval.")]
 SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Texts, or windows of a running text.")]
 MaxLengthOption = Annotated[int, typer.Option("--max-length", min=2, help="Tokens per text or window.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="'cpu', 'cuda', ...", show_default="a GPU if any")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is in OUT, or in --out.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
+
 #: Earlier names of options, and what they are called now.
 _RENAMED = {"--dataset": "--text", "--calibrate": "--text", "--exclude": "--modules-to-not-convert"}
+_ROUND_FIRST = "run hf-mxfp4 gptq DIR ROUNDED --text FILE --scheme even, and export ROUNDED"
+#: Options that are gone, by command, and what to use.
+_REMOVED = {
+    ("analyze", "--perplexity"): "run hf-mxfp4 eval MODEL --text TEXT",
+    ("export", "--text"): _ROUND_FIRST,
+    ("export", "--calibrate"): _ROUND_FIRST,
+    ("gptq", "--inputs"): "weights are rounded for inputs in full precision; leave the option out",
+}
 
 
 class Command(TyperCommand):
@@ -74,16 +78,18 @@ class Command(TyperCommand):
             if word.startswith("~") and os.path.expanduser(word) == word:
                 fail(f"{word}: there is no such home folder")
         own = {name for param in self.params for name in param.opts}
-        return super().parse_args(ctx, _current_names(args, own))
+        return super().parse_args(ctx, _current_names(args, own, self.name))
 
 
-def _current_names(args: list[str], own: Set[str]) -> list[str]:
+def _current_names(args: list[str], own: Set[str], command: str | None) -> list[str]:
     found: list[str] = []
     end = args.index("--") if "--" in args else len(args)
     for word in args[:end]:
         name, equals, value = word.partition("=")
         if word.startswith("--") and name not in own:
             dashed = name.replace("_", "-")
+            if new := _REMOVED.get((command, dashed)):
+                fail(f"{dashed} was removed: {new}")
             if _RENAMED.get(dashed) in own:
                 typer.echo(f"warning: {name} is now {_RENAMED[dashed]}", err=True)
                 dashed = _RENAMED[dashed]
@@ -105,13 +111,10 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
-    """The schemes that the user named, each once; leaves with a message when one cannot be read."""
-    from ..lab.errors.schemes import parse_scheme
+    """Read the schemes that the user named, each once. Raises `ValueError` when one cannot be read."""
+    from ..numerics import parse_scheme
 
-    try:
-        return list(dict.fromkeys(parse_scheme(text) for text in texts))
-    except ValueError as error:
-        fail(str(error))
+    return list(dict.fromkeys(parse_scheme(text) for text in texts))
 
 
 def report_folder(model: str) -> str:
@@ -123,15 +126,13 @@ def report_folder(model: str) -> str:
 
 
 @contextlib.contextmanager
-def told_errors(when_interrupted: str) -> Iterator[None]:
-    """Turn what a user can mend into a message and exit code 2, and Ctrl-C into a message and 130."""
-    from ..lab.errors.source import SourceError
-    from ..lab.resume_log import ProgressMismatch
-
+def reported_errors(when_interrupted: str = "nothing was written") -> Iterator[None]:
+    """Turn an error that a user can fix into a message and exit code 2, and Ctrl-C into a message and 130."""
     try:
         yield
-    except (SourceError, ProgressMismatch) as error:
-        fail(str(error))
+    except ValueError as error:
+        # Some messages name an argument as Python or as the command line spells it.
+        fail(error.on_command_line() if hasattr(error, "on_command_line") else str(error))
     except OSError as error:
         fail(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
     except RecursionError:

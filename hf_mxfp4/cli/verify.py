@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 verify`: compare everything in a checkpoint with the checksums that were written with it."""
 
-import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .conversions import bytes_in, told_conversion_errors
-from .options import JsonOption, fail
+from .convert import bytes_in
+from .options import JsonOption, fail, reported_errors
 
 
 if TYPE_CHECKING:
-    from ..checkpoint.verify import Verification
+    from ..checkpoint import Verification
 
 
 _HOW = "save_pretrained, hf-mxfp4 pack, export and import write them; hf-mxfp4 verify --add does for a folder as it is"
@@ -24,8 +23,8 @@ def verify(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A checkpoint's folder, a .safetensors file, or a model on the Hugging Face Hub (its files are "
-            "downloaded to the usual cache one at a time, each checked before the next).",
+            help="A checkpoint's folder, a .safetensors file, or a model on the Hugging Face Hub, which is downloaded "
+            "to the usual cache.",
         ),
     ],
     add: Annotated[
@@ -44,16 +43,12 @@ def verify(
     Exit code 0: nothing is. 1: something is. 2: files have no checksums, there is no such checkpoint, or it could not
     be checked.
     """
-    from ..checkpoint.io.folder import CheckpointError
-    from ..checkpoint.io.reader import ShardError
-    from ..lab.errors.source import SourceError
-
-    with told_conversion_errors("nothing was written"):
+    with reported_errors():
         try:
             if add:
                 _add(Path(model).expanduser())
             found = _verified(model)
-        except (typer.Exit, OSError, CheckpointError, ShardError, SourceError):
+        except (typer.Exit, OSError, ValueError):
             raise
         except Exception as error:  # exit code 1 means damage and nothing else
             fail(f"{model} could not be checked: {type(error).__name__}: {error}")
@@ -68,46 +63,32 @@ def verify(
 
 
 def _verified(model: str) -> "Verification":
-    from ..checkpoint.io.manifest import MANIFEST
-    from ..checkpoint.io.reader import ShardError
-    from ..checkpoint.verify import Verification, verify_folder
-    from .console import ByteProgress
+    from ..checkpoint import verify_folder
+    from ..checkpoint.verify import Verification
+    from ..lab.source import DamagedSourceError, open_source
+    from .console import WorkProgress
 
     path = Path(model).expanduser()
-    if path.is_dir():
-        with ByteProgress(bytes_in(path)) as progress:
+    if not path.is_dir():
+        try:
+            source = open_source(model)
+        except DamagedSourceError as error:
+            found = Verification()
+            found.add(error.file, str(error))
+            return found
+        path = source.folder / next(iter(source.expected)) if source.kind == "file" else source.folder
+    with WorkProgress(bytes_in(path)) as progress:
+        if path.is_dir():
             return verify_folder(path, progress)
-    from ..lab.errors.source import DamagedSourceError, open_source
-
-    found = Verification()
-    try:
-        source = open_source(model)
-    except DamagedSourceError as error:
-        found.add(error.file, str(error))
+        found = Verification()
+        found.check_file(path, found.manifest_of(path.parent).get(path.name), progress)
         return found
-    folder: Path | None = None
-    manifest = None
-    if source.kind == "hub":
-        with contextlib.suppress(ShardError):  # files from before manifests have checksums of their own
-            source.path(MANIFEST)
-    with ByteProgress(source.total_bytes or (bytes_in(path) if path.is_file() else None)) as progress:
-        for shard in source.shards:
-            try:
-                file = source.path(shard)
-            except ShardError as error:
-                found.add(shard, str(error))
-                continue
-            manifest = found.manifest_of(file.parent) if manifest is None else manifest
-            found.check_file(file, manifest.get(file.name), progress)
-            folder = file.parent if source.kind == "hub" else None
-    if folder is not None:
-        found.check_folder(folder)
-    return found
 
 
 def _add(folder: Path) -> None:
-    from ..checkpoint.verify import add_to_folder, verify_folder
-    from .console import ByteProgress
+    from ..checkpoint import verify_folder
+    from ..checkpoint.verify import add_to_folder
+    from .console import WorkProgress
 
     if not folder.is_dir():
         fail(f"--add writes into a folder, and {folder} is none")
@@ -115,7 +96,7 @@ def _add(folder: Path) -> None:
     if before.problems:
         _show(str(folder), before)
         fail("no checksums were added to what is damaged", code=1)
-    with ByteProgress(bytes_in(folder)) as progress:
+    with WorkProgress(bytes_in(folder)) as progress:
         added = add_to_folder(folder, progress)
     typer.echo(f"checksums added to {len(added)} files", err=True)
 

@@ -1,24 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports and plots. matplotlib is imported when a plot is drawn."""
+"""What quantization does to a model: error analysis, perplexity, comparison, GPTQ, smoothing, planning, run reports.
 
-from .errors.schemes import PAPER_SCHEMES, parse_scheme
-from .errors.statistics import ErrorStatistics, error_statistics
-from .errors.sweep import PrecisionSweep, precision_sweep
-from .plots import plot_training
-from .policy.routers import RouterStatistics, router_agreement, router_statistics
-from .run_report.callback import RunReportCallback
+Only the command line, recipes and benchmarks import this package; training does not."""
+
+from .._lazy import lazy_names
 
 
-__all__ = [
-    "PAPER_SCHEMES",
-    "ErrorStatistics",
-    "PrecisionSweep",
-    "RouterStatistics",
-    "RunReportCallback",
-    "error_statistics",
-    "parse_scheme",
-    "plot_training",
-    "precision_sweep",
-    "router_agreement",
-    "router_statistics",
-]
+_LAZY = {
+    "Analysis": "results",
+    "Comparison": "comparison",
+    "ErrorStatistics": "statistics",
+    "Evaluation": "evaluation",
+    "FULL_PRECISION": "evaluation",
+    "ModelScheme": "schemes",
+    "PAPER_SCHEMES": "schemes",
+    "PrecisionSweep": "sweep",
+    "Problem": "source",
+    "ProgressMismatch": "resume_log",
+    "RouterStatistics": "routers",
+    "Row": "evaluation",
+    "RunLogError": "run_report.log",
+    "RunReportCallback": "run_report.callback",
+    "Score": "scoring",
+    "ScoreLog": "perplexity",
+    "Selection": "layers",
+    "Setup": "planning",
+    "SourceError": "source",
+    "TensorLog": "weights",
+    "TensorResult": "results",
+    "TextOptions": "texts",
+    "analyze_activations": "activations",
+    "analyze_weights": "weights",
+    "compare_checkpoints": "comparison",
+    "compare_packed": "comparison",
+    "compare_schemes": "comparison",
+    "cosine_figure": "figures",
+    "delta_figure": "figures",
+    "error_statistics": "statistics",
+    "evaluate": "perplexity",
+    "evaluate_checkpoint": "perplexity",
+    "find_places": "smoothing",
+    "front_figure": "figures",
+    "health_checks": "run_report.health",
+    "is_packed": "comparison",
+    "layer_labels": "figures",
+    "load": "loading",
+    "open_source": "source",
+    "plan": "planning",
+    "plot_training": "run_report.charts",
+    "precision_figure": "figures",
+    "precision_sweep": "sweep",
+    "quantized_layers": "activations",
+    "ratio_figure": "figures",
+    "read_run": "run_report.log",
+    "read_schemes": "schemes",
+    "reference_of": "scoring",
+    "rewrite_checkpoint": "rewrite",
+    "round_model": "gptq",
+    "round_weight": "rounding",
+    "router_agreement": "routers",
+    "router_statistics": "routers",
+    "sample": "distributions",
+    "score": "scoring",
+    "second_moments": "gptq",
+    "sizes_of": "planning",
+    "smooth_model": "smoothing",
+    "swapped": "schemes",
+    "texts_to_predict": "perplexity",
+    "without_each": "schemes",
+    "write_analysis": "reports",
+    "write_comparison": "reports",
+    "write_evaluation": "reports",
+    "write_run_picture": "run_report.page",
+    "write_run_report": "run_report.page",
+}
+
+__all__ = sorted(_LAZY)
+
+__getattr__ = lazy_names(__name__, _LAZY)

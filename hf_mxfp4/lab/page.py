@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTML reports, made of the templates in `pages/`: files without external references, readable on a telephone."""
+"""HTML pages, made of the templates in `pages/`: files without external references, readable on a telephone."""
 
 import base64
 import functools
 import io
+import math
 from typing import Any
 
 import jinja2
 
-from .report.figures import Figure
-
 
 def render_page(template: str, **values: Any) -> str:
-    """The page of the template ``pages/<template>.html.j2``, which extends the common one and escapes all values.
+    """Fill the template ``pages/<template>.html.j2``, which escapes all values; images are part of the page.
 
     Raises `jinja2.UndefinedError` for a value that the template asks for and ``values`` lacks.
     """
     return _environment().get_template(f"{template}.html.j2").render(**values)
 
 
-def png_base64(figure: Figure) -> str:
-    """A figure as what an image inside the page is made of."""
+def number(value: float, digits: int) -> str:
+    """Return ``value`` with so many decimals; a dash where it does not exist."""
+    if math.isnan(value):
+        return "-"
+    return "inf" if math.isinf(value) else f"{value:,.{digits}f}"
+
+
+def _png_base64(figure: Any) -> str:
+    """A matplotlib figure as what an image inside the page is made of."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -36,5 +42,5 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["png_base64"] = png_base64
+    environment.filters["png_base64"] = _png_base64
     return environment

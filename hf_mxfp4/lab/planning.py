@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..checkpoint.io.folder import refuse_kernels
+from ..checkpoint import refuse_kernels
 from ..config import MXFP4RLConfig
 from ..module_names import find_layers
-from .errors.schemes import bits_per_element
+from .schemes import bits_per_element
 
 
 #: How the model is spread over GPUs, each with an accelerate config in `recipes/accelerate`.

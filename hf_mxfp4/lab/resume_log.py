@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a long command resumable: a log of JSON lines, the first of which says what the others are results of."""
+"""A log of JSON lines that makes a long command resumable; its first line says what the others are results of."""
 
 import json
 import os
-import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from ..files import lock
-
-
-#: Seconds of work that a power failure may cost; a killed process loses none.
-_SYNC_SECONDS = 1.0
 
 
 class ProgressMismatch(ValueError):
@@ -20,21 +15,30 @@ class ProgressMismatch(ValueError):
 
 
 class ResumeLog:
-    """Results on disk as soon as they are known. Use as a context manager.
+    """Keep results on disk as soon as they are known. Use as a context manager.
 
     Args:
         path: the log; made with its folder if need be.
         header: what the results are of; kept in the first line.
+        key: what a line is the result of.
         overwrite: start over whatever the log holds.
+
+    Attributes:
+        done: the lines by their keys.
 
     Raises [`ProgressMismatch`] when the log was written for something else, or another process is writing it.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any], *, overwrite: bool = False):
-        self.path = path
-        self._header = dict(header)
-        self._done: dict[Hashable, dict] = {}
-        self._last_sync = time.monotonic()
+    def __init__(
+        self,
+        path: Path,
+        header: Mapping[str, Any],
+        key: Callable[[Mapping[str, Any]], Hashable],
+        *,
+        overwrite: bool = False,
+    ):
+        self.path, self._header, self._key = path, dict(header), key
+        self.done: dict[Hashable, dict] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stream: IO[bytes] = open(path, "r+b", opener=_open_or_make)
         try:
@@ -53,26 +57,16 @@ class ResumeLog:
         return self
 
     def __exit__(self, *exception) -> None:
-        self.sync()
+        os.fsync(self._stream.fileno())
         self._stream.close()
 
     def __len__(self) -> int:
-        return len(self._done)
+        return len(self.done)
 
-    def key(self, line: Mapping[str, Any]) -> Hashable:
-        """Return what a line is the result of."""
-        raise TypeError(f"{type(self).__name__} does not say what its lines are results of")
-
-    def sync(self) -> None:
-        """Have the disk hold all that was added."""
-        os.fsync(self._stream.fileno())
-        self._last_sync = time.monotonic()
-
-    def _append(self, line: dict) -> None:
-        self._done[self.key(line)] = line
+    def add(self, line: dict) -> None:
+        """Append a result."""
+        self.done[self._key(line)] = line
         self._write(line)
-        if time.monotonic() - self._last_sync > _SYNC_SECONDS:
-            self.sync()
 
     def _write(self, line: dict) -> None:
         self._stream.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
@@ -101,7 +95,7 @@ class ResumeLog:
                 raise ProgressMismatch(
                     f"{self.path} holds results for {held}; start over with --overwrite, or give another --out"
                 )
-        self._done = {self.key(line): line for line in parsed[1:]}
+        self.done = {self._key(line): line for line in parsed[1:]}
         return len(content) - len(torn)
 
 

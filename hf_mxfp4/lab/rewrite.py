@@ -9,10 +9,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ..checkpoint.io.atomic import atomic_folder
-from ..checkpoint.io.manifest import weight_files, write_manifest
-from .errors.source import SourceError
-from .perplexity.load import load
+from ..checkpoint import atomic_folder, weight_files, write_manifest
+from .loading import load
+from .source import SourceError
 from .texts import TextOptions
 
 
@@ -25,7 +24,6 @@ def rewrite_checkpoint(
     options: TextOptions,
     change: Callable[[nn.Module, Sequence[torch.Tensor]], Found],
     *,
-    texts: Sequence[str] | None = None,
     device: str = "auto",
     overwrite: bool = False,
 ) -> Found:
@@ -36,7 +34,6 @@ def rewrite_checkpoint(
         out: the new folder.
         options: which texts activations are measured on.
         change: what is done with the model, in place, on the token ids of the texts.
-        texts: those texts, where they have been read already.
         overwrite: replace a checkpoint that is there.
 
     Returns:
@@ -47,7 +44,7 @@ def rewrite_checkpoint(
         ValueError: as ``change`` does.
         FolderError: ``out`` cannot be written.
     """
-    texts = options.read() if texts is None else texts
+    texts = options.read()  # what is wrong with them is known before a model is loaded
     with atomic_folder(Path(out).expanduser().resolve(), overwrite=overwrite) as folder:
         loaded = load(str(model), "auto", device)
         if loaded.stored or loaded.own is not None:

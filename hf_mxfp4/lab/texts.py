@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .errors.source import SourceError
+from .source import SourceError
 
 
 #: Fields of a dataset's rows that are taken for the text, in this order, where none is named.

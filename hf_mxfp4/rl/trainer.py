@@ -35,7 +35,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.rewards import get_soft_overlong_punishment
 
 from .._logging import get_logger
-from ..checkpoint.card.model import decoration
+from ..checkpoint import decoration
 from ..files import replace_file
 from ..layers import QUANTIZED, TRAINABLE, cached_weights, random_layers
 from .callbacks.entropy import EntropyCallback, QuantizationStepCallback

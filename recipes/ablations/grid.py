@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid that a YAML file describes: models, cells and seeds, and the configuration of every run."""
+"""The grid that a YAML file describes: a starting point, cells and seeds, and the configuration of every run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ MANAGED = (
 ).split()
 #: Of those, the ones that a run's result does not depend on.
 _WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path")
-_GRID_KEYS = (
-    "name output_dir seeds launcher reference naive task evaluation train base models cells extra_cells label"
-).split()
-_MODEL_KEYS = ("label", "base", "task", "train", "evaluation", "launcher")
-_CELL_KEYS = ("label", "options", "paper", "naive", "models")
+_GRID_KEYS = "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label".split()
+_CELL_KEYS = ("label", "options", "paper", "naive")
 _BASE_KEYS = ("model_name_or_path", "architecture", "sizes", "pretraining", "seed", "attn_implementation")
 
 
@@ -40,7 +37,6 @@ class Cell:
     Attributes:
         paper: accuracies that the paper states, in percent, by its model.
         naive: the cell whose distance from the reference this one may recover.
-        models: the models that it is run on; `None`: all.
     """
 
     name: str
@@ -48,51 +44,47 @@ class Cell:
     options: Mapping[str, Any]
     paper: Mapping[str, float]
     naive: str
-    models: Sequence[str] | None
-
-
-@dataclass(frozen=True)
-class Model:
-    """A starting point and its own table.
-
-    Attributes:
-        base: a checkpoint (``model_name_or_path``), or how a small model is pretrained.
-        shared: the options that its cells have in common.
-        launcher: words before `grpo.py`.
-        folder: where its starting point and runs are.
-    """
-
-    label: str
-    base: Mapping[str, Any]
-    shared: Mapping[str, Any]
-    launcher: Sequence[str]
-    cells: Sequence[Cell]
-    folder: Path
-
-    @property
-    def start(self) -> str:
-        """The checkpoint that every run starts from."""
-        return self.base.get("model_name_or_path") or str(self.folder / "base")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A parsed grid. `reference` is the cell that all are compared with; `models` go by the names of their folders (the
-    empty word: the grid's own folder)."""
+    """A parsed grid.
+
+    Attributes:
+        label: of the model, in tables.
+        reference: the cell that all are compared with.
+        base: a checkpoint (``model_name_or_path``), or how a small model is pretrained.
+        shared: the options that the cells have in common.
+        launcher: words before `grpo.py`.
+    """
 
     name: str
+    label: str
     output: Path
     seeds: Sequence[int]
     reference: str
-    models: Mapping[str, Model]
+    base: Mapping[str, Any]
+    shared: Mapping[str, Any]
+    launcher: Sequence[str]
+    cells: Sequence[Cell]
+
+    @property
+    def start(self) -> str:
+        """The checkpoint that every run starts from."""
+        return self.base.get("model_name_or_path") or str(self.output / "base")
 
     @property
     def runs(self) -> Iterator[Run]:
         """Every run, all cells of a seed before the next seed, so that a table is whole as early as can be."""
-        for model in self.models.values():
-            for seed in self.seeds:
-                for cell in model.cells:
-                    yield Run(self, model, cell, seed)
+        for seed in self.seeds:
+            for cell in self.cells:
+                yield Run(self, cell, seed)
+
+    def with_stored_seeds(self) -> Grid:
+        """Return the grid with all seeds that there are runs of, in addition to its own."""
+        folders = (self.output / "cells").glob("*/seed*")
+        found = sorted(int(folder.name.removeprefix("seed")) for folder in folders)
+        return replace(self, seeds=list(dict.fromkeys([*self.seeds, *found])))
 
 
 @dataclass(frozen=True)
@@ -100,17 +92,16 @@ class Run:
     """One cell with one seed."""
 
     grid: Grid
-    model: Model
     cell: Cell
     seed: int
 
     @property
-    def folder(self) -> Path:
-        return self.model.folder / "cells" / self.cell.name / f"seed{self.seed}"
+    def name(self) -> str:
+        return f"{self.cell.name}/seed{self.seed}"
 
     @property
-    def name(self) -> str:
-        return str(self.folder.relative_to(self.grid.output)).replace("cells/", "", 1)
+    def folder(self) -> Path:
+        return self.grid.output / "cells" / self.name
 
     @property
     def config(self) -> dict[str, Any]:
@@ -118,9 +109,9 @@ class Run:
         return {
             "report_to": "none",
             "save_strategy": "no",
-            **put_over(self.model.shared, self.cell.options)[0],
+            **put_over(self.grid.shared, self.cell.options)[0],
             **self.cell.options,
-            "model_name_or_path": self.model.start,
+            "model_name_or_path": self.grid.start,
             "output_dir": str(self.folder),
             "seed": self.seed,
             # The starting point of all seeds is the same model on the same problems.
@@ -143,62 +134,81 @@ class Run:
             raise ValueError(f"{self.name}: {error}") from error
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
-
-
 def read_grid(
     path: str | Path,
     *,
     output: str | Path | None = None,
     seeds: Sequence[int] | None = None,
     only: Sequence[str] | None = None,
-    models: Sequence[str] | None = None,
     launcher: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Grid:
-    """Read a grid; `output`, `seeds`, `only` (cells), `models` and `launcher` take the place of what the file says.
+    """Read a grid; `output`, `seeds`, `only` (cells) and `launcher` take the place of what the file says.
 
-    `options` of `grpo.py` take the place of those that the cells share, and `model_name_or_path` that of every base.
+    `options` of `grpo.py` take the place of those that the cells share, and `model_name_or_path` that of the base.
 
     Raises:
         FileNotFoundError, yaml.YAMLError: the file cannot be read.
-        ValueError: an option that does not exist or has the wrong form, or a cell, model or reference that is not in
-            the file.
+        ValueError: an option that does not exist or has the wrong form, or a cell or reference that is not in the file.
     """
-    path = Path(path)
-    content = _mapping(_read_yaml(path), f"{path}", _GRID_KEYS)
-    for key in ("seeds", "task", "train", "cells", "output_dir"):
+    path, options = Path(path), dict(options or {})
+    content = _read_yaml(path)
+    if isinstance(content, dict) and "models" in content:
+        raise ValueError(f"{path}: models is gone: write a file for each model, with its base, launcher and train")
+    _mapping(content, f"{path}", _GRID_KEYS)
+    for key in ("seeds", "task", "train", "cells", "base", "output_dir"):
         if key not in content:
             raise ValueError(f"{path} lacks {key}")
-    if ("base" in content) == ("models" in content):
-        raise ValueError(f"{path} needs either base, or models with a base each")
-    cells = _cells(content, path, only)
-    described = content.get("models") or {"": {"base": content["base"], "label": content.get("label")}}
-    _known("models", [*(models or ()), *(name for cell in cells for name in cell.models or ())], described)
-    options = dict(options or {})
     start = options.pop("model_name_or_path", None)
-    changes = {
-        **({"base": {"model_name_or_path": start}} if start else {}),
-        **({} if launcher is None else {"launcher": launcher}),
-    }
-    built = {}
-    for key, model in described.items():
-        if models is None or key in models:
-            model = {**_mapping(model, f"models.{key}", _MODEL_KEYS), **changes}
-            of_model = [cell for cell in cells if cell.models is None or key in cell.models]
-            built[key] = _model(key, model, content, of_model, options, Path(output or content["output_dir"]) / key)
-    if not any(model.cells for model in built.values()):
-        raise ValueError(f"none of the cells {', '.join(cell.name for cell in cells)} is run on {', '.join(built)}")
-    chosen = content["seeds"] if seeds is None else seeds
-    if not chosen or len(set(chosen)) != len(chosen) or not all(isinstance(seed, int) for seed in chosen):
-        raise ValueError(f"seeds={list(chosen)} must be distinct whole numbers, at least one")
-    return Grid(
-        name=content.get("name", path.stem),
+    base = {"model_name_or_path": start} if start else _mapping(content["base"], "base", _BASE_KEYS)
+    if "model_name_or_path" not in base and base.get("architecture") not in TINY_MODELS:
+        raise ValueError(f"base: architecture={base.get('architecture')!r} must be one of {', '.join(TINY_MODELS)}")
+    shared: dict[str, Any] = {}
+    for section in ("task", "evaluation", "train"):
+        shared |= _options(content.get(section), section)
+    options = _options(options, "the command line")
+    seeds = content["seeds"] if seeds is None else seeds
+    if not seeds or len(set(seeds)) != len(seeds) or not all(isinstance(seed, int) for seed in seeds):
+        raise ValueError(f"seeds={list(seeds)} must be distinct whole numbers, at least one")
+    name = content.get("name", path.stem)
+    grid = Grid(
+        name=name,
+        label=content.get("label", name),
         output=Path(output or content["output_dir"]),
-        seeds=chosen,
+        seeds=seeds,
         reference=content.get("reference", "bf16"),
-        models={key: model for key, model in built.items() if model.cells},
+        base=base,
+        shared=put_over(shared, options)[0] | options,
+        launcher=((content.get("launcher") if launcher is None else launcher) or "").split(),
+        cells=_cells(content, path, only),
     )
+    _check_cells(grid, options)
+    return grid
+
+
+def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -> list[Cell]:
+    """The chosen cells of a grid."""
+    described = content["cells"]
+    if isinstance(described, str):
+        described = _read_yaml(path.parent / described)
+    described = {**described, **content.get("extra_cells", {})}
+    cells = []
+    for name, cell in described.items():
+        cell = {"label": name, "naive": content.get("naive", "mxfp4"), **_mapping(cell, f"cells.{name}", _CELL_KEYS)}
+        cell["options"] = _options(cell.get("options"), f"cells.{name}.options")
+        cells.append(Cell(name, **{"paper": {}, **cell}))
+    _known("cells", [content.get("reference", "bf16"), *(cell.naive for cell in cells), *(only or ())], described)
+    return [cell for cell in cells if only is None or cell.name in only]
+
+
+def _check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
+    """Refuse cells with options of their own among those given for all, and say what a preset of a cell resets."""
+    for cell in grid.cells:
+        if same := sorted({*options} & {*cell.options}):
+            raise ValueError(f"the cell {cell.name} has {', '.join(same)} of its own; change that in the file")
+        if dropped := put_over(grid.shared, cell.options)[1]:
+            told = ", ".join(f"{name}={value}" for name, value in dropped.items())
+            tell(f"cell {cell.name}", f"its own preset or mode resets {told}, which the other cells share")
 
 
 def _read_yaml(path: Path) -> Any:
@@ -225,63 +235,3 @@ def _options(value: Any, where: str) -> dict[str, Any]:
         if name in MANAGED:
             raise ValueError(f"{where}: {name} is set for each run and cannot be given")
     return value
-
-
-def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -> list[Cell]:
-    """The chosen cells of a grid."""
-    described = content["cells"]
-    if isinstance(described, str):
-        described = _read_yaml(path.parent / described)
-    described = {**described, **content.get("extra_cells", {})}
-    naive = content.get("naive", "mxfp4")
-    cells = []
-    for name, cell in described.items():
-        cell = {"label": name, "naive": naive, "models": None, **_mapping(cell, f"cells.{name}", _CELL_KEYS)}
-        cell["options"] = _options(cell.get("options"), f"cells.{name}.options")
-        cells.append(Cell(name, **{"paper": {}, **cell}))
-    _known("cells", [content.get("reference", "bf16"), *(cell.naive for cell in cells), *(only or ())], described)
-    return [cell for cell in cells if only is None or cell.name in only]
-
-
-def _model(
-    key: str,
-    model: Mapping[str, Any],
-    content: Mapping[str, Any],
-    cells: Sequence[Cell],
-    options: Mapping[str, Any],
-    folder: Path,
-) -> Model:
-    shared: dict[str, Any] = {}
-    for sections, where in ((content, ""), (model, f"models.{key}.")):
-        own: dict[str, Any] = {}
-        for section in ("task", "evaluation", "train"):
-            own |= _options(sections.get(section), f"{where}{section}")
-        shared = put_over(shared, own)[0] | own
-    _options(options, "the command line")
-    for cell in cells:
-        if same := sorted({*options} & {*cell.options}):
-            raise ValueError(f"the cell {cell.name} has {', '.join(same)} of its own; change that in the file")
-        if dropped := put_over(shared, cell.options)[1]:
-            told = ", ".join(f"{name}={value}" for name, value in dropped.items())
-            tell(f"cell {cell.name}", f"its own preset or mode resets {told}, which the other cells share")
-    base = _mapping(model.get("base"), f"models.{key}.base" if key else "base", _BASE_KEYS)
-    if "model_name_or_path" not in base and base.get("architecture") not in TINY_MODELS:
-        raise ValueError(f"base: architecture={base.get('architecture')!r} must be one of {', '.join(TINY_MODELS)}")
-    return Model(
-        label=model.get("label") or key or content.get("name", "model"),
-        base=base,
-        shared=put_over(shared, options)[0] | options,
-        launcher=(model.get("launcher", content.get("launcher")) or "").split(),
-        cells=cells,
-        folder=folder,
-    )
-
-
-def with_stored_seeds(grid: Grid) -> Grid:
-    """Return the grid with all seeds that there are runs of, in addition to its own."""
-    found = {
-        int(folder.name.removeprefix("seed"))
-        for model in grid.models.values()
-        for folder in (model.folder / "cells").glob("*/seed*")
-    }
-    return replace(grid, seeds=tuple(dict.fromkeys([*grid.seeds, *sorted(found)])))

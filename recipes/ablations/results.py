@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from hf_mxfp4.stats import t_interval
 from recipes.common.records import markdown_table, with_interval
 
@@ -16,10 +18,6 @@ from .runner import finished, stored_base
 
 #: What is logged and says nothing in the mean.
 _NO_METRICS = ("step", "epoch", "num_tokens", "total_flos", "learning_rate", "train_", "greedy")
-#: Logged quantities that are kept as curves; `greedy` is the first score of evaluations while training.
-CURVES = ("greedy", "reward", "entropy", "error/scale_bias", "error/deadzone", "error/grid", "aqn/sigma")
-_POINTS = 40
-
 Record = Mapping[str, Any]
 
 
@@ -32,7 +30,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
     found, left_out = [], []
     for run in grid.runs:
         try:
-            base = stored_base(run.model)
+            base = stored_base(grid)
             result = base and finished(run, base["settings"])
         except ValueError:
             left_out.append(run.name)
@@ -44,7 +42,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
     for run, parameters, result in found:
         score = next(iter(result["accuracy_after"]))
         after = accuracies[run.folder]
-        baseline = accuracies.get(run.model.folder / "cells" / grid.reference / f"seed{run.seed}")
+        baseline = accuracies.get(grid.output / "cells" / grid.reference / f"seed{run.seed}")
         size = f"{parameters / 1e6:.2f} M parameters, " if parameters else ""
         records.append(
             {
@@ -55,7 +53,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "baseline": baseline,
                 "ratio": round(after / baseline, 4) if baseline else None,
                 "ceiling_fraction": after,
-                "model": run.model.label,
+                "model": grid.label,
                 "cell": run.cell.name,
                 "label": run.cell.label,
                 "seed": run.seed,
@@ -69,7 +67,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "entropy": [result["entropy_first"], result["entropy_last"]],
                 "entropy_alarms": len(result["entropy_alarms"]),
                 **{key: result[key] for key in ("n_test", "steps", "scheme", "n_quantized", "weight_sqnr_db")},
-                **_logged(run),
+                "metrics": _logged(run),
                 "seconds": round(result["seconds"] + result["state"].get("earlier", 0.0), 1),
                 **{key: result["state"][key] for key in ("hardware", "versions", "date")},
                 "command": command,
@@ -78,30 +76,14 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
     return records, left_out
 
 
-def _logged(run: Run) -> dict[str, Any]:
-    """Means and thinned curves of what the trainer logged."""
-    history = json.loads((run.folder / "log_history.json").read_text())
-    for entry in history:
-        if (score := next((key for key in entry if key.startswith("greedy/")), None)) is not None:
-            entry["greedy"] = entry[score]
+def _logged(run: Run) -> dict[str, float]:
+    """Means of what the trainer logged."""
     metrics: dict[str, list[float]] = {}
-    for entry in history:
+    for entry in json.loads((run.folder / "log_history.json").read_text()):
         for key, value in entry.items():
             if not key.startswith(_NO_METRICS) and isinstance(value, int | float) and math.isfinite(value):
                 metrics.setdefault(key, []).append(value)
-    curves = {}
-    for key in CURVES:
-        points = [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
-        if points:
-            curves[key] = [[step, float(f"{value:.5g}")] for step, value in thinned(points, _POINTS)]
-    return {"metrics": {key: float(f"{fmean(values):.6g}") for key, values in metrics.items()}, "curves": curves}
-
-
-def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Return at most that many points: means over neighbours, at the last of their steps."""
-    width = -(-len(points) // most)
-    groups = [points[i : i + width] for i in range(0, len(points), width)]
-    return [(group[-1][0], fmean(value for _, value in group)) for group in groups]
+    return {key: float(f"{fmean(values):.6g}") for key, values in metrics.items()}
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
@@ -201,3 +183,34 @@ def markdown(records: Sequence[Record], model: str) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}"
+
+
+def draw_accuracy(records: Sequence[Record], model: str) -> Figure:
+    """Draw accuracies before and after RL with the standard error over seeds (of the problems where there is one seed),
+    next to the paper's distance from its reference."""
+    rows = statistics(records, model)
+    figure = Figure(figsize=(10, 0.42 * len(rows) + 1.8), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for i, row in enumerate(rows):
+        error = row["of_problems"] if row["over_seeds"] is None else row["over_seeds"]
+        left.barh(i, 100 * row["after"], 0.6, xerr=100 * error, capsize=3, color="tab:blue")
+        if row["before"] is not None:
+            left.plot(100 * row["before"], i, "k|", markersize=14)
+        if row["difference"] is not None:
+            mean, interval = 100 * row["difference"]["mean"], row["difference"]["interval"]
+            error = None if interval is None else [[mean - 100 * interval[0]], [100 * interval[1] - mean]]
+            right.errorbar(mean, i, xerr=error, fmt="o", color="tab:blue", capsize=3)
+    reference = next((row for row in rows if row["cell"] == row["reference"]), {"paper": {}})
+    for (name, zero), marker in zip(reference["paper"].items(), "sD^v", strict=False):
+        stated = [(row["paper"][name] - zero, i) for i, row in enumerate(rows) if name in row["paper"]]
+        right.plot(*zip(*stated, strict=True), marker, color="0.55", label=f"paper: {name}")
+    left.set_yticks(range(len(rows)), [row["label"] for row in rows], fontsize=8)
+    left.invert_yaxis()
+    left.set(xlabel="greedy accuracy after RL, % (before: |)", title=model)
+    right.set(xlabel="minus the reference, points", title="with 95 % intervals over seeds")
+    right.axvline(0.0, color="black", linewidth=0.8)
+    right.plot([], [], "o", color="tab:blue", label="here")
+    right.legend(fontsize=7)
+    for axes in (left, right):
+        axes.grid(axis="x", alpha=0.3)
+    return figure

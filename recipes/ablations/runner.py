@@ -27,7 +27,7 @@ from recipes.evaluation.policy import folder_digest
 from recipes.tasks import TaskArguments, build_tokenizer
 from recipes.tasks.tiny_model import TINY_MODELS, check_lengths, encode_example
 
-from .grid import Grid, Model, Run
+from .grid import Grid, Run
 
 
 GRPO = Path(__file__).resolve().parents[1] / "grpo.py"
@@ -55,32 +55,32 @@ class _Pretrainer(ExactResumeMixin, Trainer):
     """A Trainer that a killed run continues from exactly."""
 
 
-def base_settings(model: Model) -> dict[str, Any]:
+def base_settings(grid: Grid) -> dict[str, Any]:
     """Return everything that the weights of the starting point depend on."""
-    if name := model.base.get("model_name_or_path"):
+    if name := grid.base.get("model_name_or_path"):
         return {"model_name_or_path": name, "weights": folder_digest(Path(name)) if Path(name).is_dir() else None}
     # The test split is held out whatever part of it is evaluated.
     of_task = TaskArguments.__dataclass_fields__
-    task = {name: value for name, value in model.shared.items() if name in of_task and name != "n_test"}
-    made = {name: model.base.get(name) for name in ("architecture", "sizes", "pretraining")}
-    return {**made, "seed": model.base.get("seed", 0), "task": task}
+    task = {name: value for name, value in grid.shared.items() if name in of_task and name != "n_test"}
+    made = {name: grid.base.get(name) for name in ("architecture", "sizes", "pretraining")}
+    return {**made, "seed": grid.base.get("seed", 0), "task": task}
 
 
-def stored_base(model: Model) -> dict[str, Any] | None:
+def stored_base(grid: Grid) -> dict[str, Any] | None:
     """Return the record of the starting point, `None` where it is still to be made. Raises `ValueError` when there is
     one of other settings."""
-    settings = base_settings(model)
-    if "model_name_or_path" in model.base:
+    settings = base_settings(grid)
+    if "model_name_or_path" in grid.base:
         return {"settings": settings, "parameters": None}
-    record = read_json(Path(model.start) / "base.json")
+    record = read_json(Path(grid.start) / "base.json")
     if record is not None and (differences := changed(record["settings"], settings)):
         raise ValueError(
-            f"{model.start} was made with other {', '.join(differences)}; choose another --out, or remove that folder"
+            f"{grid.start} was made with other {', '.join(differences)}; choose another --out, or remove that folder"
         )
     return record
 
 
-def make_base(model: Model) -> None:
+def make_base(grid: Grid) -> None:
     """Pretrain and save the starting point, from the newest checkpoint if there is one: a small model in full
     precision, on the task's reference completions.
 
@@ -88,12 +88,12 @@ def make_base(model: Model) -> None:
     sequence is longer than the model's positions, `RuntimeError` when the saved tokenizer splits texts in another way.
     """
     started = time.monotonic()
-    folder, settings = Path(model.start), base_settings(model)
+    folder, settings = Path(grid.start), base_settings(grid)
     task = TaskArguments(**settings["task"]).load_task()
     tokenizer = build_tokenizer(task.name)
     policy = TINY_MODELS[settings["architecture"]](tokenizer, **settings["sizes"] or {}, seed=settings["seed"])
-    if model.base.get("attn_implementation"):
-        policy.set_attn_implementation(model.base["attn_implementation"])
+    if grid.base.get("attn_implementation"):
+        policy.set_attn_implementation(grid.base["attn_implementation"])
     examples = [encode_example(tokenizer, row["prompt"], row["completion"]) for row in task.train]
     check_lengths(examples, policy)
     fixed = {"output_dir": str(folder / "checkpoints"), "seed": settings["seed"]}
@@ -104,7 +104,7 @@ def make_base(model: Model) -> None:
         train_dataset=[{"input_ids": ids, "labels": labels} for ids, labels in examples],
         data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100),
     )
-    TrainingBar.install(trainer, title=f"pretraining {model.label}", shown={"loss": "loss"})
+    TrainingBar.install(trainer, f"pretraining {grid.label}", loss="loss")
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder / "checkpoints"))
     policy.to("cpu").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -118,24 +118,22 @@ def make_base(model: Model) -> None:
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def prepare_bases(grid: Grid) -> None:
-    """Make the starting points that are missing. Raises `ValueError` as [`stored_base`] does, and `RuntimeError` when
-    one could not be made."""
-    for model in grid.models.values():
-        if stored_base(model) is not None:
-            continue
-        tell("base", f"pretraining {model.label}")
+def prepare_base(grid: Grid) -> dict[str, Any]:
+    """Make the starting point where it is missing; return its settings. Raises `ValueError` as [`stored_base`] does,
+    and `RuntimeError` when it could not be made."""
+    if stored_base(grid) is None:
+        tell("base", f"pretraining {grid.label}")
         # Its memory goes back when it ends, to the runs that follow.
-        process = multiprocessing.get_context("spawn").Process(target=make_base, args=(model,))
+        process = multiprocessing.get_context("spawn").Process(target=make_base, args=(grid,))
         process.start()
         try:
             process.join()
         finally:
             process.terminate()
-        record = stored_base(model)
-        if record is None:
-            raise RuntimeError(f"{model.label} could not be pretrained, see above")
-        tell("base", f"{model.label}: {record['parameters'] / 1e6:.2f} M parameters, {record['seconds']:.0f} s")
+    record = stored_base(grid)
+    if record is None:
+        raise RuntimeError(f"{grid.label} could not be pretrained, see above")
+    return record["settings"]
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -154,8 +152,9 @@ def finished(run: Run, base: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if summary is None else {**summary, "state": state}
 
 
-def run_grid(grid: Grid, lock: TextIO, *, jobs: int = 1) -> list[str]:
-    """Run what is missing, `jobs` at a time with an equal share of the processor cores each.
+def run_grid(grid: Grid, base: Mapping[str, Any], lock: TextIO, *, jobs: int = 1) -> list[str]:
+    """Run what is missing from the starting point ``base``, `jobs` at a time with an equal share of the processor cores
+    each.
 
     A run that was killed goes on from its newest checkpoint, or starts again where it has none. One that fails is
     recorded, and the others go on. Processes inherit the lock of the folder.
@@ -169,15 +168,14 @@ def run_grid(grid: Grid, lock: TextIO, *, jobs: int = 1) -> list[str]:
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
-    bases = {model.start: base_settings(model) for model in grid.models.values()}
     runs = list(grid.runs)
-    waiting = [run for run in runs if finished(run, bases[run.model.start]) is None]
+    waiting = [run for run in runs if finished(run, base) is None]
     tell("runs", f"{len(waiting)} of {len(runs)}, {jobs} at a time")
     active: list[subprocess.Popen] = []
     failed = []
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            futures = {pool.submit(_run, run, bases[run.model.start], threads, lock, active): run for run in waiting}
+            futures = {pool.submit(_run, run, base, threads, lock, active): run for run in waiting}
             for done, future in enumerate(as_completed(futures), start=1):
                 seconds, reason = future.result()
                 failed += [futures[future].name] if reason else []
@@ -218,7 +216,7 @@ def _run(
         "date": datetime.date.today().isoformat(),
     }
     write_json(folder / "cell.json", state, indent=1)
-    command = [*(run.model.launcher or (sys.executable,)), str(GRPO), "--config", str(folder / "config.yaml")]
+    command = [*(run.grid.launcher or (sys.executable,)), str(GRPO), "--config", str(folder / "config.yaml")]
     command += ["--resume_from_checkpoint", "true"] if resumed else []
     # Bars are for terminals; in a log, a line now and then.
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TQDM_MININTERVAL": "30"}

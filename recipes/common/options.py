@@ -4,7 +4,7 @@
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,14 @@ def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
     converted.__name__ = getattr(convert, "__name__", "option")
     return converted
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """Declare an option of a dataclass; a list is the default of every object by itself."""
+    metadata["help"] = help
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def names(groups: Groups) -> list[str]:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the recipes print: lines, one progress bar for training, and messages instead of tracebacks."""
+"""What the recipes print, and how they end: with a message instead of a traceback, and all processes together."""
 
+import atexit
 import contextlib
 import os
+import sys
+import threading
 from collections.abc import Iterator
 
+import torch
+from accelerate import PartialState
 from rich.console import Console
 from rich.text import Text
-from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer
 
 
 console = Console()
@@ -31,40 +35,51 @@ def errors_as_messages(*errors: type[Exception], where: str = "") -> Iterator[No
         raise SystemExit(f"error: {where}{error}") from error
 
 
-class TrainingBar(TrainerCallback):
-    """A bar over optimizer steps that shows logged values, by default reward, entropy and noise.
+class TrainingBar(ProgressCallback):
+    """Transformers' bar over optimizer steps with some logged values in it, instead of printed dictionaries.
 
     Args:
         title: of the bar.
         shown: the keys of logged values and what to call them.
     """
 
-    def __init__(self, title: str = "GRPO", shown: dict[str, str] | None = None):
-        self.title = title
-        self.shown = shown or {"reward": "reward", "entropy": "entropy", "aqn/sigma": "sigma"}
-        self.bar: tqdm | None = None
+    def __init__(self, title: str, shown: dict[str, str]):
+        super().__init__()
+        self.title, self.shown = title, shown
 
     @classmethod
-    def install(cls, trainer: Trainer, **options) -> None:
-        """Replace the trainer's own progress output. ``options`` are those of the bar."""
+    def install(cls, trainer: Trainer, title: str, **shown: str) -> None:
+        """Replace the trainer's own progress output. ``shown``: what to call logged values, and their keys."""
         for callback in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(cls(**options))
+        trainer.add_callback(cls(title, {key: name for name, key in shown.items()}))
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.title, unit="step")
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description(self.title)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.bar is not None and logs and next(iter(self.shown)) in logs:
-            self.bar.set_postfix(
-                {short: f"{logs[key]:.3g}" for key, short in self.shown.items() if logs.get(key) is not None}
-            )
+        found = {name: f"{logs[key]:.3g}" for key, name in self.shown.items() if (logs or {}).get(key) is not None}
+        if self.training_bar is not None and found:
+            self.training_bar.set_postfix(found)
 
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.close()
+
+def leave_together() -> None:
+    """Wait for the other processes, end the process group, and end this process; without a group, do nothing.
+
+    To be called as the last thing of a run that succeeded. Exit handlers are run and output is written, but the
+    interpreter is not taken apart: while it is, a process can be aborted ("terminate called without an active
+    exception": a thread of the process group may still hold a tensor). The launcher takes that for a failure of the
+    job, and kills the process that writes the results.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    state = PartialState()
+    state.wait_for_everyone()
+    state.destroy_process_group()
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipes.common.options import build, exit_on_wrong_options, read_file, read_words, refuse_words
+from recipes.common.options import build, exit_on_wrong_options, option, read_file, read_words, refuse_words
 from recipes.tasks import TaskArguments
 
 from .policy import CONTROLS
@@ -18,60 +18,42 @@ _REMOVED = {"task_options": (None, "give the options of the task by themselves, 
 class EvaluationArguments(TaskArguments):
     """Accuracy and pass@k of a policy under its own quantization scheme, with confidence intervals."""
 
-    model: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder or Hub id of a policy, packed weights, an adapter or a plain model; or a result.json to "
-            "--compare. The word --model may be left out."
-        },
+    model: str | None = option(
+        None,
+        "Folder or Hub id of a policy, packed weights, an adapter or a plain model; or a result.json to "
+        "--compare. The word --model may be left out.",
     )
     task: str = field(default="gsm8k", metadata=TaskArguments.__dataclass_fields__["task"].metadata)
-    dequantize: str | None = field(
-        default=None,
-        metadata={
-            "nargs": "?",
-            "const": "masters",
-            "choices": list(CONTROLS),
-            "help": "A control in place of the policy's own scheme: 'masters' (when no word follows) computes in full "
-            "precision on the master weights; 'quantized' in full precision on the dequantized weights.",
-        },
+    dequantize: str | None = option(
+        None,
+        "A control in place of the policy's own scheme: 'masters' (when no word follows) computes in full "
+        "precision on the master weights; 'quantized' in full precision on the dequantized weights.",
+        nargs="?",
+        const="masters",
+        choices=list(CONTROLS),
     )
-    dtype: str = field(
-        default="auto",
-        metadata={"choices": ["auto", "float32", "bfloat16", "float16"], "help": "Of weights; auto: as stored."},
-    )
-    base: str | None = field(default=None, metadata={"help": "Base of an adapter, instead of the one that it names."})
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a model on the Hub."})
-    attn_implementation: str | None = field(default=None, metadata={"help": "As in from_pretrained."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run the model's own code."})
-    use_cpu: bool = field(default=False, metadata={"help": "Leave GPUs alone."})
+    dtype: str = option("auto", "Of weights; auto: as stored.", choices=["auto", "float32", "bfloat16", "float16"])
+    base: str | None = option(None, "Base of an adapter, instead of the one that it names.")
+    revision: str | None = option(None, "Branch, tag or commit of a model on the Hub.")
+    attn_implementation: str | None = option(None, "As in from_pretrained.")
+    trust_remote_code: bool = option(False, "Run the model's own code.")
+    use_cpu: bool = option(False, "Leave GPUs alone.")
 
-    samples: int = field(
-        default=0, metadata={"help": "Sampled completions of each problem, for pass@k; 0: greedy only."}
-    )
-    no_greedy: bool = field(default=False, metadata={"help": "Leave out the greedy completions."})
-    k: str | None = field(default=None, metadata={"help": "The k of pass@k, such as 1,4,16; default: 1 and --samples."})
-    temperature: float = field(default=1.0, metadata={"help": "Of sampling."})
-    top_p: float = field(default=1.0, metadata={"help": "Of sampling."})
-    seed: int = field(default=0, metadata={"help": "Of sampling and of bootstrap intervals."})
-    max_new_tokens: int | None = field(default=None, metadata={"help": "Longest completion; default: the task's."})
-    batch_size: int = field(default=64, metadata={"help": "Prompts in a batch."})
-    no_weight_cache: bool = field(
-        default=False, metadata={"help": "Quantize weights at each use: less memory, more time."}
-    )
+    samples: int = option(0, "Sampled completions of each problem, for pass@k; 0: greedy only.")
+    no_greedy: bool = option(False, "Leave out the greedy completions.")
+    k: str | None = option(None, "The k of pass@k, such as 1,4,16; default: 1 and --samples.")
+    temperature: float = option(1.0, "Of sampling.")
+    top_p: float = option(1.0, "Of sampling.")
+    seed: int = option(0, "Of sampling and of bootstrap intervals.")
+    max_new_tokens: int | None = option(None, "Longest completion; default: the task's.")
+    batch_size: int = option(64, "Prompts in a batch.")
+    no_weight_cache: bool = option(False, "Quantize weights at each use: less memory, more time.")
 
-    output_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Of greedy.jsonl, samples.jsonl and result.json; default: outputs/evaluation/<model>/<task>."
-        },
+    output_dir: str | None = option(
+        None, "Of greedy.jsonl, samples.jsonl and result.json; default: outputs/evaluation/<model>/<task>."
     )
-    overwrite: bool = field(
-        default=False, metadata={"help": "Start again instead of going on with the completions that are there."}
-    )
-    compare: str | None = field(
-        default=None, metadata={"help": "result.json of another evaluation of the same problems."}
-    )
+    overwrite: bool = option(False, "Start again instead of going on with the completions that are there.")
+    compare: str | None = option(None, "result.json of another evaluation of the same problems.")
 
     def __post_init__(self):
         for name, least in (("samples", 0), ("batch_size", 1), ("max_new_tokens", 1), ("n_test", 1)):

@@ -34,59 +34,20 @@ class Policy:
     """A loaded model, and what it computes in.
 
     Attributes:
-        source: folder or Hub id as asked for.
-        adapter_on: the base of an adapter, otherwise `None`.
-        scheme: the scheme that the checkpoint carries, or `None`.
-        preset: which preset that is, or what differs from one; `None` without a scheme of this package.
-        control: a key of `CONTROLS` when it is not computed under that scheme.
-        n_quantized, n_skipped: linear maps in MXFP4, and those left in full precision, as they are computed here.
-        sqnr_db: of the quantized weights, in decibels; `None` when there are none or their originals are gone.
+        preset: which preset its scheme is, or what differs from one; `None` without a scheme of this package.
         identity: what tells these weights from others.
+        description: for the result file: ``model`` (folder or Hub id as asked for), ``adapter_on`` (the base of an
+            adapter), ``scheme`` (that the checkpoint carries), ``control`` (what stands in its place), ``computed_in``
+            (the two in a line), ``dtype``, ``attention`` (the implementation that is used), ``n_quantized`` and
+            ``n_skipped`` (linear maps in MXFP4, and those left in full precision, as they are computed here), and
+            ``weight_sqnr_db`` (`None` when there are none or their originals are gone).
     """
 
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
-    source: str
-    adapter_on: str | None
-    scheme: str | None
     preset: str | None
-    control: str | None
-    n_quantized: int
-    n_skipped: int | None
-    sqnr_db: float | None
     identity: str
-
-    @property
-    def dtype(self) -> str:
-        return str(self.model.dtype).removeprefix("torch.")
-
-    @property
-    def attention(self) -> str | None:
-        """The implementation that the model really uses, whether or not one was asked for."""
-        return getattr(self.model.config.get_text_config(), "_attn_implementation", None)
-
-    @property
-    def computed_in(self) -> str:
-        """One line for people: the scheme, or what stands in its place."""
-        if self.control is not None:
-            return f"CONTROL: {CONTROLS[self.control]} ({self.dtype}), nothing quantized; own scheme: {self.scheme}"
-        return self.scheme or f"full precision ({self.dtype}); the checkpoint carries no scheme"
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """For the result file."""
-        return {
-            "model": self.source,
-            "adapter_on": self.adapter_on,
-            "scheme": self.scheme,
-            "control": self.control and CONTROLS[self.control],
-            "computed_in": self.computed_in,
-            "dtype": self.dtype,
-            "attention": self.attention,
-            "n_quantized": self.n_quantized,
-            "n_skipped": self.n_skipped,
-            "weight_sqnr_db": self.sqnr_db,
-        }
+    description: dict[str, Any]
 
 
 def load_policy(
@@ -148,20 +109,31 @@ def load_policy(
     if stored.adapter is not None:
         model = PeftModel.from_pretrained(model, source, revision=revision)
         identities.append(_identity(source, stored.adapter_folder.name))
-    foreign = f"{method(stored.quantization)} (by transformers)" if stored.quantization else None
-    as_own = report if control is None else None
+    dtype = str(model.dtype).removeprefix("torch.")
+    own = scheme.describe() if scheme else None
+    if scheme is None and stored.quantization:
+        own = f"{method(stored.quantization)} (by transformers)"
+    if control is not None:
+        report, computed_in = None, f"CONTROL: {CONTROLS[control]} ({dtype}), nothing quantized; own scheme: {own}"
+    else:
+        computed_in = own or f"full precision ({dtype}); the checkpoint carries no scheme"
     return Policy(
         model=model.to(device).eval(),
         tokenizer=load_tokenizer(source, stored, revision=revision, trust_remote_code=trust_remote_code),
-        source=source,
-        adapter_on=None if stored.adapter is None else stored.weights,
-        scheme=foreign if scheme is None else scheme.describe(),
         preset=None if scheme is None else preset_of(scheme),
-        control=control,
-        n_quantized=as_own.n_quantized if as_own else 0,
-        n_skipped=as_own.n_skipped if as_own else None,
-        sqnr_db=as_own.sqnr_db if as_own else None,
         identity="+".join(identities),
+        description={
+            "model": source,
+            "adapter_on": None if stored.adapter is None else stored.weights,
+            "scheme": own,
+            "control": control and CONTROLS[control],
+            "computed_in": computed_in,
+            "dtype": dtype,
+            "attention": getattr(model.config.get_text_config(), "_attn_implementation", None),
+            "n_quantized": report.n_quantized if report else 0,
+            "n_skipped": report.n_skipped if report else None,
+            "weight_sqnr_db": report.sqnr_db if report else None,
+        },
     )
 
 

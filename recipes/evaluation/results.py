@@ -19,7 +19,7 @@ from hf_mxfp4.stats import (
     wilson,
 )
 
-from .completions import ScoredCompletion
+from .generate import ScoredCompletion
 
 
 GREEDY = "greedy"

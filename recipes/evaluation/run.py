@@ -10,24 +10,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import evaluate
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from hf_mxfp4.files import write_json
 from hf_mxfp4.stats import bootstrap_mean
 from recipes.common.records import versions
-from recipes.common.terminal import INPUT_ERRORS, console, errors_as_messages
+from recipes.common.terminal import INPUT_ERRORS, console, errors_as_messages, tell
 from recipes.tasks import Task, call_reward
 
 from . import results
 from .arguments import EvaluationArguments, parse
-from .completions import CompletionFile, ScoredCompletion
-from .generate import Batch, Completion, complete_batches, tokenize
+from .generate import Batch, Completion, CompletionFile, ScoredCompletion, complete_batches, tokenize
 from .policy import Policy, load_policy
 
 
-METRICS = Path(__file__).resolve().parents[1] / "metrics"
 #: Those that decide what is measured.
 PACKAGES = ("hf-mxfp4", "torch", "transformers", "peft", "accelerate", "evaluate", "math-verify")
 
@@ -58,19 +55,22 @@ def main(argv: list[str]) -> dict[str, Any]:
         keys = results.problem_keys(prompts, task.test["answer"])
         if other is not None:
             results.check_same_problems(keys, task.name, other)
-        scorer = Scorer(task)
         folder = Path(options.output_dir) if options.output_dir else _default_folder(options)
-        files = _open_files(options, policy, task, scorer, token_ids, folder)
-    _introduce(policy, task, options)
+        files = _open_files(options, policy, task, token_ids, folder)
+    about = policy.description
+    tell("scheme", about["computed_in"] + (f": {policy.preset}" if policy.preset else ""))
+    tell("layers", f"n_quantized={about['n_quantized']} n_skipped={about['n_skipped']}")
+    if not options.conversational and policy.tokenizer.chat_template is not None:
+        tell("prompts", "plain text; --conversational uses the chat template of the tokenizer")
 
-    generated = _complete(policy, task, _plan([len(ids) for ids in token_ids], options), files, scorer, options)
+    generated = _complete(policy, task, _plan([len(ids) for ids in token_ids], options), files, options)
     if not state.is_main_process:
         return {}
     completions = [completion for file in files.values() for completion in file.found.values()]
     names = ("max_new_tokens", "conversational", "samples", "temperature", "top_p", "seed", "batch_size")
     result = {
         "task": task.name,
-        **policy.description,
+        **about,
         **results.summarize(
             completions,
             keys,
@@ -102,36 +102,6 @@ def main(argv: list[str]) -> dict[str, Any]:
     return result
 
 
-class Scorer:
-    """Scores of a task, by its `evaluate` metric where it has one.
-
-    Attributes:
-        digest: of the source of the scores: another means that verdicts on disk may be out of date.
-    """
-
-    def __init__(self, task: Task):
-        self._scores, self._metric = task.scores, None
-        sources = {Path(inspect.getsourcefile(score)) for score in task.scores.values()}
-        if task.metric is not None:
-            folder = METRICS / task.metric
-            self._metric = evaluate.load(str(folder), keep_in_memory=True)
-            sources = set(folder.glob("*.py"))
-        self.digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()[:12]
-
-    def __call__(self, completions: Sequence[str], answers: Sequence[str]) -> list[dict[str, bool]]:
-        """Return verdicts for each completion, by name of the score."""
-        if not completions:
-            return []
-        if self._metric is not None:
-            found = self._metric.compute(predictions=list(completions), references=list(answers), verdicts=True)
-            verdicts = found["verdicts"]
-            return [{name: verdicts[name][i] for name in self._scores} for i in range(len(completions))]
-        return [
-            {name: score(text, gold) for name, score in self._scores.items()}
-            for text, gold in zip(completions, answers, strict=True)
-        ]
-
-
 def _mean_rewards(options: EvaluationArguments, task: Task, completions: Sequence[ScoredCompletion]) -> dict[str, Any]:
     """The mean over problems of the reward of greedy and of sampled completions, with bootstrap intervals."""
     found: dict[str, Any] = {"name": options.reward}
@@ -145,7 +115,7 @@ def _mean_rewards(options: EvaluationArguments, task: Task, completions: Sequenc
         by_problem: dict[int, list[float]] = {}
         for one, reward in zip(chosen, rewards, strict=True):
             if reward is not None:
-                by_problem.setdefault(one.problem, []).append(float(reward))
+                by_problem.setdefault(one.problem, []).append(reward)
         if not by_problem:
             raise ValueError(f"reward={options.reward!r} gave None for every {name} completion")
         found[name] = bootstrap_mean([fmean(values) for values in by_problem.values()], options.seed).to_dict()
@@ -188,23 +158,20 @@ def _open_files(
     options: EvaluationArguments,
     policy: Policy,
     task: Task,
-    scorer: Scorer,
     token_ids: list[list[int]],
     folder: Path,
 ) -> dict[bool, CompletionFile]:
     """The files of completions, by whether they are sampled. All processes read them, one will write."""
-    state = PartialState()
+    # Another source of the scores means that verdicts on disk may be out of date.
+    sources = {Path(inspect.getsourcefile(score)) for score in task.scores.values()}
     common = {
         "task": task.name,
         "problems": len(token_ids),
         "prompts": _digest([token_ids, list(task.test["answer"])]),
         "model": policy.identity,
-        "computed_in": policy.computed_in,
-        "dtype": policy.dtype,
-        "attention": policy.attention,
-        "n_quantized": policy.n_quantized,
+        **{name: policy.description[name] for name in ("computed_in", "dtype", "attention", "n_quantized")},
         "max_new_tokens": options.max_new_tokens,
-        "scores": scorer.digest,
+        "scores": hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()[:12],
     }
     files = {}
     if not options.no_greedy:
@@ -212,32 +179,12 @@ def _open_files(
     if options.samples:
         sampling = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
         files[True] = CompletionFile(folder / "samples.jsonl", {**common, **sampling}, options.overwrite)
-    state.wait_for_everyone()
-    for file in files.values() if state.is_main_process else ():
-        file.open()
+    PartialState().wait_for_everyone()  # before one writes
     return files
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
-
-
-def _introduce(policy: Policy, task: Task, options: EvaluationArguments) -> None:
-    """Say what is measured, before it is."""
-    if not PartialState().is_main_process:
-        return
-    sqnr = "" if policy.sqnr_db is None else f", weight SQNR {policy.sqnr_db:.2f} dB"
-    skipped = "" if policy.n_skipped is None else f" n_skipped={policy.n_skipped}"
-    adapter = "" if policy.adapter_on is None else f" on {policy.adapter_on}"
-    lines = [
-        f"model    {policy.source}{adapter}",
-        f"scheme   {policy.computed_in}" + (f": {policy.preset}" if policy.preset else ""),
-        f"layers   n_quantized={policy.n_quantized}{skipped}{sqnr}",
-        f"task     {task.name}: {len(task.test)} problems, {', '.join(task.scores)}",
-    ]
-    if not options.conversational and policy.tokenizer.chat_template is not None:
-        lines.append("prompts  plain text; the tokenizer has a chat template too, which --conversational uses")
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def _plan(lengths: Sequence[int], options: EvaluationArguments) -> list[Batch]:
@@ -259,7 +206,6 @@ def _complete(
     task: Task,
     batches: list[Batch],
     files: dict[bool, CompletionFile],
-    scorer: Scorer,
     options: EvaluationArguments,
 ) -> int:
     """Complete, score and keep the completions that are missing; return their number. A batch of which one is missing
@@ -281,14 +227,20 @@ def _complete(
     def keep(found: list[tuple[Batch, int, Completion]]) -> None:
         if not state.is_main_process:
             return
-        new = [(batch.sample, row, one) for batch, row, one in found if (batch.sample, row) in todo]
-        verdicts = scorer([one.text for _, _, one in new], [answers[row] for _, row, _ in new])
-        for sampled, file in files.items():
-            file.append(
-                ScoredCompletion(row, sample, one.text, one.n_tokens, one.truncated, verdict)
-                for (sample, row, one), verdict in zip(new, verdicts, strict=True)
-                if (sample is not None) == sampled
+        new = [
+            ScoredCompletion(
+                row,
+                batch.sample,
+                one.text,
+                one.n_tokens,
+                one.truncated,
+                {name: bool(score(one.text, answers[row])) for name, score in task.scores.items()},
             )
+            for batch, row, one in found
+            if (batch.sample, row) in todo
+        ]
+        for sampled, file in files.items():
+            file.append(one for one in new if (one.sample is not None) == sampled)
         bar.update(len(new))
 
     try:

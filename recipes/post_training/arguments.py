@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from trl import ModelConfig
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from recipes.common.options import build, exit_on_wrong_options, read_command, read_file, read_yaml
+from recipes.common.options import build, exit_on_wrong_options, option, read_command, read_file, read_yaml
 from recipes.common.schemes import put_over
 from recipes.common.stored import is_adapter
 from recipes.common.terminal import INPUT_ERRORS, errors_as_messages, tell
@@ -31,33 +31,20 @@ REMOVED = {
 class RecipeArguments(TaskArguments):
     """The task, the model that is made when none is named, and what is reported."""
 
-    full_precision: bool = field(default=False, metadata={"help": "Do not quantize: the baseline of this recipe."})
-    tiny_architecture: str = field(
-        default="qwen2", metadata={"help": "Model to make: 'qwen2', or 'qwen3_moe' (8 experts, 2 a token)."}
-    )
-    tiny_hidden_size: int = field(default=128, metadata={"help": "Width of the model to make."})
-    tiny_num_layers: int = field(default=4, metadata={"help": "Its depth."})
-    sft_steps: int = field(
-        default=400, metadata={"help": "Supervised steps before RL, at the most, until a loss of 0.55; 0: none."}
-    )
-    sft_batch_size: int = field(default=128, metadata={"help": "Sequences in a supervised step."})
+    full_precision: bool = option(False, "Do not quantize: the baseline of this recipe.")
+    tiny_architecture: str = option("qwen2", "Model to make: 'qwen2', or 'qwen3_moe' (8 experts, 2 a token).")
+    tiny_hidden_size: int = option(128, "Width of the model to make.")
+    tiny_num_layers: int = option(4, "Its depth.")
+    sft_steps: int = option(400, "Supervised steps before RL, at the most, until a loss of 0.55; 0: none.")
+    sft_batch_size: int = option(128, "Sequences in a supervised step.")
 
-    greedy_batch_size: int = field(default=128, metadata={"help": "Prompts in a batch of the greedy evaluation."})
-    evaluate_before: bool = field(default=True, metadata={"help": "Evaluate before RL too."})
-    evaluate_every: int = field(
-        default=0, metadata={"help": "Steps between greedy evaluations while training, logged as greedy/*; 0: none."}
-    )
-    evaluate_every_n: int = field(default=256, metadata={"help": "Test problems, from the first on, of each of these."})
-    save_policy: bool = field(
-        default=True, metadata={"help": "Save the trained policy; without, there is nothing to reload either."}
-    )
-    reload_check: int = field(
-        default=64, metadata={"help": "Test prompts whose completions are compared after reloading; 0: no reload."}
-    )
-    overwrite: bool = field(
-        default=False,
-        metadata={"help": "Write into an output folder that is not empty; checkpoints in it are removed."},
-    )
+    greedy_batch_size: int = option(128, "Prompts in a batch of the greedy evaluation.")
+    evaluate_before: bool = option(True, "Evaluate before RL too.")
+    evaluate_every: int = option(0, "Steps between greedy evaluations while training, logged as greedy/*; 0: none.")
+    evaluate_every_n: int = option(256, "Test problems, from the first on, of each of these.")
+    save_policy: bool = option(True, "Save the trained policy; without, there is nothing to reload either.")
+    reload_check: int = option(64, "Test prompts whose completions are compared after reloading; 0: no reload.")
+    overwrite: bool = option(False, "Write into an output folder that is not empty; checkpoints in it are removed.")
     #: The options that the command line or the YAML file names.
     named: frozenset[str] = field(default=frozenset(), init=False)
 
@@ -76,10 +63,10 @@ def _quantization_arguments() -> type:
         **dict.fromkeys(_YAML_OPTIONS, str | None),
     }
     specs = []
-    for option in fields(MXFP4RLConfig):
-        if option.init and option.name != "format_version":
-            kind = parser_types.get(option.name, option.type)
-            specs.append((option.name, kind, field(default=option.default, metadata=dict(option.metadata))))
+    for own in fields(MXFP4RLConfig):
+        if own.init and own.name != "format_version":
+            kind = parser_types.get(own.name, own.type)
+            specs.append((own.name, kind, field(default=own.default, metadata=dict(own.metadata))))
     return make_dataclass("QuantizationArguments", specs)
 
 
@@ -93,7 +80,7 @@ GROUPS = (RecipeArguments, QuantizationArguments, MXFP4GRPOConfig, ModelConfig)
 
 def quantization_config(arguments: object) -> MXFP4RLConfig:
     """Return the `MXFP4RLConfig` that parsed `QuantizationArguments` describe; raise `ValueError` as it does."""
-    options = {option.name: getattr(arguments, option.name) for option in fields(QuantizationArguments)}
+    options = {own.name: getattr(arguments, own.name) for own in fields(QuantizationArguments)}
     if isinstance(options["outlier_fallback"], str):
         try:
             options["outlier_fallback"] = float(options["outlier_fallback"])

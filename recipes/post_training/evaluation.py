@@ -7,13 +7,12 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from hf_mxfp4 import MXFP4GRPOTrainer
-from recipes.common.terminal import console, tell
+from recipes.common.terminal import console
 from recipes.evaluation.generate import Evaluation, evaluate_greedy
 from recipes.post_training.arguments import RecipeArguments
 from recipes.tasks import Task
@@ -40,15 +39,11 @@ class PolicyEvaluation:
         return self._evaluate(self.model, self.trainer.processing_class, problems, title)
 
     def before_training(self) -> Evaluation | None:
-        """Evaluate the policy before its first step; return None, and print why, where it does not fit on the
-        device."""
-        training = self.trainer.args
-        copies = training.cache_rollout_weights and self.trainer.n_quantized > 0
-        reason = why_not_on(training.device, self.model, copies=copies)
-        if reason is not None:
-            tell("not evaluated before RL:", reason)
+        """Evaluate the policy before its first step; return None for one whose weights are read when training
+        begins."""
+        if any(parameter.is_meta for parameter in self.model.parameters()):
             return None
-        with placed(self.model, training.device):
+        with placed(self.model, self.trainer.args.device):
             return self("evaluating before RL")
 
     def report(self, when: str, evaluation: Evaluation | None) -> None:
@@ -119,51 +114,23 @@ class EvaluationCallback(TrainerCallback):
             control.should_log = due  # what the step itself logs comes still
 
 
-# ---- where a model is evaluated before training has placed it --------------------------------------------------------
-
-
-def why_not_on(device: torch.device, model: nn.Module, *, copies: bool) -> str | None:
-    """Say why a model cannot be evaluated on ``device`` before training; `None` when it can. FSDP and DeepSpeed leave
-    it whole, and on the CPU, until training begins. All processes call it together, and get the same answer.
-
-    Args:
-        copies: whether quantized copies of weights are kept, which take as much memory again at the most.
-    """
-    return next((reason for reason in gather_object([_reason(device, model, copies)]) if reason is not None), None)
-
-
-def _reason(device: torch.device, model: nn.Module, copies: bool) -> str | None:
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return "its weights are read when training begins"
-    if not _is_waiting(model, device):
-        return None
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    needed = 1.25 * weights * (2 if copies else 1)  # a quarter for keys, values and the like
-    free = torch.accelerator.get_memory_info(device)[0]
-    if needed <= free:
-        return None
-    return (
-        f"the whole model takes about {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free on {device}, and it is "
-        "sharded only when training begins"
-    )
-
-
-def _is_waiting(model: nn.Module, device: torch.device) -> bool:
-    """Return whether the model is on the CPU, whole, until training takes it to ``device``."""
-    parameters = list(model.parameters())
-    sharded = any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in parameters)
-    return device.type != "cpu" and not sharded and all(p.device.type == "cpu" for p in parameters)
-
-
 @contextlib.contextmanager
 def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Keep a model that waits on the CPU on ``device`` within this context; what shards it expects it on the CPU."""
-    if not _is_waiting(model, device):
+    """Keep a whole model that waits on the CPU on ``device`` within this context: FSDP and DeepSpeed expect it on the
+    CPU until training begins. End with a message where it does not fit."""
+    parameters = list(model.parameters())
+    sharded = any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in parameters)
+    if device.type == "cpu" or sharded or any(p.device.type != "cpu" for p in parameters):
         yield
         return
     try:
         model.to(device)
         yield
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(
+            f"error: the whole model does not fit on {device}, and it is sharded only when training begins; leave the "
+            "evaluation before RL out with --evaluate_before false"
+        ) from error
     finally:
         model.to("cpu")
         torch.accelerator.empty_cache()

@@ -5,7 +5,6 @@ import hashlib
 import json
 import shutil
 from dataclasses import fields
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from transformers import TrainingArguments
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
-from hf_mxfp4.checkpoint import add_evaluation, last_complete_checkpoint
-from hf_mxfp4.checkpoint.io.complete import checkpoint_step, invalidate
+from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import replace_file
 from hf_mxfp4.lab import RunReportCallback, plot_training
 from hf_mxfp4.stats import share_text
@@ -85,8 +83,8 @@ def resolved_options(*groups: Any) -> dict[str, Any]:
     for group in groups:
         named = isinstance(group, TrainingArguments)
         own = group.to_dict() if named else {f.name: getattr(group, f.name) for f in fields(group) if f.init}
-        options |= {name: _plain(value) for name, value in own.items() if not name.endswith("_token")}
-    return options
+        options |= {name: value for name, value in own.items() if not name.endswith("_token")}
+    return json.loads(json.dumps(options, default=str))
 
 
 def run_id(options: dict[str, Any]) -> str:
@@ -109,17 +107,6 @@ def write_resolved_config(folder: Path, *groups: Any) -> None:
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     (folder / RESOLVED_CONFIG).write_text(text, encoding="utf-8")
     tell("options", f"all of them in {folder / RESOLVED_CONFIG} (run {content['run_id']})")
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to what YAML has."""
-    if isinstance(value, Enum):
-        return value.value
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else str(value)
 
 
 # ---- results --------------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `pretrain.py`, in YAML or on the command line."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
-from recipes.common.options import build, exit_on_wrong_options, read_command, read_file, read_yaml
+from recipes.common.options import build, exit_on_wrong_options, option, read_command, read_file, read_yaml
 
 from .arms import BASELINE, NAMED_ARMS, Arm, choose_arms
 
@@ -30,61 +30,50 @@ TARGET_FRACTION = 0.9
 class StudyArguments:
     """Arms, seeds, the corpus and the model."""
 
-    arms: list[str] = field(
-        default_factory=lambda: [BASELINE, "all"],
-        metadata={"help": f"Arms to train, of {', '.join(NAMED_ARMS)} and the names in extra_arms."},
+    arms: list[str] = option(
+        [BASELINE, "all"], f"Arms to train, of {', '.join(NAMED_ARMS)} and the names in extra_arms."
     )
-    extra_arms: str | None = field(
-        default=None,
-        metadata={"help": "Further arms: a mapping of names to options of MXFP4RLConfig, and oscireset: true."},
+    extra_arms: str | None = option(
+        None, "Further arms: a mapping of names to options of MXFP4RLConfig, and oscireset: true."
     )
-    seeds: list[int] = field(
-        default_factory=lambda: [0],
-        metadata={"help": "One run of every arm for each: initial weights, data order and random rounding follow it."},
+    seeds: list[int] = option(
+        [0], "One run of every arm for each: initial weights, data order and random rounding follow it."
     )
-    scale_rule: str = field(
-        default="floor",
-        metadata={"help": "Of the named arms: 'floor' (OCP; the paper does not say), 'rceil', 'even' or 'mse'."},
+    scale_rule: str = option(
+        "floor", "Of the named arms: 'floor' (OCP; the paper does not say), 'rceil', 'even' or 'mse'."
     )
-    extra_tokens: float = field(
-        default=0.4,
-        metadata={
-            "help": "How much longer than max_steps every arm trains, as a share of it, so that one that needs more "
-            "tokens than the baseline can still reach its loss. The learning rate follows steps alone, never the arm."
-        },
+    extra_tokens: float = option(
+        0.4,
+        "How much longer than max_steps every arm trains, as a share of it, so that one that needs more "
+        "tokens than the baseline can still reach its loss. The learning rate follows steps alone, never the "
+        "arm.",
     )
-    oscireset_period: int = field(
-        default=200,
-        metadata={"help": "Steps from one window of arms with oscireset to the next, from 0.6 max_steps on."},
+    oscireset_period: int = option(
+        200, "Steps from one window of arms with oscireset to the next, from 0.6 max_steps on."
     )
-    oscireset_window: int = field(default=50, metadata={"help": "Steps in a window."})
+    oscireset_window: int = option(50, "Steps in a window.")
 
-    corpus: str = field(
-        default="generated", metadata={"help": "'generated', 'files' (text or JSON lines) or 'hub' (streamed)."}
+    corpus: str = option("generated", "'generated', 'files' (text or JSON lines) or 'hub' (streamed).")
+    data_files: list[str] | None = option(None, "Files to train on: .txt, .json, .jsonl.")
+    validation_files: list[str] | None = option(None, "Files to validate on, of the same kind.")
+    dataset_name: str = option("allenai/c4", "Hub dataset for corpus 'hub'.")
+    dataset_config: str | None = option("en", "Its configuration.")
+    text_column: str = option("text", "Where the text is, in JSON lines and Hub datasets.")
+    tokenizer_name: str | None = option(
+        None, "Tokenizer of a checkpoint; by default bytes, for the generated corpus its characters."
     )
-    data_files: list[str] | None = field(default=None, metadata={"help": "Files to train on: .txt, .json, .jsonl."})
-    validation_files: list[str] | None = field(
-        default=None, metadata={"help": "Files to validate on, of the same kind."}
-    )
-    dataset_name: str = field(default="allenai/c4", metadata={"help": "Hub dataset for corpus 'hub'."})
-    dataset_config: str | None = field(default="en", metadata={"help": "Its configuration."})
-    text_column: str = field(default="text", metadata={"help": "Where the text is, in JSON lines and Hub datasets."})
-    tokenizer_name: str | None = field(
-        default=None,
-        metadata={"help": "Tokenizer of a checkpoint; by default bytes, for the generated corpus its characters."},
-    )
-    sequence_length: int = field(default=128, metadata={"help": "Tokens in a sequence; documents are packed."})
-    validation_sequences: int = field(default=32, metadata={"help": "Sequences in the fixed validation set."})
+    sequence_length: int = option(128, "Tokens in a sequence; documents are packed.")
+    validation_sequences: int = option(32, "Sequences in the fixed validation set.")
 
-    hidden_size: int = field(default=128, metadata={"help": "Width of the model."})
-    num_layers: int = field(default=4, metadata={"help": "Its depth."})
-    intermediate_size: int = field(default=256, metadata={"help": "Width of its MLPs."})
-    num_heads: int = field(default=4, metadata={"help": "Query heads."})
-    num_kv_heads: int = field(default=4, metadata={"help": "Key and value heads."})
-    initializer_range: float = field(
-        default=0.02, metadata={"help": "Standard deviation of initial weights; 1 / sqrt(width) suits narrow models."}
+    hidden_size: int = option(128, "Width of the model.")
+    num_layers: int = option(4, "Its depth.")
+    intermediate_size: int = option(256, "Width of its MLPs.")
+    num_heads: int = option(4, "Query heads.")
+    num_kv_heads: int = option(4, "Key and value heads.")
+    initializer_range: float = option(
+        0.02, "Standard deviation of initial weights; 1 / sqrt(width) suits narrow models."
     )
-    tie_word_embeddings: bool = field(default=False, metadata={"help": "One matrix for embedding and head."})
+    tie_word_embeddings: bool = option(False, "One matrix for embedding and head.")
 
     def __post_init__(self):
         if not 0 <= self.extra_tokens < 10:

@@ -122,7 +122,7 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
-    TrainingBar.install(trainer, title=f"{arm.name}, seed {seed}", shown={"eval_loss": "validation", "loss": "loss"})
+    TrainingBar.install(trainer, f"{arm.name}, seed {seed}", validation="eval_loss", loss="loss")
     started, used = time.monotonic(), time.process_time()
     checkpoint = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
     trainer.train(resume_from_checkpoint=checkpoint)

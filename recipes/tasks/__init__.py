@@ -2,15 +2,16 @@
 """Tasks that the recipes train and evaluate on: ``load_task("arithmetic")``, ``load_task("gsm8k", ...)``."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from .base import Task
+from recipes.common.options import option
+
+from .base import Subsets, Task
 from .generated import ALPHABET, arithmetic, few_shot, vocabulary, word_problems
-from .own_functions import REWARD_FORM, call_reward, check_reward, load_function
+from .own_functions import REWARD_FORM, call_reward, load_function
 from .sources import SCORES, Source, gsm8k, math500, own_problems
 from .tiny_model import build_byte_tokenizer, build_char_tokenizer, build_word_tokenizer
 
@@ -31,38 +32,28 @@ TASKS = (*_GENERATED, *_READ)
 class TaskArguments:
     """Options of a script that choose its task."""
 
-    task: str = field(default="arithmetic", metadata={"help": f"One of {', '.join(TASKS)}."})
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "gsm8k, math500, file: Hub dataset; openai/gsm8k, HuggingFaceH4/MATH-500."}
+    task: str = option("arithmetic", f"One of {', '.join(TASKS)}.")
+    dataset_name: str | None = option(None, "gsm8k, math500, file: Hub dataset; openai/gsm8k, HuggingFaceH4/MATH-500.")
+    dataset_config: str | None = option(None, "Its configuration; gsm8k: main.")
+    train_file: str | None = option(None, "JSON lines to train on instead of a Hub dataset.")
+    test_file: str | None = option(None, "JSON lines to evaluate on instead.")
+    n_train: int | None = option(None, "Rows of the train split to use; default all.")
+    n_test: int | None = option(None, "Rows of the test split to use; default all.")
+    data_seed_split: int = option(0, "Seed of the task's split and subsets.")
+    problem_count: int | None = option(None, "word_problems: problems to generate; 40000.")
+    problem_steps: list[int] | None = option(None, "word_problems: fewest and most steps of a problem; 2 4.")
+    prompt_column: str | None = option(None, "file: column of the prompts; prompt.")
+    answer_column: str | None = option(None, "file: column of the answers; answer.")
+    score: str | None = option(None, f"file: {', '.join(SCORES)} or FILE.py:function, called as f(completion, answer).")
+    reward: str | None = option(
+        None, "FILE.py:function in place of the task's reward, called as f(completions, answer, **kwargs)."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Its configuration; gsm8k: main."})
-    train_file: str | None = field(default=None, metadata={"help": "JSON lines to train on instead of a Hub dataset."})
-    test_file: str | None = field(default=None, metadata={"help": "JSON lines to evaluate on instead."})
-    n_train: int | None = field(default=None, metadata={"help": "Rows of the train split to use; default all."})
-    n_test: int | None = field(default=None, metadata={"help": "Rows of the test split to use; default all."})
-    data_seed_split: int = field(default=0, metadata={"help": "Seed of the task's split and subsets."})
-    problem_count: int | None = field(default=None, metadata={"help": "word_problems: problems to generate; 40000."})
-    problem_steps: list[int] | None = field(
-        default=None, metadata={"help": "word_problems: fewest and most steps of a problem; 2 4."}
-    )
-    prompt_column: str | None = field(default=None, metadata={"help": "file: column of the prompts; prompt."})
-    answer_column: str | None = field(default=None, metadata={"help": "file: column of the answers; answer."})
-    score: str | None = field(
-        default=None,
-        metadata={"help": f"file: {', '.join(SCORES)} or FILE.py:function, called as f(completion, answer)."},
-    )
-    reward: str | None = field(
-        default=None,
-        metadata={
-            "help": "FILE.py:function in place of the task's reward, called as f(completions, answer, **kwargs)."
-        },
-    )
-    conversational: bool = field(default=False, metadata={"help": "Send prompts as chat messages."})
-    prompt_template: str | None = field(default=None, metadata={"help": "Prompt text with the field {question}."})
+    conversational: bool = option(False, "Send prompts as chat messages.")
+    prompt_template: str | None = option(None, "Prompt text with the field {question}.")
 
     def load_task(self, test_only: bool = False) -> Task:
         """Load the task; raises as [`load_task`] does."""
-        options = {option.name: getattr(self, option.name) for option in fields(TaskArguments)}
+        options = {own.name: getattr(self, own.name) for own in fields(TaskArguments)}
         return load_task(options.pop("task"), seed=options.pop("data_seed_split"), test_only=test_only, **options)
 
 
@@ -73,10 +64,9 @@ def load_task(name: str, *, reward: str | None = None, test_only: bool = False, 
         name: one of `TASKS`.
         reward: ``FILE.py:function`` in place of the task's own reward; it is tried on two problems.
         test_only: for evaluation: a train split that would have to be read is left out (the task's `train` is None).
-        options: those of the task; None leaves one at its default. All have ``seed`` (of the split and of subsets),
-            ``n_train``, ``n_test`` and ``conversational``; tasks that are read (gsm8k, math500, file) those of
-            [`Source`]; ``file`` also ``prompt_column``, ``answer_column`` and ``score``; ``word_problems`` also
-            ``problem_count`` and ``problem_steps``.
+        options: those of the task; None leaves one at its default. All have those of [`Subsets`], tasks that are read
+            (gsm8k, math500, file) those of [`Source`]; ``file`` also ``prompt_column``, ``answer_column`` and
+            ``score``; ``word_problems`` also ``problem_count`` and ``problem_steps``.
 
     Raises:
         ValueError: an unknown name, an option that the task does not have, an empty split, or a function that cannot
@@ -87,23 +77,22 @@ def load_task(name: str, *, reward: str | None = None, test_only: bool = False, 
         raise ValueError(f"unknown task {name!r}: the tasks are {', '.join(TASKS)}")
     own = None if reward is None else load_function(reward, "reward", REWARD_FORM)
     given = {option: value for option, value in options.items() if value is not None}
-    shared = [field.name for field in fields(Source)] if name in _READ else []
-    function: Callable[..., Task] = _READ[name][0] if name in _READ else _GENERATED[name]
+    kind, function = (Source, _READ[name][0]) if name in _READ else (Subsets, _GENERATED[name])
+    shared = [field.name for field in fields(kind)]
     unknown = [option for option in given if option not in (*shared, *inspect.signature(function).parameters)]
     if unknown:
         raise ValueError(
             f"the task {name!r} does not take {', '.join(unknown)}; for problems of your own use the task 'file'"
         )
+    which = {option: given.pop(option) for option in shared if option in given}
     if name in _READ:
-        of_source = {option: given.pop(option) for option in shared if option in given}
-        dataset = {} if "dataset_name" in of_source else _READ[name][1]
-        task = function(Source(**{**dataset, **of_source}, test_only=test_only), **given)
-    else:
-        task = function(**given)
+        dataset = {} if "dataset_name" in which else _READ[name][1]
+        which = {**dataset, **which, "test_only": test_only}
+    task = function(kind(**which), **given)
     if own is None:
         return task
     tried = task.test.select(range(min(2, len(task.test))))
-    check_reward(own, reward, tried["prompt"], tried["completion"], tried["answer"])
+    call_reward(own, reward, tried["prompt"], tried["completion"], tried["answer"])
     return replace(task, reward_funcs=[own])
 
 

@@ -25,7 +25,6 @@ class Task:
         reward_funcs: TRL reward functions ``f(completions, answer, **kwargs) -> list[float]``.
         scores: metric name -> ``f(completion, answer) -> bool``; the first entry is the headline accuracy.
         max_completion_length: a sufficient number of new tokens (a hint).
-        metric: the folder in `recipes/metrics` that gives the same scores as an `evaluate` metric, if there is one.
     """
 
     name: str
@@ -34,7 +33,6 @@ class Task:
     reward_funcs: list[Callable[..., list[float]]]
     scores: dict[str, Callable[[str, str], bool]]
     max_completion_length: int
-    metric: str | None = None
 
 
 def choose_rows(n_rows: int, n_wanted: int | None, *, what: str, seed: int) -> list[int]:
@@ -57,9 +55,33 @@ def choose_rows(n_rows: int, n_wanted: int | None, *, what: str, seed: int) -> l
     return sorted(random.Random(seed).sample(range(n_rows), n_wanted))
 
 
-def make_dataset(rows: list[tuple[str, str, str]], conversational: bool) -> Dataset:
-    """Make a dataset of rows of prompt, completion and answer; conversational prompts are one user message each."""
-    columns: dict[str, list[Any]] = {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
-    if conversational:
-        columns["prompt"] = [[{"role": "user", "content": text}] for text in columns["prompt"]]
-    return Dataset.from_dict(columns)
+@dataclass(frozen=True, kw_only=True)
+class Subsets:
+    """Which problems of a task are used, and in which form.
+
+    Attributes:
+        seed: of generated problems, of their split and of subsets: the same in training and evaluation.
+        n_train, n_test: draw so many rows of a split; None: all. They never move a problem to the other split.
+        conversational: prompts are conversations of one user message, for chat models.
+    """
+
+    seed: int = 0
+    n_train: int | None = None
+    n_test: int | None = None
+    conversational: bool = False
+
+    def split(self, name: str, problems: list[tuple[str, str, str]], n_held_out: int) -> dict[str, Dataset]:
+        """Split problems (prompt, completion, answer), the first ``n_held_out`` of which are the test split."""
+        parts = {"test": problems[:n_held_out], "train": problems[n_held_out:]}
+        splits = {}
+        for split, wanted in (("test", self.n_test), ("train", self.n_train)):
+            chosen = choose_rows(len(parts[split]), wanted, what=f"{name}: the {split} split", seed=self.seed)
+            splits[split] = self.dataset([parts[split][index] for index in chosen])
+        return splits
+
+    def dataset(self, rows: list[tuple[str, str, str]]) -> Dataset:
+        """Make a dataset of rows of prompt, completion and answer."""
+        columns: dict[str, list[Any]] = {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
+        if self.conversational:
+            columns["prompt"] = [[{"role": "user", "content": text}] for text in columns["prompt"]]
+        return Dataset.from_dict(columns)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks whose problems are generated: nothing to download, and small models learn them on a CPU.
-
-Problems depend on `seed` alone, which must be the same for training and evaluation. `n_train` and `n_test` draw subsets
-and never move a problem to the other split.
-"""
+"""Tasks whose problems are generated: nothing to download, and small models learn them on a CPU."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -18,29 +14,7 @@ from hf_mxfp4.rl.rewards.numbers import (
     rewards_of,
 )
 
-from .base import Task, choose_rows, make_dataset
-
-
-Problems = list[tuple[str, str, str]]
-
-
-def _make(
-    name: str,
-    problems: Problems,
-    n_held_out: int,
-    *,
-    seed: int,
-    n_train: int | None,
-    n_test: int | None,
-    conversational: bool,
-    **task: Any,
-) -> Task:
-    """Make a task of problems (prompt, completion, answer), the first ``n_held_out`` of which are the test split."""
-    splits = {}
-    for split, part, wanted in (("test", problems[:n_held_out], n_test), ("train", problems[n_held_out:], n_train)):
-        chosen = choose_rows(len(part), wanted, what=f"{name}: the {split} split", seed=seed)
-        splits[split] = make_dataset([part[index] for index in chosen], conversational)
-    return Task(name, **splits, **task)
+from .base import Subsets, Task
 
 
 # ---- arithmetic -----------------------------------------------------------------------------------------------------
@@ -49,21 +23,15 @@ ALPHABET = "0123456789+="
 _LIMIT = 50
 
 
-def arithmetic(
-    *, seed: int = 0, n_train: int | None = None, n_test: int | None = None, conversational: bool = False
-) -> Task:
-    """Prompts ``"a+b="`` for all pairs 0 <= a, b < 50, shuffled by `seed`; one fifth, 500, is held out as the test. A
+def arithmetic(subsets: Subsets) -> Task:
+    """Prompts ``"a+b="`` for all pairs 0 <= a, b < 50, shuffled by the seed; one fifth, 500, is held out as the test. A
     model of 0.6M parameters learns it on two CPU cores in minutes."""
     pairs = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT)]
-    random.Random(seed).shuffle(pairs)
-    return _make(
+    random.Random(subsets.seed).shuffle(pairs)
+    problems = [(f"{a}+{b}=", str(a + b), str(a + b)) for a, b in pairs]
+    return Task(
         "arithmetic",
-        [(f"{a}+{b}=", str(a + b), str(a + b)) for a, b in pairs],
-        len(pairs) // 5,
-        seed=seed,
-        n_train=n_train,
-        n_test=n_test,
-        conversational=conversational,
+        **subsets.split("arithmetic", problems, len(problems) // 5),
         reward_funcs=[exact_match_reward],
         scores={"exact_match": is_exact_match},
         max_completion_length=4,  # two digits, the end, and one to get wrong
@@ -85,23 +53,17 @@ def first_line_reward(completions: Sequence[Any], answer: Sequence[str], **kwarg
     return rewards_of(is_first_line_correct, completions, answer)
 
 
-def few_shot(
-    *, seed: int = 0, n_train: int | None = None, n_test: int | None = None, conversational: bool = False
-) -> Task:
+def few_shot(subsets: Subsets) -> Task:
     """Prompts ``"12-5=7\\n8+9=17\\n14+9="``: sums and differences of numbers from 1 to 20, none negative, after two
     solved ones, which a small language model half knows. A third is held out as the test."""
     numbers = range(1, 21)
     problems = [(f"{a}+{b}=", a + b) for a in numbers for b in numbers]
     problems += [(f"{a}-{b}=", a - b) for a in numbers for b in range(1, a + 1)]
-    random.Random(seed).shuffle(problems)
-    return _make(
+    random.Random(subsets.seed).shuffle(problems)
+    problems = [(SHOTS + question, f"{gold}\n", str(gold)) for question, gold in problems]
+    return Task(
         "few_shot",
-        [(SHOTS + question, f"{gold}\n", str(gold)) for question, gold in problems],
-        len(problems) // 3,
-        seed=seed,
-        n_train=n_train,
-        n_test=n_test,
-        conversational=conversational,
+        **subsets.split("few_shot", problems, len(problems) // 3),
         reward_funcs=[first_line_reward],
         scores={"first_line": is_first_line_correct},
         max_completion_length=3,  # two digits and the end of the line
@@ -120,15 +82,7 @@ _QUESTION = "How many {item} does {name} have?"
 LARGEST = 199
 
 
-def word_problems(
-    *,
-    seed: int = 0,
-    n_train: int | None = None,
-    n_test: int | None = None,
-    conversational: bool = False,
-    problem_count: int = 40_000,
-    problem_steps: Sequence[int] = (2, 4),
-) -> Task:
+def word_problems(subsets: Subsets, *, problem_count: int = 40_000, problem_steps: Sequence[int] = (2, 4)) -> Task:
     """GSM8K in the small, for models of a few million parameters: prompts such as ``"Ann has 23 apples. Ann buys 14
     more. Ann loses 9. How many apples does Ann have?"``, with the completion ``" 23+14=37 37-9=28 #### 28"``.
 
@@ -144,19 +98,14 @@ def word_problems(
         )
     if not isinstance(problem_count, int) or problem_count < 10:
         raise ValueError(f"problem_count={problem_count!r} must be at least 10, so that both splits have problems")
-    draw = random.Random(seed)
+    draw = random.Random(subsets.seed)
     problems: dict[str, tuple[str, str, str]] = {}
     while len(problems) < problem_count:
         problem = _word_problem(draw, draw.randint(*steps))
         problems.setdefault(problem[0], problem)
-    return _make(
+    return Task(
         "word_problems",
-        list(problems.values()),
-        problem_count // 10,
-        seed=seed,
-        n_train=n_train,
-        n_test=n_test,
-        conversational=conversational,
+        **subsets.split("word_problems", list(problems.values()), problem_count // 10),
         reward_funcs=[gsm8k_strict_reward],
         scores={"strict": is_strict_correct, "flexible": is_flexible_correct},
         max_completion_length=13 * steps[1] + 16,

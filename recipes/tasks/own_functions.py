@@ -5,7 +5,6 @@ import asyncio
 import importlib.util
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,26 +48,16 @@ def check_score(score: Callable[..., Any], name: str, completions: Sequence[str]
     """Raise `ValueError` unless ``score`` can be called on texts and says whether they are right."""
     for completion, answer in zip(completions, answers, strict=True):
         verdict = _try(f"score={name!r}", SCORE_FORM, score, completion, answer)
-        # numpy has truth values of its own.
-        if type(verdict).__name__ not in ("bool_", "bool"):
+        if type(verdict).__name__ not in ("bool_", "bool"):  # numpy has truth values of its own
             raise ValueError(f"score={name!r} must be {SCORE_FORM}, and gave {verdict!r} for {completion!r}")
-
-
-def check_reward(
-    reward: Callable[..., Any], name: str, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
-) -> None:
-    """Raise `ValueError` unless ``reward`` can be called as TRL does and gives a number, or None, for each text."""
-    for value, text in zip(call_reward(reward, name, prompts, completions, answers), completions, strict=True):
-        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-            raise ValueError(f"reward={name!r} must give finite numbers or None, and gave {value!r} for {text!r}")
 
 
 def call_reward(
     reward: Callable[..., Any], name: str, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
-) -> list[Any]:
+) -> list[float | None]:
     """Call a reward as TRL does, with texts, or messages where the prompts are conversations; return the rewards.
 
-    Raises `ValueError` when the call fails or does not give one reward for each completion.
+    Raises `ValueError` when the call fails or does not give one finite number, or None, for each completion.
     """
     if not isinstance(prompts[0], str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
@@ -84,12 +73,14 @@ def call_reward(
         log_extra=lambda *args, **kwargs: None,
         log_metric=lambda *args, **kwargs: None,
     )
-    if isinstance(found, str) or not hasattr(found, "__iter__"):
-        raise ValueError(f"reward={name!r} must be {REWARD_FORM}, and gave {found!r}")
-    rewards = [value.item() if hasattr(value, "item") else value for value in found]
-    if len(rewards) != len(completions):
+    try:
+        rewards = [None if value is None else float(value) for value in found]
+    except (TypeError, ValueError):
+        rewards = []
+    if len(rewards) != len(completions) or not all(value is None or math.isfinite(value) for value in rewards):
         raise ValueError(
-            f"reward={name!r} gave {len(rewards)} rewards for {len(completions)} completions, not one for each"
+            f"reward={name!r} must be {REWARD_FORM}, a finite number or None for each of {len(completions)} "
+            f"completions, and gave {found!r:.200}"
         )
     return rewards
 

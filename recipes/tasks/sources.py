@@ -26,7 +26,7 @@ from hf_mxfp4.rl.rewards.numbers import (
     rewards_of,
 )
 
-from .base import Task, choose_rows, make_dataset
+from .base import Subsets, Task, choose_rows
 from .own_functions import SCORE_FORM, check_score, load_function
 
 
@@ -35,41 +35,33 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Scoring:
-    """How completions are scored: a check of gold answers, scores by name, a reward, and the `evaluate` metric."""
+    """How completions are scored: a check of gold answers, scores by name, and a reward."""
 
     check: Callable[[str], object]
     scores: dict[str, Callable[[str, str], bool]]
     reward: Callable[..., list[float]]
-    metric: str | None = None
 
 
 #: Scores of the task ``file``: the answer to the letter, as a number, or as mathematics.
 SCORES = {
     "exact_match": Scoring(str, {"exact_match": is_exact_match}, exact_match_reward),
     "number": Scoring(
-        normalize_number,
-        {"strict": is_strict_correct, "flexible": is_flexible_correct},
-        gsm8k_flexible_reward,
-        "number_answer",
+        normalize_number, {"strict": is_strict_correct, "flexible": is_flexible_correct}, gsm8k_flexible_reward
     ),
-    "math": Scoring(
-        check_math_answer, {"boxed": is_boxed_correct, "flexible": is_math_correct}, math_reward, "math_answer"
-    ),
+    "math": Scoring(check_math_answer, {"boxed": is_boxed_correct, "flexible": is_math_correct}, math_reward),
 }
 _GSM8K = 'Reason step by step, and finish with the final answer on a line of its own as "#### <number>".'
 _MATH = "Reason step by step, and put the final answer within \\boxed{{}}."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """Options that all tasks of this module share: where problems come from and how prompts are made of them.
+class Source(Subsets):
+    """Where the problems of a task come from and how prompts are made of them; rows keep the order of their source.
 
     Attributes:
         train_file, test_file: JSON lines; a split without a file is loaded from the Hub.
         dataset_name, dataset_config: a Hub dataset in the format of the task.
-        seed, n_train, n_test: draw so many rows of a split; None: all. Rows keep the order of their source.
         prompt_template: a format string with the field ``{question}``.
-        conversational: prompts are conversations of one user message, for chat models.
         test_only: read no train split.
     """
 
@@ -77,11 +69,7 @@ class Source:
     test_file: PathLike | None = None
     dataset_name: str | None = None
     dataset_config: str | None = None
-    seed: int = 0
-    n_train: int | None = None
-    n_test: int | None = None
     prompt_template: str | None = None
-    conversational: bool = False
     test_only: bool = False
 
     def read(
@@ -118,7 +106,7 @@ class Source:
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"{where}: {error}") from error
                 rows.append((template.format(question=question), *rest))
-            splits[split] = make_dataset(rows, self.conversational)
+            splits[split] = self.dataset(rows)
         return Task(name, **splits, **task)
 
     def _rows(
@@ -198,7 +186,6 @@ def gsm8k(source: Source) -> Task:
         ("Question: {question}\n" + _GSM8K + "\nAnswer:", "{question}\n\n" + _GSM8K),
         reward_funcs=[gsm8k_strict_reward],
         scores=SCORES["number"].scores,
-        metric="number_answer",
         max_completion_length=512,
     )
 
@@ -219,7 +206,6 @@ def math500(source: Source) -> Task:
         ("Problem: {question}\n" + _MATH + "\nSolution:", "{question}\n\n" + _MATH),
         reward_funcs=[math_reward],
         scores=SCORES["math"].scores,
-        metric="math_answer",
         max_completion_length=2048,
     )
 
@@ -250,7 +236,6 @@ def own_problems(
         ("{question}", "{question}"),
         reward_funcs=[scoring.reward],
         scores=scoring.scores,
-        metric=scoring.metric,
         max_completion_length=512,
     )
     if own:

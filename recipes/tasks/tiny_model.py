@@ -107,78 +107,51 @@ def build_word_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
-def build_qwen2(
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    hidden_size: int = 128,
-    num_layers: int = 4,
-    intermediate_size: int = 256,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    max_positions: int = 512,
-    tie_word_embeddings: bool = False,
-    initializer_range: float = 0.02,
-    seed: int = 0,
-) -> Qwen2ForCausalLM:
+#: Names of sizes, and those of transformers.
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings",
+    "experts_per_token": "num_experts_per_tok",
+}
+_DEFAULTS = {
+    "hidden_size": 128,
+    "num_layers": 4,
+    "intermediate_size": 256,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_positions": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **sizes: Any) -> Qwen2ForCausalLM:
     """Build a randomly initialised Qwen2 in float32 for `tokenizer`; the defaults make 0.6M parameters.
 
     The weights depend on the arguments only, and the global random state is left as it was.
 
+    Args:
+        sizes: ``hidden_size``, ``num_layers``, ``intermediate_size``, ``num_heads``, ``num_kv_heads``,
+            ``max_positions``, and other options of `Qwen2Config`.
+
     Raises:
         ValueError: `hidden_size` is not divisible by `num_heads`, or `num_heads` by `num_kv_heads`.
     """
-    return _build(
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        tokenizer,
-        seed,
-        hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tie_word_embeddings,
-        initializer_range=initializer_range,
-    )
+    return _build(Qwen2Config, Qwen2ForCausalLM, tokenizer, seed, {**_DEFAULTS, **sizes})
 
 
-def build_qwen3_moe(
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    hidden_size: int = 128,
-    num_layers: int = 4,
-    intermediate_size: int = 256,
-    num_experts: int = 8,
-    experts_per_token: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    max_positions: int = 512,
-    seed: int = 0,
-) -> Qwen3MoeForCausalLM:
+def build_qwen3_moe(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **sizes: Any) -> Qwen3MoeForCausalLM:
     """Build a randomly initialised Qwen3 mixture of experts in float32 for `tokenizer`, experts in every layer.
 
     `intermediate_size` is what a dense layer would have; each expert has a quarter of it. The defaults make 1.0M
-    parameters, of which a token uses 0.4M. As in [`build_qwen2`], the weights depend on the arguments only.
+    parameters, of which a token uses 0.4M. Arguments and errors are those of [`build_qwen2`], and ``num_experts`` (8)
+    and ``experts_per_token`` (2).
     """
-    return _build(
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        tokenizer,
-        seed,
-        hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        intermediate_size=intermediate_size,  # of layers without experts: there are none
-        moe_intermediate_size=intermediate_size // 4,
-        num_experts=num_experts,
-        num_experts_per_tok=experts_per_token,
-        norm_topk_prob=True,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=False,
-    )
+    sizes = {**_DEFAULTS, "num_experts": 8, "experts_per_token": 2, "norm_topk_prob": True, **sizes}
+    sizes["moe_intermediate_size"] = sizes["intermediate_size"] // 4
+    sizes["head_dim"] = sizes["hidden_size"] // sizes["num_heads"]
+    return _build(Qwen3MoeConfig, Qwen3MoeForCausalLM, tokenizer, seed, sizes)
 
 
 def _build(
@@ -186,16 +159,17 @@ def _build(
     model_class: type[PreTrainedModel],
     tokenizer: PreTrainedTokenizerFast,
     seed: int,
-    **options: Any,
+    sizes: dict[str, Any],
 ) -> Any:
-    """Build a model in float32 with random weights of its own seed."""
-    hidden, heads, kv_heads = (options[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    if hidden % heads or heads % kv_heads:
+    if sizes["hidden_size"] % sizes["num_heads"] or sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ValueError(
-            f"hidden_size must be divisible by num_heads and num_heads by num_kv_heads, got {hidden}, {heads}, "
-            f"{kv_heads}"
+            "hidden_size must be divisible by num_heads and num_heads by num_kv_heads, got {hidden_size}, {num_heads}, "
+            "{num_kv_heads}".format(**sizes)
         )
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    options = {_SIZES.get(name, name): value for name, value in sizes.items()}
+    if unknown := [name for name in options if name != "head_dim" and not hasattr(config_class(), name)]:
+        raise ValueError(f"{config_class.__name__} has no option {', '.join(unknown)}")
     config = config_class(vocab_size=len(tokenizer), dtype=torch.float32, **options, **special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

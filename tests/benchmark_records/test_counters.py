@@ -33,7 +33,7 @@ def test_saved_tensors_of_a_product_and_an_activation():
         model(x)
     # x for the first weight; the sigmoid's output, which is the input of the second product too. No weights.
     assert saved.held == x.nbytes + 3 * 16 * 4
-    assert saved.held_checkpointed == saved.held and saved.largest_layer == 0  # no decoder layer
+    assert saved.held_checkpointed == saved.held  # no decoder layer
 
 
 def test_nothing_is_saved_without_gradients():
@@ -52,8 +52,6 @@ def test_layers_are_told_apart_and_checkpointing_is_predicted_by_a_pass_without_
     with SavedTensors(model) as checkpointed:
         model(ids, labels=ids, use_cache=False)
     assert plain.held_checkpointed == checkpointed.held_checkpointed < plain.held / 3
-    assert plain.largest_layer > 0 == checkpointed.largest_layer
-    assert plain.held < plain.held_checkpointed + 3 * plain.largest_layer
     # What goes into three layers: hidden states of 2 x 14 x 64 float32 numbers each.
     assert plain.held_checkpointed > 3 * 2 * 14 * 64 * 4
 

@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint.card.auto_class import auto_class, pipeline_tag
+from hf_mxfp4.checkpoint import auto_class, pipeline_tag
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -67,7 +67,7 @@ def test_whatever_fails_in_making_a_card_is_a_warning(base, tmp_path, monkeypatc
     def fail(*args, **kwargs):
         raise RuntimeError("no card today")
 
-    monkeypatch.setattr("hf_mxfp4.checkpoint.card.model.make_card", fail)
+    monkeypatch.setattr("hf_mxfp4.checkpoint.card.make_card", fail)
     model = load(base, "packed")
     model.save_pretrained(tmp_path / "saved")
     assert "no model card was written: RuntimeError: no card today" in capsys.readouterr().err
@@ -85,7 +85,7 @@ def test_whatever_fails_in_making_a_card_is_a_warning(base, tmp_path, monkeypatc
         ("BertForMaskedLM", "AutoModelForMaskedLM", "fill-mask"),
         ("BertModel", "AutoModel", None),
         ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM", "text-generation"),
-        ("T5EncoderModel", "AutoModelForTextEncoding", None),
+        ("T5EncoderModel", "T5EncoderModel", None),
         ("LlavaForConditionalGeneration", "AutoModelForImageTextToText", "image-text-to-text"),
         ("ModelOfSomebodyForCausalLM", "AutoModelForCausalLM", "text-generation"),
     ],

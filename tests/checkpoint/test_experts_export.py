@@ -11,9 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
-from hf_mxfp4.checkpoint.io.folder import CheckpointError
-from hf_mxfp4.checkpoint.io.tensor_names import FileNames, Piece
+from hf_mxfp4.checkpoint import CheckpointError, FileNames, Piece, export, import_checkpoint, pack_checkpoint
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]

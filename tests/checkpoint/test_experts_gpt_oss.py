@@ -12,8 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.backends.select import dequantize
-from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint
-from hf_mxfp4.checkpoint.io.folder import CheckpointError
+from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint, pack_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.gemm import packed_tensor
 from hf_mxfp4.layers import MXFP4PackedExperts

@@ -236,7 +236,7 @@ NAME = "model.layers.1.mlp.experts."
         (lambda t: t.pop(f"{NAME}gate_up_proj"), f"has no tensor {NAME}gate_up_proj"),
         (
             lambda t: [t.pop(name) for name in list(t) if name.startswith(NAME)],
-            f"has no tensor {NAME}down_proj .6 missing",
+            f"has no tensor {NAME}gate_up_proj",
         ),
         (
             lambda t: t.update({f"{NAME}down_proj_macro": t[f"{NAME}down_proj_macro"][:, :63].clone()}),
@@ -244,18 +244,10 @@ NAME = "model.layers.1.mlp.experts."
         ),
         (
             lambda t: t.update({f"{NAME}down_proj": torch.zeros(4, 64, 32)}),
-            f"{NAME}down_proj is torch.float32 .4, 64, 32.*hf_mxfp4.pack",
-        ),
-        (
-            lambda t: t.update({f"{NAME}down_proj_residual": t[f"{NAME}down_proj"].clone()}),
-            f"has the tensor {NAME}down_proj_residual",
-        ),
-        (
-            lambda t: t.update({"model.layers.0.mlp.other.gate_up_proj_scale": torch.zeros(2, 2, 1, dtype=U8)}),
-            "model.layers.0.mlp.other.gate_up_proj_scale",
+            f"{NAME}down_proj is not packed .torch.float32.*hf_mxfp4.pack",
         ),
     ],
-    ids=["scale", "codes", "all", "shape", "float", "other-scheme", "no-owner"],
+    ids=["scale", "codes", "all", "shape", "float"],
 )
 def test_damaged_files_are_refused_by_name(damage, message, checkpoint, tmp_path):
     load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved")

@@ -11,10 +11,7 @@ from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4.checkpoint import export
-from hf_mxfp4.checkpoint.formats import FORMATS
-from hf_mxfp4.checkpoint.io.atomic import FolderError
-from hf_mxfp4.checkpoint.io.folder import CheckpointError
+from hf_mxfp4.checkpoint import FORMATS, CheckpointError, FolderError, export
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -225,17 +222,6 @@ def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(config, tmp_path)
         signal, noise = signal + energy, noise + error
     assert report.total_sqnr_db == pytest.approx(10 * torch.log10(torch.tensor(signal / noise)).item(), abs=1e-3)
     assert 10 < report.total_sqnr_db < 40
-
-
-def test_a_large_layer_is_requantized_in_portions_like_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_mxfp4.checkpoint.convert.exported_layer._PORTION", 64 * 32)
-    config = {"macro_block": 128, "weight_block": "32x32"}
-    source = save_packed(tmp_path / "packed", layers=1, config=config)
-    export(source, tmp_path / "out", "quark", "requantize")
-    layer = AutoModelForCausalLM.from_pretrained(source).model.layers[0].mlp.gate_proj
-    expected = hf_mxfp4.quantize(layer.dequantized_weight(torch.float32), scale_rule="even", block_rows=32)
-    assert layer.out_features == 96  # three portions
-    assert torch.equal(tensors_in(tmp_path / "out")["model.layers.0.mlp.gate_proj.weight"], expected.codes)
 
 
 def test_dequantizing_every_layer_leaves_a_plain_checkpoint(tmp_path):

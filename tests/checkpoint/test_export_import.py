@@ -13,10 +13,7 @@ from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import export, import_checkpoint
-from hf_mxfp4.checkpoint.formats import FORMATS
-from hf_mxfp4.checkpoint.io.folder import CheckpointError
-from hf_mxfp4.checkpoint.io.reader import ShardError
+from hf_mxfp4.checkpoint import FORMATS, CheckpointError, ShardError, export, import_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.layers import MXFP4PackedLinear
 

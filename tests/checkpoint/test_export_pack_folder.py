@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import pack_checkpoint
-from hf_mxfp4.checkpoint.io.folder import CheckpointError
+from hf_mxfp4.checkpoint import CheckpointError, pack_checkpoint
 
 
 SCHEMES = some(

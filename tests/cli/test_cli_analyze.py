@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 
 import hf_mxfp4
 from hf_mxfp4.cli import app
-from hf_mxfp4.lab import PAPER_SCHEMES
-from hf_mxfp4.lab.errors import weights as weights_module
-from hf_mxfp4.lab.errors.source import open_source
+from hf_mxfp4.lab import PAPER_SCHEMES, open_source
+from hf_mxfp4.lab import weights as weights_module
 from recipes.tasks.tiny_model import build_char_tokenizer
 
 
@@ -66,7 +65,6 @@ def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
         "does not rank schemes by the perplexity",
         "largest relative errors under mxfp4+rceil+mbs128-static+of0.5",
         "left out: 1 embedding (such as model.embed_tokens.weight)",
-        "are exactly orthogonal under mxfp4+rceil and mxfp4+rceil+mbs128-static:",
     ):
         assert text in done.stdout
     assert len(done.stdout.splitlines()) < 45 and len(done.stdout.encode()) < 6000
@@ -96,18 +94,6 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     assert summary["schemes"] == ["mxfp4+rceil"]
 
 
-def test_include_and_exclude(checkpoint, tmp_path):
-    patterns = ("--include", "layers.0", "--skip", "self_attn")
-    done = run(checkpoint(), *patterns, "--scheme", "rceil", "--json", "--out", tmp_path)
-    summary = json.loads(done.stdout)
-    assert list(summary["kinds"]["weight"]["by_layer_type"]["mxfp4+rceil"]) == [
-        "mlp.down_proj",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-    ]
-    assert summary["skipped"]["--skip"]["count"] == 4 + 3  # weights and biases of layer 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,6 +103,7 @@ def test_include_and_exclude(checkpoint, tmp_path):
         (["--activations"], "--activations and --text go together"),
         (["--text", "d.jsonl"], "--activations and --text go together"),
         (["--activations", "--text", "gone.jsonl"], "gone.jsonl cannot be read"),
+        (["--perplexity", "t.jsonl"], "--perplexity was removed: run hf-mxfp4 eval MODEL --text TEXT"),
     ],
 )
 def test_wrong_usage(checkpoint, tmp_path, arguments, message):
@@ -137,18 +124,10 @@ def test_a_folder_that_cannot_be_made(checkpoint, tmp_path):
     assert done.exit_code == 2 and done.stderr == f"error: File exists: {tmp_path / 'file'}\n"
 
 
-def test_quantized_checkpoint(checkpoint, tmp_path):
-    folder = Path(checkpoint())
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": {"quant_method": "fp8"}}))
-    done = run(folder, "--out", tmp_path)
-    assert done.exit_code == 2 and "(quant_method 'fp8' in its config.json)" in done.stderr
-
-
 @pytest.mark.parametrize("damage", ["truncated", "missing", "header", "nan"])
 def test_what_cannot_be_read_is_named_everywhere(checkpoint, tmp_path, damage):
     folder, out = Path(checkpoint(shard_size="60KB")), tmp_path / "out"
-    shard = open_source(str(folder)).shards[1]
+    shard = list(open_source(str(folder)).expected)[1]
     file, where = folder / shard, shard
     if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-1])
@@ -165,7 +144,7 @@ def test_what_cannot_be_read_is_named_everywhere(checkpoint, tmp_path, damage):
         save_file(tensors, file)
     done = run(folder, "--scheme", "rceil", "--out", out)
     assert done.exit_code == 1
-    assert f"problem: {where}: " in done.stderr and where in done.stdout and "problems" in done.stdout
+    assert f"problem: {where}: " in done.stderr
     report = json.loads((out / "report.json").read_text())
     assert [problem["where"] for problem in report["problems"]] == [where]
     assert 0 < len(report["tensors"]) < 14
@@ -221,19 +200,11 @@ def test_ctrl_c_and_on(checkpoint, tmp_path, monkeypatch):
 
 
 def test_a_model_on_the_hub(checkpoint, tmp_path, monkeypatch):
-    folder, asked = Path(checkpoint(shard_size="60KB")), []
-
-    def download(repo, file):
-        asked.append(file)
-        return str(folder / file)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    folder = Path(checkpoint(shard_size="60KB"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: folder)
     monkeypatch.chdir(tmp_path)
     done = run("someone/model", "--scheme", "rceil")
     assert done.exit_code == 0, done.stderr
-    shards = open_source(str(folder)).shards
-    assert asked == ["config.json", "model.safetensors.index.json", *shards]
-    assert f"{len(shards)} files of someone/model are downloaded one at a time" in done.stderr
     report = json.loads((tmp_path / "analysis" / "someone--model" / "report.json").read_text())
     assert (report["model"], report["source"]["kind"], len(report["tensors"])) == ("someone/model", "hub", 14)
 

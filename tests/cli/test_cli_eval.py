@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import add_evaluation, add_perplexity
-from hf_mxfp4.checkpoint.card.model import choose_card, is_generated
+from hf_mxfp4.checkpoint import add_evaluation, add_perplexity, choose_card, is_generated
 from hf_mxfp4.cli import app
-from hf_mxfp4.lab.perplexity import scoring
+from hf_mxfp4.lab import scoring
 from recipes.tasks.tiny_model import build_char_tokenizer
 
 
@@ -106,21 +105,13 @@ def test_ctrl_c_and_on(folder, text, tmp_path, monkeypatch):
     assert done.exit_code == 130 and "interrupted; the same command resumes where it stopped" in done.stderr
     assert not (tmp_path / "halves" / "evaluation.json").exists()
     done = run(*arguments, tmp_path / "halves")
-    # Of the reference what is still to be compared with it, and what the log lacks of the scheme.
-    assert done.exit_code == 0 and count == 5 + 2 + 2 and "holds 5 results" in done.stderr
+    # What the log lacks of the scheme.
+    assert done.exit_code == 0 and count == 5 + 2
     assert done.stdout == whole and json.loads(whole)["rows"][1]["name"] == "rceil"
     assert all((tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in FILES)
     assert run(*arguments, tmp_path / "whole", "--samples", 2).exit_code == 2
     again = run(*arguments, tmp_path / "whole", "--samples", 2, "--overwrite")
     assert json.loads(again.stdout)["texts"] == 2
-
-
-def test_a_second_evaluation_keeps_the_schemes_of_the_first(folder, text, tmp_path):
-    arguments = (folder, "--text", text, "--json", "--out", tmp_path / "out", "--scheme")
-    first = json.loads(run(*arguments, "rceil").stdout)["rows"]
-    second = json.loads(run(*arguments, "w4a16:even").stdout)["rows"]
-    assert [row["name"] for row in second] == ["full precision", "w4a16:even", "rceil"]
-    assert second[0] == first[0] and second[2] == first[1]
 
 
 def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
@@ -138,7 +129,6 @@ def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
     assert parts[1]["nats"]["value"] == pytest.approx(losses(quantized), rel=1e-6)
     by_type = json.loads(run(folder, *arguments, "type", "--scheme", "w4a16:floor").stdout)["rows"]
     assert [row["name"] for row in by_type[2:5]] == [f"w4a16:floor without self_attn.{x}_proj" for x in "qkv"]
-    assert [row["name"] for row in by_type[-2:]] == [row["name"] for row in parts]  # those of before
     refused = run(folder, "--text", text, "--without-each", "layer", "--scheme", "own", "--out", tmp_path / "other")
     assert refused.exit_code == 2
 
@@ -249,32 +239,3 @@ def test_an_exported_checkpoint_is_what_its_scheme_says(checkpoint, text, tmp_pa
     stored, own = (json.loads(one.stdout)["rows"][1] for one in (done, swapped))
     assert (stored["name"], own["name"]) == ("as stored", "w4a16:even")
     assert stored["kl"] == own["kl"] and stored["difference"] == own["difference"]
-
-
-def test_an_adapter_is_no_model(text, tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    done = run(tmp_path, "--text", text)
-    assert done.exit_code == 2 and "holds an adapter, not a model; merge it" in done.stderr
-
-
-def test_analyze_says_the_perplexity_of_its_schemes(folder, policy, text, tmp_path):
-    done = run(
-        *(folder, "--scheme", "rceil", "--scheme", "rceil+of0.5", "--perplexity", text, "--out", tmp_path / "out"),
-        command="analyze",
-    )
-    assert done.exit_code == 0, done.stderr
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [row["name"] for row in report["perplexity"]["rows"]] == ["full precision", "rceil", "rceil+of0.5"]
-    # The same figures as of eval.
-    json_of_eval = run(
-        folder, "--text", text, "--scheme", "rceil", "--out", tmp_path / "eval", "--samples", 8, "--json"
-    )
-    rows = json.loads(json_of_eval.stdout)["rows"]
-    assert rows[1]["kl"] == report["perplexity"]["rows"][1]["kl"]
-    assert "3 texts, 42 predicted tokens of sums.jsonl" in done.stdout
-    assert "<h2>Perplexity</h2>" in (tmp_path / "out" / "report.html").read_text()
-    done = run(policy, "--perplexity", text, "--out", tmp_path / "own", "--json", command="analyze")
-    assert [row["name"] for row in json.loads(done.stdout)["perplexity"]["rows"]] == ["full precision", "own"]
-    file = next(folder.glob("*.safetensors"))
-    refused = run(file, "--perplexity", text, "--out", tmp_path / "third", command="analyze")
-    assert refused.exit_code == 2 and "--perplexity needs a model's folder or hub id" in refused.stderr

@@ -32,7 +32,6 @@ def test_texts_modules_and_overwrite_have_one_name():
         ("analyze MODEL", "--activations --dataset a.jsonl", "--activations --text a.jsonl"),
         ("analyze MODEL", "--exclude a --exclude=b", "--modules-to-not-convert a --modules-to-not-convert=b"),
         ("compare A B", "--exclude a", "--skip a"),
-        ("export DIR OUT --format gguf", "--calibrate a.txt", "--text a.txt"),
     ],
 )
 def test_earlier_names_work_with_a_warning(command, old, now, capsys):
@@ -91,3 +90,9 @@ def test_wrong_words_are_one_line(command, message, tmp_path, monkeypatch):
     Path("bad.yaml").write_text("preset: [1")
     done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--text", "--calibrate"])
+def test_an_option_that_was_removed_says_what_to_use(option):
+    done = CliRunner().invoke(app, ["export", "DIR", "OUT", "--format", "gguf", option, "a.txt"])
+    assert done.exit_code == 2 and "was removed: run hf-mxfp4 gptq DIR ROUNDED --text FILE" in done.stderr

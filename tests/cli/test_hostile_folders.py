@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.cli import app
-from hf_mxfp4.lab.perplexity.load import load
+from hf_mxfp4.lab import load
 from hf_mxfp4.lab.planning import read_config
 
 

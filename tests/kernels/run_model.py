@@ -7,9 +7,9 @@ python run_model.py sm_90 [case ...]
 import json
 import sys
 
-from benchmarks.gpu.model.cases import cases
+from benchmarks.gpu.cases import cases
+from benchmarks.gpu.model.__main__ import modelled
 from benchmarks.gpu.model.gpus import gpus_of
-from benchmarks.gpu.model.run import modelled
 
 
 if __name__ == "__main__":

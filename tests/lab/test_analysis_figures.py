@@ -7,14 +7,18 @@ import matplotlib
 import pytest
 import torch
 
-from hf_mxfp4.lab import ErrorStatistics, PrecisionSweep, error_statistics, parse_scheme, precision_sweep
-from hf_mxfp4.lab.report.figures import (
+from hf_mxfp4.lab import (
+    ErrorStatistics,
+    PrecisionSweep,
     cosine_figure,
     delta_figure,
+    error_statistics,
     layer_labels,
     precision_figure,
+    precision_sweep,
     ratio_figure,
 )
+from hf_mxfp4.numerics import parse_scheme
 
 
 def statistics(text, seed=0):

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
-from hf_mxfp4.checkpoint.io.tensor_names import FileNames
+from hf_mxfp4.checkpoint import FileNames
 from hf_mxfp4.cli import app
-from hf_mxfp4.lab.errors.layer_names import classify
-from hf_mxfp4.lab.errors.source import open_source
-from hf_mxfp4.lab.errors.weights import analyze_weights, own_config, selection_for
+from hf_mxfp4.lab import Selection, analyze_weights, open_source
+from hf_mxfp4.lab.layers import classify
 from hf_mxfp4.numerics import QuantScheme
 
 
@@ -62,7 +61,7 @@ def test_what_is_analysed_is_what_is_quantized(family, skips, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
     model.save_pretrained(tmp_path / "qat")
     source = open_source(str(tmp_path / "qat"))
-    analysis = analyze_weights(source, [SCHEME], selection_for(source, config=own_config(source)))
+    analysis = analyze_weights(source, [SCHEME], Selection.of(source))
     assert {result.name for result in analysis.results} == quantized_tensors(model) and not analysis.problems
 
 
@@ -71,7 +70,7 @@ def test_errors_are_those_of_each_expert_by_itself(family, tmp_path):
     model = make_model(family, layers=1)
     model.save_pretrained(tmp_path / "base")
     source = open_source(str(tmp_path / "base"))
-    analysis = analyze_weights(source, [SCHEME], selection_for(source))
+    analysis = analyze_weights(source, [SCHEME], Selection.of(source))
     down = [
         result.statistics[str(SCHEME)] for result in analysis.results if "down" in result.name or "w2" in result.name
     ]

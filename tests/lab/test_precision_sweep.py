@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_mxfp4.lab import PrecisionSweep, error_statistics, precision_sweep
-from hf_mxfp4.lab.errors import sweep as module
+from hf_mxfp4.lab import sweep as module
 from hf_mxfp4.numerics import QuantScheme
 
 
@@ -46,8 +46,6 @@ def test_the_ends_are_known_schemes(data, swept):
 def test_the_sample_is_the_first_rows(data):
     rows = module.SAMPLE_ELEMENTS // 1024
     assert precision_sweep(data) == precision_sweep(data[:rows])
-    assert precision_sweep(data.view(2, 256, 1024)) == precision_sweep(data[:rows])
-    assert precision_sweep(data[:rows].t().contiguous(), axis=0) == precision_sweep(data[:rows])
     assert precision_sweep(data[:1].expand(1, 1024).repeat(1, 40)).energy > 0  # one row, longer than the sample
 
 

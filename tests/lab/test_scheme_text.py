@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.lab import PAPER_SCHEMES, parse_scheme
-from hf_mxfp4.numerics import QuantScheme
+from hf_mxfp4.lab import PAPER_SCHEMES
+from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 
 def every_scheme():

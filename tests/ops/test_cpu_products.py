@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import hf_mxfp4
-from hf_mxfp4 import fake_quantize
 from hf_mxfp4.backends.cpu import grouped_product, packed_product, product, unsupported_reason
 from hf_mxfp4.gemm import packed_tensor, quantize_weight
 from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
@@ -140,21 +139,13 @@ def test_several_panels(monkeypatch):
     torch.testing.assert_close(product(x, weight, bias), F.linear(x, weight.dequantize(torch.float32), bias))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inputs", ("plain", "static", "fallback"))
-def test_inputs_are_quantized_within(inputs, dtype):
-    x, weight = random(3, 160, dtype=dtype), packed(random(40, 160), SCHEMES["dynamic"])
-    scheme = SCHEMES[inputs]
-    assert torch.equal(product(x, weight, inputs=scheme), product(fake_quantize(x, **vars(scheme)), weight))
-
-
 def test_threads_do_not_change_bits(threads, monkeypatch):
     monkeypatch.setattr(packed_product, "_WORTH_A_THREAD", 1)
     x, weight = random(5, 320, dtype=torch.bfloat16), packed(random(200, 320), SCHEMES["static"])
     found = []
     for count in (1, 2, 3):
         threads(count)
-        found.append(product(x, weight, inputs=SCHEMES["plain"]))
+        found.append(product(x, weight))
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
@@ -194,7 +185,7 @@ def test_operators_check_shapes_before_addresses(rows):
 
     def call(x=x, bias=None, **changed):
         parts = [changed.get(name, getattr(weight, name)) for name in PARTS]
-        return torch.ops.hf_mxfp4.packed_linear(x, *parts, bias, None, x.dtype, str(scheme), "", "auto")
+        return torch.ops.hf_mxfp4.packed_linear(x, *parts, bias, None, x.dtype, str(scheme), "", 0, "auto")
 
     assert call(bias=random(12)).shape == (rows, 12)
     for changed in (
@@ -217,7 +208,7 @@ def test_ends_of_experts_that_are_no_rows_are_refused(ends):
     parts = {name: getattr(parts, name) for name in PARTS}
     x, ends = random(5, 64), torch.tensor(ends, dtype=torch.int32)
     with pytest.raises(ValueError, match="of experts end at|need torch.uint8|beyond the"):
-        torch.ops.hf_mxfp4.packed_experts(x, *parts.values(), None, ends, x.dtype, str(scheme), "", "auto")
+        torch.ops.hf_mxfp4.packed_linear(x, *parts.values(), None, ends, x.dtype, str(scheme), "", 0, "auto")
     weight = MXFP4Tensor(*parts.values(), length=64, axis=2, scheme=scheme, dtype=x.dtype)
     with pytest.raises(ValueError, match="of experts end at|need torch.uint8"):
         grouped_product(x, weight, ends)
@@ -237,9 +228,9 @@ def test_experts(scheme, dtype):
     together = MXFP4Tensor(**parts, length=96, axis=2, scheme=scheme, dtype=dtype)
     x, bias = random(12, 96, dtype=dtype), random(4, 21, dtype=dtype, seed=7)
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    found, start = grouped_product(x, together, ends, bias, QuantScheme()), 0
+    found, start = grouped_product(x, together, ends, bias), 0
     for expert, count in enumerate(counts):
-        own = product(x[start : start + count], weights[expert], bias[expert], QuantScheme())
+        own = product(x[start : start + count], weights[expert], bias[expert])
         assert torch.equal(found[start : start + count], own)
         start += count
 
@@ -254,7 +245,7 @@ for dtype, scheme, rows, (n, k) in itertools.product(
     (torch.bfloat16, torch.float32), SCHEMES.values(), (1, 2, 3, 5, 17, 70), ((1, 1), (7, 33), (17, 100), (3, 600))
 ):
     weight, x = packed(random(n, k), scheme), random(rows, k, dtype=dtype)
-    product(x, weight, random(n, dtype=dtype), SCHEMES["static"])
+    product(x, weight, random(n, dtype=dtype))
     weight.scale[0, 0] = 255
     x[0, 0] = float("nan")
     product(x, weight)

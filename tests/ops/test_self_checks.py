@@ -4,15 +4,9 @@
 import pytest
 import torch
 
-import mxfp4_kernels
-from hf_mxfp4.backends import select, self_check
-from hf_mxfp4.backends import triton as triton_kernels
+from hf_mxfp4.backends import self_check
 from hf_mxfp4.backends.self_check import FAMILIES, verdicts
 from hf_mxfp4.backends.self_check.verdicts import Family
-from hf_mxfp4.gemm import grouped
-from hf_mxfp4.gemm.tensor_cores import fast
-from hf_mxfp4.numerics import QuantScheme
-from mxfp4_kernels.common.plan import Packed
 
 
 GPU = torch.device("cuda", 0)
@@ -25,21 +19,6 @@ def test_checks_pass_and_find_each_broken_kernel(run_script, what, faults):
     assert len(report["broken"]) == faults
     for name, found in report["broken"].items():
         assert found is not None and ("off by" in found or "not the definition's" in found), name
-
-
-def test_layers_do_without_kernels_that_failed(run_script):
-    report = run_script("run_without_kernels.py", interpret=True)
-    used = {name: kernels for name, (kernels, _) in report.items()}
-    assert used == {
-        "fp8, passed": ["fake_quantize", "fold_e4m3"],
-        "dense, passed": ["fake_quantize"],
-        "packed, passed": ["dequantize", "linear_w4a16", "quantize"],
-        "fp8, failed": [],
-        "dense, failed": [],
-        "packed, failed": [],
-    }
-    for name, (_, distance) in report.items():
-        assert distance == 0 if "failed" in name else distance < 2e-6, name
 
 
 @pytest.fixture
@@ -131,36 +110,3 @@ def test_hardware_without_the_instructions_needs_no_check(one_gpu, monkeypatch):
     assert found.pop("mxfp4 products") == "not checked (no MXFP4 tensor cores here)"
     assert found.pop("fp8 products of torch").startswith("not checked (no product of FP8 with scales of 128")
     assert set(found.values()) == {"checked"} and list(found) == asked
-
-
-@pytest.mark.parametrize("problem", [None, "broken"])
-def test_codes_are_made_by_arithmetic_where_the_instruction_is_wrong(monkeypatch, problem):
-    device, asked = torch.device("meta"), []
-
-    def quantize(x, *, converts, **options):
-        asked.append(converts)
-        return Packed(*[None] * 5)
-
-    monkeypatch.setattr(verdicts, "_found", {("codes by instruction", device): problem})
-    monkeypatch.setattr(mxfp4_kernels, "quantize", quantize)
-    monkeypatch.setattr(mxfp4_kernels, "has_e2m1", lambda device: True)
-    for converts in (None, True, False):
-        triton_kernels.quantize(torch.empty(4, 32, device=device), QuantScheme(), 1, converts=converts)
-    fast.operand("mxfp4", torch.empty(4, 32, device=device), QuantScheme())
-    assert asked == [problem is None, True, False, problem is None]
-
-
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-@pytest.mark.parametrize("broken", [None, "quantize", "experts", "packed experts"])
-def test_kernels_asked_for_by_name_are_taken_as_they_are(monkeypatch, backend, broken):
-    device = torch.device("meta")
-    found = {(name, device): "broken" if name == broken else None for name in FAMILIES}
-    monkeypatch.setattr(verdicts, "_found", found)
-    monkeypatch.setattr(select, "backend_for", lambda *_: ("triton", None))
-    monkeypatch.setattr(triton_kernels, "unavailable", lambda device_type: None)
-    x = torch.empty(4, 32, device=device)
-    asked = backend == "triton"
-    assert (select.choose_backend(x, QuantScheme(), backend) == "triton") == (asked or broken != "quantize")
-    assert grouped.uses_kernels(x, backend) == (asked or broken != "experts")
-    packed = grouped.uses_kernels(x, backend, "packed experts")
-    assert packed == (asked or broken not in ("experts", "packed experts"))

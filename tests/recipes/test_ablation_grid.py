@@ -10,7 +10,7 @@ from recipes.ablations.grid import read_grid
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
-SHIPPED = [CONFIGS / f"ablation_{name}.yaml" for name in ("cpu", "h200", "qwen")]
+SHIPPED = [CONFIGS / f"ablation_{name}.yaml" for name in ("cpu", "h200_dense", "h200_moe", "qwen_dense", "qwen_moe")]
 #: The rows of the paper's tables, and what is beyond them.
 CELLS = (
     "bf16 mxfp4 mbs of mbs_of aqn aqn_mbs aqn_mbs_of mbs_of1 best best_aqn floor w4a16 w4a16_mbs aqn_low aqn_high"
@@ -35,14 +35,12 @@ def write(path, **changes):
 def test_cells_of_shipped_grids_are_accepted_and_differ_in_what_they_name(path):
     grid = read_grid(path, seeds=[0])
     assert grid.reference == "bf16"
-    for key, model in grid.models.items():
-        cells = [cell.name for cell in model.cells]
-        assert cells[: len(CELLS)] == CELLS
-        assert (cells[len(CELLS) :] == ["mxfp4_free", "mbs_of_free"]) == (key == "moe")
-    plain = {run.model.label: run.config for run in grid.runs if run.cell.name == "mxfp4"}
+    more = ["mxfp4_free", "mbs_of_free"] if path.stem.endswith("moe") else []
+    assert [cell.name for cell in grid.cells] == [*CELLS, *more]
+    plain = next(run.config for run in grid.runs if run.cell.name == "mxfp4")
     for run in grid.runs:
         run.parse()
-        different = {name for name, value in run.config.items() if value != plain[run.model.label].get(name)}
+        different = {name for name, value in run.config.items() if value != plain.get(name)}
         assert different <= {"output_dir", *run.cell.options}
 
 
@@ -58,21 +56,11 @@ def test_a_run_is_the_shared_options_and_its_own(tmp_path):
     assert [run.config["evaluate_before"] for run in runs] == [True] * 3 + [False] * 3
 
 
-def test_seeds_cells_and_models_can_be_chosen(tmp_path):
-    path = write(
-        tmp_path / "grid.yaml",
-        base=None,
-        models={"dense": {"base": {"model_name_or_path": "a"}}, "moe": {"base": {"model_name_or_path": "b"}}},
-        extra_cells={"free": {"models": ["moe"], "options": {"router_replay": False}}},
-    )
-    assert [len(model.cells) for model in read_grid(path).models.values()] == [3, 4]
-    grid = read_grid(path, seeds=[7], only=["mxfp4", "free"], models=["moe"], output=tmp_path / "other")
-    assert [run.name for run in grid.runs] == ["moe/mxfp4/seed7", "moe/free/seed7"]
-    assert next(grid.runs).folder == tmp_path / "other" / "moe" / "cells" / "mxfp4" / "seed7"
-    assert next(grid.runs).config["model_name_or_path"] == "b"
-    assert list(read_grid(path, only=["free"]).models) == ["moe"]
-    with pytest.raises(ValueError, match="none of the cells free is run on dense"):
-        read_grid(path, only=["free"], models=["dense"])
+def test_seeds_and_cells_can_be_chosen(tmp_path):
+    path = write(tmp_path / "grid.yaml", extra_cells={"free": {"options": {"router_replay": False}}})
+    grid = read_grid(path, seeds=[7], only=["mxfp4", "free"], output=tmp_path / "other")
+    assert [run.name for run in grid.runs] == ["mxfp4/seed7", "free/seed7"]
+    assert next(grid.runs).folder == tmp_path / "other" / "cells" / "mxfp4" / "seed7"
 
 
 @pytest.mark.parametrize(
@@ -89,8 +77,8 @@ def test_seeds_cells_and_models_can_be_chosen(tmp_path):
         ({"cells": {"bf16": {}, "mxfp4": {"naive": "w4"}}}, "no option 'w4'"),
         ({"base": {"architecture": "gpt"}}, "base: architecture='gpt' must be one of qwen2, qwen3_moe"),
         ({"base": {"architecture": "qwen2", "per_seed": True}}, "base has no option 'per_seed'"),
-        ({"base": None}, "needs either base, or models"),
-        ({"extra_cells": {"x": {"models": ["moe"]}}}, "models has no option 'moe'"),
+        ({"base": None}, "lacks base"),
+        ({"models": {"moe": {}}}, "models is gone: write a file for each model"),
         ({"cells": None}, "lacks cells"),
         ({"cells": "nowhere.yaml"}, "nowhere.yaml"),
     ],

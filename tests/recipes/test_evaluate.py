@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from recipes.evaluation import generate as evaluation
-from recipes.evaluation.completions import CompletionFile
-from recipes.evaluation.generate import Batch, complete_batches, tokenize
+from recipes.evaluation.generate import Batch, CompletionFile, complete_batches, tokenize
 from recipes.evaluation.policy import load_policy
 from recipes.evaluation.run import main
 from recipes.tasks import ALPHABET, load_task
@@ -69,7 +68,7 @@ def test_the_result_has_scheme_intervals_counts_and_what_is_needed_to_repeat_it(
     assert json.loads((folder / "result.json").read_text()) == result
     assert result["scheme"] == result["computed_in"] == MXFP4RLConfig().describe()
     assert (result["n"], result["n_quantized"], result["n_skipped"], result["control"]) == (30, 14, 1, None)
-    assert result["weight_sqnr_db"] == pytest.approx(load_policy(policy).sqnr_db)
+    assert result["weight_sqnr_db"] == pytest.approx(load_policy(policy).description["weight_sqnr_db"])
     measures = result["scores"]["exact_match"]
     assert list(measures) == ["greedy", "pass@1", "pass@4"]
     for name, of in measures.items():
@@ -291,7 +290,7 @@ def test_your_own_file_can_be_trained_on_too(tmp_path):
     file = write(tmp_path / "mine.jsonl", [{"prompt": f"{i}?", "answer": str(i)} for i in range(5)])
     options = {"score": "number", "prompt_template": "Q: {question}"}
     task = load_task("file", train_file=file, test_file=file, n_train=3, **options)
-    assert (len(task.train), len(task.test), task.metric) == (3, 5, "number_answer")
+    assert (len(task.train), len(task.test), list(task.scores)) == (3, 5, ["strict", "flexible"])
     assert task.test[1] == {"prompt": "Q: 1?", "completion": "1", "answer": "1"}
     [reward] = task.reward_funcs
     assert reward(completions=["it is 3", "4"], answer=["3", "5"]) == [1.0, 0.0]

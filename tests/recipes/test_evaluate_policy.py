@@ -55,6 +55,11 @@ def logits(model):
         return model.eval()(IDS).logits
 
 
+def about(policy, *names):
+    """What is said of a policy."""
+    return tuple(policy.description[name] for name in names)
+
+
 def n_layers(policy):
     return sum(isinstance(module, QUANTIZED) for module in policy.model.modules())
 
@@ -62,8 +67,9 @@ def n_layers(policy):
 def test_b24_a_policy_is_evaluated_under_its_own_scheme(folders):
     """73.31 % was reported as W4A4 and was BF16: the scheme comes from the checkpoint, is counted and named."""
     found = load_policy(folders["policy"])
-    assert found.computed_in == found.scheme == SCHEME.describe()
-    assert (found.n_quantized, found.n_skipped, n_layers(found)) == (14, 1, 14) and found.sqnr_db > 10
+    assert about(found, "computed_in", "scheme") == (SCHEME.describe(), SCHEME.describe())
+    assert (*about(found, "n_quantized", "n_skipped"), n_layers(found)) == (14, 1, 14)
+    assert found.description["weight_sqnr_db"] > 10
     assert torch.equal(logits(found.model), logits(AutoModelForCausalLM.from_pretrained(folders["policy"])))
     assert not torch.equal(logits(found.model), logits(load_policy(folders["base"]).model))
 
@@ -71,11 +77,14 @@ def test_b24_a_policy_is_evaluated_under_its_own_scheme(folders):
 def test_the_control_on_masters_is_full_precision_and_says_so(folders):
     control = load_policy(folders["policy"], control="masters")
     assert torch.equal(logits(control.model), logits(load_policy(folders["base"]).model))
-    assert (control.n_quantized, n_layers(control), control.sqnr_db) == (0, 0, None)
-    assert control.computed_in.startswith("CONTROL: full precision on the master weights (float32)")
-    assert control.scheme == SCHEME.describe() and SCHEME.describe() in control.computed_in
+    assert (*about(control, "n_quantized", "weight_sqnr_db", "scheme"), n_layers(control)) == (
+        0, None, SCHEME.describe(), 0,
+    )  # fmt: skip
+    (computed_in,) = about(control, "computed_in")
+    assert computed_in.startswith("CONTROL: full precision on the master weights (float32)")
+    assert SCHEME.describe() in computed_in
     in_16_bits = load_policy(folders["policy"], control="masters", dtype="bfloat16")
-    assert in_16_bits.dtype == "bfloat16" and "(bfloat16)" in in_16_bits.computed_in
+    assert "(bfloat16)" in in_16_bits.description["computed_in"]
 
 
 def test_the_control_on_quantized_weights_leaves_activations_alone(folders):
@@ -85,12 +94,12 @@ def test_the_control_on_quantized_weights_leaves_activations_alone(folders):
     own, masters = load_policy(folders["policy"]), load_policy(folders["policy"], control="masters")
     assert not torch.equal(logits(control.model), logits(own.model))
     assert not torch.equal(logits(control.model), logits(masters.model))
-    assert "dequantized weights" in control.computed_in
+    assert "dequantized weights" in control.description["computed_in"]
 
 
 def test_packed_weights(folders, dense_products):
     packed = load_policy(folders["packed"])
-    assert packed.n_quantized == n_layers(packed) == 14 and packed.scheme == SCHEME.describe()
+    assert (*about(packed, "n_quantized", "scheme"), n_layers(packed)) == (14, SCHEME.describe(), 14)
     assert torch.equal(logits(packed.model), logits(load_policy(folders["policy"]).model))
     assert n_layers(load_policy(folders["packed"], control="quantized")) == 0
     for name in ("packed", "on_packed"):
@@ -102,8 +111,8 @@ def test_packed_weights(folders, dense_products):
 def test_an_adapter_is_evaluated_on_its_base_in_the_scheme_it_was_trained_on(folders, adapter, base):
     found = load_policy(folders[adapter])
     recorded = json.loads(open(f"{folders[adapter]}/adapter_config.json").read())["base_quantization"]
-    assert found.scheme == MXFP4RLConfig.from_dict(recorded).describe()
-    assert (found.n_quantized, n_layers(found), found.adapter_on) == (14, 14, folders[base])
+    assert found.description["scheme"] == MXFP4RLConfig.from_dict(recorded).describe()
+    assert (*about(found, "n_quantized", "adapter_on"), n_layers(found)) == (14, folders[base], 14)
     assert not torch.equal(logits(found.model), logits(load_policy(folders[base]).model))  # the adapter does something
 
 
@@ -113,7 +122,7 @@ def test_the_control_of_an_adapter_keeps_the_adapter(folders):
     assert n_layers(control) == 0 and not torch.equal(logits(control.model), logits(plain.model))
     with control.model.disable_adapter():
         assert torch.equal(logits(control.model), logits(plain.model))
-    assert control.computed_in.startswith("CONTROL")
+    assert control.description["computed_in"].startswith("CONTROL")
     for name, base in (("on_policy", "policy"), ("on_packed", "packed")):
         control, plain = (
             load_policy(folders[name], control="quantized"),
@@ -128,7 +137,7 @@ def test_a_base_that_moved_is_named(folders, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(folders["base"], moved)
     found = load_policy(folders["on_base"], base=str(moved))
-    assert found.adapter_on == str(moved)
+    assert found.description["adapter_on"] == str(moved)
     assert torch.equal(logits(found.model), logits(load_policy(folders["on_base"]).model))
     with pytest.raises(ValueError, match="is no adapter, so it takes no base"):
         load_policy(folders["policy"], base=str(moved))
@@ -136,7 +145,9 @@ def test_a_base_that_moved_is_named(folders, tmp_path):
 
 def test_a_model_without_a_scheme_is_called_that_and_has_no_control(folders):
     plain = load_policy(folders["base"])
-    assert plain.scheme is None and plain.computed_in == "full precision (float32); the checkpoint carries no scheme"
+    assert about(plain, "scheme", "computed_in") == (
+        None, "full precision (float32); the checkpoint carries no scheme",
+    )  # fmt: skip
     for control in ("masters", "quantized"):
         with pytest.raises(ValueError, match="carries no MXFP4 scheme, so there is nothing to dequantize"):
             load_policy(folders["base"], control=control)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
-from hf_mxfp4.lab.run_report.log import RUN_LOG
+from hf_mxfp4.run_log import RUN_LOG
 from hf_mxfp4.stats import wilson
 from recipes.evaluation import generate as evaluation
 from recipes.grpo import main
@@ -148,16 +148,6 @@ def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsy
     assert len((out / "completions_after.jsonl").read_text().splitlines()) == 16
     assert "exact_match" in (out / "policy" / "README.md").read_text()
     assert "reloading failed all results are written; --reload_check 0" in capsys.readouterr().out
-
-
-def test_without_room_before_training_the_evaluation_before_rl_is_left_out_and_said_so(tmp_path, capsys, monkeypatch):
-    def no_room(device, model, copies):
-        return f"no room on {device}, copies: {copies}"
-
-    monkeypatch.setattr("recipes.post_training.evaluation.why_not_on", no_room)
-    summary = short_run(tmp_path / "out", "--reload_check=0", "--cache_rollout_weights=false")
-    assert summary["accuracy_before"] is None and summary["accuracy_after"]["exact_match"] >= 0
-    assert "not evaluated before RL: no room on cpu, copies: False" in capsys.readouterr().out
 
 
 # ---- options --------------------------------------------------------------------------------------------------------

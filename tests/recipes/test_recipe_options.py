@@ -109,11 +109,11 @@ def test_a_cell_with_a_preset_is_exactly_that_preset(tmp_path, capsys):
 
 def test_options_for_all_cells_and_another_start(tmp_path):
     path = grid_of(tmp_path / "grid.yaml", launcher="accelerate launch")
-    words = ["--config", str(path), "--max_steps", "2", "--model_name_or_path=small", "--launcher", "", "--dry-run"]
+    words = ["--config", str(path), "--max_steps", "2", "--model_name_or_path=small", "--launcher", "", "--report-only"]
     config, arguments, options = parse_ablation(words)
-    assert config == str(path) and arguments.dry_run and options == {"max_steps": 2, "model_name_or_path": "small"}
+    assert config == str(path) and arguments.report_only and options == {"max_steps": 2, "model_name_or_path": "small"}
     grid = read_grid(path, launcher=arguments.launcher, options=options)
-    assert grid.models[""].launcher == []
+    assert grid.launcher == []
     assert {(run.config["max_steps"], run.config["model_name_or_path"]) for run in grid.runs} == {(2, "small")}
     preset = read_grid(path, options={"preset": "paper_a"}, only=["mxfp4"])
     assert schemes_of(preset) == {"mxfp4": MXFP4RLConfig(preset="paper_a")}

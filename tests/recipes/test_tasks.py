@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from recipes.post_training.arguments import load_task_or_exit, parse
-from recipes.tasks import ALPHABET, build_tokenizer, load_task, sources, tiny_model, word_problems
+from recipes.tasks import ALPHABET, build_tokenizer, load_task, sources, tiny_model
 
 
 ROWS = [
@@ -394,7 +394,7 @@ def test_few_shot_problems_are_right_and_their_first_line_counts():
 
 
 def test_every_solution_is_the_arithmetic_of_its_problem():
-    task = word_problems(problem_count=600, problem_steps=(1, 5), seed=3)
+    task = load_task("word_problems", problem_count=600, problem_steps=(1, 5), seed=3)
     assert (len(task.test), len(task.train)) == (60, 540)
     words = {"gives": "-", "loses": "-", "sells": "-", "buys": "+", "finds": "+", "gets": "+"}
     kinds = set()
@@ -421,17 +421,17 @@ def test_every_solution_is_the_arithmetic_of_its_problem():
 
 
 def test_splits_are_disjoint_and_follow_the_seed():
-    first, again, other = (word_problems(problem_count=200, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (load_task("word_problems", problem_count=200, seed=seed) for seed in (0, 0, 1))
     assert first.train["prompt"] == again.train["prompt"] != other.train["prompt"]
     assert not set(first.train["prompt"]) & set(first.test["prompt"])
     few = load_task("word_problems", problem_count=200, problem_steps=[2, 4], n_test=5)
     assert set(few.test["prompt"]) < set(first.test["prompt"]) and len(few.test) == 5
-    assert word_problems(problem_count=20, conversational=True).train[0]["prompt"][0]["role"] == "user"
+    assert load_task("word_problems", problem_count=20, conversational=True).train[0]["prompt"][0]["role"] == "user"
 
 
 def test_lengths_are_within_the_hint_for_completions():
     tokenizer = build_tokenizer("word_problems")
-    task = word_problems(problem_count=2000, problem_steps=(4, 4))
+    task = load_task("word_problems", problem_count=2000, problem_steps=(4, 4))
     longest = max(len(tokenizer(text)["input_ids"]) for text in task.train["completion"])
     assert longest + 1 <= task.max_completion_length
 
@@ -439,7 +439,7 @@ def test_lengths_are_within_the_hint_for_completions():
 def test_the_tokenizer_knows_every_word_of_every_problem():
     tokenizer = build_tokenizer("word_problems")
     assert tokenizer.get_vocab() == build_tokenizer("word_problems").get_vocab()
-    task = word_problems(problem_count=1000, problem_steps=(1, 6), seed=7)
+    task = load_task("word_problems", problem_count=1000, problem_steps=(1, 6), seed=7)
     texts = [row[column] for row in [*task.train, *task.test] for column in ("prompt", "completion")]
     assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
     words = {word for text in texts for word in re.findall(r" ?[A-Za-z]+", text)}
@@ -573,10 +573,10 @@ def test_a_reward_for_another_task(tmp_path):
     ("option", "message"),
     [
         ({"reward": "f.py:positional"}, r"signature \(texts, golds\), failed .* callable as f\(completions, answer"),
-        ({"reward": "f.py:one"}, r"must be f\(completions, answer, \*\*kwargs\) -> list\[float\], and gave 1.0"),
-        ({"reward": "f.py:too_few"}, "gave 1 rewards for 2 completions, not one for each"),
-        ({"reward": "f.py:word"}, "must give finite numbers or None, and gave 'good' for '1'"),
-        ({"reward": "f.py:infinite"}, "must give finite numbers or None, and gave inf"),
+        ({"reward": "f.py:one"}, "must be f.* for each of 2 completions, and gave 1.0"),
+        ({"reward": "f.py:too_few"}, r"for each of 2 completions, and gave \[1.0\]"),
+        ({"reward": "f.py:word"}, "a finite number or None .* and gave \\['good'"),
+        ({"reward": "f.py:infinite"}, "a finite number or None .* and gave \\[inf"),
         ({"reward": "f.py:failing"}, "failed on problems of the task: IndexError"),
         ({"reward": "f.py:nothing"}, "has no function 'nothing'; it has ends, by_numpy, length"),
         ({"reward": "length"}, "reward='length' must be FILE.py:function"),

@@ -13,11 +13,12 @@ splits, and the host. A kernel can only be slower for these.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from .compile import Compiled
+import torch
+
+from .code import Compiled, body, counted, loops_of, read_sass, weights_of
 from .gpus import BUSY_WARPS, GPU, ISSUE, LATENCY, PIPE, START
-from .instructions import body, counted, loops_of, read_amdgcn, read_sass, weights_of
 from .stub import Operator
 from .work import Work
 
@@ -31,14 +32,12 @@ class Estimate:
         parts: seconds of each bound alone, the longest of which counts; with ``"start"``.
         instructions: of a thread per unit of work, by pipe.
         programs_per_multiprocessor: resident at once.
-        flops: by kind of product.
     """
 
     seconds: float
     parts: dict[str, float]
     instructions: dict[str, float]
     programs_per_multiprocessor: int = 0
-    flops: dict[str, float] = field(default_factory=dict)
 
     @property
     def bottleneck(self) -> str:
@@ -48,18 +47,17 @@ class Estimate:
 
 #: Pipes on which instructions run besides one another; float and integer products share one.
 _PIPES = {"integer": ("integer",), "float": ("float", "multiply"), "special": ("special",)}
-_AMD_PIPES = {"vector": ("integer", "multiply", "float", "special")}
 _SCHEDULERS = 4
 
 
-def executed(compiled: Compiled, gpu: GPU, work: Work) -> dict[str, float]:
+def executed(compiled: Compiled, work: Work) -> dict[str, float]:
     """Instructions that a warp of a program with work executes, by pipe, and its ``"lines"`` of memory.
 
     A product that the compiler has put before or behind the loop is a trip less of the loop.
 
     Raises `ValueError` for loops of a kernel that has no rule, or fewer loops than the rule says.
     """
-    code = body((read_amdgcn if gpu.vendor == "amd" else read_sass)(compiled.code))
+    code = body(read_sass(compiled.code))
     if not work.has_rule and loops_of(code):
         raise ValueError(
             "a kernel with loops needs a rule in benchmarks/gpu/model/work.py that says how often they run"
@@ -87,7 +85,7 @@ def resident(compiled: Compiled, gpu: GPU) -> int:
 
 def estimate(compiled: Compiled, gpu: GPU, work: Work) -> Estimate:
     """Of one launch."""
-    found = executed(compiled, gpu, work)
+    found = executed(compiled, work)
     programs = resident(compiled, gpu)
     # The multiprocessor with the most programs is the last one.
     on_busiest = math.ceil(work.programs / gpu.multiprocessors)
@@ -97,12 +95,10 @@ def estimate(compiled: Compiled, gpu: GPU, work: Work) -> Estimate:
     parts = {"memory": work.n_bytes / gpu.copy}
     lines = found.pop("lines")
     parts["loads"] = warps * lines * gpu.line_cycles / (PIPE * busy * gpu.clock)
-    pipes = _AMD_PIPES if gpu.vendor == "amd" else _PIPES
-    for name, kinds in pipes.items():
+    for name, kinds in _PIPES.items():
         cycles = sum(found.get(kind, 0.0) * gpu.cycles[kind] for kind in kinds)
         parts[name] = warps * cycles / (PIPE * busy * gpu.clock)
-    if gpu.vendor == "nvidia":
-        parts["issue"] = warps * sum(found.values()) / (ISSUE * busy * gpu.clock)
+    parts["issue"] = warps * sum(found.values()) / (ISSUE * busy * gpu.clock)
     under_way = gpu.multiprocessors * together * work.n_bytes / work.programs
     parts["latency"] = work.n_bytes * LATENCY / min(under_way, work.n_bytes)
     instructing = max(parts[name] for name in parts if name not in ("memory", "latency"))
@@ -114,33 +110,35 @@ def estimate(compiled: Compiled, gpu: GPU, work: Work) -> Estimate:
         longest = max(longest, max(parts["tensor"], instructing) + min(parts["tensor"], instructing) / together)
     parts["start"] = START
     per_unit = {kind: n * gpu.warp * compiled.warps * work.programs / work.elements for kind, n in found.items()}
-    return Estimate(START + longest, parts, per_unit, programs, work.flops)
+    return Estimate(START + longest, parts, per_unit, programs)
 
 
-def estimate_operator(step: Operator, gpu: GPU) -> Estimate:
-    """Of an operator of torch: products at the rate of the vendor's library, the rest at the bandwidth of a copy."""
-    parts, flops = {"memory": step.n_bytes / gpu.copy}, {}
+def estimate_operator(step: Operator, gpu: GPU, reached: float = 1.0) -> Estimate:
+    """Return that of an operator of torch: products at the rate of the vendor's library, others at that of a copy. Of
+    the weights of experts the part ``reached`` is read."""
+    n_bytes, parts = step.n_bytes, {}
     if step.name in PRODUCTS:
-        (first, size), (second, _) = step.inputs[PRODUCTS[step.name] :][:2]
-        kind = "fp8" if size == 1 else "bf16"
-        flops[kind] = 2.0 * math.prod(first) * second[-1]
-        parts["tensor"] = flops[kind] / gpu.library(kind)
+        (first, dtype), (second, second_dtype) = step.inputs[PRODUCTS[step.name] :][:2]
+        kind = KINDS.get(dtype, "bf16")
+        packed = 2 if kind == "fp4" else 1
+        parts["tensor"] = 2.0 * packed * math.prod(first) * second[-1] / gpu.library(kind)
+        if len(second) > len(first):
+            n_bytes -= (1 - reached) * math.prod(second) * second_dtype.itemsize
+    parts["memory"] = n_bytes / gpu.copy
     longest = max(parts.values())
-    return Estimate(START + longest, {**parts, "start": START}, {}, flops=flops)
+    return Estimate(START + longest, {**parts, "start": START}, {})
 
 
 #: Operators that multiply matrices: where the first of both is among their tensors.
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "_scaled_mm": 0, "_scaled_mm_v2": 0}
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "_grouped_mm": 0, "_scaled_mm": 0, "_scaled_mm_v2": 0}
+#: Kind of tensor cores by the dtype of the operands; two numbers of fp4 are one element.
+KINDS = {torch.float8_e4m3fn: "fp8", torch.float4_e2m1fn_x2: "fp4"}
 
 
 def in_turn(estimates: Sequence[Estimate]) -> Estimate:
-    """Of launches one after the other."""
+    """Return that of launches one after the other."""
     parts: dict[str, float] = {}
-    flops: dict[str, float] = {}
     for one in estimates:
-        for kind, count in one.flops.items():
-            flops[kind] = flops.get(kind, 0.0) + count
-        name = one.bottleneck
-        parts[name] = parts.get(name, 0.0) + one.seconds - one.parts["start"]
+        parts[one.bottleneck] = parts.get(one.bottleneck, 0.0) + one.seconds - one.parts["start"]
         parts["start"] = parts.get("start", 0.0) + one.parts["start"]
-    return Estimate(sum(one.seconds for one in estimates), parts, {}, flops=flops)
+    return Estimate(sum(one.seconds for one in estimates), parts, {})

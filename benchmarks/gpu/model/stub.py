@@ -56,12 +56,12 @@ class Operator:
 
     Attributes:
         name: as ``"mm"``.
-        inputs: shape and bytes of an element of each tensor that goes in.
+        inputs: shape and dtype of each tensor that goes in.
         n_bytes: read and written.
     """
 
     name: str
-    inputs: tuple[tuple[tuple[int, ...], int], ...]
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     n_bytes: int
 
 
@@ -112,11 +112,10 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
         name=gpu.name,
         major=gpu.capability[0],
         minor=gpu.capability[1],
-        gcnArchName=gpu.arch,
         multi_processor_count=gpu.multiprocessors,
         shared_memory_per_block_optin=gpu.shared_of_program,
-        total_memory=gpu.memory,
-        L2_cache_size=gpu.l2,
+        total_memory=80 << 30,
+        L2_cache_size=50 << 20,
         warp_size=gpu.warp,
     )
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
@@ -134,8 +133,7 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield torch.Tensor, "is_cuda", property(lambda x: is_on(x).type == "meta")
     yield torch.Tensor, "is_meta", property(lambda x: is_on(x).type == "meta" and bool(_in_torch))
     yield triton.JITFunction, "run", run
-    yield torch.version, "cuda", "13.0" if gpu.vendor == "nvidia" else None
-    yield torch.version, "hip", None if gpu.vendor == "nvidia" else "7.0"
+    yield torch.version, "cuda", "13.0"
     yield torch.cuda, "_lazy_init", lambda: None
     yield torch.cuda, "device", lambda _: contextlib.nullcontext()
     yield torch.cuda, "get_device_properties", lambda *_: properties
@@ -167,7 +165,7 @@ class _Operators(TorchDispatchMode):
         results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         computes = name not in _FREE and any(type(x).device.__get__(x).type == "cuda" for x in (*tensors, *results))
         if computes and any(x.numel() for x in results):
-            inputs = tuple((tuple(x.shape), x.element_size()) for x in tensors)
+            inputs = tuple((tuple(x.shape), x.dtype) for x in tensors)
             n_bytes = sum(x.numel() * x.element_size() for x in (*tensors, *results))
             self.steps.append(Operator(name, inputs, n_bytes))
         return out

@@ -9,7 +9,7 @@ refused ([`benchmarks.gpu.model.estimate.executed`]).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -175,32 +175,6 @@ def _grouped_packed(launch: Launch, at: Arguments, reached: float) -> Work:
     return Work(n_bytes, weights, "weight", programs, _once(trips), 1.0, flops, True)
 
 
-class _Product(NamedTuple):
-    rows: int
-    columns: int
-    steps: int
-
-
-def _product(launch: Launch, at: Arguments, size: _Product, kind: str, group: int) -> Work:
-    """Of whole tiles; instructions are those of a thread and a step."""
-    tile = at["TILE"]
-    tiles = math.ceil(size.rows / tile.BM) * math.ceil(size.columns / tile.BN)
-    flops = {kind: 2.0 * tiles * tile.BM * tile.BN * size.steps * group}
-    threads = 32 * at["num_warps"] * launch.programs
-    n_bytes, trips = bytes_of(launch.arguments), (size.steps,)
-    return Work(n_bytes, threads * size.steps, "step and thread", launch.programs, trips, 1.0, flops, True)
-
-
-def _matmul_e4m3(launch: Launch, at: Arguments, _: float) -> Work:
-    return _product(launch, at, _Product(at["n_rows"], at["n_cols"], at["length"] // 128), "fp8", 128)
-
-
-def _matmul_mxf4(launch: Launch, at: Arguments, _: float) -> Work:
-    steps = math.ceil(at["row_bytes"].n_codes / 64)
-    kind = "mxfp4" if at["NATIVE"] else "bf16"
-    return _product(launch, at, _Product(at["n_rows"], at["n_cols"], steps), kind, 128)
-
-
 _RULES: dict[str, Callable[[Launch, Arguments, float], Work]] = {
     "quantize_kernel": _rows,
     "quantize_both_kernel": _both,
@@ -218,6 +192,4 @@ _RULES: dict[str, Callable[[Launch, Arguments, float], Work]] = {
     "scale_bytes_kernel": _column_maxima,
     "linear_kernel": _decode,
     "grouped_packed_kernel": _grouped_packed,
-    "matmul_e4m3_kernel": _matmul_e4m3,
-    "matmul_mxf4_kernel": _matmul_mxf4,
 }

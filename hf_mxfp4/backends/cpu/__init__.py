@@ -2,7 +2,7 @@
 """Quantization fused into one pass on the CPU, with the reference's bits, and products with packed weights: C++ that is
 compiled on first use."""
 
-from .functions import dequantize, fake_quantize, quantize, quantizer, rotate, takes_rotation, unsupported_reason
+from .functions import dequantize, fake_quantize, quantize, rotate, takes_rotation, unsupported_reason
 from .packed_product import grouped_product, product
 
 
@@ -12,7 +12,6 @@ __all__ = [
     "grouped_product",
     "product",
     "quantize",
-    "quantizer",
     "rotate",
     "takes_rotation",
     "unsupported_reason",

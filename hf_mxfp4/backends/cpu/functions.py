@@ -3,7 +3,7 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,11 +57,6 @@ def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     if rows.numel():
         _over_rows("mxfp4_quantize", rows, scheme, out.data_ptr(), *[None] * 5)
     return out
-
-
-def quantizer(dtype: torch.dtype, scheme: QuantScheme, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[`fake_quantize`] under one scheme."""
-    return functools.partial(fake_quantize, scheme=scheme)
 
 
 def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:

@@ -63,7 +63,6 @@ class ProductStruct(ctypes.Structure):
         ("x", _POINTER),
         ("type", _INT64),
         ("n_rows", _INT64),
-        ("inputs", ctypes.POINTER(SchemeStruct)),
         ("codes", _POINTER),
         ("scale", _POINTER),
         ("macro", _POINTER),

@@ -4,18 +4,16 @@ dequantized values that stay in the cache."""
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from ...numerics import MXFP4Tensor, QuantScheme
+from ...numerics import MXFP4Tensor
 from .functions import (
     TYPES,
     checked_parts,
     dequantize_into,
     description,
-    fake_quantize,
     in_memory,
     part_sizes,
     parts_of,
@@ -30,29 +28,17 @@ _WORTH_A_THREAD = 1 << 17
 _PANEL, _PANEL_ROWS = 1 << 20, (512, 1024)
 
 
-OnCodes = Callable[..., torch.Tensor]
-
-
-def on_codes(scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype) -> OnCodes:
-    """Products on the codes of weights of one scheme and shape: arguments as of [`_on_codes`]."""
-    return functools.partial(_on_codes, scheme=scheme, in_features=in_features, out_features=out_features)
-
-
 def _on_codes(
     x: torch.Tensor,
-    parts: Sequence[torch.Tensor | None],
-    bias: torch.Tensor | None = None,
-    inputs: QuantScheme | None = None,
+    weight: MXFP4Tensor,
+    bias: torch.Tensor | None,
     ends: torch.Tensor | None = None,
-    *,
-    scheme: QuantScheme,
-    in_features: int,
-    out_features: int,
 ) -> torch.Tensor:
-    """[`product`] with the parts of a weight, or of all experts with the ``ends`` of [`grouped_product`]."""
+    """[`product`], or [`grouped_product`] with the ``ends`` of rows."""
+    scheme, in_features, out_features = weight.scheme, weight.length, weight.codes.shape[-2]
     leading = (out_features,) if ends is None else (len(ends), out_features)
     _check(x, bias, x.dtype, in_features, leading)
-    parts = checked_parts(parts, leading, part_sizes(scheme, in_features))
+    parts = checked_parts(parts_of(weight), leading, part_sizes(scheme, in_features))
     out = x.new_empty((*x.shape[:-1], out_features))
     if not out.numel():
         return out
@@ -65,7 +51,6 @@ def _on_codes(
         x=x.data_ptr(),
         type=TYPES[x.dtype],
         n_rows=n_rows,
-        inputs=None if inputs is None else ctypes.pointer(description(inputs, in_features)),
         codes=codes,
         scale=scale,
         macro=macro,
@@ -92,10 +77,8 @@ def product(
     x: torch.Tensor,
     weight: MXFP4Tensor,
     bias: torch.Tensor | None = None,
-    inputs: QuantScheme | None = None,
-    prepared: OnCodes | None = None,
 ) -> torch.Tensor:
-    """``Q(x) Q(W)^T + b`` of CPU tensors, without gradients.
+    """``x Q(W)^T + b`` of CPU tensors, without gradients.
 
     Of up to [`most_rows`] rows sums are in float32, of exact products up to the rounding of a macro factor, and rounded
     once, the same whatever the number of threads; of more, ``Q(W)`` is rounded to the dtype of ``x`` first, in panels.
@@ -104,8 +87,6 @@ def product(
         x: ``[..., K]`` float32, bfloat16 or float16.
         weight: ``[N, K]``, quantized along its last axis.
         bias: ``[N]`` in the dtype of ``x``.
-        inputs: how ``x`` is quantized first: a scheme that [`unsupported_reason`] has nothing against.
-        prepared: not used.
 
     Returns:
         ``[..., N]`` in the dtype of ``x``.
@@ -114,10 +95,9 @@ def product(
         ValueError: ``x``, the weight and the bias do not fit together.
         RuntimeError: one of them is not on the CPU, or its memory was freed.
     """
-    out_features = weight.codes.shape[0]
-    if x.shape[:-1].numel() > most_rows() and out_features:
-        return _by_panels(x if inputs is None else fake_quantize(x, inputs), weight, bias)
-    return on_codes(weight.scheme, weight.length, out_features, x.dtype)(x, parts_of(weight), bias, inputs)
+    if x.shape[:-1].numel() > most_rows() and weight.codes.shape[0]:
+        return _by_panels(x, weight, bias)
+    return _on_codes(x, weight, bias)
 
 
 def grouped_product(
@@ -125,7 +105,6 @@ def grouped_product(
     weight: MXFP4Tensor,
     ends: torch.Tensor,
     bias: torch.Tensor | None = None,
-    inputs: QuantScheme | None = None,
 ) -> torch.Tensor:
     """[`product`] of each expert's rows with its own weight, all on the codes.
 
@@ -134,13 +113,11 @@ def grouped_product(
         weight: ``[experts, N, K]``, quantized along its last axis.
         ends: int32 ``[experts]`` on the CPU, where the rows of each end.
         bias: ``[experts, N]`` in the dtype of ``x``.
-        inputs: as there.
 
     Returns:
         ``[S, N]`` in the dtype of ``x``.
     """
-    prepared = on_codes(weight.scheme, weight.length, weight.codes.shape[1], x.dtype)
-    return prepared(x, parts_of(weight), bias, inputs, ends)
+    return _on_codes(x, weight, bias, ends)
 
 
 @functools.cache

@@ -12,9 +12,6 @@
 
 int mxfp4_process = 0;
 
-extern "C" void mxfp4_quantize(const char*, int, int64_t, const Scheme*, int64_t, int64_t, char*, uint8_t*, uint8_t*,
-                               uint8_t*, uint8_t*, uint8_t*);
-
 namespace {
 
 constexpr int kGroup = 16;                        // blocks
@@ -39,7 +36,6 @@ struct Arguments {
     const char* x;
     int64_t type;  // of x, the bias and y
     int64_t n_rows;
-    const Scheme* inputs;  // how x is quantized first; null: not at all
     const uint8_t *codes, *scale, *macro, *residual_codes, *residual_scale;
     int64_t in_features, out_features;
     const Scheme* weights;
@@ -237,12 +233,6 @@ class Product {
           x_{a_.x, static_cast<Type>(a_.type), a_.in_features},
           weight_{a_.codes, a_.scale, a_.macro, a_.residual_codes, a_.residual_scale, a_.in_features, a_.weights},
           chunks_((a_.out_features + kColumns - 1) / kColumns) {
-        if (a_.inputs != nullptr) {
-            quantized_.resize(static_cast<size_t>(a_.n_rows * x_.length * size_of(x_.type)));
-            mxfp4_quantize(x_.data, x_.type, x_.length, a_.inputs, a_.n_rows, a_.threads, quantized_.data(), nullptr,
-                           nullptr, nullptr, nullptr, nullptr);
-            x_.data = quantized_.data();
-        }
         const int32_t one_end[1] = {static_cast<int32_t>(a_.n_rows)};
         const int32_t* ends = a_.ends == nullptr ? one_end : a_.ends;
         for (int64_t e = 0, first = 0; e < a_.n_experts; first = ends[e++]) add_expert(e, first, ends[e]);
@@ -321,7 +311,6 @@ class Product {
     std::vector<Tile> tiles_;
     std::vector<Expert> experts_;
     std::unique_ptr<float[]> ordered_;
-    std::vector<char> quantized_;
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 trainable ones by PEFT's ``target_parameters``, added beside the quantized weight."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -15,9 +16,9 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES, Groups, compiled_linear, quantized_linear
+from ...gemm import PACKED_FIELDS, Groups, compiled_linear, quantized_linear
 from ...layers import MXFP4Experts, is_full_precision
-from .merging import MergeError, MergesIntoMasters, MergesIntoPacked
+from .merging import MergesIntoMasters, MergesIntoPacked
 
 
 #: Of one adapter and projection: ``A`` ``[experts, r, K]``, ``B`` ``[experts, N, r]``, the scaling and the dropout.
@@ -132,36 +133,28 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
             return result
         factors = []
         for name in self.active_here():
-            a, b = (getattr(side[name], projection) for side in (self.lora_A, self.lora_B))
-            factors.append((a, b, self.scaling[name], self.lora_dropout[name]))
+            sides = self.lora_A[name][projection], self.lora_B[name][projection]
+            factors.append((*sides, self.scaling[name], self.lora_dropout[name]))
         return add_factors(self, result, x, groups, factors)
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Pack the sums of the weights and these adapters (default: the active ones) in place of the weights.
-
-        Args:
-            safe_merge: raise `ValueError`, and change nothing, when a sum is not finite.
-
-        Raises `ValueError` for weights that are not here in full.
-        """
-        names = self.names_to_merge(adapter_names)
-        if not names:
-            return
+    def places(self) -> Iterator[tuple[str, int]]:
         base = self.get_base_layer()
-        base.check()
-        names = [*self.merged_adapters, *names]
-        packed = {name: torch.empty_like(getattr(base, name)) for name in base.shapes()}
-        errors = []
-        for projection in base.projections:
-            for expert in range(base.n_experts):
-                total, update = self._sum(projection, expert, names)
-                if safe_merge:
-                    self.check_finite(total, names, f" of expert {expert}")
-                parts = base.pack_matrix(total)
-                for field, value in parts.items():
-                    packed[f"{projection}{field.removeprefix('weight')}"][expert] = value
-                errors.append(MergeError.of(total, update, base.unpacked(projection, parts, torch.float32)))
-        self.set_merged(packed, names, MergeError.summed(errors))
+        return itertools.product(base.projections, range(base.n_experts))
+
+    def parts(self, tensors: dict[str, torch.Tensor], place: tuple[str, int]) -> dict[str, torch.Tensor]:
+        projection, expert = place
+        names = {field: f"{projection}{field.removeprefix('weight')}" for field in PACKED_FIELDS}
+        return {field: tensors[name][expert] for field, name in names.items() if name in tensors}
+
+    def factors(self, place: tuple[str, int], adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        projection, expert = place
+        return self.lora_A[adapter][projection][expert], self.lora_B[adapter][projection][expert]
+
+    def pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.get_base_layer().pack_matrix(weight)
+
+    def unpack(self, packed: dict[str, torch.Tensor], place: tuple[str, int]) -> torch.Tensor:
+        return self.get_base_layer().unpacked(place[0], packed, torch.float32)
 
     @torch.no_grad()
     def to_plain(self, dtype: torch.dtype, names: list[str]) -> nn.Module:
@@ -184,23 +177,7 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
     def _fill(self, weight: torch.Tensor, projection: str, names: list[str]) -> None:
         """Write the sums into a weight in the model's layout."""
         for expert, rows in enumerate(weight.transpose(1, 2) if self.get_base_layer().is_transposed else weight):
-            rows.copy_(self._sum(projection, expert, names)[0])
-
-    @torch.no_grad()
-    def _sum(self, projection: str, expert: int, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return, for one expert in float32, the unmerged weight ``[N, K]`` with these adapters, and their part."""
-        base = self.get_base_layer()
-        stored = {
-            field: self.stored(f"{projection}{suffix}")[expert]
-            for field, suffix in zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True)
-            if f"{projection}{suffix}" in base.shapes()
-        }
-        weight = base.unpacked(projection, stored, torch.float32)
-        update = torch.zeros_like(weight)
-        for name in names:
-            a, b = (getattr(side[name], projection)[expert].to(update) for side in (self.lora_A, self.lora_B))
-            update.addmm_(b, a, alpha=self.scaling[name])
-        return weight + update, update
+            rows.copy_(self.sum_at((projection, expert), names)[0])
 
     def __repr__(self) -> str:
         return f"lora.{super().__repr__()}"

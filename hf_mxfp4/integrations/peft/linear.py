@@ -9,53 +9,33 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from ...gemm import PACKED_FIELDS
-from ...layers import MXFP4PackedLinear
-from .merging import MergeError, MergesIntoMasters, MergesIntoPacked
+from .merging import MergesIntoMasters, MergesIntoPacked
 
 
 class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):
     """[`peft.tuners.lora.Linear`] on an [`MXFP4PackedLinear`]: ``Q(x) Q(W)^T + b + s B A x``."""
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Pack the sum of the weight and these adapters (default: the active ones) in place of the weight.
+    def places(self) -> list[tuple]:
+        return [()]
 
-        Args:
-            safe_merge: raise `ValueError`, and change nothing, when the sum is not finite.
+    def parts(self, tensors: dict[str, torch.Tensor], place: tuple) -> dict[str, torch.Tensor]:
+        return tensors
 
-        Raises `ValueError` for a weight that is not here in full.
-        """
-        base, names = self.get_base_layer(), self.names_to_merge(adapter_names)
-        if not isinstance(base, MXFP4PackedLinear):  # it was dequantized, to be merged in full precision
-            super().merge(safe_merge, names)
-            return
-        if not names:
-            return
-        base.check()
-        names = [*self.merged_adapters, *names]
-        total, update = self._sum(names)
-        if safe_merge:
-            self.check_finite(total, names)
-        packed = base.pack_weight(total)
-        self.set_merged(packed, names, MergeError.of(total, update, base.unpacked(packed, torch.float32)))
+    def factors(self, place: tuple, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
+
+    def pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.get_base_layer().pack_weight(weight)
+
+    def unpack(self, packed: dict[str, torch.Tensor], place: tuple) -> torch.Tensor:
+        return self.get_base_layer().unpacked(packed, torch.float32)
 
     @torch.no_grad()
     def effective_weight(self) -> torch.Tensor:
         """Return the float32 weight ``Q(W) + delta`` of the active adapters, as the forward pass computes with."""
         if self.merged:
             return self.get_base_layer().dequantized_weight(torch.float32)
-        return self._sum([] if self.disable_adapters else self.active_here())[0]
-
-    @torch.no_grad()
-    def _sum(self, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return in float32 the unmerged weight with these adapters, and the adapters' part alone."""
-        base = self.get_base_layer()
-        update = torch.zeros(base.out_features, base.in_features, device=base.weight.device)
-        for name in names:
-            a, b = self.lora_A[name].weight, self.lora_B[name].weight
-            update.addmm_(b.float(), a.float(), alpha=self.scaling[name])
-        packed = {name: self.stored(name) for name in PACKED_FIELDS if getattr(base, name) is not None}
-        return base.unpacked(packed, torch.float32) + update, update
+        return self.sum_at((), [] if self.disable_adapters else self.active_here())[0]
 
     def __repr__(self) -> str:
         return super().__repr__().replace("lora.Linear", f"lora.{type(self).__name__}", 1)

@@ -10,7 +10,7 @@ import torch
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import nn
 
-from ...layers import QUANTIZED
+from ...layers import PACKED, QUANTIZED
 
 
 #: Below this SQNR of the adapters' change, a merge into quantized weights is pointed out: at 4 to 5 dB the policies of
@@ -106,29 +106,62 @@ class Merges:
 class MergesIntoPacked(Merges):
     """Mixin before a PEFT layer on packed weights: a merge packs the sum of the weight and the adapters, always from
     the weight as it was before any merge, so that the order of adapters does not matter; unmerging puts that weight's
-    very tensors back."""
+    very tensors back.
+
+    A subclass has `places()`, what identifies each matrix of the layer; `parts(tensors, place)`, the packed tensors of
+    one in all tensors of the layer; `factors(place, adapter)`, its ``A`` and ``B``; and `pack` and `unpack`, from and
+    to float32 values.
+    """
 
     _unmerged: dict[str, nn.Parameter] | None = None
 
-    def stored(self, name: str) -> torch.Tensor:
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Pack the sums of the weights and these adapters (default: the active ones) in place of the weights.
+
+        Args:
+            safe_merge: raise `ValueError`, and change nothing, when a sum is not finite.
+
+        Raises `ValueError` for weights that are not here in full.
+        """
+        base, names = self.get_base_layer(), self.names_to_merge(adapter_names)
+        if not names:
+            return
+        if not isinstance(base, PACKED):  # it was dequantized, to be merged in full precision
+            super().merge(safe_merge, names)
+            return
+        base.check()
+        names, errors = [*self.merged_adapters, *names], []
+        merged = {name: torch.empty_like(getattr(base, name)) for name in base.shapes()}
+        for place in self.places():
+            total, update = self.sum_at(place, names)
+            if safe_merge and not total.isfinite().all():
+                name = ".".join(map(str, (base.name, *place)))
+                raise ValueError(f"{name}: merging {', '.join(names)} gives weights that are not finite")
+            packed = self.pack(total)
+            for field, tensor in self.parts(merged, place).items():
+                tensor.copy_(packed[field])
+            errors.append(MergeError.of(total, update, self.unpack(packed, place)))
+        if self._unmerged is None:
+            self._unmerged = {name: getattr(base, name) for name in merged}
+        for name, tensor in merged.items():
+            setattr(base, name, nn.Parameter(tensor, requires_grad=False))
+        self.merged_adapters, self.merge_error = names, MergeError.summed(errors)
+
+    @torch.no_grad()
+    def sum_at(self, place: tuple, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return in float32 an unmerged weight ``[N, K]`` with these adapters, and the adapters' part alone."""
+        stored = {name: self._stored(name) for name in self.get_base_layer().shapes()}
+        weight = self.unpack(self.parts(stored, place), place)
+        update = torch.zeros_like(weight)
+        for name in names:
+            a, b = self.factors(place, name)
+            update.addmm_(b.to(update), a.to(update), alpha=self.scaling[name])
+        return weight + update, update
+
+    def _stored(self, name: str) -> torch.Tensor:
         """Return a packed tensor of the base layer as it was before any merge, on the device that it is on now."""
         now = getattr(self.get_base_layer(), name)
         return now if self._unmerged is None else self._unmerged[name].to(now.device)
-
-    def set_merged(self, packed: dict[str, torch.Tensor], names: list[str], error: MergeError) -> None:
-        """Put packed tensors, by their names in the base layer, in the place of the base layer's own."""
-        base = self.get_base_layer()
-        if self._unmerged is None:
-            self._unmerged = {name: getattr(base, name) for name in packed}
-        for name, tensor in packed.items():
-            setattr(base, name, nn.Parameter(tensor, requires_grad=False))
-        self.merged_adapters, self.merge_error = names, error
-
-    def check_finite(self, total: torch.Tensor, names: list[str], place: str = "") -> None:
-        """Raise `ValueError` for a sum that is not finite, of a merge that is asked to be safe."""
-        if not total.isfinite().all():
-            name = self.get_base_layer().name or "a layer"
-            raise ValueError(f"{name}: merging {', '.join(names)} gives weights{place} that are not finite")
 
     def unmerge(self) -> None:
         """Put back the tensors that the layer had before the first merge: the same bits."""
@@ -136,7 +169,7 @@ class MergesIntoPacked(Merges):
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
         for name in self._unmerged:
-            setattr(self.get_base_layer(), name, nn.Parameter(self.stored(name), requires_grad=False))
+            setattr(self.get_base_layer(), name, nn.Parameter(self._stored(name), requires_grad=False))
         self.merged_adapters = []
         self._unmerged = self.merge_error = None
 

@@ -27,10 +27,6 @@ SUPPORTED = frozenset(
 )
 #: Methods that do so on trainable layers only: on packed ones they take the shape of the bytes for that of the weight.
 TRAINABLE_ONLY = frozenset({"LOHA", "LOKR", "UNILORA"})
-_UNMERGED = (
-    "adapters of {} are on quantized layers, and only LoRA can be merged into quantized weights: keep the adapter next "
-    "to its base, or make a bfloat16 model with hf_mxfp4.merge_adapters(model, into='bf16')"
-)
 
 
 def targeted_layers(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dict[str, nn.Module]:
@@ -103,7 +99,6 @@ def merge_into_plain(layers: list[BaseTunerLayer], dtype: torch.dtype) -> None:
         for layer in own:
             if layer.merged:
                 layer.unmerge()
-            layer.__dict__.pop("merge", None)
         if isinstance(base, MXFP4PackedExperts):  # PEFT has no layer for them
             own[0].base_layer = own[0].to_plain(dtype, [name for name in names[0] if name in own[0].lora_A])
             own[0].merged_adapters = names[0]
@@ -139,10 +134,6 @@ def _name(config: PeftConfig) -> str:
     return getattr(config.peft_type, "name", None) or str(config.peft_type).rpartition(".")[2].upper()
 
 
-def _refuse_merge(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(_UNMERGED.format("this kind"))
-
-
 _ATTACH, _INJECT, _MERGE_ALLOWED = BaseTuner.__init__, BaseTuner.inject_adapter, BaseTuner._check_merge_allowed
 
 
@@ -157,16 +148,18 @@ def _attach(self: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: s
 def _inject(self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     check_method(self, model, self.peft_config[adapter_name])
     _INJECT(self, model, adapter_name, *args, **kwargs)
-    for layer in _unmergeable(model):
-        layer.merge = _refuse_merge
     round_frozen_masters(model)
 
 
 @functools.wraps(_MERGE_ALLOWED)
 def _check_merge_allowed(self: BaseTuner) -> None:
     if _unmergeable(self.model):
-        methods = {_name(config) for config in self.peft_config.values()}
-        raise ValueError(_UNMERGED.format(", ".join(sorted(methods))))
+        methods = sorted({_name(config) for config in self.peft_config.values()})
+        raise ValueError(
+            f"adapters of {', '.join(methods)} are on quantized layers, and only LoRA can be merged into quantized "
+            "weights: keep the adapter next to its base, or make a bfloat16 model with hf_mxfp4.merge_adapters(model, "
+            "into='bf16')"
+        )
     _MERGE_ALLOWED(self)
 
 

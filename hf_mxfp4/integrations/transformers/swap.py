@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ...checkpoint.io.reader import FileHeader, tensors_by_name
+from ...checkpoint import FileHeader, tensors_by_name
 from ...config import MXFP4RLConfig
 from ...experts_layout import projections, unsupported_reason
 from ...layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names

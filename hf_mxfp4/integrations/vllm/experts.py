@@ -2,7 +2,6 @@
 """Experts in vLLM: on packed weights, or with quantized inputs, by a product of our own; on dequantized weights alone
 by vLLM's kernels for 16-bit experts."""
 
-import math
 from types import MethodType
 from typing import Any
 
@@ -14,9 +13,10 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from ...config import MXFP4RLConfig
 from ...gemm import packed_shapes, reads_packed_on_gpus
-from ...numerics import BLOCK_SIZE, QuantScheme
+from ...numerics import QuantScheme
 from .experts_product import ACTIVATIONS, INTERLEAVED, experts_operator
-from .experts_storage import VLLM_NAMES, ExpertsTarget, Share, packed_parameters, parameter_name, write
+from .experts_storage import VLLM_NAMES, ExpertsTarget, packed_parameters, parameter_name, write
+from .linears import check_share
 from .weight_loading import ExpectedLayers, check_complete
 
 
@@ -79,7 +79,9 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
         Raises `ValueError` when tensor parallelism would cut a block, or the kernels do not read the scheme.
         """
         target, weights, inputs = self.target, self.scheme.weight_scheme, self.scheme.activation_scheme
-        _check_cut(target, weights if target.is_packed else None, inputs)
+        columns, schemes = target.sizes["down_proj"][1], (weights if target.is_packed else None, inputs)
+        name, advice = f"{target.name}.down_proj", "enable_expert_parallel=True"
+        check_share(name, columns // target.size, columns, schemes, advice)
         if target.is_packed:
             _check_graphs(target.name, weights, self.scheme.backend)
         for projection, (rows, columns) in target.own_sizes().items():
@@ -135,16 +137,17 @@ def _register(
 def _target(layer: Any, scheme: MXFP4RLConfig, name: str) -> ExpertsTarget:
     moe, manager = layer.moe_config, layer.expert_map_manager
     parallel = moe.moe_parallel_config
-    share = Share(
+    columns = moe.intermediate_size
+    return ExpertsTarget(
+        name,
+        scheme.weight_scheme,
+        {"gate_up_proj": (2 * columns, moe.hidden_dim), "down_proj": (moe.hidden_dim, columns)},
         moe.num_experts,
         tuple(manager.get_local_expert_ids()),
         parallel.tp_rank,
         parallel.tp_size,
         moe.activation.value in INTERLEAVED,
     )
-    columns = moe.intermediate_size
-    sizes = {"gate_up_proj": (2 * columns, moe.hidden_dim), "down_proj": (moe.hidden_dim, columns)}
-    return ExpertsTarget(name, share, scheme.weight_scheme, sizes)
 
 
 def _check_supported(layer: Any, name: str) -> None:
@@ -169,26 +172,6 @@ def _check_supported(layer: Any, name: str) -> None:
             f"{name}: these experts cannot be computed from packed weights, or with quantized inputs, in vLLM: "
             f"{reason}; with preset='w4a16' they can be dequantized: quantization_config[\"vllm\"] = "
             '{"weights": "dense"} in config.json'
-        )
-
-
-def _check_cut(target: ExpertsTarget, weights: QuantScheme | None, inputs: QuantScheme | None) -> None:
-    """Raise `ValueError` when the columns of a process's share of ``down_proj`` cut what is quantized together."""
-    columns, size = target.sizes["down_proj"][1], target.share.size
-    if size == 1:
-        return
-    if inputs is not None and (inputs.macro_block == "row" or inputs.fallback_rate is not None):
-        raise ValueError(
-            f"{target.name}.down_proj: tensor parallelism splits its inputs, and {inputs} needs whole rows; use "
-            "enable_expert_parallel=True"
-        )
-    blocks = [scheme.macro_block or BLOCK_SIZE for scheme in (weights, inputs) if scheme is not None]
-    # One factor for a row of weights is true of every part of it.
-    unit = math.lcm(BLOCK_SIZE, *(block for block in blocks if block != "row"))
-    if columns // size % unit:
-        raise ValueError(
-            f"{target.name}.down_proj: tensor parallelism gives each process {columns // size} of {columns} columns, "
-            f"which cuts blocks of {unit}; choose a smaller tensor_parallel_size, or enable_expert_parallel=True"
         )
 
 

@@ -19,24 +19,38 @@ from ...numerics import QuantScheme
 VLLM_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of all experts that a process has.
+@dataclass
+class ExpertsTarget:
+    """Experts that vLLM has made, for what converts their weights.
 
     Attributes:
+        name: as vLLM has it.
+        scheme: of the weights.
+        sizes: ``(N, K)`` of one expert's weight, the whole one, by projection.
         n_experts: how many the model has.
-        experts: the numbers of those that are here, in the order of their places.
-        rank, size: which of how many shares of each expert.
+        experts: the numbers of those in this process, in the order of their places.
+        rank, size: which of how many shares of each expert this process has.
         is_interleaved: whether rows of gate and up alternate; otherwise all of gate come first.
+        layer: whose packed parameters are filled; `None` when dequantized weights go on to vLLM's own loaders.
+        parts: packed tensors of a projection that wait for the rest, to be dequantized.
+        halves: gate and up of single experts that wait for each other: rows are quantized together.
+        loaded: which tensors came, by projection, or experts of it, by number.
     """
 
+    name: str
+    scheme: QuantScheme
+    sizes: dict[str, tuple[int, int]]
     n_experts: int
     experts: tuple[int, ...]
     rank: int = 0
     size: int = 1
     is_interleaved: bool = False
+    layer: nn.Module | None = None
+    parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    halves: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    loaded: dict[str, set[str | int]] = field(default_factory=lambda: {name: set() for name in VLLM_NAMES})
 
-    def of(self, projection: str, whole: torch.Tensor) -> torch.Tensor:
+    def _share(self, projection: str, whole: torch.Tensor) -> torch.Tensor:
         """Return the share of a tensor ``[..., N, columns]`` of a projection, ``[..., n, columns]`` or, where gate and
         up are cut by themselves, ``[..., 2, n / 2, columns]``."""
         if self.size == 1:
@@ -49,31 +63,6 @@ class Share:
         length = whole.shape[axis] // self.size
         return whole.narrow(axis, self.rank * length, length)
 
-
-@dataclass
-class ExpertsTarget:
-    """Experts that vLLM has made, for what converts their weights.
-
-    Attributes:
-        name: as vLLM has it.
-        share: what of them is in this process.
-        scheme: of the weights.
-        sizes: ``(N, K)`` of one expert's weight, the whole one, by projection.
-        layer: whose packed parameters are filled; `None` when dequantized weights go on to vLLM's own loaders.
-        parts: packed tensors of a projection that wait for the rest, to be dequantized.
-        halves: gate and up of single experts that wait for each other: rows are quantized together.
-        loaded: which tensors came, by projection, or experts of it, by number.
-    """
-
-    name: str
-    share: Share
-    scheme: QuantScheme
-    sizes: dict[str, tuple[int, int]]
-    layer: nn.Module | None = None
-    parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    halves: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    loaded: dict[str, set[str | int]] = field(default_factory=lambda: {name: set() for name in VLLM_NAMES})
-
     @property
     def is_packed(self) -> bool:
         return self.layer is not None
@@ -81,13 +70,12 @@ class ExpertsTarget:
     def shapes(self, projection: str) -> dict[str, tuple[int, int, int]]:
         """Return the shapes of the packed tensors of all experts of the model, the whole ones, by [`PACKED_FIELDS`]."""
         shapes = packed_shapes(*self.sizes[projection], self.scheme)
-        return {name: (self.share.n_experts, *shape) for name, shape in shapes.items()}
+        return {name: (self.n_experts, *shape) for name, shape in shapes.items()}
 
     def own_sizes(self) -> dict[str, tuple[int, int]]:
         """Return ``(N, K)`` of one expert's weight in this process, by projection."""
         (up_rows, hidden), (out, columns) = (self.sizes[projection] for projection in VLLM_NAMES)
-        size = self.share.size
-        return {"gate_up_proj": (up_rows // size, hidden), "down_proj": (out, columns // size)}
+        return {"gate_up_proj": (up_rows // self.size, hidden), "down_proj": (out, columns // self.size)}
 
     def check(self, projection: str, parts: dict[str, torch.Tensor]) -> None:
         """Raise `ValueError` unless ``parts``, of all experts, are of the shapes that the scheme says."""
@@ -96,45 +84,35 @@ class ExpertsTarget:
     def store(self, projection: str, part: str, whole: torch.Tensor) -> None:
         """Write one packed tensor ``[experts, N, ...]`` of all experts of the model."""
         self.check(projection, {part: whole})
-        own = self.share.experts
-        rows = whole if len(own) == self.share.n_experts else whole[list(own)]
+        rows = whole if len(self.experts) == self.n_experts else whole[list(self.experts)]
         self._copy(projection, part, slice(None), rows)
         self.loaded[projection].add(part)
 
     def store_expert(self, projection: str, expert: int, parts: dict[str, torch.Tensor]) -> None:
-        """Write the packed tensors ``[N, ...]`` of one expert, one of [`Share.experts`]."""
+        """Write the packed tensors ``[N, ...]`` of one expert, one of this process's."""
         for part, whole in parts.items():
-            self._copy(projection, part, self.share.experts.index(expert), whole)
+            self._copy(projection, part, self.experts.index(expert), whole)
         self.loaded[projection].add(expert)
 
     def _copy(self, projection: str, part: str, places: int | slice, whole: torch.Tensor) -> None:
         parameter = getattr(self.layer, parameter_name(projection, part))
         # Its loader, since vLLM's reloading puts another in its place, which waits until it has all of a layer.
-        parameter.weight_loader(parameter, self.share.of(projection, whole), places)
+        parameter.weight_loader(parameter, self._share(projection, whole), places)
 
     def missing(self, projection: str) -> list[str]:
         """Return what is missing of a projection, as checkpoints call it: tensors of all experts, or single experts."""
         loaded = self.loaded[projection]
-        absent = [expert for expert in self.share.experts if expert not in loaded]
-        if absent and len(absent) < len(self.share.experts):
+        absent = [expert for expert in self.experts if expert not in loaded]
+        if absent and len(absent) < len(self.experts):
             return [f"{self.name}.{expert}.{projection}" for expert in absent]
         found = loaded | self.parts.get(projection, {}).keys()
         names = [name for name in self.shapes(projection) if absent and name not in found]
         return [f"{self.name}.{projection}{name.removeprefix('weight')}" for name in names]
 
 
-def write(
-    layer: nn.Module,
-    param: torch.Tensor,
-    loaded_weight: torch.Tensor,
-    places: int | slice | None = None,
-    **others: Any,
-) -> None:
+def write(layer: nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, places: Any = None, **_: Any) -> None:
     """Write this process's share of one expert, or of all, to its place: the loader of packed parameters, a method of
-    their layer as vLLM's are.
-
-    Raises `RuntimeError` when vLLM calls it, with other arguments.
-    """
+    their layer as vLLM's are. Raises `RuntimeError` when vLLM calls it, with other arguments."""
     if places is None:
         raise RuntimeError(
             "vLLM loads a weight of packed experts past the plugin, which cannot read it; use "

@@ -14,7 +14,7 @@ from ...backends import fake_quantize
 from ...config import MXFP4RLConfig
 from ...gemm import PACKED_FIELDS, check_rotation, packed_shapes, read_scheme
 from ...gemm import packed as _operators  # noqa: F401  (registers operators)
-from ...numerics import BLOCK_SIZE
+from ...numerics import BLOCK_SIZE, QuantScheme
 from .adapters import add_adapters, make_room
 from .weight_loading import ExpectedLayers
 
@@ -34,6 +34,38 @@ def quantize_input(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
 @quantize_input.register_fake
 def _(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def check_share(
+    name: str,
+    share: int,
+    columns: int,
+    schemes: tuple[QuantScheme | None, QuantScheme | None],
+    advice: str,
+    unit: int = BLOCK_SIZE,
+) -> None:
+    """Raise `ValueError` when a process's ``share`` of the input ``columns`` cuts what is quantized together.
+
+    Args:
+        schemes: of weights that are packed, and of inputs; `None` for others.
+        advice: what to set instead.
+        unit: how many columns belong together in any case.
+    """
+    inputs = schemes[1]
+    if share == columns:
+        return
+    if inputs is not None and (inputs.macro_block == "row" or inputs.fallback_rate is not None):
+        raise ValueError(
+            f"{name}: tensor parallelism splits the inputs of this layer, and {inputs} needs whole rows; use {advice}"
+        )
+    blocks = [scheme.macro_block for scheme in schemes if scheme is not None]
+    # One factor for a row of weights is true of every part of it.
+    unit = math.lcm(BLOCK_SIZE, unit, *(block for block in blocks if block not in (None, "row")))
+    if share % unit:
+        raise ValueError(
+            f"{name}: tensor parallelism gives each process {share} of {columns} columns, which cuts blocks of {unit}; "
+            f"choose a smaller tensor_parallel_size, or {advice}"
+        )
 
 
 class MXFP4RLLinearMethod(LinearMethodBase):
@@ -72,8 +104,9 @@ class MXFP4RLLinearMethod(LinearMethodBase):
         """
         weights, loader = self.scheme.weight_scheme, extra_weight_attrs["weight_loader"]
         check_rotation(self.name, input_size, self._rotation)
-        if input_size_per_partition != input_size:
-            self._check_share(input_size_per_partition, input_size)
+        unit = BLOCK_SIZE if self._rotation is None else self._rotation.size
+        schemes = weights, self.scheme.activation_scheme
+        check_share(self.name, input_size_per_partition, input_size, schemes, "tensor_parallel_size=1", unit)
         shapes = packed_shapes(sum(output_partition_sizes), input_size_per_partition, weights)
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=torch.uint8)
@@ -108,26 +141,6 @@ class MXFP4RLLinearMethod(LinearMethodBase):
         layer.mxfp4_adapter_rows = list(rows) if len(self.parts) == len(rows) else [sum(rows)]
         rank, n_parts = self.expected.settings.adapter_rank, len(layer.mxfp4_adapter_rows)
         make_room(layer, self.name, rank, n_parts, (sum(rows), columns), dtype, loader)
-
-    def _check_share(self, share: int, columns: int) -> None:
-        blocks = [BLOCK_SIZE, self.scheme.weight_scheme.macro_block or BLOCK_SIZE]
-        if self._rotation is not None:
-            blocks.append(self._rotation.size)
-        inputs = self.scheme.activation_scheme
-        if inputs is not None:
-            blocks.append(inputs.macro_block or BLOCK_SIZE)
-            if inputs.macro_block == "row" or inputs.fallback_rate is not None:
-                raise ValueError(
-                    f"{self.name}: tensor parallelism splits the inputs of this layer, and {inputs} needs whole rows; "
-                    "use tensor_parallel_size=1"
-                )
-        # One factor for a row of weights is true of every part of it.
-        unit = math.lcm(*(block for block in blocks if block != "row"))
-        if share % unit:
-            raise ValueError(
-                f"{self.name}: tensor parallelism gives each process {share} of {columns} columns, which cuts blocks "
-                f"of {unit}; choose a smaller tensor_parallel_size"
-            )
 
 
 class MXFP4RLDenseLinearMethod(UnquantizedLinearMethod):

@@ -207,10 +207,10 @@ class WeightConverter:
             return None if is_transposed else self._by_expert(owner, projection, tensor)
         rows = tensor.transpose(1, 2) if is_transposed else tensor
         if target.is_packed:
-            for expert in target.share.experts:
+            for expert in target.experts:
                 target.store_expert(projection, expert, self._pack(rows[expert]))
             return ()
-        target.loaded[projection].update(target.share.experts)
+        target.loaded[projection].update(target.experts)
         return self._by_expert(owner, projection, (self._values(self._pack(each), each.dtype) for each in rows))
 
     def _codes(self, target: ExpertsTarget, owner: str, projection: str, part: str, tensor: torch.Tensor) -> Weights:
@@ -223,14 +223,14 @@ class WeightConverter:
         if parts.keys() < target.shapes(projection).keys():
             return ()
         del target.parts[projection]
-        target.loaded[projection].update(target.share.experts)
-        experts = ({name: part[expert] for name, part in parts.items()} for expert in range(target.share.n_experts))
+        target.loaded[projection].update(target.experts)
+        experts = ({name: part[expert] for name, part in parts.items()} for expert in range(target.n_experts))
         return self._by_expert(owner, projection, (self._values(own, self._dtype) for own in experts))
 
     def _one_expert(self, target: ExpertsTarget, owner: str, expert: int, name: str, tensor: torch.Tensor) -> Weights:
         """Convert gate, up or down of an expert. Gate and up are quantized as the one weight that the policy has."""
         gate, up, down = self.expected.projection_names
-        if target.is_packed and expert not in target.share.experts:
+        if target.is_packed and expert not in target.experts:
             return ()
         projection = "down_proj" if name == down else "gate_up_proj"
         if projection == "gate_up_proj":

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run says about itself: its log, its charts, its health, and the page that shows them."""
+"""The report of a training run: its log read back, charts, checks of its health, and the page that shows them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import Trainer, TrainerCallback
 
 from ..._logging import get_logger
-from .report import write_run_report
+from .page import write_run_report
 
 
 class RunReportCallback(TrainerCallback):

@@ -2,18 +2,123 @@
 """The plots of a run report: what each draws from the log, how to read it, and which option turns it on."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ..report.figures import Figure
-from .drawing import (
-    Chart,
-    accuracies,
-    constant_rewards,
-    entropy_alarms,
-    smoothed_reward,
-    step_movement,
-)
+from matplotlib.figure import Figure
+
+from ...stats import wilson
 from .log import RunRecord
+
+
+#: Values of a reward curve that its moving mean is over, at the most; a fifth of the run in short ones.
+_SMOOTHED = 10
+Axes = Any
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One plot over training steps.
+
+    Attributes:
+        lines: logged quantities and what to call them; those that a run has not are left out, and a chart without any
+            is not drawn.
+        reading: one sentence that says how to read it.
+        option: what turns it on.
+        near_zero: the y axis is logarithmic down to 1e-4, and linear to zero.
+        extra: draws more than the lines; gives whether it drew anything by itself.
+    """
+
+    title: str
+    unit: str
+    lines: tuple[tuple[str, str], ...]
+    reading: str
+    option: str
+    near_zero: bool = False
+    extra: Callable[[Axes, RunRecord], bool] | None = None
+
+    def draw(self, axes: Axes, record: RunRecord) -> bool:
+        """Draw into ``axes``; return whether there was anything to draw."""
+        drawn = False
+        for key, label in self.lines:
+            drawn = _line(axes, record, key, label) or drawn
+        if self.extra is not None:
+            drawn = self.extra(axes, record) or drawn
+        if drawn:
+            axes.set_title(self.title, fontsize=10, y=1.0)  # given, it is not searched for: a sixth of all drawing
+            axes.set_xlabel("step", fontsize=8)
+            axes.set_ylabel(self.unit, fontsize=8)
+            axes.tick_params(labelsize=8)
+            axes.yaxis.get_offset_text().set_fontsize(7)
+            axes.grid(alpha=0.3)
+            if self.near_zero and any(y > 0 for line in axes.get_lines() for y in line.get_ydata()):
+                axes.set_yscale("symlog", linthresh=1e-4)
+            if len(axes.get_legend_handles_labels()[0]) > 1:
+                axes.legend(fontsize=7)
+        return drawn
+
+
+def _line(axes: Axes, record: RunRecord, key: str, label: str) -> bool:
+    steps, values = record.series(key)
+    if steps:
+        axes.plot(steps, values, marker="." if len(steps) <= 60 else None, linewidth=1.2, label=label)
+    return bool(steps)
+
+
+def _smoothed_reward(axes: Axes, record: RunRecord) -> bool:
+    """Add the moving mean of the reward, which is no chart by itself."""
+    steps, values = record.series("reward")
+    width = min(_SMOOTHED, len(values) // 5)
+    if width >= 2:
+        means = [sum(values[i - width + 1 : i + 1]) / width for i in range(width - 1, len(values))]
+        axes.plot(steps[width - 1 :], means, color="black", linewidth=1.5, label=f"mean of {width} values")
+    return False
+
+
+def _accuracies(axes: Axes, record: RunRecord) -> bool:
+    """Draw the accuracies of all test sets with their intervals."""
+    names = dict.fromkeys(name for evaluation in record.evaluations for name in evaluation["scores"])
+    for name in names:
+        points = sorted((e["step"], *_interval(**e["scores"][name])) for e in record.evaluations if name in e["scores"])
+        steps, values, below, above = zip(*points, strict=True)
+        label = f"{name}, 95 % interval"
+        axes.errorbar(steps, values, yerr=(below, above), marker="o", capsize=4, label=label)
+    return bool(names)
+
+
+def _interval(accuracy: float, n: int, **other: Any) -> tuple[float, float, float]:
+    """An accuracy, and how far Wilson's interval reaches below and above."""
+    found = wilson(round(accuracy * n), n)
+    return accuracy, max(accuracy - found.low, 0.0), max(found.high - accuracy, 0.0)
+
+
+def _entropy_alarms(axes: Axes, record: RunRecord) -> bool:
+    alarms = [e for e in record.logs if e.get("entropy/alarm") and e.get("entropy") is not None]
+    if alarms:
+        axes.plot([e["step"] for e in alarms], [e["entropy"] for e in alarms], "ro", markersize=5, label="alarm")
+    return False
+
+
+def _constant_rewards(axes: Axes, record: RunRecord) -> bool:
+    """Draw TRL's share, where the log has no other: the same, or that of whole batches (`scale_rewards: batch`)."""
+    known = record.values("dynamic_sampling/zero_variance_share")
+    return not known and _line(axes, record, "frac_reward_zero_std", "all rewards equal")
+
+
+def _step_movement(axes: Axes, record: RunRecord) -> bool:
+    """Draw the total with its intervals; logarithmic above 1 where one exceeds 10."""
+    found = record.movements()
+    if not found:
+        return False
+    steps, totals, intervals = zip(*found, strict=True)
+    axes.errorbar(steps, totals, intervals, color="black", marker=".", linewidth=1.5, capsize=2, label="total")
+    axes.axhline(1, color="0.6", linewidth=0.8)
+    if max(totals) > 10:
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(bottom=1.2 * min(0.0, *totals))
+    return True
 
 
 CHARTS: tuple[Chart, ...] = (
@@ -23,7 +128,7 @@ CHARTS: tuple[Chart, ...] = (
         (("reward", "training"), ("eval_reward", "evaluation")),
         "It should rise and then level off; a fall after a rise is a run that went on for too long or too fast.",
         "logging_steps",
-        extra=smoothed_reward,
+        extra=_smoothed_reward,
     ),
     Chart(
         "Accuracy",
@@ -31,7 +136,7 @@ CHARTS: tuple[Chart, ...] = (
         (),
         "Intervals that do not overlap are a difference that chance hardly explains.",
         "recipes/grpo.py, which evaluates before and after training, or report_callback.add_evaluation(...)",
-        extra=accuracies,
+        extra=_accuracies,
     ),
     Chart(
         "Policy entropy",
@@ -39,7 +144,7 @@ CHARTS: tuple[Chart, ...] = (
         (("entropy", "entropy"),),
         "A slow fall is normal; near zero the policy no longer explores, and a rise beyond its start is noise winning.",
         "logging_steps",
-        extra=entropy_alarms,
+        extra=_entropy_alarms,
     ),
     Chart(
         "Response length",
@@ -64,7 +169,7 @@ CHARTS: tuple[Chart, ...] = (
         ),
         "Groups whose responses all got the same reward teach nothing; near 1 the prompts are too easy or too hard.",
         "logging_steps",
-        extra=constant_rewards,
+        extra=_constant_rewards,
     ),
     Chart(
         "Adaptive quantization noise",
@@ -140,9 +245,9 @@ CHARTS: tuple[Chart, ...] = (
         "of quantized weights / of masters",
         (),
         "1 is what training assumes; far above it masters lie at the boundaries of quantized values and jump with any "
-        "step, however small. Bars are two standard errors of the total; layer types scatter more.",
+        "step, however small. Bars are two standard errors.",
         "movement_every (needs master weights that are trained: mode='qat')",
-        extra=step_movement,
+        extra=_step_movement,
     ),
     Chart(
         "Gradient norm",
@@ -177,9 +282,7 @@ CHARTS: tuple[Chart, ...] = (
 
 
 def draw_charts(record: RunRecord) -> tuple[list[tuple[Chart, Figure]], list[Chart]]:
-    """A figure for each chart that the run has data for, and the charts that it has none for."""
-    from matplotlib.figure import Figure
-
+    """Return a figure for each chart that the run has data for, and the charts that it has none for."""
     drawn, absent = [], []
     for chart in CHARTS:
         figure = Figure(figsize=(4.6, 2.9), layout="none")
@@ -191,16 +294,14 @@ def draw_charts(record: RunRecord) -> tuple[list[tuple[Chart, Figure]], list[Cha
     return drawn, absent
 
 
-def charts_figure(record: RunRecord, title: str, charts: Sequence[Chart] = CHARTS, columns: int = 4) -> Figure:
-    """All charts that the run has data for in one figure.
+def charts_figure(record: RunRecord, title: str = "", columns: int = 4) -> Figure:
+    """Draw all charts that the run has data for into one figure.
 
     Raises `ValueError` when there is none.
     """
-    from matplotlib.figure import Figure
-
     probe = Figure().subplots()
     shown = []
-    for chart in charts:
+    for chart in CHARTS:
         probe.clear()
         if chart.draw(probe, record):
             shown.append(chart)
@@ -216,3 +317,20 @@ def charts_figure(record: RunRecord, title: str, charts: Sequence[Chart] = CHART
         axes.set_visible(False)
     figure.suptitle("\n".join(textwrap.wrap(title, 32 * columns)), fontsize=12)
     return figure
+
+
+def plot_training(log_history: Sequence[dict], path: str | Path) -> Path:
+    """Draw all that a training run logged over its steps; the format follows the file's suffix.
+
+    Args:
+        log_history: `trainer.state.log_history`.
+        path: file to write; its folder is made if need be.
+
+    Raises `ValueError` when none of the quantities was logged.
+    """
+    path = Path(path)
+    record = RunRecord(path.parent, "log_history", [entry for entry in log_history if "step" in entry])
+    figure = charts_figure(record)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80)
+    return path

@@ -1,28 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training run's numbers say about its health, in plain words with a line of advice each.
 
-The limits are rules of thumb, and not laws: a report says "look", it does not stop anything.
+The limits are rules of thumb: a report says "look", it does not stop anything.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, variance
 
-from . import findings
-from .check import STATE_WORDS, STATES, Check, graded
-from .findings import reward_words
+from ...files import is_number
+from ...run_log import MOVEMENT_ALARM, movement_advice
+from ...stats import difference_interval, share_text, t_975
 from .log import RunRecord
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+#: What a report calls the states, from worst to best; "none": there is nothing to judge.
+STATE_WORDS = {"red": "BAD", "amber": "LOOK", "green": "OK", "none": "–"}
+#: Measured over intended noise may be off by this before it is pointed out, and before it is called absent.
+_NOISE_OFF, _NOISE_ABSENT = 0.15, 0.5
+#: Fall of an SQNR over the run, in dB, that is amber, and red.
+_SQNR_FALL = (1.0, 3.0)
+#: Movement of quantized weights over that of masters, below and above which, beyond two standard errors, it is amber.
+_MOVEMENT = (0.5, 1.5)
 
 
-def _last(values: Sequence[float]) -> float:
-    return values[-1]
+@dataclass(frozen=True)
+class Check:
+    """One finding: its state (see [`STATE_WORDS`]), what was looked at, what was found, and what to do about it."""
 
-
-def _mean_of_last_fifth(values: Sequence[float]) -> float:
-    return _mean(values[-max(1, len(values) // 5) :])
+    state: str
+    title: str
+    finding: str
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,8 +43,7 @@ class Rule:
         metrics: names in the log; the first that has values counts. Without any the check is left out.
         measure: from its values to the number that is judged.
         limits: of that number, where it is amber and where red; falling ones for a quantity that should be high.
-        finding: a format of the words, with ``value`` (the number), ``first``, ``last``, ``mean`` and ``max`` of the
-            values, and ``beside_first`` and ``beside_last`` of those of ``beside``, which is then needed too.
+        finding: a format of the words, with ``value`` (the number), and ``mean`` and ``max`` of the values.
     """
 
     title: str
@@ -43,39 +52,233 @@ class Rule:
     limits: tuple[float, float]
     finding: str
     advice: str
-    beside: str | None = None
 
     def __call__(self, record: RunRecord) -> Check | None:
         values = next(filter(None, map(record.values, self.metrics)), None)
-        beside = record.values(self.beside) if self.beside else [0.0]
-        if not values or not beside:
+        if not values:
             return None
         value = self.measure(values)
-        words = self.finding.format(
-            value=value,
-            first=values[0],
-            last=values[-1],
-            mean=_mean(values),
-            max=max(values),
-            beside_first=beside[0],
-            beside_last=beside[-1],
-        )
+        words = self.finding.format(value=value, mean=fmean(values), max=max(values))
         return graded(self.title, words, value, self.limits, self.advice)
+
+
+def graded(title: str, finding: str, value: float, limits: tuple[float, float], advice: str) -> Check:
+    """Return a check that is amber from the first limit on and red from the second; limits that fall are reached from
+    above. Advice is given unless it is green."""
+    sign = 1 if limits[0] <= limits[1] else -1
+    amber, red = (sign * value >= sign * limit for limit in limits)
+    state = "red" if red else "amber" if amber else "green"
+    return Check(state, title, finding, "" if state == "green" else advice)
+
+
+def _ending(record: RunRecord) -> Check:
+    title, of = "Course", f" of {record.max_steps}" if record.max_steps else ""
+    times = len(record.starts) - 1
+    resumed = "" if times < 1 else ", resumed once" if times == 1 else f", resumed {times} times"
+    if record.end is None:
+        return Check(
+            "amber",
+            title,
+            f"No end is recorded: the run was killed or is still running. Last step: {record.step}{of}{resumed}.",
+            "If it is dead, continue with resume_from_checkpoint (needs save_strategy and save_steps).",
+        )
+    if record.end.get("error"):
+        return Check(
+            "red",
+            title,
+            f"Stopped at step {record.end['step']}{of}{resumed} by {record.end['error']}",
+            "Fix the cause and continue with resume_from_checkpoint; the message on the console names the checkpoint.",
+        )
+    state = "green" if record.end["reason"] == "finished" else "amber"
+    return Check(state, title, f"{record.end['reason'].capitalize()} at step {record.step}{of}{resumed}.")
+
+
+def _reward_change(values: Sequence[float]) -> tuple[float, float, float] | None:
+    """Mean of the first and of the last fifth of ``values`` (three at least), and the half width of the 95 % interval
+    of their difference (Student's t); `None` for fewer than 6 values."""
+    if len(values) < 6:
+        return None
+    width = max(3, len(values) // 5)
+    ends = (values[:width], values[-width:])
+    half = t_975(2 * (width - 1)) * math.sqrt(sum(map(variance, ends)) / width)
+    return fmean(ends[0]), fmean(ends[1]), half
+
+
+def _reward_words(record: RunRecord) -> str:
+    found = _reward_change(record.values("reward"))
+    if found is None:
+        return ""
+    first, last, half = found
+    return f"Mean reward went from {first:.3f} to {last:.3f} ({last - first:+.3f} ± {half:.3f}, 95 % interval)."
+
+
+def _reward(record: RunRecord) -> Check | None:
+    values = record.values("reward")
+    if not values:
+        return None
+    found = _reward_change(values)
+    if found is None:
+        words = f"{len(values)} values are too few to tell a trend."
+        return Check("none", "Reward", words, "Log more often: logging_steps.")
+    first, last, half = found
+    words = _reward_words(record) + " First against last fifth of the logged values."
+    if last - first > half:
+        return Check("green", "Reward", words)
+    if first - last > half:
+        return Check("red", "Reward", words, "Training makes it worse: lower learning_rate or aqn_sigma_start.")
+    advice = "No difference that chance could not explain: train longer, or look at the share of groups without signal."
+    return Check("amber", "Reward", words, advice)
+
+
+def _accuracy(record: RunRecord) -> Check | None:
+    if len(record.evaluations) < 2:
+        return None
+    evaluations = sorted(record.evaluations, key=lambda evaluation: evaluation["step"])
+    first, last = evaluations[0], evaluations[-1]
+    name = next((name for name in first["scores"] if name in last["scores"]), None)
+    if name is None:
+        return None
+    a, b = first["scores"][name], last["scores"][name]
+    low, high = difference_interval(*((round(score["accuracy"] * score["n"]), score["n"]) for score in (a, b)))
+    words = (
+        f"{name}: {share_text(a['accuracy'], a['n'])} ({first['when']}) to {share_text(b['accuracy'], b['n'])} "
+        f"({last['when']}), n = {b['n']}: {b['accuracy'] - a['accuracy']:+.3f} [{low:+.3f}, {high:+.3f}] "
+        "(95 % intervals, one run)."
+    )
+    if low > 0:
+        return Check("green", "Accuracy", words)
+    if high < 0:
+        return Check("red", "Accuracy", words, "The policy got worse on held-out problems.")
+    return Check("amber", "Accuracy", words, "Not a difference: more test problems or more seeds would narrow it.")
+
+
+def _entropy(record: RunRecord) -> Check | None:
+    values = record.values("entropy")
+    if not values:
+        return None
+    alarms = record.values("entropy/alarm")
+    words = f"{values[0]:.3f} to {values[-1]:.3f} nats per token"
+    slopes = record.values("entropy/slope")
+    words += f", slope {slopes[-1]:+.2g} per step at the end" if slopes else ""
+    if not any(alarms):
+        return Check("green", "Entropy", f"{words}; no alarm.")
+    kinds = {-1: "collapse", 1: "explosion"}
+    found = ", ".join(
+        f"{kind} in {alarms.count(sign)} of {len(alarms)} values" for sign, kind in kinds.items() if sign in alarms
+    )
+    collapsed = [alarm for alarm in alarms if alarm][-1] < 0
+    advice = (
+        "The policy stopped exploring: raise aqn_sigma_start or entropy_coef, or lower learning_rate."
+        if collapsed
+        else "The policy is losing its shape: lower aqn_sigma_start or learning_rate."
+    )
+    return Check("red" if alarms[-1] else "amber", "Entropy", f"{words}; alarms: {found}.", advice)
+
+
+def _noise(record: RunRecord) -> Check | None:
+    sigmas, stds = record.values("aqn/sigma"), record.values("aqn/measured_std")
+    if not sigmas or not stds:
+        off = record.facts.get("options", {}).get("aqn") is False
+        return Check("none", "Noise", "Adaptive quantization noise is off (aqn: false).") if off else None
+    intended, real = fmean(sigmas), fmean(stds)
+    if intended == 0:
+        advice = "The first of aqn_num_stages stages is noise-free; nothing is wrong if the run ended in it."
+        return Check("none", "Noise", "No noise on norms was intended so far.", advice)
+    modules = max(record.values("aqn/n_modules"), default=0)
+    words = (
+        f"Noise was on: intended {max(sigmas):.2g} at most, {intended:.2g} on average; measured {real:.2g} on average "
+        f"({real / intended:.0%} of it) on {modules:.0f} norms."
+    )
+    if real < _NOISE_ABSENT * intended or modules == 0:
+        return Check("red", "Noise", words, "The noise did not reach the policy that samples.")
+    if abs(real / intended - 1) > _NOISE_OFF:
+        advice = "It differs from what was set: models of few weights draw few numbers; else look."
+        return Check("amber", "Noise", words, advice)
+    return Check("green", "Noise", words)
+
+
+def _layers(record: RunRecord) -> Check | None:
+    facts = record.facts
+    if not is_number(facts.get("n_quantized")):
+        return None
+    if facts["n_quantized"] == 0:
+        return Check("none", "Quantization", "No layer is quantized: this is a run in full precision.")
+    n_skipped = facts.get("n_skipped")
+    skipped = f"{n_skipped} left in full precision" if is_number(n_skipped) else "others left alone"
+    names = f" ({', '.join(facts['skipped'])})" if 0 < len(facts.get("skipped") or []) <= 4 else ""
+    sqnr_db = facts.get("weight_sqnr_db")
+    sqnr = f"; weight SQNR {sqnr_db:.1f} dB at the start" if is_number(sqnr_db) else ""
+    return Check("green", "Quantization", f"{facts['n_quantized']} layers in MXFP4, {skipped}{names}{sqnr}.")
+
+
+def _sqnr(record: RunRecord) -> Check | None:
+    falls, words = [], []
+    for key, name in (("error/sqnr_db", "weights"), ("error/activations/sqnr_db", "activations")):
+        values = record.values(key)
+        if values:
+            falls.append(values[0] - values[-1])
+            words.append(f"{name} {values[0]:.1f} to {values[-1]:.1f} dB")
+    if not falls:
+        return None
+    advice = "Outliers grow: outlier_fallback or macro_block hold the error down; a lower learning_rate slows it."
+    return graded("Quantization error", f"SQNR of {', '.join(words)}.", max(falls), _SQNR_FALL, advice)
+
+
+def _lengths(record: RunRecord) -> Check | None:
+    cut, lengths = record.values("completions/clipped_ratio"), record.values("completions/mean_length")
+    if not cut or not lengths:
+        return None
+    share = fmean(cut[-max(1, len(cut) // 5) :])
+    words = f"{lengths[0]:.0f} to {lengths[-1]:.0f} tokens on average; {share:.0%} cut off in the last fifth."
+    advice = "Raise max_completion_length, or reward shorter answers."
+    return graded("Response length", words, share, (0.3, 0.8), advice)
+
+
+def _movement(record: RunRecord) -> Check | None:
+    found = record.movements()
+    if not found:
+        return None
+    few, many = _MOVEMENT
+    highest = max(found, key=lambda each: each[1] - each[2])
+    shown = dict.fromkeys(
+        f"{total:.3g} ± {error:.2g} (step {step})" for step, total, error in (found[0], highest, found[-1])
+    )
+    words = f"Quantized weights moved {', '.join(shown)} times as far as their masters, where training assumes 1."
+    least = highest[1] - highest[2]
+    if least > many:
+        state = "red" if least > MOVEMENT_ALARM else "amber"
+        return Check(state, "Step movement", words, movement_advice(is_first=highest is found[0]))
+    if min(total + error for _, total, error in found) < few:
+        advice = (
+            "Masters near their quantized values, as those of a checkpoint that was quantized before, have to go half "
+            "the way to the next value before a step shows."
+        )
+        return Check("amber", "Step movement", words, advice)
+    return Check("green", "Step movement", words)
+
+
+def _finite(record: RunRecord) -> Check | None:
+    watched = ("loss", "grad_norm")
+    bad = [entry["step"] for entry in record.logs if any(k in entry and not is_number(entry[k]) for k in watched)]
+    if bad:
+        words = f"loss or grad_norm was NaN or infinite in {len(bad)} logged steps, first at step {bad[0]}."
+        return Check("red", "Finite numbers", words, "Lower learning_rate; check the rewards for NaN.")
+    return Check("green", "Finite numbers", "Loss and gradient norm stayed finite.") if record.values("loss") else None
 
 
 #: In the order of importance.
 CHECKS: tuple[Callable[[RunRecord], Check | None], ...] = (
-    findings.ending,
-    findings.reward,
-    findings.accuracy,
-    findings.entropy,
-    findings.noise,
-    findings.layers,
-    findings.sqnr,
+    _ending,
+    _reward,
+    _accuracy,
+    _entropy,
+    _noise,
+    _layers,
+    _sqnr,
     Rule(
         "Importance weights",
         ("sampling/importance_sampling_ratio/clipped",),
-        _mean,
+        fmean,
         (0.01, 0.10),
         "{mean:.2%} of the importance weights were clipped on average, {max:.2%} at most.",
         "Rollouts are far from the policy that trains: lower aqn_sigma_start, or reuse rollouts less.",
@@ -83,7 +286,7 @@ CHECKS: tuple[Callable[[RunRecord], Check | None], ...] = (
     Rule(
         "Effective sample size",
         ("sampling/effective_sample_size",),
-        _mean,
+        fmean,
         (0.7, 0.3),
         "{mean:.1%} on average.",
         "Few tokens carry the gradient: lower aqn_sigma_start, or reuse rollouts less.",
@@ -91,48 +294,41 @@ CHECKS: tuple[Callable[[RunRecord], Check | None], ...] = (
     Rule(
         "Learning signal",
         ("dynamic_sampling/zero_variance_share", "frac_reward_zero_std"),
-        _mean,
+        fmean,
         (0.5, 0.9),
         "In {mean:.0%} of the groups all responses got the same reward, and taught nothing.",
         "Choose prompts the policy solves sometimes, raise num_generations or temperature, or resample groups.",
     ),
-    Rule(
-        "Response length",
-        ("completions/clipped_ratio",),
-        _mean_of_last_fifth,
-        (0.3, 0.8),
-        "{beside_first:.0f} to {beside_last:.0f} tokens on average; {value:.0%} cut off in the last fifth.",
-        "Raise max_completion_length, or reward shorter answers.",
-        beside="completions/mean_length",
-    ),
-    findings.movement,
-    findings.finite,
+    _lengths,
+    _movement,
+    _finite,
     Rule(
         "Router agreement",
         ("router/agreement",),
-        _last,
+        lambda values: values[-1],
         (0.9, 0.7),
-        "{last:.1%} of the experts chosen are those that full precision would choose.",
+        "{value:.1%} of the experts chosen are those that full precision would choose.",
         "Try router_replay: true, and a scheme with less error.",
     ),
 )
 
 
 def health_checks(record: RunRecord) -> list[Check]:
-    """All checks of a run, in the order of importance; those whose quantities were not logged are left out."""
+    """Return all checks of a run, in the order of importance; those whose quantities were not logged are left out."""
     return [found for check in CHECKS if (found := check(record)) is not None]
 
 
 def overall(checks: Sequence[Check]) -> str:
-    """The worst state of the checks."""
-    return min((check.state for check in checks if check.state != "none"), key=STATES.index, default="none")
+    """Return the worst state of the checks."""
+    order = list(STATE_WORDS)
+    return min((check.state for check in checks if check.state != "none"), key=order.index, default="none")
 
 
 def summary(record: RunRecord, checks: Sequence[Check]) -> str:
-    """The run in one or two sentences."""
+    """Return the run in one or two sentences."""
     counts = {state: sum(check.state == state for check in checks) for state in ("red", "amber")}
     words = {"red": "is not healthy", "amber": "needs a look", "green": "looks healthy", "none": "cannot be judged"}
     reasons = [f"{count} {STATE_WORDS[state]}" for state, count in counts.items() if count]
     of = f" of {record.max_steps}" if record.max_steps else ""
     because = f" ({', '.join(reasons)})" if reasons else ""
-    return f"This run {words[overall(checks)]}{because}: {record.step}{of} steps. {reward_words(record)}".strip()
+    return f"This run {words[overall(checks)]}{because}: {record.step}{of} steps. {_reward_words(record)}".strip()

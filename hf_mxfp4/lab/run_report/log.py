@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the `run_log.jsonl` of a training run, or the log history of a checkpoint in its place."""
+"""Read what a training run left: `run_log.jsonl` (see [`hf_mxfp4.run_log`]), or the log history of a checkpoint."""
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.io.complete import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
+from ...checkpoint import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
 from ...files import is_number
-from ...rl import RUN_LOG
+from ...run_log import RUN_LOG
 
 
 class RunLogError(ValueError):
@@ -25,7 +25,7 @@ class RunRecord:
             again, the later.
         starts: one entry for each time that training began or was resumed: `step`, `time`, `max_steps` and the facts.
         evaluations: entries with `when`, `step` and `scores`: by name `accuracy`, `standard_error` and `n`.
-        end: `reason` and `error` of the last end, `None` when the run was killed or still goes on.
+        end: `reason` and `error` of the last end, `None` when the run was killed or is still running.
         damaged: lines that could not be read.
     """
 
@@ -44,7 +44,7 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """The last step that is known of."""
+        """The last known step."""
         ended = [self.end["step"]] if self.end else []
         return max([entry["step"] for entry in self.logs] + ended, default=0)
 
@@ -52,19 +52,23 @@ class RunRecord:
     def max_steps(self) -> int | None:
         return self.starts[-1].get("max_steps") if self.starts else None
 
-    @property
-    def keys(self) -> set[str]:
-        """Names of all values that were logged at least once."""
-        return {key for entry in self.logs for key, value in entry.items() if is_number(value)}
-
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one logged quantity, finite ones alone."""
+        """Return steps and values of one logged quantity, finite ones alone."""
         points = [(entry["step"], float(entry[key])) for entry in self.logs if is_number(entry.get(key))]
         return [step for step, _ in points], [value for _, value in points]
 
     def values(self, key: str) -> list[float]:
         """Return the values of [`series`], without their steps."""
         return self.series(key)[1]
+
+    def movements(self) -> list[tuple[int, float, float]]:
+        """Return step, ratio and two standard errors of each measured step movement."""
+        found = [entry for entry in self.logs if is_number(entry.get("movement/total"))]
+        errors = (entry.get("movement_se/total") for entry in found)
+        return [
+            (entry["step"], entry["movement/total"], 2 * error if is_number(error) else 0.0)
+            for entry, error in zip(found, errors, strict=True)
+        ]
 
     def add(self, entry: dict[str, Any]) -> None:
         """Take in one line of the file. Raises `ValueError` or `KeyError` for a line of unknown form."""
@@ -88,7 +92,7 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """The training run in a folder: an output folder, or one of its checkpoints, whose history ends where it was saved.
+    """Read the training run in an output folder, or in one of its checkpoints, whose history ends where it was saved.
 
     Raises [`RunLogError`] when there is nothing to read.
     """

@@ -14,12 +14,11 @@ from transformers import TrainerCallback
 from ..._logging import get_logger
 from ...backends import fake_quantize
 from ...layers import WeightMatrix, gathered, trainable_matrices
+from ...run_log import MOVEMENT_ALARM, movement_advice
 from .entropy import add_to_log
 from .errors import evenly_spread
 
 
-#: From here on, beyond two standard errors, quantized weights jump.
-MOVEMENT_ALARM = 3.0
 #: Matrices that are watched, at most, and weights of each: 64 MiB of float32.
 _MATRICES, _WEIGHTS = 256, 2**16
 
@@ -217,17 +216,3 @@ class StepMovementCallback(TrainerCallback):
             return
         for name, value in values.items():
             self.record(name, value)
-
-
-def movement_advice(is_first: bool) -> str:
-    """Say what it means that quantized weights move much further than masters, in the first step or in a later one."""
-    if is_first:
-        return (
-            "Many masters lie exactly between two quantized values (ties of a checkpoint in 16 bits), and any step, "
-            "however small, moves them all: load the model with dtype=torch.float32, and leave dither_ties of "
-            "MXFP4RLConfig on."
-        )
-    return (
-        "Masters have gathered at the boundaries between quantized values, or were rounded to 16 bits on the way: keep "
-        "them in float32, lower learning_rate, or add OscillationResetCallback."
-    )

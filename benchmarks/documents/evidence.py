@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and a plot of schemes on real models, from the records of `benchmarks.evidence` and some of before."""
+
+import math
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from ..records import records, table
+
+
+#: What the two papers have, as scheme strings.
+PAPERS = {
+    "rceil": "plain MXFP4",
+    "floor": "plain MXFP4, OCP's rule",
+    "rceil+mbs128-static": "+ MBS",
+    "rceil+of0.5": "+ OF",
+    "rceil+mbs128-hybrid": "+ MBS, hybrid",
+    "rceil+mbs128-hybrid+of0.5": "+ MBS + OF",
+    "paper_b": "2605.09825",
+}
+BUDGETS = (4.25, 4.32, 4.5, 4.75, 5.0, 6.0, 8.6)
+#: Variants as the tables name them.
+AS_IT_IS, SMOOTHED, ROUNDED, ROTATED = "as it is", "smoothed", "smoothed, GPTQ", "smoothed, GPTQ for H64"
+FOR_BOTH = "smoothed, GPTQ for H64 and quantized inputs"
+OURS = "even+mbs128-blockwise"
+#: Rows of the first page: name, variant, scheme.
+FIRST_PAGE = (
+    ("plain MXFP4 (the paper's start)", AS_IT_IS, "rceil"),
+    ("the paper's MBS", AS_IT_IS, "rceil+mbs128-static"),
+    ("the paper's MBS + OF", AS_IT_IS, "rceil+mbs128-hybrid+of0.5"),
+    ("**ours, the default**: `even`, block mantissas, whole residuals", AS_IT_IS, f"{OURS}+of1"),
+    ("ours in 4 bits: `even`, block mantissas", AS_IT_IS, OURS),
+    ("the same after smoothing, GPTQ and rotation", ROTATED, f"{OURS}, H64"),
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That one scheme is better than another, both on the checkpoint as it is."""
+
+    text: str
+    better: str
+    worse: str
+
+
+CLAIMS = (
+    Claim("MBS gives some of the loss back (static, the paper's)", "rceil+mbs128-static", "rceil"),
+    Claim("Outlier fallback gives some of it back", "rceil+of0.5", "rceil"),
+    Claim("Both are better than fallback alone", "rceil+mbs128-hybrid+of0.5", "rceil+of0.5"),
+    Claim("Weights alone lose less than weights and activations", "w4a16:rceil", "rceil"),
+    Claim("Scales that round up lose less than OCP's floor rule", "rceil", "floor"),
+    Claim("Ours: `even` loses less than `rceil`", "even", "rceil"),
+    Claim("Ours: block mantissas lose less than MBS, same size", OURS, "rceil+mbs128-static"),
+    Claim("Ours: alpha 1 loses less than the paper's 0.5, same cost", "rceil+of1", "rceil+of0.5"),
+    Claim("Ours: a rotation by H64 loses less", f"{OURS}, H64", OURS),
+)
+
+
+def _by_text() -> dict[str, dict[tuple[str, str], dict]]:
+    """Records of each text by variant and scheme; the text with the most of them first."""
+    found: dict[str, dict[tuple[str, str], dict]] = {}
+    for r in records("evidence"):
+        found.setdefault(r["text"], {})[r["variant"], r["name"]] = r
+    return found
+
+
+def _kl(r: dict | None) -> str:
+    return "" if r is None else f"{r['kl']:.3f} ± {r['kl_standard_error']:.3f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def readme_evidence() -> str:
+    """The first page: from plain MXFP4 to the best, one thing added in each row."""
+    first, *others = _by_text().values()
+    rows = []
+    for name, variant, scheme in FIRST_PAGE:
+        if (r := first.get((variant, scheme))) is None:
+            continue
+        other = [_kl(each.get((variant, scheme))) for each in others]
+        rows.append([name, _number(r["bits"]), _number(r["products"]), _kl(r), f"{r['value']:.2f}", *other])
+    one = next(iter(first.values()))
+    texts = [_short(text) for text in _by_text()]
+    columns = [
+        "scheme, weights and activations",
+        "bits of an operand",
+        "MXFP4 products",
+        f"KL, {texts[0]}",
+        "perplexity",
+    ]
+    note = (
+        f"KL to bfloat16 in nats per token ± standard error; perplexity in bfloat16 {one['baseline']:.2f}. "
+        f"{one['model']}, {one['shape'][0]} problems of GSM8K, {one['shape'][1]:,} tokens; `{one['command']}`"
+    )
+    return f"{table([*columns, *(f'KL, {text}' for text in texts[1:])], rows)}\n{note}\n"
+
+
+def _short(text: str) -> str:
+    return "GSM8K" if text.startswith("gsm8k") else "Shakespeare" if "shakespeare" in text else text
+
+
+def _both_operands(found: dict[tuple[str, str], dict]) -> list[dict]:
+    return [r for r in found.values() if r["products"] is not None]
+
+
+def evidence_front() -> str:
+    """Return for each budget of bits the best scheme of weights and activations, and the best of the papers'."""
+    first, *others = _by_text().values()
+    rows = []
+    for budget in BUDGETS:
+        within = [r for r in _both_operands(first) if r["bits"] <= budget]
+        best = min(within, key=lambda r: r["kl"])
+        theirs = [r for r in within if r["variant"] == AS_IT_IS and r["name"] in PAPERS]
+        paper = min(theirs, key=lambda r: r["kl"])
+        again = [_kl(each.get((best["variant"], best["name"]))) for each in others]
+        rows.append([f"{budget:g}", f"{best['variant']}: `{best['name']}`", _number(best["bits"]), _kl(best)])
+        rows[-1] += [f"{best['value']:.2f}", *again, f"`{paper['name']}`", _kl(paper)]
+    texts = [f"KL, {_short(text)}" for text in _by_text()]
+    columns = ["bits at most", "best: checkpoint and scheme", "bits", texts[0], "perplexity", *texts[1:]]
+    return table([*columns, "best of the papers'", "KL"], rows)
+
+
+def evidence_claims() -> str:
+    """Return differences of two schemes on each model and text, and whether they hold."""
+    model, encoder = records("evidence")[0]["model"], records("encoder_evidence")
+    columns = {f"{model}, {_short(text)}: KL": found for text, found in _by_text().items()}
+    columns[f"{encoder[0]['model']}: 1 - cos"] = {(r["variant"], r["name"]): r for r in encoder}
+    rows = []
+    for claim in CLAIMS:
+        pairs = [[found.get((AS_IT_IS, name)) for name in (claim.better, claim.worse)] for found in columns.values()]
+        rows.append([claim.text, *(_verdict(*pair) for pair in pairs)])
+    return table(["claim", *columns], rows)
+
+
+def _verdict(better: dict | None, worse: dict | None) -> str:
+    """The difference, as if both were of other texts, which makes its error too large."""
+    if better is None or worse is None:
+        return ""
+    (a, da), (b, db) = (_value(r) for r in (better, worse))
+    error = 1.96 * math.hypot(da, db)
+    said = "holds" if a + error < b else "the other way" if a - error > b else "not told apart"
+    return f"{said}: {b:.4g} -> {a:.4g} (± {error:.2g})"
+
+
+def _value(r: dict) -> tuple[float, float]:
+    return (r["kl"], r["kl_standard_error"]) if "kl" in r else (r["value"], r["standard_error"])
+
+
+def evidence_plot() -> Figure:
+    """KL over bits of weights and activations: the papers' schemes, ours, and ours on prepared checkpoints."""
+    found = next(iter(_by_text().values()))
+    figure = Figure(figsize=(8.5, 4.4), layout="constrained")
+    axes = figure.subplots()
+    kinds = {
+        "the papers' schemes": lambda r: r["variant"] == AS_IT_IS and r["name"] in PAPERS,
+        "ours, any checkpoint": lambda r: r["variant"] == AS_IT_IS and r["name"].startswith((OURS, f"w4a4:{OURS}")),
+        "+ smoothing": lambda r: r["variant"] == SMOOTHED and r["name"].startswith(OURS) and "H64" not in r["name"],
+        "+ GPTQ": lambda r: r["variant"] == ROUNDED,
+        "+ rotation by H64": lambda r: r["variant"] == ROTATED,
+        "+ GPTQ for quantized inputs": lambda r: r["variant"] == FOR_BOTH,
+    }
+    for color, (label, chosen) in enumerate(kinds.items()):
+        points = sorted((r["bits"], r["kl"], r["kl_standard_error"]) for r in _both_operands(found) if chosen(r))
+        bits, kl, errors = zip(*points, strict=True) if points else ((), (), ())
+        axes.errorbar(
+            bits, kl, [2 * e for e in errors], fmt="o", color=f"C{color}", markersize=4, capsize=2, label=label
+        )
+        lower = [p for p in points if not any(q[0] <= p[0] and q[1] < p[1] for q in points)]
+        axes.plot([p[0] for p in lower], [p[1] for p in lower], color=f"C{color}", linewidth=1, alpha=0.7)
+    axes.set_yscale("log")
+    axes.set_xlabel("bits of an operand, weights and activations quantized")
+    axes.set_ylabel("KL to bfloat16, nats per token")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3, which="both")
+    return figure
+
+
+def gptq() -> str:
+    """What rounding saves beside the nearest values, smoothed or not."""
+    texts = _by_text()
+    shown = [
+        (variant, name)
+        for variant, name in next(iter(texts.values()))
+        if variant in (SMOOTHED, ROUNDED, ROTATED, FOR_BOTH)
+        and name.removesuffix(", H64") in (f"w4a16:{OURS}", OURS, f"{OURS}+of1@0.05", f"w4a4:{OURS}/{OURS}+of1@0.05")
+        or (variant, name) in ((AS_IT_IS, f"w4a16:{OURS}"), (AS_IT_IS, OURS))
+    ]
+    rows = []
+    for variant, name in shown:
+        found = [each.get((variant, name)) for each in texts.values()]
+        cells = [cell for r in found for cell in (_kl(r), "" if r is None else f"{r['value']:.2f}")]
+        rows.append([variant, f"`{name}`", _number(next(iter(texts.values()))[variant, name]["bits"]), *cells])
+    columns = [cell for text in texts for cell in (f"KL, {_short(text)}", "perplexity")]
+    return table(["checkpoint", "scheme", "bits", *columns], rows)
+
+
+def smoothing() -> str:
+    """A row for each scheme, and what it loses by strength."""
+    found: dict[str, dict[object, dict]] = {}
+    for r in records("smoothing"):
+        found.setdefault(r["name"], {})[r["strength"]] = r
+    strengths = list(dict.fromkeys(strength for row in found.values() for strength in row))
+    rows = [
+        [name, f"{next(iter(row.values()))['bits']:.4g}"]
+        + [f"{r['kl']:.3f} ± {r['kl_standard_error']:.3f} ({r['value']:.2f})" for r in (row[s] for s in strengths)]
+        for name, row in found.items()
+    ]
+    columns = [f"strength {s}" if isinstance(s, float) else "as it is" for s in strengths]
+    one = records("smoothing")[0]
+    what = f"KL in nats per token ± standard error (perplexity; {one['baseline']:.2f} in bfloat16), {one['model']}."
+    return f"{table(['scheme', 'bits of an operand', *columns], rows)}\n{what}\n"
+
+
+def export_perplexity() -> str:
+    rows = []
+    for r in records("export_perplexity"):
+        sqnr, packed = r["weight_sqnr_db"], r["nats_to_packed"]
+        nats = "" if r["ratio"] == 1 else f"{r['nats_to_bf16']:+.3f} ± {r['standard_error']:.3f}"
+        rows.append([r["name"], f"{r['value']:.2f}", nats])
+        rows[-1] += ["" if packed is None else f"{packed:+.4f}", "" if sqnr is None else f"{sqnr:.2f}"]
+    columns = ["weights", "perplexity", "nats per token to bfloat16", 'to `mode="packed"`, same rule']
+    return table([*columns, "SQNR, dB"], rows)
+
+
+def gguf_perplexity() -> str:
+    rows = [
+        [r["name"], f"{r['bits_per_weight']:.4g}", f"{r['value']:.2f}", f"{r['ratio']:.3f}"]
+        + [f"{r['nats_to_bf16']:+.3f} ± {r['standard_error']:.3f}", f"{r['divergence']:.3f}"]
+        + [f"{r['same_top_percent']:.1f}"]
+        for r in records("gguf_perplexity")
+    ]
+    baseline = records("gguf_perplexity")[0]
+    rows.insert(0, ["BF16", "16", f"{baseline['baseline']:.2f}", "1", "", "", ""])
+    columns = ["file", "bits per weight of the layers", "perplexity", "over BF16", "nats per token to BF16"]
+    return table([*columns, "divergence, nats", "same likeliest token, %"], rows)

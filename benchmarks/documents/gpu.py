@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of GPU numbers: measured ones, and in a table of its own what a model of compiled kernels says."""
+
+import json
+from pathlib import Path
+
+from ..gpu.bench import INTERPRETER
+from ..gpu.model.gpus import GPUS
+from ..records import MODELLED, RESULTS, of_kind, records, table
+
+
+COMMAND = "python -m benchmarks.gpu --out benchmarks/results"
+NONE_YET = (
+    "No GPU number has been measured yet. On a machine with a GPU, this measures them and puts them here:\n\n"
+    f"```bash\n{COMMAND}\npython -m benchmarks.write_docs\n```\n"
+)
+
+
+def gpu(folder: Path = RESULTS) -> str:
+    """Return a table per section of `benchmarks.gpu`, or a sentence where there is none.
+
+    Raises `ValueError` for records of interpreted or tiny runs, whose times say nothing about a GPU, and for those that
+    were not measured at all.
+    """
+    parts = []
+    for path in sorted(folder.glob("gpu_*.json")):
+        if path.stem == MODELLED:
+            continue
+        found = of_kind(json.loads(path.read_text()), path)
+        if any(record["tiny"] or record["hardware"] == INTERPRETER for record in found):
+            raise ValueError(f"{path} is of a run that only checks that everything runs; no number to publish")
+        parts.append(_section(path.stem.removeprefix("gpu_"), found))
+    return "\n".join(parts) if parts else NONE_YET
+
+
+def _section(name: str, found: list[dict]) -> str:
+    measured = [record for record in found if record["status"] == "ok"]
+    peers = list(dict.fromkeys(name for r in measured for name, peer in r.get("peers", {}).items() if "ratio" in peer))
+    rows = []
+    for r in measured:
+        fraction = r["ceiling_fraction"]
+        ratios = {r["baseline"]: r["ratio"]} | {name: p.get("ratio") for name, p in r.get("peers", {}).items()}
+        rows.append([r["name"].split(" / ", 1)[1], _shape(r), f"{r['value']:.4g} {r['unit']}"])
+        rows[-1].append("" if fraction is None else f"{100 * fraction:.0f} %")
+        rows[-1] += ["" if ratios.get(peer) is None else f"{ratios[peer]:.2f}x" for peer in peers]
+        if r["ratio"] is not None and r["baseline"] not in peers:
+            rows[-1][2] += f" ({r['ratio']:.2f}x {r['baseline']})"
+    columns = ["case", "shape", "measured", "of ceiling", *(f"faster than {peer}" for peer in peers)]
+    missing = [f"Not measured: {r['name']} {_shape(r)}: {r['reason']}\n" for r in found if r["status"] != "ok"]
+    heading = f"`{name}` on {found[0]['hardware']}; `{found[0]['command']}`, {found[0]['date']}\n"
+    return "\n".join([heading, *([table(columns, rows)] if rows else []), *missing])
+
+
+def _shape(record: dict) -> str:
+    return "x".join(map(str, record["shape"]))
+
+
+def modelled() -> str:
+    """Return a row per case: part of the ceiling, and speed beside BF16 where there is some."""
+    found = records(MODELLED, modelled=True)
+    names = [each.name for each in GPUS if any(record["gpu"] == each.name for record in found)]
+    by_case: dict[tuple, dict[str, dict]] = {}
+    for record in found:
+        by_case.setdefault((record["name"], _shape(record)), {})[record["gpu"]] = record
+    rows = []
+    for (name, shape), of_gpu in by_case.items():
+        first = of_gpu.get(names[0], {})
+        cells = [_modelled_cell(of_gpu[each]) if each in of_gpu else "" for each in names]
+        rows.append([name, shape, *cells, str(first.get("launches", "")), first.get("bottleneck", "")])
+    one = found[0]
+    made = f"`{one['command']}`, Triton {one['versions'].get('triton')}, {one['date']}"
+    return f"{table(['case', 'shape', *names, 'launches', f'bound on {names[0]}'], rows)}\n{made}\n"
+
+
+def _modelled_cell(record: dict) -> str:
+    if record["status"] != "ok":
+        return "failed"
+    return f"{100 * record['ceiling_fraction']:.0f} %" if record["ratio"] is None else f"{record['ratio']:.2f}x"

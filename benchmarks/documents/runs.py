@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of what runs gave and took: accuracy, time, memory, tokens; and of architectures."""
+
+from collections import Counter
+
+from ..records import interval, records, table
+
+
+def demo(name: str = "demo_cpu") -> str:
+    rows = []
+    for r in records(name):
+        before, after = r["standard_error"]
+        rows.append(
+            [r["name"][-1], f"{r['baseline']:.3f} ± {before:.3f}", f"{r['value']:.3f} ± {after:.3f}"]
+            + [f"{r['value'] - r['baseline']:+.3f}"]
+        )
+    return table(["seed", "before RL", "after RL", "gain"], rows)
+
+
+def lora() -> str:
+    return demo("lora_cpu")
+
+
+def moe() -> str:
+    lines = demo("moe_cpu").splitlines()
+    agreements = ["router agreement", "---", *(f"{r['router_agreement']:.3f}" for r in records("moe_cpu"))]
+    return "".join(f"{line} {value} |\n" for line, value in zip(lines, agreements, strict=True))
+
+
+def vllm_agreement() -> str:
+    rows = []
+    for r in records("vllm_agreement"):
+        cells = [f"{r[key][part]:.1e}" for key in ("vllm", "last_bits") for part in ("median", "max")]
+        shares = [f"{100 * r[key]['beyond_1e-3']:.1f}" for key in ("vllm", "last_bits")]
+        rows.append([r["scheme"], *cells[:2], shares[0], *cells[2:], shares[1], f"{r['quantization']['median']:.2f}"])
+    columns = ["scheme", "vLLM: median", "max", "beyond 1e-3, %", "last bits: median", "max", "beyond 1e-3, %"]
+    return table([*columns, "quantization, median"], rows)
+
+
+def memory() -> str:
+    parts = ("weights", "gradients", "optimizer", "saved", "peak", "process")
+    rows = [
+        [*r["name"].split(" / checkpointing "), *(f"{r['measured'][part] / 1e6:.0f}" for part in parts)]
+        for r in records("memory")
+        if "measured" in r and "without fallback" not in r["name"]
+    ]
+    return table(["mode", "checkpointing", *parts], rows)
+
+
+def pretrain() -> str:
+    rows = []
+    for r in records("pretrain"):
+        if r["name"] == "baseline":
+            continue
+        overhead, versus = r["overhead"], r.get("versus", {}).get("gap")
+        reached = f"{overhead['n_finite']} of {overhead['n']}"
+        found = f"over {100 * r['value']:.0f}" if r["unit"].endswith("at least") and overhead["at_least"] else None
+        rows.append(
+            [f"`{r['name']}`", str(sum(count > 0 for count in r["quantized_operands"].values()))]
+            + [found or interval(overhead, 100, 1), reached, interval(r["gap"], 1, 4)]
+            + [interval(versus, 1, 4) if versus else "", r["paper"] or ""]
+        )
+    columns = ["arm", "quantized operands", "more tokens, %", "seeds that got there", "loss above the baseline's"]
+    return table([*columns, "loss above that of `all`", "paper: more tokens"], rows)
+
+
+def quantize_cpu() -> str:
+    dropped = "fouroversix", "microxcaling", "searched"
+    found = [r for r in records("quantize_cpu") if not any(name in r["name"] for name in dropped)]
+    found = [r for r in found if r["shape"][0] in (1024, 4096)]
+    sizes = sorted({record["shape"][0] for record in found})
+    rows: dict[tuple[str, str], list[str]] = {}
+    for record in found:
+        key = tuple(record["name"].split(" / "))
+        rows.setdefault(key, [*key]).append(f"{record['value']:.3g} ({record['ratio']:.2f})")
+    return table(["operation", "contender", *(f"{size}²: GB/s (time / ours)" for size in sizes)], list(rows.values()))
+
+
+def packed_product_cpu() -> str:
+    """Return the largest weight on one thread, by rows and contender."""
+    found = [r for r in records("packed_product_cpu") if r["threads"] == 1 and r["shape"][1:] == [4096, 14336]]
+    names = list(dict.fromkeys(r["name"] for r in found))
+    cells: dict[int, dict[str, str]] = {}
+    for r in found:
+        text = f"{r['value']:.2f}" if r["ratio"] == 1 else f"{r['value']:.2f} ({r['ratio']:.2f})"
+        cells.setdefault(r["shape"][0], {})[r["name"]] = text
+    rows = [[name, *(own[name] for own in cells.values())] for name in names]
+    columns = [f"{count} row{'s' * (count > 1)}" for count in cells]
+    return f"{table(['', *columns], rows)}\n{found[0]['hardware']}, {found[0]['date']}\n"
+
+
+def architectures() -> str:
+    """Return the architectures that are right and not tried by kind, and those that are refused with the reason."""
+    found = records("architectures")
+    outcomes = ("right", "refused", "wrong", "not tried")
+    counts = Counter(record["outcome"] for record in found)
+    parts = [f"{len(found)} architectures: {', '.join(f'{counts[each]} {each}' for each in outcomes)}.\n"]
+    kinds = dict.fromkeys(record["kind_of_model"] for record in found)
+    for outcome in ("right", "not tried"):
+        of = {kind: [r for r in found if (r["kind_of_model"], r["outcome"]) == (kind, outcome)] for kind in kinds}
+        names = {kind: " ".join(f"`{r['name']}`" for r in chosen) for kind, chosen in of.items() if chosen}
+        lists = [f"* {kind}: {text}" for kind, text in names.items()]
+        parts += [f"**{outcome.capitalize()}**\n", *lists, ""]
+    rows = [[f"`{r['name']}`", r["detail"].partition(": ")[2]] for r in found if r["outcome"] in ("refused", "wrong")]
+    rows = [[name, reason.replace("|", "\\|").replace("<", "&lt;")] for name, reason in rows]
+    return "\n".join([*parts, table(["refused", "reason"], rows)])

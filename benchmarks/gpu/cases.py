@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `benchmarks.gpu` measures of kernels and layers, and `benchmarks.gpu.model` estimates."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import hf_mxfp4
+import mxfp4_kernels
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
+from hf_mxfp4.backends.select import quantize_e4m3
+from hf_mxfp4.layers import MXFP4PackedExperts, MXFP4PackedLinear
+
+from .bench import Call, Case
+
+
+TOKENS = 8192
+#: ``(out_features, in_features)`` of linear layers of Llama-3.1-8B, and the largest of Qwen2.5-32B.
+LINEARS = (4096, 4096), (4096, 14336), (27648, 5120)
+BF16 = "BF16"
+#: Options of quantization by name.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "rceil": {"scale_rule": "rceil"},
+    "rceil, macro 128 static": {"scale_rule": "rceil", "macro_block": 128},
+    "even, block mantissas": {"scale_rule": "even", "macro_block": 128, "macro_search": "blockwise"},
+    "even, block mantissas, fallback": {
+        "scale_rule": "even",
+        "macro_block": 128,
+        "macro_search": "blockwise",
+        "outlier_fallback": 1.0,
+    },
+}
+#: Trained layers by name; `PLAIN` presets have block scales alone.
+PLAIN = {"scale_rule": "rceil", "macro_block": None, "outlier_fallback": None}
+TRAINED = {
+    "w4a4g4, plain": MXFP4RLConfig(preset="w4a4g4", **PLAIN),
+    "w4a4g8, plain": MXFP4RLConfig(preset="w4a4g8", **PLAIN),
+    "w4a4, plain": MXFP4RLConfig(preset="w4a4", **PLAIN),
+    **{
+        preset: MXFP4RLConfig(preset=preset)
+        for preset in ("w4a16", "w4a4", "w4a4_tuned", "w4a4g8", "w4a4g4_tuned", "paper_a", "paper_b")
+    },
+}
+
+
+def cases(tiny: bool = False) -> list[Case]:
+    """Return all of them, in order of importance; with ``tiny`` on shapes that an interpreter manages."""
+    return [*_quantize(tiny), *_to_e4m3(tiny), *_decode(tiny), *_experts(tiny), *_linear(tiny)]
+
+
+def random_matrix(device: torch.device, *shape: int) -> torch.Tensor:
+    """Return normal values with a spread of scales between rows and a few outliers, as activations have; bfloat16."""
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=device) * torch.exp2(torch.randint(-4, 5, (*shape[:-1], 1), device=device))
+    x[..., :: max(1, shape[-1] // 7)] *= 16
+    return x.bfloat16()
+
+
+# ---- quantization ---------------------------------------------------------------------------------------------------
+
+
+def _quantize(tiny: bool) -> Iterator[Case]:
+    rows, columns = shape = (40, 96) if tiny else (TOKENS, 5120)
+    for name, options in SCHEMES.items():
+        passes = 2 if options.get("outlier_fallback") else 1
+        written = passes * (columns / 2 + columns / 32) + (columns / 128 if "macro_block" in options else 0)
+        peers = {"torchao": lambda device: _torchao(random_matrix(device, *shape))} if name == "rceil" else {}
+        yield Case("quantize", name, shape, _quantizer(shape, options), rows * (2 * columns + written), peers=peers)
+    both = 2 * rows * columns * (1 / 2 + 1 / 32)
+    yield Case("quantize", "rceil, rows and columns", shape, _quantizer_of_both(shape), 2 * rows * columns + both)
+
+
+def _quantizer(shape: tuple[int, ...], options: Mapping[str, Any]):
+    def build(device: torch.device, backend: str) -> Call:
+        x = random_matrix(device, *shape)
+
+        def call() -> list[torch.Tensor | None]:
+            made = hf_mxfp4.quantize(x, backend=backend, **options)
+            return [made.codes, made.scale, made.macro, made.residual_codes, made.residual_scale]
+
+        return call
+
+    return build
+
+
+def _quantizer_of_both(shape: tuple[int, ...]):
+    def build(device: torch.device, backend: str) -> Call:
+        x = random_matrix(device, *shape)
+        if backend == "triton":
+            return lambda: [(made.codes, made.scale) for made in mxfp4_kernels.quantize_both(x)]
+        return lambda: [(made.codes, made.scale) for made in map(numerics.quantize, (x, x.mT.contiguous()))]
+
+    return build
+
+
+def _torchao(x: torch.Tensor) -> Call:
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    mode = ScaleCalculationMode("rceil")
+    run = torch.compile(lambda: to_mx(x, torch.float4_e2m1fn_x2, block_size=32, scaling_mode=mode), dynamic=False)
+    return run if x.is_cuda else lambda: None
+
+
+def _to_e4m3(tiny: bool) -> Iterator[Case]:
+    rows, columns = shape = (40, 96) if tiny else (TOKENS, 5120)
+
+    def build(device: torch.device, backend: str) -> Call:
+        x = random_matrix(device, *shape)
+        return lambda: quantize_e4m3(x, backend)
+
+    yield Case("to_e4m3", "rows", shape, build, rows * (3 * columns + 1))
+
+
+# ---- decoding -------------------------------------------------------------------------------------------------------
+
+
+def _decode(tiny: bool) -> Iterator[Case]:
+    for n, k in [(160, 96)] if tiny else LINEARS:
+        for rows in (1, 5) if tiny else (1, 16):
+            weights, others = 4.3125 / 8 * n * k, 2.0 * rows * (n + k)
+            yield Case(
+                "decode",
+                f"{rows} rows",
+                (n, k),
+                _packed_product(rows, n, k),
+                weights + others,
+                {"bf16": 2.0 * rows * n * k},
+                {BF16: _plain_product(rows, n, k), "bitsandbytes NF4": _nf4_product(rows, n, k)},
+                tolerance=1e-2,
+            )
+
+
+def _weight(device: torch.device, n: int, k: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return (torch.randn(n, k, device=device) * k**-0.5).bfloat16()
+
+
+def _packed_product(rows: int, n: int, k: int):
+    def build(device: torch.device, backend: str) -> Call:
+        plain = nn.Linear(k, n, bias=False, device="meta")
+        plain.weight = nn.Parameter(_weight(device, n, k), requires_grad=False)
+        config = MXFP4RLConfig(mode="packed", backend=backend)
+        layer, x = MXFP4PackedLinear.from_linear(plain, config, "layer"), random_matrix(device, rows, k)
+        return torch.no_grad()(lambda: layer(x))
+
+    return build
+
+
+def _plain_product(rows: int, n: int, k: int):
+    def build(device: torch.device) -> Call:
+        x, weight = random_matrix(device, rows, k), _weight(device, n, k)
+        return lambda: F.linear(x, weight)
+
+    return build
+
+
+def _nf4_product(rows: int, n: int, k: int):
+    def build(device: torch.device) -> Call:
+        import bitsandbytes as bnb
+
+        x, weight = random_matrix(device, rows, k), _weight(device, n, k)
+        stored, state = bnb.functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
+        return lambda: bnb.matmul_4bit(x, stored.t(), quant_state=state)
+
+    return build
+
+
+def _experts(tiny: bool) -> Iterator[Case]:
+    """Yield the experts of Qwen3-30B-A3B with packed weights."""
+    hidden, inner, count, chosen = (64, 32, 4, 2) if tiny else (2048, 768, 128, 8)
+
+    def plain(device: torch.device) -> nn.Module:
+        sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
+        config = Qwen3MoeConfig(**sizes, num_experts=count, num_experts_per_tok=chosen)
+        config._experts_implementation = "grouped_mm"
+        torch.manual_seed(0)
+        with device:
+            experts = Qwen3MoeExperts(config).bfloat16().requires_grad_(False)
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            weight.normal_(std=weight.shape[-1] ** -0.5)
+        return experts
+
+    def called(experts: nn.Module, device: torch.device, tokens: int) -> Call:
+        x = random_matrix(device, tokens, hidden)
+        scores, ids = torch.randn(tokens, count, device=device).softmax(-1).topk(chosen)
+        return torch.no_grad()(lambda: experts(x, ids, scores.bfloat16()))
+
+    def packed(device: torch.device, backend: str, tokens: int) -> Call:
+        config = MXFP4RLConfig(mode="packed", backend=backend)
+        return called(MXFP4PackedExperts.from_experts(plain(device), config, "experts"), device, tokens)
+
+    for tokens in (1, 5) if tiny else (1, 16, 64):
+        reached = 1 - (1 - chosen / count) ** tokens
+        weights, rows = 3 * hidden * inner * count * reached, tokens * chosen
+        others, flops = 2.0 * rows * (2 * hidden + 3 * inner), 2.0 * rows * 3 * hidden * inner
+        yield Case(
+            "decode",
+            f"experts, {tokens} tokens",
+            (count, hidden, inner),
+            lambda device, backend, tokens=tokens: packed(device, backend, tokens),
+            4.3125 / 8 * weights + others,
+            {"bf16": flops},
+            {BF16: lambda device, tokens=tokens: called(plain(device), device, tokens)},
+            tolerance=5e-2,
+            reached=reached,
+        )
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def _linear(tiny: bool) -> Iterator[Case]:
+    tokens, n, k = shape = (32, 48, 96) if tiny else (TOKENS, 4096, 14336)
+    n_bytes, flops = 2.0 * (2 * tokens * (n + k) + 2 * n * k), 6.0 * tokens * n * k
+
+    def build(device: torch.device, backend: str, config: MXFP4RLConfig) -> Call:
+        layer = MXFP4Linear(k, n, bias=False, device="meta", config=replace(config, backend=backend))
+        return _both_passes(layer, device, tokens)
+
+    def plain(device: torch.device) -> Call:
+        return _both_passes(nn.Linear(k, n, bias=False, device="meta"), device, tokens)
+
+    for name, config in TRAINED.items():
+        made = partial(build, config=config)
+        yield Case("linear", name, shape, made, n_bytes, {"bf16": flops}, {BF16: plain}, tolerance=5e-2)
+
+
+def _both_passes(layer: nn.Linear, device: torch.device, tokens: int) -> Call:
+    """Return the forward and the backward pass after an update of the weight: output and both gradients."""
+    layer.weight = nn.Parameter(_weight(device, layer.out_features, layer.in_features))
+    x = random_matrix(device, tokens, layer.in_features).requires_grad_()
+    grad = random_matrix(device, tokens, layer.out_features)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            layer.weight[:1, :1].add_(0)
+        out = layer(x)
+        return out, *torch.autograd.grad(out, (x, layer.weight), grad)
+
+    return run

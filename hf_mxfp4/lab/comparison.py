@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare two checkpoints under one scheme, two schemes on one checkpoint, or an original and its packed weights."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..checkpoint import (
+    ForeignSource,
+    LayerSource,
+    MasterSource,
+    PackedSource,
+    ShardError,
+    StoredTensor,
+    open_checkpoint,
+    own_config,
+)
+from ..checkpoint.formats import FORMATS, PackedFormat
+from ..config import QUANT_METHOD
+from ..files import json_clean
+from ..gemm import quantize_weight, weight_values
+from ..numerics import QuantScheme
+from .layers import Selection, location_of, natural_key
+from .page import number
+from .results import Analysis
+from .source import OnBytes, Problem, Source, SourceError
+from .statistics import error_statistics
+from .weights import SLICE_ELEMENTS, selected, weight_slices
+
+
+#: Sums over the elements of a tensor on both sides; those of two tensors add up.
+Sums = dict[str, float]
+#: Title of a column, the number it shows, its unit, and its decimals.
+Column = tuple[str, str, float, int]
+
+_COLUMNS: tuple[Column, ...] = (
+    ("A rel. MSE %", "first_relative_mse", 100, 4),
+    ("B rel. MSE %", "second_relative_mse", 100, 4),
+    ("B / A", "mse_ratio", 1, 4),
+    ("SQNR gain dB", "sqnr_gain_db", 1, 2),
+)
+_DIFFERENCE: Column = ("|A-B| / |A|", "relative_difference", 1, 6)
+_PACKED_COLUMNS: tuple[Column, ...] = (
+    ("SQNR dB", "sqnr_db", 1, 2),
+    ("rel. MSE %", "relative_mse", 100, 4),
+    _DIFFERENCE,
+)
+_OTHERWISE: Column = ("packed otherwise", "elements_packed_otherwise", 1, 0)
+
+
+@dataclass
+class Comparison:
+    """Sums by tensor name; ``only_first`` and ``only_second`` are names that one side has alone.
+
+    Attributes:
+        derive: gives the numbers of a table from sums.
+        order: the number by which the worst tensors are found.
+        columns, groups_title, worst_title, lines: how tables and sentences show it.
+        scheme: the one that two checkpoints are compared under; `None` for two schemes on one checkpoint.
+        extra: more facts for the JSON report.
+    """
+
+    first: str
+    second: str
+    derive: Callable[[Sums], dict[str, float]]
+    order: str
+    columns: tuple[Column, ...]
+    groups_title: str
+    worst_title: str
+    scheme: str | None = None
+    sums: dict[str, Sums] = field(default_factory=dict)
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def total(self) -> Sums:
+        return _added(self.sums.values())
+
+    def by_layer_type(self) -> dict[str, Sums]:
+        groups: dict[str, list[Sums]] = {}
+        for name in sorted(self.sums, key=natural_key):
+            groups.setdefault(location_of(name)[0], []).append(self.sums[name])
+        return {name: _added(members) for name, members in groups.items()}
+
+    def worst(self, count: int = 20) -> list[str]:
+        """Return the tensors with the largest error; those for which it is not defined are left out."""
+        values = {name: self.derive(self.sums[name])[self.order] for name in sorted(self.sums, key=natural_key)}
+        known = [name for name, value in values.items() if not math.isnan(value)]
+        return sorted(known, key=lambda name: -values[name])[:count]
+
+    def tables(self, worst: int = 20) -> list[tuple[str, list[list[str]]]]:
+        """Return the titles and rows of cells of the tables, under the headings ``"tensors"`` and [`columns`]."""
+        groups = {"all": self.total(), **self.by_layer_type()} if self.sums else {}
+        found = {self.groups_title: groups, self.worst_title: {name: self.sums[name] for name in self.worst(worst)}}
+        return [(title, [self._row(*each) for each in rows.items()]) for title, rows in found.items() if rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it, JSON-clean; numbers that do not exist are null."""
+        return json_clean(
+            {
+                "first": self.first,
+                "second": self.second,
+                "scheme": self.scheme,
+                "total": self.derive(self.total()) if self.sums else {},
+                "by_layer_type": {name: self.derive(sums) for name, sums in self.by_layer_type().items()},
+                "worst": self.worst(),
+                "tensors": {name: self.derive(sums) for name, sums in self.sums.items()},
+                "only_first": self.only_first,
+                "only_second": self.only_second,
+                "problems": [{"where": problem.where, "reason": problem.reason} for problem in self.problems],
+                **self.extra,
+            }
+        )
+
+    def _row(self, name: str, sums: Sums) -> list[str]:
+        numbers = self.derive(sums)
+        return [name, *(number(unit * numbers[key], digits) for _, key, unit, digits in self.columns)]
+
+
+def compare_checkpoints(
+    first: Source,
+    second: Source,
+    scheme: QuantScheme,
+    selections: tuple[Selection, Selection],
+    on_bytes: OnBytes = lambda count, name: None,
+) -> Comparison:
+    """Compare the tensors that both checkpoints have under the same name, in slices.
+
+    Raises [`SourceError`] when they have no tensor to quantize in common, or one stores quantized weights.
+    """
+    result = _of_two(first.name, second.name, str(scheme))
+    mine, theirs = (
+        {tensor.name: (tensor, axis) for tensor, axis in selected(source, selection, result.problems)}
+        for source, selection in zip((first, second), selections, strict=True)
+    )
+    result.only_first = sorted(mine.keys() - theirs.keys(), key=natural_key)
+    result.only_second = sorted(theirs.keys() - mine.keys(), key=natural_key)
+    common = sorted(mine.keys() & theirs.keys(), key=natural_key)
+    if not common and not result.problems:
+        raise SourceError(f"{first.name} and {second.name} have no tensor to quantize in common")
+    for name in common:
+        (a, axis), (b, other_axis) = mine[name], theirs[name]
+        if a.shape != b.shape or axis != other_axis:
+            result.problems.append(Problem(name, f"shapes differ: {list(a.shape)} and {list(b.shape)}"))
+            continue
+        try:
+            result.sums[name] = _compare_tensor(a, b, axis, scheme, on_bytes)
+        except (ShardError, ValueError) as error:
+            result.problems.append(Problem(name, str(error)))
+    return result
+
+
+def compare_schemes(analysis: Analysis) -> Comparison:
+    """Compare the two schemes of an analysis of weights."""
+    one, two = analysis.schemes
+    result = _of_two(f"{analysis.model}, {one}", f"{analysis.model}, {two}", None)
+    result.problems = analysis.problems
+    for each in analysis.results:
+        first, second = each.statistics[one], each.statistics[two]
+        noises = {"first_noise": first.total, "second_noise": second.total}
+        result.sums[each.name] = {"first": first.energy, "second": second.energy, **noises, "distance": 0.0}
+    return result
+
+
+def is_packed(source: Source) -> bool:
+    """Whether a checkpoint stores 4-bit weights that [`compare_packed`] can read."""
+    options = source.config.get("quantization_config")
+    if not isinstance(options, dict):
+        return False
+    if options.get("quant_method") == QUANT_METHOD:
+        return options.get("mode") == "packed"
+    return _foreign_format(options) is not None
+
+
+def compare_packed(
+    original: Source, packed: Source, selection: Selection, on_bytes: OnBytes = lambda count, name: None
+) -> Comparison:
+    """Compare the weights that a packed checkpoint stores with those of the full-precision one, a matrix at a time.
+
+    Layers go by the names that they have in the model, so that experts in one fused tensor meet those in tensors of
+    their own.
+
+    Args:
+        selection: whose ``include`` and ``exclude`` choose among the layers.
+
+    Raises:
+        SourceError: a pattern matches nothing, or the checkpoints have no quantized weight in common.
+        CheckpointError: one of them cannot be read, or ``original`` stores quantized weights.
+        ShardError: a file is missing or damaged.
+    """
+    packed_folder, folder = (open_checkpoint(source.folder) for source in (packed, original))
+    foreign = _foreign_format(packed_folder.quantization)
+    stored = PackedSource(packed_folder) if foreign is None else ForeignSource(packed_folder, foreign)
+    masters = MasterSource(folder, stored.config if own_config(folder) is None else None)
+    names = list(dict.fromkeys([*stored.shapes, *masters.shapes]))
+    if unmatched := selection.unmatched(names):
+        raise SourceError(f"no quantized layer of {packed.name} matches the pattern {unmatched[0]!r}")
+    chosen = [name for name in names if selection.reason_against(name) is None]
+    common = [name for name in chosen if name in stored.shapes and name in masters.shapes]
+    if not common:
+        raise SourceError(f"{original.name} and {packed.name} have no quantized weight in common")
+    # Other formats do not record how scales were chosen, so that packing again means nothing.
+    repack = foreign is None
+    result = Comparison(
+        original.name,
+        packed.name,
+        _packed_numbers,
+        "relative_mse",
+        _PACKED_COLUMNS + (_OTHERWISE,) * repack,
+        "",
+        "largest relative errors",
+        str(stored.config.weight_scheme) if repack else str(packed_folder.quantization["quant_method"]),
+        only_first=[name for name in chosen if name not in stored.shapes],
+        only_second=[name for name in chosen if name not in masters.shapes],
+    )
+    result.groups_title = f"error of the stored weights ({result.scheme}), by layer"
+    for name in common:
+        mine, theirs = masters.shapes[name], stored.shapes[name]
+        sizes = [[s.n_matrices, s.out_features, s.in_features] for s in (mine, theirs)]
+        if sizes[0] != sizes[1]:
+            result.problems.append(Problem(name, f"shapes differ: {sizes[0]} and {sizes[1]}"))
+            continue
+        try:
+            result.sums[name] = _added(_compare_matrix(masters, stored, name, each, repack) for each in mine.matrices)
+        except (ShardError, ValueError) as error:
+            result.problems.append(Problem(name, str(error)))
+        on_bytes(masters.bytes_of(name) + stored.bytes_of(name), name)
+    rest = _compare_rest(masters, stored, result.problems)
+    result.extra["not_quantized"] = rest
+    result.lines = _packed_lines(result, **rest)
+    return result
+
+
+def bytes_to_compare(original: Source, packed: Source) -> int:
+    """Return about what will be read of the two."""
+    return sum(source.path(shard).stat().st_size for source in (original, packed) for shard in source.expected)
+
+
+def _of_two(first: str, second: str, scheme: str | None) -> Comparison:
+    title = "by layer" if scheme is None else f"under {scheme}, by layer"
+    columns = _COLUMNS if scheme is None else (*_COLUMNS, _DIFFERENCE)
+    numbers = _numbers if scheme else lambda sums: {k: v for k, v in _numbers(sums).items() if k != _DIFFERENCE[1]}
+    lines = [f"A: {first}", f"B: {second}"]
+    worst = "where B is worst against A"
+    return Comparison(first, second, numbers, "mse_ratio", columns, title, worst, scheme, lines=lines)
+
+
+def _numbers(sums: Sums) -> dict[str, float]:
+    first, second = (_ratio(sums[f"{side}_noise"], sums[side]) for side in ("first", "second"))
+    ratio = _ratio(second, first)
+    return {
+        "first_relative_mse": first,
+        "second_relative_mse": second,
+        "mse_ratio": ratio,
+        "sqnr_gain_db": -10 * math.log10(ratio) if ratio > 0 else math.nan,
+        "relative_difference": math.sqrt(_ratio(sums["distance"], sums["first"])),
+    }
+
+
+def _packed_numbers(sums: Sums) -> dict[str, float]:
+    relative = _ratio(sums["noise"], sums["energy"])
+    found = {
+        "sqnr_db": math.inf if relative == 0 else -10.0 * math.log10(relative),
+        "relative_mse": relative,
+        "relative_difference": math.sqrt(relative),
+    }
+    return found | ({"elements_packed_otherwise": sums["otherwise"]} if "otherwise" in sums else {})
+
+
+def _compare_tensor(a: StoredTensor, b: StoredTensor, axis: int, scheme: QuantScheme, on_bytes: OnBytes) -> Sums:
+    parts = []
+    for x, y in zip(weight_slices(a, axis, [scheme]), weight_slices(b, axis, [scheme]), strict=True):
+        bad = int((~torch.isfinite(x)).sum()) + int((~torch.isfinite(y)).sum())
+        if bad:
+            raise ValueError(f"{bad} elements of a slice are NaN or infinite")
+        first, second = error_statistics(x, scheme), error_statistics(y, scheme)
+        distance = float((x.double() - y.double()).square_().sum(dim=-1).sum())
+        noises = {"first_noise": first.total, "second_noise": second.total}
+        parts.append({"first": first.energy, "second": second.energy, **noises, "distance": distance})
+        on_bytes(x.numel() * x.element_size() + y.numel() * y.element_size(), a.name)
+    return _added(parts)
+
+
+def _compare_matrix(masters: MasterSource, stored: LayerSource, name: str, expert: int | None, repack: bool) -> Sums:
+    master, config = masters.master(name, expert), stored.config
+    values = _values(stored, stored.read(name, expert), master.shape[1])
+    if bad := int((~torch.isfinite(master)).sum() + (~torch.isfinite(values)).sum()):
+        raise ValueError(f"{bad} elements are NaN or infinite")
+    wide = master.double()
+    energy, noise = (float(x.square().sum()) for x in (wide, values.double() - wide))
+    sums: Sums = {"energy": energy, "noise": noise, "elements": master.numel()}
+    if repack:
+        # As the checkpoint was packed: from the dtype of the original.
+        packed = quantize_weight(master, config.weight_scheme, config.backend, config.weight_rotation)
+        sums["otherwise"] = int((_values(stored, packed, master.shape[1]) != values).sum())
+    return sums
+
+
+def _values(stored: LayerSource, packed: dict[str, torch.Tensor], columns: int) -> torch.Tensor:
+    config = stored.config
+    return weight_values(packed, columns, config.weight_scheme, torch.float32, config.backend, config.weight_rotation)
+
+
+def _compare_rest(masters: LayerSource, stored: LayerSource, problems: list[Problem]) -> dict[str, list[str]]:
+    """Names of tensors that are not quantized and have the same values on both sides, or others."""
+    found: dict[str, list[str]] = {"same": [], "changed": []}
+    for name in sorted(masters.rest.keys() & stored.rest.keys(), key=natural_key):
+        try:
+            same = _same_values(masters.rest[name], stored.rest[name])
+        except ShardError as error:
+            problems.append(Problem(name, str(error)))
+            continue
+        found["same" if same else "changed"].append(name)
+    return found
+
+
+def _same_values(a: StoredTensor, b: StoredTensor) -> bool:
+    if a.shape != b.shape or not a.shape:
+        return a.shape == b.shape  # no format stores a weight as a scalar
+    step = max(1, SLICE_ELEMENTS // max(1, math.prod(a.shape[1:])))
+    spans = ((start, min(start + step, a.shape[0])) for start in range(0, a.shape[0], step))
+    return all(torch.equal(a.read(*span).float(), b.read(*span).float()) for span in spans)
+
+
+def _packed_lines(result: Comparison, same: Sequence[str], changed: Sequence[str]) -> list[str]:
+    lines = [
+        f"A: {result.first}, the original",
+        f"B: {result.second}, whose packed weights are compared as they are stored, dequantized",
+    ]
+    total = result.total()
+    if total:
+        lines.append(f"SQNR of {len(result.sums)} weights: {number(_packed_numbers(total)['sqnr_db'], 2)} dB")
+    if total.get("otherwise"):
+        lines.append(
+            f"B is not what packing A now gives: {total['otherwise']:,} of {total['elements']:,} elements differ "
+            "(packed from other weights, or by another version)"
+        )
+    elif "otherwise" in total:
+        lines.append("B holds exactly what packing A now gives")
+    names = f" ({', '.join(changed[:5])}{', ...' if len(changed) > 5 else ''})" if changed else ""
+    lines.append(f"tensors that are not quantized: {len(same)} the same, {len(changed)} with other values{names}")
+    return lines
+
+
+def _foreign_format(options: dict[str, Any]) -> PackedFormat | None:
+    formats = (format for format in FORMATS.values() if isinstance(format, PackedFormat))
+    return next((format for format in formats if format.quant_method == options.get("quant_method")), None)
+
+
+def _added(sums) -> Sums:
+    total: Sums = {}
+    for each in sums:
+        for key, value in each.items():
+            total[key] = total.get(key, 0) + value
+    return total
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else math.nan

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of an error analysis, after figures 1 to 3 of arXiv 2605.20402, and of an evaluation.
+
+Each function takes data and returns a matplotlib `Figure`, which belongs to no window: `figure.savefig(...)`.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .evaluation import Evaluation
+from .statistics import HISTOGRAM_BINS, HISTOGRAM_RANGE, ErrorStatistics
+from .sweep import MANTISSA_BITS, SHARED_BY, PrecisionSweep
+
+
+#: `matplotlib.figure.Figure`, which is not imported to be named.
+Figure = Any
+
+_COMPONENTS = {"scale_bias": "scale bias", "deadzone": "deadzone", "grid": "grid noise"}
+
+
+def cosine_figure(layers: Mapping[str, ErrorStatistics], title: str = "") -> Figure:
+    """Pairwise cosines of the three error components per layer (figure 1), in the order of ``layers``.
+
+    Raises `ValueError` when there are no layers.
+    """
+    _require(layers)
+    figure = _figure((9, 4.2))
+    axes = figure.subplots()
+    positions = range(len(layers))
+    pairs = next(iter(layers.values())).paper_cosines
+    for pair, marker in zip(pairs, ("o", "s", "^"), strict=True):
+        values = [statistics.paper_cosines[pair] for statistics in layers.values()]
+        axes.plot(positions, values, marker, markersize=3.5, label=pair.replace("_", " ").replace("/", " · "))
+    axes.axhline(0, color="0.6", linewidth=0.8)
+    axes.set(title=title or "Pairwise cosines of the error components", ylabel="cosine", ylim=(-1.05, 1.05))
+    if len(layers) <= 40:
+        axes.set_xticks(list(positions), list(map(plain, layers)), rotation=75, ha="right", fontsize=7)
+    else:
+        axes.set_xlabel("layer, in order of the model")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def precision_figure(sweep: PrecisionSweep, title: str = "") -> Figure:
+    """Relative squared error against the mantissa bits of the scale, down to the ideal scale (figure 2).
+
+    Raises `ValueError` when the sweep saw no data.
+    """
+    if not sweep.energy:
+        raise ValueError("nothing to plot: the sweep saw no non-zero element")
+    figure = _figure((6.5, 4.2))
+    axes = figure.subplots()
+    for size in SHARED_BY:
+        label = "a mantissa per block of 32" if size == 32 else f"a mantissa shared by {size} elements"
+        axes.plot(MANTISSA_BITS, [100 * value for value in sweep.relative_mse(size)], marker="o", label=label)
+    axes.axhline(100 * sweep.floor_relative_mse, color="0.4", linestyle="--", label="floor: ideal scale, amax / 6")
+    axes.set(title=title or "Precision of the scale", xlabel="mantissa bits of the scale", ylabel="relative MSE, %")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def delta_figure(by_scheme: Mapping[str, ErrorStatistics], title: str = "") -> Figure:
+    """Histogram of ``delta = log2(s / s*)`` over all blocks, per scheme (figure 3).
+
+    Raises `ValueError` when no scheme has a block.
+    """
+    shown = {scheme: statistics for scheme, statistics in by_scheme.items() if statistics.blocks}
+    _require(shown)
+    low, high = HISTOGRAM_RANGE
+    width = (high - low) / HISTOGRAM_BINS
+    edges = [low + i * width for i in range(HISTOGRAM_BINS + 1)]
+    figure = _figure((6.5, 4.2))
+    axes = figure.subplots()
+    for (scheme, statistics), style in zip(shown.items(), itertools.cycle(("-", "--", ":", "-.")), strict=False):
+        density = [count / (statistics.blocks * width) for count in statistics.histogram]
+        label = f"{scheme}: mean {statistics.delta_mean:.3f}"
+        axes.stairs(density, edges, label=label, linestyle=style, linewidth=1.6)
+    used = [i for s in shown.values() for i, count in enumerate(s.histogram) if count]
+    axes.set_xlim(edges[max(0, min(used) - 2)], edges[min(HISTOGRAM_BINS, max(used) + 3)])
+    axes.set(title=title or "Scale over ideal scale", xlabel="delta = log2(s / s*)", ylabel="density of blocks")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def ratio_figure(by_scheme: Mapping[str, Mapping[str | int, ErrorStatistics]], axis_label: str) -> Figure:
+    """Relative error and component energies of groups (depths or layer types), one column per scheme.
+
+    Energies are relative to that of the tensors, so columns compare. Raises `ValueError` when there are no groups.
+    """
+    _require(by_scheme)
+    groups = list(next(iter(by_scheme.values())))
+    _require(groups)
+    figure = _figure((4.4 * len(by_scheme) + 0.6, 4.4))
+    columns = figure.subplots(1, len(by_scheme), sharey=True, squeeze=False)[0]
+    numeric = all(isinstance(group, int) for group in groups)
+    positions = groups if numeric else range(len(groups))
+    for axes, (scheme, statistics) in zip(columns, by_scheme.items(), strict=True):
+        for component, label in _COMPONENTS.items():
+            values = [_percent(getattr(statistics[group], component), statistics[group].energy) for group in groups]
+            axes.plot(positions, values, "o-" if numeric else "o", markersize=3.5, label=label)
+        whole = [100 * statistics[group].relative_mse for group in groups]
+        axes.plot(positions, whole, "k-" if numeric else "k_", markersize=9, label="whole error")
+        axes.set_title(scheme, fontsize=9)
+        axes.set_xlabel(axis_label)
+        if numeric:
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        if not numeric:
+            axes.set_xticks(
+                list(positions), [plain(str(group)) for group in groups], rotation=75, ha="right", fontsize=7
+            )
+        axes.grid(alpha=0.3)
+    columns[0].set_ylabel("energy / energy of the tensor, %")
+    columns[0].set_ylim(bottom=0)
+    columns[0].legend(fontsize=8)
+    return figure
+
+
+def front_figure(evaluation: Evaluation, title: str = "") -> Figure:
+    """KL over bits of an operand, with standard errors, and for weights alone and for both operands the front of the
+    schemes that no other beats in both.
+
+    Raises `ValueError` when no scheme was compared with a reference.
+    """
+    rows = [row for row in evaluation.schemes if row.kl is not None]
+    _require(rows)
+    figure = _figure((9, 5))
+    axes = figure.subplots()
+    for color, (operands, front) in enumerate(evaluation.fronts.items()):
+        place = [row.scheme.bits for row in front], [row.kl.value for row in front]
+        axes.plot(*place, color=f"C{color}", linewidth=1, label=f"front of {operands}")
+        for number, row in enumerate(rows, 1):
+            if row.scheme.operands != operands:
+                continue
+            style = {"fmt": "o" if row in front else "x", "color": f"C{color}", "label": f"{number}  {plain(row.name)}"}
+            point = row.scheme.bits, row.kl.value
+            axes.errorbar(*point, row.kl.error or 0.0, capsize=3, markersize=5, **style)
+            axes.annotate(str(number), point, (6, -3), textcoords="offset points", fontsize=7)
+    figure.legend(loc="outside right upper", fontsize=7)
+    positive = [row.kl.value for row in rows if row.kl.value > 0]
+    if positive and max(positive) > 10 * min(positive):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.margins(x=0.15)
+    axes.set(title=title or "Divergence and bits", xlabel="bits of an operand", ylabel="KL to the reference, nats")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def layer_labels(names: Sequence[str]) -> list[str]:
+    """Names without what all of them start and end with: "0.self_attn.q_proj" of "model.layers.0.self_attn.q_proj"."""
+    parts = [name.removesuffix(".weight").split(".") for name in names]
+    shared = 0
+    while all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1 and len(parts) > 1:
+        shared += 1
+    return [".".join(p[shared:]) for p in parts]
+
+
+def plain(name: str) -> str:
+    """Return ``name`` for a figure, where dollar signs would begin a formula."""
+    return name.replace("$", r"\$")
+
+
+def _figure(size: tuple[float, float]) -> Figure:
+    from matplotlib import figure
+
+    return figure.Figure(figsize=size, layout="constrained")
+
+
+def _require(data: object) -> None:
+    if not data:
+        raise ValueError("nothing to plot: no statistics were given")
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100.0 * part / whole if whole else math.nan

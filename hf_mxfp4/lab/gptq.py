@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Round all linear layers of a decoder onto the grid of their scheme, in the order in which they are run (GPTQ)."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..config import MXFP4RLConfig
+from ..hooks import hooked_inputs
+from ..module_names import find_layers, full_names
+from ..numerics import QuantScheme, Rotation
+from .decoder import DecoderRun
+from .rounding import output_error, quantized_again, round_weight, unsupported_reason
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What [`round_model`] did.
+
+    Attributes:
+        layers: names of the layers whose weights were rounded.
+        left: names of those that the config quantizes, and that were left alone: experts, and layers outside the
+            decoder.
+        gain_db: how much smaller the error of the layers' outputs is than with the nearest values, in decibels: the
+            mean over layers.
+    """
+
+    layers: tuple[str, ...]
+    left: tuple[str, ...]
+    gain_db: float
+
+
+@torch.no_grad()
+def round_model(
+    model: nn.Module,
+    batches: Sequence[torch.Tensor],
+    config: MXFP4RLConfig,
+    on_layer: Callable[[str], None] = lambda name: None,
+) -> Rounding:
+    """Replace the weights of a decoder in full precision, in place, by values of the grid that they are quantized to,
+    chosen so that the outputs of each layer change least on ``batches`` (GPTQ, arXiv 2210.17323): quantizing them under
+    the same scheme loses nothing more.
+
+    Args:
+        model: a causal language model of transformers, not quantized; left in evaluation mode.
+        batches: token ids ``[1, tokens]`` of texts like those it is for; more tokens than layers have inputs.
+        config: which layers are quantized, and the scheme of the weights of each in the forward product.
+        on_layer: told the name of each layer that is done.
+
+    Raises:
+        ValueError: no texts; a scheme whose values would not stay when they are quantized again; nothing was rounded;
+            inputs that are not finite; a model that does not run its decoder layers one after the other.
+    """
+    if not batches:
+        raise ValueError("rounding needs texts to measure activations on, got none")
+    model.eval()
+    found, _ = find_layers(model, config.modules_to_not_convert or ())
+    schemes = {}
+    for name, layer in found.items():
+        scheme = _forward_scheme(model, config, name)
+        if isinstance(layer, nn.Linear) and scheme is not None:
+            schemes.setdefault(layer, (name, *scheme))
+    run = DecoderRun(model, batches)
+    gains: dict[str, float] = {}
+    for index, layer in enumerate(run.layers):
+        for group in _groups(run, index, [each for each in layer.modules() if each in schemes]):
+            moments = second_moments(group[0], run.until(index, group[0]))
+            for linear in group:
+                name, *scheme = schemes[linear]
+                try:
+                    gains[name] = _replace(linear, moments, *scheme)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
+                on_layer(name)
+        run.advance(index)
+    left = tuple(name for name in found if name not in gains)
+    if not gains:
+        raise ValueError(f"no layer of {type(model).__name__} was rounded; left alone: {', '.join(left)}")
+    return Rounding(tuple(gains), left, sum(gains.values()) / len(gains))
+
+
+def _forward_scheme(model: nn.Module, config: MXFP4RLConfig, name: str) -> tuple[QuantScheme, Rotation | None] | None:
+    """How the forward product quantizes the weights of a layer, and what rotates them before; `None` if it does not."""
+    fprop = config.gemms(*full_names(model, name)).fprop
+    if not isinstance(fprop.right, QuantScheme):
+        return None
+    if reason := unsupported_reason(fprop.right, fprop.rotation):
+        raise ValueError(f"weights of {name} under {fprop.right} cannot be rounded to stay: {reason}")
+    return fprop.right, fprop.rotation
+
+
+def _groups(run: DecoderRun, index: int, linears: Sequence[nn.Linear]) -> list[list[nn.Linear]]:
+    """Layers by what they read, in the order of their calls; those that are not called are left out."""
+    groups: list[tuple[torch.Tensor, list[nn.Linear]]] = []
+
+    def note(module: nn.Linear, arguments: tuple[torch.Tensor, ...]) -> None:
+        for states, members in groups:
+            if states is arguments[0]:
+                members.append(module)
+                return
+        groups.append((arguments[0], [module]))
+
+    with hooked_inputs((linear, note) for linear in linears):
+        next(run.through(index))
+    return [members for _, members in groups]
+
+
+def second_moments(linear: nn.Linear, passes: Iterable) -> torch.Tensor:
+    """Return ``x.T @ x`` of a layer's inputs, summed while ``passes`` is iterated; float32 ``[K, K]``."""
+    total = torch.zeros(linear.in_features, linear.in_features, device=linear.weight.device)
+
+    def add(module: nn.Linear, arguments: tuple[torch.Tensor, ...]) -> None:
+        states = arguments[0].flatten(0, -2).float()
+        total.addmm_(states.T, states)
+
+    with hooked_inputs([(linear, add)]):
+        for _ in passes:
+            pass  # the hook has what is wanted
+    return total
+
+
+def _replace(linear: nn.Linear, moments: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None) -> float:
+    """Round a layer's weight; by how many decibels its output error is below that of the nearest values."""
+    weight = linear.weight
+    nearest = quantized_again(weight, scheme, rotation)
+    rounded = round_weight(weight, moments, scheme, rotation)
+    values = quantized_again(rounded, scheme, rotation)
+    before, after = (output_error(new - weight.float(), moments) for new in (nearest, values))
+    if after > before:
+        rounded, after = nearest, before
+    weight.copy_(rounded)
+    return 10 * math.log10(before / after) if after > 0 else 0.0

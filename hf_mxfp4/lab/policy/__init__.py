@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What quantization does to a policy: its routing."""

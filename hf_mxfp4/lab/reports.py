@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that commands leave: one JSON, CSV and HTML file each of an analysis, a comparison and an evaluation, and
+the tables that they have in common with the screen. The same results give the same bytes."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..files import json_clean, replace_file, write_json
+from .comparison import Comparison
+from .evaluation import Evaluation
+from .figures import cosine_figure, delta_figure, front_figure, layer_labels, precision_figure, ratio_figure
+from .layers import location_of
+from .page import number, render_page
+from .results import SQNR_NOTE, Analysis, least_error
+from .statistics import ErrorStatistics
+from .sweep import SAMPLE_ELEMENTS
+
+
+#: Titles of the columns of statistics, and how to fill the cells.
+COLUMNS: dict[str, Callable[[ErrorStatistics], str]] = {
+    "rel. MSE %": lambda s: number(100 * s.relative_mse, 4),
+    "SQNR dB": lambda s: number(s.sqnr_db, 2),
+    "floor %": lambda s: number(100 * s.floor_relative_mse, 4),
+    "scale bias": lambda s: number(s.energy_ratio["scale_bias"], 3),
+    "deadzone": lambda s: number(s.energy_ratio["deadzone"], 3),
+    "grid": lambda s: number(s.energy_ratio["grid"], 3),
+    "cos(s,g)": lambda s: number(s.cosine_scale_grid, 3),
+    "in deadzone %": lambda s: number(100 * s.deadzone_fraction, 2),
+    "to zero %": lambda s: number(100 * s.zero_fraction, 2),
+    "gain": lambda s: number(s.gain, 4),
+    "gamma mean": lambda s: number(s.gamma_mean, 3),
+}
+#: Units that the titles have no room for.
+LEGEND = (
+    "scale bias, deadzone, grid: energy of that part of the error over that of the whole error; floor: error of the "
+    "ideal scale amax / 6"
+)
+_TITLES = {"weight": "Weights", "activation": "Activations (inputs of the layers)"}
+_SAMPLE = f"the first {SAMPLE_ELEMENTS} elements (whole rows, at least one) of every tensor"
+
+
+def write_analysis(analysis: Analysis, source: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write `report.json`, `tensors.csv` and `report.html` into ``folder``; their paths.
+
+    Args:
+        source: what to say about where the model came from, see [`hf_mxfp4.lab.source.Source.describe`].
+    """
+    results = [(kind, result) for kind in analysis.kinds for result in analysis.of_kind(kind)]
+    tensors, rows = [], []
+    for kind, result in results:
+        layer_type, depth = location_of(result.name)
+        facts = {"name": result.name, "kind": kind, "layer_type": layer_type, "depth": depth}
+        summaries = {scheme: stats.summary() for scheme, stats in result.statistics.items()}
+        shown = {"shape": list(result.shape), "dtype": result.dtype, "schemes": summaries}
+        tensors.append({**facts, **shown})
+        shape = "x".join(map(str, result.shape))
+        rows += [[*facts.values(), shape, result.dtype, scheme, *s.values()] for scheme, s in summaries.items()]
+    columns = ["name", "kind", "layer_type", "depth", "shape", "dtype", "scheme", *ErrorStatistics().summary()]
+    data = {"format": 1, "hf_mxfp4": __version__, **analysis_summary(analysis, source), "tensors": tensors}
+    return _write(
+        folder, {"report.json": data, "tensors.csv": [columns, *rows], "report.html": _page(analysis, source)}
+    )
+
+
+def analysis_summary(analysis: Analysis, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an analysis without the single tensors, JSON-clean: what `--json` prints. Numbers that do not exist (the
+    SQNR of zeros) are null."""
+    return json_clean(
+        {
+            "model": analysis.model,
+            "source": dict(source),
+            "schemes": list(analysis.schemes),
+            "kinds": {kind: _kind_summary(analysis, kind) for kind in analysis.kinds},
+            "skipped": {
+                reason: {"count": len(names), "names": sorted(names)} for reason, names in analysis.skipped.items()
+            },
+            "problems": [{"where": problem.where, "reason": problem.reason} for problem in analysis.problems],
+            "notes": list(analysis.notes),
+        }
+    )
+
+
+def _kind_summary(analysis: Analysis, kind: str) -> dict[str, Any]:
+    schemes, totals, sweep = analysis.schemes_of(kind), analysis.totals(kind), analysis.sweep(kind)
+
+    def summaries(grouped: Callable[[str, str], Mapping[Any, ErrorStatistics]]) -> dict[str, dict]:
+        return {scheme: {str(name): s.summary() for name, s in grouped(kind, scheme).items()} for scheme in schemes}
+
+    return {
+        "tensors": len(analysis.of_kind(kind)),
+        "total": {scheme: {**t.summary(), "delta_histogram": list(t.histogram)} for scheme, t in totals.items()},
+        "verdict": least_error(totals),
+        "by_layer_type": summaries(analysis.by_layer_type),
+        "by_depth": summaries(analysis.by_depth),
+        "worst": {
+            scheme: [{"name": name, **s.summary()} for name, s in analysis.worst(kind, scheme).items()]
+            for scheme in schemes
+        },
+        "scale_precision": {
+            "sample": _SAMPLE,
+            "floor_relative_mse": sweep.floor_relative_mse,
+            "relative_mse_per_block": list(sweep.relative_mse(32)),
+            "relative_mse_shared_by_128": list(sweep.relative_mse(128)),
+        },
+    }
+
+
+def _page(analysis: Analysis, source: Mapping[str, Any]) -> str:
+    return render_page(
+        "error_analysis",
+        analysis=analysis,
+        version=__version__,
+        facts=", ".join(str(value) for value in (source.get("architecture"), source.get("kind")) if value),
+        sections=[_section(analysis, kind) for kind in analysis.kinds],
+        skipped=[[reason, len(names), ", ".join(sorted(names)[:3])] for reason, names in analysis.skipped.items()],
+        columns=list(COLUMNS),
+        legend=LEGEND,
+        sqnr_note=SQNR_NOTE,
+    )
+
+
+def _section(analysis: Analysis, kind: str) -> dict[str, Any]:
+    """What the page shows of one kind of tensors; the figures are of the first scheme where they show one."""
+    results, totals = analysis.of_kind(kind), analysis.totals(kind)
+    first = next(iter(totals))
+    types = {scheme: analysis.by_layer_type(kind, scheme) for scheme in totals}
+    depths = {scheme: analysis.by_depth(kind, scheme) for scheme in totals}
+    labels = layer_labels([result.name for result in results])
+    layers = {label: result.statistics[first] for label, result in zip(labels, results, strict=True)}
+    sweep = analysis.sweep(kind)
+    figures = [(cosine_figure(layers, f"Cosines of the error components, {first}"), "cosines per layer", "")]
+    if sweep.energy:
+        note = f"Ceiling rule, on {_SAMPLE}."
+        figures.append((precision_figure(sweep), "error against the mantissa bits of the scale", note))
+    if any(total.blocks for total in totals.values()):
+        figures.append((delta_figure(totals), "histogram of the scale over the ideal scale", ""))
+    if depths[first]:
+        figures.append((ratio_figure(depths, "depth"), "error by depth", ""))
+    figures.append((ratio_figure(types, "layer type"), "error by layer type", ""))
+    folded = []
+    for scheme in totals:
+        if depths[scheme]:
+            folded.append(("depth", f"{scheme}, by depth", _rows(depths[scheme])))
+        folded.append(("tensor", f"{scheme}, largest relative errors", _rows(analysis.worst(kind, scheme))))
+    return {
+        "title": _TITLES[kind],
+        "n_tensors": len(results),
+        "elements": f"{totals[first].elements:,}",
+        "ranking": least_error(totals),
+        "totals": _rows(totals),
+        "figures": figures,
+        "layer_types": [(scheme, _rows(types[scheme])) for scheme in totals],
+        "folded": folded,
+    }
+
+
+def _rows(statistics: Mapping[Any, ErrorStatistics]) -> list[list[str]]:
+    return [[str(name), *(column(s) for column in COLUMNS.values())] for name, s in statistics.items()]
+
+
+def write_comparison(result: Comparison, folder: Path) -> list[Path]:
+    """Write `comparison.json`, `comparison.csv` and `comparison.html` into ``folder``; their paths."""
+    numbers = {name: result.derive(sums) for name, sums in result.sums.items()}
+    columns = list(next(iter(numbers.values()), {}))
+    page = render_page("comparison", result=result, version=__version__, tables=result.tables())
+    return _write(
+        folder,
+        {
+            "comparison.json": {"hf_mxfp4": __version__, **result.to_dict()},
+            "comparison.csv": [["name", *columns], *([name, *each.values()] for name, each in numbers.items())],
+            "comparison.html": page,
+        },
+    )
+
+
+def write_evaluation(evaluation: Evaluation, folder: Path) -> list[Path]:
+    """Write `evaluation.json`, `texts.csv` and `evaluation.html` into ``folder``; their paths."""
+    rows = evaluation.rows
+    compared = any(row.kl is not None for row in evaluation.schemes)
+    page = render_page(
+        "evaluation",
+        title=f"Perplexity of {evaluation.model}",
+        version=__version__,
+        summary=evaluation_title(evaluation),
+        legend=evaluation_legend(evaluation),
+        columns=evaluation_columns(evaluation),
+        rows=evaluation_table(evaluation),
+        figure=front_figure(evaluation) if compared else None,
+        names=[row.name for row in rows],
+        pairs=[
+            [row.name, *("-" if other is row else row.difference(other).text(3, "+") for other in rows)] for row in rows
+        ],
+        schemes=[[row.name, row.scheme.config.describe()] for row in evaluation.schemes],
+    )
+    scores = [
+        [row.name, index, score.tokens, score.nll, score.kl, score.same_top]
+        for row in rows
+        for index, score in enumerate(row.scores)
+    ]
+    return _write(
+        folder,
+        {
+            "evaluation.json": {"hf_mxfp4": __version__, **evaluation.to_dict()},
+            "texts.csv": [["scheme", "text", "tokens", "nll", "kl", "same_top"], *scores],
+            "evaluation.html": page,
+        },
+    )
+
+
+def evaluation_title(evaluation: Evaluation) -> str:
+    """Say in one line what was measured, on what."""
+    facts = ", ".join(evaluation.facts.values())
+    return (
+        f"{evaluation.model}: {evaluation.texts} texts, {evaluation.tokens:,} predicted tokens of {evaluation.text}"
+        + (f" ({facts})" if facts else "")
+    )
+
+
+def evaluation_legend(evaluation: Evaluation) -> str:
+    """Say what the columns of the table mean."""
+    parts = []
+    if evaluation.base is not None and len(evaluation.rows) > 1:
+        parts.append(
+            "± standard errors by text. Difference: nats per token to the reference, paired by text. KL: divergence of "
+            "the predictions from those of the reference."
+        )
+    if evaluation.schemes:
+        parts.append("Bits: the mean of the quantized operands of a product.")
+    if len(evaluation.schemes) > 1:
+        parts.append(
+            "* on the front: no other scheme on the same operands has both no more bits and less KL. To the best: nats "
+            "per token to the scheme of the least perplexity."
+        )
+    return " ".join(parts)
+
+
+def evaluation_columns(evaluation: Evaluation) -> list[str]:
+    """Return the headings of the table."""
+    compared = ["difference, nats", "KL, nats", "same top token %"] if evaluation.base is not None else []
+    against = ["to the best, nats"] if evaluation.best is not None else []
+    bits, sqnr = (["bits"], ["weight SQNR dB"]) if evaluation.schemes else ([], [])
+    return ["scheme", *bits, "perplexity", *compared, *against, *sqnr]
+
+
+def evaluation_table(evaluation: Evaluation) -> list[list[str]]:
+    """Return a row of cells for each row of the evaluation, under [`evaluation_columns`]."""
+    front = {row.name for row in evaluation.front} if len(evaluation.schemes) > 1 else set()
+    cells = []
+    for row in evaluation.rows:
+        line = [f"{row.name} *" if row.name in front else row.name]
+        if evaluation.schemes:
+            line.append("-" if row.scheme is None else f"{row.scheme.bits:.2f}")
+        line.append(f"{row.perplexity:.3f}")
+        if evaluation.base is not None:
+            difference = row.difference(evaluation.base)
+            shown = [difference.text(3, "+"), row.kl.text(4), f"{100 * row.same_top:.1f}"]
+            line += ["-"] * 3 if row is evaluation.base else shown
+        if evaluation.best is not None:
+            compared = row.scheme is not None and row is not evaluation.best
+            line.append(row.difference(evaluation.best).text(3, "+") if compared else "-")
+        if evaluation.schemes:
+            line.append("-" if row.weight_sqnr_db is None else f"{row.weight_sqnr_db:.2f}")
+        cells.append(line)
+    return cells
+
+
+def _write(folder: Path, files: Mapping[str, Any]) -> list[Path]:
+    """Write each file by its suffix, replaced in one step."""
+    for name, content in files.items():
+        if name.endswith(".json"):
+            write_json(folder / name, json_clean(content), indent=1, allow_nan=False)
+        else:
+            replace_file(folder / name, _csv_text(content) if name.endswith(".csv") else content)
+    return [folder / name for name in files]
+
+
+def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    out = io.StringIO()
+    # Numbers that do not exist are empty.
+    csv.writer(out, lineterminator="\n").writerows(json_clean(list(rows)))
+    return out.getvalue()

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One weight, rounded column by column; what a column loses is made up for by those that follow (GPTQ, arXiv
+2210.17323, algorithm 1, with the block scales of MXFP4)."""
+
+import dataclasses
+
+import torch
+
+from ..numerics import BLOCK_SIZE, QuantScheme, Rotation, apply_scheme, dequantize, quantize, rotate, unrotate
+from ..numerics.formats.e2m1 import round_nearest
+
+
+#: Two E2M1 codes of 1.0.
+_ONES = 0x22
+#: Columns after which all that follow are corrected, where the scheme has no macro blocks.
+_GROUP = 128
+#: Share of the mean second moment that is added to all of them, and how often ten times more is tried.
+DAMPING = 0.01
+_TRIES = 4
+#: How much of the nearest values' error may come back when weights are quantized again that are not on the grid
+#: themselves: rotated ones, and those with residuals, which have more bits than bfloat16.
+_LARGEST_RETURN = 0.25
+#: A scale under which every residual is rounded to zero.
+_NO_RESIDUAL = 2.0**100
+
+
+def unsupported_reason(scheme: QuantScheme, rotation: Rotation | None = None) -> str | None:
+    """Why weights under ``scheme`` cannot be rounded here so that quantizing them again gives the same values."""
+    if rotation is not None and rotation.random:
+        return "the signs of a random rotation are others in every run; use a deterministic one"
+    if scheme.outlier_fallback not in (None, 1):
+        return (
+            f"of a residual times {scheme.outlier_fallback:g} another one is left the next time; use outlier fallback 1"
+        )
+    if scheme.rounding != "nearest":
+        return f"{scheme.rounding} rounding does not give the same values twice"
+    if scheme.macro_block is not None and scheme.macro_search != "blockwise":
+        return (
+            f"the factors of {scheme.macro_search} macro blocks are others once weights are rounded; use "
+            "macro_search='blockwise' or no macro blocks"
+        )
+    return None
+
+
+def round_weight(
+    weight: torch.Tensor, moments: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None = None
+) -> torch.Tensor:
+    """The values under ``scheme`` that change the layer's outputs little, where [`hf_mxfp4.numerics.apply_scheme`]
+    takes those nearest to each weight.
+
+    Args:
+        weight: ``[N, K]``; blocks run along ``K``.
+        moments: ``x.T @ x`` of the layer's inputs ``[K, K]``, summed over tokens.
+        scheme: one without [`unsupported_reason`].
+        rotation: of both operands along ``K`` before they are quantized; its size must divide ``K``.
+
+    Returns:
+        ``[N, K]`` in the weight's dtype. Quantized again they stay as they are, bit for bit; with residuals, or rotated
+        first, nearly so, since their dtype rounds them once.
+
+    Raises:
+        ValueError: an unsupported scheme; a weight or moments that are not finite; moments that no damping makes
+            invertible; a dtype that cannot hold the values.
+    """
+    if reason := unsupported_reason(scheme, rotation):
+        raise ValueError(f"{scheme}: {reason}")
+    if not weight.isfinite().all():
+        raise ValueError("the weight is not finite")
+    rest = weight.detach().float().clone()
+    if rotation is not None:
+        if rest.shape[1] % rotation.size:
+            raise ValueError(f"a rotation of size {rotation.size} does not divide the {rest.shape[1]} inputs")
+        rest = rotate(rest, rotation.size)
+        moments = rotate(rotate(moments, rotation.size), rotation.size, axis=0)
+    exact = rotation is None and scheme.outlier_fallback is None
+    allowed = 0.0 if exact else _LARGEST_RETURN * float((apply_scheme(rest, scheme) - rest).square().sum())
+    rounded = _rounded(rest, _inverse_factor(moments), scheme)
+    found = (rounded if rotation is None else unrotate(rounded, rotation.size)).to(weight.dtype)
+    again = quantized_again(found, scheme, rotation, rotated=True)
+    stays = float((again - rounded).square().sum()) <= allowed
+    if not stays or exact and not torch.equal(found.float(), rounded):
+        raise ValueError(
+            f"{weight.dtype} cannot hold weights rounded under {scheme} so that they stay when they are quantized "
+            "again; use bfloat16 or float32, and with a rotation the scale rule 'even'"
+        )
+    return found
+
+
+def quantized_again(
+    weight: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None, *, rotated: bool = False
+) -> torch.Tensor:
+    """What a layer makes of its weight ``[N, K]``, float32: where it is, or ``rotated`` as it stands in products."""
+    if rotation is None:
+        return apply_scheme(weight.float(), scheme)
+    values = apply_scheme(rotate(weight.float(), rotation.size), scheme)
+    return values if rotated else unrotate(values, rotation.size)
+
+
+def output_error(change: torch.Tensor, moments: torch.Tensor) -> float:
+    """Sum of squares of what a change of the weights ``[N, K]`` does to the layer's outputs."""
+    change = change.to(moments.dtype)
+    return float((change @ moments).mul_(change).sum())
+
+
+def _rounded(rest: torch.Tensor, inverse: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """Values of the grid ``[N, K]``, float32. ``rest`` is consumed."""
+    rounded = torch.empty_like(rest)
+    size = scheme.macro_block or _GROUP
+    chosen = None
+    if scheme.fallback_rate is not None:  # by the errors of the row as it is now; each block is then rounded by itself
+        codes = quantize(rest, **dataclasses.asdict(scheme)).residual_codes
+        chosen = torch.stack([(part != 0).any(dim=1) for part in codes.split(BLOCK_SIZE // 2, dim=1)], dim=1)
+        scheme = dataclasses.replace(scheme, fallback_rate=None)
+    for begin in range(0, rest.shape[1], size):
+        end = min(begin + size, rest.shape[1])
+        group, factor = rest[:, begin:end], inverse[begin:end, begin:end]
+        here = None if chosen is None else chosen[:, begin // BLOCK_SIZE :]
+        rounded[:, begin:end], lost = _round_group(group, factor, scheme, here)
+        rest[:, end:].sub_(lost @ inverse[begin:end, end:])
+    return rounded
+
+
+def _round_group(
+    group: torch.Tensor, factor: torch.Tensor, scheme: QuantScheme, chosen: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounded columns ``[N, size]`` of one macro block, and the errors that later columns are corrected by. ``group``
+    is consumed; ``chosen`` says which of its blocks, and of those after it, have a residual."""
+    rounded, lost = torch.empty_like(group), torch.empty_like(group)
+    for j in range(group.shape[1]):
+        if j % BLOCK_SIZE == 0:
+            # From what the columns are by now.
+            scale, residual_scale = _scales(group[:, j : j + BLOCK_SIZE], scheme)
+            if chosen is not None:
+                residual_scale = torch.where(chosen[:, j // BLOCK_SIZE], residual_scale, _NO_RESIDUAL)
+        column = group[:, j]
+        rounded[:, j] = round_nearest(column / scale) * scale
+        if residual_scale is not None:
+            rounded[:, j] += round_nearest((column - rounded[:, j]) / residual_scale) * residual_scale
+        lost[:, j] = (column - rounded[:, j]) / factor[j, j]
+        group[:, j + 1 :].sub_(torch.outer(lost[:, j], factor[j, j + 1 :]))
+    return rounded, lost
+
+
+def _scales(block: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a code of 1.0 stands for in each row of a block, ``[N]``, 1 in rows of zeros; and for a residual's code, so
+    large in rows without one that all residuals are rounded to zero."""
+    found = quantize(block, **dataclasses.asdict(scheme))
+    options = {
+        "length": found.length,
+        "macro": found.macro,
+        "macro_block": scheme.macro_block,
+        "macro_search": scheme.macro_search,
+    }
+    ones = torch.full_like(found.codes, _ONES)
+    scale = dequantize(ones, found.scale, **options)[:, 0]
+    scale = torch.where(scale > 0, scale, 1.0)
+    if found.residual_codes is None:
+        return scale, None
+    options |= {"residual_codes": ones, "residual_scale": found.residual_scale, "outlier_fallback": 1.0}
+    residual = dequantize(torch.zeros_like(ones), found.scale, **options)[:, 0]
+    return scale, torch.where((found.residual_codes != 0).any(1) & (residual > 0), residual, _NO_RESIDUAL)
+
+
+def _inverse_factor(moments: torch.Tensor) -> torch.Tensor:
+    """The upper Cholesky factor of the inverse of the damped second moments, float32 ``[K, K]``."""
+    if not moments.isfinite().all():
+        raise ValueError("the inputs of the layer are not finite on these texts")
+    moments = moments.double()
+    mean = moments.diagonal().mean()
+    for attempt in range(_TRIES):
+        # An input that is always zero says nothing; any positive number leaves its weights to themselves.
+        added = DAMPING * 10**attempt * (mean if mean > 0 else 1.0)
+        lower, failed = torch.linalg.cholesky_ex(moments + added * torch.eye(len(moments)).to(moments))
+        if not failed:
+            return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
+    raise ValueError("the second moments of the layer's inputs cannot be inverted; give more texts")

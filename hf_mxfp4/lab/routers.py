@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What quantization does to the routing of a mixture of experts, and how evenly its experts are used."""
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from ..hooks import evaluation_mode
+from ..layers import full_precision
+from ..moe import choice_agreement, find_routers, recorded_choices
+
+
+@dataclass(frozen=True)
+class RouterStatistics:
+    """One router on one set of tokens.
+
+    Attributes:
+        name: of the module.
+        agreement: share of the experts chosen under quantization that the same model chooses in full precision, in any
+            order, over tokens and slots; `None` where it was not measured.
+        load_entropy: entropy of the experts' shares of the choices over its largest value, log(experts): 1 when all are
+            used equally, 0 when a single one is.
+        load_max_over_mean: choices of the most used expert over the mean; 1 when all are used equally.
+        dead_experts: share of the experts that no token chose.
+    """
+
+    name: str
+    agreement: float | None
+    load_entropy: float
+    load_max_over_mean: float
+    dead_experts: float
+
+    @classmethod
+    def of(
+        cls, name: str, choices: torch.Tensor, num_experts: int, reference: torch.Tensor | None = None
+    ) -> "RouterStatistics":
+        """From expert indices ``[tokens, k]``, and those of a reference routing of the same tokens.
+
+        Raises `ValueError` when there is no token.
+        """
+        if len(choices) == 0:
+            raise ValueError("no token was routed: the attention mask is zero everywhere")
+        counts = torch.bincount(choices.flatten(), minlength=num_experts).double()
+        share = counts / counts.sum()
+        return cls(
+            name=name,
+            agreement=None if reference is None else float(choice_agreement(choices, reference).mean()),
+            load_entropy=float(-torch.xlogy(share, share).sum()) / math.log(num_experts) if num_experts > 1 else 1.0,
+            load_max_over_mean=float(share.max() * num_experts),
+            dead_experts=float((counts == 0).double().mean()),
+        )
+
+    def to_dict(self) -> dict[str, str | float | None]:
+        """Return the attributes by name."""
+        return asdict(self)
+
+
+def router_statistics(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    compare: bool = True,
+) -> list[RouterStatistics]:
+    """Statistics of every router of ``model``, from the first layer to the last: one forward pass as the model is, in
+    evaluation mode and without gradients, and one more in full precision to compare with.
+
+    Both passes read the same tokens, so deeper layers also differ by what earlier choices did to their inputs.
+
+    Args:
+        model: with trainable quantized layers.
+        input_ids: ``[batch, length]``.
+        attention_mask: the same shape; padding (0) does not count.
+        compare: measure the agreement, which takes the second pass.
+
+    Raises `ValueError` when the model has no router, or one of unknown form; when nothing is left of the tokens; and to
+    compare, when the model has packed layers or no quantized layer.
+    """
+    routers = find_routers(model)
+    device = next(model.parameters()).device
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    ids, mask = input_ids.to(device), mask.to(device)
+
+    def choices() -> dict[str, torch.Tensor]:
+        with recorded_choices(routers) as recorded:
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+        missed = [name for name, passes in recorded.items() if len(passes) != 1 or len(passes[0]) != mask.numel()]
+        if missed:
+            raise ValueError(f"{missed[0]} did not route the {mask.numel()} tokens of the batch in one pass")
+        return {name: passes[0][mask.flatten().bool()] for name, passes in recorded.items()}
+
+    with torch.no_grad(), evaluation_mode(model):
+        quantized = choices()
+        reference = {}
+        if compare:
+            with full_precision(model):
+                reference = choices()
+    return [
+        RouterStatistics.of(name, quantized[name], _num_experts(router), reference.get(name))
+        for name, router in routers.items()
+    ]
+
+
+def router_agreement(
+    model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> dict[str, float]:
+    """Return by router the share of its top-k choices that quantization leaves as they are; see
+    [`router_statistics`]."""
+    return {stats.name: stats.agreement for stats in router_statistics(model, input_ids, attention_mask)}
+
+
+def _num_experts(router: nn.Module) -> int:
+    count = getattr(router, "num_experts", None)
+    return count if isinstance(count, int) else router.weight.shape[0]

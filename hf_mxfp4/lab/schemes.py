@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemes as a user writes them for a whole model, the bits that they take, and putting them on a model in memory."""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..config import MXFP4RLConfig
+from ..layers import QUANTIZED, TRAINABLE
+from ..module_names import find_layers
+from ..numerics import BLOCK_SIZE, QuantScheme, parse_scheme
+from ..presets import PRESETS
+from ..report import master_sqnr
+from .layers import location_of
+from .source import SourceError
+
+
+#: Plain MXFP4 and the two corrections of arXiv 2605.20402.
+PAPER_SCHEMES = ("rceil", "rceil+mbs128-static", "rceil+mbs128-static+of0.5")
+_SPELLINGS = (
+    "'default', a preset (w4a16, w4a4, paper_a, ...) with its usual options, 'w4a16:SCHEME' (weights alone), "
+    "'w4a4:SCHEME' or SCHEME (weights and activations), 'w4a4:WEIGHTS/ACTIVATIONS' (a scheme each), 'own' (that of the "
+    "checkpoint) or 'config:FILE' (options of MXFP4RLConfig as JSON or YAML)"
+)
+_OPERANDS = ("w4a16", "w4a4")
+#: Bits of a weight that is left in full precision.
+_FULL_BITS = 16.0
+_SET_BY_TRANSFORMERS = ("is_quantized", "quantization_method")
+
+
+@dataclass(frozen=True)
+class ModelScheme:
+    """A scheme of a whole model, and what it is called.
+
+    Attributes:
+        average: bits of an operand where layers in full precision are counted too, as by [`without_each`]; `None` for
+            those of quantized layers.
+    """
+
+    name: str
+    config: MXFP4RLConfig
+    average: float | None = None
+
+    @property
+    def operands(self) -> str:
+        """Name the operands of the forward product that are quantized."""
+        weights, activations = (bits is not None for bits in (self.weight_bits, self.activation_bits))
+        return "weights and activations" if weights and activations else "weights" if weights else "activations"
+
+    @property
+    def weight_bits(self) -> float | None:
+        """Bits of a weight; `None` where weights are left in full precision."""
+        operand = self.config.gemms().fprop.right
+        return bits_per_element(operand) if isinstance(operand, QuantScheme) else None
+
+    @property
+    def activation_bits(self) -> float | None:
+        """Bits of an activation; `None` where they are left in full precision."""
+        operand = self.config.gemms().fprop.left
+        return bits_per_element(operand) if isinstance(operand, QuantScheme) else None
+
+    @property
+    def bits(self) -> float:
+        """Bits of an operand: ``average``, or the mean over those that are quantized."""
+        if self.average is not None:
+            return self.average
+        known = [bits for bits in (self.weight_bits, self.activation_bits) if bits is not None]
+        return sum(known) / len(known)
+
+
+def bits_per_element(scheme: QuantScheme) -> float:
+    """Return the stored bits of an element: 4 of its code, a scale byte for 32, the byte of a macro block, and with
+    outlier fallback codes and scales once more, of the share of blocks that has one. A factor for a row counts nothing.
+    """
+    plain = 4 + 8 / BLOCK_SIZE
+    macro = 8 / scheme.macro_block if isinstance(scheme.macro_block, int) else 0.0
+    share = 0.0 if scheme.outlier_fallback is None else 1.0 if scheme.fallback_rate is None else scheme.fallback_rate
+    return plain * (1 + share) + macro
+
+
+def bits_text(scheme: str) -> str:
+    """Return the bits of an element under a scheme in its string form, with two decimals."""
+    return f"{bits_per_element(parse_scheme(scheme)):.2f}"
+
+
+def read_schemes(texts: list[str], own: MXFP4RLConfig | None = None) -> list[ModelScheme]:
+    """Read the schemes that a user names, each once; see the table in docs/error-analysis.md.
+
+    Scheme strings are those of [`hf_mxfp4.numerics.parse_scheme`], where ``mbs<size>-hybrid`` means dynamic for weights
+    and static for activations; tiles (``32x32``) are of weights alone.
+
+    Args:
+        own: the config of the checkpoint; the layers that it leaves alone are left alone by all schemes, but those of a
+            file.
+
+    Raises [`SourceError`] for what cannot be read.
+    """
+    found: dict[MXFP4RLConfig, ModelScheme] = {}
+    for text in texts:
+        config = for_evaluation(_read(text.strip(), own))
+        found.setdefault(config, ModelScheme(text.strip(), config))
+    names = [scheme.name for scheme in found.values()]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise SourceError(f"two schemes are called {twice[0]!r}; give files of other names")
+    return list(found.values())
+
+
+def without_each(scheme: ModelScheme, model: nn.Module, unit: str) -> list[ModelScheme]:
+    """Return ``scheme`` once for each part of a full-precision ``model``, with that part left in full precision (16
+    bits): how much less the divergence is then says what quantizing the part costs.
+
+    Args:
+        unit: what a part is: all layers of one ``type`` (``mlp.down_proj``) or a decoder ``layer``.
+
+    Raises [`SourceError`] where the model has nothing to quantize.
+    """
+    left = tuple(scheme.config.modules_to_not_convert or ())
+    try:
+        layers = find_layers(model, left)[0]
+    except ValueError as error:
+        raise SourceError(str(error)) from error
+    parts: dict[str, list[str]] = {}
+    for name in layers:
+        decoder_layer = re.match(r"(.*?\.\d+)\.", name)
+        by_layer = decoder_layer[1] if decoder_layer else name
+        parts.setdefault(by_layer if unit == "layer" else location_of(name)[0], []).append(name)
+    sizes = {name: sum(p.numel() for p in layer.parameters() if p.dim() > 1) for name, layer in layers.items()}
+    found = []
+    for part, names in parts.items():
+        share = sum(sizes[name] for name in names) / sum(sizes.values())
+        config = replace(scheme.config, modules_to_not_convert=(*left, *names))
+        average = scheme.bits + (_FULL_BITS - scheme.bits) * share
+        found.append(ModelScheme(f"{scheme.name} without {part}", config, average))
+    return found
+
+
+def for_evaluation(config: MXFP4RLConfig) -> MXFP4RLConfig:
+    """Return a config with the same forward product on master weights that nothing moves: trainable layers then have
+    the numbers of packed ones, and a checkpoint is measured as it is."""
+    if config.mode == "qat" and not config.dither_ties:
+        return config
+    seed = config.stochastic_seed if config.gemms().is_random else 0
+    return replace(config, mode="qat", dither_ties=False, stochastic_seed=seed)
+
+
+@contextlib.contextmanager
+def swapped(model: nn.Module, config: MXFP4RLConfig) -> Iterator[float | None]:
+    """Let the layers that ``config`` matches compute under its scheme, on the very weights of ``model``; restore the
+    plain layers on exit. What `from_pretrained` would have made of the same files has the same bits.
+
+    Gives the signal to quantization noise ratio of the weights in decibels, as `quantization_report` has it.
+
+    Raises `ValueError` for a model that is quantized already, and where the config matches nothing.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer  # it imports every quantization library there is
+
+    if any(isinstance(module, QUANTIZED) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} is quantized; schemes are put on a model in full precision")
+    before = dict(model.named_modules(remove_duplicate=False))
+    attributes = {name: model.__dict__[name] for name in _SET_BY_TRANSFORMERS if name in model.__dict__}
+    # As transformers does it, which knows the quantizer.
+    AutoHfQuantizer.from_config(for_evaluation(config)).preprocess_model(model)
+    try:
+        if not any(isinstance(module, TRAINABLE) for module in model.modules()):
+            raise ValueError(f"{config.describe()} quantizes no layer of {type(model).__name__}")
+        yield master_sqnr(model)
+    finally:
+        for name, module in before.items():
+            if name and model.get_submodule(name) is not module:
+                model.set_submodule(name, module)
+        for name in _SET_BY_TRANSFORMERS:
+            model.__dict__.pop(name, None)
+        model.__dict__.update(attributes)
+
+
+def _read(text: str, own: MXFP4RLConfig | None) -> MXFP4RLConfig:
+    if text == "own":
+        if own is None:
+            raise SourceError("the checkpoint has no scheme of its own (mxfp4_rl in its config.json); leave out 'own'")
+        return own
+    kind, _, rest = text.partition(":")
+    try:
+        if kind == "config":
+            return MXFP4RLConfig.from_dict(_options(Path(rest).expanduser()))
+        config = MXFP4RLConfig(dither_ties=False, **_scheme_options(text, kind, rest))
+    except SourceError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise SourceError(f"--scheme {text}: {error}; known are {_SPELLINGS}") from error
+    return config if own is None else replace(config, modules_to_not_convert=own.modules_to_not_convert)
+
+
+def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
+    if text == "default":
+        return {}
+    if text in PRESETS:
+        return {"preset": text}
+    preset, schemes = (kind, rest) if kind in _OPERANDS else ("w4a4", text)
+    weights, slash, activations = schemes.partition("/")
+    fprop = {"weight": str(parse_scheme(weights.replace("-hybrid", "-dynamic")))}
+    if preset == "w4a16":
+        if slash:
+            raise ValueError("w4a16 quantizes weights alone; give one scheme, or w4a4:WEIGHTS/ACTIVATIONS")
+    elif slash:
+        fprop["x"] = activations if activations == "full" else str(parse_scheme(activations))
+    else:
+        fprop["x"] = str(replace(parse_scheme(weights.replace("-hybrid", "-static")), block_rows=1))
+    return {"preset": preset, "fprop": fprop}
+
+
+def _options(file: Path) -> dict[str, Any]:
+    """The options in a file, which may be a checkpoint's config.json."""
+    import yaml
+
+    try:
+        content = file.read_text(encoding="utf-8")
+        options = json.loads(content) if file.suffix == ".json" else yaml.safe_load(content)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SourceError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if isinstance(options, dict):
+        options = options.get("quantization_config", options)
+    if not isinstance(options, dict):
+        raise SourceError(f"{file} does not hold options of MXFP4RLConfig")
+    return options

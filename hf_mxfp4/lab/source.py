@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the checkpoint that a user names: a folder, one file, or a model on the Hugging Face Hub."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import ShardError, StoredTensor, read_header
+from ..config import QUANT_METHOD, MXFP4RLConfig
+
+
+#: Told of bytes as they are done, with the name of the tensor that they belong to.
+OnBytes = Callable[[int, str], None]
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class SourceError(ValueError):
+    """There is nothing to work on where the user pointed; the message says what to give instead."""
+
+
+class DamagedSourceError(SourceError):
+    """The index or `config.json` of a checkpoint cannot be read; ``file`` is its name."""
+
+    def __init__(self, file: Path, message: str):
+        super().__init__(message)
+        self.file = file.name
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A shard or tensor that could not be read, and why."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint as a list of safetensors files.
+
+    Attributes:
+        name: last part of the folder's path, the file's stem, or the hub id.
+        kind: ``"folder"``, ``"file"`` or ``"hub"``.
+        folder: where the files are.
+        config: contents of `config.json`; empty when there is none.
+        expected: names of the files, sorted, and the tensors that the index promises in each; none without an index.
+    """
+
+    name: str
+    kind: str
+    folder: Path
+    config: dict[str, Any]
+    expected: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def scheme(self) -> MXFP4RLConfig | None:
+        """The scheme that the checkpoint was trained under; `None` for one that is not quantized.
+
+        Raises [`SourceError`] when the weights are stored quantized: their error cannot be measured any more.
+        """
+        options = self.config.get("quantization_config")
+        if not options:
+            return None
+        method = options.get("quant_method") if isinstance(options, dict) else None
+        if method != QUANT_METHOD or options.get("mode") == "packed":
+            what = f"{QUANT_METHOD!r}, mode='packed'" if method == QUANT_METHOD else repr(method)
+            raise SourceError(
+                f"{self.name} stores quantized weights already (quant_method {what} in its config.json), so their "
+                "original values, and the error, are gone; analyse the full-precision checkpoint they were made from, "
+                "or compare the two: hf-mxfp4 compare ORIGINAL PACKED"
+            )
+        try:
+            return MXFP4RLConfig.from_dict(options)
+        except (TypeError, ValueError) as error:
+            raise SourceError(f"the quantization_config of {self.name} cannot be read: {error}") from error
+
+    def path(self, shard: str) -> Path:
+        """Return the path of a file. Raises [`ShardError`] when it is missing."""
+        path = self.folder / shard
+        if not path.is_file():
+            raise ShardError(f"{shard} is missing")
+        return path
+
+    def shards(self, problems: list[Problem]) -> Iterator[tuple[str, list[StoredTensor]]]:
+        """Yield name and tensors of every file that can be read; the others are added to ``problems``, as are tensors
+        that the index promises and a file lacks."""
+        for shard, expected in self.expected.items():
+            try:
+                tensors = read_header(self.path(shard))
+            except ShardError as error:
+                lost = f" ({len(expected)} tensors)" if expected else ""
+                problems.append(Problem(shard, f"{error}{lost}"))
+                continue
+            present = {tensor.name for tensor in tensors}
+            missing = [name for name in expected if name not in present]
+            problems += [Problem(name, f"{shard} lacks it, though the index says otherwise") for name in missing]
+            yield shard, tensors
+
+    def tensor_names(self) -> list[str]:
+        """Return all tensor names that the index or, without one, the readable headers give."""
+        promised = [name for names in self.expected.values() for name in names]
+        return promised or [tensor.name for _, tensors in self.shards([]) for tensor in tensors]
+
+    def describe(self) -> dict[str, Any]:
+        """Return for reports the kind of source, architecture, and number of files."""
+        architectures = self.config.get("architectures")
+        architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+        return {"kind": self.kind, "architecture": architecture, "files": len(self.expected)}
+
+
+def open_source(model: str) -> Source:
+    """Open a folder, a .safetensors file, or a model on the Hub, whose weights are downloaded into the usual cache.
+
+    Raises [`SourceError`] when there is no such thing or it holds no safetensors.
+    """
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise SourceError(f"{model} is not a .safetensors file; give one, a checkpoint's folder or a hub id")
+        return Source(path.stem, "file", path.parent, _read_json(path.parent / "config.json"), {path.name: ()})
+    if path.is_dir():
+        return _open_folder(path, path.resolve().name, "folder")
+    if path.is_absolute() or model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
+        raise SourceError(f"{model} does not exist; give a checkpoint's folder, a .safetensors file or a hub id")
+    return _open_folder(_download(model), model, "hub")
+
+
+def _open_folder(path: Path, name: str, kind: str) -> Source:
+    config = _read_json(path / "config.json")
+    if (path / _INDEX).is_file():
+        return Source(name, kind, path, config, _shards_of(path / _INDEX))
+    found = sorted(file.name for file in path.glob("*.safetensors"))
+    if not found:
+        other = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")})
+        hint = f"; it has {', '.join(other)} files: convert them to safetensors first" if other else ""
+        raise SourceError(f"{name if kind == 'hub' else path} holds no .safetensors file{hint}")
+    if (path / "adapter_config.json").is_file() and not config:
+        raise SourceError(f"{path} holds an adapter, not a model; merge it into its base model first")
+    return Source(name, kind, path, config, dict.fromkeys([_SINGLE] if _SINGLE in found else found, ()))
+
+
+def _download(repo: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.safetensors", "*.json"]
+        return Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+    except LocalEntryNotFoundError as error:
+        reason = "it is not in the local cache, and the Hub cannot be reached"
+        raise SourceError(f"{repo} is neither a local path nor a readable model on the Hub: {reason}") from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise SourceError(f"{repo} is neither a local path nor a readable model on the Hub: {reason}") from error
+
+
+def _shards_of(path: Path) -> dict[str, tuple[str, ...]]:
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise DamagedSourceError(path, f"{path} has no usable weight_map; is it complete?")
+    if outside := [shard for shard in weight_map.values() if Path(shard).name != shard]:
+        raise DamagedSourceError(path, f"{path} points outside of its folder: {outside[0]!r}")
+    shards: dict[str, list[str]] = {shard: [] for shard in sorted(set(weight_map.values()))}
+    for name, shard in weight_map.items():
+        shards[shard].append(name)
+    return {shard: tuple(names) for shard, names in shards.items()}
+
+
+def _read_json(path: Path) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedSourceError(path, f"{path} cannot be read: {error}") from error
+    if not isinstance(contents, dict):
+        raise DamagedSourceError(path, f"{path} is not a JSON object")
+    return contents

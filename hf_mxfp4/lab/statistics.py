@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums that describe the MXFP4 error of one tensor, of a layer type or of a whole model, in constant memory."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..numerics import BLOCK_SIZE, QuantScheme, decompose_scheme
+
+
+#: Bins of the histogram of ``delta = log2(s / s*)``, and its range; values beyond it count in the outermost bins.
+HISTOGRAM_BINS = 64
+HISTOGRAM_RANGE = (-2.0, 2.0)
+#: Elements that are decomposed at once, a multiple of every macro block: small enough for a processor's cache.
+CHUNK_ELEMENTS = 2**16
+
+
+@dataclass(frozen=True)
+class ErrorStatistics:
+    """Mergeable sums over the elements and blocks of a tensor ``x`` and its quantized values ``Q``; ``a + b`` is the
+    statistics of both tensors together.
+
+    ``s* = amax / 6``, ``Q*`` and the deadzone D are those of [`hf_mxfp4.decompose`], whose three components have
+    disjoint masks: of their pairs only scale bias and grid can correlate. arXiv 2605.20402 (section 3) takes the scale
+    error ``Q - Q*`` everywhere, and ``Q* - x`` on D for the deadzone: the ``unmasked`` sums are of these.
+
+    Attributes:
+        elements: number of elements.
+        blocks: number of blocks whose maximum is not zero.
+        energy: ``|x|**2``.
+        scale_bias, deadzone, grid, total: energies of the three components and of ``Q - x``.
+        scale_dot_grid: dot product of scale bias and grid error.
+        quantized_dot: ``<Q, x>``.
+        unmasked_scale, unmasked_deadzone: energies of ``Q - Q*`` everywhere and of ``Q* - x`` on D.
+        unmasked_dot: dot product of these two.
+        deadzone_count, zero_count: elements in D; non-zero elements that are quantized to zero.
+        gamma_sum, gamma_square_sum: sums over blocks of ``gamma = s / s*`` and of its square.
+        delta_sum, delta_square_sum: sums over blocks of ``delta = log2 gamma`` and of its square.
+        histogram: blocks per bin of delta.
+    """
+
+    elements: int = 0
+    blocks: int = 0
+    energy: float = 0.0
+    scale_bias: float = 0.0
+    deadzone: float = 0.0
+    grid: float = 0.0
+    total: float = 0.0
+    scale_dot_grid: float = 0.0
+    quantized_dot: float = 0.0
+    unmasked_scale: float = 0.0
+    unmasked_deadzone: float = 0.0
+    unmasked_dot: float = 0.0
+    deadzone_count: int = 0
+    zero_count: int = 0
+    gamma_sum: float = 0.0
+    gamma_square_sum: float = 0.0
+    delta_sum: float = 0.0
+    delta_square_sum: float = 0.0
+    histogram: tuple[int, ...] = (0,) * HISTOGRAM_BINS
+
+    def __add__(self, other: "ErrorStatistics") -> "ErrorStatistics":
+        if not isinstance(other, ErrorStatistics):
+            return NotImplemented
+        sums = {
+            f.name: getattr(self, f.name) + getattr(other, f.name)
+            for f in dataclasses.fields(self)
+            if f.name != "histogram"
+        }
+        histogram = tuple(a + b for a, b in zip(self.histogram, other.histogram, strict=True))
+        return ErrorStatistics(**sums, histogram=histogram)
+
+    @property
+    def relative_mse(self) -> float:
+        """``|Q - x|**2 / |x|**2``; NaN when x is zero throughout."""
+        return _ratio(self.total, self.energy)
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise ratio in decibels; infinite without error, NaN when x is zero throughout."""
+        relative = self.relative_mse
+        return math.inf if relative == 0 else -10.0 * math.log10(relative)
+
+    @property
+    def floor_relative_mse(self) -> float:
+        """[`relative_mse`] of the ideal scale ``s* = amax / 6`` in every block: what absmax scaling cannot go below."""
+        return _ratio(self.grid + self.unmasked_deadzone, self.energy)
+
+    @property
+    def energy_ratio(self) -> dict[str, float]:
+        """Energy of each component over that of the whole error; NaN without error."""
+        return {name: _ratio(getattr(self, name), self.total) for name in ("scale_bias", "deadzone", "grid")}
+
+    @property
+    def cosine_scale_grid(self) -> float:
+        """Cosine of the angle between scale bias and grid error, as in [`hf_mxfp4.decompose`]."""
+        return _cosine(self.scale_dot_grid, self.scale_bias, self.grid)
+
+    @property
+    def paper_cosines(self) -> dict[str, float]:
+        """The three pairwise cosines of arXiv 2605.20402, figure 1, from the unmasked sums. Deadzone and grid have no
+        element in common, so theirs is zero whatever the scheme; NaN where a component is zero."""
+        return {
+            "scale_bias/deadzone": _cosine(self.unmasked_dot, self.unmasked_scale, self.unmasked_deadzone),
+            "scale_bias/grid": _cosine(self.scale_dot_grid, self.unmasked_scale, self.grid),
+            "deadzone/grid": _cosine(0.0, self.unmasked_deadzone, self.grid),
+        }
+
+    @property
+    def gain(self) -> float:
+        """``<Q, x> / <x, x>``: the factor by which the quantizer scales what it is given, on average."""
+        return _ratio(self.quantized_dot, self.energy)
+
+    @property
+    def deadzone_fraction(self) -> float:
+        """Share of elements in the deadzone."""
+        return _ratio(self.deadzone_count, self.elements)
+
+    @property
+    def zero_fraction(self) -> float:
+        """Share of elements that the quantizer sends to zero, zeros of x not counted."""
+        return _ratio(self.zero_count, self.elements)
+
+    @property
+    def gamma_mean(self) -> float:
+        return _ratio(self.gamma_sum, self.blocks)
+
+    @property
+    def gamma_variance(self) -> float:
+        return _variance(self.gamma_sum, self.gamma_square_sum, self.blocks)
+
+    @property
+    def delta_mean(self) -> float:
+        return _ratio(self.delta_sum, self.blocks)
+
+    @property
+    def delta_variance(self) -> float:
+        return _variance(self.delta_sum, self.delta_square_sum, self.blocks)
+
+    def to_dict(self) -> dict:
+        """The sums, JSON-clean; [`from_dict`] reads them back to an equal object."""
+        return {**dataclasses.asdict(self), "histogram": list(self.histogram)}
+
+    @classmethod
+    def from_dict(cls, sums: dict) -> "ErrorStatistics":
+        return cls(**{**sums, "histogram": tuple(sums["histogram"])})
+
+    def summary(self) -> dict[str, float]:
+        """The derived numbers by name, in the order in which reports show them."""
+        return {
+            "elements": self.elements,
+            "relative_mse": self.relative_mse,
+            "sqnr_db": self.sqnr_db,
+            "floor_relative_mse": self.floor_relative_mse,
+            **{f"ratio_{name}": value for name, value in self.energy_ratio.items()},
+            "cosine_scale_grid": self.cosine_scale_grid,
+            "cosine_scale_deadzone_unmasked": self.paper_cosines["scale_bias/deadzone"],
+            "cosine_scale_grid_unmasked": self.paper_cosines["scale_bias/grid"],
+            "deadzone_fraction": self.deadzone_fraction,
+            "zero_fraction": self.zero_fraction,
+            "gain": self.gain,
+            "gamma_mean": self.gamma_mean,
+            "gamma_variance": self.gamma_variance,
+            "delta_mean": self.delta_mean,
+            "delta_variance": self.delta_variance,
+        }
+
+
+def error_statistics(x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1) -> ErrorStatistics:
+    """Statistics of quantizing ``x`` with blocks along ``axis``; memory beyond ``x`` itself does not grow with it.
+
+    The tensor is taken in chunks of whole rows along ``axis``. Stochastic rounding starts from the same seed in every
+    call.
+
+    Raises:
+        TypeError: ``x`` is not a floating-point tensor.
+        ValueError: ``x`` holds NaN or infinity, or has no axis.
+    """
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() == 0:
+        decompose_scheme(x, scheme, axis=axis)  # raises what fits
+    x = x.detach().movedim(axis, -1)
+    generator = torch.Generator(x.device).manual_seed(0) if scheme.rounding == "stochastic" else None
+    whole = ErrorStatistics()
+    with torch.no_grad():
+        for rows in _chunks(x, scheme):
+            whole = whole + _chunk_statistics(rows, scheme, generator)
+    return whole
+
+
+def _chunks(x: torch.Tensor, scheme: QuantScheme) -> Iterator[torch.Tensor]:
+    """Pieces ``[rows, columns]`` of ``x``, whose last axis is the quantized one: whole rows or tiles of rows."""
+    if x.numel() == 0:
+        return
+    rows = max(1, CHUNK_ELEMENTS // x.shape[-1] // scheme.block_rows) * scheme.block_rows
+    for matrix in x.reshape(-1, *x.shape[-2:]) if x.dim() > 1 else x[None, None]:
+        yield from matrix.split(rows)
+
+
+def _chunk_statistics(x: torch.Tensor, scheme: QuantScheme, generator: torch.Generator | None) -> ErrorStatistics:
+    parts = decompose_scheme(x, scheme, generator=generator)
+    wide = x.float().double()
+    in_deadzone = _deadzone(wide, scheme.block_rows)
+    outside = parts.scale_bias + parts.grid
+    scale_bias, deadzone, grid = (_sum(part.square()) for part in (parts.scale_bias, parts.deadzone, parts.grid))
+    outside_total, outside_dot = _sum(outside.square()), _sum(outside.mul_(wide))
+    deadzone_dot = _sum(parts.deadzone * wide)
+    squares = wide.square_()
+    energy = _sum(squares)
+    hidden = _sum(squares.mul_(in_deadzone))
+    gamma, delta = parts.scale_ratio, parts.scale_ratio_log2
+    bins = ((delta - HISTOGRAM_RANGE[0]) * (HISTOGRAM_BINS / (HISTOGRAM_RANGE[1] - HISTOGRAM_RANGE[0]))).floor()
+    bins = bins.clamp_(0, HISTOGRAM_BINS - 1).long()
+    return ErrorStatistics(
+        elements=x.numel(),
+        blocks=gamma.numel(),
+        energy=energy,
+        scale_bias=scale_bias,
+        deadzone=deadzone,
+        grid=grid,
+        total=deadzone + outside_total,
+        scale_dot_grid=(outside_total - scale_bias - grid) / 2,
+        quantized_dot=energy + deadzone_dot + outside_dot,
+        # On D, Q* is zero and Q is x plus the deadzone part. Where Q is zero too, these sums cancel exactly.
+        unmasked_scale=scale_bias + (deadzone + deadzone_dot + deadzone_dot + hidden),
+        unmasked_deadzone=hidden,
+        unmasked_dot=-(deadzone_dot + hidden),
+        deadzone_count=int(in_deadzone.sum()),
+        zero_count=round(parts.zero_fraction * x.numel()),
+        gamma_sum=_sum(gamma),
+        gamma_square_sum=_sum(gamma.square()),
+        delta_sum=_sum(delta),
+        delta_square_sum=_sum(delta.square()),
+        histogram=tuple(torch.bincount(bins, minlength=HISTOGRAM_BINS).tolist()),
+    )
+
+
+def _deadzone(x: torch.Tensor, block_rows: int) -> torch.Tensor:
+    """Mask of ``|x| < amax / 24`` of a float64 matrix, amax being that of a block of 32 or of a tile of 32 rows."""
+    n, k = x.shape
+    padded = torch.nn.functional.pad(x.abs(), (0, -k % BLOCK_SIZE, 0, -n % block_rows))
+    tiles = padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // BLOCK_SIZE, BLOCK_SIZE)
+    amax = tiles.amax(dim=(1, 3), keepdim=True)
+    return (tiles * 24.0 < amax).view(padded.shape)[:n, :k]
+
+
+def _sum(x: torch.Tensor) -> float:
+    # Rows first: torch shares out one long sum over however many threads there are, which would show in the last bits.
+    return float(x.sum(dim=-1).sum())
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else math.nan
+
+
+def _cosine(dot: float, a: float, b: float) -> float:
+    return _ratio(dot, math.sqrt(a * b))
+
+
+def _variance(total: float, squares: float, count: int) -> float:
+    return max(0.0, squares / count - (total / count) ** 2) if count else math.nan

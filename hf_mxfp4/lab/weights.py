@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure the error of a checkpoint's weights: one file after the other, one slice of a tensor at a time."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ..checkpoint import ShardError, StoredTensor
+from ..module_names import CONV1D_HINT, CONV1D_MODELS
+from ..numerics import QuantScheme
+from .layers import Selection
+from .results import Analysis, TensorResult
+from .resume_log import ProgressMismatch, ResumeLog
+from .source import OnBytes, Problem, Source, SourceError
+from .statistics import ErrorStatistics, error_statistics
+from .sweep import PrecisionSweep, precision_sweep
+
+
+#: Elements that are read at once.
+SLICE_ELEMENTS = 2**20
+
+
+class NonFiniteError(ValueError):
+    """A tensor that holds NaN or infinity has no quantization error."""
+
+
+class TensorLog(ResumeLog):
+    """Keep the results of finished tensors on disk, each with size and modification time of its file.
+
+    Args:
+        path: the log; made with its folder if need be.
+        model, schemes, version: what the results are of; kept in the first line.
+        overwrite: start over whatever the log holds.
+
+    Raises [`ProgressMismatch`] when the log was written for something else.
+    """
+
+    def __init__(self, path: Path, model: str, schemes: Sequence[str], version: str, *, overwrite: bool = False):
+        header = {"format": 1, "hf_mxfp4": version, "model": model, "schemes": list(schemes)}
+        super().__init__(path, header, lambda line: line["tensor"], overwrite=overwrite)
+
+    def find(self, tensor: StoredTensor) -> TensorResult | None:
+        """Return the result of a tensor, if it is known.
+
+        Raises [`ProgressMismatch`] when it was computed from another version of the file.
+        """
+        line = self.done.get(tensor.name)
+        if line is None:
+            return None
+        if line["shard"] != tensor.file.name or line["identity"] != _identity(tensor.file):
+            raise ProgressMismatch(
+                f"{self.path} holds results of {line['shard']} as it was before it changed; "
+                "start over with --overwrite, or give another --out"
+            )
+        statistics = {scheme: ErrorStatistics.from_dict(sums) for scheme, sums in line["statistics"].items()}
+        sweep = PrecisionSweep.from_dict(line["sweep"])
+        return TensorResult(tensor.name, "weight", tuple(line["shape"]), line["dtype"], statistics, sweep)
+
+    def keep(self, result: TensorResult, file: Path) -> None:
+        """Append a finished result."""
+        self.add(
+            {
+                "tensor": result.name,
+                "shard": file.name,
+                "identity": _identity(file),
+                "shape": list(result.shape),
+                "dtype": result.dtype,
+                "statistics": {scheme: statistics.to_dict() for scheme, statistics in result.statistics.items()},
+                "sweep": result.sweep.to_dict(),
+            }
+        )
+
+
+def analyze_weights(
+    source: Source,
+    schemes: Sequence[QuantScheme],
+    selection: Selection,
+    *,
+    log: TensorLog | None = None,
+    on_bytes: OnBytes = lambda count, name: None,
+) -> Analysis:
+    """Measure every selected weight under every scheme. What cannot be read becomes a problem of the result.
+
+    Raises:
+        SourceError: nothing is selected, a pattern matches nothing, or the weights are stored quantized.
+        ProgressMismatch: the log was written from other files.
+    """
+    analysis = Analysis(source.name, tuple(map(str, schemes)))
+    if unmatched := selection.unmatched(source.tensor_names()):
+        raise SourceError(f"no tensor of {source.name} matches the pattern {unmatched[0]!r}")
+    for tensor, axis in selected(source, selection, analysis.problems, analysis.skipped):
+        result = None if log is None else log.find(tensor)
+        if result is None:
+            try:
+                result = analyze_tensor(tensor, axis, schemes, on_bytes)
+            except (ShardError, NonFiniteError) as error:
+                analysis.problems.append(Problem(tensor.name, str(error)))
+                continue
+            if log is not None:
+                log.keep(result, tensor.file)
+        analysis.results.append(result)
+    if not analysis.results and not analysis.problems:
+        counts = ", ".join(f"{len(names)} {reason}" for reason, names in analysis.skipped.items())
+        hint = f". {CONV1D_HINT}" if selection.model_type in CONV1D_MODELS else ""
+        counted = counts or "nothing, it is empty"
+        raise SourceError(f"no weight of {source.name} would be quantized; skipped: {counted}{hint}")
+    return analysis
+
+
+def selected(
+    source: Source, selection: Selection, problems: list[Problem], skipped: dict[str, list[str]] | None = None
+) -> Iterator[tuple[StoredTensor, int]]:
+    """Yield the selected tensors of a checkpoint, and the axis that blocks run along. Those that are left out are
+    added to ``skipped`` by their reason.
+
+    Raises [`SourceError`] for a tensor that is stored quantized.
+    """
+    seen: dict[str, str] = {}
+    for shard, tensors in source.shards(problems):
+        for tensor in tensors:
+            if seen.setdefault(tensor.name, shard) != shard:
+                problems.append(Problem(tensor.name, f"is in {shard} too; the one in {seen[tensor.name]} counts"))
+                continue
+            decision = selection.decide(tensor)
+            if decision.stored:
+                raise SourceError(
+                    f"{source.name} stores quantized weights already, such as {decision.stored}; "
+                    "analyse the full-precision checkpoint they were made from"
+                )
+            if decision.axis is not None:
+                yield tensor, decision.axis
+            elif skipped is not None:
+                skipped.setdefault(decision.skipped, []).append(tensor.name)
+
+
+def analyze_tensor(
+    tensor: StoredTensor, axis: int, schemes: Sequence[QuantScheme], on_bytes: OnBytes = lambda count, name: None
+) -> TensorResult:
+    """Measure a stored tensor with two or three axes, blocks along the last (-1) or the middle one (1).
+
+    Raises [`NonFiniteError`] with the count of NaN and infinite elements, and `ShardError`.
+    """
+    statistics = {str(scheme): ErrorStatistics() for scheme in schemes}
+    sweep, bad = None, 0
+    for x in weight_slices(tensor, axis, schemes):
+        bad += int((~torch.isfinite(x)).sum())
+        if bad == 0:
+            for scheme in schemes:
+                statistics[str(scheme)] += error_statistics(x, scheme)
+            sweep = precision_sweep(x) if sweep is None else sweep
+        on_bytes(x.numel() * x.element_size(), tensor.name)
+    if bad:
+        raise NonFiniteError(f"{bad} of {math.prod(tensor.shape)} elements are NaN or infinite")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorResult(tensor.name, "weight", tensor.shape, dtype, statistics, sweep or PrecisionSweep())
+
+
+def _slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> Iterator[torch.Tensor]:
+    """Yield a tensor with two or three axes as matrices ``[rows, columns]`` of at most about ``max_elements``, each
+    within one matrix of the tensor; all but the last of a matrix have a multiple of ``multiple_of`` rows."""
+    *matrices, rows, columns = tensor.shape
+    step = max(1, max_elements // max(1, columns) // multiple_of) * multiple_of
+    for index in range(matrices[0]) if matrices else (None,):
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            yield tensor.read(start, stop) if index is None else tensor.read(index, index + 1)[0, start:stop]
+
+
+def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[QuantScheme]) -> Iterator[torch.Tensor]:
+    """Yield matrices whose last axis is the contraction axis, in a fixed order and size."""
+    if axis == -1:
+        yield from _slices(tensor, SLICE_ELEMENTS, max(scheme.block_rows for scheme in schemes))
+    else:
+        for matrix in _slices(tensor, tensor.shape[-2] * tensor.shape[-1]):
+            yield matrix.t()
+
+
+def bytes_to_analyze(source: Source, selection: Selection) -> int:
+    """Return the bytes of the selected tensors, for a progress bar."""
+    tensors = (tensor for _, tensors in source.shards([]) for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors if selection.decide(tensor).axis is not None)
+
+
+def _identity(file: Path) -> list[int]:
+    """What changes when the contents of a file may have: its size and the time of its last change."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns]

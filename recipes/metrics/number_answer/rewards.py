@@ -1,1 +1,0 @@
-../../../hf_mxfp4/rl/rewards/numbers.py

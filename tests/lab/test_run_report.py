@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run writes about itself, what is read back, and what the report makes of it."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+from matplotlib.figure import Figure
+
+from hf_mxfp4.lab import RunLogError, health_checks, read_run, write_run_picture
+from hf_mxfp4.lab.run_report.charts import CHARTS
+from hf_mxfp4.lab.run_report.health import _reward_change, overall, summary
+from hf_mxfp4.lab.run_report.page import render_run
+from hf_mxfp4.run_log import PREVIOUS_LOG, RUN_LOG, RunLog
+
+
+FACTS = {
+    "model": "tiny",
+    "architecture": "Qwen2ForCausalLM",
+    "n_quantized": 14,
+    "n_skipped": 1,
+    "skipped": ["lm_head"],
+    "weight_sqnr_db": 17.5,
+    "options": {"aqn": True, "logging_steps": 1},
+    "changed_options": ["logging_steps"],
+}
+
+
+class Reader(HTMLParser):
+    """Checks that tags are closed in order, and collects texts and references."""
+
+    VOID = {"meta", "img", "br", "hr"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.references, self.tags, self.text = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.references += [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.text += data
+
+
+def values(step, **changed):
+    return {
+        "step": step,
+        "loss": 0.1,
+        "grad_norm": 1.0,
+        "reward": 0.1 + 0.01 * step,
+        "entropy": 1.0,
+        "entropy/alarm": 0,
+        "entropy/slope": 0.0,
+        "aqn/sigma": 0.01,
+        "aqn/measured_std": 0.0099,
+        "aqn/n_modules": 5,
+        "sampling/importance_sampling_ratio/clipped": 0.001,
+        "frac_reward_zero_std": 0.1,
+        "completions/mean_length": 20.0,
+        "completions/clipped_ratio": 0.05,
+        **changed,
+    }
+
+
+def moved(total, error, **kinds):
+    """What is logged of the movement of quantized weights."""
+    measured = {"total": total, **kinds}
+    errors = {f"movement_se/{name}": error for name in measured}
+    return {**{f"movement/{name}": value for name, value in measured.items()}, **errors, "movement/flipped_share": 0.01}
+
+
+def write_log(folder, count=20, end="finished", facts=FACTS, **changed):
+    log = RunLog(folder)
+    log.start(0, 20, facts, [])
+    for step in range(1, count + 1):
+        log.write("log", **values(step, **changed))
+    if end:
+        log.write("end", step=count, reason=end, error=None)
+    return log
+
+
+def states(record):
+    return {check.title: check.state for check in health_checks(record)}
+
+
+# ---- the log --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    write_log(tmp_path)
+    record = read_run(tmp_path)
+    assert (record.step, record.max_steps, record.end["reason"]) == (20, 20, "finished")
+    assert record.values("reward") == [0.1 + 0.01 * step for step in range(1, 21)]
+    assert record.facts == FACTS and record.damaged == 0
+
+
+def test_numbers_without_a_json_form_become_null(tmp_path):
+    log = RunLog(tmp_path)
+    log.start(0, 2, {}, [])
+    log.write("log", step=1, reward=float("nan"), entropy=float("inf"), loss=2.0)
+    line = json.loads((tmp_path / RUN_LOG).read_text().splitlines()[-1])
+    assert line["reward"] is None and line["entropy"] is None and line["loss"] == 2.0
+    assert read_run(tmp_path).values("reward") == []
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_half_a_line_of_a_killed_process_costs_that_line_alone(tmp_path):
+    log = write_log(tmp_path, count=5, end=None)
+    content = log.path.read_bytes()
+    log.path.write_bytes(content[:-20])
+    log.write("log", **values(6))
+    record = read_run(tmp_path)
+    assert [entry["step"] for entry in record.logs] == [1, 2, 3, 4, 6]
+    assert record.damaged == 1
+    assert "1 line of run_log.jsonl could not be read" in Reader(render_run(record)).text
+
+
+def test_a_resumed_run_replaces_what_it_does_again(tmp_path):
+    write_log(tmp_path, count=7, end=None, reward=0.1)
+    log = RunLog(tmp_path)
+    log.start(4, 20, FACTS, [values(step) for step in range(1, 5)])
+    for step in (5, 6):
+        log.write("log", **values(step, reward=0.9))
+    record = read_run(tmp_path)
+    assert [entry["step"] for entry in record.logs] == [1, 2, 3, 4, 5, 6]
+    assert record.values("reward") == [0.1] * 4 + [0.9] * 2
+    assert len(record.starts) == 2
+    assert "resumed once" in health_checks(record)[0].finding
+
+
+def test_a_resume_into_an_empty_folder_takes_the_history_of_the_checkpoint(tmp_path):
+    log = RunLog(tmp_path / "new")
+    log.start(4, 20, FACTS, [values(step) for step in range(1, 5)])
+    log.write("log", **values(5))
+    assert [entry["step"] for entry in read_run(tmp_path / "new").logs] == [1, 2, 3, 4, 5]
+
+
+def test_a_new_run_in_the_same_folder_starts_a_new_log_and_keeps_the_old_one(tmp_path):
+    old = write_log(tmp_path, count=7).path.read_bytes()
+    write_log(tmp_path, count=3)
+    assert read_run(tmp_path).step == 3
+    assert (tmp_path / PREVIOUS_LOG).read_bytes() == old
+
+
+def test_a_later_evaluation_of_the_same_name_replaces_the_earlier(tmp_path):
+    log = write_log(tmp_path)
+    for accuracy in (0.2, 0.3):
+        scores = {"exact": {"accuracy": accuracy, "standard_error": 0.01, "n": 100}}
+        log.write("evaluation", when="after RL", step=20, scores=scores)
+    (evaluation,) = read_run(tmp_path).evaluations
+    assert evaluation["scores"]["exact"]["accuracy"] == 0.3
+
+
+# ---- other sources, and none ----------------------------------------------------------------------------------------
+
+
+def write_checkpoint(folder, step):
+    folder.mkdir(parents=True)
+    state = {"global_step": step, "max_steps": 20, "log_history": [values(s) for s in range(1, step + 1)]}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_without_a_log_the_newest_whole_checkpoint_is_read(tmp_path):
+    write_checkpoint(tmp_path / "checkpoint-5", 5)
+    write_checkpoint(tmp_path / "checkpoint-10", 10)
+    (tmp_path / "checkpoint-15").mkdir()  # as if saving had been cut off
+    record = read_run(tmp_path)
+    assert (record.source, record.step, record.max_steps) == ("checkpoint-10/trainer_state.json", 10, 20)
+    assert "options, versions and machine are not known" in Reader(render_run(record)).text
+
+
+def test_a_checkpoint_has_the_history_until_it_was_saved_and_the_facts_beside_it(tmp_path):
+    write_log(tmp_path, count=10)
+    write_checkpoint(tmp_path / "checkpoint-5", 5)
+    record = read_run(tmp_path / "checkpoint-5")
+    assert record.step == 5 and record.facts == FACTS
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda folder: None, "there is no folder"),
+        (lambda folder: folder.mkdir(), "holds neither run_log.jsonl .* nor a whole checkpoint"),
+        (lambda folder: RunLog(folder).start(0, 20, FACTS, []), "has no logged value yet"),
+        (lambda folder: (folder / "checkpoint-3").mkdir(parents=True), "nor a whole checkpoint"),
+    ],
+    ids=["missing", "empty", "no-value", "half-a-checkpoint"],
+)
+def test_nothing_to_report_is_said(tmp_path, prepare, message):
+    prepare(tmp_path / "run")
+    with pytest.raises(RunLogError, match=message):
+        read_run(tmp_path / "run")
+
+
+# ---- the checks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_run_is_green(tmp_path):
+    write_log(tmp_path)
+    record = read_run(tmp_path)
+    assert set(states(record).values()) == {"green"} and overall(health_checks(record)) == "green"
+    assert "looks healthy: 20 of 20 steps" in summary(record, health_checks(record))
+
+
+@pytest.mark.parametrize(
+    ("changed", "title", "state", "words"),
+    [
+        ({"entropy": 0.01, "entropy/alarm": -1}, "Entropy", "red", "stopped exploring"),
+        ({"entropy": 9.0, "entropy/alarm": 1}, "Entropy", "red", "losing its shape"),
+        ({"aqn/measured_std": 0.0}, "Noise", "red", "did not reach the policy"),
+        ({"aqn/measured_std": 0.0075}, "Noise", "amber", "differs from what was set"),
+        ({"aqn/sigma": 0.0}, "Noise", "none", "noise-free"),
+        ({"sampling/importance_sampling_ratio/clipped": 0.05}, "Importance weights", "amber", "aqn_sigma_start"),
+        ({"sampling/importance_sampling_ratio/clipped": 0.5}, "Importance weights", "red", "aqn_sigma_start"),
+        ({"sampling/effective_sample_size": 0.2}, "Effective sample size", "red", "Few tokens"),
+        ({"frac_reward_zero_std": 0.95}, "Learning signal", "red", "num_generations"),
+        ({"completions/clipped_ratio": 0.4}, "Response length", "amber", "max_completion_length"),
+        (moved(2224.0, 12.0), "Step movement", "red", "dither_ties"),
+        (moved(8.0, 2.6), "Step movement", "amber", "8 ± 5.2 (step 1)"),
+        (moved(8.0, 3.3), "Step movement", "green", "8 ± 6.6 (step 1)"),
+        (moved(2.0, 0.2), "Step movement", "amber", "ties of a 16-bit checkpoint"),
+        (moved(0.0, 0.2), "Step movement", "amber", "quantized before"),
+        (moved(0.6, 0.3), "Step movement", "green", "where training assumes 1"),
+        ({"router/agreement": 0.5}, "Router agreement", "red", "router_replay"),
+        ({"grad_norm": float("nan")}, "Finite numbers", "red", "NaN or infinite in 20 logged steps, first at step 1"),
+        ({"reward": 0.3}, "Reward", "amber", "chance"),
+    ],
+    ids=lambda value: "" if isinstance(value, (dict, str)) else None,
+)
+def test_what_is_wrong_is_said_with_advice(tmp_path, changed, title, state, words):
+    write_log(tmp_path, **changed)
+    (check,) = [check for check in health_checks(read_run(tmp_path)) if check.title == title]
+    assert check.state == state
+    assert words in f"{check.finding} {check.advice}"
+
+
+def test_a_falling_reward_and_falling_sqnr_are_seen(tmp_path):
+    log = RunLog(tmp_path)
+    log.start(0, 20, FACTS, [])
+    for step in range(1, 21):
+        log.write("log", **values(step, reward=1 - 0.02 * step, **{"error/sqnr_db": 20 - 0.1 * step}))
+    record = read_run(tmp_path)
+    found = states(record)
+    assert (found["Reward"], found["Quantization error"]) == ("red", "amber")
+    # In the words that the list below the summary has.
+    assert "1 BAD" in summary(record, health_checks(record)) and "LOOK" in summary(record, health_checks(record))
+
+
+def test_a_later_jump_is_not_blamed_on_ties(tmp_path):
+    log = RunLog(tmp_path)
+    log.start(0, 20, FACTS, [])
+    for step in range(1, 11):
+        log.write("log", **values(step, **(moved(9.0 if step == 6 else 1.1, 0.1) if step in (1, 6, 10) else {})))
+    (check,) = [check for check in health_checks(read_run(tmp_path)) if check.title == "Step movement"]
+    assert check.state == "red" and "moved 1.1 ± 0.2 (step 1), 9 ± 0.2 (step 6), 1.1 ± 0.2 (step 10)" in check.finding
+    assert "gathered at the boundaries" in check.advice and "dither" not in check.advice
+
+
+def test_an_alarm_that_is_over_is_amber(tmp_path):
+    log = RunLog(tmp_path)
+    log.start(0, 20, FACTS, [])
+    for step in range(1, 11):
+        log.write("log", **values(step, **{"entropy/alarm": -1 if step == 4 else 0}))
+    (check,) = [check for check in health_checks(read_run(tmp_path)) if check.title == "Entropy"]
+    assert check.state == "amber" and "collapse in 1 of 10 values" in check.finding
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_how_a_run_ended(tmp_path):
+    log = write_log(tmp_path, end=None)
+    assert "was killed or is still running" in health_checks(read_run(tmp_path))[0].finding
+    log.write("end", step=20, reason="stopped by an error", error="RewardError: reward <b> failed")
+    record = read_run(tmp_path)
+    assert health_checks(record)[0].state == "red"
+    assert "by RewardError: reward <b> failed" in Reader(render_run(record)).text
+
+
+@pytest.mark.parametrize(("after", "state"), [(0.5, "green"), (0.22, "amber"), (0.05, "red")])
+def test_accuracy_is_judged_against_its_interval(tmp_path, after, state):
+    log = write_log(tmp_path)
+    # A run that is resumed when it had finished evaluates its start last.
+    for when, step, accuracy in (("after RL", 20, after), ("before RL", 0, 0.2)):
+        scores = {"exact": {"accuracy": accuracy, "standard_error": 0.02, "n": 400}}
+        log.write("evaluation", when=when, step=step, scores=scores)
+    assert states(read_run(tmp_path))["Accuracy"] == state
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_none_of_few_problems_is_no_certainty(tmp_path):
+    log = write_log(tmp_path)
+    for when, step in (("before RL", 0), ("after RL", 20)):
+        scores = {"exact": {"accuracy": 0.0, "standard_error": 0.0, "n": 8}}
+        log.write("evaluation", when=when, step=step, scores=scores)
+    record = read_run(tmp_path)
+    assert states(record)["Accuracy"] == "amber"
+    words = "to 0.000 [0.000, 0.324] (after RL), n = 8: +0.000 [-0.324, +0.324] (95 % intervals, one run)."
+    assert words in Reader(render_run(record)).text
+
+
+def test_the_interval_covers_no_change_as_often_as_it_says():
+    import random
+
+    draw = random.Random(0)
+    covered = 0
+    for _ in range(2000):
+        first, last, half = _reward_change([draw.gauss(0, 1) for _ in range(40)])
+        covered += abs(last - first) <= half
+    assert 0.935 < covered / 2000 < 0.965  # 3 standard errors around 0.95
+    assert _reward_change([1.0] * 5) is None
+
+
+# ---- the page and the picture ---------------------------------------------------------------------------------------
+
+
+def everything(step):
+    keys = {key for chart in CHARTS for key, _ in chart.lines}
+    return {**dict.fromkeys(keys, 0.5), **moved(1.0, 0.1), **values(step)}
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_the_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
+    write_log(tmp_path, **{"entropy/alarm": 1})
+    page = Reader(render_run(read_run(tmp_path)))
+    assert "script" not in page.tags and "link" not in page.tags and "(NO)" not in page.text
+    assert page.references and all(reference.startswith("data:image/png;base64,") for reference in page.references)
+    assert "Not measured" in page.text and "router_every (mixtures of experts)" in page.text
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_every_chart_is_drawn_when_its_values_are_there(tmp_path):
+    log = RunLog(tmp_path)
+    log.start(0, 3, FACTS, [])
+    for step in (1, 2, 3):
+        log.write("log", **everything(step))
+    log.write("gradient_gain", step=2, log2_gain=[0.0, None])  # of an earlier version
+    scores = {"exact": {"accuracy": 0.2, "standard_error": 0.02, "n": 400}}
+    log.write("evaluation", when="before RL", step=0, scores=scores)
+    record = read_run(tmp_path)
+    page = Reader(render_run(record))
+    assert page.tags.count("img") == len(CHARTS) and record.damaged == 0
+    assert "Not measured" not in page.text
+    assert all(chart.reading in page.text for chart in CHARTS)
+
+
+def test_alarms_are_marked_in_the_plot(tmp_path):
+    write_log(tmp_path, **{"entropy/alarm": 1})
+    (chart,) = [chart for chart in CHARTS if chart.title == "Policy entropy"]
+    chart.draw(axes := Figure().subplots(), read_run(tmp_path))
+    (alarms,) = [line for line in axes.get_lines() if line.get_label() == "alarm"]
+    assert len(alarms.get_xdata()) == 20
+
+
+@pytest.mark.parametrize(("total", "scale"), [(9.0, "linear"), (2224.0, "symlog")])
+def test_movement_is_drawn_with_its_interval(tmp_path, total, scale):
+    write_log(tmp_path, **moved(total, 0.5))
+    (chart,) = [chart for chart in CHARTS if chart.title == "Step movement"]
+    assert chart.draw(axes := Figure().subplots(), read_run(tmp_path)) and axes.get_yscale() == scale
+    (bars,) = axes.containers
+    low, high = bars.lines[2][0].get_segments()[0][:, 1]
+    assert (low, high) == (total - 1, total + 1)
+
+
+@pytest.mark.parametrize("share", [None, 0.2])
+def test_the_share_of_groups_without_a_signal_is_drawn_once(tmp_path, share):
+    own = {} if share is None else {"dynamic_sampling/zero_variance_share": share}
+    write_log(tmp_path, **own)
+    (chart,) = [chart for chart in CHARTS if chart.title == "Groups without a signal"]
+    chart.draw(axes := Figure().subplots(), read_run(tmp_path))
+    (line,) = axes.get_lines()
+    assert line.get_label() == "all rewards equal" and set(line.get_ydata()) == {share or 0.1}
+
+
+def test_the_picture(tmp_path):
+    """All charts in one."""
+    log = RunLog(tmp_path)
+    log.start(0, 2, FACTS, [])
+    for step in (1, 2):
+        log.write("log", **everything(step))
+    assert write_run_picture(tmp_path, tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="nothing to plot"):
+        log = RunLog(tmp_path / "empty")
+        log.start(0, 1, {}, [])
+        log.write("log", step=1, other=1.0)
+        write_run_picture(tmp_path / "empty", tmp_path / "empty.png")
+
+
+def test_limits_that_fall_are_reached_from_above(tmp_path):
+    write_log(tmp_path, **{"router/agreement": 0.9, "sampling/effective_sample_size": 0.71})
+    found = states(read_run(tmp_path))
+    assert (found["Router agreement"], found["Effective sample size"]) == ("amber", "green")
+
+
+def test_noise_that_was_measured_and_never_set_is_no_error(tmp_path):
+    log = RunLog(tmp_path)
+    log.start(0, 20, FACTS, [])
+    log.write("log", step=1, reward=1.0, **{"aqn/measured_std": 0.1})
+    assert "Noise" not in states(read_run(tmp_path))

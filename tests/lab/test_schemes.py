@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemes of whole models as users write them."""
+
+import json
+
+import pytest
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.lab import SourceError, read_schemes
+from hf_mxfp4.lab.schemes import for_evaluation
+
+
+FULL = "full precision"
+
+
+@pytest.mark.parametrize(
+    ("text", "weights", "activations", "bits"),
+    [
+        ("w4a16:rceil", "mxfp4+rceil", FULL, (4.25, None, 4.25)),
+        ("w4a4:even+mbs128-blockwise", *["mxfp4+even+mbs128-blockwise"] * 2, (4.3125, 4.3125, 4.3125)),
+        ("rceil+of0.5", *["mxfp4+rceil+of0.5"] * 2, (8.5, 8.5, 8.5)),
+        ("even+of1@0.25", *["mxfp4+even+of1@0.25"] * 2, (5.3125, 5.3125, 5.3125)),
+        ("rceil+mbs128-hybrid", "mxfp4+rceil+mbs128-dynamic", "mxfp4+rceil+mbs128-static", (4.3125, 4.3125, 4.3125)),
+        ("rceil+32x32", "mxfp4+rceil+32x32", "mxfp4+rceil", (4.25, 4.25, 4.25)),
+        ("w4a4:even/rceil+of1", "mxfp4+even", "mxfp4+rceil+of1", (4.25, 8.5, 6.375)),
+        ("even/full", "mxfp4+even", FULL, (4.25, None, 4.25)),
+        (
+            "default",
+            "mxfp4+even+mbs128-blockwise+of1",
+            "mxfp4+even+mbs128-blockwise+of1",
+            (8.5625, 8.5625, 8.5625),
+        ),
+        ("w4a16", "mxfp4+even+mbs128-blockwise+of1", FULL, (8.5625, None, 8.5625)),
+        ("paper_b", "mxfp4+floor+32x32", "mxfp4+floor", (4.25, 4.25, 4.25)),
+    ],
+)
+def test_what_a_text_means(text, weights, activations, bits):
+    (scheme,) = read_schemes([f" {text} "])
+    fprop = scheme.config.gemms().fprop
+    assert (scheme.name, str(fprop.right), str(fprop.left)) == (text, weights, activations)
+    assert (scheme.weight_bits, scheme.activation_bits, scheme.bits) == bits
+    assert scheme.config.mode == "qat" and not scheme.config.dither_ties
+
+
+def test_options_from_files_and_the_checkpoint(tmp_path):
+    options = {"scale_rule": "even", "macro_block": None, "outlier_fallback": None}
+    (tmp_path / "own.json").write_text(json.dumps(options))
+    (tmp_path / "own.yaml").write_text("scale_rule: even\nmacro_block: null\noutlier_fallback: null\npreset: w4a16\n")
+    packed = MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.0"], stochastic_seed=0)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": packed.to_dict()}))
+    texts = [f"config:{tmp_path / name}" for name in ("own.json", "own.yaml", "config.json")]
+    first, second, third = (scheme.config for scheme in read_schemes(texts))
+    assert str(first.gemms().fprop.left) == str(first.weight_scheme) == "mxfp4+even"
+    assert second.activation_scheme is None and str(second.weight_scheme) == "mxfp4+even"
+    assert (third.mode, third.activation_scheme) == ("qat", None)
+    assert third.weight_scheme == packed.weight_scheme and third.modules_to_not_convert == ("layers.0",)
+    # The layers that a checkpoint leaves alone are left alone by other schemes too; what says the same counts once.
+    own = MXFP4RLConfig(modules_to_not_convert=["mlp"], stochastic_seed=3)
+    found = read_schemes(["own", "rceil", "default", f"config:{tmp_path / 'own.json'}"], own)
+    assert [scheme.name for scheme in found] == ["own", "rceil", f"config:{tmp_path / 'own.json'}"]
+    assert [scheme.config.modules_to_not_convert for scheme in found] == [("mlp",), ("mlp",), None]
+    assert found[0].config.stochastic_seed == 0
+
+
+def test_random_numbers_are_those_of_the_config():
+    config = MXFP4RLConfig(preset="w4a4", fprop={"rotation": "random-16"}, stochastic_seed=5)
+    assert for_evaluation(config).stochastic_seed == 5
+    assert for_evaluation(for_evaluation(config)) is not config and for_evaluation(config).gemms() == config.gemms()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rciel", "--scheme rciel: .*did you mean 'rceil'.*known are 'default'"),
+        ("w4a4:", "names no scale rule"),
+        ("w4a16:rceil/even", "w4a16 quantizes weights alone; give one scheme"),
+        ("w4a4:rceil/even+32x32", "tiles of 32x32 are for weights"),
+        ("w4a4:full/rceil", "no scale rule 'full'"),
+        ("own", "no scheme of its own"),
+        ("config:gone.json", "gone.json cannot be read"),
+        ("config:{}/list.yaml", "does not hold options of MXFP4RLConfig"),
+        ("config:{}/wrong.json", "did you mean 'scale_rule'"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path, text, message):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "wrong.json").write_text('{"scale_rul": "even"}')
+    with pytest.raises(SourceError, match=message):
+        read_schemes([text.format(tmp_path)])

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of error statistics: literal values, an oracle that knows nothing of blocks, merging and chunking."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from hf_mxfp4.lab import ErrorStatistics, error_statistics
+from hf_mxfp4.lab import statistics as module
+from hf_mxfp4.numerics import QuantScheme, apply_scheme, decompose_scheme
+
+
+RCEIL = QuantScheme()
+SCHEMES = [
+    RCEIL,
+    QuantScheme("floor"),
+    QuantScheme("even"),
+    QuantScheme("mse"),
+    QuantScheme("rceil", 128),
+    QuantScheme("rceil", "row"),
+    QuantScheme("rceil", 128, "dynamic", 0.5),
+    QuantScheme("even", 128, "blockwise"),
+]
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(a: ErrorStatistics, b: ErrorStatistics):
+    for field in dataclasses.fields(ErrorStatistics):
+        mine, theirs = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(mine, float):
+            assert mine == pytest.approx(theirs, rel=1e-11, abs=1e-12), field.name
+        else:
+            assert mine == theirs, field.name
+
+
+def test_a_block_by_hand():
+    # amax 7: s* = 7/6, s = 2. 7 -> 8 (ideal 7); 2 -> 2 (ideal 1.5 * 7/6 = 1.75); 0.25 < 7/24 -> 0.
+    x = torch.zeros(1, 32)
+    x[0, :3] = torch.tensor([7.0, 2.0, 0.25])
+    s = error_statistics(x, RCEIL)
+    assert (s.elements, s.blocks, s.deadzone_count, s.zero_count) == (32, 1, 30, 1)
+    assert s.energy == 49 + 4 + 0.0625
+    assert s.scale_bias == 1 + 0.0625 and s.deadzone == 0.0625 and s.grid == 0.0625
+    assert s.total == 1 + 0.0625
+    assert s.scale_dot_grid == -0.0625
+    assert s.quantized_dot == 7 * 8 + 2 * 2
+    assert s.unmasked_scale == s.scale_bias and s.unmasked_deadzone == 0.0625 and s.unmasked_dot == 0
+    assert s.gamma_mean == pytest.approx(12 / 7, rel=1e-15) and s.gamma_variance == pytest.approx(0, abs=1e-15)
+    assert s.delta_mean == pytest.approx(math.log2(12 / 7), rel=1e-15)
+    # delta = 0.778: bin (0.778 + 2) * 16 = 44.4
+    assert s.histogram == tuple(int(i == 44) for i in range(64))
+    assert s.relative_mse == pytest.approx(1.0625 / 53.0625)
+    assert s.sqnr_db == pytest.approx(10 * math.log10(53.0625 / 1.0625))
+    assert s.energy_ratio == pytest.approx({"scale_bias": 1, "deadzone": 1 / 17, "grid": 1 / 17})
+    assert s.cosine_scale_grid == pytest.approx(-0.0625 / math.sqrt(1.0625 * 0.0625))
+    assert s.gain == pytest.approx(60 / 53.0625)
+    assert s.floor_relative_mse == pytest.approx((0.0625 + 0.0625) / 53.0625)
+    assert (s.deadzone_fraction, s.zero_fraction) == (30 / 32, 1 / 32)
+
+
+def test_the_edge_of_the_deadzone_by_hand():
+    # amax 6 is its own ideal, s = s* = 1: 0.25 is amax / 24, outside of the deadzone, and rounds to zero (a tie).
+    x = torch.zeros(2, 32)
+    x[0, :2] = torch.tensor([6.0, -0.25])
+    s = error_statistics(x, RCEIL)
+    assert (s.deadzone_count, s.zero_count, s.blocks) == (30, 1, 1)  # an all-zero block has no deadzone
+    assert (s.deadzone, s.grid, s.scale_bias) == (0.0, 0.0625, 0.0)
+
+
+def test_the_unmasked_scale_error_by_hand():
+    # floor: amax 7 has s = 1. 0.28 < 7/24 is in the deadzone, but rounds to 0.5 here: Q - Q* = 0.5, Q* - x = -0.28.
+    x = torch.zeros(1, 32)
+    x[0, :2] = torch.tensor([7.0, 0.28])
+    s = error_statistics(x, QuantScheme("floor"))
+    hidden = float(x[0, 1])
+    assert s.unmasked_scale == 1 + 0.25  # 7 saturates at 6
+    assert s.unmasked_deadzone == pytest.approx(hidden**2, rel=1e-15)
+    assert s.unmasked_dot == pytest.approx(-0.5 * hidden, rel=1e-15)
+    assert s.paper_cosines["scale_bias/deadzone"] == pytest.approx(-0.5 / math.sqrt(1.25), rel=1e-12)
+    assert s.zero_count == 0 and s.deadzone == pytest.approx((0.5 - hidden) ** 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_against_whole_tensors(scheme):
+    """The same quantities from Q, from a Q* found by trying all grid points, and from the mask |x| < amax / 24."""
+    x = gaussian(24, 96, seed=1) * torch.logspace(-3, 3, 24).unsqueeze(1)
+    s = error_statistics(x, scheme)
+    wide, quantized = x.double(), apply_scheme(x, scheme).double()
+    blocks = wide.view(24, 3, 32)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    nearest = (blocks.abs().unsqueeze(-1) - grid * (amax / 6).unsqueeze(-1)).abs().argmin(-1)
+    ideal = (grid[nearest] * (amax / 6) * blocks.sign()).view_as(wide)
+    hidden = (blocks.abs() < amax / 24).view_as(wide)
+    error, scale, rest = quantized - wide, quantized - ideal, ideal - wide
+    expected = {
+        "energy": wide.square().sum(),
+        "total": error.square().sum(),
+        "deadzone": error[hidden].square().sum(),
+        "scale_bias": scale[~hidden].square().sum(),
+        "grid": rest[~hidden].square().sum(),
+        "scale_dot_grid": (scale * rest)[~hidden].sum(),
+        "quantized_dot": (quantized * wide).sum(),
+        "unmasked_scale": scale.square().sum(),
+        "unmasked_deadzone": rest[hidden].square().sum(),
+        "unmasked_dot": (scale * rest)[hidden].sum(),
+    }
+    for name, value in expected.items():
+        assert getattr(s, name) == pytest.approx(float(value), rel=1e-5, abs=1e-9 * s.energy), name
+    assert s.deadzone_count == int(hidden.sum())
+    assert s.zero_count == int(((quantized == 0) & (wide != 0)).sum())
+    parts = decompose_scheme(x, scheme)
+    assert s.energy_ratio == pytest.approx(parts.energy_ratio, rel=1e-12)
+    assert s.gain == pytest.approx(float(((parts.total + x.double()) * x.double()).sum()) / parts.energy, rel=1e-12)
+    assert s.gamma_mean == pytest.approx(float(parts.scale_ratio.mean()), rel=1e-12)
+    assert s.delta_variance == pytest.approx(float(parts.scale_ratio_log2.var(correction=0)), rel=1e-9)
+    assert sum(s.histogram) == s.blocks == parts.scale_ratio.numel()
+
+
+@pytest.mark.parametrize("scheme", [RCEIL, QuantScheme("rceil", 128)], ids=str)
+def test_orthogonality_is_exact_for_rceil(scheme):
+    cosines = error_statistics(gaussian(64, 256), scheme).paper_cosines
+    assert cosines["scale_bias/deadzone"] == 0 and cosines["deadzone/grid"] == 0
+
+
+# papers.md 9.2 and section 0: the paper's Gaussian numbers.
+@pytest.mark.parametrize(
+    ("scheme", "ratios", "cosine"),
+    [(RCEIL, (1.736, 0.020, 0.729), -0.660), (QuantScheme("rceil", 128), (1.375, 0.023, 0.840), -0.576)],
+    ids=str,
+)
+def test_gaussian_reference(scheme, ratios, cosine):
+    x = gaussian(512, 1024) * torch.exp2(torch.rand(512, 1, generator=torch.Generator().manual_seed(3)))
+    s = error_statistics(x, scheme)
+    assert tuple(s.energy_ratio.values()) == pytest.approx(ratios, rel=0.02, abs=0.001)
+    assert s.cosine_scale_grid == pytest.approx(cosine, abs=0.01)
+    assert s.floor_relative_mse == pytest.approx(0.01021, rel=0.01)
+    assert s.deadzone_fraction == pytest.approx(0.078, abs=0.001)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_chunks_merge_to_the_whole(scheme, monkeypatch):
+    x = gaussian(48, 512, seed=2)
+    whole = error_statistics(x, scheme)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 512)
+    assert_close(error_statistics(x, scheme), whole)
+    assert_close(error_statistics(x[:17], scheme) + error_statistics(x[17:], scheme), whole)
+
+
+def test_factors_of_whole_rows():
+    x = gaussian(3, 1024, seed=4)
+    row = QuantScheme("rceil", "row")
+    assert error_statistics(x, row).total == pytest.approx(
+        float((apply_scheme(x, row).double() - x.double()).square().sum()), rel=1e-12
+    )
+
+
+def test_axes_and_layouts():
+    x = gaussian(4, 64, 96, seed=5)
+    along_last = sum((error_statistics(part, RCEIL) for part in x), ErrorStatistics())
+    assert_close(error_statistics(x, RCEIL), along_last)
+    assert_close(error_statistics(x.transpose(1, 2), RCEIL, axis=1), along_last)
+    assert_close(error_statistics(x.transpose(1, 2).contiguous(), RCEIL, axis=1), along_last)
+    assert_close(error_statistics(x[0, 0], RCEIL), error_statistics(x[:1, 0], RCEIL))
+
+
+def test_tiles_do_not_straddle_matrices(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 32 * 64)
+    x, scheme = gaussian(3, 40, 64, seed=6), QuantScheme(block_rows=32)
+    s = error_statistics(x, scheme)
+    error = apply_scheme(x, scheme).double() - x.double()
+    assert s.total == pytest.approx(float(error.square().sum()), rel=1e-12)
+    assert s.blocks == 3 * 2 * 2
+    parts = [decompose_scheme(part, scheme) for part in x]
+    assert s.deadzone_count == round(sum(part.deadzone_fraction for part in parts) * 40 * 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype):
+    x = gaussian(8, 64).to(dtype)
+    assert_close(error_statistics(x, RCEIL), error_statistics(x.float(), RCEIL))
+
+
+def test_all_zero_and_empty_tensors():
+    for x in (torch.zeros(4, 64), torch.zeros(0, 64), torch.zeros(4, 0)):
+        s = error_statistics(x, RCEIL)
+        assert (s.elements, s.blocks, s.total) == (x.numel(), 0, 0.0)
+        assert math.isnan(s.relative_mse) and math.isnan(s.sqnr_db) and math.isnan(s.gain)
+        assert math.isnan(s.gamma_mean) and math.isnan(s.delta_variance)
+        assert all(math.isnan(value) for value in (*s.energy_ratio.values(), *s.paper_cosines.values()))
+    assert error_statistics(torch.zeros(0, 64), RCEIL) == ErrorStatistics()
+
+
+def test_no_error_is_infinite_sqnr():
+    s = error_statistics(torch.full((1, 32), 6.0), RCEIL)
+    assert s.total == 0 and s.sqnr_db == math.inf and s.relative_mse == 0
+
+
+def test_stochastic_rounding_repeats():
+    scheme = QuantScheme(rounding="stochastic")
+    x = gaussian(8, 64)
+    assert error_statistics(x, scheme) == error_statistics(x, scheme)
+    assert error_statistics(x, scheme) != error_statistics(x, RCEIL)
+
+
+def test_deltas_beyond_the_histogram_count_in_its_outer_bins():
+    # The least scale, 2**-127, is far above amax / 6 of a tiny block.
+    s = error_statistics(torch.full((1, 32), 2.0**-140), RCEIL)
+    assert s.delta_mean > 2 and s.histogram[-1] == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_is_refused(bad):
+    x = gaussian(4, 64)
+    x[2, 5] = bad
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        error_statistics(x, RCEIL)
+
+
+def test_not_floating_point_or_without_axes():
+    with pytest.raises(TypeError, match="floating-point"):
+        error_statistics(torch.zeros(4, 32, dtype=torch.int8), RCEIL)
+    with pytest.raises(ValueError, match="at least one axis"):
+        error_statistics(torch.tensor(1.0), RCEIL)
+
+
+def test_json_round_trip_is_exact():
+    s = error_statistics(gaussian(16, 64), QuantScheme("even"))
+    assert ErrorStatistics.from_dict(json.loads(json.dumps(s.to_dict()))) == s
