@@ -146,8 +146,6 @@ def _scheme(config: MXFP4RLConfig, report: QuantizationReport) -> dict[str, Any]
     for gemm, product in (("dgrad", scheme.dgrad), ("wgrad", scheme.wgrad)):
         if product != PLAIN:
             rows[f"backward product {gemm}"] = scheme.describe(gemm)
-    for pattern, options in config.layer_overrides or ():
-        rows[f"backward of {code(pattern)}"] = "; ".join(f"{gemm} {dict(given)}" for gemm, given in options)
     rows["quantized layers"] = report.n_quantized
     if n_experts := sum(_EXPERT.search(name) is not None for name in report.quantized):
         rows["of these in experts, one for each projection of each"] = n_experts

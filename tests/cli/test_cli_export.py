@@ -116,9 +116,7 @@ def test_output_fits_a_screen_and_lists_every_layer_elsewhere(run, tmp_path):
     values = sorted(layer["sqnr_db"] for layer in report["layers"] if layer["name"].endswith("q_proj"))
     assert rows[0][3:] == [f"{(values[5] + values[6]) / 2:.2f}", f"{values[0]:.2f}", "4.375"]
     assert "tensors: 0.7 MB -> 0.2 MB; bits per weight of these layers: 16 -> 4.3" in result.stdout
-    assert f"every layer: {tmp_path / 'packed' / 'pack_report.json'}, or --verbose" in result.stdout
-    result = run("pack", tmp_path / "plain", tmp_path / "other", "--verbose")
-    assert all(f"{layer['name']} " in result.stdout for layer in report["layers"]) and len(report["layers"]) == 84
+    assert f"every layer: {tmp_path / 'packed' / 'pack_report.json'}" in result.stdout
 
 
 def test_why_a_format_left_no_choice_is_said_once(run, tmp_path):
