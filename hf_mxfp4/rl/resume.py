@@ -2,6 +2,7 @@
 """Training checkpoints that are whole, and that a run continues from to the bit."""
 
 import contextlib
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,37 +12,36 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from torch.utils.data import Sampler
+from transformers import Trainer, TrainerState
 
-from ..._logging import get_logger
-from ...checkpoint import (
-    checkpoint_step,
-    invalidate,
-    last_complete_checkpoint,
-    why_incomplete,
-    write_whole_manifest,
-)
-from ...layers import random_layers
-from ..callbacks.base import QuantizationStepCallback
+from .._logging import get_logger
+from ..checkpoint import checkpoint_step, invalidate, last_complete_checkpoint, why_incomplete, write_whole_manifest
+from ..layers import random_layers
+from .callbacks.entropy import QuantizationStepCallback
 
 
 class ExactResumeMixin:
     """Checkpoints of a [`transformers.Trainer`] that a stopped or killed run continues from as if it had never stopped.
 
-    For classes of your own: `class MyTrainer(ExactResumeMixin, Trainer)`; [`MXFP4GRPOTrainer`] has it. Beside what a
-    Trainer saves (weights, optimizer, schedule, random state of each process):
+    For classes of your own: `class MyTrainer(ExactResumeMixin, Trainer)`; [`MXFP4GRPOTrainer`] has it. In addition to
+    what a Trainer saves (weights, optimizer, schedule, random state of each process):
 
-    * `resume_from_checkpoint=True` takes the newest checkpoint that is complete, with files of the recorded sizes, and
-      one that is not is refused by name; weights that are not finite are not saved as one;
+    * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, one that is not is refused by name, and
+      weights that are not finite are not saved as one;
     * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single
       experts, which its resuming passes over with a warning), and a checkpoint that lacks weights is refused;
     * layers that draw random numbers are told the step, as by [`QuantizationStepCallback`], so that they draw the same;
+    * the order of prompts in later epochs, for samplers with a generator of their own, such as TRL's;
     * resuming a run that had finished trains nothing, where a plain Trainer takes one more step;
-    * under DeepSpeed in 16 bits, saved weights are the float32 masters of the optimizer and not their rounded copies;
-    * `save_model` writes a model under FSDP's sharded state dicts too, where a plain Trainer writes nothing.
+    * under DeepSpeed in 16 bits the float32 master weights are saved, and under FSDP's sharded state dicts `save_model`
+      writes a model.
 
     All processes must see the same folder. The state of a process is restored in the process of the same rank; under
-    another number of processes each gets that of rank 0, with a warning: such a run is not repeated exactly.
+    another number of processes random states start over, with a warning.
     """
+
+    _epochs_begun = 0
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
@@ -88,14 +88,14 @@ class ExactResumeMixin:
         if _internal_call or plugin is None or "FULL_STATE_DICT" in str(plugin.state_dict_type):
             return super().save_model(output_dir, _internal_call)
         sharded = plugin.state_dict_type
-        plugin.set_state_dict_type("FULL_STATE_DICT")
+        plugin.set_state_dict_type("FULL_STATE_DICT")  # under a sharded one a Trainer writes nothing
         try:
             return super().save_model(output_dir, _internal_call)
         finally:
             plugin.set_state_dict_type(sharded)
 
     def _process_state(self) -> dict[str, Any]:
-        """What this process adds to a checkpoint: numbers, strings, tensors, and lists and dictionaries of them."""
+        """Return what this process adds to a checkpoint: numbers, strings, tensors, lists and dictionaries of them."""
         return {"world_size": self.args.world_size}
 
     # ---- resuming -------------------------------------------------------------------------------------------------
@@ -103,13 +103,12 @@ class ExactResumeMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """Train as [`transformers.Trainer.train`] does.
 
-        Raises `ValueError` when the checkpoint is not whole, its weights are damaged, or there is none that is sound.
+        Raises `ValueError` when the checkpoint is not whole, or there is none that is.
         """
         checkpoint = self._whole_checkpoint(resume_from_checkpoint)
         if checkpoint is not None:
             self._restore_process(checkpoint)
-        told = any(isinstance(c, QuantizationStepCallback) for c in self.callback_handler.callbacks)
-        if random_layers(self.model) and not told:
+        if random_layers(self.model) and not _has(self, QuantizationStepCallback):
             self.add_callback(QuantizationStepCallback())
         return super().train(checkpoint, *args, **kwargs)
 
@@ -142,62 +141,53 @@ class ExactResumeMixin:
         super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _restore_process(self, checkpoint: str) -> None:
+        self._epochs_begun = math.floor(TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").epoch or 0)
         file = _state_file(checkpoint, self.args.process_index)
         file = file if file.is_file() else _state_file(checkpoint, 0)
         if not file.is_file():
             get_logger().warning(
                 "%s was not written by a trainer with ExactResumeMixin, or holds the model alone (save_only_model): "
-                "what it lacks starts anew, so that this run does not repeat one that was never stopped",
+                "what it lacks starts over, so that this run does not repeat one that was never stopped",
                 checkpoint,
             )
             return
         device = "cpu" if self.args.device.type == "cpu" else self.args.device  # torch.load knows no "cpu:0"
         state = torch.load(file, map_location=device, weights_only=True)
-        exact = state["world_size"] == self.args.world_size
-        if not exact:
+        if state["world_size"] == self.args.world_size:
+            self._load_process_state(state)
+        else:
             get_logger().warning(
-                "%s was written by %d processes and is resumed by %d: random states start anew, so that this run does "
+                "%s was written by %d processes and is resumed by %d: random states start over, so that this run does "
                 "not repeat one that was never stopped",
                 checkpoint,
                 state["world_size"],
                 self.args.world_size,
             )
-        self._load_process_state(state, exact)
-        get_logger().info("resuming from %s", checkpoint)
 
-    def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
-        """Restore what [`_process_state`] returned; unless ``exact``, in another process."""
+    def _load_process_state(self, state: dict[str, Any]) -> None:
+        """Restore what [`_process_state`] returned, in a process of the same rank."""
+
+    def _get_train_sampler(self, *args: Any) -> Sampler | None:
+        # A sampler's own generator draws the order of an epoch when it begins.
+        sampler = super()._get_train_sampler(*args)
+        begun, self._epochs_begun = self._epochs_begun, 0
+        for _ in range(begun if getattr(sampler, "generator", None) is not None else 0):
+            next(iter(sampler), None)
+        return sampler
 
     def _issue_warnings_after_load(self, load_result):
         missing = missing_parameters(self.model, load_result.missing_keys)
         if missing:
             raise ValueError(
                 f"the checkpoint has no weights for {len(missing)} parameters of the model, among them {missing[0]}, "
-                "which would go on from where the model was loaded. If they are experts, it was written by a trainer "
-                "without ExactResumeMixin: load the checkpoint itself as the model instead of resuming"
+                "which would keep the values that the model was loaded with. If they are experts, it was written by a "
+                "trainer without ExactResumeMixin: load the checkpoint itself as the model instead of resuming"
             )
         super()._issue_warnings_after_load(load_result)
 
 
-def replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> int:
-    """Put the float32 weights that DeepSpeed's optimizer updates in the place of their 16-bit copies in ``state_dict``,
-    which is filled on the process that writes it alone. To be called by all processes; the number of weights replaced.
-
-    Raises `RuntimeError` when a trained weight in 16 bits has no float32 master.
-    """
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    replaced = 0
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad or parameter.dtype not in (torch.bfloat16, torch.float16):
-            continue
-        master = safe_get_full_fp32_param(parameter)
-        if master is None:
-            raise RuntimeError(f"DeepSpeed has no float32 master of {name}; train with its bf16 or fp16 optimizers")
-        if name in state_dict:
-            state_dict[name] = master.view(state_dict[name].shape).cpu()
-            replaced += 1
-    return replaced
+def _has(trainer: Trainer, kind: type) -> bool:
+    return any(isinstance(callback, kind) for callback in trainer.callback_handler.callbacks)
 
 
 def not_finite(model: nn.Module, gradients: bool = False) -> str | None:
@@ -206,16 +196,27 @@ def not_finite(model: nn.Module, gradients: bool = False) -> str | None:
     named = [(n, p.grad if gradients else p.detach()) for n, p in model.named_parameters() if p.requires_grad]
     local = [(n, getattr(t, "_local_tensor", t)) for n, t in named if t is not None and t.numel()]
     # The largest magnitude is NaN or infinite where any element is; a norm of large numbers could overflow.
-    largest = [torch.linalg.vector_norm(tensor, torch.inf) for _, tensor in local if tensor.numel()]
-    names = [name for name, tensor in local if tensor.numel()]
+    largest = [(n, torch.linalg.vector_norm(t, torch.inf)) for n, t in local if t.numel()]
     if not largest:
         return None
-    finite = torch.stack([value.float().to(largest[0].device) for value in largest]).isfinite().tolist()
-    return next((name for name, good in zip(names, finite, strict=True) if not good), None)
+    finite = torch.stack([value.float().to(largest[0][1].device) for _, value in largest]).isfinite().tolist()
+    return next((name for (name, _), good in zip(largest, finite, strict=True) if not good), None)
+
+
+def replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
+    """Put the float32 weights that DeepSpeed's optimizer updates in the place of their 16-bit copies in ``state_dict``,
+    which is filled on the process that writes it alone. To be called by all processes."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            master = safe_get_full_fp32_param(parameter)
+            if master is not None and name in state_dict:
+                state_dict[name] = master.view(state_dict[name].shape).cpu()
 
 
 def missing_parameters(model: nn.Module, missing_keys: list[str]) -> list[str]:
-    """The parameters of ``model`` that no key was loaded into, under any of the names that they are tied to."""
+    """Return the parameters of ``model`` that no key was loaded into, under any of the names that they are tied to."""
     missing, loaded = {}, set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in missing_keys:
@@ -226,7 +227,7 @@ def missing_parameters(model: nn.Module, missing_keys: list[str]) -> list[str]:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of the global random generators of this process."""
+    """Return the states of the global random generators of this process."""
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -244,7 +245,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Within this context the global random generators may be drawn from; afterwards they are as they were."""
+    """Restore the global random generators at the end of this context."""
     states = random_states()
     try:
         yield

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM holds of the policy already, so that it need not be pushed again; and what a push is in bytes."""
+"""What vLLM has of the policy already, so that it need not be pushed again."""
 
 import weakref
 from collections.abc import Set
 
-import torch
 from torch import nn
 
-from ...gemm import PACKED_SUFFIXES
-from ..noise.targets import plain_name
+from ..noise import plain_name
 
 
-#: What wrappers of models and layers add to the names of parameters, beside the names of PEFT's adapters.
+#: What wrappers of models and layers add to the names of parameters, in addition to the names of PEFT's adapters.
 _WRAPPERS = ("base_model.model.", "base_layer.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
-class HeldWeights:
+class PushedWeights:
     """Parameters of the policy that vLLM has as they are now: those that are frozen, since they were pushed.
 
     Anything else may have changed. A parameter that was replaced, or written in place, is another one.
@@ -31,7 +29,7 @@ class HeldWeights:
 
     def __init__(self, model: nn.Module, whole_layers: bool = False):
         self._model, self._whole_layers = model, whole_layers
-        self._held: dict[str, tuple[weakref.ref, int]] = {}
+        self._pushed: dict[str, tuple[weakref.ref, int]] = {}
         self._frozen: dict[str, nn.Parameter] = {}
         self.left_out: frozenset[str] = frozenset()
         self._notes = True
@@ -45,12 +43,12 @@ class HeldWeights:
         """
         parameters, self._notes = plain_parameters(self._model), notes
         self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
-        held = {name for name in self._held if self._has(name)} - changing
+        known = {name for name in self._pushed if self._has(name)} - changing
         if self._whole_layers:
             layers = self._layers(parameters)
-            broken = {layer for name, layer in layers.items() if name not in held}
-            held = {name for name in held if layers[name] not in broken}
-        self.left_out = frozenset(held)
+            broken = {layer for name, layer in layers.items() if name not in known}
+            known = {name for name in known if layers[name] not in broken}
+        self.left_out = frozenset(known)
 
     def note(self, name: str, is_clean: bool) -> None:
         """Remember that this parameter was pushed, and whether as it is: without noise, and without adapters in it."""
@@ -58,17 +56,17 @@ class HeldWeights:
             return
         parameter = self._frozen.get(name)
         if is_clean and parameter is not None:
-            self._held[name] = weakref.ref(parameter), parameter._version
+            self._pushed[name] = weakref.ref(parameter), parameter._version
         else:
-            self._held.pop(name, None)
+            self._pushed.pop(name, None)
 
     def forget(self) -> None:
-        """VLLM has nothing any more."""
-        self._held.clear()
+        """Note that vLLM has nothing any more."""
+        self._pushed.clear()
 
     def _has(self, name: str) -> bool:
-        parameter, (held, version) = self._frozen.get(name), self._held[name]
-        return parameter is not None and held() is parameter and version == parameter._version
+        parameter, (pushed, version) = self._frozen.get(name), self._pushed[name]
+        return parameter is not None and pushed() is parameter and version == parameter._version
 
     def _layers(self, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
         """What each parameter is a part of in vLLM, at most."""
@@ -78,8 +76,8 @@ class HeldWeights:
 
 
 def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a policy by the names that they have without PEFT and other wrappers: of one that PEFT trains a
-    copy of the copy, and none of adapters."""
+    """Return the parameters of a policy by the names that they have without PEFT and other wrappers: of one that PEFT
+    trains a copy of the copy, and none of adapters."""
     found = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name or ".original_module." in name:
@@ -89,15 +87,3 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         before, saved, after = name.partition(".modules_to_save.")
         found[f"{before}.{after.partition('.')[2]}" if saved else name] = parameter
     return found
-
-
-def bytes_in_16_bits(model: nn.Module) -> int:
-    """What all weights of a policy take in 16 bits each, packed ones and those of adapters merged."""
-    total = 0
-    for name, parameter in plain_parameters(model).items():
-        numel = getattr(parameter, "ds_numel", parameter.numel())  # of ZeRO-3, also where it is not here
-        if parameter.dtype != torch.uint8:
-            total += 2 * numel
-        elif not name.endswith(PACKED_SUFFIXES[1:]):  # two codes to a byte
-            total += 4 * numel
-    return total
