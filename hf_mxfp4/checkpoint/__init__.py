@@ -1,28 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantized model looks like on disk."""
+"""Quantized models on disk: saving, loading, packing, export, import and verification."""
 
 from .._lazy import lazy_names
 
 
-_LAZY = {
-    "add_evaluation": "card.model",
-    "add_perplexity": "card.model",
-    "atomic_folder": "io.atomic",
-    "check_checkpoint": "io.validate",
-    "check_local_index": "io.index",
-    "check_unquantized": "io.validate",
-    "export": "convert.export",
-    "import_checkpoint": "convert.importing",
-    "last_complete_checkpoint": "io.complete",
-    "make_record": "io.validate",
-    "pack_checkpoint": "convert.pack_folder",
-    "remove_scheme": "io.guard",
-    "take_state_dict": "state_dict",
-    "unguard": "io.guard",
-    "verify_folder": "verify",
-    "why_incomplete": "io.complete",
-    "wrap_saving": "save",
+_NAMES = {
+    "atomic": ["FolderError", "atomic_folder", "staged"],
+    "card": [
+        "CARD",
+        "TAGS",
+        "add_evaluation",
+        "add_perplexity",
+        "base_model_of",
+        "choose_card",
+        "decoration",
+        "is_generated",
+        "make_card",
+        "read_card",
+        "read_generated",
+        "save_card",
+        "signed_card",
+    ],
+    "card_text": ["auto_class", "pipeline_tag"],
+    "exports": ["export"],
+    "folder": ["CheckpointError", "CheckpointFolder", "model_dtype", "open_checkpoint", "refuse_kernels"],
+    "formats": ["FORMATS", "PackedFormat"],
+    "formats.gguf": ["from_blocks", "to_blocks"],
+    "hub": ["push"],
+    "manifest": [
+        "MANIFEST",
+        "TRAINER_STATE",
+        "checkpoint_step",
+        "invalidate",
+        "last_complete_checkpoint",
+        "weight_files",
+        "why_incomplete",
+        "write_manifest",
+        "write_whole_manifest",
+    ],
+    "pack": ["import_checkpoint", "pack_checkpoint"],
+    "report": ["ConversionReport", "LayerCost", "bits_per_weight"],
+    "save": ["is_quantized", "take_state_dict", "wrap_saving"],
+    "scheme": ["check_checkpoint", "check_unquantized", "make_record", "remove_scheme", "unguard"],
+    "sources": ["ForeignSource", "LayerSource", "MasterSource", "PackedSource", "own_config"],
+    "tensor_names": ["FileNames", "Piece", "tied_weights"],
+    "tensors": [
+        "FileHeader",
+        "ShardError",
+        "StoredTensor",
+        "is_safetensors",
+        "read_header",
+        "read_headers",
+        "tensors_by_name",
+        "write_metadata",
+    ],
+    "verify": ["Verification", "add_to_folder", "verify_folder"],
 }
+_LAZY = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_LAZY)
 

@@ -2,14 +2,16 @@
 """`save_pretrained` and `push_to_hub` of quantized models: nothing half-written, checksums of the weights, and a model
 card."""
 
+import contextlib
 import functools
 import inspect
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..config import MXFP4RLConfig
-from .io.replace import is_staging, staged
-from .state_dict import set_aside
+from .atomic import is_staging, staged
+from .scheme import guard_folder
 
 
 if TYPE_CHECKING:
@@ -18,15 +20,15 @@ if TYPE_CHECKING:
 
 #: Arguments of `save_pretrained` that say how to upload, not what to write.
 _UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+_SET_ASIDE = "_mxfp4_state_dict"
 
 
 def wrap_saving(cls: type["PreTrainedModel"]) -> None:
     """Make saving safe and complete for the quantized models of a class.
 
-    `save_pretrained` then heeds its ``state_dict``, writes beside the old checkpoint before it takes its place (see
-    [`hf_mxfp4.checkpoint.io.replace.staged`]), writes their checksums, and adds a model card; `push_to_hub`
-    uploads that card instead of an empty one, and removes weights of an earlier push that would be loaded in place of
-    the new ones.
+    `save_pretrained` then uses its ``state_dict``, replaces an old checkpoint without a moment in which there is none
+    ([`hf_mxfp4.checkpoint.atomic.staged`]), writes checksums, and adds a model card; `push_to_hub` uploads that card
+    instead of an empty one, and removes weights of an earlier push that would be loaded in place of the new ones.
 
     Wraps the methods of the class, once; models of the class that are not quantized save as ever. (On the model
     itself it would be a reference cycle, which keeps a deleted model in memory, and be lost in copies.)
@@ -40,6 +42,26 @@ def is_quantized(model: "PreTrainedModel") -> bool:
     """Whether ``model`` was quantized by this package and not made plain again."""
     config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return isinstance(config, MXFP4RLConfig)
+
+
+@contextlib.contextmanager
+def _set_aside(model: "PreTrainedModel", state_dict: dict | None) -> Iterator[None]:
+    """Make [`take_state_dict`] return ``state_dict`` while the context lasts.
+
+    transformers replaces the caller's ``state_dict`` by the quantizer's when a model has one, without passing it on.
+    Under FSDP2 and ZeRO-3 the caller's is the gathered one: without it, the first hangs on save and the second writes
+    empty tensors. So it is stored on the model for the quantizer to return.
+    """
+    model.__dict__[_SET_ASIDE] = state_dict
+    try:
+        yield
+    finally:
+        model.__dict__.pop(_SET_ASIDE, None)
+
+
+def take_state_dict(model: "PreTrainedModel") -> dict | None:
+    """Return the state dict of the `save_pretrained` call in progress, if it was given one."""
+    return model.__dict__.get(_SET_ASIDE)
 
 
 def _wrap_save(original):
@@ -60,29 +82,27 @@ def _wrap_save(original):
         state_dict, folder = options["state_dict"], options["save_directory"]
         if is_staging(folder):  # the save of a subclass, within which that of its parent class is called
             return original(self, *args, **kwargs)
-        with set_aside(self, state_dict):
+        with _set_aside(self, state_dict):
             # Of a checkpoint that all ranks write together, none can tell when it is complete.
             if options.get("distributed_checkpoint") or not _writes(self, options["is_main_process"]):
                 return original(self, *args, **kwargs)
-            written = _save(self, original, call, options)
+            _save(self, original, call, options)
         if options["push_to_hub"]:
-            from .hub import create_and_upload
+            from .hub import push
 
-            given = {name: options[name] for name in _UPLOAD_OPTIONS if options.get(name) is not None}
-            repo_id = options.get("repo_id") or os.path.basename(os.path.normpath(folder))
-            create_and_upload(folder, repo_id, written, variant=options.get("variant"), **given)
+            names = (*_UPLOAD_OPTIONS, "state_dict", "max_shard_size", "variant")
+            given = {name: options[name] for name in names if options.get(name) is not None}
+            push(self, options.get("repo_id") or os.path.basename(os.path.normpath(folder)), **given)
 
     save_pretrained.wraps_saving = True
     return save_pretrained
 
 
-def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> list[str]:
-    """Save a model, and return the names of the files that were written."""
-    from .card.model import save_card
-    from .io.guard import guard_folder
+def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> None:
+    from .card import save_card
 
-    folder, written = options["save_directory"], []
-    with staged(folder, options.get("variant"), written) as staging:
+    folder = options["save_directory"]
+    with staged(folder, options.get("variant")) as staging:
         local = {name: value for name, value in options.items() if name in call.signature.parameters}
         local |= {"save_directory": str(staging), "push_to_hub": False}
         model_argument = local.pop(next(iter(call.signature.parameters)))
@@ -92,8 +112,7 @@ def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, opti
         if not adapters_alone:
             guard_folder(staging)
         if not adapters_alone and hasattr(model, "quantization_report"):
-            save_card(model, staging, existing=folder, state_dict=options["state_dict"])
-    return written
+            save_card(model, staging, existing=folder)
 
 
 def _writes(model: "PreTrainedModel", is_main_process: bool) -> bool:

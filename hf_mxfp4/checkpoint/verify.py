@@ -10,21 +10,19 @@ from typing import Any
 
 from ..files import one_writer
 from ..registration import QUANT_METHOD
-from .io.folder import CheckpointError, RemoteCodeError, open_checkpoint, read_json
-from .io.index import read_index
-from .io.manifest import (
+from .atomic import CONFIG, weight_names
+from .folder import CheckpointError, RemoteCodeError, open_checkpoint, read_index
+from .manifest import (
     MANIFEST,
     FileRecord,
     OnBytes,
     file_damage,
-    has_checksum,
     ignore_bytes,
     read_manifest,
     weight_files,
     write_manifest,
 )
-from .io.reader import ShardError, StoredTensor, is_safetensors, read_file_header
-from .io.replace import CONFIG, weight_names
+from .tensors import ShardError, StoredTensor, is_safetensors, read_header
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Verification:
     _tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `hf-mxfp4 verify --json` prints."""
+        """Return what `hf-mxfp4 verify --json` prints."""
         return {
             "checked": self.checked,
             "unchecked": self.unchecked,
@@ -70,26 +68,25 @@ class Verification:
         }
 
     def check_file(self, file: Path, record: FileRecord | None, on_bytes: OnBytes = ignore_bytes) -> None:
-        """Compare a file with its checksum, from the manifest or in its own header."""
+        """Compare a file with its record in the manifest."""
         try:
-            header = read_file_header(file) if is_safetensors(file) else None
-            if header is not None:
-                self._tensors[file.name] = {tensor.name: tensor for tensor in header.tensors}
-            damage = file_damage(file, record, on_bytes)
+            if is_safetensors(file):
+                self._tensors[file.name] = {tensor.name: tensor for tensor in read_header(file).tensors}
+            damage = None if record is None else file_damage(file, record, on_bytes)
         except ShardError as error:
             self.add(file.name, str(error))
             return
-        if damage is None:
+        if record is None or record.xxh3_128 is None:
             self.unchecked.append(file.name)
-            return
-        self.checked.append(file.name)
-        self.n_tensors += 0 if header is None else len(header.tensors)
-        self.n_bytes += file.stat().st_size if file.is_file() else 0
-        for reason in damage:
-            self.add(file.name, reason)
+        else:
+            self.checked.append(file.name)
+            self.n_tensors += len(self._tensors.get(file.name, ()))
+            self.n_bytes += file.stat().st_size if file.is_file() else 0
+        if damage is not None:
+            self.add(file.name, damage)
 
     def check_folder(self, folder: Path) -> None:
-        """Compare what the files have with the index and with `config.json`, when all files have been checked."""
+        """Compare the files with the index and with `config.json`, when all files have been checked."""
         index = _index_of(folder)
         if index is not None:
             self._check_index(index)
@@ -102,50 +99,29 @@ class Verification:
         except ShardError as error:
             self.add(index.name, str(error))
             return
-
-        def damaged(reason: str) -> None:
-            self.add(index.name, f"{index.name} is damaged: {reason}")
-
         files = sorted(set(places.values()))
-        for name, file in places.items():
-            if file in self._tensors and name not in self._tensors[file]:
-                damaged(f"it places {name} in {file}, which has no such tensor")
-        for file in files:
-            for name in self._tensors.get(file, {}):
-                if places.get(name) != file:
-                    damaged(f"it does not say that {name} is in {file}")
-        size = read_json(index)["metadata"].get("total_size")
-        n_bytes = sum(tensor.nbytes for file in files for tensor in self._tensors.get(file, {}).values())
-        if isinstance(size, int) and not self.problems and size != n_bytes:
-            damaged(f"it says that the tensors have {size} bytes, and they have {n_bytes}")
+        stored = {name: file for file in files for name in self._tensors.get(file, ())}
+        promised = {name: file for name, file in places.items() if file in self._tensors}
+        for name, file in sorted({*stored.items()} ^ {*promised.items()}):
+            has = "has it not" if places.get(name) == file else "has it"
+            self.add(index.name, f"{index.name} is damaged: it places {name} in {places.get(name)}, but {file} {has}")
         if set(files).intersection(self.checked):
             self.lacking += sorted(set(files).intersection(self.unchecked))
 
     def _check_config(self, folder: Path) -> None:
-        from .convert.sources import PackedSource, check_folder, own_config
+        from .sources import open_own, own_config
 
-        single, _ = weight_names(None)
-        if _index_of(folder) is None and not (folder / single).is_file():
+        if _index_of(folder) is None and not (folder / weight_names()[0]).is_file():
             return
         try:
             opened = open_checkpoint(folder)
-            if opened.quantization.get("quant_method") != QUANT_METHOD:
-                return
-            own = own_config(opened)
-        except (CheckpointError, ShardError) as error:
-            self.add(CONFIG, str(error))
-            return
-        try:
-            model = opened.empty_model()
+            if opened.quantization.get("quant_method") == QUANT_METHOD:
+                own = own_config(opened)
+                if own.mode == "packed" or not own.packing_unsupported_reason:
+                    open_own(opened)
         except RemoteCodeError as error:
             self.notes.append(f"the tensors were not compared with the model that {CONFIG} describes: {error}")
-            return
-        except CheckpointError as error:
-            self.add(CONFIG, str(error))
-            return
-        try:
-            PackedSource(opened) if own.mode == "packed" else check_folder(opened, model, own)
-        except CheckpointError as error:
+        except (CheckpointError, ShardError) as error:
             self.add(CONFIG, str(error))
 
     def manifest_of(self, folder: Path) -> dict[str, FileRecord]:
@@ -175,10 +151,10 @@ def verify_folder(folder: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -
 
 
 def add_to_folder(folder: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> list[str]:
-    """Record checksums of those weight files of a folder that have none, of what they hold now; return their names. The
-    files stay as they are; one process at a time does this in a folder, and the others wait.
+    """Record checksums of those weight files of a folder that have none, as they are now; return their names. The files
+    do not change; one process at a time does this in a folder, and the others wait.
 
-    Raises as [`verify_folder`], `ShardError` for a file that cannot be read, and `OSError` where the manifest cannot be
+    Raises as [`verify_folder`], `ShardError` for a file that cannot be read, and `OSError` if the manifest cannot be
     written.
     """
     folder = Path(folder).expanduser()
@@ -186,7 +162,8 @@ def add_to_folder(folder: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -
         raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
     with one_writer(folder):
         manifest = read_manifest(folder)
-        names = [name for name in _names(folder, manifest) if not has_checksum(folder / name, manifest)]
+        known = {name for name, record in manifest.items() if record.xxh3_128 is not None}
+        names = [name for name in _names(folder, manifest) if name not in known]
         if names:
             write_manifest(folder, names, manifest, on_bytes)
     return names
@@ -206,6 +183,6 @@ def _names(folder: Path, manifest: Iterable[str]) -> list[str]:
 
 
 def _index_of(folder: Path) -> Path | None:
-    """The index that transformers reads: none where one file has all weights."""
-    single, index = weight_names(None)
+    """Return the index that transformers reads: `None` if one file has all weights."""
+    single, index = weight_names()
     return folder / index if (folder / index).is_file() and not (folder / single).is_file() else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checkpoint.io.reader import StoredTensor
+from ..checkpoint import StoredTensor
 from ..module_names import ALWAYS_SKIPPED, CONV1D_MODELS, name_matches
 from .source import Source
 

@@ -13,9 +13,7 @@ import torch
 from processes import run, script
 from safetensors.torch import load_file, save_file
 
-from hf_mxfp4.checkpoint import verify_folder
-from hf_mxfp4.checkpoint.io import replace
-from hf_mxfp4.checkpoint.io.replace import staged
+from hf_mxfp4.checkpoint import atomic, staged, verify_folder
 
 
 INDEX = "model.safetensors.index.json"
@@ -67,14 +65,14 @@ def kill_after(monkeypatch, changes: int) -> None:
 
     monkeypatch.setattr(os, "replace", limited(os.replace))
     monkeypatch.setattr(Path, "unlink", limited(Path.unlink))
-    monkeypatch.setattr(replace.shutil, "rmtree", lambda *args, **kwargs: None)
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_sync():
     """Power failures are not what is tested here, and waiting for the disk takes most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replace, "sync_to_disk", lambda path: None)
+        patch.setattr(atomic, "sync_to_disk", lambda path: None)
         yield
 
 
@@ -148,7 +146,7 @@ def test_an_exception_leaves_the_folder_as_it_was(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.large)])
+@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.large)])
 def test_killed_at_random_moments(tmp_path, count):
     program = Path(__file__).with_name("run_killed_saves.py")
     done = run(script(program, tmp_path, count), no_warnings=True)

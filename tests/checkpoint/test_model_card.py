@@ -7,13 +7,11 @@ import math
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from tiny_models import make_model
 from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4RLConfig, decompose
-from hf_mxfp4.checkpoint import add_evaluation
-from hf_mxfp4.checkpoint.card.model import choose_card, is_generated, make_card, save_card
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import add_evaluation, choose_card, is_generated, make_card, save_card
 
 
 SUMMARY = {
@@ -70,19 +68,13 @@ def test_the_base_model_is_handed_on_through_folders(model, tmp_path):
     assert ModelCard.load(tmp_path / "second" / "README.md").data.base_model == "Qwen/Qwen2.5-3B"
 
 
-def test_a_name_that_is_no_repository_is_not_given(model):
-    for name in ("", "relative/path/of/three", "/absolute/path", "gpt2", "org/name/"):
-        model.config._name_or_path = name
-        assert make_card(model).data.base_model is None, name
-
-
 def test_scheme_and_loading(model):
     text = make_card(model).text
     rows = numbers(text)
     assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a4`: weights and activations in MXFP4"
     assert rows["weights"] == "`mxfp4+even+mbs128-blockwise+of1`"
     assert rows["activations"] == "`mxfp4+even+mbs128-blockwise+of1`"
-    assert rows["quantized layers"] == "14" and rows["linear layers left alone"] == "1 (lm_head)"
+    assert rows["quantized layers"] == "14" and rows["linear layers in full precision"] == "1 (lm_head)"
     assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text
 
 
@@ -94,62 +86,22 @@ def test_a_base_model_is_loaded_as_one(checkpoint):
 
 
 @pytest.mark.parametrize("options", [{}, {"macro_block": None, "outlier_fallback": None}, {"weight_block": "32x32"}])
-def test_errors_are_those_of_the_weights(checkpoint, options):
+def test_the_error_is_that_of_the_weights(checkpoint, options):
     config = MXFP4RLConfig(**options)
-    source = checkpoint("llama", hidden=64, intermediate=64)  # no more than 64 rows: all of them are measured
-    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama", hidden=64), quantization_config=config)
     energy = error = 0.0
-    parts = dict.fromkeys(("scale_bias", "deadzone", "grid"), 0.0)
     for layer in model.modules():
         if isinstance(layer, hf_mxfp4.MXFP4Linear):
-            scheme = config.weight_scheme
-            weight = layer.weight.detach()
-            found = decompose(weight, **vars(scheme))
-            quantized = hf_mxfp4.fake_quantize(weight, **vars(scheme))
+            weight = layer.weight.detach().mul_(1.7)  # not the weights that were loaded
+            quantized = hf_mxfp4.fake_quantize(weight, **vars(config.weight_scheme))
             energy += weight.double().square().sum().item()
             error += (quantized - weight).double().square().sum().item()
-            for part in parts:
-                parts[part] += getattr(found, part).double().square().sum().item()
-    rows = numbers(make_card(model).text)
-    assert float(rows["signal to quantization noise ratio"].split()[0]) == pytest.approx(
-        -10 * math.log10(error / energy), abs=0.006
-    )
-    assert float(rows["relative squared error"].split()[0]) == pytest.approx(100 * error / energy, abs=6e-4)
-    assert float(rows["scale bias, energy over that of the error"]) == pytest.approx(
-        parts["scale_bias"] / error, abs=6e-4
-    )
-    assert float(rows["deadzone truncation, likewise"]) == pytest.approx(parts["deadzone"] / error, abs=6e-4)
-    assert float(rows["grid noise, likewise"]) == pytest.approx(parts["grid"] / error, abs=6e-4)
-
-
-def test_large_weights_are_sampled(tmp_path):
-    make_model("llama", hidden=64, intermediate=320, layers=1).save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=MXFP4RLConfig())
-    before = make_card(model).text
-    weight = model.model.layers[0].mlp.up_proj.weight
-    with torch.no_grad():
-        weight[1] *= 1000.0  # every fifth row is looked at, from the first
-    assert make_card(model).text == before
-    with torch.no_grad():
-        weight[5] *= 1000.0
-    assert make_card(model).text != before
-
-
-def test_the_weights_measured_are_those_that_are_saved(model, tmp_path):
-    given = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    model.save_pretrained(tmp_path, state_dict=given)
-    assert "Not measured: all weights are zero." in (tmp_path / "README.md").read_text()
+    assert f"ratio {-10 * math.log10(error / energy):.2f} dB, measured on these master weights" in make_card(model).text
 
 
 def test_what_cannot_be_measured_is_said(model):
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
-    assert "Not measured: model.layers.1.mlp.up_proj.weight holds NaN or infinity." in make_card(model).text
-
-
-def test_sharded_weights_are_not_measured(model):
-    empty = {name: torch.empty(0) for name in model.state_dict()}
-    assert "spread over several devices" in make_card(model, state_dict=empty).text
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.empty(0))  # sharded by ZeRO-3
+    assert "error of the weights\n\nNot measured." in make_card(model).text
 
 
 def test_packed_models_keep_the_ratio_measured_when_they_were_packed(model, tmp_path):
@@ -163,11 +115,6 @@ def test_packed_models_keep_the_ratio_measured_when_they_were_packed(model, tmp_
     assert expected in (tmp_path / "second" / "README.md").read_text()
     rows = numbers(make_card(again).text)
     assert rows["bits per quantized weight"] == f"{packed.quantization_report.bits_per_weight:.4g}"
-
-
-def test_nothing_is_claimed_without_an_evaluation(model):
-    text = make_card(model).text
-    assert "No evaluation came with these weights" in text and "## Not measured" in text
 
 
 def test_an_evaluation_goes_into_text_and_metadata(model, tmp_path):
@@ -189,13 +136,10 @@ def test_an_evaluation_goes_into_text_and_metadata(model, tmp_path):
 
 def test_saving_renews_a_generated_card_and_forgets_the_old_evaluation(model, tmp_path):
     model.save_pretrained(tmp_path)
-    first = (tmp_path / "README.md").read_text()
     add_evaluation(tmp_path, SUMMARY)
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(1.3)
+    assert "No evaluation came" not in (tmp_path / "README.md").read_text()
     model.save_pretrained(tmp_path)
-    renewed = (tmp_path / "README.md").read_text()
-    assert "No evaluation came" in renewed and renewed != first
+    assert "No evaluation came" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize("edit", ["written by hand", "edited"])
@@ -208,18 +152,6 @@ def test_a_card_that_somebody_wrote_is_not_touched(model, tmp_path, edit):
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == text
     with pytest.raises(ValueError, match="written or edited by somebody"):
-        add_evaluation(tmp_path, SUMMARY)
-
-
-def test_new_metadata_is_no_edit(model, tmp_path):
-    save_card(model, tmp_path)
-    card = ModelCard.load(tmp_path / "README.md")
-    card.data.tags.append("more")
-    assert is_generated(str(card)) and not is_generated(str(card) + "\nmore\n") and not is_generated(EMPTY)
-
-
-def test_no_card_to_add_to(tmp_path):
-    with pytest.raises(FileNotFoundError):
         add_evaluation(tmp_path, SUMMARY)
 
 

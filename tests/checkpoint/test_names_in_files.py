@@ -29,8 +29,7 @@ from transformers import (
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint, verify_folder
-from hf_mxfp4.checkpoint.io.folder import CheckpointError
+from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint, pack_checkpoint, verify_folder
 
 
 IDS = torch.arange(4, 12)[None]

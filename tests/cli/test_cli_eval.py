@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import add_evaluation, add_perplexity
-from hf_mxfp4.checkpoint.card.model import choose_card, is_generated
+from hf_mxfp4.checkpoint import add_evaluation, add_perplexity, choose_card, is_generated
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab import scoring
 from recipes.tasks.tiny_model import build_char_tokenizer

@@ -15,9 +15,7 @@ from typer.testing import CliRunner
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import verify_folder
-from hf_mxfp4.checkpoint.io.manifest import MANIFEST
-from hf_mxfp4.checkpoint.io.reader import read_header
+from hf_mxfp4.checkpoint import MANIFEST, read_header, verify_folder
 from hf_mxfp4.cli import app
 
 

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
-from hf_mxfp4.checkpoint.io.reader import ShardError
+from hf_mxfp4.checkpoint import ShardError
 from hf_mxfp4.lab import SourceError, open_source
 
 

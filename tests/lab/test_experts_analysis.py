@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
-from hf_mxfp4.checkpoint.io.tensor_names import FileNames
+from hf_mxfp4.checkpoint import FileNames
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab import Selection, analyze_weights, open_source
 from hf_mxfp4.lab.layers import classify

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_mxfp4.checkpoint.io.reader import read_header
+from hf_mxfp4.checkpoint import read_header
 from hf_mxfp4.lab import ProgressMismatch, TensorLog
 from hf_mxfp4.lab.weights import analyze_tensor
 from hf_mxfp4.numerics import QuantScheme

@@ -12,7 +12,7 @@ from recipes.grpo import main
 
 
 CONFIG = ["--config", str(Path(__file__).resolve().parents[2] / "recipes" / "configs" / "tiny_moe_cpu.yaml")]
-SHORT = ["--router_every=2", "--save_strategy=steps", "--save_steps=3"]
+SHORT = ["--save_strategy=steps", "--save_steps=3"]
 
 
 def history_of(folder):
@@ -23,10 +23,6 @@ def history_of(folder):
 def check_routing(folder):
     history = history_of(folder)
     assert [entry["router_replay/coverage"] for entry in history] == [1.0] * 3
-    # Two layers after steps 2 and 3, written by one process.
-    rows = [json.loads(line) for line in (folder / "routers.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [2, 2, 3, 3]
-    assert history[-1]["router/agreement"] == pytest.approx((rows[2]["agreement"] + rows[3]["agreement"]) / 2)
 
 
 def test_the_whole_recipe(tmp_path, no_figures):

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint formats of other engines, by name."""
 
-from .base import Format, LayerShape, PackedFormat, RenamedFormat
-from .bf16 import BF16Format
+from .base import BF16Format, Format, PackedFormat
 from .compressed_tensors import CompressedTensorsFormat
 from .gguf import GGUFFormat
 from .gpt_oss import GptOssFormat
 from .quark import QuarkFormat
 
 
-#: A new format is one more module, or room, and one more line here.
+#: A new format is one more module, or package, and one more line here.
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (CompressedTensorsFormat(), QuarkFormat(), GptOssFormat(), GGUFFormat(), BF16Format())
 }
 
-__all__ = ["FORMATS", "Format", "LayerShape", "PackedFormat", "RenamedFormat"]
+__all__ = ["FORMATS", "Format", "PackedFormat"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...config import MXFP4RLConfig
-from ..io.folder import CheckpointError
+from ..folder import CheckpointError
 from .base import Imported, RenamedFormat, expect
 
 

@@ -12,10 +12,10 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE
-from ..io.folder import CheckpointError
-from ..io.reader import StoredTensor
-from ..io.writer import TensorSpec
-from .base import Imported, LayerShape, PackedFormat, Read
+from ..folder import CheckpointError
+from ..layers import LayerShape
+from ..tensors import StoredTensor
+from .base import Imported, Packed, PackedFormat, Read
 
 
 if TYPE_CHECKING:
@@ -42,18 +42,9 @@ class GptOssFormat(PackedFormat):
     def marks(self, tensor: StoredTensor) -> bool:
         return tensor.name.endswith("_scales")
 
-    def specs(self, layer: str, shape: LayerShape) -> dict[str, TensorSpec]:
-        size = (shape.experts, shape.out_features, shape.in_features // BLOCK_SIZE)
-        return {
-            f"{layer}_blocks": TensorSpec(torch.uint8, (*size, BLOCK_SIZE // 2)),
-            f"{layer}_scales": TensorSpec(torch.uint8, size),
-        }
-
-    def tensors(
-        self, layer: str, shape: LayerShape, expert: int | None, packed: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
         blocks = packed["weight"].unflatten(-1, (-1, BLOCK_SIZE // 2))
-        return {f"{layer}_blocks": blocks[None], f"{layer}_scales": packed["weight_scale"][None]}
+        return {f"{layer}_blocks": blocks, f"{layer}_scales": packed["weight_scale"]}
 
     def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
         return {

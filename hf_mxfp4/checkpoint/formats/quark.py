@@ -10,7 +10,7 @@ from typing import Any
 
 from ...config import MXFP4RLConfig
 from ...numerics import QuantScheme, ScaleRule
-from ..io.folder import CheckpointError
+from ..folder import CheckpointError
 from .base import Imported, RenamedFormat, expect
 
 

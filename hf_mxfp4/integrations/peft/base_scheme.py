@@ -11,8 +11,7 @@ from peft import LoraConfig
 from torch import nn
 
 from ..._logging import get_logger
-from ...checkpoint.card.auto_class import auto_class
-from ...checkpoint.card.model import TAGS, base_model_of, decoration
+from ...checkpoint import TAGS, auto_class, base_model_of, decoration
 from ...config import MXFP4RLConfig
 
 

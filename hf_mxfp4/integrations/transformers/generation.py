@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...checkpoint.save import is_quantized
+from ...checkpoint import is_quantized
 from ...gemm import cached_weights
 
 

@@ -70,7 +70,7 @@ def packed_layers(model: nn.Module) -> dict[str, MXFP4PackedLinear | MXFP4Packed
 
 def tie_packed(model: nn.Module) -> None:
     """Share all packed tensors of layers whose weights are tied, and add their names to those of tied tensors."""
-    from ...checkpoint.io.tensor_names import tied_weights
+    from ...checkpoint import tied_weights
 
     tied = getattr(model, "all_tied_weights_keys", None)
     layers = packed_layers(model) if tied else {}

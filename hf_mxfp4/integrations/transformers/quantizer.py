@@ -10,15 +10,15 @@ from transformers.quantizers import HfQuantizer
 
 from ..._logging import get_logger
 from ...checkpoint import (
+    FileHeader,
     check_checkpoint,
-    check_local_index,
     check_unquantized,
     make_record,
+    read_headers,
     take_state_dict,
     unguard,
     wrap_saving,
 )
-from ...checkpoint.io.reader import FileHeader, read_headers
 from ...config import MXFP4RLConfig
 from ...dither import dither_masters
 from ...layers import (
@@ -87,11 +87,8 @@ class MXFP4RLQuantizer(HfQuantizer):
             )
 
     def update_attn_implementation(self, config):
-        # Called for something else: the only time before transformers reads the index of shards, in which it stops at
-        # damage without a word of the file, and stops at a config.json of ours.
+        # Called for something else: the only time before transformers stops at a config.json of ours.
         unguard(config)
-        if self.pre_quantized:
-            check_local_index(getattr(config, "name_or_path", None), getattr(config, "_commit_hash", None))
         return super().update_attn_implementation(config)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
@@ -116,8 +113,7 @@ class MXFP4RLQuantizer(HfQuantizer):
             layer._is_hf_initialized = True
         if self.pre_quantized and files:
             tie_packed(model)
-            quantized = [name for name, module in model.named_modules() if isinstance(module, QUANTIZED)]
-            self.record = check_checkpoint(files, model, self.quantization_config, quantized)
+            self.record = check_checkpoint(files, self.quantization_config)
         elif files:
             check_unquantized(files)
         return model

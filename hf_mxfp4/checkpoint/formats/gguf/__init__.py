@@ -3,6 +3,7 @@
 
 from .folder import is_gguf, open_gguf
 from .format import GGUFFormat
+from .tensors import from_blocks, to_blocks
 
 
-__all__ = ["GGUFFormat", "is_gguf", "open_gguf"]
+__all__ = ["GGUFFormat", "from_blocks", "is_gguf", "open_gguf", "to_blocks"]

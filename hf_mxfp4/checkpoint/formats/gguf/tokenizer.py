@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...io.folder import read_json
-from .package import gguf_package
+from ...folder import read_json
+from .layout import gguf_package
 
 
 if TYPE_CHECKING:

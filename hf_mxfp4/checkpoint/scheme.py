@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheme of a checkpoint, in its `config.json` and in the headers of packed files, and their check before loading.
+
+transformers only warns of a quantization method that it does not know. It would then compute in full precision and save
+a config that claims MXFP4. So `config.json` has the key ``transformers_weights``, which names the file of the weights:
+transformers refuses a value that is no safetensors file and prints it. [`MXFP4RLQuantizer`] removes the key first.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ..config import FORMAT_VERSION, MXFP4RLConfig
+from ..files import write_json
+from .folder import read_json
+from .tensors import FileHeader, ShardError
+
+
+KEY = "transformers_weights"
+TEXT = (
+    "none that transformers can use alone. This checkpoint is MXFP4 of the package hf_mxfp4: put `import hf_mxfp4` "
+    "before from_pretrained, or run commands such as trl or lm_eval as `hf-mxfp4 run -- COMMAND`. For full precision, "
+    "make a copy with `hf-mxfp4 export --format bf16`"
+)
+#: Key of the record in the metadata of a safetensors file.
+RECORD = "mxfp4_rl"
+#: No number is longer in JSON: reserves space in a header for one that is not known yet.
+WIDEST_FLOAT = -sys.float_info.max
+
+
+def with_scheme(config: Mapping[str, Any], scheme: MXFP4RLConfig) -> dict[str, Any]:
+    """Return a `config.json` with the scheme and the key."""
+    return {**config, "quantization_config": scheme.to_dict(), KEY: TEXT}
+
+
+def without_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` without the scheme and the key."""
+    return {name: value for name, value in config.items() if name not in ("quantization_config", KEY)}
+
+
+def guard_folder(folder: Path) -> None:
+    """Put the key into the `config.json` that transformers has written there."""
+    write_json(folder / "config.json", {**read_json(folder / "config.json"), KEY: TEXT}, sort_keys=True)
+
+
+def remove_scheme(config: Any) -> None:
+    """Make a config of transformers that was read from such a file one of a plain model, with the master weights."""
+    config.__dict__.pop("quantization_config", None)
+    unguard(config)
+
+
+def unguard(config: Any) -> None:
+    """Remove the key from a config of transformers that was read from such a file."""
+    if not str(getattr(config, KEY, ".json")).endswith((".safetensors", ".json")):
+        delattr(config, KEY)
+
+
+def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
+    """Return metadata for the files of a checkpoint: how the bytes of packed weights are to be read, and their SQNR in
+    decibels if it was measured. Empty for master weights, whose files are those of the plain model."""
+    if config.mode == "qat":
+        return {}
+    record = {"format_version": FORMAT_VERSION, "meaning": _meaning(config), "weight_sqnr_db": sqnr_db}
+    return {RECORD: json.dumps(record)}
+
+
+def check_checkpoint(files: Sequence[FileHeader | str | PathLike], config: MXFP4RLConfig) -> dict[str, Any]:
+    """Raise `ValueError` unless the files were written under the scheme ``config`` of their `config.json`.
+
+    transformers knows nothing of what packed bytes mean. Names and shapes of tensors are left to it.
+
+    Returns the record that [`make_record`] left, empty for files written by something else.
+    """
+    for file in files:
+        if not isinstance(file, FileHeader):
+            raise ShardError(
+                f"{Path(file).name} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
+                "read from no other format"
+            )
+    return read_record(files, config)
+
+
+def check_unquantized(files: Sequence[FileHeader | str | PathLike]) -> None:
+    """Raise `ValueError` for files of packed weights that are about to be loaded as if they were in full precision."""
+    for header in files:
+        record = header.metadata.get(RECORD) if isinstance(header, FileHeader) else None
+        if record is not None and '"packed"' in record:
+            raise ValueError(
+                f"{header.file.name} holds packed weights, but config.json has no quantization_config; restore the "
+                "config.json that they were saved with, and pass no quantization_config"
+            )
+
+
+def read_record(headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[str, Any]:
+    """Return the record that [`make_record`] left, empty for files without one.
+
+    Raises `ValueError` unless all files have the same record, and it is of the scheme ``config``.
+    """
+    records = {header.file.name: header.metadata.get(RECORD) for header in headers}
+    first, *_ = records
+    for file, text in records.items():
+        if text != records[first]:
+            raise ValueError(f"{file} and {first} were not written together: their headers describe different weights")
+    if records[first] is None:
+        return {}
+    try:
+        record = json.loads(records[first])
+        version, meaning = record["format_version"], record["meaning"]
+        record["weight_sqnr_db"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ShardError(f"{first} is damaged: the scheme in its header cannot be read") from error
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{first} was written in format version {version}, this hf_mxfp4 reads version {FORMAT_VERSION}; install a "
+            "newer hf_mxfp4 to load it"
+        )
+    if meaning != _meaning(config):
+        raise ValueError(
+            f"{first} holds weights written as {meaning}, but config.json describes {_meaning(config)}; restore the "
+            "quantization_config that the weights were saved with"
+        )
+    return record
+
+
+def _meaning(config: MXFP4RLConfig) -> dict[str, Any]:
+    """Return what decides how stored bytes are read; nothing else of the scheme matters once a weight is packed."""
+    scheme, rotation = config.weight_scheme, config.weight_rotation
+    rotated = {} if rotation is None else {"rotation": str(rotation)}  # left out elsewhere, as in older files
+    return {
+        **rotated,
+        "mode": config.mode,
+        "macro_block": scheme.macro_block,
+        "blockwise": scheme.macro_search == "blockwise",
+        "outlier_fallback": scheme.outlier_fallback,
+    }

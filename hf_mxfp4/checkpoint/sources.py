@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that are converted, read one matrix at a time: packed, full-precision, and other engines' formats."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import QUANT_METHOD, MXFP4RLConfig
+from ..experts_layout import unsupported_reason
+from ..gemm import check_rotation, quantize_weight
+from ..module_names import fused_experts
+from .folder import CheckpointError, CheckpointFolder
+from .formats import FORMATS, PackedFormat
+from .layers import LayerShape, NewLayer, layer_shapes, packed_tensors, plain_tensors, quantizable_layers
+from .scheme import read_record
+from .tensor_names import FileNames, unknown_layout
+from .tensors import NewTensor, StoredTensor, read_header
+
+
+#: What to do with checkpoints of bitsandbytes, GPTQ, AWQ, FP8 and the like.
+NOT_IMPORTED = (
+    "what can be imported are MXFP4 checkpoints of compressed-tensors, quark, gpt-oss and gguf. Use the full-precision "
+    "checkpoint that this one was made from. If there is none, load it with transformers, call model.dequantize() "
+    "where its method has that, save it with save_pretrained, and use that folder: its weights are then quantized twice"
+)
+
+
+class LayerSource(ABC):
+    """A checkpoint whose quantized layers can be read in packed form.
+
+    Attributes:
+        folder: what is read.
+        config: the scheme, of mode ``"packed"``.
+        model: the model on the meta device.
+        names: what the files call the tensors of the model.
+        has_experts: whether experts are quantized; packed checkpoints then have the model's names.
+        shapes: weights to be quantized, in the model's order: linear layers by their names, the fused weights of
+            experts by theirs (``...experts.gate_up_proj``).
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        config: MXFP4RLConfig,
+        model: nn.Module | None = None,
+        names: FileNames | None = None,
+    ):
+        self.folder, self.config = folder, config
+        self.model = folder.empty_model() if model is None else model
+        self.names = FileNames(self.model, folder.tensors) if names is None else names
+        layers = {
+            name: layer
+            for name, layer in quantizable_layers(self.model, config).items()
+            if not self.names.is_tied_away(f"{name}.weight")
+        }
+        self.has_experts = any(not isinstance(layer, nn.Linear) for layer in layers.values())
+        self.shapes = layer_shapes(layers, self.names)
+        for layer, shape in self.shapes.items():
+            try:
+                check_rotation(layer, shape.in_features, config.weight_rotation)
+            except ValueError as error:
+                raise CheckpointError(f"{folder.path}: {error}") from None
+
+    def in_files(self, layer: str) -> str:
+        """Return what the files call a layer of [`shapes`]."""
+        return _owner(self.names, layer, self.shapes[layer])
+
+    def in_packed_files(self, layer: str) -> str:
+        """Return what `save_pretrained` of the packed model calls a layer."""
+        return layer if self.has_experts else self.in_files(layer)
+
+    def in_plain_files(self, layer: str) -> str:
+        """Return what `save_pretrained` of the plain model calls a layer."""
+        if not self.has_experts:
+            return self.in_files(layer)
+        if self.shapes[layer].experts is not None:
+            return self.names.whole.get(layer, layer)
+        return self.names.whole[f"{layer}.weight"].removesuffix(".weight")
+
+    @abstractmethod
+    def stored(self, layer: str) -> Iterable[StoredTensor]:
+        """Return the tensors of the files that make up a weight."""
+
+    @abstractmethod
+    def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        """Return the packed tensors of one matrix by the names of [`PACKED_FIELDS`]. Raises `ShardError`."""
+
+    def packed_layer(self, layer: str, make: Callable[[str], dict[str, torch.Tensor]]) -> NewLayer:
+        """Return a layer in our own packed files; ``make(layer)`` makes its packed fields."""
+        name, shape = self.in_packed_files(layer), self.shapes[layer]
+        specs = packed_tensors(name, shape, shape.meta_packed(self.config.weight_scheme))
+        return NewLayer(specs, lambda: packed_tensors(name, shape, make(layer)))
+
+    def find(self, name: str, spec: torch.Tensor | None = None) -> StoredTensor:
+        """Return the tensor of the files for one of the model. Raises [`CheckpointError`] if there is none, or it has
+        not the shape of ``spec``, or another dtype unless both are floating-point."""
+        stored = self.folder.tensors.get(self.names.stored.get(name, name))
+        if stored is None and name in self.names.converted.values():
+            raise unknown_layout(self.model, name)
+        if stored is None:
+            raise CheckpointError(
+                f"{self.folder.path} has no {name}, which a {type(self.model).__name__} needs; complete the files, or "
+                "restore the config.json that was saved with them"
+            )
+        if spec is not None:
+            same = stored.dtype == spec.dtype or stored.dtype.is_floating_point and spec.dtype.is_floating_point
+            if not same or stored.shape != tuple(spec.shape):
+                kind = "floating-point" if spec.dtype.is_floating_point else spec.dtype
+                raise CheckpointError(
+                    f"{stored.file.name}: {stored.name} is {stored.dtype} {list(stored.shape)}; the model needs "
+                    f"{kind} {list(spec.shape)}"
+                )
+        return stored
+
+    def check_complete(self) -> None:
+        """Raise [`CheckpointError`] if the files lack a tensor that the model needs."""
+        if self.names.missing:
+            self.find(min(self.names.missing))
+
+    @cached_property
+    def _taken(self) -> set[str]:
+        return {tensor.name for layer in self.shapes for tensor in self.stored(layer)}
+
+    @cached_property
+    def rest(self) -> dict[str, StoredTensor]:
+        """Tensors of the model that belong to no quantized weight, biases included."""
+        out = self._taken | self.names.unexpected
+        return {name: tensor for name, tensor in self.folder.tensors.items() if name not in out}
+
+    def notes_on_rest(self) -> list[str]:
+        """Name the tensors of the files that are left out, as transformers ignores them."""
+        ignored = sorted(self.names.unexpected - self._taken)
+        if not ignored:
+            return []
+        shown = ", ".join(ignored[:3]) + (", ..." if len(ignored) > 3 else "")
+        return [
+            f"{len(ignored)} tensors that transformers ignores in a {type(self.model).__name__} were left out: {shown}."
+        ]
+
+    def bytes_of(self, layer: str) -> int:
+        return sum(tensor.nbytes for tensor in self.stored(layer))
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.folder.tensors.values())
+
+    # ---- tensors that are not quantized ---------------------------------------------------------------------------
+
+    def packed_rest(self) -> list[NewTensor]:
+        """Return all other tensors by the names that `save_pretrained` of the packed model gives."""
+        return self.model_rest() if self.has_experts else _copies(self.rest)
+
+    def plain_rest(self) -> list[NewTensor]:
+        """Return all other tensors by the names in a plain model's files, experts in as many tensors as there."""
+        return self._renamed(to_files=True) if self.has_experts else _copies(self.rest)
+
+    def model_rest(self) -> list[NewTensor]:
+        """Return all other tensors by the names that the model has in memory."""
+        return self._renamed(to_files=False)
+
+    def _renamed(self, to_files: bool) -> list[NewTensor]:
+        names, rest, renamed = self.names, dict(self.rest), []
+        for name, shape in self._unquantized_experts().items():
+            if (stored := names.stored.get(name, name)) in rest:
+                tensor = rest.pop(stored)
+                renamed += _split(tensor, shape) if to_files and shape.pieces else _copies({name: tensor})
+            elif all(piece.name in rest for piece in shape.pieces):
+                pieces = {piece.name: rest.pop(piece.name) for piece in shape.pieces}
+                renamed += _copies(pieces) if to_files else [self._joined(name, shape)]
+        for stored, tensor in rest.items():
+            if not to_files and stored in names.converted:
+                raise unknown_layout(self.model, names.converted[stored])
+            name = names.places.get(stored, stored)
+            renamed += _copies({names.whole.get(name, stored) if to_files else name: tensor})
+        return renamed
+
+    def _unquantized_experts(self) -> dict[str, LayerShape]:
+        """Return the fused weights of experts that are several tensors in files and are not quantized."""
+        owners = {name.rpartition(".")[0] for name in self.names.pieces.keys() - self.shapes.keys()}
+        layers = {name: self.model.get_submodule(name) for name in sorted(owners)}
+        supported = {name: layer for name, layer in layers.items() if unsupported_reason(layer) is None}
+        return layer_shapes(supported, self.names)
+
+    def _joined(self, name: str, shape: LayerShape) -> NewTensor:
+        dtype = self.folder.tensors[shape.pieces[0].name].dtype
+        return NewTensor(
+            name, dtype, shape.full_shape(), lambda: torch.stack([self.join(shape, e) for e in shape.matrices])
+        )
+
+    def join(self, shape: LayerShape, expert: int) -> torch.Tensor:
+        """Return an expert's matrix ``[N, K]`` from the tensors that hold its rows. Raises `ShardError`."""
+        pieces = shape.pieces_of(expert)
+        dtype = self.folder.tensors[pieces[0].name].dtype
+        whole = torch.empty(shape.out_features, shape.in_features, dtype=dtype)
+        for piece in pieces:
+            whole[piece.rows] = self.folder.tensors[piece.name].read()
+        return whole
+
+
+class PackedSource(LayerSource):
+    """A checkpoint that a packed model saved. ``sqnr_db``: of its weights when they were packed, in decibels, if that
+    was recorded."""
+
+    def __init__(self, folder: CheckpointFolder):
+        config = own_config(folder)
+        if config is None or config.mode != "packed":
+            raise CheckpointError(f"{folder.path} is no packed checkpoint")
+        super().__init__(folder, config)
+        self._fields: dict[str, dict[str, StoredTensor]] = {}
+        for layer, shape in self.shapes.items():
+            fields = shape.meta_packed(config.weight_scheme)
+            specs = packed_tensors(self.in_files(layer), shape, fields)
+            self._fields[layer] = {field: self.find(*spec) for field, spec in zip(fields, specs.items(), strict=True)}
+        self.check_complete()
+        self.sqnr_db: float | None = _record(folder, config).get("weight_sqnr_db")
+
+    def stored(self, layer: str) -> list[StoredTensor]:
+        return list(self._fields[layer].values())
+
+    def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        return {field: _read(tensor, expert) for field, tensor in self._fields[layer].items()}
+
+
+class MasterSource(LayerSource):
+    """A full-precision checkpoint, trained with ``mode="qat"`` or plain, packed as it is read.
+
+    ``config``: of mode ``"packed"``; without one the checkpoint's own scheme. ``is_plain``: it was not trained under
+    one.
+    """
+
+    def __init__(self, folder: CheckpointFolder, config: MXFP4RLConfig | None = None):
+        own = own_config(folder)
+        self.is_plain = own is None
+        if own is not None and own.mode != "qat":
+            raise CheckpointError(f"{folder.path} is packed already")
+        if own is not None and config is not None:
+            raise CheckpointError(f"{folder.path} was trained under a scheme of its own ({own.describe()}); give none")
+        if own is None and config is None:
+            raise CheckpointError(f"{folder.path} has no scheme; give one, or name a QAT or packed checkpoint")
+        if own is not None and own.packing_unsupported_reason:
+            raise CheckpointError(f"{folder.path} was trained under {own.describe()}; {own.packing_unsupported_reason}")
+        super().__init__(folder, config or own.packed())
+        if own is not None:
+            _record(folder, own)
+        self._stored: dict[str, list[StoredTensor]] = {}
+        for layer, shape in self.shapes.items():
+            name = layer if shape.experts is not None else f"{layer}.weight"
+            whole = name in self.names.stored or not shape.pieces
+            spec = torch.empty(shape.full_shape(), device="meta")
+            specs = {name: spec} if whole else plain_tensors(name, shape, shape.meta())
+            self._stored[layer] = [self.find(*spec) for spec in specs.items()]
+        self.check_complete()
+
+    def stored(self, layer: str) -> list[StoredTensor]:
+        return self._stored[layer]
+
+    def master(self, layer: str, expert: int | None = None) -> torch.Tensor:
+        """Return one full-precision matrix ``[N, K]``. Raises `ShardError`."""
+        shape, stored = self.shapes[layer], self._stored[layer]
+        if len(stored) > 1:
+            return self.join(shape, expert)
+        weight = _read(stored[0], expert)
+        return weight.t() if shape.transposed else weight
+
+    def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        return self.pack(self.master(layer, expert))
+
+    def pack(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the packed tensors of a full-precision matrix ``[N, K]``."""
+        config = self.config
+        return quantize_weight(master, config.weight_scheme, config.backend, config.weight_rotation)
+
+
+class ForeignSource(LayerSource):
+    """A checkpoint in another engine's MXFP4 format.
+
+    Raises [`CheckpointError`] when it quantizes layers that this package never does, or stores what has no equal here.
+    """
+
+    def __init__(self, folder: CheckpointFolder, format: PackedFormat):
+        imported = format.read_config(folder.quantization)
+        scales = {name for name, tensor in folder.tensors.items() if format.marks(tensor)}
+        if not scales:
+            raise CheckpointError(f"{folder.path} has no block scales, so nothing in it is quantized")
+        for name in folder.tensors:
+            if meaning := format.foreign.get(name.rsplit(".", 1)[-1]):
+                raise CheckpointError(f"{folder.path} has {name}: {meaning}, which this package has no equal of")
+        model = folder.empty_model()
+        format = format.for_checkpoint(folder, model)
+        self.notes, self.format = [*imported.notes, *folder.notes()], format
+        # Formats with names of their own map these themselves.
+        names = FileNames(model, folder.tensors if format.plain_names else (), format.plain_name)
+        left_out = [name for name in fused_experts(model) if unsupported_reason(model.get_submodule(name))]
+        candidates = quantizable_layers(model, _with_skips(imported.config, left_out))
+        quantized: set[str] = set()
+        for name, layer in candidates.items():
+            own = {
+                spec
+                for weight, shape in layer_shapes({name: layer}, names).items()
+                if not format.shape_misfit(shape)
+                for spec in format.specs(_owner(names, weight, shape), shape)
+            }
+            if not scales.isdisjoint(own):
+                quantized.add(name)
+                scales -= own
+        if scales:
+            foreign = min(scales).removesuffix(".weight_scale").removesuffix("_scales")
+            more = f" and {len(scales) - 1} more" if len(scales) > 1 else ""
+            raise CheckpointError(
+                f"{folder.path} quantizes {foreign}{more}, which this package keeps in full precision (heads, routers, "
+                "embeddings) or cannot pack"
+            )
+        skips = [*(name for name in candidates if name not in quantized), *left_out]
+        super().__init__(folder, _with_skips(imported.config, skips), model, names)
+        self._stored = {
+            layer: [self.find(*spec) for spec in format.specs(self.in_files(layer), shape).items()]
+            for layer, shape in self.shapes.items()
+        }
+        if format.plain_names:
+            self.check_complete()
+
+    def stored(self, layer: str) -> list[StoredTensor]:
+        return self._stored[layer]
+
+    def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        def read(name: str, index: int | None = None) -> torch.Tensor:
+            return _read(self.folder.tensors[name], index)
+
+        return self.format.read(self.in_files(layer), self.shapes[layer], expert, read)
+
+
+def own_config(folder: CheckpointFolder) -> MXFP4RLConfig | None:
+    """Return the scheme in a checkpoint's `config.json`; `None` for a plain one. Raises [`CheckpointError`]."""
+    options = folder.quantization
+    if not options:
+        return None
+    method = options.get("quant_method")
+    if method != QUANT_METHOD:
+        raise CheckpointError(f"{folder.path} is quantized by {method!r}; {_what_is_possible(options)}")
+    try:
+        return MXFP4RLConfig.from_dict(options)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the quantization_config of {folder.path} cannot be read: {error}") from error
+
+
+def open_own(folder: CheckpointFolder) -> LayerSource:
+    """Return a checkpoint of this package, and check that `config.json` describes its files. Raises
+    [`CheckpointError`]."""
+    config = own_config(folder)
+    return PackedSource(folder) if config is not None and config.mode == "packed" else MasterSource(folder)
+
+
+def importable() -> dict[str, PackedFormat]:
+    """Return the formats that can be imported, by their `quant_method`."""
+    return {format.quant_method: format for format in FORMATS.values() if isinstance(format, PackedFormat)}
+
+
+def _what_is_possible(options: Mapping[str, Any]) -> str:
+    """Say what to do with a checkpoint that another method quantized."""
+    if (format := importable().get(str(options.get("quant_method")))) is not None:
+        try:
+            format.read_config(options)
+        except CheckpointError as error:
+            return f"it cannot be imported ({error}); {NOT_IMPORTED}"
+        return "import it first (hf-mxfp4 import), or use the full-precision checkpoint that it was made from"
+    return NOT_IMPORTED
+
+
+def _record(folder: CheckpointFolder, config: MXFP4RLConfig) -> dict[str, Any]:
+    try:
+        return read_record([read_header(file) for file in folder.files], config)
+    except ValueError as error:
+        raise CheckpointError(f"{folder.path}: {error}") from None
+
+
+def _read(tensor: StoredTensor, index: int | None = None) -> torch.Tensor:
+    return tensor.read() if index is None else tensor.read(index, index + 1)[0]
+
+
+def _copies(tensors: Mapping[str, StoredTensor]) -> list[NewTensor]:
+    return [NewTensor(name, tensor.dtype, tensor.shape, tensor.read) for name, tensor in tensors.items()]
+
+
+def _split(tensor: StoredTensor, shape: LayerShape) -> list[NewTensor]:
+    specs = plain_tensors("", shape, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    layer = NewLayer(specs, lambda: plain_tensors("", shape, tensor.read()))
+    return layer.tensors
+
+
+def _owner(names: FileNames, weight: str, shape: LayerShape) -> str:
+    end = "" if shape.experts is not None else ".weight"
+    return names.stored.get(f"{weight}{end}", weight).removesuffix(".weight")
+
+
+def _with_skips(config: MXFP4RLConfig, names: list[str]) -> MXFP4RLConfig:
+    return replace(config, modules_to_not_convert=names or None)
